@@ -1,0 +1,47 @@
+# Every target sets up what it needs: `make serve` on a fresh clone is enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: serve test test-e2e gpu-test check format bench clean
+
+serve: $(VENV)/.serve
+	$(BIN)/quire serve $(ARGS)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not e2e and not gpu" $(ARGS)
+
+test-e2e: $(VENV)/.dev
+	PYTHON=$(BIN)/python tests/e2e/peers.sh
+	$(BIN)/python -m pytest -m e2e $(ARGS)
+
+gpu-test: $(VENV)/.dev
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/architecture
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.host_cost $(ARGS)
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.serve: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@ $(VENV)/.serve
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,81 @@
+"""What was asked of the engine (`EngineConfig`) and what was resolved (`EnginePlan`): two frozen objects.
+
+Promises: neither is edited after it is made; the plan holds every number the server needs to check a request.
+Must not know: torch, flags, environment variables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Device = Literal["auto", "cpu", "cuda"]
+DType = Literal["auto", "bfloat16", "float16", "float32"]
+KernelChoice = Literal["auto", "reference", "cpu"]
+PolicyName = Literal["fcfs", "priority"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """The scheduler's limits, all resolved. Tokens and blocks, never bytes or seconds."""
+
+    num_blocks: int
+    block_size: int = 16
+    max_model_len: int = 2048
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    prefill_chunk: int = 256  # most tokens of one sequence in one step
+    max_partial_prefills: int = 2  # sequences that may be in the middle of their prompt at once
+    min_chunk: int = 16  # c_min: the elder's first claim on the step budget
+    max_bypasses: int = 8  # times a blocked queue head may be overtaken
+    elder_age_steps: int = 64  # a group older than this (plus its own work) is overdue
+    enable_prefix_caching: bool = True
+    policy: PolicyName = "fcfs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the operator asked for; `None` and "auto" are resolved by `build` into an `EnginePlan`."""
+
+    model: str  # a directory
+    device: Device = "auto"
+    dtype: DType = "auto"
+    kernels: KernelChoice = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    prefill_chunk: int = 256
+    max_partial_prefills: int = 2
+    min_chunk: int = 16
+    max_bypasses: int = 8
+    elder_age_steps: int = 64
+    block_size: int = 16
+    kv_memory: int | None = None  # bytes; overrides gpu_memory_utilization
+    gpu_memory_utilization: float = 0.9  # of the GPU; on a CPU the pool is a share of the free memory
+    enable_prefix_caching: bool = True
+    policy: PolicyName = "fcfs"
+    num_threads: int | None = None  # CPU compute threads; None: all usable cores
+    check_invariants: bool = False  # after every step, not only when idle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlan:
+    """What the engine decided at start; printed, exported and used to check requests."""
+
+    model: str
+    architecture: str
+    num_parameters: int
+    device: str
+    dtype: str
+    kernels: str
+    num_threads: int
+    vocab_size: int  # width of the logits
+    weights_bytes: int
+    kv_bytes: int
+    bytes_per_block: int
+    load_seconds: float
+    scheduler: SchedulerConfig
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.scheduler.num_blocks * self.scheduler.block_size

@@ -1,0 +1,35 @@
+"""The engine's exception tree.
+
+QuireError                    everything we raise on purpose; the text is one line, fit for an operator
+├── ConfigError               an impossible setting; names the fix
+├── ModelLoadError            a checkpoint that cannot be served; names the file
+├── InfeasibleRequest         can never fit the pool or the limits, whoever else runs
+├── EngineDead                the engine process is gone and will not come back
+└── ProtocolError             a frame that does not decode
+"""
+
+from __future__ import annotations
+
+
+class QuireError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(QuireError):
+    """A setting that cannot work; the message names the setting and a value that would."""
+
+
+class ModelLoadError(QuireError):
+    """A checkpoint that is missing, malformed or of an unsupported architecture."""
+
+
+class InfeasibleRequest(QuireError):
+    """A request that no schedule can serve with this pool and these limits."""
+
+
+class EngineDead(QuireError):
+    """The engine process ended and is not being restarted."""
+
+
+class ProtocolError(QuireError):
+    """Bytes on the engine socket that are not a frame of ours."""

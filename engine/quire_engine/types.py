@@ -1,0 +1,166 @@
+"""The engine's boundary: every type that crosses between the server and the engine.
+
+Promises: frozen, plain values (ints, floats, strings, tuples) that msgspec can frame as they are.
+Must not know: torch, asyncio, HTTP, text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+WaitReason = Literal["kv", "slots", "budget"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one token is chosen from a row of logits. Resolved and validated by the server.
+
+    The draw for a token depends only on (seed, choice index, position), so that a preempted, resumed
+    or re-batched request samples the same tokens.
+    """
+
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is off
+    min_p: float = 0.0
+    seed: int = 0  # any signed 64-bit value
+    presence_penalty: float = 0.0  # over generated tokens
+    frequency_penalty: float = 0.0  # over generated tokens
+    repetition_penalty: float = 1.0  # over prompt and generated tokens
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    banned_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0  # stop token ids are masked before this many generated tokens
+    num_logprobs: int | None = None  # None: none; k: the chosen token and the k most likely
+    num_prompt_logprobs: int | None = None  # same, for prompt tokens; disables prefix-cache reads
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopParams:
+    """When a sequence ends inside the engine. Stop strings stay in the server."""
+
+    max_new_tokens: int  # 0: compute the prompt only
+    stop_token_ids: tuple[int, ...] = ()  # EOS included unless the client ignores it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One prompt and n choices of continuation."""
+
+    request_id: str  # internal and random, never the client's
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stop: StopParams
+    n: int = 1
+    arrival_time: float = 0.0  # seconds, monotonic clock
+    priority: int = 0  # lower is earlier; read by the priority policy only
+    cache_salt: str = ""  # requests with different salts never share cached blocks
+    resumed_token_ids: tuple[tuple[int, ...], ...] = ()  # crash recovery: per choice, tokens already sent
+    finished_choices: tuple[int, ...] = ()  # crash recovery: choices that already ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probabilities (natural log) of one position, from the raw logits."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the most likely
+    top_ids: tuple[int, ...] = ()  # most likely first
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTiming:
+    """Where a sequence's time went, seconds on the engine's clock. Sent with its first and last output."""
+
+    queue_seconds: float  # arrival to first scheduled
+    kv_wait_seconds: float  # of that, and after preemptions, at the queue's head blocked by blocks
+    prefill_seconds: float  # first scheduled to first token
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenOutput:
+    """New tokens of one choice of one request; `finish` is set exactly once per choice."""
+
+    request_id: str
+    choice: int = 0
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token id
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # the whole prompt; the first is None
+    finish: FinishReason | None = None
+    stop_token_id: int | None = None  # the stop token that ended the choice (also the last of token_ids)
+    error: str | None = None  # with finish == "error": one line, safe to show to the client
+    num_cached_tokens: int = 0  # prompt tokens served from the prefix cache
+    timing: RequestTiming | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """A snapshot after a step. Gauges are recomputed state; `total_*` count since the engine started."""
+
+    running: int = 0  # sequences
+    waiting: dict[WaitReason, int] = field(default_factory=dict)  # sequences
+    blocks_total: int = 0
+    blocks_used: int = 0
+    blocks_cached: int = 0  # matchable but not referenced
+    blocks_free: int = 0
+    slots_allocated: int = 0  # token slots in used blocks
+    slots_unused: int = 0  # of those, holding no token (internal waste)
+    prefill_tokens: int = 0  # this step
+    decode_tokens: int = 0  # this step
+    step_seconds: float = 0.0  # this step, whole
+    host_seconds: float = 0.0  # this step, without the model
+    total_preemptions: int = 0
+    total_prefix_query_tokens: int = 0
+    total_prefix_hit_tokens: int = 0
+    total_kv_evictions: int = 0  # cached blocks whose content was dropped for reuse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """Everything one engine step has to tell. Also sent without outputs when an abort changed the stats."""
+
+    step_id: int
+    outputs: tuple[TokenOutput, ...]
+    stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """A command to the engine that is not a request."""
+
+    kind: Literal["reset_prefix_cache", "shutdown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineHealth:
+    """What a heartbeat carries. A step counter that does not move while there is work means a hang."""
+
+    alive: bool
+    step_id: int
+    has_work: bool
+
+
+class EnginePort(Protocol):
+    """The five methods by which everything talks to an engine, in this process or in a child.
+
+    `submit` never blocks and never raises for request data that passed the server's validation: what the
+    scheduler refuses comes back as a TokenOutput with finish == "error". `on_step` is set once by the owner
+    before the first submit and is called on the owner's thread or event loop.
+    """
+
+    on_step: Callable[[StepOutput], None]
+
+    def submit(self, request: GenerationRequest) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def control(self, command: Control) -> None: ...
+    def health(self) -> EngineHealth: ...

@@ -1,0 +1,103 @@
+"""The record of model operations that one implementation provides, and the choice among them.
+
+Promises: the model calls these ops and no others; `reference` (plain torch) is the specification of each.
+On a CPU every output row is computed in an order that does not depend on the other rows of the call
+(batch invariance). Must not know: the engine, the server, models, the environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class AttentionInput(Protocol):
+    """What attention needs to know of a step: B sequences, T = sum of their query rows."""
+
+    @property
+    def positions(self) -> Tensor: ...  # [T] int64, absolute position of each row
+    @property
+    def kv_slots(self) -> Tensor: ...  # [T] int64, block_id * block_size + offset, where each row's K/V is written
+    @property
+    def query_starts(self) -> Tensor: ...  # [B + 1] int32, row offsets of the sequences
+    @property
+    def context_lens(self) -> Tensor: ...  # [B] int32, tokens present after this step (query rows included)
+    @property
+    def block_tables(self) -> Tensor: ...  # [B, M] int32, padded with 0
+    @property
+    def max_query_len(self) -> int: ...
+    @property
+    def max_context_len(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """The constants of one attention layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None  # a row at position p sees positions p - window + 1 .. p
+    q_norm: Tensor | None = None  # [head_dim], RMS norm of each query head
+    k_norm: Tensor | None = None  # [head_dim]
+    norm_eps: float = 1e-6
+
+
+# A weight matrix as the implementation wants it (packed, quantised, or as it came). Opaque to the model.
+LinearWeight = Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSet:
+    """Six ops a layer. T rows, H hidden, K in, N out, D head_dim; activations in the model's dtype.
+
+    pack_linear(weight [N, K], bias [N] | None) -> LinearWeight
+        Called once per matrix at load. May keep `weight` or copy it.
+    pack_gate_up(gate [I, K], up [I, K]) -> LinearWeight
+    embed(table [V, H], ids [T] int64) -> [T, H]
+    norm_linear(x [T, K], norm [K], eps, w) -> [T, N]
+        RMSNorm(x) * norm, then the projection with its bias. For QKV.
+    norm_gate_up(x [T, K], norm [K], eps, w) -> [T, I]
+        silu(gate) * up of the normed rows.
+    linear_add(x [T, K], w, residual [T, N]) -> [T, N]
+        residual + projection. For O and down. May reuse residual's memory.
+    rope_write(qkv [T, (Hq + 2 Hkv) * D], rope [P, D] float32, shape, kv, layer, step) -> q [T, Hq, D]
+        Norms q and k heads where the shape says so, rotates both by the row's position (rope[p] is
+        cos(0..D/2) then sin(0..D/2), half-split "neox" pairing), writes K and V to the row's slot, returns q.
+    attention(q [T, Hq, D], shape, kv, layer, step) -> [T, Hq * D]
+        Causal attention of every row over its sequence's positions in the paged pool.
+    logits(x [S, K], norm [K], eps, w) -> [S, V] float32
+        The final norm and the head, for the sampled rows only.
+    new_kv(num_blocks, num_layers, num_kv_heads, block_size, head_dim, dtype, device) -> Tensor
+        The pool. The first dimension is the block, all of a block's bytes are contiguous, memory is zeroed; the
+        rest of the layout belongs to the implementation. `kv[dst] = kv[src]` copies a block.
+    kv_block_bytes(num_layers, num_kv_heads, block_size, head_dim, dtype) -> int
+        Bytes of one block of that pool.
+    """
+
+    name: str
+    pack_linear: Callable[[Tensor, Tensor | None], LinearWeight]
+    pack_gate_up: Callable[[Tensor, Tensor], LinearWeight]
+    embed: Callable[[Tensor, Tensor], Tensor]
+    norm_linear: Callable[[Tensor, Tensor, float, LinearWeight], Tensor]
+    norm_gate_up: Callable[[Tensor, Tensor, float, LinearWeight], Tensor]
+    linear_add: Callable[[Tensor, LinearWeight, Tensor], Tensor]
+    rope_write: Callable[[Tensor, Tensor, AttentionShape, Tensor, int, AttentionInput], Tensor]
+    attention: Callable[[Tensor, AttentionShape, Tensor, int, AttentionInput], Tensor]
+    logits: Callable[[Tensor, Tensor, float, LinearWeight], Tensor]
+    new_kv: Callable[[int, int, int, int, int, torch.dtype, torch.device], Tensor]
+    kv_block_bytes: Callable[[int, int, int, int, torch.dtype], int]
+
+
+def select(device: torch.device, dtype: torch.dtype, choice: str = "auto") -> KernelSet:
+    """The kernel set for a device; `choice` is "auto" or the name of one."""
+    from quire_kernels.reference import REFERENCE
+
+    if choice in ("auto", "reference"):
+        return REFERENCE
+    raise ValueError(f"no kernel set named {choice!r} for {device.type}; use 'auto' or 'reference'")
