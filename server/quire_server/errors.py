@@ -1,0 +1,231 @@
+"""Every error a client can get: its HTTP status, its envelope and its headers, in one tree.
+
+Promises: statuses live only here; bodies are the OpenAI envelope, at most 1 KB of message, never an object's repr.
+Must not know: which route raised it, frameworks, the engine.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import ClassVar, TypedDict
+
+MESSAGE_BYTES = 1024
+_MIN_RETRY_SECONDS = 1
+_MAX_RETRY_SECONDS = 30  # clients stop obeying at 120 s; a shorter hint also tells the truth more often
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
+
+
+class ErrorDetail(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """Base: a reply other than success. `message` is one text for the client, never an input echoed at length."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    default_code: ClassVar[str] = "internal_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code if code is not None else self.default_code
+        self.headers: dict[str, str] = dict(headers or {})
+
+
+class BadRequest(ApiError):
+    """400: a value, type, range or combination that cannot be served; `param` names the field."""
+
+    status = 400
+    type = "invalid_request_error"
+    default_code = "invalid_value"
+
+
+class ContextLengthExceeded(BadRequest):
+    """400: the prompt (or prompt and max_tokens) can never fit; say both numbers in the message."""
+
+    default_code = "context_length_exceeded"
+
+
+class Unauthorized(ApiError):
+    """401: no key, or not one of ours. The same text for every cause."""
+
+    status = 401
+    type = "invalid_request_error"
+    default_code = "invalid_api_key"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Missing or invalid API key: send it as 'Authorization: Bearer <key>'.",
+            headers={"WWW-Authenticate": 'Bearer realm="quire"'},
+        )
+
+
+class RouteNotFound(ApiError):
+    """404: no such path."""
+
+    status = 404
+    type = "invalid_request_error"
+    default_code = "not_found"
+
+
+class ModelNotFound(ApiError):
+    """404: the name is not one this server answers to."""
+
+    status = 404
+    type = "invalid_request_error"
+    default_code = "model_not_found"
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"The model '{model[:96]}' does not exist.", param="model")
+
+
+class MethodNotAllowed(ApiError):
+    """405: the path exists, the method does not."""
+
+    status = 405
+    type = "invalid_request_error"
+    default_code = "method_not_allowed"
+
+
+class RequestTimeout(ApiError):
+    """408: the client was too slow to send its request; the connection is closed."""
+
+    status = 408
+    type = "invalid_request_error"
+    default_code = "request_timeout"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, headers={"Connection": "close"})
+
+
+class PayloadTooLarge(ApiError):
+    """413: more body bytes than the limit; the connection is closed."""
+
+    status = 413
+    type = "invalid_request_error"
+    default_code = "payload_too_large"
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(f"The request body is larger than {limit_bytes} bytes.", headers={"Connection": "close"})
+
+
+class UnsupportedMediaType(ApiError):
+    """415: the body is not plain JSON."""
+
+    status = 415
+    type = "invalid_request_error"
+    default_code = "unsupported_media_type"
+
+
+class QueueFull(ApiError):
+    """429: the bounded queue has no place; tells when to come back."""
+
+    status = 429
+    type = "rate_limit_error"
+    default_code = "queue_full"
+
+    def __init__(
+        self,
+        message: str = "The server's queue is full; retry later.",
+        *,
+        retry_after_seconds: float,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message, code=code, headers=_retry_headers(retry_after_seconds))
+
+
+class HeadersTooLarge(ApiError):
+    """431: too many header fields or too many header bytes; the connection is closed."""
+
+    status = 431
+    type = "invalid_request_error"
+    default_code = "headers_too_large"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, headers={"Connection": "close"})
+
+
+class EngineFailed(ApiError):
+    """500: the engine failed while running this request; `culprit` means that retrying would fail again."""
+
+    status = 500
+    default_code = "engine_error"
+
+    def __init__(self, message: str, *, code: str | None = None, culprit: bool = False) -> None:
+        super().__init__(message, code=code, headers={"x-should-retry": "false"} if culprit else None)
+
+
+class NotReady(ApiError):
+    """503: loading, draining or restarting; an integer Retry-After of 1 to 30 seconds."""
+
+    status = 503
+    default_code = "not_ready"
+
+    def __init__(
+        self,
+        message: str = "The server is not ready; retry later.",
+        *,
+        retry_after_seconds: float = 5.0,
+        code: str | None = None,
+        close: bool = False,
+    ) -> None:
+        super().__init__(message, code=code, headers=_retry_headers(retry_after_seconds))
+        if close:
+            self.headers["Connection"] = "close"
+
+
+class DeadlineExceeded(ApiError):
+    """504: the request's own deadline passed before it finished."""
+
+    status = 504
+    type = "timeout_error"
+    default_code = "deadline_exceeded"
+
+
+def error_body(err: ApiError) -> ErrorBody:
+    """The OpenAI envelope; the message cut to 1 KB of UTF-8, memory addresses and control characters removed."""
+    return {
+        "error": {
+            "message": _safe_text(err.message),
+            "type": err.type,
+            "param": None if err.param is None else _safe_text(err.param[:256]),
+            "code": err.code,
+        }
+    }
+
+
+def internal_error() -> ApiError:
+    """What an unexpected exception becomes: a fixed text, so that nothing leaks."""
+    return ApiError("The server had an internal error; see its log under the request id.")
+
+
+def _safe_text(text: str) -> str:
+    printable = "".join(c if c.isprintable() or c == "\n" else " " for c in text[:MESSAGE_BYTES])
+    raw = _ADDRESS.sub("0x…", printable).encode("utf-8", "replace")
+    if len(raw) <= MESSAGE_BYTES:
+        return raw.decode("utf-8")
+    return raw[: MESSAGE_BYTES - 3].decode("utf-8", "ignore") + "…"
+
+
+def _retry_headers(seconds: float) -> dict[str, str]:
+    bounded = min(max(seconds, 0.0), float(_MAX_RETRY_SECONDS)) if math.isfinite(seconds) else _MAX_RETRY_SECONDS
+    whole = max(_MIN_RETRY_SECONDS, math.ceil(bounded))
+    return {"Retry-After": str(whole), "retry-after-ms": str(max(1, math.ceil(bounded * 1000)))}
