@@ -1,0 +1,157 @@
+"""The command line of `quire serve`, generated from the fields of `Settings`.
+
+Promises: a field added there is a flag here, with its group, unit, default and environment variable.
+Must not know: what any setting means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Literal, NoReturn, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from quire_server.settings import (
+    ENV_PREFIX,
+    GROUPS,
+    Settings,
+    SettingsError,
+    flag_name,
+    load_settings,
+    suggest,
+)
+
+_EPILOG = f"""\
+Every flag is also an environment variable ({ENV_PREFIX}PORT=9000) and a key of the --config file (port: 9000).
+A flag wins over the environment, the environment over the file, the file over the default.
+Underscores may stand for hyphens. Sizes: 512MiB, 2GiB, 2GB. Tokens: 4096, 4k (4000), 4K (4096)."""
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=36, width=min(120, shutil.get_terminal_size().columns))
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return f"--[no-]{action.option_strings[0].removeprefix('--')}"
+        return super()._format_action_invocation(action)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(message)
+
+
+def parse_flags(argv: Sequence[str], prog: str = "quire serve") -> Settings:
+    """The settings of a command line, the environment and the file. Raises SettingsError; `--help` exits 0."""
+    parser = build_parser(prog)
+    known, rest = parser.parse_known_args([_hyphens(word) for word in argv])
+    flags = vars(known)
+    unknown = [word.split("=")[0] for word in rest]
+    if unknown:
+        raise SettingsError(
+            *(
+                f"unknown flag {word}{suggest(word)}" if word.startswith("-") else f"unexpected argument {word!r}"
+                for word in unknown
+            )
+        )
+    positional = flags.pop("positional_model", None)
+    if positional is not None:
+        if "model" in flags:
+            raise SettingsError("the model is given twice: as an argument and with --model; keep one")
+        flags["model"] = positional
+    return load_settings(flags)
+
+
+def build_parser(prog: str) -> argparse.ArgumentParser:
+    """One flag per field of `Settings`, in the order and groups they are declared."""
+    parser = _Parser(
+        prog=prog,
+        usage=f"{prog} [MODEL] [flags]",
+        description="Serve a model over the OpenAI HTTP API.",
+        epilog=_EPILOG,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+        formatter_class=_HelpFormatter,
+    )
+    parser.add_argument("positional_model", metavar="MODEL", nargs="?", help="the same as --model")
+    groups = {name: parser.add_argument_group(name) for name in GROUPS}
+    for name, field in Settings.model_fields.items():
+        _add_flag(groups[option_group(field)], name, field)
+    return parser
+
+
+def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
+    kind = value_kind(field.annotation)
+    text = _help_text(field).replace("%", "%%")
+    if kind is bool:
+        group.add_argument(flag_name(name), action=argparse.BooleanOptionalAction, dest=name, help=text)
+    elif kind is tuple:
+        group.add_argument(flag_name(name), nargs="+", action="extend", dest=name, metavar="S", help=text)
+    elif get_origin(kind) is Literal:
+        group.add_argument(flag_name(name), dest=name, choices=get_args(kind), help=text)
+    else:
+        group.add_argument(flag_name(name), dest=name, metavar=_metavar(kind, option_unit(field)), help=text)
+
+
+def value_kind(annotation: object) -> object:
+    """The plain type under `Annotated` and `| None`: bool, int, float, str, Path, tuple, dict or a Literal."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return value_kind(get_args(annotation)[0])
+    if origin in {Union, UnionType}:
+        return value_kind(next(part for part in get_args(annotation) if part is not type(None)))
+    return annotation if origin in {None, Literal} else origin
+
+
+def option_group(field: FieldInfo) -> str:
+    """The heading a setting belongs under."""
+    return str(_extra(field)["group"])
+
+
+def option_unit(field: FieldInfo) -> str:
+    """ "tokens", "bytes", "s", "steps" or nothing."""
+    return str(_extra(field)["unit"])
+
+
+def option_default(field: FieldInfo) -> str:
+    """The default as an operator would type it; empty where the description says what happens without."""
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if value is None or value is PydanticUndefined or value in ((), {}):
+        return ""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if option_unit(field) == "bytes" and isinstance(value, int):
+        return f"{value // 2**20}MiB" if value % 2**20 == 0 else f"{value // 2**10}KiB"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _extra(field: FieldInfo) -> dict[str, object]:
+    extra = field.json_schema_extra
+    if not isinstance(extra, dict):
+        raise TypeError("every setting is declared with _option")
+    return dict(extra)
+
+
+def _help_text(field: FieldInfo) -> str:
+    default = option_default(field)
+    return f"{field.description} [{default}]" if default else str(field.description)
+
+
+def _metavar(kind: object, unit: str) -> str:
+    if unit:
+        return {"s": "SECONDS"}.get(unit, unit.upper())
+    names: dict[object, str] = {int: "N", float: "X", Path: "PATH", dict: "JSON"}
+    return names.get(kind, "TEXT")
+
+
+def _hyphens(word: str) -> str:
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value
