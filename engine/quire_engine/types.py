@@ -99,6 +99,7 @@ class TokenOutput:
     finish: FinishReason | None = None
     stop_token_id: int | None = None  # the stop token that ended the choice (also the last of token_ids)
     error: str | None = None  # with finish == "error": one line, safe to show to the client
+    culprit: bool = False  # with error: the request itself is the cause, sending it again would fail again
     num_cached_tokens: int = 0  # prompt tokens served from the prefix cache
     timing: RequestTiming | None = None
 

@@ -1,0 +1,97 @@
+"""The engine: one scheduler and one executor behind the five methods of `EnginePort`, stepped by its owner.
+
+Promises: every submitted request ends in exactly one terminal output per choice unless it is aborted; nothing happens
+between calls. Must not know: processes, sockets, threads, text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from quire_engine.batch import Batch, StepResult
+from quire_engine.errors import InfeasibleRequest
+from quire_engine.scheduler import Scheduler
+from quire_engine.types import Control, EngineHealth, GenerationRequest, StepOutput, TokenOutput
+
+
+class StepExecutor(Protocol):
+    """Computes one batch; the model's `Runner`, or a fake in tests."""
+
+    def execute(self, batch: Batch) -> StepResult: ...
+
+
+def _discard(_: StepOutput) -> None:
+    pass
+
+
+class Engine:
+    """Continuous batching, one step at a time."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: StepExecutor,
+        *,
+        check_invariants: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.on_step: Callable[[StepOutput], None] = _discard
+        self._scheduler = scheduler
+        self._executor = executor
+        self._check_every_step = check_invariants
+        self._clock = clock
+        self._step_id = 0
+        self._unsent: list[TokenOutput] = []  # refusals, sent with the next StepOutput
+        self._stats_changed = False
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do or to tell."""
+        return self._scheduler.has_work or bool(self._unsent) or self._stats_changed
+
+    def submit(self, request: GenerationRequest) -> None:
+        try:
+            self._scheduler.add(request, self._clock())
+        except InfeasibleRequest as refusal:
+            self._unsent += [
+                TokenOutput(request_id=request.request_id, choice=choice, finish="error", error=str(refusal))
+                for choice in range(request.n)
+                if choice not in request.finished_choices
+            ]
+
+    def abort(self, request_id: str) -> None:
+        if self._scheduler.abort(request_id):
+            self._stats_changed = True
+
+    def control(self, command: Control) -> None:
+        if command.kind == "reset_prefix_cache":
+            self._scheduler.reset_prefix_cache()
+            self._stats_changed = True
+
+    def health(self) -> EngineHealth:
+        return EngineHealth(alive=True, step_id=self._step_id, has_work=self._scheduler.has_work)
+
+    def step(self) -> None:
+        """Schedule, execute, apply; then tell `on_step` what came of it, if anything did."""
+        started = self._clock()
+        outputs, self._unsent = self._unsent, []
+        batch = self._scheduler.schedule(started)
+        execute_seconds = 0.0
+        if batch is not None:
+            execute_started = self._clock()
+            result = self._executor.execute(batch)
+            finished = self._clock()
+            execute_seconds = finished - execute_started
+            outputs += self._scheduler.apply(batch, result, finished)
+            self._step_id = batch.step_id
+        if self._check_every_step or not self._scheduler.has_work:
+            self._scheduler.check_invariants()
+        if batch is None and not outputs and not self._stats_changed:
+            return
+        self._stats_changed = False
+        step_seconds = self._clock() - started
+        stats = replace(self._scheduler.stats(), step_seconds=step_seconds, host_seconds=step_seconds - execute_seconds)
+        self.on_step(StepOutput(step_id=self._step_id, outputs=tuple(outputs), stats=stats))

@@ -1,0 +1,113 @@
+"""Frames over the engine socket: four bytes of length, one byte of kind, a msgpack payload.
+
+Owns the wire format between the API process and the engine process. Promises: no pickle, a bounded frame size, and
+ProtocolError for anything that does not decode. Must not know: who sends, when, or why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from quire_engine.config import EngineConfig, EnginePlan
+from quire_engine.errors import ProtocolError
+from quire_engine.types import Control, EngineHealth, GenerationRequest, StepOutput
+
+MAX_FRAME_BYTES = 256 * 1024 * 1024
+_HEADER = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """Forget a request, whatever its state."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartFailed:
+    """The engine could not be built; one line for the operator."""
+
+    kind: Literal["config", "model", "crash"]
+    message: str
+
+
+Frame: TypeAlias = (
+    EngineConfig | GenerationRequest | Abort | Control | EnginePlan | StartFailed | StepOutput | EngineHealth
+)
+
+
+class Kind(IntEnum):
+    """The byte that names a payload's type."""
+
+    START = 1
+    SUBMIT = 2
+    ABORT = 3
+    CONTROL = 4
+    READY = 5
+    START_FAILED = 6
+    STEP = 7
+    HEARTBEAT = 8
+
+
+_TYPES: dict[Kind, type] = {
+    Kind.START: EngineConfig,
+    Kind.SUBMIT: GenerationRequest,
+    Kind.ABORT: Abort,
+    Kind.CONTROL: Control,
+    Kind.READY: EnginePlan,
+    Kind.START_FAILED: StartFailed,
+    Kind.STEP: StepOutput,
+    Kind.HEARTBEAT: EngineHealth,
+}
+_KINDS: dict[type, Kind] = {payload: kind for kind, payload in _TYPES.items()}
+_DECODERS: dict[int, msgspec.msgpack.Decoder[Frame]] = {
+    int(kind): msgspec.msgpack.Decoder(payload) for kind, payload in _TYPES.items()
+}
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode_frame(frame: Frame) -> bytes:
+    """The bytes of one frame."""
+    payload = _ENCODER.encode(frame)
+    if len(payload) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame of {len(payload)} bytes is over the limit of {MAX_FRAME_BYTES}")
+    return b"%b%c%b" % (len(payload).to_bytes(4, "little"), _KINDS[type(frame)], payload)
+
+
+class FrameDecoder:
+    """Turns a byte stream, cut anywhere, into frames."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """Frames completed by `data`, in order. Raises ProtocolError."""
+        self._buffer += data
+        frames: list[Frame] = []
+        start = 0
+        while len(self._buffer) - start >= _HEADER:
+            size = int.from_bytes(self._buffer[start : start + 4], "little")
+            if size > MAX_FRAME_BYTES:
+                raise ProtocolError(f"a frame announces {size} bytes, over the limit of {MAX_FRAME_BYTES}")
+            end = start + _HEADER + size
+            if len(self._buffer) < end:
+                break
+            frames.append(_decode(self._buffer[start + 4], self._buffer[start + _HEADER : end]))
+            start = end
+        del self._buffer[:start]
+        return frames
+
+
+def _decode(kind: int, payload: bytearray) -> Frame:
+    decoder = _DECODERS.get(kind)
+    if decoder is None:
+        raise ProtocolError(f"unknown frame kind {kind}")
+    try:
+        frame: Frame = decoder.decode(payload)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"a frame of kind {Kind(kind).name} does not decode: {error}") from None
+    return frame
