@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import ClassVar, TypedDict
 
 MESSAGE_BYTES = 1024
-_MIN_RETRY_SECONDS = 1
-_MAX_RETRY_SECONDS = 30  # clients stop obeying at 120 s; a shorter hint also tells the truth more often
+_LONGEST_QUEUE_WAIT = 120.0  # seconds; SDKs do not retry at all above this
+_LONGEST_UNREADINESS = 30.0  # seconds; a restart is over sooner, and a drained server is replaced
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
 
 
@@ -149,7 +149,7 @@ class QueueFull(ApiError):
         retry_after_seconds: float,
         code: str | None = None,
     ) -> None:
-        super().__init__(message, code=code, headers=_retry_headers(retry_after_seconds))
+        super().__init__(message, code=code, headers=_retry_headers(retry_after_seconds, _LONGEST_QUEUE_WAIT))
 
 
 class HeadersTooLarge(ApiError):
@@ -161,6 +161,17 @@ class HeadersTooLarge(ApiError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, headers={"Connection": "close"})
+
+
+class ClientGone(ApiError):
+    """499, seen in logs and metrics only: the client left before its reply."""
+
+    status = 499
+    type = "invalid_request_error"
+    default_code = "client_gone"
+
+    def __init__(self) -> None:
+        super().__init__("The client closed the connection.")
 
 
 class EngineFailed(ApiError):
@@ -187,7 +198,7 @@ class NotReady(ApiError):
         code: str | None = None,
         close: bool = False,
     ) -> None:
-        super().__init__(message, code=code, headers=_retry_headers(retry_after_seconds))
+        super().__init__(message, code=code, headers=_retry_headers(retry_after_seconds, _LONGEST_UNREADINESS))
         if close:
             self.headers["Connection"] = "close"
 
@@ -225,7 +236,6 @@ def _safe_text(text: str) -> str:
     return raw[: MESSAGE_BYTES - 3].decode("utf-8", "ignore") + "…"
 
 
-def _retry_headers(seconds: float) -> dict[str, str]:
-    bounded = min(max(seconds, 0.0), float(_MAX_RETRY_SECONDS)) if math.isfinite(seconds) else _MAX_RETRY_SECONDS
-    whole = max(_MIN_RETRY_SECONDS, math.ceil(bounded))
-    return {"Retry-After": str(whole), "retry-after-ms": str(max(1, math.ceil(bounded * 1000)))}
+def _retry_headers(seconds: float, longest: float) -> dict[str, str]:
+    bounded = min(max(seconds, 0.001), longest) if math.isfinite(seconds) else longest
+    return {"Retry-After": str(math.ceil(bounded)), "retry-after-ms": str(math.ceil(bounded * 1000))}

@@ -7,6 +7,7 @@ Must not know: how any of its parts was built, HTTP.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,13 @@ if TYPE_CHECKING:
     from quire_server.tokenizer import TextTokenizer
 
 
+def _engine_serves() -> str | None:
+    return None
+
+
 @dataclass(slots=True, kw_only=True)
 class ServerState:
-    """The server's parts. Mutable in two fields only: `draining` and `unready_reason`."""
+    """The server's parts; only `draining` changes while it runs."""
 
     settings: Settings
     tokenizer: TextTokenizer
@@ -28,9 +33,9 @@ class ServerState:
     client: EngineClient
     metrics: Metrics
     model_names: tuple[str, ...]  # the first is the one that replies report
+    engine_trouble: Callable[[], str | None] = _engine_serves  # asked at each probe: why the engine cannot serve now
     started: float = field(default_factory=time.time)  # seconds since the epoch
     draining: bool = False
-    unready_reason: str | None = None  # loading, engine restarting, engine dead, warming up, ...; None when serving
 
     @property
     def max_model_len(self) -> int:
@@ -38,11 +43,12 @@ class ServerState:
         return self.client.plan.scheduler.max_model_len
 
     def ready(self) -> bool:
-        return self.not_ready_because() is None
+        return self.unready_reason() is None
 
-    def not_ready_because(self) -> str | None:
-        """One word or two for a probe's reply; draining wins over everything."""
-        return "draining" if self.draining else self.unready_reason
+    def unready_reason(self) -> str | None:
+        """A few words for a probe's reply, such as "draining" or "engine restarting"; None when serving."""
+        return "draining" if self.draining else self.engine_trouble()
 
     def knows_model(self, name: str | None) -> bool:
+        """Whether requests may name this model; None asks for the default."""
         return name is None or name in self.model_names
