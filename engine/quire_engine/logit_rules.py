@@ -1,0 +1,138 @@
+"""What a request does to its logits before they become a distribution: masks, penalties, bias.
+
+Promises: every id is checked against the vocabulary before a tensor is touched; a row is changed by its own rules only.
+Must not know: temperatures, distributions, how the logits were made.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quire_engine.types import SamplingParams, StopParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRow:
+    """One token to choose. Several rows may share a row of logits (the first token of the n choices of a request)."""
+
+    sampling: SamplingParams
+    stop: StopParams
+    choice: int
+    token_ids: Sequence[int]  # prompt, then output: everything before the token to choose; read only
+    num_prompt_tokens: int
+    position: int  # of the token to choose; the tokens before it are token_ids[:position]
+    logits_row: int
+
+    @property
+    def masks_stop_tokens(self) -> bool:
+        return self.position - self.num_prompt_tokens < self.sampling.min_tokens and bool(self.stop.stop_token_ids)
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether the logits differ from the model's before the temperature applies."""
+        sampling = self.sampling
+        return bool(
+            sampling.logit_bias
+            or sampling.allowed_token_ids
+            or sampling.banned_token_ids
+            or self.masks_stop_tokens
+            or sampling.repetition_penalty != 1.0
+            or sampling.presence_penalty
+            or sampling.frequency_penalty
+        )
+
+
+def id_error(row: SampleRow, vocab_size: int) -> str | None:
+    """Why this row's ids cannot be applied to `vocab_size` columns, or None.
+
+    A tensor index outside the row would write into a neighbour's logits. Stop ids outside are not an error: such a
+    token can never be drawn, so there is nothing to mask.
+    """
+    sampling = row.sampling
+    named: list[tuple[str, Iterable[int]]] = [
+        ("logit_bias", (token for token, _ in sampling.logit_bias)),
+        ("allowed_token_ids", sampling.allowed_token_ids),
+        ("banned_token_ids", sampling.banned_token_ids),
+    ]
+    if sampling.repetition_penalty != 1.0:
+        named.append(("the prompt", row.token_ids))
+    elif sampling.presence_penalty or sampling.frequency_penalty:
+        named.append(("the output", row.token_ids[row.num_prompt_tokens : row.position]))
+    for name, ids in named:
+        for token in ids:
+            if not 0 <= token < vocab_size:
+                return f"token id {token} in {name} is outside the model's vocabulary of {vocab_size}"
+    return None
+
+
+@dataclass(slots=True)
+class _Cells:
+    """Cells of the logits to change: no cell twice, so that the order of writing cannot matter."""
+
+    rows: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def add(self, row: int, ids: Iterable[int], value: float) -> None:
+        for token in ids:
+            self.add_one(row, token, value)
+
+    def add_one(self, row: int, token: int, value: float) -> None:
+        self.rows.append(row)
+        self.ids.append(token)
+        self.values.append(value)
+
+    def index(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        return torch.tensor(self.rows, device=device), torch.tensor(self.ids, device=device)
+
+    def value(self, like: Tensor) -> Tensor:
+        return torch.tensor(self.values, dtype=like.dtype, device=like.device)
+
+
+def apply_rules(logits: Tensor, rows: Sequence[SampleRow]) -> None:
+    """Change logits [S, V] in place, row i by `rows[i]`, whose ids `id_error` has passed.
+
+    The order is: allowed and banned ids and stop ids masked; the repetition penalty over prompt and output; presence
+    and frequency penalties over the output; the logit bias.
+    """
+    _mask_not_allowed(logits, rows)
+    masked, repeated, generated, biased = _Cells(), _Cells(), _Cells(), _Cells()
+    vocab_size = logits.shape[1]
+    for i, row in enumerate(rows):
+        sampling = row.sampling
+        masked.add(i, sampling.banned_token_ids, -torch.inf)
+        if row.masks_stop_tokens:
+            masked.add(i, (token for token in row.stop.stop_token_ids if 0 <= token < vocab_size), -torch.inf)
+        if sampling.repetition_penalty != 1.0:
+            repeated.add(i, sorted(set(row.token_ids[: row.position])), sampling.repetition_penalty)
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            for token, count in Counter(row.token_ids[row.num_prompt_tokens : row.position]).items():
+                generated.add_one(i, token, sampling.presence_penalty + sampling.frequency_penalty * count)
+        for token, bias in dict(sampling.logit_bias).items():
+            biased.add_one(i, token, bias)
+    if masked.rows:
+        logits[masked.index(logits.device)] = -torch.inf
+    if repeated.rows:
+        index = repeated.index(logits.device)
+        before, penalty = logits[index], repeated.value(logits)
+        logits[index] = torch.where(before > 0, before / penalty, before * penalty)
+    if generated.rows:
+        index = generated.index(logits.device)
+        logits[index] = logits[index] - generated.value(logits)
+    if biased.rows:
+        index = biased.index(logits.device)
+        logits[index] = logits[index] + biased.value(logits)
+
+
+def _mask_not_allowed(logits: Tensor, rows: Sequence[SampleRow]) -> None:
+    for i, row in enumerate(rows):
+        if row.sampling.allowed_token_ids:
+            ids = torch.tensor(row.sampling.allowed_token_ids, device=logits.device)
+            allowed = logits[i, ids]
+            logits[i].fill_(-torch.inf)
+            logits[i, ids] = allowed
