@@ -1,0 +1,90 @@
+"""What this process may use of the machine it runs on: host memory and processor cores.
+
+Promises: a container's limits (cgroup v1 and v2) count like the machine's own.
+Must not know: torch, models, what the memory is for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that can be allocated without swapping and without meeting a cgroup's limit.
+
+    `root` is where /proc and /sys are looked for.
+    """
+    available = _meminfo_available(root)
+    for folder in _cgroup_folders(root, "memory"):
+        limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
+        if limit is None:
+            continue
+        used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
+        # File pages that nobody touched lately are given back under pressure; a model just read from disk is one.
+        used -= _statistic(folder / "memory.stat", ("total_inactive_file", "inactive_file"))
+        available = min(available, limit - max(0, used))
+    return max(0, available)
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Cores of this process' affinity mask, fewer if a cgroup's CPU quota buys fewer."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder in _cgroup_folders(root, "cpu"):
+        quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+        words = _text(folder / "cpu.max").split()
+        if len(words) == 2 and words[0] != "max":
+            quota, period = int(words[0]), int(words[1])
+        if quota and period and quota > 0:
+            cores = min(cores, quota // period)
+    return max(1, cores)
+
+
+def _meminfo_available(root: Path) -> int:
+    kibibytes = _statistic(root / "proc/meminfo", ("MemAvailable:", "MemFree:"))
+    if kibibytes:
+        return kibibytes * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # not Linux
+
+
+def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
+    """This process' cgroup for a controller and all that enclose it, in both versions' places.
+
+    Inside a container the listed path may be the host's and not exist here; the mount point itself then is ours.
+    """
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mount = root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            mount = root / "sys/fs/cgroup" / controllers
+            if not mount.is_dir():
+                mount = root / "sys/fs/cgroup" / controller
+        else:
+            continue
+        folder = mount / path.lstrip("/")
+        while folder != mount:
+            yield folder
+            folder = folder.parent
+        yield mount
+
+
+def _statistic(file: Path, names: tuple[str, ...]) -> int:
+    """The value of the first of `names` in a file of `name value` lines, else 0."""
+    values = {words[0]: words[1] for words in map(str.split, _text(file).splitlines()) if len(words) >= 2}
+    return next((int(values[name]) for name in names if name in values), 0)
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(_text(file))
+    except ValueError:  # absent, or "max"
+        return None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

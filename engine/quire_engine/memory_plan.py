@@ -1,0 +1,143 @@
+"""The arithmetic of the KV pool: how many blocks, how long a sequence, and the plan as people read it.
+
+Promises: a plan holds at least one sequence of max_model_len, or a ConfigError says what would.
+Must not know: torch, devices, where the byte counts come from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire_engine.config import EnginePlan
+from quire_engine.errors import ConfigError
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+CPU_POOL_SHARE = 0.25  # of what is free once the weights are loaded: the machine is rarely ours alone
+CPU_POOL_MAX = 4 << 30  # bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSize:
+    """The resolved size of the pool."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+def cpu_pool_bytes(free: int, kv_memory: int | None) -> int:
+    """Bytes the pool may take on a CPU, where `free` are left beside the weights. Raises ConfigError."""
+    if kv_memory is None:
+        return min(int(free * CPU_POOL_SHARE), CPU_POOL_MAX)
+    return _checked_kv_memory(free, kv_memory)
+
+
+def gpu_pool_bytes(*, total: int, free: int, utilization: float, workspace: int, kv_memory: int | None) -> int:
+    """Bytes the pool may take on a GPU of `total` bytes, `free` left beside the weights and other processes.
+
+    `workspace` is what the largest step needs besides. Raises ConfigError.
+    """
+    usable = free - workspace
+    if kv_memory is not None:
+        return _checked_kv_memory(usable, kv_memory)
+    budget = int(total * utilization) - (total - free) - workspace
+    if budget <= 0:
+        # What is in use plus one hundredth of the GPU for the pool, rounded up to a hundredth.
+        needed = (total - free + workspace) / total + 0.01
+        fix = f"set gpu_memory_utilization to {needed + 0.005:.2f} or more" if needed < 0.99 else "use a larger GPU"
+        raise ConfigError(
+            f"gpu_memory_utilization={utilization} of {bytes_text(total)} leaves nothing for the KV cache:"
+            f" {bytes_text(total - free)} are in use and a step needs {bytes_text(workspace)}; {fix}"
+        )
+    return min(budget, usable)
+
+
+def _checked_kv_memory(free: int, kv_memory: int) -> int:
+    if kv_memory > free:
+        raise ConfigError(
+            f"kv_memory={kv_memory} ({bytes_text(kv_memory)}) is more than the {bytes_text(max(0, free))} left beside"
+            f" the weights; set kv_memory to {max(0, free)} or less"
+        )
+    return kv_memory
+
+
+def check_model_len(max_model_len: int | None, positions: int) -> None:
+    """Refuse a length that the model was not made for."""
+    if max_model_len is not None and max_model_len > positions:
+        raise ConfigError(
+            f"max_model_len={max_model_len} is more than the {positions} positions of the model;"
+            f" set max_model_len to {positions} or less"
+        )
+
+
+def size_pool(
+    *,
+    pool_bytes: int,
+    bytes_per_block: int,
+    block_size: int,
+    max_model_len: int | None,
+    positions: int,
+    max_useful_seqs: int | None,
+) -> PoolSize:
+    """Turn bytes into blocks. Without a `max_model_len` it is the model's, or what the pool holds of one sequence.
+
+    `max_useful_seqs` caps the pool at that many sequences of full length. Raises ConfigError.
+    """
+    num_blocks = pool_bytes // bytes_per_block
+    holds = num_blocks * block_size
+    length = min(positions, holds) if max_model_len is None else max_model_len
+    needed = -(-max(length, 1) // block_size) * bytes_per_block
+    if num_blocks * bytes_per_block < needed:
+        shorter = f"max_model_len to {holds} or less, or " if holds else ""
+        raise ConfigError(
+            f"one sequence of {max(length, 1)} tokens needs {bytes_text(needed)} of KV cache,"
+            f" {bytes_text(pool_bytes)} are available; set {shorter}kv_memory to {needed} or more"
+        )
+    if max_useful_seqs is not None:
+        num_blocks = min(num_blocks, max_useful_seqs * -(-length // block_size))
+    return PoolSize(num_blocks=num_blocks, max_model_len=length)
+
+
+def plan_text(plan: EnginePlan) -> str:
+    """The plan in a few lines, as printed at start and by --dry-run."""
+    scheduler = plan.scheduler
+    bytes_per_token = plan.bytes_per_block // scheduler.block_size
+    contiguous = scheduler.max_num_seqs * scheduler.max_model_len * bytes_per_token
+    fits_long = plan.kv_tokens // (-(-scheduler.max_model_len // scheduler.block_size) * scheduler.block_size)
+    fits_short = plan.kv_tokens // (-(-1024 // scheduler.block_size) * scheduler.block_size)
+    loaded = f", loaded in {plan.load_seconds:.1f} s" if plan.load_seconds else ""
+    lines = [
+        ("model", f"{plan.model} ({plan.architecture}, {plan.num_parameters:,} parameters)"),
+        ("device", f"{plan.device}, {plan.dtype}, {plan.kernels} kernels, {plan.num_threads} threads"),
+        ("weights", f"{bytes_text(plan.weights_bytes)}{loaded}"),
+        (
+            "KV cache",
+            f"{bytes_text(plan.kv_bytes)} = {scheduler.num_blocks:,} blocks of {bytes_text(plan.bytes_per_block)}"
+            f" = {plan.kv_tokens:,} tokens of {bytes_text(bytes_per_token)}",
+        ),
+        (
+            "fits",
+            f"{fits_long:,} sequences of {scheduler.max_model_len:,} tokens (max_model_len),"
+            f" {fits_short:,} of 1,024 tokens; at most {scheduler.max_num_seqs} run at once",
+        ),
+        (
+            "reserved vs live",
+            f"{bytes_text(contiguous)} if {scheduler.max_num_seqs} sequences reserved their full length,"
+            f" {bytes_text(plan.kv_bytes)} as a shared pool;"
+            f" a live sequence of n tokens holds n rounded up to {scheduler.block_size}",
+        ),
+        (
+            "step",
+            f"at most {scheduler.max_num_batched_tokens} tokens, {scheduler.prefill_chunk} of one prompt;"
+            f" prefix caching {'on' if scheduler.enable_prefix_caching else 'off'}; {scheduler.policy}",
+        ),
+    ]
+    return "\n".join(f"{name:<17}{text}" for name, text in lines)
+
+
+def bytes_text(count: int) -> str:
+    """`1.5 GiB`: three significant digits in binary units."""
+    value, unit = float(count), 0
+    while value >= 1023.5 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    digits = 0 if unit == 0 or value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f} {_UNITS[unit]}"
