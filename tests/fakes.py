@@ -33,7 +33,9 @@ from quire_engine.types import (
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from quire_server.prompt import ChatTemplate
     from quire_server.state import ServerState
+    from quire_server.tokenizer import TextTokenizer
 
 BOS, EOS, IM_START, IM_END = 256, 257, 258, 259
 SPECIAL_TOKENS = {BOS: "<|bos|>", EOS: "<|end|>", IM_START: "<|im_start|>", IM_END: "<|im_end|>"}
@@ -56,7 +58,7 @@ class FakeEngine:
     """An `EnginePort` on the event loop: each step gives every unfinished choice its next scripted token.
 
     `replies(request, choice)` gives the token ids (cyclic); `hold()` stops time and `release()` lets it go on;
-    `fail_after[n] = text` makes every request fail at its n-th token; `aborted` lists what was aborted while live.
+    `fail_after=n` makes every request fail at its n-th token with `error`; `aborted` lists what was aborted while live.
     """
 
     def __init__(
@@ -225,6 +227,21 @@ def write_tokenizer(path: Path) -> None:
     (path / "config.json").write_text(json.dumps({"vocab_size": VOCAB_SIZE, "eos_token_id": EOS}))
 
 
+@functools.cache
+def load_tokenizer() -> TextTokenizer:
+    from quire_server.tokenizer import TextTokenizer
+
+    return TextTokenizer.load(tokenizer_path())
+
+
+@functools.cache
+def _chat_template(tokenizer: TextTokenizer) -> ChatTemplate:
+    """Shared by all states: it keeps processes."""
+    from quire_server.prompt import ChatTemplate
+
+    return ChatTemplate(CHAT_TEMPLATE, tokenizer)
+
+
 def make_plan(*, max_model_len: int = 512, max_num_seqs: int = 64) -> EnginePlan:
     return EnginePlan(
         model=MODEL,
@@ -255,19 +272,17 @@ def make_state(
     """The state of a server with a fake engine; keyword arguments go to `Settings`. Call inside an event loop."""
     from quire_server.engine_client import EngineClient, QueueLimits
     from quire_server.metrics import Metrics
-    from quire_server.prompt import ChatTemplate
     from quire_server.settings import Settings
     from quire_server.state import ServerState
-    from quire_server.tokenizer import TextTokenizer
 
     plan = make_plan(max_model_len=max_model_len)
-    tokenizer = TextTokenizer.load(tokenizer_path())
+    tokenizer = load_tokenizer()
     metrics = Metrics(model_names[0], max_model_len=max_model_len)
     metrics.observe_plan(plan)
     return ServerState(
         settings=Settings(**settings),
         tokenizer=tokenizer,
-        prompts=ChatTemplate(tokenizer.chat_template or CHAT_TEMPLATE, tokenizer, {}) if chat else None,
+        prompts=_chat_template(tokenizer) if chat else None,
         client=EngineClient(
             engine or FakeEngine(),
             plan=plan,

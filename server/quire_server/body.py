@@ -171,7 +171,8 @@ def _bad_request(error: ValidationError, value: JsonObject) -> BadRequest:
     details = error.errors(include_url=False, include_context=False, include_input=False)
     lines: dict[str, None] = {}  # ordered, without the repetitions that unions cause
     for detail in details:
-        lines[f"{_param(detail['loc'], value) or 'body'}: {_message(detail)}"] = None
+        param = _param(detail["loc"], value)
+        lines[f"{param}: {_message(detail)}" if param else _message(detail)] = None
         if len(lines) == MAX_REPORTED_ERRORS:
             break
     codes = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}

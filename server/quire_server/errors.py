@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import ClassVar, TypedDict
+from typing import ClassVar
+
+from typing_extensions import TypedDict  # pydantic documents only this one before Python 3.12
 
 MESSAGE_BYTES = 1024
 _LONGEST_QUEUE_WAIT = 120.0  # seconds; SDKs do not retry at all above this

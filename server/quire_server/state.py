@@ -9,7 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+
+from fastapi import Request
+
+from quire_server.text_threads import TextThreads
 
 if TYPE_CHECKING:
     from quire_server.engine_client import EngineClient
@@ -36,6 +40,10 @@ class ServerState:
     engine_trouble: Callable[[], str | None] = _engine_serves  # asked at each probe: why the engine cannot serve now
     started: float = field(default_factory=time.time)  # seconds since the epoch
     draining: bool = False
+    text: TextThreads = field(init=False)  # tokenizer and prompts, off the event loop
+
+    def __post_init__(self) -> None:
+        self.text = TextThreads(self.tokenizer, self.prompts)
 
     @property
     def max_model_len(self) -> int:
@@ -52,3 +60,8 @@ class ServerState:
     def knows_model(self, name: str | None) -> bool:
         """Whether requests may name this model; None asks for the default."""
         return name is None or name in self.model_names
+
+
+def state_of(request: Request) -> ServerState:
+    """The state of the server that this request came to."""
+    return cast(ServerState, request.app.state.quire)

@@ -1,0 +1,154 @@
+"""Puts the HTTP application together: routes, error replies, the guard around them.
+
+Promises: every reply that is not a success is the OpenAI envelope, whoever made it.
+Must not know: how the state's parts were built, sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+
+from quire_server import openapi
+from quire_server.errors import (
+    ApiError,
+    BadRequest,
+    ClientGone,
+    MethodNotAllowed,
+    RouteNotFound,
+    error_body,
+    internal_error,
+)
+from quire_server.guard import PUBLIC_PATHS, BearerAuth, Guard, Reply, RequestLimits
+from quire_server.metrics import Metrics
+from quire_server.routes import health, metrics, models, tokens
+from quire_server.state import ServerState
+
+ROUTERS = (models.router, tokens.router, health.router, metrics.router)
+STALL_PROBE_SECONDS = 0.1
+METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})  # others share one metric label
+
+access_log = logging.getLogger("quire.access")
+
+
+def create_app(state: ServerState) -> FastAPI:
+    """The application around a built state. It starts nothing: the state's parts are running already."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        watch = asyncio.create_task(watch_event_loop(state.metrics), name="event-loop-watch")
+        try:
+            yield
+        finally:
+            watch.cancel()
+
+    app = FastAPI(
+        title="Quire",
+        version=version("quire"),
+        lifespan=lifespan,
+        redirect_slashes=False,  # a redirect is built from the client's Host header
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+    )
+    app.state.quire = state
+    for router in ROUTERS:
+        app.include_router(router)
+    _handle_errors(app)
+    _document(app, needs_key=bool(state.settings.api_key))
+    _guard(app, state)
+    return app
+
+
+async def watch_event_loop(metrics: Metrics) -> None:
+    """Measure how late the loop runs a timer, until cancelled: what every stream in it feels."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + STALL_PROBE_SECONDS
+        await asyncio.sleep(STALL_PROBE_SECONDS)
+        metrics.loop_stall(max(0.0, loop.time() - due))
+
+
+def _handle_errors(app: FastAPI) -> None:
+    async def reply(_: Request, error: Exception) -> Response:
+        api_error = _api_error(error)
+        return JSONResponse(error_body(api_error), api_error.status, api_error.headers)
+
+    for kind in (ApiError, RequestValidationError, HTTPException, ClientDisconnect):
+        app.add_exception_handler(kind, reply)
+
+
+def _api_error(error: Exception) -> ApiError:
+    match error:
+        case ApiError():
+            return error
+        case RequestValidationError():  # a path or query parameter; bodies are validated by `json_body`
+            return BadRequest("; ".join(f"{e['loc'][-1]}: {e['msg']}" for e in error.errors()[:10]))
+        case ClientDisconnect():
+            return ClientGone()
+        case HTTPException(status_code=RouteNotFound.status):
+            return RouteNotFound("There is no such route.")
+        case HTTPException(status_code=MethodNotAllowed.status):
+            return MethodNotAllowed("This route does not have that method.", headers=error.headers)
+    return internal_error()
+
+
+def _document(app: FastAPI, *, needs_key: bool) -> None:
+    framework_document = app.openapi
+
+    @cache
+    def document() -> dict[str, Any]:
+        return openapi.complete(framework_document(), ROUTERS, needs_key=needs_key)
+
+    app.openapi = document  # type: ignore[method-assign]  # the framework's documented way
+
+
+def _guard(app: FastAPI, state: ServerState) -> None:
+    settings = state.settings
+    if settings.api_key:  # added first, so innermost: CORS answers preflights, which carry no key
+        app.add_middleware(BearerAuth, keys=settings.api_key)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
+        )
+    limits = RequestLimits(
+        max_body_bytes=settings.max_body_bytes,
+        max_header_bytes=settings.max_header_bytes,
+        max_headers=settings.max_headers,
+        body_timeout=settings.body_timeout,
+    )
+    app.add_middleware(
+        Guard, limits=limits, on_reply=_on_reply(state.metrics, log_access=not settings.disable_access_log)
+    )
+
+
+def _on_reply(metrics: Metrics, *, log_access: bool) -> Callable[[Reply], None]:
+    def on_reply(reply: Reply) -> None:
+        method = reply.method if reply.method in METHODS else "other"
+        metrics.http_request(reply.route or "none", method, reply.status, reply.seconds)
+        if log_access and reply.path not in PUBLIC_PATHS:
+            access_log.info(
+                "%s %s %d %.0f ms",
+                reply.method,
+                reply.path,
+                reply.status,
+                reply.seconds * 1000,
+                extra={"request_id": reply.request_id, "client": reply.client, "status": reply.status},
+            )
+
+    return on_reply

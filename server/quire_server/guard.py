@@ -1,0 +1,239 @@
+"""What stands before the routes: limits, clocks, keys, request ids, and one record per reply.
+
+Promises: every reply carries x-request-id; nothing is parsed before its size, time and key were checked.
+Must not know: what the routes do; the path that counts is `scope["path"]`, never one rebuilt from headers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from fastapi.responses import JSONResponse
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire_server.errors import (
+    ApiError,
+    BadRequest,
+    ClientGone,
+    HeadersTooLarge,
+    PayloadTooLarge,
+    RequestTimeout,
+    Unauthorized,
+    UnsupportedMediaType,
+    error_body,
+    internal_error,
+)
+
+PUBLIC_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/version", "/metrics"})
+LINGER_SECONDS = 2.0
+LINGER_BYTES = 64 << 20
+
+log = logging.getLogger("quire.http")
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """What one request may be."""
+
+    max_body_bytes: int = 8 << 20
+    max_header_bytes: int = 32 << 10
+    max_headers: int = 100
+    body_timeout: float = 30.0  # seconds, for the whole body
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What is known about a reply when it has ended. `route` is the template, None where no route matched."""
+
+    request_id: str
+    method: str
+    path: str  # as sent, still percent-encoded
+    route: str | None
+    status: int
+    seconds: float
+    client: str
+
+
+class Guard:
+    """The outermost application: request id, limits on head and body, the last resort for exceptions."""
+
+    def __init__(self, app: ASGIApp, *, limits: RequestLimits, on_reply: Callable[[Reply], None]) -> None:
+        self._app = app
+        self._limits = limits
+        self._on_reply = on_reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        request_id = choose_request_id(scope["headers"])
+        scope.setdefault("state", {})["request_id"] = request_id
+        exchange = _Exchange(receive, send, request_id, self._limits)
+        try:
+            await self._run(scope, exchange)
+        finally:
+            self._on_reply(_reply(scope, exchange, time.perf_counter() - started))
+
+    async def _run(self, scope: Scope, exchange: _Exchange) -> None:
+        try:
+            check_head(scope["headers"], self._limits)
+            await self._app(scope, exchange.receive, exchange.send)
+        except ApiError as error:
+            if exchange.status is not None:
+                raise
+            await send_error(error, scope, exchange.receive, exchange.send)
+        except Exception:
+            if exchange.status is not None:
+                raise  # the reply is cut off: the listener closes the connection
+            log.exception("unexpected error", extra={"request_id": exchange.request_id})
+            await send_error(internal_error(), scope, exchange.receive, exchange.send)
+
+
+class _Exchange:
+    """One request's `receive` and `send`, counted and timed."""
+
+    def __init__(self, receive: Receive, send: Send, request_id: str, limits: RequestLimits) -> None:
+        self.request_id = request_id
+        self.status: int | None = None
+        self.client_gone = False
+        self._receive = receive
+        self._send = send
+        self._limits = limits
+        self._deadline = asyncio.get_running_loop().time() + limits.body_timeout
+        self._body_bytes = 0
+        self._body_complete = False
+        self._oversized = False
+
+    async def receive(self) -> Message:
+        if self._body_complete or self.client_gone:
+            message = await self._receive()
+        else:
+            try:
+                async with asyncio.timeout_at(self._deadline):
+                    message = await self._receive()
+            except TimeoutError:
+                raise RequestTimeout(f"The body took longer than {self._limits.body_timeout:g} s to arrive.") from None
+        if message["type"] == "http.disconnect":
+            self.client_gone = True
+        elif message["type"] == "http.request":
+            self._body_bytes += len(message.get("body", b""))
+            self._body_complete = not message.get("more_body", False)
+            if self._body_bytes > self._limits.max_body_bytes:
+                self._oversized = True
+                raise PayloadTooLarge(self._limits.max_body_bytes)
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            MutableHeaders(scope=message)["x-request-id"] = self.request_id
+        elif message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._oversized = self._oversized or self.status == PayloadTooLarge.status
+            if self._oversized and not self._body_complete:
+                await self._send({**message, "more_body": True})
+                await self._linger()
+                message = {"type": "http.response.body", "body": b"", "more_body": False}
+        await self._send(message)
+
+    async def _linger(self) -> None:
+        """Read on for a while after a refusal: closing on unread bytes would reset the connection under the reply."""
+        dropped = 0
+        try:
+            async with asyncio.timeout(LINGER_SECONDS):
+                while dropped < LINGER_BYTES:
+                    message = await self._receive()
+                    if message["type"] != "http.request" or not message.get("more_body", False):
+                        return
+                    dropped += len(message.get("body", b""))
+        except TimeoutError:
+            return
+
+
+class BearerAuth:
+    """Deny by default: every path but the public ones needs `Authorization: Bearer <key>`."""
+
+    def __init__(self, app: ASGIApp, *, keys: Iterable[str], public: frozenset[str] = PUBLIC_PATHS) -> None:
+        self._app = app
+        self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
+        self._public = public
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._public and not self._is_authorized(scope["headers"]):
+            await send_error(Unauthorized(), scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _is_authorized(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        values = [value for name, value in headers if name == b"authorization"]
+        if len(values) != 1:
+            return False
+        scheme, _, key = values[0].partition(b" ")
+        if scheme.lower() != b"bearer":
+            return False
+        digest = hashlib.sha256(key).digest()  # equal lengths, and no hint of the key in the time taken
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return any(matches)
+
+
+def choose_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The client's X-Request-Id where it is one plain word of at most 128 characters, else a random one."""
+    values = [value for name, value in headers if name == b"x-request-id"]
+    if len(values) == 1:
+        text = values[0].decode("latin-1")
+        if _REQUEST_ID.fullmatch(text):
+            return text
+    return f"req-{uuid.uuid4().hex}"
+
+
+def check_head(headers: list[tuple[bytes, bytes]], limits: RequestLimits) -> None:
+    """Raises HeadersTooLarge, BadRequest, UnsupportedMediaType or PayloadTooLarge; reads no body."""
+    if len(headers) > limits.max_headers:
+        raise HeadersTooLarge(f"The request has more than {limits.max_headers} header lines.")
+    if sum(len(name) + len(value) + 4 for name, value in headers) > limits.max_header_bytes:
+        raise HeadersTooLarge(f"The request's head is larger than {limits.max_header_bytes} bytes.")
+    lengths = [value for name, value in headers if name == b"content-length"]
+    if len(lengths) > 1 or (lengths and any(name == b"transfer-encoding" for name, _ in headers)):
+        raise BadRequest(
+            "The length of the body is ambiguous.", code="invalid_framing", headers={"Connection": "close"}
+        )
+    if any(name == b"content-encoding" and value.strip().lower() != b"identity" for name, value in headers):
+        raise UnsupportedMediaType("Compressed request bodies are not accepted.", headers={"Connection": "close"})
+    if lengths:
+        if not (lengths[0].isdigit() and len(lengths[0]) < 20):
+            raise BadRequest("Content-Length is not a number.", code="invalid_framing", headers={"Connection": "close"})
+        if int(lengths[0]) > limits.max_body_bytes:
+            raise PayloadTooLarge(limits.max_body_bytes)
+
+
+async def send_error(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Send the error's envelope as a whole reply."""
+    await JSONResponse(error_body(error), error.status, error.headers)(scope, receive, send)
+
+
+def _reply(scope: Scope, exchange: _Exchange, seconds: float) -> Reply:
+    status = exchange.status
+    if status is None:
+        status = ClientGone.status if exchange.client_gone else ApiError.status
+    raw_path = scope.get("raw_path") or scope["path"].encode("utf-8", "replace")
+    client = scope.get("client")
+    return Reply(
+        request_id=exchange.request_id,
+        method=scope["method"],
+        path=raw_path.decode("ascii", "backslashreplace")[:256],
+        route=getattr(scope.get("route"), "path", None),
+        status=status,
+        seconds=seconds,
+        client=client[0] if client else "",
+    )

@@ -1,0 +1,20 @@
+"""GET /metrics, for Prometheus.
+
+Promises: the text exposition format, whatever state the engine is in.
+Must not know: which metrics there are.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
+
+from quire_server.state import state_of
+
+router = APIRouter(tags=["metrics"])
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def scrape(request: Request) -> Response:
+    metrics = state_of(request).metrics
+    return Response(metrics.render(), media_type=metrics.content_type)

@@ -1,0 +1,112 @@
+"""POST /tokenize and /detokenize, GET /tokenizer_info.
+
+Promises: the ids that the same prompt or messages would have in a completion; no token is generated.
+Must not know: the engine.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field, JsonValue, model_validator
+
+from quire_server.body import LongList, json_body
+from quire_server.errors import BadRequest, ModelNotFound
+from quire_server.state import ServerState, state_of
+
+router = APIRouter(tags=["tokens"])
+
+MAX_MESSAGES = 4096
+
+
+class TokenizeRequest(BaseModel):
+    """A text in `prompt`, or a conversation in `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, JsonValue]], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None  # default: true for a prompt, false for messages
+    return_token_strs: bool = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, JsonValue] = {}
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either 'prompt' or 'messages'")
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ValueError("'add_generation_prompt' and 'continue_final_message' cannot both be true")
+        return self
+
+
+class TokenizeResponse(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    model: str | None = None
+    tokens: LongList[int]
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str
+
+
+@router.post("/tokenize")
+async def tokenize(body: Annotated[TokenizeRequest, json_body(TokenizeRequest)], request: Request) -> TokenizeResponse:
+    state = state_of(request)
+    _check_model(state, body.model)
+    text = await _text(state, body)
+    add_special_tokens = body.add_special_tokens
+    if add_special_tokens is None:
+        add_special_tokens = body.messages is None
+    ids = await state.text.encode(text, add_special_tokens=add_special_tokens)
+    return TokenizeResponse(
+        count=len(ids),
+        max_model_len=state.max_model_len,
+        tokens=ids,
+        token_strs=[state.tokenizer.token_text(token) for token in ids] if body.return_token_strs else None,
+    )
+
+
+@router.post("/detokenize")
+async def detokenize(
+    body: Annotated[DetokenizeRequest, json_body(DetokenizeRequest)], request: Request
+) -> DetokenizeResponse:
+    state = state_of(request)
+    _check_model(state, body.model)
+    size = state.tokenizer.vocab_size
+    for index, token in enumerate(body.tokens):
+        if not 0 <= token < size:
+            raise BadRequest(f"Token ids are 0 to {size - 1}.", param=f"tokens[{index}]")
+    return DetokenizeResponse(prompt=await state.text.decode(body.tokens))
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> dict[str, object]:
+    """Special tokens and chat template, for clients that render prompts themselves."""
+    return state_of(request).tokenizer.info()
+
+
+def _check_model(state: ServerState, name: str | None) -> None:
+    if name is not None and not state.knows_model(name):
+        raise ModelNotFound(name)
+
+
+async def _text(state: ServerState, body: TokenizeRequest) -> str:
+    if body.prompt is not None:
+        return body.prompt
+    text = await state.text.render(
+        body.messages or [],
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        kwargs=body.chat_template_kwargs,
+    )
+    if text is None:
+        raise BadRequest("This model has no chat template; use 'prompt'.", param="messages")
+    return text
