@@ -1,0 +1,285 @@
+"""The model's tokenizer: text to ids, ids to text, and the true bytes of each token.
+
+Promises: immutable after `load` and safe to call from many threads; no id makes it raise while decoding.
+Must not know: requests, templates' content, the engine's tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from quire_engine.errors import ModelLoadError
+from quire_server.errors import BadRequest
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Surface:
+    """How a vocabulary entry spells bytes. `space` and `byte_fallback` are the sentencepiece style's."""
+
+    style: str  # "byte_level", "sentencepiece" or "other"
+    space: str = ""  # the character that stands for a space
+    byte_fallback: bool = False  # whether "<0x0A>" is the byte 10
+
+
+class TextTokenizer:
+    """A `tokenizer.json` with what the files beside it add: special tokens, end-of-text ids, the chat template.
+
+    Strings of special tokens inside a text become those special tokens, as with Hugging Face tokenizers: a chat
+    message that contains "<|im_end|>" ends its turn.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        config: Mapping[str, object],
+        special_tokens: Mapping[str, str],
+        eos_token_ids: Iterable[int] = (),
+        chat_template: str | None = None,
+    ) -> None:
+        tokenizer.no_truncation()  # a tokenizer.json may carry training-time settings; both would corrupt prompts
+        tokenizer.no_padding()
+        vocab = tokenizer.get_vocab(with_added_tokens=True)
+        self._tokenizer = tokenizer
+        self._config = dict(config)
+        self._surface = _surface(tokenizer)
+        self._bytes: dict[int, bytes] = {}
+        self.vocab_size: int = max(vocab.values(), default=-1) + 1
+        self.special_tokens: dict[str, str] = dict(special_tokens)
+        self.chat_template = chat_template
+        self.bos_token = self.special_tokens.get("bos_token")
+        self.eos_token = self.special_tokens.get("eos_token")
+        self.bos_token_id: int | None = vocab.get(self.bos_token) if self.bos_token is not None else None
+        own_eos = [vocab[self.eos_token]] if self.eos_token in vocab else []
+        # A config shared by several checkpoints can name an id that this tokenizer does not have: no text ends on it.
+        known = [i for i in (*own_eos, *eos_token_ids) if 0 <= i < self.vocab_size]
+        self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(known))
+        flagged = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        named = {vocab[token] for token in self.special_tokens.values() if token in vocab}
+        self.special_ids: frozenset[int] = frozenset(flagged | named | _declared_special(config))
+
+    @classmethod
+    def load(cls, path: Path) -> TextTokenizer:
+        """Reads `tokenizer.json` and, where present, the configuration files beside it.
+
+        Raises ModelLoadError naming the file that is missing or wrong.
+        """
+        file = path / "tokenizer.json"
+        if not file.is_file():
+            hint = ""
+            if (path / "tokenizer.model").is_file():
+                hint = "; it has only a sentencepiece tokenizer.model: convert it by saving a fast tokenizer"
+            raise ModelLoadError(f"{file}: the file is missing{hint}")
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as exc:  # the library raises bare Exception
+            raise ModelLoadError(f"{file}: not a tokenizer: {exc}") from exc
+        config = _read_json(path / "tokenizer_config.json")
+        special_tokens = _special_tokens(_read_json(path / "special_tokens_map.json"), config)
+        eos_token = special_tokens.get("eos_token")
+        if eos_token is not None and tokenizer.token_to_id(eos_token) is None:
+            raise ModelLoadError(f"{path / 'tokenizer_config.json'}: eos_token {eos_token!r} is not in {file.name}")
+        loaded = cls(
+            tokenizer,
+            config=config,
+            special_tokens=special_tokens,
+            eos_token_ids=[
+                *_eos_ids(path / "generation_config.json"),
+                *_eos_ids(path / "config.json"),
+            ],
+            chat_template=_chat_template(path, config),
+        )
+        if loaded.vocab_size == 0:
+            raise ModelLoadError(f"{file}: the vocabulary is empty")
+        return loaded
+
+    @property
+    def joins_bytes(self) -> bool:
+        """Whether a text is the concatenation of its tokens' bytes, but for a space that its start may lose."""
+        return self._surface.style != "other"
+
+    @property
+    def drops_first_space(self) -> bool:
+        """Whether the first token of a text may lose a space that the same token has further on."""
+        return self._surface.style == "sentencepiece"
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids; `add_special_tokens` runs the post-processor of tokenizer.json. Raises BadRequest for text
+        that is not valid Unicode."""
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError) as exc:
+            raise BadRequest("The text is not valid Unicode: it has a lone surrogate.") from exc
+        return ids
+
+    def decode(
+        self,
+        ids: Iterable[int],
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,  # noqa: ARG002 - see below
+    ) -> str:
+        """The text of a whole sequence. Ids outside the vocabulary have no text.
+
+        `spaces_between_special_tokens` is for tokenizers whose decoding puts spaces there; decoders of
+        tokenizer.json do not, so both values mean the same.
+        """
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+        shown = [i for i in ids if 0 <= i < self.vocab_size and i not in skipped]
+        text: str = self._tokenizer.decode(shown, skip_special_tokens=False)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for, even a part of a UTF-8 character; empty for an id that is no token."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            if not 0 <= token_id < self.vocab_size:
+                return b""
+            known = self._bytes[token_id] = self._spelled_bytes(token_id)
+        return known
+
+    def token_text(self, token_id: int) -> str:
+        """The token for display; bytes that are not UTF-8 on their own are shown as U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def info(self) -> dict[str, object]:
+        """What evaluation tools ask for: special tokens, chat template and limits; JSON values only."""
+        names = (*SPECIAL_NAMES[:4], "chat_template")
+        limit = self._config.get("model_max_length")
+        return {
+            "tokenizer_class": self._config.get("tokenizer_class") or "PreTrainedTokenizerFast",
+            **dict.fromkeys(names),
+            **self.special_tokens,
+            "chat_template": self.chat_template,
+            "vocab_size": self.vocab_size,
+            "model_max_length": limit if isinstance(limit, int) else None,
+            "add_bos_token": self._config.get("add_bos_token"),
+            "add_eos_token": self._config.get("add_eos_token"),
+            "bos_token_id": self.bos_token_id,
+            "eos_token_ids": list(self.eos_token_ids),
+        }
+
+    def _spelled_bytes(self, token_id: int) -> bytes:
+        token: str | None = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._surface.style == "byte_level":
+            try:
+                return bytes(_BYTE_OF_CHAR[char] for char in token)
+            except KeyError:  # an added token, spelled as itself
+                return token.encode()
+        if self._surface.style == "sentencepiece":
+            byte = _fallback_byte(token) if self._surface.byte_fallback else None
+            return byte if byte is not None else token.replace(self._surface.space, " ").encode()
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
+
+def _byte_of_char() -> dict[str, int]:
+    """Byte-level BPE spells each byte as one printable character (GPT-2's table): printable Latin-1 as itself,
+    the other 68 bytes in order from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    return table | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+def _fallback_byte(token: str) -> bytes | None:
+    if len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
+        return None
+    try:
+        return bytes([int(token[3:5], 16)])
+    except ValueError:
+        return None
+
+
+def _surface(tokenizer: Tokenizer) -> _Surface:
+    """Reads the style off the decoder; the library shows a decoder's parts only in its pickled state, which is JSON."""
+    if tokenizer.decoder is None:
+        return _Surface(style="other")
+    state = json.loads(tokenizer.decoder.__getstate__())
+    parts = {part["type"]: part for part in (state["decoders"] if state["type"] == "Sequence" else [state])}
+    kinds = set(parts)
+    if kinds in ({"ByteLevel"}, {"ByteLevel", "Fuse"}):
+        return _Surface(style="byte_level")
+    space = ""
+    if "Metaspace" in parts:
+        space = parts["Metaspace"]["replacement"]
+    elif "Replace" in parts and parts["Replace"]["content"] == " ":
+        space = parts["Replace"]["pattern"].get("String", "")
+    only_left = "Strip" not in parts or (parts["Strip"]["stop"] == 0 and parts["Strip"]["content"] == " ")
+    if space and only_left and kinds <= {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}:
+        return _Surface(style="sentencepiece", space=space, byte_fallback="ByteFallback" in kinds)
+    return _Surface(style="other")
+
+
+def _read_json(file: Path) -> dict[str, object]:
+    """A JSON object, empty where the file is missing."""
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        raise ModelLoadError(f"{file}: not readable as JSON: {exc}") from exc
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{file}: must hold a JSON object")
+    return value
+
+
+def _special_tokens(*sources: Mapping[str, object]) -> dict[str, str]:
+    """Special tokens by name; a token is a string or an object with `content`, and later sources win."""
+    found: dict[str, str] = {}
+    for source in sources:
+        for name in SPECIAL_NAMES:
+            value = source.get(name)
+            content = value.get("content") if isinstance(value, dict) else value
+            if isinstance(content, str):
+                found[name] = content
+    return found
+
+
+def _declared_special(config: Mapping[str, object]) -> set[int]:
+    """Ids that tokenizer_config.json marks as special though tokenizer.json may not."""
+    declared = config.get("added_tokens_decoder")
+    if not isinstance(declared, dict):
+        return set()
+    return {
+        int(i) for i, token in declared.items() if i.isdecimal() and isinstance(token, dict) and token.get("special")
+    }
+
+
+def _eos_ids(file: Path) -> list[int]:
+    value = _read_json(file).get("eos_token_id")
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    ids = [i for i in listed if isinstance(i, int) and not isinstance(i, bool)]
+    if len(ids) != len(listed):
+        raise ModelLoadError(f"{file}: eos_token_id must be an integer or a list of integers")
+    return ids
+
+
+def _chat_template(path: Path, config: Mapping[str, object]) -> str | None:
+    """The template's source: its own file, else tokenizer_config.json's, of several the one named "default"."""
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as exc:
+            raise ModelLoadError(f"{file}: not readable as text: {exc}") from exc
+    value = config.get("chat_template")
+    if isinstance(value, list):
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        value = named.get("default")
+    if value is not None and not isinstance(value, str):
+        raise ModelLoadError(
+            f"{path / 'tokenizer_config.json'}: chat_template must be text or a list of named templates"
+        )
+    return value
