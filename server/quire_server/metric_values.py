@@ -1,0 +1,202 @@
+"""Counters, gauges and histograms as plain Python values, exported under one or two names at scrape time.
+
+Promises: an update costs well under a microsecond and takes no lock; an alias shows the very values of its original.
+Must not know: what is measured. All updates come from the event loop's thread.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+
+class Counter:
+    """A number that only grows, for each combination of label values seen or declared."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, children: Sequence[tuple[str, ...]]) -> None:
+        self.values: dict[tuple[str, ...], float] = dict.fromkeys(children, 0.0)
+
+    def inc(self, amount: float = 1.0, *labels: str) -> None:
+        self.values[labels] = self.values.get(labels, 0.0) + amount
+
+    def get(self, *labels: str) -> float:
+        return self.values.get(labels, 0.0)
+
+
+class Gauge:
+    """A number that is set from state, never adjusted."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, children: Sequence[tuple[str, ...]]) -> None:
+        self.values: dict[tuple[str, ...], float] = dict.fromkeys(children, 0.0)
+
+    def set(self, value: float, *labels: str) -> None:
+        self.values[labels] = value
+
+    def get(self, *labels: str) -> float:
+        return self.values.get(labels, 0.0)
+
+
+class Histogram:
+    """How often values fell below each of some bounds, and their sum."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count `value`, `times` over."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative counts by upper bound, as Prometheus shows them."""
+        total = 0.0
+        cumulative = []
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            total += count
+            cumulative.append(("+Inf" if bound == float("inf") else repr(float(bound)), total))
+        return cumulative
+
+
+class Values(Collector):
+    """All metrics of one server. `alias_labels` are added to what is exported under an alias."""
+
+    def __init__(
+        self, registry: CollectorRegistry, labels: dict[str, str], alias_labels: dict[str, str] | None
+    ) -> None:
+        self._labels = labels
+        self._alias_labels = alias_labels
+        self._exports: list[Callable[[], Metric]] = []
+        registry.register(self)
+
+    def counter(
+        self,
+        name: str,
+        text: str,
+        labels: Sequence[str] = (),
+        *,
+        children: Sequence[tuple[str, ...]] | None = None,
+        alias: str | None = None,
+        alias_label: str | None = None,
+    ) -> Counter:
+        """A counter; `name` without the `_total` it is shown with. Children declared here are shown from the start."""
+        counter = Counter(children if children is not None else [()] if not labels else [])
+        for shown, constant, names in self._names(name, alias, labels, alias_label):
+            self._exports.append(
+                _export_numbers(
+                    CounterMetricFamily, shown, text, constant=constant, labels=names, values=counter.values
+                )
+            )
+        return counter
+
+    def gauge(
+        self,
+        name: str | None,
+        text: str,
+        labels: Sequence[str] = (),
+        *,
+        children: Sequence[tuple[str, ...]] | None = None,
+        alias: str | None = None,
+    ) -> Gauge:
+        """A gauge; without a name of our own it exists as an alias only."""
+        gauge = Gauge(children if children is not None else [()] if not labels else [])
+        for shown, constant, names in self._names(name, alias, labels, None):
+            self._exports.append(
+                _export_numbers(GaugeMetricFamily, shown, text, constant=constant, labels=names, values=gauge.values)
+            )
+        return gauge
+
+    def histogram(self, name: str, text: str, bounds: Sequence[float], *, alias: str | None = None) -> Histogram:
+        """A histogram without labels of its own."""
+        histogram = Histogram(bounds)
+        for shown, constant, _ in self._names(name, alias, (), None):
+            self._exports.append(
+                _export_histograms(shown, text, constant=constant, labels=(), children={(): histogram})
+            )
+        return histogram
+
+    def histograms(self, name: str, text: str, bounds: Sequence[float], label: str) -> HistogramByLabel:
+        """Histograms by the value of one label, made as the values turn up."""
+        family = HistogramByLabel(bounds)
+        self._exports.append(
+            _export_histograms(name, text, constant=self._labels, labels=(label,), children=family.children)
+        )
+        return family
+
+    def collect(self) -> Iterator[Metric]:
+        for export in self._exports:
+            yield export()
+
+    def _names(
+        self, name: str | None, alias: str | None, labels: Sequence[str], alias_label: str | None
+    ) -> Iterator[tuple[str, dict[str, str], tuple[str, ...]]]:
+        if name is not None:
+            yield name, self._labels, tuple(labels)
+        if alias is not None and self._alias_labels is not None:
+            yield alias, self._alias_labels, (alias_label,) if alias_label is not None else tuple(labels)
+
+
+class HistogramByLabel:
+    """One histogram for each value of a label; the caller keeps the set of values bounded."""
+
+    __slots__ = ("_bounds", "children")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.children: dict[tuple[str, ...], Histogram] = {}
+
+    def observe(self, value: float, label: str) -> None:
+        histogram = self.children.get((label,))
+        if histogram is None:
+            histogram = self.children[(label,)] = Histogram(self._bounds)
+        histogram.observe(value)
+
+
+def _export_numbers(
+    family: type[CounterMetricFamily] | type[GaugeMetricFamily],
+    name: str,
+    text: str,
+    *,
+    constant: dict[str, str],
+    labels: tuple[str, ...],
+    values: dict[tuple[str, ...], float],
+) -> Callable[[], Metric]:
+    def export() -> Metric:
+        metric = family(name, text, labels=[*constant, *labels])
+        for child, value in list(values.items()):
+            metric.add_metric([*constant.values(), *child], value)
+        return metric
+
+    return export
+
+
+def _export_histograms(
+    name: str,
+    text: str,
+    *,
+    constant: dict[str, str],
+    labels: tuple[str, ...],
+    children: dict[tuple[str, ...], Histogram],
+) -> Callable[[], Metric]:
+    def export() -> Metric:
+        metric = HistogramMetricFamily(name, text, labels=[*constant, *labels])
+        for child, histogram in list(children.items()):
+            metric.add_metric([*constant.values(), *child], buckets=histogram.buckets(), sum_value=histogram.sum)
+        return metric
+
+    return export
