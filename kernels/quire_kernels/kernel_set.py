@@ -7,7 +7,7 @@ On a CPU every output row is computed in an order that does not depend on the ot
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,6 +28,10 @@ class AttentionInput(Protocol):
     def context_lens(self) -> Tensor: ...  # [B] int32, tokens present after this step (query rows included)
     @property
     def block_tables(self) -> Tensor: ...  # [B, M] int32, padded with 0
+    @property
+    def query_lens(self) -> Sequence[int]: ...  # B query row counts, on the host: planning must not wait for a device
+    @property
+    def kv_lens(self) -> Sequence[int]: ...  # B, context_lens on the host
     @property
     def max_query_len(self) -> int: ...
     @property
@@ -58,7 +62,8 @@ class KernelSet:
 
     pack_linear(weight [N, K], bias [N] | None) -> LinearWeight
         Called once per matrix at load. May keep `weight` or copy it.
-    pack_gate_up(gate [I, K], up [I, K]) -> LinearWeight
+    pack_gate_up(gate [I, K], up [I, K], bias [2 I] | None) -> LinearWeight
+        The bias is the gate's, then up's.
     embed(table [V, H], ids [T] int64) -> [T, H]
     norm_linear(x [T, K], norm [K], eps, w) -> [T, N]
         RMSNorm(x) * norm, then the projection with its bias. For QKV.
@@ -82,7 +87,7 @@ class KernelSet:
 
     name: str
     pack_linear: Callable[[Tensor, Tensor | None], LinearWeight]
-    pack_gate_up: Callable[[Tensor, Tensor], LinearWeight]
+    pack_gate_up: Callable[[Tensor, Tensor, Tensor | None], LinearWeight]
     embed: Callable[[Tensor, Tensor], Tensor]
     norm_linear: Callable[[Tensor, Tensor, float, LinearWeight], Tensor]
     norm_gate_up: Callable[[Tensor, Tensor, float, LinearWeight], Tensor]
@@ -95,9 +100,12 @@ class KernelSet:
 
 
 def select(device: torch.device, dtype: torch.dtype, choice: str = "auto") -> KernelSet:
-    """The kernel set for a device; `choice` is "auto" or the name of one."""
-    from quire_kernels.reference import REFERENCE
+    """The kernel set for a device and dtype; `choice` is "auto" or the name of one. ValueError if there is none."""
+    # Imported here because the sets are built from this module's types.
+    from quire_kernels.reference import REFERENCE  # noqa: PLC0415
 
-    if choice in ("auto", "reference"):
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"no kernel set computes in {dtype}; use float32, bfloat16 or float16")
+    if choice in ("auto", REFERENCE.name):
         return REFERENCE
     raise ValueError(f"no kernel set named {choice!r} for {device.type}; use 'auto' or 'reference'")

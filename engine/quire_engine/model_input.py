@@ -1,0 +1,99 @@
+"""A batch as tensors.
+
+Promises: rows in batch order; one host-to-device transfer per tensor, no Python loop over tokens.
+Must not know: the model, scheduling, sampling.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire_engine.batch import Batch, ScheduledSequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInput:
+    """B sequences with T rows in all, S of which need logits. The `*_lens` tuples are on the host."""
+
+    input_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    kv_slots: Tensor  # [T] int64, block_id * block_size + offset
+    query_starts: Tensor  # [B + 1] int32
+    context_lens: Tensor  # [B] int32, tokens present after this step
+    block_tables: Tensor  # [B, M] int32, padded with 0
+    sample_rows: Tensor  # [S] int64, rows whose logits are needed
+    query_lens: tuple[int, ...]  # B rows per sequence
+    kv_lens: tuple[int, ...]  # B, context_lens
+    max_query_len: int
+    max_context_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitRows:
+    """Where one item's logits are: rows `first : first + count` of the [S, V] logits."""
+
+    first: int
+    count: int
+
+
+def build_model_input(batch: Batch, block_size: int, device: torch.device) -> tuple[ModelInput, tuple[LogitRows, ...]]:
+    """The tensors of a step, and for each item of the batch its rows of logits.
+
+    An item that wants prompt log-probabilities gets a row of logits for every row of its slice, else one that wants
+    a sample gets its last row's, else none.
+    """
+    input_ids, positions, slots, samples = array("q"), array("q"), array("q"), array("q")
+    starts, kv_lens, logit_rows = [0], [], []
+    for item in batch.items:
+        first = starts[-1]
+        starts.append(first + item.num_tokens)
+        kv_lens.append(item.end)
+        input_ids.extend(item.token_ids[item.start : item.end])
+        positions.extend(range(item.start, item.end))
+        _extend_slots(slots, item, block_size)
+        count = item.num_tokens if item.wants_prompt_logprobs else int(item.wants_sample)
+        logit_rows.append(LogitRows(first=len(samples), count=count))
+        samples.extend(range(starts[-1] - count, starts[-1]))
+
+    most = max(kv_lens, default=0)
+    width = -(-most // block_size)
+    tables = array("i")
+    for item, kv_len in zip(batch.items, kv_lens, strict=True):
+        used = -(-kv_len // block_size)
+        tables.extend(item.block_ids[:used])
+        tables.extend((0,) * (width - used))
+    query_lens = tuple(item.num_tokens for item in batch.items)
+    step = ModelInput(
+        input_ids=_tensor(input_ids, device),
+        positions=_tensor(positions, device),
+        kv_slots=_tensor(slots, device),
+        query_starts=_tensor(array("i", starts), device),
+        context_lens=_tensor(array("i", kv_lens), device),
+        block_tables=_tensor(tables, device).view(len(kv_lens), width),
+        sample_rows=_tensor(samples, device),
+        query_lens=query_lens,
+        kv_lens=tuple(kv_lens),
+        max_query_len=max(query_lens, default=0),
+        max_context_len=most,
+    )
+    return step, tuple(logit_rows)
+
+
+def _extend_slots(slots: array[int], item: ScheduledSequence, block_size: int) -> None:
+    """Append the slots of the item's slice, block by block."""
+    for index in range(item.start // block_size, -(-item.end // block_size)):
+        base = item.block_ids[index] * block_size
+        low = max(item.start - index * block_size, 0)
+        high = min(item.end - index * block_size, block_size)
+        slots.extend(range(base + low, base + high))
+
+
+def _tensor(values: array[int], device: torch.device) -> Tensor:
+    dtype = torch.int64 if values.typecode == "q" else torch.int32
+    if not values:  # frombuffer refuses an empty buffer
+        return torch.empty(0, dtype=dtype, device=device)
+    return torch.frombuffer(values, dtype=dtype).to(device)

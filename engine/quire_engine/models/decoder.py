@@ -1,0 +1,47 @@
+"""The model: embedding, layers, final norm and head, as a sequence of kernel-set ops.
+
+Promises: one forward for prefill, decode and any mixture; it writes each row's K and V to the slot the step names.
+Must not know: files, requests, sampling, how an op is computed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire_engine.model_input import ModelInput
+from quire_engine.models.config import ModelConfig
+from quire_engine.models.layers import Weights
+from quire_kernels.kernel_set import KernelSet
+
+
+class Decoder:
+    """A dense decoder-only transformer on one device."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, kernels: KernelSet, *, num_parameters: int, weights_bytes: int
+    ) -> None:
+        self.config = config
+        self.num_parameters = num_parameters
+        self.weights_bytes = weights_bytes
+        self._weights = weights
+        self._kernels = kernels
+
+    @torch.inference_mode()
+    def forward(self, step: ModelInput, kv: Tensor) -> Tensor:
+        """The last hidden state of every row, [T, H], before the final norm. Writes the rows' K and V into `kv`."""
+        ops, eps = self._kernels, self.config.norm_eps
+        x = ops.embed(self._weights.embedding, step.input_ids)  # [T, H]
+        for index, layer in enumerate(self._weights.layers):
+            qkv = ops.norm_linear(x, layer.attention_norm, eps, layer.qkv)  # [T, (Hq + 2 Hkv) * D]
+            q = ops.rope_write(qkv, self._weights.rope, layer.attention, kv, index, step)  # [T, Hq, D]
+            mixed = ops.attention(q, layer.attention, kv, index, step)  # [T, Hq * D]
+            x = ops.linear_add(mixed, layer.o, x)
+            gated = ops.norm_gate_up(x, layer.mlp_norm, eps, layer.gate_up)  # [T, I]
+            x = ops.linear_add(gated, layer.down, x)
+        return x
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, H] hidden states, as `forward` returns them, to [S, V] float32 logits."""
+        return self._kernels.logits(hidden, self._weights.final_norm, self.config.norm_eps, self._weights.head)

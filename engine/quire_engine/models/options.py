@@ -1,0 +1,103 @@
+"""A JSON object from a checkpoint, with typed look-ups.
+
+Promises: a value of the wrong type or out of range is a ModelLoadError that names the file, the key and the value.
+Must not know: what the keys mean.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from quire_engine.errors import ModelLoadError
+
+_MAX_BYTES = 64 << 20  # a config is kilobytes and the largest shard index a few megabytes
+
+
+def read_json_object(file: Path) -> dict[str, object]:
+    """The object in a JSON file. Raises ModelLoadError if it is missing, too large, or not an object."""
+    try:
+        if file.stat().st_size > _MAX_BYTES:
+            raise ModelLoadError(f"{file}: larger than {_MAX_BYTES >> 20} MiB")
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise ModelLoadError(f"{file}: no such file") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{file}: cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{file}: must hold a JSON object")
+    return value
+
+
+class Options:
+    """Typed access to one JSON object. A default stands in for a key that is absent or null."""
+
+    def __init__(self, values: dict[str, object], where: str) -> None:
+        self._values = values
+        self._where = where
+
+    @classmethod
+    def read(cls, file: Path) -> Options:
+        return cls(read_json_object(file), str(file))
+
+    def error(self, reason: str) -> ModelLoadError:
+        return ModelLoadError(f"{self._where}: {reason}")
+
+    def keys(self) -> set[str]:
+        return set(self._values)
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there, be it null."""
+        return key in self._values
+
+    def given(self, key: str) -> bool:
+        """Whether the key has a value other than null."""
+        return self._values.get(key) is not None
+
+    def raw(self, key: str) -> object:
+        return self._values.get(key)
+
+    def section(self, key: str) -> Options:
+        """A nested object; empty if absent or null."""
+        value = self._values.get(key)
+        if value is None:
+            value = {}
+        if not isinstance(value, dict):
+            raise self.error(f"{key} must be an object, not {value!r}")
+        return Options(value, f"{self._where}: {key}")
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        value = self._present(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 31:
+            raise self.error(f"{key} must be an integer of at least {least}, not {value!r}")
+        return value
+
+    def number(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
+        """A positive number; with `zero`, 0 as well."""
+        value = self._present(key, default)
+        # Compared before any conversion: JSON integers can be too large for a float.
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e30:
+            raise self.error(f"{key} must be a positive number, not {value!r}")
+        if value == 0 and not zero:
+            raise self.error(f"{key} must be greater than 0")
+        return float(value)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self._present(key, default)
+        if not isinstance(value, bool):
+            raise self.error(f"{key} must be true or false, not {value!r}")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        value = self._present(key, default)
+        if not isinstance(value, str):
+            raise self.error(f"{key} must be a string, not {value!r}")
+        return value
+
+    def _present(self, key: str, default: object) -> object:
+        value = self._values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.error(f"{key} is missing")
+        return value

@@ -1,0 +1,25 @@
+"""The kernel set in plain torch: the specification of every op, and what runs where nothing faster exists.
+
+Promises: runs on any torch device; on a CPU every row's result is bitwise independent of the rest of the call.
+Must not know: the engine, the server, models, the environment.
+"""
+
+from __future__ import annotations
+
+from quire_kernels.kernel_set import KernelSet
+from quire_kernels.reference import attention, linear, paged_kv, rope
+
+REFERENCE = KernelSet(
+    name="reference",
+    pack_linear=linear.pack_linear,
+    pack_gate_up=linear.pack_gate_up,
+    embed=linear.embed,
+    norm_linear=linear.norm_linear,
+    norm_gate_up=linear.norm_gate_up,
+    linear_add=linear.linear_add,
+    rope_write=rope.rope_write,
+    attention=attention.attention,
+    logits=linear.logits,
+    new_kv=paged_kv.new_kv,
+    kv_block_bytes=paged_kv.kv_block_bytes,
+)

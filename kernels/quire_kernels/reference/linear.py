@@ -1,0 +1,87 @@
+"""Embedding, RMSNorm and projections.
+
+Promises: on a CPU a row's result does not depend on the number, the content or the order of the other rows.
+Must not know: sequences, positions, the pool.
+
+A matrix product of a varying number of rows is not row-invariant in torch: the library picks another algorithm, with
+another order of summation, for another shape. So on a CPU every product is computed in tiles of exactly `TILE` rows,
+the last one padded: one shape, one order. Within that shape a row's place and its neighbours have no influence
+(checked bitwise by tests/kernels), nor has the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Decode batches are small, so a small tile; at 16 rows a product costs about as much as at one.
+TILE = 16
+
+
+class Linear(NamedTuple):
+    """A projection x @ weight.T + bias."""
+
+    weight: Tensor  # [N, K]
+    bias: Tensor | None  # [N]
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None) -> Linear:
+    return Linear(weight.contiguous(), bias)
+
+
+def pack_gate_up(gate: Tensor, up: Tensor, bias: Tensor | None) -> Linear:
+    """One matrix [2 I, K]: the gate's rows, then up's."""
+    return Linear(torch.cat([gate, up]), bias)
+
+
+def embed(table: Tensor, ids: Tensor) -> Tensor:
+    return table[ids]
+
+
+def norm_linear(x: Tensor, norm: Tensor, eps: float, w: Linear) -> Tensor:
+    return _by_tiles(lambda rows: F.linear(rms_norm(rows, norm, eps), w.weight, w.bias), x)
+
+
+def norm_gate_up(x: Tensor, norm: Tensor, eps: float, w: Linear) -> Tensor:
+    def project(rows: Tensor) -> Tensor:
+        gate, up = F.linear(rms_norm(rows, norm, eps), w.weight, w.bias).float().chunk(2, dim=-1)  # [R, I] each
+        # silu by its definition: F.silu rounds the last elements of an array differently from the others.
+        return (gate / (1.0 + torch.exp(-gate)) * up).to(x.dtype)
+
+    return _by_tiles(project, x)
+
+
+def linear_add(x: Tensor, w: Linear, residual: Tensor) -> Tensor:
+    return residual.add_(_by_tiles(lambda rows: F.linear(rows, w.weight, w.bias), x))
+
+
+def logits(x: Tensor, norm: Tensor, eps: float, w: Linear) -> Tensor:
+    return norm_linear(x, norm, eps, w).float()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32, returned in x's dtype."""
+    wide = x.float()
+    mean_square = (wide * wide).mean(dim=-1, keepdim=True)
+    return weight * (wide / torch.sqrt(mean_square + eps)).to(x.dtype)
+
+
+def _by_tiles(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """compute(x) for an x of any number of rows, called with exactly TILE rows at a time on a CPU."""
+    num_rows = x.shape[0]
+    if x.device.type != "cpu" or num_rows == TILE:
+        return compute(x)
+    results = []
+    for start in range(0, num_rows, TILE):
+        rows = x[start : start + TILE]
+        if len(rows) < TILE:
+            padded = x.new_zeros(TILE, x.shape[1])
+            padded[: len(rows)] = rows
+            results.append(compute(padded)[: len(rows)])
+        else:
+            results.append(compute(rows))
+    return torch.cat(results) if len(results) > 1 else results[0]

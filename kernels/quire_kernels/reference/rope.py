@@ -1,0 +1,36 @@
+"""Per-head norms, rotary position embedding, and the write of K and V into the pool.
+
+Promises: elementwise or per head, so a row never sees another; angles come from the row's position alone.
+Must not know: how frequencies are derived, sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire_kernels.kernel_set import AttentionInput, AttentionShape
+from quire_kernels.reference.linear import rms_norm
+from quire_kernels.reference.paged_kv import write_kv
+
+
+def rope_write(  # noqa: PLR0917 - the op's contract
+    qkv: Tensor, rope: Tensor, shape: AttentionShape, kv: Tensor, layer: int, step: AttentionInput
+) -> Tensor:
+    heads = qkv.view(len(qkv), -1, shape.head_dim)  # [T, Hq + 2 Hkv, D]
+    first_k, first_v = shape.num_heads, shape.num_heads + shape.num_kv_heads
+    q, k, v = heads[:, :first_k], heads[:, first_k:first_v], heads[:, first_v:]
+    if shape.q_norm is not None:
+        q = rms_norm(q, shape.q_norm, shape.norm_eps)
+    if shape.k_norm is not None:
+        k = rms_norm(k, shape.k_norm, shape.norm_eps)
+    angles = rope[step.positions].unsqueeze(1)  # [T, 1, D]: cosines, then sines
+    write_kv(kv, layer, step.kv_slots, _rotate(k, angles), v)
+    return _rotate(q, angles)
+
+
+def _rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotate the pairs (x[i], x[i + D/2]) by the row's angles, in float32; x's dtype comes back."""
+    cos, sin = angles.chunk(2, dim=-1)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

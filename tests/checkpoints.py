@@ -1,0 +1,124 @@
+"""Tiny random checkpoints of the supported families, complete with tokenizer, chat template and generation config.
+
+Promises: deterministic for the same arguments; made by transformers, so names, layout and configuration are what real
+checkpoints have. Takes a second or two for the first (the import), milliseconds for the next.
+Must not know: the modules under test.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+VOCAB_SIZE = 512
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
+EOS = "<|im_end|>"
+
+_TEXT = (
+    "The quick brown fox jumps over the lazy dog, and the dog sleeps on.",
+    "A quire is four sheets of paper folded into eight leaves; a ream is twenty quires.",
+    "def add(a, b):\n    return a + b\n\nprint(add(1, 2))\n",
+    "Question: what is the capital of France? Answer: the capital of France is Paris.",
+    "naïve café, übergroß, 日本語, Привет, 😀",
+)
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": 2,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+_FAMILY_SHAPE: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+}
+
+
+def make_checkpoint(
+    path: Path | str, family: str = "qwen3", *, seed: int = 0, dtype: str = "float32", **overrides: Any
+) -> Path:
+    """Write a checkpoint directory and return it. `overrides` are options of the family's transformers config."""
+    path = Path(path)
+    model = make_model(family, seed=seed, dtype=dtype, **overrides)
+    model.save_pretrained(path)
+    write_tokenizer(path)
+    return path
+
+
+@cache
+def shared_checkpoint(family: str = "qwen3", **overrides: Any) -> Path:
+    """The same, made once per process and removed at its end. Not to be written to."""
+    path = Path(tempfile.mkdtemp(prefix=f"quire-{family}-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return make_checkpoint(path, family, **overrides)
+
+
+def make_model(family: str, *, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Any:
+    """A transformers model with random weights, norms and biases of a size that makes its choices clear-cut."""
+    import transformers
+
+    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
+    config = getattr(transformers, f"{name}Config")(**{**_SHAPE, **_FAMILY_SHAPE[family], **overrides})
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter_name, parameter in sorted(model.named_parameters()):
+        if "norm" in parameter_name:
+            values = 1.0 + 0.2 * torch.randn(parameter.shape, generator=generator)
+        elif parameter.dim() == 1:
+            values = 0.2 * torch.randn(parameter.shape, generator=generator)
+        else:
+            values = torch.randn(parameter.shape, generator=generator) * 1.5 / parameter.shape[1] ** 0.5
+        parameter.data = values
+    return model.to(getattr(torch, dtype)).eval()
+
+
+def write_tokenizer(path: Path) -> None:
+    """tokenizer.json and tokenizer_config.json: byte-level BPE with ChatML."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "tokenizer.json").write_text(_tokenizer_json())
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": None,
+        "eos_token": EOS,
+        "model_max_length": 512,
+        "chat_template": _CHAT_TEMPLATE,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@cache
+def _tokenizer_json() -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        min_frequency=1,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_TEXT * 2, trainer)
+    return tokenizer.to_str()
