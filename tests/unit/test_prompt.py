@@ -1,0 +1,369 @@
+"""Chat templates: equal to transformers' rendering, and harmless whatever the template or the client does."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+import sample_tokenizers
+from quire_engine.errors import ConfigError, ModelLoadError
+from quire_server.errors import ApiError, BadRequest, ContextLengthExceeded
+from quire_server.prompt import ChatTemplate, render_prompt
+from quire_server.tokenizer import TextTokenizer
+
+TOKENIZER = TextTokenizer(
+    sample_tokenizers.byte_level(), config={}, special_tokens={"bos_token": "<s>", "eos_token": "</s>"}
+)
+
+CHATML = """\
+{%- if messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if loop.first and message.role == 'system' %}{% continue %}{% endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""
+
+INST = """\
+{{ bos_token }}{% for message in messages %}
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+{% endif %}
+{% if message['role'] == 'user' %}
+{{ '[INST] ' + message['content'].strip() + ' [/INST]' }}
+{% else %}
+{% generation %}{{ ' ' + message['content'] | trim + eos_token }}{% endgeneration %}
+{% endif %}
+{% endfor %}
+"""
+
+PARTS = """\
+{% for message in messages %}{{ message.role }}:
+{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }};{% endif %}{% endfor %}{% endfor %}"""
+
+TOOLS = "{{ messages | tojson }}{{ messages[0].tool_calls[0].function.arguments | tojson }}{{ tools is none }}"
+
+CHAT = [
+    {"role": "user", "content": "Hi, <b>you</b> 'and' \"me\" & naïve 日本"},
+    {"role": "assistant", "content": "Hello.  "},
+    {"role": "user", "content": " And then? "},
+]
+
+
+@pytest.fixture
+def make() -> Iterator[object]:
+    made: list[ChatTemplate] = []
+
+    def build(source: str, **options: object) -> ChatTemplate:
+        made.append(ChatTemplate(source, TOKENIZER, **options))
+        return made[-1]
+
+    yield build
+    for template in made:
+        template.close()
+
+
+def peer(source: str, messages: list, **options: object) -> str:
+    """The same rendering by transformers."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    texts, _ = render_jinja_template([messages], chat_template=source, bos_token="<s>", eos_token="</s>", **options)
+    return texts[0]
+
+
+@pytest.mark.parametrize("source", [CHATML, INST], ids=["chatml", "inst"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("generation", [True, False])
+def test_renders_as_transformers(make, source: str, count: int, generation: bool) -> None:
+    text = make(source).render(CHAT[:count], add_generation_prompt=generation)
+    assert text == peer(source, CHAT[:count], add_generation_prompt=generation)
+
+
+@pytest.mark.parametrize("source", [CHATML, INST], ids=["chatml", "inst"])
+@pytest.mark.parametrize("content", ["Once upon", "Once upon \n", ""])
+def test_continues_the_final_message_as_transformers(make, source: str, content: str) -> None:
+    chat = [CHAT[0], {"role": "assistant", "content": content}]
+    text = make(source).render(chat, add_generation_prompt=False, continue_final_message=True)
+    assert text == peer(source, chat, add_generation_prompt=False, continue_final_message=True)
+    assert text.endswith("Once upon" + content[9:] if source is CHATML and content else content.rstrip())
+
+
+def test_plain_json_filter_as_transformers(make) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"q": "<é&'>"}}}
+    chat = [{"role": "assistant", "content": "x", "tool_calls": [call]}]
+    as_text = {"type": "function", "function": {"name": "f", "arguments": '{"q": "<é&\'>"}'}}
+    template = make(TOOLS)
+    assert template.render(chat) == peer(TOOLS, chat)
+    assert template.render([{**chat[0], "tool_calls": [as_text]}]) == peer(TOOLS, chat)
+
+
+def test_the_rest_of_the_surface(make) -> None:
+    assert make("{{ strftime_now('%Y') }}").render(CHAT) == time.strftime("%Y")
+    assert make("{% for i in range(9) %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}").render(CHAT) == "012"
+    assert make("[{{ unknown }}{{ unk_token }}]").render(CHAT) == "[]"
+
+
+def test_ids_have_special_tokens_only_where_the_template_writes_them(make) -> None:
+    ids = render_prompt(make(CHATML), CHAT[:1])
+    start, end = (TOKENIZER.encode(t, add_special_tokens=False)[0] for t in ("<|im_start|>", "<|im_end|>"))
+    assert ids.count(start) == 2
+    assert ids.count(end) == 1
+    assert TOKENIZER.bos_token_id not in ids
+    assert render_prompt(make(CHATML), CHAT[:1], add_special_tokens=True) == [TOKENIZER.bos_token_id, *ids]
+
+
+# Content in all its forms
+
+
+def test_text_parts_join_for_a_template_of_text(make) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    template = make(CHATML)
+    assert template.render([{"role": "user", "content": parts}]) == template.render(
+        [{"role": "user", "content": "one\ntwo"}]
+    )
+
+
+def test_parts_reach_a_template_that_reads_parts(make) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    template = make(PARTS)
+    assert template.render([{"role": "user", "content": parts}]) == "user:\none;two;"
+    assert template.render([{"role": "user", "content": "one"}]) == "user:\none;"
+
+
+def test_a_template_that_prints_parts_as_an_object_gets_text(make) -> None:
+    template = make("{{ messages[0].content }}")
+    assert template.render([{"role": "user", "content": [{"type": "text", "text": "one"}]}]) == "one"
+
+
+def test_null_content_is_empty(make) -> None:
+    template = make(CHATML)
+    expected = template.render([{"role": "assistant", "content": ""}])
+    assert template.render([{"role": "assistant", "content": None}]) == expected
+    assert template.render([{"role": "assistant"}]) == expected
+
+
+@pytest.mark.parametrize(
+    "content", [7, {"a": 1}, ["x"], [{"type": "image_url", "image_url": {"url": "x"}}], [{"type": "text", "text": 1}]]
+)
+def test_other_content_is_refused(make, content: object) -> None:
+    with pytest.raises(BadRequest) as error:
+        make(CHATML).render([{"role": "user", "content": content}])
+    assert error.value.param == "messages[0].content"
+
+
+def test_reasoning_reaches_the_template_under_both_names(make) -> None:
+    template = make("{{ messages[0].reasoning_content }}{{ messages[0].reasoning }}")
+    assert template.render([{"role": "assistant", "content": "", "reasoning": "a"}]) == "aa"
+    assert template.render([{"role": "assistant", "content": "", "reasoning_content": "b"}]) == "bb"
+
+
+@pytest.mark.parametrize("content", ["{{7*7}}{% raw %}{{ cycler.__init__.__globals__ }}", "{# x #}{% endfor %}", "{{"])
+def test_message_text_is_never_template(make, content: str) -> None:
+    assert content in make(CHATML).render([{"role": "user", "content": content}])
+
+
+def test_any_text_gives_ids_or_a_bad_request(make) -> None:
+    template = make(CHATML)
+    specials = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    for content in [*specials, *(s * 500 for s in specials), "\x00", "\ufeff", "\u202e", "e" + "\u0301" * 100_000]:
+        assert render_prompt(template, [{"role": "user", "content": content}])
+    with pytest.raises(BadRequest, match="surrogate"):
+        render_prompt(template, [{"role": "user", "content": "\ud800"}])
+
+
+# Requests that a template cannot serve
+
+
+def test_the_templates_own_refusal_is_a_bad_request(make) -> None:
+    with pytest.raises(BadRequest, match="roles must alternate"):
+        make(INST).render([CHAT[0], CHAT[0]])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].nothing.at_all }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+    ],
+)
+def test_failures_are_short_bad_requests_without_the_text(make, source: str) -> None:
+    with pytest.raises(BadRequest) as error:
+        make(source).render([{"role": "user", "content": "the secret"}])
+    assert len(error.value.message) < 300
+    assert "secret" not in error.value.message
+    assert "/" not in error.value.message
+
+
+def test_no_messages_and_contradicting_flags_are_refused(make) -> None:
+    template = make(CHATML)
+    with pytest.raises(BadRequest, match="empty"):
+        template.render([])
+    with pytest.raises(BadRequest, match="both"):
+        template.render(CHAT, continue_final_message=True)
+    with pytest.raises(BadRequest, match="last message"):
+        make("{{ messages[0].content }}").render(CHAT, add_generation_prompt=False, continue_final_message=True)
+
+
+def test_variables_of_the_template_can_be_set(make) -> None:
+    template = make(CHATML)
+    assert template.variables == {"enable_thinking"}
+    assert "<think>" not in template.render(CHAT)
+    assert "<think>" in template.render(CHAT, kwargs={"enable_thinking": False})
+    defaults = make(CHATML, default_kwargs={"enable_thinking": False})
+    assert "<think>" in defaults.render(CHAT)
+    assert "<think>" not in defaults.render(CHAT, kwargs={"enable_thinking": True})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["chat_template", "tokenize", "tokenizer", "__class__", "messages", "tools", "bos_token", "unk_token", "other",
+     "add_generation_prompt", "raise_exception", "range", "_x"],
+)  # fmt: skip
+def test_no_other_name_can_be_set(make, name: str) -> None:
+    reads_everything = (
+        CHATML + "{{ chat_template }}{{ tokenize }}{{ tokenizer }}{{ __class__ }}{{ unk_token }}{{ _x }}{{ range }}"
+    )
+    with pytest.raises(BadRequest) as error:
+        make(reads_everything).render(CHAT, kwargs={name: "x"})
+    assert error.value.param == "chat_template_kwargs"
+
+
+def test_defaults_that_the_template_does_not_read_are_refused() -> None:
+    with pytest.raises(ConfigError, match="enable_thinkin'"):
+        ChatTemplate(CHATML, TOKENIZER, {"enable_thinkin": False})
+
+
+@pytest.mark.parametrize("source", ["{% for %}", "{{ x | no_such_filter }}", "{% endfor %}"])
+def test_a_template_that_does_not_compile_is_a_load_error(source: str) -> None:
+    with pytest.raises(ModelLoadError, match="does not compile"):
+        ChatTemplate(source, TOKENIZER)
+
+
+# Limits
+
+LOOPS = {
+    "for_ever": "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endfor %}",
+    "doubling": "{% set s = namespace(x='xy') %}{% for i in range(40) %}{% set s.x = s.x ~ s.x %}{% endfor %}{{ s.x }}",
+    "padding": "{{ 'x'.rjust(messages | length * 10 ** 11) }}",
+    "huge_number": "{{ (messages | length * 9) ** (10 ** 9) }}",
+    "huge_range": "{% for i in range(999999999) %}x{% endfor %}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_runaway_template_is_a_bad_request_in_time(make, name: str) -> None:
+    template = make("{% if messages[0].content == 'run' %}" + LOOPS[name] + "{% endif %}done")
+    start = time.monotonic()
+    with pytest.raises(BadRequest):
+        template.render([{"role": "user", "content": "run"}])
+    assert time.monotonic() - start < 3.0
+    assert template.render(CHAT) == "done"
+
+
+def test_a_template_that_always_loops_still_starts_and_refuses(make) -> None:
+    template = make(LOOPS["for_ever"], time_limit=0.3)
+    with pytest.raises(BadRequest, match="limits"):
+        template.render(CHAT)
+
+
+def test_an_endless_compilation_is_a_load_error() -> None:
+    with pytest.raises(ModelLoadError, match="limits"):
+        ChatTemplate("{{ 9 ** (10 ** 9) }}", TOKENIZER, time_limit=0.3)  # constants are folded while compiling
+
+
+def test_a_slow_render_does_not_hold_up_another(make) -> None:
+    template = make("{% if messages[0].content == 'run' %}" + LOOPS["for_ever"] + "{% endif %}done", time_limit=1.5)
+    template.render(CHAT)
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(template.render, [{"role": "user", "content": "run"}])
+        time.sleep(0.2)
+        for _ in range(5):
+            assert template.render(CHAT) == "done"
+        assert not slow.done()
+        with pytest.raises(BadRequest):
+            slow.result()
+
+
+def test_when_every_process_is_busy_the_wait_is_bounded(make) -> None:
+    template = make("{% if messages[0].content == 'run' %}" + LOOPS["for_ever"] + "{% endif %}done", time_limit=0.4)
+    with ThreadPoolExecutor(12) as pool:
+        start = time.monotonic()
+        results = list(pool.map(lambda _: _status(template), range(12)))
+        assert time.monotonic() - start < 5.0
+    assert set(results) == {400, 503}
+    assert template.render(CHAT) == "done"
+
+
+def test_the_length_of_the_prompt_is_bounded(make) -> None:
+    template = make("{{ messages[0].content }}", max_chars=100)
+    assert template.render([{"role": "user", "content": "x" * 100}]) == "x" * 100
+    with pytest.raises(ContextLengthExceeded, match="100 characters"):
+        template.render([{"role": "user", "content": "x" * 101}])
+
+
+def test_deep_messages_are_a_bad_request(make) -> None:
+    deep: object = "x"
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(BadRequest):
+        make(CHATML).render([{"role": "user", "content": "x", "extra": deep}])
+
+
+def test_many_threads_render_alike(make) -> None:
+    template = make(CHATML)
+    expected = [template.render([{"role": "user", "content": str(i)}]) for i in range(50)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda i: template.render([{"role": "user", "content": str(i)}]), range(50))) == expected
+
+
+# The processes
+
+
+def test_a_killed_process_is_replaced(make) -> None:
+    template = make("done")
+    for child in _template_processes():
+        child.kill()
+        child.wait()
+    assert template.render(CHAT) == "done"
+
+
+def test_no_process_is_left_behind() -> None:
+    before = set(_template_processes())
+    template = ChatTemplate("done", TOKENIZER)
+    assert set(_template_processes()) > before
+    template.close()
+    assert set(_template_processes()) == before
+    dropped = ChatTemplate("done", TOKENIZER)
+    del dropped
+    gc.collect()
+    assert set(_template_processes()) == before
+
+
+def _status(template: ChatTemplate) -> int:
+    try:
+        template.render([{"role": "user", "content": "run"}])
+    except ApiError as error:
+        return error.status
+    return 200
+
+
+def _template_processes() -> list[psutil.Process]:
+    children = psutil.Process(os.getpid()).children()
+    return [child for child in children if "template_worker.py" in " ".join(child.cmdline())]
