@@ -1,0 +1,160 @@
+"""The wire models of POST /v1/chat/completions: the request, the reply and the chunks of a streamed reply.
+
+Promises: a valid request's messages are text only, each of a known role.
+Must not know: chat templates, the model, how text is generated.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from quire_server.errors import BadRequest
+from quire_server.wire.common import GenerationFields, LogprobCount, TokenCount, WireModel
+from quire_server.wire.reply import FinishedBecause, PromptLogprobs, ReplyModel, UsageInfo
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024
+_UNSUPPORTED_IN_MESSAGES = ("tool_calls", "function_call", "tool_call_id", "audio")
+
+
+class TextPart(WireModel):
+    type: Annotated[str, Field(max_length=64)] = Field(description="text; nothing else is supported")
+    text: str | None = None
+
+    @model_validator(mode="after")
+    def _check_text(self) -> TextPart:
+        if self.type != "text":
+            raise BadRequest(
+                f"Content parts of type '{self.type}' are not supported; only 'text' is.",
+                param="messages",
+                code="unsupported_parameter",
+            )
+        if self.text is None:
+            raise ValueError("a text part needs a text")
+        return self
+
+
+class Message(WireModel):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
+    name: Annotated[str, Field(max_length=256)] | None = None
+    reasoning: str | None = Field(None, description="of an assistant's earlier answer; for templates that use it")
+    reasoning_content: str | None = Field(None, description="the older name of reasoning")
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> Message:
+        for name in _UNSUPPORTED_IN_MESSAGES:
+            if (self.model_extra or {}).get(name) not in (None, []):
+                raise BadRequest(
+                    f"Messages with '{name}' are not supported.", param="messages", code="unsupported_parameter"
+                )
+        return self
+
+    def for_template(self) -> dict[str, object]:
+        """As templates expect a message. "developer" is the newer name of "system", which few templates know."""
+        content: object = self.content
+        if isinstance(self.content, list):
+            content = [{"type": "text", "text": part.text} for part in self.content]
+        message: dict[str, object] = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        if self.name is not None:
+            message["name"] = self.name
+        reasoning = self.reasoning if self.reasoning is not None else self.reasoning_content
+        if reasoning is not None:
+            message["reasoning"] = reasoning
+        return message
+
+
+class ChatCompletionRequest(GenerationFields):
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: TokenCount | None = Field(None, description="wins over max_tokens")
+    logprobs: bool | None = None
+    top_logprobs: LogprobCount | None = Field(None, description="needs logprobs")
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, object] | None = Field(None, description="variables of the chat template")
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = Field(
+        None, description="passed to chat templates that use it"
+    )
+    echo: bool | None = Field(None, description="not supported; null or false")
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> ChatCompletionRequest:
+        if self.top_logprobs is not None and not self.logprobs and self.top_logprobs > 0:
+            raise BadRequest("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
+        if self.echo:
+            raise BadRequest("'echo' is not supported in chat.", param="echo", code="unsupported_parameter")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise BadRequest(
+                "'continue_final_message' and 'add_generation_prompt' exclude each other.",
+                param="continue_final_message",
+            )
+        return self
+
+
+class TopLogprob(ReplyModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(ReplyModel):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class AssistantMessage(ReplyModel):
+    role: Literal["assistant"]
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(ReplyModel):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishedBecause
+    stop_reason: str | int | None = Field(description="the matched stop string or token id; null otherwise")
+    token_ids: list[int] | None = None
+
+
+class ChatCompletionResponse(ReplyModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: UsageInfo
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Delta(ReplyModel):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(ReplyModel):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishedBecause | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletionChunk(ReplyModel):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
+    usage: UsageInfo | None = None
+    prompt_token_ids: list[int] | None = None

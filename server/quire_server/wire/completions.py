@@ -1,0 +1,127 @@
+"""The wire models of POST /v1/completions: the request, the reply and the chunks of a streamed reply.
+
+Promises: a valid request's prompt is a non-empty list of at most 64 texts or token-id lists.
+Must not know: the model, its vocabulary, how text is generated.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+
+from quire_server.errors import BadRequest
+from quire_server.wire.common import MAX_LOGPROBS, MAX_PROMPTS, MAX_SEQUENCES, GenerationFields, LogprobCount
+from quire_server.wire.reply import FinishedBecause, PromptLogprobs, ReplyModel, UsageInfo
+
+Prompts = list[str] | list[list[int]]
+
+_MAX_ID = 2**31 - 1
+_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _MAX_ID}, "minItems": 1}
+_TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS}
+_TOKEN_LISTS = {"type": "array", "items": _TOKENS, "minItems": 1, "maxItems": MAX_PROMPTS}
+
+
+def _check_prompt(value: object) -> Prompts:
+    """All four forms, as a list of prompts. By hand: a union would report a wrong item once per form and item."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError("expected a string, a list of strings, a list of token ids or a list of lists of token ids")
+    if not value:
+        raise ValueError("must not be empty")
+    first = value[0]
+    if type(first) is int:
+        return [_check_ids(value)]
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"at most {MAX_PROMPTS} prompts per request")
+    if isinstance(first, str):
+        texts = [item for item in value if isinstance(item, str)]
+        if len(texts) == len(value):
+            return texts
+    elif isinstance(first, list):
+        lists = [_check_ids(item) for item in value if isinstance(item, list)]
+        if len(lists) == len(value):
+            return lists
+    raise ValueError("the items must be all strings, all token ids or all lists of token ids")
+
+
+def _check_ids(ids: list[object]) -> list[int]:
+    if not ids:
+        raise ValueError("a prompt must have at least one token")
+    checked = [item for item in ids if type(item) is int and 0 <= item <= _MAX_ID]
+    if len(checked) != len(ids):
+        raise ValueError("token ids must be non-negative integers of the vocabulary")
+    return checked
+
+
+class CompletionRequest(GenerationFields):
+    prompt: Annotated[
+        Prompts,
+        BeforeValidator(_check_prompt),
+        WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS, _TOKENS, _TOKEN_LISTS]}),
+    ]
+    best_of: int | None = Field(None, description="null or equal to n")
+    echo: bool | None = Field(None, description="the prompt is part of the text, and of the logprobs")
+    logprobs: LogprobCount | None = Field(
+        None, description=f"0: of the chosen token; k: and the k most likely ones; at most {MAX_LOGPROBS}"
+    )
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> CompletionRequest:
+        n = self.n or 1
+        if len(self.prompt) * n > MAX_SEQUENCES:
+            raise BadRequest(f"Prompts times 'n' must be at most {MAX_SEQUENCES}.", param="n")
+        if self.best_of is not None and self.best_of != n:
+            raise BadRequest("'best_of' must be null or equal to 'n'.", param="best_of")
+        return self
+
+
+class CompletionLogprobs(ReplyModel):
+    """Parallel lists, one entry per token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(ReplyModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishedBecause
+    stop_reason: str | int | None = Field(description="the matched stop string or token id; null otherwise")
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+
+
+class CompletionResponse(ReplyModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: UsageInfo
+
+
+class CompletionChunkChoice(ReplyModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishedBecause | None
+    stop_reason: str | int | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+
+
+class CompletionChunk(ReplyModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChunkChoice]
+    usage: UsageInfo | None = None

@@ -1,0 +1,113 @@
+"""What to do with fields that are not ours: refuse those that would change the answer, report the rest.
+
+Promises: nothing that asks for other text is ever accepted and dropped; a field at its default is never an error.
+Must not know: which endpoint asked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from quire_server.errors import BadRequest
+
+_REPORTABLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MAX_REPORTED = 16
+
+_ABSENT: tuple[object, ...] = (None,)
+_OFF: tuple[object, ...] = (None, False)
+_EMPTY: tuple[object, ...] = (None, "", [], {})
+
+# Fields that ask for something this server does not do, with the values that do not ask for it.
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "audio": _ABSENT,
+    "beam_width": (None, 1),
+    "chat_template": _ABSENT,
+    "documents": _EMPTY,
+    "dry_multiplier": (None, 0, 0.0),
+    "ebnf": _ABSENT,
+    "function_call": _ABSENT,
+    "functions": _ABSENT,
+    "grammar": _EMPTY,
+    "guided_choice": _ABSENT,
+    "guided_grammar": _ABSENT,
+    "guided_json": _ABSENT,
+    "guided_json_object": _OFF,
+    "guided_regex": _ABSENT,
+    "input_embeds": _ABSENT,
+    "json_schema": _ABSENT,
+    "kv_transfer_params": _ABSENT,
+    "length_penalty": (None, 1, 1.0),
+    "logits_processors": _EMPTY,
+    "logprob_token_ids": _EMPTY,
+    "lora_path": _ABSENT,
+    "mirostat": (None, 0),
+    "mm_processor_kwargs": _EMPTY,
+    "modalities": (None, ["text"]),
+    "prompt_embeds": _ABSENT,
+    "regex": _ABSENT,
+    "repetition_detection": _ABSENT,
+    "response_format": (None, {"type": "text"}),
+    "return_hidden_states": _OFF,
+    "stop_regex": _EMPTY,
+    "structural_tag": _ABSENT,
+    "structured_outputs": _ABSENT,
+    "suffix": (None, ""),
+    "thinking_token_budget": _ABSENT,
+    "tool_choice": _ABSENT,
+    "tools": _ABSENT,
+    "typical_p": (None, 1, 1.0),
+    "use_beam_search": _OFF,
+    "vllm_xargs": _EMPTY,
+    "xtc_probability": (None, 0, 0.0),
+}
+
+# Fields of other servers that are accepted without effect, with the values that are not worth reporting.
+IGNORED: Mapping[str, tuple[object, ...]] = {
+    "include_reasoning": (None, True),
+    "parallel_tool_calls": (None, True),
+    "separate_reasoning": (None, True),
+    "service_tier": (None, "auto", "default"),
+    "store": _OFF,
+    "stream_reasoning": (None, True),
+    "verbosity": (None, "medium"),
+}
+
+_HINTS: Mapping[str, str] = {
+    "chat_template": "requests cannot bring templates; the operator sets one with --chat-template",
+    "function_call": "tools are not supported, and this older form of them is not either",
+    "functions": "tools are not supported, and this older form of them is not either",
+    "modalities": "only text is generated",
+    "response_format": "only {'type': 'text'} is supported",
+    "suffix": "the model cannot fill in the middle of a text",
+}
+
+
+def review_extras(extras: Mapping[str, object] | None) -> list[str]:
+    """The names to report as ignored, in the order given. Raises BadRequest for what is not supported."""
+    ignored = []
+    for name, value in (extras or {}).items():
+        off_values = UNSUPPORTED.get(name)
+        if off_values is not None:
+            if not _is_among(value, off_values):
+                hint = _HINTS.get(name)
+                raise BadRequest(
+                    f"'{name}' is not supported by this server" + (f": {hint}." if hint else "."),
+                    param=name,
+                    code="unsupported_parameter",
+                )
+        elif not _is_among(value, IGNORED.get(name, _ABSENT)):
+            ignored.append(name)
+    return ignored
+
+
+def header_list(names: list[str]) -> str:
+    """Names as one header value: harmless characters, bounded length."""
+    shown = [name if _REPORTABLE.fullmatch(name) else "?" for name in names[:_MAX_REPORTED]]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f", and {more} more" if more else "")
+
+
+def _is_among(value: object, candidates: tuple[object, ...]) -> bool:
+    """Equality without the cross-type one of `False == 0` and `True == 1`."""
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in candidates)
