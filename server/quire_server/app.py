@@ -33,10 +33,10 @@ from quire_server.errors import (
 )
 from quire_server.guard import PUBLIC_PATHS, BearerAuth, Guard, Reply, RequestLimits
 from quire_server.metrics import Metrics
-from quire_server.routes import health, metrics, models, tokens
+from quire_server.routes import chat, completions, health, metrics, models, tokens
 from quire_server.state import ServerState
 
-ROUTERS = (models.router, tokens.router, health.router, metrics.router)
+ROUTERS = (completions.router, chat.router, models.router, tokens.router, health.router, metrics.router)
 STALL_PROBE_SECONDS = 0.1
 METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})  # others share one metric label
 
