@@ -33,6 +33,7 @@ class ChatTemplate:
 
     Content given as text parts reaches a template that knows parts as they are; for others the parts are joined by
     newlines, as vLLM does. A template that knows only parts gets text as one part. Null content is empty text.
+    Templates write their special tokens themselves: encode the text without adding any.
     """
 
     def __init__(
@@ -159,25 +160,6 @@ class ChatTemplate:
         if isinstance(calls, list):
             plain["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
         return plain
-
-
-def render_prompt(
-    template: ChatTemplate,
-    messages: Sequence[Mapping[str, object]],
-    *,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-    kwargs: Mapping[str, object] | None = None,
-    add_special_tokens: bool = False,
-) -> list[int]:
-    """Chat messages to token ids. Templates write their special tokens themselves, hence the default."""
-    text = template.render(
-        messages,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        kwargs=kwargs,
-    )
-    return template.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 def _compiled(process: TemplateProcess) -> list[str]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,7 +17,7 @@ import pytest
 import sample_tokenizers
 from quire_engine.errors import ConfigError, ModelLoadError
 from quire_server.errors import ApiError, BadRequest, ContextLengthExceeded
-from quire_server.prompt import ChatTemplate, render_prompt
+from quire_server.prompt import ChatTemplate
 from quire_server.tokenizer import TextTokenizer
 
 TOKENIZER = TextTokenizer(
@@ -83,6 +86,10 @@ def peer(source: str, messages: list, **options: object) -> str:
     return texts[0]
 
 
+def to_ids(template: ChatTemplate, content: str) -> list[int]:
+    return TOKENIZER.encode(template.render([{"role": "user", "content": content}]), add_special_tokens=False)
+
+
 @pytest.mark.parametrize("source", [CHATML, INST], ids=["chatml", "inst"])
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("generation", [True, False])
@@ -116,12 +123,11 @@ def test_the_rest_of_the_surface(make) -> None:
 
 
 def test_ids_have_special_tokens_only_where_the_template_writes_them(make) -> None:
-    ids = render_prompt(make(CHATML), CHAT[:1])
+    ids = to_ids(make(CHATML), CHAT[0]["content"])
     start, end = (TOKENIZER.encode(t, add_special_tokens=False)[0] for t in ("<|im_start|>", "<|im_end|>"))
     assert ids.count(start) == 2
     assert ids.count(end) == 1
     assert TOKENIZER.bos_token_id not in ids
-    assert render_prompt(make(CHATML), CHAT[:1], add_special_tokens=True) == [TOKENIZER.bos_token_id, *ids]
 
 
 # Content in all its forms
@@ -178,9 +184,9 @@ def test_any_text_gives_ids_or_a_bad_request(make) -> None:
     template = make(CHATML)
     specials = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
     for content in [*specials, *(s * 500 for s in specials), "\x00", "\ufeff", "\u202e", "e" + "\u0301" * 100_000]:
-        assert render_prompt(template, [{"role": "user", "content": content}])
+        assert to_ids(template, content)
     with pytest.raises(BadRequest, match="surrogate"):
-        render_prompt(template, [{"role": "user", "content": "\ud800"}])
+        to_ids(template, "\ud800")
 
 
 # Requests that a template cannot serve
@@ -354,6 +360,32 @@ def test_no_process_is_left_behind() -> None:
     del dropped
     gc.collect()
     assert set(_template_processes()) == before
+
+
+def test_a_process_ends_with_a_parent_that_had_no_time_to_stop_it() -> None:
+    script = (
+        "import os, sys; sys.path[:0] = sys.argv[1:]\n"
+        "import psutil, test_prompt\n"
+        "template = test_prompt.ChatTemplate('done', test_prompt.TOKENIZER)\n"
+        "print(psutil.Process().children()[0].pid, flush=True)\n"
+        "os._exit(1)\n"
+    )
+    tests = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tests), str(tests.parent)], capture_output=True, text=True, check=False
+    )
+    pid = int(done.stdout)
+    deadline = time.monotonic() + 5
+    while _runs(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _status(template: ChatTemplate) -> int:
