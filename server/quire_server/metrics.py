@@ -56,7 +56,7 @@ class Metrics:
         )
         self._stalls = values.histogram(
             "quire_event_loop_stall_seconds",
-            "How late the server's event loop ran a timer, when late enough to feel, seconds.",
+            "How late the server's event loop ran a timer, seconds.",
             STALL_SECONDS,
         )
         self._http_requests = values.counter(

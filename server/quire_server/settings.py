@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -28,6 +27,7 @@ from pydantic_settings import (
 )
 
 from quire_engine.config import Device, DType, EngineConfig, KernelChoice, PolicyName
+from quire_engine.demo import demo_model_path
 
 DEMO_MODEL = "quire-demo"
 ENV_PREFIX = "QUIRE_"
@@ -308,11 +308,6 @@ class Settings(BaseSettings):
             num_threads=self.num_threads,
             check_invariants=self.check_invariants,
         )
-
-
-def demo_model_path() -> Path:
-    """The directory of the embedded model."""
-    return Path(str(resources.files("quire_engine"))) / "demo" / "model"
 
 
 def read_config(path: Path) -> dict[str, object]:

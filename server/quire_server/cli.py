@@ -1,0 +1,54 @@
+"""The `quire` command: finds the sub-command's module and runs it.
+
+Promises: imports nothing but the chosen command; problems with settings are readable lines, never a traceback.
+Must not know: what the commands do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Protocol, cast
+
+COMMANDS = {
+    "serve": "serve a model over the OpenAI HTTP API",
+    "version": "print the version",
+}
+BAD_USAGE = 2
+
+
+class Command(Protocol):
+    """What a module under `commands/` provides."""
+
+    def run(self, argv: Sequence[str]) -> int:
+        """Do it; the process's exit code."""
+        ...
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `quire ARGV`; the process's exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in {"-h", "--help", "help"}:
+        print(_usage())
+        return 0 if words else BAD_USAGE
+    name, *rest = words
+    if name in {"--version", "-V"}:
+        name = "version"
+    if name not in COMMANDS:
+        close = get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean `quire {close[0]}`?" if close else "`quire --help` lists the commands"
+        print(f"quire: no command {name!r}; {hint}", file=sys.stderr)
+        return BAD_USAGE
+    command = cast(Command, import_module(f"quire_server.commands.{name}"))
+    return command.run(rest)
+
+
+def _usage() -> str:
+    lines = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
+    return "\n".join(["usage: quire COMMAND [...]", "", *lines, "", "`quire COMMAND --help` says more."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""`quire serve`: from a command line to a running server and an exit code.
+
+Promises: exit code 0 after a drain, 2 for settings that cannot work, 1 for a model that cannot be loaded, 70 for an
+engine that keeps crashing; each with one clear line. Must not know: HTTP, text, what is in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Protocol, cast
+
+from quire_engine.config import EnginePlan
+from quire_engine.errors import ConfigError, QuireError
+from quire_engine.memory_plan import plan_text
+from quire_server import logs
+from quire_server.flags import parse_flags
+from quire_server.settings import Settings, SettingsError
+from quire_server.supervisor import RestartPolicy, Supervisor
+
+DONE, FAILED, BAD_USAGE, CRASH_LOOP = 0, 1, 2, 70
+
+
+def run(argv: Sequence[str]) -> int:
+    """Serve until a signal; the process's exit code."""
+    try:
+        settings = parse_flags(argv)
+    except SettingsError as error:
+        for line in error.lines:
+            print(f"quire serve: {line}", file=sys.stderr)
+        return BAD_USAGE
+    logs.configure(settings.log_level, settings.log_format)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        try:
+            return runner.run(_run(settings))
+        except ConfigError as error:
+            print(f"quire serve: {error}", file=sys.stderr)
+            return BAD_USAGE
+        except QuireError as error:
+            print(f"quire serve: {error}", file=sys.stderr)
+            return FAILED
+        except KeyboardInterrupt:  # before the server took over the signals
+            return DONE
+
+
+async def _run(settings: Settings) -> int:
+    """Start the engine process first: it needs the longest, and this half is imported and loaded meanwhile."""
+    policy = RestartPolicy(max_restarts=settings.max_engine_restarts, window_seconds=settings.engine_restart_window)
+    supervisor = Supervisor(settings.engine_config(), policy)
+    starting = asyncio.create_task(supervisor.start())
+    try:
+        if settings.dry_run:
+            print(plan_text(await starting))
+            return DONE
+        server = cast(Composition, await asyncio.to_thread(import_module, "quire_server.serving"))
+        drained = await server.serve(settings, supervisor, starting)
+        return DONE if drained else CRASH_LOOP
+    finally:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await supervisor.stop()
+
+
+class Composition(Protocol):
+    """The heavy half of this command, imported while the engine starts: `quire_server.serving`."""
+
+    async def serve(self, settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan]) -> bool:
+        """Serve until a signal (True) or until the engine is given up (False)."""
+        ...
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    try:
+        from uvloop import new_event_loop  # noqa: PLC0415  # not on every platform
+    except ImportError:
+        return asyncio.new_event_loop
+    return new_event_loop

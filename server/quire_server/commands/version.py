@@ -1,0 +1,17 @@
+"""`quire version`: prints the installed version.
+
+Promises: one line on stdout.
+Must not know: anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import version
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print it; arguments are ignored."""
+    del argv
+    print(f"quire {version('quire')}")
+    return 0

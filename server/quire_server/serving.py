@@ -1,0 +1,180 @@
+"""Puts one running server together and takes it down again: the parts, the banner, the signals, the drain.
+
+Owns SIGTERM and SIGINT. Promises: a signal turns readiness to 503 at once and lets running work finish; a second one
+ends it; nothing it started is left. Must not know: routes, sampling, how the engine works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire_engine.config import EnginePlan
+from quire_engine.errors import ModelLoadError
+from quire_engine.memory_plan import plan_text
+from quire_server import listener
+from quire_server.app import create_app
+from quire_server.engine_client import EngineClient, QueueLimits
+from quire_server.listener import Listening
+from quire_server.logs import log_throughput
+from quire_server.metrics import Metrics
+from quire_server.prompt import ChatTemplate
+from quire_server.settings import Settings
+from quire_server.state import ServerState
+from quire_server.supervisor import EngineState, Supervisor
+from quire_server.tokenizer import TextTokenizer
+
+log = logging.getLogger("quire")
+
+
+async def serve(settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan]) -> bool:
+    """Serve until a signal (True) or until the engine is given up (False). Raises ConfigError and ModelLoadError."""
+    sock = listener.bind(settings)
+    with contextlib.closing(sock), _signals() as stop:
+        building = asyncio.create_task(_build_state(settings, supervisor, starting))
+        await _first(building, stop.asked)
+        if not building.done():
+            await _cancel(building)
+            return True
+        state = building.result()
+        started: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
+        serving = asyncio.create_task(
+            listener.serve(create_app(state), settings, sock=sock, on_started=started.set_result), name="listener"
+        )
+        stats = asyncio.create_task(log_throughput(state.metrics, settings.log_stats_interval), name="stats")
+        try:
+            await _first(started, serving)
+            if started.done():
+                listening = started.result()
+                _greet(settings, state, listening)
+                await _first(stop.asked, supervisor.dead, serving)
+                await _drain(settings, state, supervisor, stop)
+                listening.stop(False)
+                await _first(serving, stop.insisted)
+                listening.stop(True)
+            await serving
+        finally:
+            await _cancel(serving, stats)
+    return not supervisor.dead.done()
+
+
+async def _build_state(settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan]) -> ServerState:
+    """Load the text half while the engine starts, then wait for the engine."""
+    tokenizer = await asyncio.to_thread(TextTokenizer.load, Path(settings.tokenizer or settings.model_path))
+    source = tokenizer.chat_template
+    if settings.chat_template is not None:
+        source = settings.chat_template.read_text(encoding="utf-8")
+    prompts: ChatTemplate | None = None
+    if source is not None:
+        prompts = await asyncio.to_thread(ChatTemplate, source, tokenizer, settings.default_chat_template_kwargs)
+    plan = await starting
+    if tokenizer.vocab_size > plan.vocab_size:
+        raise ModelLoadError(
+            f"the tokenizer knows {tokenizer.vocab_size} tokens, the model computes {plan.vocab_size};"
+            " they do not belong together"
+        )
+    names = settings.model_names
+    metrics = Metrics(
+        names[0], vllm_aliases=settings.enable_vllm_metric_names, max_model_len=plan.scheduler.max_model_len
+    )
+    metrics.observe_plan(plan)
+    supervisor.on_restart = metrics.engine_restarted
+    limits = QueueLimits(max_sequences=settings.max_num_queued_reqs, max_prompt_tokens=settings.max_num_queued_tokens)
+    return ServerState(
+        settings=settings,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        client=EngineClient(supervisor, plan=plan, limits=limits, metrics=metrics),
+        metrics=metrics,
+        model_names=names,
+        engine_trouble=lambda: _TROUBLE[supervisor.state],
+    )
+
+
+_TROUBLE = {
+    EngineState.STARTING: "loading",
+    EngineState.READY: None,
+    EngineState.RESTARTING: "engine restarting",
+    EngineState.STOPPED: "engine stopped",
+    EngineState.DEAD: "engine dead",
+}
+
+
+async def _drain(settings: Settings, state: ServerState, supervisor: Supervisor, stop: _Stop) -> None:
+    """Let running requests finish; when time is up or a second signal comes, end them with an error each."""
+    state.draining = True
+    log.info("draining %d requests for up to %g s", state.client.in_flight, settings.drain_timeout)
+    idle = asyncio.create_task(state.client.wait_idle())
+    await _first(idle, stop.insisted, supervisor.dead, seconds=settings.drain_timeout)
+    if not idle.done():
+        log.warning("ending %d requests that have not finished", state.client.in_flight)
+        await supervisor.stop()
+    await _cancel(idle)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stop:
+    """The operator's wish, in two degrees: a first signal and a second one."""
+
+    asked: asyncio.Future[None]
+    insisted: asyncio.Future[None]
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[_Stop]:
+    loop = asyncio.get_running_loop()
+    stop = _Stop(asked=loop.create_future(), insisted=loop.create_future())
+
+    def received(number: signal.Signals) -> None:
+        log.info("received %s", number.name)
+        for degree in (stop.asked, stop.insisted):
+            if not degree.done():
+                degree.set_result(None)
+                return
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, received, number)
+    try:
+        yield stop
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+async def _first(*futures: asyncio.Future[Any], seconds: float | None = None) -> None:
+    """Until one of them is done."""
+    await asyncio.wait(futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _greet(settings: Settings, state: ServerState, listening: Listening) -> None:
+    """What was decided, and a call to try; the listener has said where."""
+    for line in plan_text(state.client.plan).splitlines():
+        log.info("%s", line)
+    log.info("try: %s", example(settings, state, listening))
+
+
+def example(settings: Settings, state: ServerState, listening: Listening) -> str:
+    """A curl command that this server answers."""
+    where = listening.address
+    if settings.uds is not None:
+        where = f"--unix-socket {settings.uds} http://localhost"
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_key else ""
+    model = state.model_names[0]
+    if state.prompts is None:
+        path, body = "completions", f'{{"model": "{model}", "prompt": "Once upon a time", "max_tokens": 40}}'
+    else:
+        path = "chat/completions"
+        body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    return f"curl {where}/v1/{path}{key} -H 'Content-Type: application/json' -d '{body}'"
