@@ -159,7 +159,9 @@ class EngineMetrics:
     """The engine's state as of its last message."""
 
     def __init__(self, values: Values) -> None:
-        self.bytes_per_block = 0
+        self._bytes_per_block = 0
+        self._num_blocks = 0
+        self.pool = values.gauge("quire_kv_pool_blocks", "KV blocks in the pool.")
         self.running = values.gauge(
             "quire_requests_running", "Sequences in the batch.", alias="vllm:num_requests_running"
         )
@@ -238,7 +240,16 @@ class EngineMetrics:
             _Total(self.evictions),
         )
 
+    def begin(self, plan: EnginePlan) -> None:
+        """An engine with this plan has started; it holds nothing yet."""
+        self._bytes_per_block = plan.bytes_per_block
+        self._num_blocks = plan.scheduler.num_blocks
+        self.pool.set(self._num_blocks)
+        self._reset()
+
     def observe(self, stats: EngineStats, generated_tokens: int | None) -> None:
+        if stats.blocks_total == 0:  # told on behalf of an engine that is gone
+            return
         waiting = 0
         for reason in WAIT_REASONS:
             count = stats.waiting.get(reason, 0)
@@ -254,7 +265,7 @@ class EngineMetrics:
             ("free", stats.blocks_free),
         ):
             self.blocks.set(blocks, state)
-            self.kv_bytes.set(blocks * self.bytes_per_block, state)
+            self.kv_bytes.set(blocks * self._bytes_per_block, state)
         self.slots_allocated.set(stats.slots_allocated)
         self.slots_unused.set(stats.slots_unused)
         self.efficiency.set(1.0 - stats.slots_unused / stats.slots_allocated if stats.slots_allocated else 1.0)
@@ -282,6 +293,11 @@ class EngineMetrics:
         self.restarts.inc()
         for total in self._totals:
             total.last = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        if self._num_blocks:
+            self.observe(EngineStats(blocks_total=self._num_blocks, blocks_free=self._num_blocks), None)
 
 
 class _Total:

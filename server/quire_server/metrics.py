@@ -91,7 +91,7 @@ class Metrics:
     def observe_plan(self, plan: EnginePlan) -> None:
         """The engine started with this plan."""
         self._plan.observe(plan)
-        self._engine.bytes_per_block = plan.bytes_per_block
+        self._engine.begin(plan)
 
     def observe_step(self, stats: EngineStats, generated_tokens: int | None = None) -> None:
         """The engine's state changed. `generated_tokens`: how many the step sent; None takes its decode tokens."""

@@ -233,6 +233,26 @@ def test_gauges_are_the_engines_state_and_return_to_zero():
     assert scrape("quire_kv_slot_efficiency_ratio") == 1
 
 
+def test_an_engine_that_has_just_started_holds_nothing():
+    metrics = Metrics("tiny")
+    metrics.observe_plan(PLAN)
+    scrape = Scrape(metrics)
+    assert scrape("quire_kv_pool_blocks") == scrape("quire_kv_blocks", state="free") == 64
+    metrics.observe_step(busy(total_preemptions=3))
+    metrics.observe_step(EngineStats())  # the supervisor ends requests of an engine that is gone
+    scrape = Scrape(metrics)
+    assert scrape("quire_requests_running") == 3
+    metrics.engine_restarted()
+    metrics.observe_step(busy(total_preemptions=1, running=0))
+    scrape = Scrape(metrics)
+    assert scrape("quire_requests_running") == 0
+    assert scrape("quire_preemptions_total") == 4
+    metrics.engine_restarted()
+    scrape = Scrape(metrics)
+    assert scrape("quire_kv_blocks", state="free") == 64
+    assert scrape("quire_kv_blocks", state="used") == scrape("quire_requests_waiting", reason="kv") == 0
+
+
 def test_a_message_without_a_step_counts_no_step():
     metrics = Metrics("tiny")
     metrics.observe_step(busy())
