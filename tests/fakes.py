@@ -33,6 +33,7 @@ from quire_engine.types import (
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from quire_server.listener import Listening
     from quire_server.prompt import ChatTemplate
     from quire_server.state import ServerState
     from quire_server.tokenizer import TextTokenizer
@@ -307,3 +308,47 @@ async def connect(app: FastAPI, **options: object) -> AsyncIterator[httpx.AsyncC
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://server", **options) as client:
         yield client
+
+
+@contextlib.asynccontextmanager
+async def listening(app: FastAPI) -> AsyncIterator[Listening]:
+    """The app behind the real listener, on a free port of this machine; ends with no connection left."""
+    from quire_server.listener import bind, serve
+
+    settings = app.state.quire.settings.model_copy(update={"port": 0})
+    started: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(serve(app, settings, sock=bind(settings), on_started=started.set_result))
+    await asyncio.wait({serving, started}, return_when=asyncio.FIRST_COMPLETED)
+    if not started.done():
+        serving.result()
+    try:
+        yield started.result()
+    finally:
+        started.result().stop(True)
+        await serving
+
+
+async def exchange(port: int, *parts: bytes, pause: float = 0.0, patience: float = 10.0) -> bytes:
+    """Send the parts over one connection and return all that came back until the server closed it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        async with asyncio.timeout(patience):
+            for part in parts:
+                writer.write(part)
+                with contextlib.suppress(ConnectionError):
+                    await writer.drain()
+                if pause:
+                    await asyncio.sleep(pause)
+            return await reader.read()
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+def parse_reply(raw: bytes) -> httpx.Response:
+    """The one reply in `raw`."""
+    head, _, body = raw.partition(b"\r\n\r\n")
+    status, *lines = head.decode("latin-1").split("\r\n")
+    headers = [tuple(line.split(": ", 1)) for line in lines]
+    return httpx.Response(int(status.split(" ")[1]), headers=headers, content=body)

@@ -42,6 +42,7 @@ JsonObject = dict[str, object]
 # Every string literal, closed or not: possessive, so that no input makes it scan a byte twice.
 _STRING = re.compile(r'"(?:[^"\\]++|\\.|\\\Z)*+"?', re.DOTALL)
 _NOT_BRACKET = re.compile(r"[^\[\]{}]+")
+_INNERMOST = re.compile(r"\[\]|\{\}")
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -127,7 +128,7 @@ def _check_depth(text: str) -> None:
     for _ in range(MAX_DEPTH):  # each round removes the innermost level
         if not brackets:
             return
-        brackets = brackets.replace("[]", "").replace("{}", "")
+        brackets = _INNERMOST.sub("", brackets)
     if brackets:
         raise _invalid_json(f"brackets that do not match, or more than {MAX_DEPTH} levels deep")
 

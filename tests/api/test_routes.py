@@ -1,0 +1,200 @@
+"""Models, tokens, health, version and metrics: what the routes other than generation answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from fakes import BOS, EOS, IM_END, IM_START, MODEL, VOCAB_SIZE, connect, make_app, make_state
+from quire_server import text_threads
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_models_are_listed_in_order() -> None:
+    state = make_state(max_model_len=300, model_names=("org/first", "second"))
+    async with connect(make_app(state)) as client:
+        reply = (await client.get("/v1/models")).json()
+        assert reply["object"] == "list"
+        assert [model["id"] for model in reply["data"]] == ["org/first", "second"]
+        first = reply["data"][0]
+        assert (first["object"], first["owned_by"], first["max_model_len"]) == ("model", "quire", 300)
+        assert abs(first["created"] - time.time()) < 60
+        assert (await client.get("/v1/models/org/first")).json() == first
+        assert (await client.get("/v1/models/second")).json()["root"] == "org/first"
+
+
+@pytest.mark.parametrize("name", ["gpt-5", "../../etc/passwd", "a;id", "%2e%2e%2fx", "m" * 5000, "First"])
+async def test_an_unknown_model_is_404(name: str) -> None:
+    async with connect(make_app(model_names=("first",))) as client:
+        reply = await client.get(f"/v1/models/{name}")
+    assert reply.status_code == 404
+    assert reply.json()["error"]["code"] in {"model_not_found", "not_found"}
+    assert len(reply.content) < 1000
+
+
+async def test_tokenize_a_prompt() -> None:
+    async with connect(make_app(max_model_len=300)) as client:
+        reply = await client.post("/tokenize", json={"prompt": "hé<|end|>", "model": "alias", "unknown": 1})
+        assert reply.json() == {
+            "count": 4,
+            "max_model_len": 300,
+            "tokens": [104, 195, 169, EOS],
+            "token_strs": None,
+        }
+        with_strings = await client.post("/tokenize", json={"prompt": "h<|end|>", "return_token_strs": True})
+        assert with_strings.json()["token_strs"] == ["h", "<|end|>"]
+
+
+async def test_tokenize_messages() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    async with connect(make_app()) as client:
+        tokens = (await client.post("/tokenize", json={"messages": messages})).json()["tokens"]
+        assert tokens == [IM_START, *b"user\nhi", IM_END, *b"\n", IM_START, *b"assistant\n"]
+        bare = await client.post("/tokenize", json={"messages": messages, "add_generation_prompt": False})
+        assert bare.json()["tokens"] == [IM_START, *b"user\nhi", IM_END, *b"\n"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, None),
+        ({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, None),
+        ({"prompt": 1}, "prompt"),
+        ({"messages": []}, "messages"),
+        ({"messages": ["a"]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": "a"}], "continue_final_message": True}, None),
+        ({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
+        ({"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
+    ],
+)
+async def test_tokenize_refuses(body: dict[str, object], param: str | None) -> None:
+    async with connect(make_app()) as client:
+        reply = await client.post("/tokenize", json=body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == param
+
+
+async def test_tokenize_without_a_chat_template() -> None:
+    async with connect(make_app(chat=False)) as client:
+        reply = await client.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}]})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
+
+
+async def test_detokenize() -> None:
+    async with connect(make_app()) as client:
+        reply = await client.post("/detokenize", json={"tokens": [104, 195, 169, BOS]})
+        assert reply.json() == {"prompt": "hé<|bos|>"}
+        assert (await client.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB_SIZE, 2**31, 2**64, True, 1.5, "a", None])
+async def test_detokenize_refuses(token: object) -> None:
+    async with connect(make_app()) as client:
+        reply = await client.post("/detokenize", json={"tokens": [104, token]})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "tokens[1]"
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+async def test_token_routes_know_their_model(path: str) -> None:
+    body = {"model": "gpt-5", "prompt": "a", "tokens": [1]}
+    async with connect(make_app()) as client:
+        reply = await client.post(path, json=body)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_long_texts_leave_the_event_loop_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = make_state(max_model_len=1_000_000)
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.001)
+            ticks += 1
+
+    text = "word " * 200_000
+    async with connect(make_app(state)) as client:
+        ticking = asyncio.create_task(tick())
+        ids = await state.text.encode(text, add_special_tokens=False)
+        in_thread, ticks = ticks, 0
+        monkeypatch.setattr(text_threads, "INLINE_CHARS", 10**9)
+        await state.text.encode(text, add_special_tokens=False)
+        inline = ticks
+        ticking.cancel()
+        assert await state.text.decode(ids) == text
+        assert (await client.post("/tokenize", json={"prompt": text[:10_000]})).json()["count"] == 10_000
+    assert len(ids) == len(text)
+    assert in_thread > 5 > inline
+
+
+async def test_tokenizer_info() -> None:
+    async with connect(make_app()) as client:
+        info = (await client.get("/tokenizer_info")).json()
+    assert (info["bos_token"], info["eos_token"]) == ("<|bos|>", "<|end|>")
+    assert "add_generation_prompt" in info["chat_template"]
+
+
+async def test_version() -> None:
+    from importlib.metadata import version
+
+    async with connect(make_app()) as client:
+        assert (await client.get("/version")).json() == {"version": version("quire")}
+
+
+async def test_metrics_are_prometheus_text() -> None:
+    async with connect(make_app()) as client:
+        await client.get("/v1/models")
+        reply = await client.get("/metrics")
+    assert reply.headers["content-type"].startswith("text/plain")
+    assert "# TYPE quire_requests_running gauge" in reply.text
+    replies = f'quire_http_requests_total{{handler="/v1/models",method="GET",model_name="{MODEL}",status="200"}} 1.0'
+    assert replies in reply.text
+
+
+async def test_ready_while_serving() -> None:
+    async with connect(make_app()) as client:
+        for path in ("/health", "/health/live", "/health/ready"):
+            assert (await client.get(path)).status_code == 200, path
+
+
+@pytest.mark.parametrize("reason", ["engine restarting", "engine dead", "loading"])
+async def test_not_ready_while_the_engine_is_in_trouble(reason: str) -> None:
+    state = make_state()
+    trouble: str | None = reason
+    state.engine_trouble = lambda: trouble
+    async with connect(make_app(state)) as client:
+        for path in ("/health", "/health/ready"):
+            reply = await client.get(path)
+            assert reply.status_code == 503
+            assert reply.json()["error"]["code"] == reason.replace(" ", "_")
+            assert reason in reply.json()["error"]["message"]
+            assert 1 <= int(reply.headers["retry-after"]) <= 30
+        assert (await client.get("/health/live")).status_code == 200
+        trouble = None
+        assert (await client.get("/health/ready")).status_code == 200
+
+
+async def test_not_ready_while_draining() -> None:
+    state = make_state()
+    state.draining = True
+    async with connect(make_app(state)) as client:
+        reply = await client.get("/health/ready")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "draining")
+        assert reply.headers["connection"] == "close"
+        assert (await client.get("/health/live")).status_code == 200
+        assert (await client.get("/v1/models")).status_code == 200
+
+
+async def test_event_loop_stalls_are_measured() -> None:
+    app = make_app()
+    async with app.router.lifespan_context(app):
+        await asyncio.sleep(0.15)
+        time.sleep(0.4)  # noqa: ASYNC251 - the stall itself
+        await asyncio.sleep(0.2)
+    text = app.state.quire.metrics.render().decode()
+    late = [line for line in text.splitlines() if line.startswith("quire_event_loop_stall_seconds_sum")]
+    assert float(late[0].split(" ")[1]) > 0.25
