@@ -1,0 +1,95 @@
+"""Frames: every type round-trips, cut anywhere; garbage is a ProtocolError."""
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fake_engine_process import make_plan
+from quire_engine.config import EngineConfig
+from quire_engine.errors import ProtocolError
+from quire_engine.transport import MAX_FRAME_BYTES, Abort, FrameDecoder, Kind, StartFailed, encode_frame
+from quire_engine.types import (
+    Control,
+    EngineHealth,
+    EngineStats,
+    GenerationRequest,
+    RequestTiming,
+    SamplingParams,
+    StepOutput,
+    StopParams,
+    TokenLogprobs,
+    TokenOutput,
+)
+
+LOGPROBS = TokenLogprobs(token_id=3, logprob=-0.1 - 1e-17, rank=1, top_ids=(3, 4), top_logprobs=(-0.1, -2.5))
+FRAMES = [
+    EngineConfig(model="/models/x", kv_memory=1 << 40),
+    GenerationRequest(
+        request_id="r",
+        prompt_token_ids=(1, 2, 3),
+        sampling=SamplingParams(temperature=0.7, seed=-(2**63), logit_bias=((5, -1.5),), num_logprobs=2),
+        stop=StopParams(max_new_tokens=8, stop_token_ids=(0,)),
+        n=2,
+        resumed_token_ids=((7,), ()),
+        finished_choices=(1,),
+    ),
+    Abort(request_id="r"),
+    Control(kind="reset_prefix_cache"),
+    make_plan(),
+    StartFailed(kind="config", message="no"),
+    EngineHealth(alive=True, step_id=7, has_work=False),
+    StepOutput(
+        step_id=9,
+        outputs=(
+            TokenOutput(
+                request_id="r",
+                choice=1,
+                token_ids=(3,),
+                logprobs=(LOGPROBS,),
+                prompt_logprobs=(None, LOGPROBS),
+                finish="stop",
+                stop_token_id=3,
+                timing=RequestTiming(queue_seconds=0.1, kv_wait_seconds=0.0, prefill_seconds=0.2, num_preemptions=1),
+            ),
+        ),
+        stats=EngineStats(running=1, waiting={"kv": 2, "slots": 0, "budget": 1}),
+    ),
+]
+
+
+def test_every_kind_has_a_round_trip_here() -> None:
+    assert len({type(frame) for frame in FRAMES}) == len(Kind)
+
+
+@given(cuts=st.lists(st.integers(1, 400), max_size=30))
+def test_frames_survive_any_cut(cuts: list[int]) -> None:
+    stream = b"".join(map(encode_frame, FRAMES))
+    decoder, received = FrameDecoder(), []
+    for cut in [*cuts, len(stream)]:
+        received += decoder.feed(stream[:cut])
+        stream = stream[cut:]
+    assert received == FRAMES
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\x01\x00\x00\x00\x63\x00",  # unknown kind
+        b"\x02\x00\x00\x00\x07\xc1\xc1",  # not msgpack
+        b"\x01\x00\x00\x00\x07\x80",  # a map that lacks the required fields
+        (MAX_FRAME_BYTES + 1).to_bytes(4, "little") + b"\x07",
+    ],
+)
+def test_garbage_is_a_protocol_error(garbage: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        FrameDecoder().feed(garbage)
+
+
+def test_random_bytes_never_raise_anything_else() -> None:
+    for _ in range(200):
+        try:
+            FrameDecoder().feed(os.urandom(64))
+        except ProtocolError:
+            continue
