@@ -101,9 +101,10 @@ def plan_text(plan: EnginePlan) -> str:
     """The plan in a few lines, as printed at start and by --dry-run."""
     scheduler = plan.scheduler
     bytes_per_token = plan.bytes_per_block // scheduler.block_size
-    contiguous = scheduler.max_num_seqs * scheduler.max_model_len * bytes_per_token
-    fits_long = plan.kv_tokens // (-(-scheduler.max_model_len // scheduler.block_size) * scheduler.block_size)
-    fits_short = plan.kv_tokens // (-(-1024 // scheduler.block_size) * scheduler.block_size)
+    whole = scheduler.max_num_seqs * -(-scheduler.max_model_len // scheduler.block_size) * plan.bytes_per_block
+    fits = [f"{_num_fitting(plan, scheduler.max_model_len):,} sequences of {scheduler.max_model_len:,} tokens"]
+    if scheduler.max_model_len > 1024:
+        fits.append(f"{_num_fitting(plan, 1024):,} of 1,024 tokens")
     loaded = f", loaded in {plan.load_seconds:.1f} s" if plan.load_seconds else ""
     lines = [
         ("model", f"{plan.model} ({plan.architecture}, {plan.num_parameters:,} parameters)"),
@@ -114,16 +115,11 @@ def plan_text(plan: EnginePlan) -> str:
             f"{bytes_text(plan.kv_bytes)} = {scheduler.num_blocks:,} blocks of {bytes_text(plan.bytes_per_block)}"
             f" = {plan.kv_tokens:,} tokens of {bytes_text(bytes_per_token)}",
         ),
-        (
-            "fits",
-            f"{fits_long:,} sequences of {scheduler.max_model_len:,} tokens (max_model_len),"
-            f" {fits_short:,} of 1,024 tokens; at most {scheduler.max_num_seqs} run at once",
-        ),
+        ("fits", f"{' or '.join(fits)}; at most {scheduler.max_num_seqs} run at once"),
         (
             "reserved vs live",
-            f"{bytes_text(contiguous)} if {scheduler.max_num_seqs} sequences reserved their full length,"
-            f" {bytes_text(plan.kv_bytes)} as a shared pool;"
-            f" a live sequence of n tokens holds n rounded up to {scheduler.block_size}",
+            f"{bytes_text(whole)} to reserve {scheduler.max_num_seqs} sequences at full length;"
+            f" live ones hold what they use, rounded up to {scheduler.block_size} tokens",
         ),
         (
             "step",
@@ -132,6 +128,10 @@ def plan_text(plan: EnginePlan) -> str:
         ),
     ]
     return "\n".join(f"{name:<17}{text}" for name, text in lines)
+
+
+def _num_fitting(plan: EnginePlan, length: int) -> int:
+    return plan.scheduler.num_blocks // -(-length // plan.scheduler.block_size)
 
 
 def bytes_text(count: int) -> str:

@@ -174,8 +174,8 @@ def test_the_plan_reads_in_numbers_an_operator_can_check():
         "cpu, float32, reference kernels, 2 threads",
         "4.71 MiB, loaded in 1.2 s",
         "40.0 MiB = 640 blocks of 64.0 KiB = 10,240 tokens of 4.00 KiB",
-        "5 sequences of 2,048 tokens (max_model_len), 10 of 1,024 tokens; at most 64 run at once",
-        "512 MiB if 64 sequences reserved their full length, 40.0 MiB as a shared pool",
+        "5 sequences of 2,048 tokens or 10 of 1,024 tokens; at most 64 run at once",
+        "512 MiB to reserve 64 sequences at full length",
     ):
         assert expected in text
     assert "loaded" not in plan_text(dataclasses.replace(PLAN, load_seconds=0.0))

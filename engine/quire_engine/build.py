@@ -1,0 +1,263 @@
+"""The composition root: from what was asked (`EngineConfig`) to a running engine and the plan it follows.
+
+Promises: every setting is resolved before the weights are read, every refusal names the setting and a value that
+works; `resolve_plan` and `build` share one arithmetic. Must not know: requests, sockets, flags.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from quire_engine.config import EngineConfig, EnginePlan, SchedulerConfig
+from quire_engine.errors import ConfigError
+from quire_engine.kv_storage import KVStorage, block_bytes
+from quire_engine.machine import available_memory, usable_cores
+from quire_engine.memory_plan import (
+    PoolSize,
+    bytes_text,
+    check_model_len,
+    cpu_pool_bytes,
+    gpu_pool_bytes,
+    plan_text,
+    size_pool,
+)
+from quire_engine.models.checkpoint import open_checkpoint
+from quire_engine.models.config import ModelConfig, load_model_config
+from quire_engine.models.decoder import Decoder
+from quire_engine.models.weights import expected_shapes, load_decoder
+from quire_engine.policies.gate import check_config
+from quire_engine.runner import LOGITS_BYTES, Runner
+from quire_engine.scheduler import Scheduler
+from quire_engine.workspace import measure_workspace
+from quire_kernels.kernel_set import KernelSet, select
+
+__all__ = ["BuiltEngine", "build", "plan_text", "resolve_plan"]
+
+_log = logging.getLogger(__name__)
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltEngine:
+    """An engine's parts, ready for their first step."""
+
+    plan: EnginePlan
+    runner: Runner
+    scheduler: Scheduler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Resolved:
+    """All that is known without reading a weight."""
+
+    asked: EngineConfig
+    model: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    kernels: KernelSet
+    num_threads: int
+    num_parameters: int
+    bytes_per_block: int
+
+    @property
+    def weights_bytes(self) -> int:
+        return self.num_parameters * self.dtype.itemsize
+
+    def pool(self, pool_bytes: int) -> PoolSize:
+        on_cpu_by_default = self.device.type == "cpu" and self.asked.kv_memory is None
+        return size_pool(
+            pool_bytes=pool_bytes,
+            bytes_per_block=self.bytes_per_block,
+            block_size=self.asked.block_size,
+            max_model_len=self.asked.max_model_len,
+            positions=self.model.max_position_embeddings,
+            # Host memory is shared: take no more than the running sequences can fill.
+            max_useful_seqs=self.asked.max_num_seqs if on_cpu_by_default else None,
+        )
+
+    def plan(self, pool: PoolSize, *, load_seconds: float = 0.0) -> EnginePlan:
+        asked = self.asked
+        return EnginePlan(
+            model=asked.model,
+            architecture=self.model.architecture,
+            num_parameters=self.num_parameters,
+            device=self.device.type,
+            dtype=str(self.dtype).removeprefix("torch."),
+            kernels=self.kernels.name,
+            num_threads=self.num_threads,
+            vocab_size=self.model.vocab_size,
+            weights_bytes=self.weights_bytes,
+            kv_bytes=pool.num_blocks * self.bytes_per_block,
+            bytes_per_block=self.bytes_per_block,
+            load_seconds=load_seconds,
+            scheduler=self.scheduler(pool),
+        )
+
+    def scheduler(self, pool: PoolSize) -> SchedulerConfig:
+        asked = self.asked
+        return SchedulerConfig(
+            num_blocks=pool.num_blocks,
+            block_size=asked.block_size,
+            max_model_len=pool.max_model_len,
+            max_num_seqs=asked.max_num_seqs,
+            max_num_batched_tokens=asked.max_num_batched_tokens,
+            prefill_chunk=asked.prefill_chunk,
+            max_partial_prefills=asked.max_partial_prefills,
+            min_chunk=asked.min_chunk,
+            max_bypasses=asked.max_bypasses,
+            elder_age_steps=asked.elder_age_steps,
+            enable_prefix_caching=asked.enable_prefix_caching,
+            policy=asked.policy,
+        )
+
+
+def resolve_plan(config: EngineConfig) -> EnginePlan:
+    """The plan without loading the weights, for --dry-run. Raises ConfigError, ModelLoadError.
+
+    On a GPU the workspace of a step is estimated here and measured by `build`, so the pools differ a little.
+    """
+    resolved = _resolve(config)
+    return resolved.plan(_pool_before_load(resolved))
+
+
+def build(config: EngineConfig) -> BuiltEngine:
+    """Load the model, size the pool and put the parts together. Raises ConfigError, ModelLoadError."""
+    started = time.perf_counter()
+    resolved = _resolve(config)
+    torch.set_num_threads(resolved.num_threads)
+    pool = _pool_before_load(resolved)
+    decoder = load_decoder(
+        Path(config.model),
+        resolved.model,
+        kernels=resolved.kernels,
+        dtype=resolved.dtype,
+        device=resolved.device,
+        max_model_len=_longest(resolved, pool),
+    )
+    if resolved.device.type == "cuda":
+        pool = _pool_after_load(resolved, decoder)
+    kv = KVStorage(
+        resolved.kernels, resolved.model, pool.num_blocks, config.block_size, resolved.dtype, resolved.device
+    )
+    plan = resolved.plan(pool, load_seconds=time.perf_counter() - started)
+    return BuiltEngine(
+        plan=plan,
+        runner=Runner(decoder, kv, config.block_size, resolved.device),
+        scheduler=Scheduler(plan.scheduler),
+    )
+
+
+def _resolve(config: EngineConfig) -> _Resolved:
+    path = Path(config.model)
+    model = load_model_config(path)
+    check_model_len(config.max_model_len, model.max_position_embeddings)
+    device = _device(config.device)
+    dtype = _dtype(config.dtype, model)
+    try:
+        kernels = select(device, dtype, config.kernels)
+    except ValueError as error:
+        raise ConfigError(f"kernels={config.kernels}: {error}") from None
+    resolved = _Resolved(
+        asked=config,
+        model=model,
+        device=device,
+        dtype=dtype,
+        kernels=kernels,
+        num_threads=config.num_threads or usable_cores(),
+        num_parameters=_num_parameters(path, model),
+        bytes_per_block=block_bytes(kernels, model, config.block_size, dtype),
+    )
+    # The limits that do not depend on the pool, before minutes go into loading.
+    check_config(resolved.scheduler(PoolSize(num_blocks=1, max_model_len=1)))
+    return resolved
+
+
+def _device(asked: str) -> torch.device:
+    if asked == "auto":
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
+    if asked not in ("cpu", "cuda"):
+        raise ConfigError(f"device={asked} is unknown; set device to auto, cpu or cuda")
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda, but torch finds no usable GPU; set device to cpu or auto")
+    return torch.device(asked)
+
+
+def _dtype(asked: str, model: ModelConfig) -> torch.dtype:
+    name = model.dtype if asked == "auto" else asked
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype={name} is unknown; set dtype to auto, {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _num_parameters(path: Path, model: ModelConfig) -> int:
+    """From the configuration, once the files' headers agree with it; left-over tensors are the loader's to judge."""
+    shapes = expected_shapes(model)
+    with open_checkpoint(path) as checkpoint:
+        checkpoint.drop(lambda name: name not in shapes)
+        checkpoint.require(shapes)
+    return sum(torch.Size(shape).numel() for shape in shapes.values())
+
+
+def _pool_before_load(resolved: _Resolved) -> PoolSize:
+    asked = resolved.asked
+    if resolved.device.type == "cpu":
+        free = available_memory() - resolved.weights_bytes
+        if free <= 0:
+            raise ConfigError(
+                f"the weights need {bytes_text(resolved.weights_bytes)} of memory and {bytes_text(available_memory())}"
+                " are available; set dtype to bfloat16 or use a smaller model"
+            )
+        return resolved.pool(cpu_pool_bytes(free, asked.kv_memory))
+    free, total = torch.cuda.mem_get_info(resolved.device)
+    return resolved.pool(
+        gpu_pool_bytes(
+            total=total,
+            free=free - resolved.weights_bytes,
+            utilization=asked.gpu_memory_utilization,
+            workspace=_workspace_estimate(resolved),
+            kv_memory=asked.kv_memory,
+        )
+    )
+
+
+def _pool_after_load(resolved: _Resolved, decoder: Decoder) -> PoolSize:
+    """A GPU's pool, from what is really left and what the largest step really takes."""
+    workspace = measure_workspace(
+        decoder,
+        resolved.kernels,
+        replace(resolved.asked, max_model_len=resolved.asked.max_model_len or resolved.model.max_position_embeddings),
+        dtype=resolved.dtype,
+        device=resolved.device,
+    )
+    free, total = torch.cuda.mem_get_info(resolved.device)
+    _log.info("a step takes up to %s of GPU memory beside the weights", bytes_text(workspace))
+    return resolved.pool(
+        gpu_pool_bytes(
+            total=total,
+            free=free,
+            utilization=resolved.asked.gpu_memory_utilization,
+            workspace=workspace,
+            kv_memory=resolved.asked.kv_memory,
+        )
+    )
+
+
+def _workspace_estimate(resolved: _Resolved) -> int:
+    """Bytes: a step's widest activations in float32 a few times over, and the logits with the sampler's copies."""
+    model = resolved.model
+    width = (
+        model.hidden_size + 2 * model.intermediate_size + (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    )
+    return 4 * resolved.asked.max_num_batched_tokens * width * 4 + 8 * LOGITS_BYTES
+
+
+def _longest(resolved: _Resolved, pool: PoolSize) -> int:
+    """Positions to prepare for. On a GPU the length may still grow when the workspace is measured."""
+    if resolved.device.type == "cpu":
+        return pool.max_model_len
+    return resolved.asked.max_model_len or resolved.model.max_position_embeddings

@@ -1,0 +1,209 @@
+"""A request's tokens and log-probabilities are the same to the last bit however it was scheduled.
+
+Solo, batched, chunked, served from the prefix cache and preempted runs of the same requests are compared exactly.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from checkpoints import VOCAB_SIZE, shared_checkpoint
+from offline import generate
+from quire_engine.build import build
+from quire_engine.config import EngineConfig
+from quire_engine.policies.gate import footprint
+from quire_engine.types import GenerationRequest, SamplingParams, StopParams
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+MODELS = {
+    "qwen3": {"family": "qwen3"},
+    "qwen3-bf16": {"family": "qwen3", "dtype": "bfloat16"},
+    "llama": {"family": "llama", "num_hidden_layers": 1},
+    "mistral-windowed": {"family": "mistral", "sliding_window": 24},
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Tiny matrices only lose by sharing; one test below varies the number of threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def engine(model="qwen3", device="cpu", **changes):
+    settings = {
+        "device": device,
+        "num_threads": 1,
+        "max_num_seqs": 48,
+        "kv_memory": 16 << 20,
+        "enable_prefix_caching": False,
+    }
+    return build(EngineConfig(model=str(shared_checkpoint(**MODELS[model])), **{**settings, **changes}))
+
+
+def mixed_requests(count, seed=0, *, longest=90, max_new=12):
+    """Greedy and sampled, with and without log-probabilities, penalties and several choices; some share a prefix."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(3, VOCAB_SIZE) for _ in range(40)]
+    requests = []
+    for i in range(count):
+        prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randrange(1, longest))]
+        if i % 4 == 0:
+            prompt = (shared + prompt)[:longest]
+        sampling = SamplingParams(
+            temperature=rng.choice([0.0, 0.0, 0.6, 1.0, 1.5]),
+            top_p=rng.choice([1.0, 0.9]),
+            top_k=rng.choice([0, 0, 20]),
+            min_p=rng.choice([0.0, 0.02]),
+            seed=rng.randrange(-(2**63), 2**63),
+            repetition_penalty=rng.choice([1.0, 1.1]),
+            presence_penalty=rng.choice([0.0, 0.3]),
+            num_logprobs=rng.choice([0, 5, 20]),
+            num_prompt_logprobs=3 if i % 7 == 3 else None,
+        )
+        requests.append(
+            GenerationRequest(
+                request_id=f"r{i}",
+                prompt_token_ids=tuple(prompt),
+                sampling=sampling,
+                stop=StopParams(
+                    max_new_tokens=rng.randrange(1, max_new + 1), stop_token_ids=tuple(range(2, VOCAB_SIZE, 40))
+                ),
+                n=rng.choice([1, 1, 1, 2, 3]),
+            )
+        )
+    return requests
+
+
+def solo(requests, **settings):
+    built = engine(**settings)
+    results = {}
+    for request in requests:
+        results |= generate(built, [request])
+    return results
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """The requests run alone, each in one piece, by model and device."""
+    cache = {}
+
+    def run(model, device):
+        if (model, device) not in cache:
+            requests = mixed_requests(32 if model == "qwen3" else 12)
+            cache[model, device] = requests, solo(requests, model=model, device=device)
+        return cache[model, device]
+
+    return run
+
+
+def test_the_requests_are_worth_comparing(expected):
+    """Distinct outputs of several lengths, none failed, seeds and choices that matter."""
+    requests, results = expected("qwen3", "cpu")
+    assert {result.finish for result in results.values()} == {"stop", "length"}
+    assert sum(result.prompt_logprobs is not None for result in results.values()) >= 4
+    several = [request for request in requests if request.n > 1 and request.sampling.temperature > 0.5]
+    assert any(results[r.request_id, 0].token_ids != results[r.request_id, 1].token_ids for r in several)
+    for request in requests:
+        sent = results[request.request_id, 0]
+        assert len(sent.logprobs) == len(sent.token_ids) > 0
+        reseeded = replace(request, sampling=replace(request.sampling, seed=request.sampling.seed ^ 1))
+        if request.sampling.temperature == 1.5 and len(sent.token_ids) > 4:
+            assert generate(engine(), [reseeded])[request.request_id, 0].token_ids != sent.token_ids
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("model", MODELS)
+def test_batched_equals_solo(model, device, expected):
+    requests, results = expected(model, device)
+    widest = 0
+
+    def watch(batch):
+        nonlocal widest
+        widest = max(widest, len(batch.items))
+
+    assert generate(engine(model, device), requests, on_batch=watch) == results
+    assert widest >= len(requests) - 4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunk", [1, 2, 5, 13, 16, 33, 64])
+def test_chunked_equals_solo(chunk, device, expected):
+    requests, results = expected("qwen3", device)
+    budget = {"prefill_chunk": chunk, "min_chunk": min(chunk, 3), "max_num_seqs": 20, "max_num_batched_tokens": 80}
+    requests = [request for request in requests if request.n <= budget["min_chunk"]]
+    chunked = generate(engine(device=device, **budget), requests)
+    assert chunked == {key: results[key] for key in chunked}
+
+
+@pytest.mark.parametrize("model", ["qwen3-bf16", "mistral-windowed"])
+def test_chunked_equals_solo_for_other_models(model, expected):
+    requests, results = expected(model, "cpu")
+    assert generate(engine(model, prefill_chunk=7, min_chunk=7), requests) == results
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("model", ["qwen3", "mistral-windowed"])
+def test_prefix_hit_equals_solo(model, device, expected):
+    requests, results = expected(model, device)
+    built = engine(model, device, enable_prefix_caching=True)
+    first = generate(built, requests)
+    second = generate(built, requests)
+    assert first == results
+    assert second == results
+    hits = [second[request.request_id, 0].num_cached_tokens for request in requests]
+    assert sum(hit > 0 for hit in hits) > len(requests) // 2
+    assert max(hits) >= 64
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("caching", [False, True])
+def test_preempted_equals_solo(caching, device, expected):
+    """A pool for 1.2 of the largest requests."""
+    requests, results = expected("qwen3", device)
+    plan = engine(device=device).plan
+    largest = max(
+        footprint(plan.scheduler, num_prompt=len(r.prompt_token_ids), max_new_tokens=r.stop.max_new_tokens, n=r.n)
+        for r in requests
+    )
+    blocks = int(1.2 * largest)
+    length = max(len(r.prompt_token_ids) + r.stop.max_new_tokens for r in requests)
+    tight = engine(
+        device=device,
+        kv_memory=blocks * plan.bytes_per_block,
+        max_model_len=length,
+        enable_prefix_caching=caching,
+    )
+    preempted = generate(tight, requests)
+    assert preempted == results
+    assert sum(result.num_preemptions for result in preempted.values()) > 3
+
+
+def test_other_block_sizes_and_thread_counts_equal_solo(expected):
+    requests, results = expected("qwen3", "cpu")
+    results = {
+        (request.request_id, choice): results[request.request_id, choice]
+        for request in requests[:8]
+        for choice in range(request.n)
+    }
+    assert generate(engine(block_size=32, num_threads=2), requests[:8]) == results
+    torch.set_num_threads(1)
+
+
+def test_resumed_equals_solo(expected):
+    """After a crash the tokens already sent come back as a part of the request; the rest follow as before."""
+    requests, results = expected("qwen3", "cpu")
+    resumed, kept = [], {}
+    for request in requests:
+        if request.sampling.num_prompt_logprobs is not None or request.n > 1:
+            continue
+        sent = results[request.request_id, 0]
+        count = len(sent.token_ids) // 2
+        resumed.append(replace(request, resumed_token_ids=(tuple(sent.token_ids[:count]),)))
+        kept[request.request_id] = (sent.token_ids[count:], sent.logprobs[count:], sent.finish)
+    assert len(resumed) > 10
+    after = generate(engine(), resumed)
+    assert {i: (r.token_ids, r.logprobs, r.finish) for (i, _), r in after.items()} == kept
