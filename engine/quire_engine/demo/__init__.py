@@ -1,0 +1,14 @@
+"""quire-demo, the tiny trained model that ships with Quire, and the script that made it.
+
+Promises a checkpoint folder that loads like any other, without a download.
+Must not know who serves it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def demo_model_path() -> Path:
+    """The folder of the shipped checkpoint."""
+    return Path(__file__).parent / "quire-demo"
