@@ -148,7 +148,7 @@ class Settings(BaseSettings):
         20, "Model", "most alternatives per token a client may ask for"
     )
     seed: int | None = _option(
-        None, "Model", "makes the seeds of requests that bring none reproducible; default: they are random"
+        None, "Model", "seed of requests that bring none: the same prompt gets the same answer; default: random"
     )
     chat_template: Path | None = _option(None, "Model", "Jinja file used instead of the model's chat template")
     default_chat_template_kwargs: JsonObject = _option(
