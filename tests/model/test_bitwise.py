@@ -207,3 +207,15 @@ def test_resumed_equals_solo(expected):
     assert len(resumed) > 10
     after = generate(engine(), resumed)
     assert {i: (r.token_ids, r.logprobs, r.finish) for (i, _), r in after.items()} == kept
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_mates_of_a_failing_request_equal_solo(device, expected):
+    """Its steps are computed again, one sequence at a time, over keys and values already written."""
+    requests, results = expected("qwen3", device)
+    poison = replace(requests[0], request_id="poison", n=1, prompt_token_ids=(5, VOCAB_SIZE, 6))
+    outcome = generate(engine(device=device), [*requests[:10], poison, *requests[10:]])
+    failed = outcome.pop(("poison", 0))
+    assert (failed.finish, failed.token_ids) == ("error", [])
+    assert failed.error == "the model failed on this request (ValueError)"
+    assert outcome == results

@@ -1,0 +1,191 @@
+"""Plans resolved from real checkpoint directories: what is chosen, what is refused and with which advice."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+import quire_engine.build
+from checkpoints import VOCAB_SIZE, make_checkpoint, shared_checkpoint
+from offline import generate
+from quire_engine.build import build, plan_text, resolve_plan
+from quire_engine.config import EngineConfig
+from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.types import GenerationRequest, SamplingParams, StopParams
+from quire_engine.workspace import largest_batch
+
+
+@pytest.fixture(autouse=True)
+def _keep_threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def config(**changes):
+    return EngineConfig(**{"model": str(shared_checkpoint()), "device": "cpu", "num_threads": 1, **changes})
+
+
+def request(**changes):
+    return GenerationRequest(
+        request_id="a",
+        prompt_token_ids=(5, 6, 7),
+        sampling=SamplingParams(temperature=0.0, num_logprobs=1),
+        stop=StopParams(max_new_tokens=6),
+        **changes,
+    )
+
+
+def test_a_built_engine_follows_the_plan_of_the_dry_run():
+    dry = resolve_plan(config())
+    built = build(config())
+    assert built.plan.load_seconds > 0 == dry.load_seconds
+    for name in ("architecture", "num_parameters", "device", "dtype", "kernels", "num_threads", "vocab_size"):
+        assert getattr(built.plan, name) == getattr(dry, name)
+    assert built.plan.scheduler == dry.scheduler
+    assert (dry.architecture, dry.vocab_size, dry.device) == ("Qwen3ForCausalLM", VOCAB_SIZE, "cpu")
+    assert torch.get_num_threads() == 1
+    result = generate(built, [request()])["a", 0]
+    assert (len(result.token_ids), result.finish) == (6, "length")
+
+
+def test_sizes_are_those_of_the_checkpoint_and_the_pool():
+    plan = build(config(max_num_seqs=3, max_model_len=100, dtype="bfloat16")).plan
+    assert plan.weights_bytes == 2 * plan.num_parameters
+    assert plan.bytes_per_block == 2 * 2 * 2 * 16 * 32 * 2  # layers, K and V, heads, slots, width, bytes
+    assert plan.scheduler.num_blocks == 3 * 7  # no more than three sequences of 100 tokens can use
+    assert plan.kv_bytes == 21 * plan.bytes_per_block
+    assert plan.kv_tokens == 21 * 16
+    assert "21 blocks" in plan_text(plan)
+
+
+def test_kv_memory_is_taken_at_its_word():
+    plan = resolve_plan(config(kv_memory=50 << 20, max_num_seqs=1, max_model_len=16))
+    assert plan.kv_bytes == 50 << 20
+
+
+def test_parameters_are_counted_as_transformers_counts_them():
+    for family in ("llama", "mistral", "qwen2", "qwen3"):
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(shared_checkpoint(family))
+        assert resolve_plan(config(model=str(shared_checkpoint(family)))).num_parameters == model.num_parameters()
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+def test_the_dtype_is_the_checkpoints_unless_asked_otherwise(stored):
+    path = str(shared_checkpoint("qwen2", dtype=stored))
+    assert resolve_plan(config(model=path)).dtype == stored
+    for asked in ("float32", "bfloat16", "float16"):
+        built = build(config(model=path, dtype=asked))
+        assert built.plan.dtype == asked
+        assert generate(built, [request()])["a", 0].finish == "length"
+
+
+def test_the_length_shrinks_to_what_the_memory_holds():
+    whole = resolve_plan(config())
+    assert whole.scheduler.max_model_len == 512
+    small = build(config(kv_memory=5 * whole.bytes_per_block)).plan
+    assert (small.scheduler.num_blocks, small.scheduler.max_model_len) == (5, 80)
+
+
+def test_a_length_that_does_not_fit_names_what_would():
+    size = resolve_plan(config()).bytes_per_block
+    with pytest.raises(ConfigError) as failure:
+        resolve_plan(config(kv_memory=5 * size, max_model_len=100))
+    assert f"set max_model_len to 80 or less, or kv_memory to {7 * size} or more" in str(failure.value)
+    assert resolve_plan(config(kv_memory=5 * size, max_model_len=80)).scheduler.num_blocks == 5
+    assert resolve_plan(config(kv_memory=7 * size, max_model_len=100)).scheduler.num_blocks == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_model_len": 513}, "set max_model_len to 512 or less"),
+        ({"kv_memory": 1 << 60}, "set kv_memory to .* or less"),
+        ({"kv_memory": 1000}, "set kv_memory to 16384 or more"),
+        ({"dtype": "int8"}, "dtype=int8 is unknown"),
+        ({"device": "tpu"}, "device=tpu is unknown"),
+        ({"kernels": "abacus"}, "kernels=abacus"),
+        ({"max_num_seqs": 600}, "max_num_batched_tokens"),
+        ({"min_chunk": 300}, "min_chunk"),
+    ],
+)
+def test_impossible_settings_are_refused_before_the_weights_are_read(changes, message, monkeypatch):
+    monkeypatch.setattr(quire_engine.build, "load_decoder", None)
+    for resolve in (resolve_plan, build):
+        with pytest.raises(ConfigError, match=message):
+            resolve(config(**changes))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused():
+    assert resolve_plan(config(device="auto")).device == "cpu"
+    with pytest.raises(ConfigError, match="set device to cpu or auto"):
+        resolve_plan(config(device="cuda"))
+
+
+def test_weights_larger_than_the_memory_are_refused(monkeypatch):
+    monkeypatch.setattr(quire_engine.build, "available_memory", lambda: 100_000)
+    with pytest.raises(ConfigError, match="the weights need 594 KiB"):
+        build(config())
+
+
+def test_a_quarter_of_the_free_memory_is_the_default(monkeypatch):
+    weights = resolve_plan(config()).weights_bytes
+    monkeypatch.setattr(quire_engine.build, "available_memory", lambda: weights + (4 << 20))
+    assert resolve_plan(config()).kv_bytes == 1 << 20
+
+
+def test_a_missing_or_misshapen_checkpoint_is_refused_by_the_dry_run_too(tmp_path):
+    with pytest.raises(ModelLoadError):
+        resolve_plan(config(model=str(tmp_path / "nowhere")))
+    path = make_checkpoint(tmp_path / "model", "llama")
+    options = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**options, "intermediate_size": 97}))
+    for resolve in (resolve_plan, build):
+        with pytest.raises(ModelLoadError, match="shape"):
+            resolve(config(model=str(path)))
+    (path / "config.json").write_text(json.dumps(options))
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadError):
+        resolve_plan(config(model=str(path)))
+
+
+def test_the_engine_does_not_need_the_files_once_it_is_built(tmp_path):
+    path = make_checkpoint(tmp_path / "model", "llama")
+    built = build(config(model=str(path)))
+    expected = generate(build(config(model=str(path))), [request()])
+    shutil.rmtree(path)
+    assert generate(built, [request()]) == expected
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {},
+        {"max_num_seqs": 1},
+        {"max_num_batched_tokens": 100, "max_num_seqs": 20, "prefill_chunk": 256},
+        {"max_num_batched_tokens": 2000, "max_model_len": 40},
+    ],
+)
+def test_the_largest_batch_reaches_the_limits_and_keeps_them(limits):
+    asked = config(**{"max_model_len": 512, **limits})
+    largest = largest_batch(asked)
+    assert largest.num_tokens == sum(item.num_tokens for item in largest.items) <= asked.max_num_batched_tokens
+    assert len(largest.items) <= asked.max_num_seqs
+    assert {item.end for item in largest.items} == {asked.max_model_len}
+    assert largest.num_tokens == asked.max_num_batched_tokens or (
+        len(largest.items) == asked.max_num_seqs
+        and largest.items[0].num_tokens == min(asked.prefill_chunk, asked.max_model_len)
+    )
+
+
+@pytest.mark.gpu
+def test_a_gpu_pool_is_measured():
+    asked = config(device="cuda", gpu_memory_utilization=0.5)
+    built = build(asked)
+    _, total = torch.cuda.mem_get_info()
+    assert 0 < built.plan.kv_bytes < 0.5 * total
+    assert generate(built, [request()])["a", 0].finish == "length"
