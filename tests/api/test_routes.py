@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import pytest
 
 from fakes import BOS, EOS, IM_END, IM_START, MODEL, VOCAB_SIZE, connect, make_app, make_state
-from quire_server import text_threads
 
 pytestmark = pytest.mark.anyio
 
@@ -106,29 +106,24 @@ async def test_token_routes_know_their_model(path: str) -> None:
     assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_long_texts_leave_the_event_loop_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = make_state(max_model_len=1_000_000)
-    ticks = 0
+async def test_long_texts_are_encoded_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = make_state()
+    threads: list[int] = []
+    encode = state.tokenizer.encode
 
-    async def tick() -> None:
-        nonlocal ticks
-        while True:
-            await asyncio.sleep(0.001)
-            ticks += 1
+    def recorded(text: str, *, add_special_tokens: bool) -> list[int]:
+        threads.append(threading.get_ident())
+        return encode(text, add_special_tokens=add_special_tokens)
 
-    text = "word " * 200_000
+    monkeypatch.setattr(state.tokenizer, "encode", recorded)
     async with connect(make_app(state)) as client:
-        ticking = asyncio.create_task(tick())
-        ids = await state.text.encode(text, add_special_tokens=False)
-        in_thread, ticks = ticks, 0
-        monkeypatch.setattr(text_threads, "INLINE_CHARS", 10**9)
-        await state.text.encode(text, add_special_tokens=False)
-        inline = ticks
-        ticking.cancel()
-        assert await state.text.decode(ids) == text
-        assert (await client.post("/tokenize", json={"prompt": text[:10_000]})).json()["count"] == 10_000
-    assert len(ids) == len(text)
-    assert in_thread > 5 > inline
+        for text in ("short", "long " * 10_000):
+            reply = (await client.post("/tokenize", json={"prompt": text})).json()
+            assert reply["tokens"] == list(text.encode())
+            back = await client.post("/detokenize", json={"tokens": reply["tokens"]})
+            assert back.json()["prompt"] == text
+    assert threads[0] == threading.get_ident()
+    assert threads[1] != threading.get_ident()
 
 
 async def test_tokenizer_info() -> None:

@@ -1,0 +1,139 @@
+"""The key: needed everywhere but on the public paths, whatever the path looks like and however it is brought."""
+
+from __future__ import annotations
+
+import itertools
+
+import httpx
+import pytest
+
+from fakes import MODEL, connect, exchange, listening, make_app, parse_reply
+from quire_server.guard import PUBLIC_PATHS
+
+pytestmark = pytest.mark.anyio
+
+KEY = "sk-0123456789-äö"
+METHODS = ("GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "TRACE", "PATCH")
+
+
+def bearer(key: str, scheme: str = "Bearer") -> list[tuple[bytes, bytes]]:
+    return [(b"authorization", f"{scheme} {key}".encode())]
+
+
+def check_refusal(reply: httpx.Response) -> None:
+    assert reply.status_code == 401
+    assert reply.headers["www-authenticate"].startswith("Bearer")
+    assert reply.headers["x-request-id"]
+    assert reply.json()["error"]["code"] == "invalid_api_key"
+    assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_every_route_and_method_needs_the_key() -> None:
+    app = make_app(api_key=(KEY,))
+    paths = [path.replace("{model_id}", MODEL) for path in app.openapi()["paths"]]
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/tokenizer_info"} <= set(paths)
+    async with connect(app) as client:
+        for path, method in itertools.product([*paths, "/docs", "/openapi.json", "/", "/nothing"], METHODS):
+            reply = await client.request(method, path)
+            if path in PUBLIC_PATHS:
+                assert reply.status_code in {200, 405}, (method, path)
+            else:
+                assert reply.status_code == 401, (method, path)
+
+
+async def test_public_paths_need_no_key() -> None:
+    async with connect(make_app(api_key=(KEY,))) as client:
+        for path in PUBLIC_PATHS:
+            assert (await client.get(path)).status_code == 200
+
+
+async def test_without_configured_keys_none_is_needed() -> None:
+    async with connect(make_app()) as client:
+        assert (await client.get("/v1/models")).status_code == 200
+        assert (await client.get("/v1/models", headers=bearer("whatever"))).status_code == 200
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
+async def test_each_configured_key_opens(scheme: str) -> None:
+    async with connect(make_app(api_key=("first", KEY))) as client:
+        for key in ("first", KEY):
+            assert (await client.get("/v1/models", headers=bearer(key, scheme))).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        bearer(""),
+        bearer(" " + KEY),
+        bearer("é"),
+        bearer(KEY, "Basic"),
+        bearer(KEY, "Token"),
+        bearer(f"{KEY},{KEY}"),
+        bearer(KEY + " "),
+        bearer(KEY) + bearer(KEY),
+        bearer("x" * 20_000),
+        bearer(KEY[:-1]),
+        bearer("X" + KEY[1:]),
+        bearer(KEY[:-1] + "x"),
+        bearer(KEY.upper()),
+        [(b"authorization", KEY.encode())],
+        [(b"authorization", b"Bearer\xff\xfe\x80")],
+        [(b"authorization", b"Bearer \xff\xfe\x80")],
+        [(b"x-api-key", KEY.encode())],
+        [(b"proxy-authorization", f"Bearer {KEY}".encode())],
+        [(b"cookie", f"authorization=Bearer {KEY}".encode())],
+    ],
+)
+async def test_anything_else_is_401(headers: list[tuple[bytes, bytes]]) -> None:
+    async with connect(make_app(api_key=(KEY,))) as client:
+        check_refusal(await client.get("/v1/models", headers=headers))
+
+
+async def test_an_oversized_key_is_refused_before_it_is_looked_at() -> None:
+    async with connect(make_app(api_key=(KEY,))) as client:
+        assert (await client.get("/v1/models", headers=bearer("x" * 60_000))).status_code == 431
+
+
+async def test_the_key_is_checked_before_the_body_is_read() -> None:
+    async with connect(make_app(api_key=(KEY,))) as client:
+        check_refusal(await client.post("/tokenize", content=b"{", headers={"content-type": "text/plain"}))
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        b"//v1/models",
+        b"/V1/models",
+        b"/v1%2fmodels",
+        b"/v1/models/",
+        b"/health/../v1/models",
+        b"/health/..%2fv1/models",
+        b"/health;/v1/models",
+        b"/health%00/v1/models",
+        b"/health/",
+        b"/health/live/../../v1/models",
+        b"/v1/models?/health",
+        b"/v1/models#/health",
+        b"http://localhost/v1/models",
+        b"http://localhost/health/../v1/models",
+        b"@evil/v1/models",
+        b"v1/models",
+        b"*",
+        b"",
+    ],
+)
+async def test_no_spelling_of_a_path_gets_around_the_key(target: bytes) -> None:
+    async with listening(make_app(api_key=(KEY,))) as server:
+        raw = await exchange(server.port, b"GET " + target + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    reply = parse_reply(raw)
+    assert reply.status_code in {400, 401, 404}
+    assert MODEL not in reply.text
+    assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("host", [b"a/health", b"a?x=", b"a/v1?x=", b"/health", b"", b"evil.example/metrics#"])
+async def test_the_host_header_does_not_matter(host: bytes) -> None:
+    async with listening(make_app(api_key=(KEY,))) as server:
+        head = b"GET /v1/models HTTP/1.1\r\nHost: " + host + b"\r\nConnection: close\r\n\r\n"
+        check_refusal(parse_reply(await exchange(server.port, head)))
