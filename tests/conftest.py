@@ -1,0 +1,17 @@
+"""What all tests share: tests marked `gpu` are reported as skipped where there is no GPU.
+
+Must not know: any test. Fixtures live beside the tests that use them.
+"""
+
+import pytest
+
+
+def pytest_collection_modifyitems(items):
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch  # most runs of a few tests do not need it
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
