@@ -56,9 +56,14 @@ class ModelLimits:
                 )
 
     def max_new_tokens(self, prompt_tokens: int, n: int) -> int:
-        """The most tokens per choice that the KV pool holds: full prompt blocks are shared, the rest is per choice."""
-        shared, rest = divmod(prompt_tokens, self.block_size)
-        return (self.num_blocks - shared) // n * self.block_size - rest
+        """The most tokens per choice that the KV pool holds; -1 if not even the prompt fits.
+
+        Full prompt blocks are shared, the rest is per choice, and a choice's last token is never stored.
+        """
+        full, rest = divmod(prompt_tokens, self.block_size)
+        if full + (rest > 0) > self.num_blocks:
+            return -1
+        return max((self.num_blocks - full) // n * self.block_size - rest + 1, 1)
 
 
 def resolve_sampling(
@@ -69,7 +74,7 @@ def resolve_sampling(
     num_logprobs: int | None,
     num_prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """Everything but the seed, which `seed_for` gives per prompt. Raises BadRequest."""
+    """Everything but the seed, which `with_seed` gives per prompt. Raises BadRequest."""
     n = _or(fields.n, 1)
     if n > limits.max_choices:
         raise BadRequest(f"'n' must be at most {limits.max_choices} on this server.", param="n")
@@ -112,6 +117,7 @@ class Clamp:
 
 def resolve_stop(
     fields: GenerationFields,
+    sampling: SamplingParams,
     *,
     prompt_tokens: int,
     prompt_param: str,
@@ -139,22 +145,35 @@ def resolve_stop(
     wanted = asked if asked is not None else _or(default, room)
     max_new_tokens = min(wanted, room)
     if asked is None:
-        max_new_tokens = min(max_new_tokens, max(pool_room, 1))
+        max_new_tokens = min(max_new_tokens, pool_room)
+    if pool_room < 0:
+        raise ContextLengthExceeded(
+            f"The prompt has {prompt_tokens} tokens, but the server's KV cache holds only"
+            f" {limits.num_blocks * limits.block_size}.",
+            param=prompt_param,
+        )
     if max_new_tokens > pool_room:
         raise ContextLengthExceeded(
             f"The request needs more KV cache than the server has: {prompt_tokens} prompt tokens and {n} x"
-            f" {max_new_tokens} new tokens; the largest {asked_param} that fits is {max(pool_room, 0)}.",
+            f" {max_new_tokens} new tokens; the largest {asked_param} that fits is {pool_room}.",
             param=asked_param,
         )
-    if _or(fields.min_tokens, 0) > max_new_tokens:
+    if sampling.min_tokens > max_new_tokens:
         raise BadRequest(
-            f"'min_tokens' is {fields.min_tokens}, more than the {max_new_tokens} tokens that may be generated.",
+            f"'min_tokens' is {sampling.min_tokens}, more than the {max_new_tokens} tokens that may be generated.",
             param="min_tokens",
         )
     stop_ids = tuple(dict.fromkeys(fields.stop_token_ids or ()))
     limits.check_ids(stop_ids, "stop_token_ids")
     if not fields.ignore_eos:
         stop_ids += tuple(token_id for token_id in tokenizer.eos_token_ids if token_id not in stop_ids)
+    if sampling.min_tokens and sampling.allowed_token_ids:
+        possible = set(sampling.allowed_token_ids).difference(sampling.banned_token_ids, stop_ids)
+        if not possible:
+            raise BadRequest(
+                "With 'min_tokens', some of 'allowed_token_ids' must be tokens that do not stop.",
+                param="allowed_token_ids",
+            )
     lowered = asked is not None and max_new_tokens < asked
     return (
         StopParams(max_new_tokens=max_new_tokens, stop_token_ids=stop_ids),

@@ -120,6 +120,7 @@ def prepare(
             raise BadRequest("The prompt is empty: it has no tokens.", param=tokens.prompt_param)
         stop, clamp = resolve_stop(
             fields,
+            sampling,
             prompt_tokens=len(token_ids),
             prompt_param=tokens.prompt_param,
             asked=tokens.asked,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 MAX_CHOICES = 16
 MAX_PROMPTS = 64
@@ -41,6 +41,12 @@ def _check_bias(value: object) -> object:
         raise ValueError(f"at most {MAX_BIASED_TOKENS} tokens may be biased")
     if not all(isinstance(key, str) and _TOKEN_KEY.fullmatch(key) for key in value):
         raise ValueError("the keys must be token ids written as decimal strings")
+    return value
+
+
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise ValueError("must be at least 1, or -1 for the context length")
     return value
 
 
@@ -126,7 +132,7 @@ class GenerationFields(WireModel):
     include_stop_str_in_output: bool | None = None
 
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1), AfterValidator(_not_zero)] | None = Field(
         None, description="keep only this many tokens of the prompt; -1 is the context length"
     )
     truncation_side: Annotated[str, Field(pattern="^(left|right)$")] | None = Field(

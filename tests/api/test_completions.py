@@ -1,0 +1,433 @@
+"""POST /v1/completions, not streamed: prompts, choices, stopping, echo and log-probabilities, usage."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from fakes import EOS, REPLY, FakeEngine, connect, make_app
+from quire_server.wire.completions import CompletionResponse
+
+pytestmark = pytest.mark.anyio
+GREEDY = {"model": "fake", "prompt": "hello", "temperature": 0}
+FOX = REPLY.decode()
+
+
+async def complete(client: httpx.AsyncClient, **fields: object) -> dict:
+    reply = await client.post("/v1/completions", json=GREEDY | fields)
+    assert reply.status_code == 200, reply.text
+    CompletionResponse.model_validate_json(reply.content, strict=True)
+    return reply.json()
+
+
+async def run(engine: FakeEngine | None = None, settings: dict | None = None, **fields: object) -> dict:
+    async with connect(make_app(engine=engine, **(settings or {}))) as client:
+        return await complete(client, **fields)
+
+
+def script(text: str | bytes, *ends: int) -> FakeEngine:
+    """An engine whose every choice is this text."""
+    raw = text.encode() if isinstance(text, str) else text
+    return FakeEngine(replies=lambda request, choice: (*raw, *ends))
+
+
+async def test_the_reply_has_openais_fields() -> None:
+    reply = await run(max_tokens=3)
+    assert list(reply) == ["id", "object", "created", "model", "system_fingerprint", "choices", "usage"]
+    assert reply["id"].startswith("cmpl-")
+    assert reply["object"] == "text_completion"
+    assert reply["model"] == "fake"
+    assert reply["system_fingerprint"].startswith("fp_")
+    assert reply["choices"] == [
+        {"index": 0, "text": "The", "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    ]
+    assert reply["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 3,
+        "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+async def test_sixteen_tokens_by_default() -> None:
+    assert (await run())["choices"][0]["text"] == FOX[:16]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ids"),
+    [
+        ("hi", [[104, 105]]),
+        (["hi", "a"], [[104, 105], [97]]),
+        ([104, 105], [[104, 105]]),
+        ([[104, 105], [97]], [[104, 105], [97]]),
+        ([[0, 259]], [[0, 259]]),
+    ],
+)
+async def test_four_forms_of_prompt(prompt: object, ids: list[list[int]]) -> None:
+    engine = FakeEngine()
+    reply = await run(engine, prompt=prompt, max_tokens=1)
+    assert [list(request.prompt_token_ids) for request in engine.submitted] == ids
+    assert [choice["index"] for choice in reply["choices"]] == list(range(len(ids)))
+    assert reply["usage"]["prompt_tokens"] == sum(map(len, ids))
+
+
+async def test_choices_are_numbered_by_prompt_then_choice() -> None:
+    reply = await run(
+        FakeEngine(replies=lambda request, choice: (request.prompt_token_ids[0], 48 + choice)),
+        prompt=["a", "b", "c"],
+        n=2,
+        max_tokens=2,
+    )
+    assert [(c["index"], c["text"]) for c in reply["choices"]] == [
+        (0, "a0"),
+        (1, "a1"),
+        (2, "b0"),
+        (3, "b1"),
+        (4, "c0"),
+        (5, "c1"),
+    ]
+    assert reply["usage"]["prompt_tokens"] == 3  # of each prompt once, whatever n is
+    assert reply["usage"]["completion_tokens"] == 12
+
+
+async def test_best_of_may_equal_n() -> None:
+    assert len((await run(n=2, best_of=2, max_tokens=1))["choices"]) == 2
+
+
+async def test_greedy_choices_are_equal() -> None:
+    reply = await run(n=3, max_tokens=5)
+    assert {choice["text"] for choice in reply["choices"]} == {FOX[:5]}
+
+
+# -- stopping
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "The quick "), (True, "The quick brown")])
+async def test_a_stop_string_ends_the_text(include: bool, text: str) -> None:
+    engine = FakeEngine()
+    reply = await run(engine, stop="brown", include_stop_str_in_output=include, max_tokens=40)
+    choice = reply["choices"][0]
+    assert choice["text"] == text
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "brown")
+    assert reply["usage"]["completion_tokens"] == len("The quick brown")
+    assert len(engine.aborted) == 1
+
+
+async def test_the_stop_string_completed_first_wins() -> None:
+    choice = (await run(stop=["lazy", "jumps", "fox", "quick brown fo"], max_tokens=60))["choices"][0]
+    assert (choice["text"], choice["stop_reason"]) == ("The ", "quick brown fo")
+
+
+async def test_a_stop_string_of_one_choice_leaves_the_others() -> None:
+    engine = FakeEngine(replies=lambda request, choice: b"one END two" if choice == 1 else b"abcdefghijkl")
+    reply = await run(engine, n=3, stop=["END"], max_tokens=11)
+    assert [c["text"] for c in reply["choices"]] == ["abcdefghijk", "one ", "abcdefghijk"]
+    assert [c["finish_reason"] for c in reply["choices"]] == ["length", "stop", "length"]
+    assert reply["usage"]["completion_tokens"] == 11 + 7 + 11  # nothing after the match is counted
+    assert engine.aborted == []
+
+
+async def test_a_stop_string_of_one_prompt_aborts_that_prompt_only() -> None:
+    engine = FakeEngine(replies=lambda request, choice: request.prompt_token_ids)
+    reply = await run(engine, prompt=["abSTOP", "cdefgh"], stop=["STOP"], max_tokens=30)
+    assert [c["text"] for c in reply["choices"]] == ["ab", "cdefgh" * 5]
+    assert engine.aborted == [engine.submitted[0].request_id]
+
+
+async def test_stop_strings_do_not_count_before_min_tokens() -> None:
+    choice = (await run(script("ab.ab.ab."), stop=["."], min_tokens=4, max_tokens=9))["choices"][0]
+    assert choice["text"] == "ab.ab"
+
+
+async def test_a_stop_string_completed_by_the_last_token_wins_over_length() -> None:
+    choice = (await run(stop=["quick"], max_tokens=9))["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("The ", "stop", "quick")
+
+
+async def test_a_beginning_of_a_stop_string_is_text_in_the_end() -> None:
+    choice = (await run(stop=["quick brown cow"], max_tokens=12))["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (FOX[:12], "length")
+
+
+async def test_the_end_of_text_token_stops_without_a_reason() -> None:
+    reply = await run(script("done", EOS), max_tokens=40)
+    choice = reply["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("done", "stop", None)
+    assert reply["usage"]["completion_tokens"] == 5
+
+
+async def test_ignore_eos_goes_on() -> None:
+    choice = (await run(script("ab", EOS), ignore_eos=True, max_tokens=7))["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("ababa", "length")
+    shown = await run(script("ab", EOS), ignore_eos=True, max_tokens=4, skip_special_tokens=False)
+    assert shown["choices"][0]["text"] == "ab<|end|>a"
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "ab!")])
+async def test_a_stop_token_ends_the_text(include: bool, text: str) -> None:
+    reply = await run(
+        script("ab!cd"), stop_token_ids=[33], include_stop_str_in_output=include, return_token_ids=True, max_tokens=9
+    )
+    choice = reply["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (text, "stop", 33)
+    assert choice["token_ids"] == [97, 98, 33]
+    assert reply["usage"]["completion_tokens"] == 3
+
+
+async def test_an_unfinished_character_at_the_end_is_shown_as_such() -> None:
+    assert (await run(script("aé"), max_tokens=2))["choices"][0]["text"] == "a�"
+
+
+# -- echo and log-probabilities
+
+
+async def test_echo_puts_the_prompt_first() -> None:
+    reply = await run(echo=True, max_tokens=3, prompt=["hello", "you"])
+    assert [c["text"] for c in reply["choices"]] == ["helloThe", "youThe"]
+    assert reply["usage"]["completion_tokens"] == 6
+    by_ids = await run(echo=True, max_tokens=3, prompt=[104, 105, 257, 33])
+    assert by_ids["choices"][0]["text"] == "hi!The"
+
+
+async def test_echo_without_new_tokens_scores_the_prompt() -> None:
+    reply = await run(echo=True, max_tokens=0, logprobs=0, prompt="abc")
+    choice = reply["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("abc", "length")
+    assert choice["logprobs"]["tokens"] == ["a", "b", "c"]
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.7, -0.7]
+    assert reply["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 0,
+        "total_tokens": 3,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+async def test_what_evaluation_tools_ask_for() -> None:
+    """Several prompts of ids, one new token, echo and log-probabilities: each scored token is in its own dict."""
+    prompts = [[104, 101, 108], [97, 98, 99, 100]]
+    reply = await run(prompt=prompts, max_tokens=1, logprobs=1, echo=True, seed=1234)
+    for choice, prompt in zip(reply["choices"], prompts, strict=True):
+        logprobs = choice["logprobs"]
+        size = len(prompt) + 1
+        assert {len(values) for values in logprobs.values()} == {size}
+        assert logprobs["token_logprobs"][0] is None
+        assert logprobs["top_logprobs"][0] is None
+        assert logprobs["tokens"] == [*map(chr, prompt), "T"]
+        assert all(
+            token in top for token, top in zip(logprobs["tokens"][1:], logprobs["top_logprobs"][1:], strict=True)
+        )
+
+
+async def test_logprobs_are_parallel_lists() -> None:
+    logprobs = (await run(max_tokens=3, logprobs=2))["choices"][0]["logprobs"]
+    assert logprobs == {
+        "tokens": ["T", "h", "e"],
+        "token_logprobs": [-0.7, -0.7, -0.7],
+        "top_logprobs": [{"T": -0.7, "U": -1.4}, {"h": -0.7, "i": -1.4}, {"e": -0.7, "f": -1.4}],
+        "text_offset": [0, 1, 2],
+    }
+
+
+async def test_logprobs_zero_is_the_chosen_token_alone() -> None:
+    logprobs = (await run(max_tokens=2, logprobs=0))["choices"][0]["logprobs"]
+    assert logprobs["top_logprobs"] == [{"T": -0.7}, {"h": -0.7}]
+
+
+async def test_text_offsets_count_characters() -> None:
+    reply = await run(script("é€x"), max_tokens=6, logprobs=0, echo=True, prompt="aé")
+    choice = reply["choices"][0]
+    assert choice["text"] == "aéé€x"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2, 2, 3, 3, 3, 4]
+
+
+async def test_tokens_as_ids_are_never_alike() -> None:
+    logprobs = (await run(script("é"), max_tokens=2, logprobs=1, return_tokens_as_token_ids=True))["choices"][0][
+        "logprobs"
+    ]
+    assert logprobs["tokens"] == ["token_id:195", "token_id:169"]
+    assert logprobs["top_logprobs"] == [{"token_id:195": -0.7}, {"token_id:169": -0.7}]
+
+
+async def test_logprobs_end_with_the_stop_string() -> None:
+    choice = (await run(stop="qu", logprobs=0, max_tokens=30, return_token_ids=True))["choices"][0]
+    assert choice["text"] == "The "
+    assert choice["logprobs"]["tokens"] == list("The qu")
+    assert choice["token_ids"] == list(b"The qu")
+
+
+async def test_prompt_logprobs() -> None:
+    reply = await run(prompt_logprobs=1, max_tokens=1, prompt="ab", n=2)
+    for choice in reply["choices"]:
+        assert choice["logprobs"] is None
+        assert choice["prompt_logprobs"] == [None, {"98": {"logprob": -0.7, "rank": 1, "decoded_token": "b"}}]
+
+
+async def test_token_ids_on_request() -> None:
+    choice = (await run(return_token_ids=True, max_tokens=2))["choices"][0]
+    assert choice["prompt_token_ids"] == list(b"hello")
+    assert choice["token_ids"] == list(b"Th")
+    assert "token_ids" not in (await run(max_tokens=2))["choices"][0]
+
+
+# -- prompts
+
+
+async def test_a_long_prompt_can_be_cut() -> None:
+    engine = FakeEngine()
+    async with connect(make_app(engine=engine, max_model_len=32)) as client:
+        reply = await complete(client, prompt="0123456789", truncate_prompt_tokens=4, max_tokens=1, echo=True)
+        assert reply["choices"][0]["text"] == "6789T"
+        await complete(client, prompt="0123456789", truncate_prompt_tokens=4, truncation_side="right", max_tokens=1)
+        await complete(client, prompt="x" * 100, truncate_prompt_tokens=-1, max_tokens=10)
+        await complete(client, prompt="ab", truncate_prompt_tokens=10, max_tokens=1)
+    assert [len(request.prompt_token_ids) for request in engine.submitted] == [4, 4, 22, 2]
+    assert bytes(engine.submitted[1].prompt_token_ids) == b"0123"
+
+
+async def test_special_tokens_in_a_prompt_are_tokens() -> None:
+    engine = FakeEngine()
+    await run(engine, prompt="a<|end|>", max_tokens=1)
+    assert engine.submitted[0].prompt_token_ids == (97, EOS)
+
+
+async def test_a_prompt_may_fill_the_context_when_nothing_is_generated() -> None:
+    reply = await run(settings={"max_model_len": 16}, prompt="x" * 16, echo=True, max_tokens=0)
+    assert reply["usage"]["total_tokens"] == 16
+
+
+async def test_cached_tokens_are_counted_once_per_prompt() -> None:
+    reply = await run(FakeEngine(num_cached_tokens=4), prompt=["hello", "there"], n=2, max_tokens=3)
+    assert reply["usage"]["prompt_tokens_details"] == {"cached_tokens": 8}
+
+
+# -- what the engine is asked for
+
+
+async def test_every_parameter_reaches_the_engine() -> None:
+    engine = FakeEngine()
+    await run(
+        engine,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        min_p=0.1,
+        seed=-3,
+        presence_penalty=0.25,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.5,
+        logit_bias={"5": 1, "259": -100},
+        allowed_token_ids=[1, 2, 3, 2],
+        bad_words=["a"],
+        min_tokens=2,
+        max_tokens=4,
+        stop_token_ids=[9],
+        cache_salt="tenant-1",
+        logprobs=3,
+        n=2,
+    )
+    [request] = engine.submitted
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 7, 0.1)
+    assert sampling.seed == -3
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.25, -0.5, 1.5)
+    assert sampling.logit_bias == ((5, 1.0), (259, -100.0))
+    assert sampling.allowed_token_ids == (1, 2, 3)
+    assert sampling.banned_token_ids == (97,)
+    assert (sampling.min_tokens, sampling.num_logprobs, sampling.num_prompt_logprobs) == (2, 3, None)
+    assert request.stop.max_new_tokens == 4
+    assert request.stop.stop_token_ids == (9, EOS, 259)
+    assert (request.n, request.cache_salt) == (2, "tenant-1")
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-45, 1e-12, 0.0])
+async def test_tiny_temperatures_are_greedy(temperature: float) -> None:
+    engine = FakeEngine()
+    await run(engine, temperature=temperature, max_tokens=1)
+    assert engine.submitted[0].sampling.temperature == 0.0
+
+
+async def test_null_is_the_default_everywhere() -> None:
+    from quire_server.wire.completions import CompletionRequest
+
+    engine = FakeEngine()
+    nulls = dict.fromkeys(name for name in CompletionRequest.model_fields if name not in {"prompt", "temperature"})
+    assert (await run(engine, **nulls))["choices"][0]["text"] == FOX[:16]
+
+
+async def test_unseeded_prompts_get_seeds_of_their_own() -> None:
+    engine = FakeEngine()
+    await run(engine, prompt=["a", "a"], temperature=1, max_tokens=1)
+    seeds = [request.sampling.seed for request in engine.submitted]
+    assert len(set(seeds)) == 2
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+async def test_a_server_seed_makes_unseeded_requests_repeatable() -> None:
+    async def seeds(server_seed: int) -> list[int]:
+        engine = FakeEngine()
+        await run(engine, {"seed": server_seed}, prompt=["a", "b", "a"], temperature=1, max_tokens=1)
+        return [request.sampling.seed for request in engine.submitted]
+
+    first = await seeds(7)
+    assert first == await seeds(7)
+    assert first[0] == first[2] != first[1]
+    assert first != await seeds(8)
+
+
+async def test_internal_ids_are_random() -> None:
+    engine = FakeEngine()
+    async with connect(make_app(engine=engine)) as client:
+        replies = [await complete(client, request_id="mine", max_tokens=1) for _ in range(2)]
+    assert [reply["id"] for reply in replies] == ["cmpl-mine", "cmpl-mine"]
+    assert len({request.request_id for request in engine.submitted} - {"mine", "cmpl-mine"}) == 2
+
+
+async def test_the_id_is_that_of_the_request() -> None:
+    async with connect(make_app()) as client:
+        reply = await client.post("/v1/completions", json=GREEDY, headers={"x-request-id": "abc-1"})
+    assert reply.headers["x-request-id"] == "abc-1"
+    assert reply.json()["id"] == "cmpl-abc-1"
+
+
+async def test_any_served_name_or_none() -> None:
+    async with connect(make_app()) as client:
+        assert (await complete(client, model="alias"))["model"] == "alias"
+        assert (await complete(client, model=None))["model"] == "fake"
+
+
+# -- what replies tell
+
+
+async def test_fields_without_effect_are_reported() -> None:
+    async with connect(make_app()) as client:
+        body = GREEDY | {"user": "me", "store": True, "n_predict": 5, "priority": 3, "metadata": None, "a b\n": 1}
+        reply = await client.post("/v1/completions", json=body)
+        assert reply.headers["x-quire-ignored"] == "user, store, n_predict, ?, priority"
+        body = GREEDY | {"store": False, "service_tier": "auto", "priority": 0, "parallel_tool_calls": True}
+        reply = await client.post("/v1/completions", json=body)
+        assert reply.status_code == 200
+        assert "x-quire-ignored" not in reply.headers
+        reply = await client.post("/v1/completions", json=GREEDY | {f"x{i}": 1 for i in range(100)})
+        assert reply.headers["x-quire-ignored"].endswith("x15, and 84 more")
+
+
+async def test_what_was_lowered_is_reported() -> None:
+    async with connect(make_app(max_model_len=32)) as client:
+        reply = await client.post("/v1/completions", json=GREEDY | {"max_tokens": 1000, "prompt": ["x" * 20, "y"]})
+        assert reply.headers["x-quire-clamped"] == "max_tokens=12"
+        assert [len(c["text"]) for c in reply.json()["choices"]] == [12, 31]
+        assert "x-quire-clamped" not in (await client.post("/v1/completions", json=GREEDY)).headers
+
+
+async def test_off_values_of_unsupported_fields_pass() -> None:
+    fields = {
+        "suffix": None,
+        "use_beam_search": False,
+        "response_format": {"type": "text"},
+        "guided_json": None,
+        "length_penalty": 1.0,
+        "modalities": ["text"],
+        "top_k": -1,
+    }
+    assert (await run(max_tokens=1, **fields))["choices"][0]["text"] == "T"

@@ -1,0 +1,145 @@
+"""What generation does around the text: clients that leave, metrics, many requests at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from events import choice_texts, parse_events, stream, until
+from fakes import REPLY, FakeEngine, connect, listening, make_app, make_state
+from quire_server.state import ServerState
+
+pytestmark = pytest.mark.anyio
+GREEDY = {"model": "fake", "prompt": "hello", "temperature": 0, "max_tokens": 400}
+FOX = REPLY.decode()
+
+
+def request_bytes(body: dict, path: str = "/v1/completions") -> bytes:
+    raw = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
+    return head.encode() + raw
+
+
+def sample(state: ServerState, name: str, **labels: str) -> float:
+    """One value of the exposition."""
+    found = [
+        sample.value
+        for family in text_string_to_metric_families(state.metrics.render().decode())
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    ]
+    assert len(found) == 1, (name, labels, found)
+    return found[0]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_client_that_leaves_ends_the_engines_work(streamed: bool) -> None:
+    engine = FakeEngine(step_seconds=0.005)
+    state = make_state(engine=engine)
+    async with listening(make_app(state)) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(request_bytes(GREEDY | {"stream": streamed, "n": 2, "prompt": ["a", "b"]}))
+        await until(lambda: engine.step_id >= 3)
+        if streamed:
+            assert await reader.read(100)
+        writer.close()
+        await until(lambda: engine.live == ())
+        assert len(engine.aborted) == 2
+        assert state.client.in_flight == 0
+        await until(lambda: sample(state, "quire_requests_total", outcome="abort") == 2)
+
+
+async def test_clients_that_leave_at_random_times_leave_nothing_behind() -> None:
+    engine = FakeEngine(step_seconds=0.001)
+    state = make_state(engine=engine)
+    chance = random.Random(5)
+
+    async def leave(port: int) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request_bytes(GREEDY | {"stream": chance.random() < 0.7, "max_tokens": 30}))
+        await asyncio.sleep(chance.random() * 0.08)
+        writer.transport.abort()
+
+    async with listening(make_app(state)) as server:
+        for _ in range(5):
+            await asyncio.gather(*(leave(server.port) for _ in range(20)))
+        await until(lambda: engine.live == () and state.client.in_flight == 0)
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as client:
+            reply = await client.post("/v1/completions", json=GREEDY | {"max_tokens": 5})
+            assert reply.json()["choices"][0]["text"] == FOX[:5]
+
+
+async def test_requests_at_once_do_not_mix() -> None:
+    engine = FakeEngine(replies=lambda request, choice: (*request.prompt_token_ids, 48 + choice))
+
+    async def one(client: httpx.AsyncClient, number: int) -> None:
+        name = f"<{number}>"
+        body = GREEDY | {"prompt": name, "n": 2, "max_tokens": 20, "request_id": "same"}
+        expected = {i: (f"{name}{i}" * 20)[:20] for i in range(2)}
+        if number % 2:
+            assert choice_texts(await stream(client, "/v1/completions", body)) == expected
+        else:
+            reply = (await client.post("/v1/completions", json=body)).json()
+            assert {c["index"]: c["text"] for c in reply["choices"]} == expected
+
+    async with connect(make_app(engine=engine)) as client:
+        await asyncio.gather(*(one(client, number) for number in range(40)))
+
+
+async def test_metrics_count_each_prompt_and_token_once() -> None:
+    state = make_state(engine=FakeEngine(num_cached_tokens=2))
+    async with connect(make_app(state)) as client:
+        await client.post("/v1/completions", json=GREEDY | {"prompt": ["ab", "cde"], "n": 2, "max_tokens": 4})
+        await stream(client, "/v1/completions", GREEDY | {"max_tokens": 6, "stop": "qu"})
+    assert sample(state, "quire_requests_total", outcome="length") == 2
+    assert sample(state, "quire_requests_total", outcome="stop") == 1
+    assert sample(state, "quire_generation_tokens_total") == 2 * 2 * 4 + 6
+    assert sample(state, "quire_prompt_tokens_total") == 2 + 3 + 5
+    assert sample(state, "quire_time_to_first_token_seconds_count") == 3
+    assert sample(state, "quire_inter_token_latency_seconds_count") == 4 * 3 + 5
+
+
+async def test_metrics_of_what_failed() -> None:
+    state = make_state(engine=FakeEngine(fail_after=2))
+    async with connect(make_app(state)) as client:
+        await client.post("/v1/completions", json=GREEDY)
+    assert sample(state, "quire_requests_total", outcome="error") == 1
+
+
+async def test_a_real_socket_gets_the_same_stream() -> None:
+    async with listening(make_app(engine=FakeEngine())) as server, httpx.AsyncClient() as client:
+        url = f"http://127.0.0.1:{server.port}/v1/completions"
+        reply = await client.post(url, json=GREEDY | {"max_tokens": 30, "stream": True})
+    assert choice_texts(parse_events(reply.text)) == {0: FOX[:30]}
+
+
+async def test_an_engine_that_ends_a_request_early_is_an_error() -> None:
+    engine = FakeEngine()
+    engine.hold()
+    state = make_state(engine=engine)
+    async with connect(make_app(state)) as client:
+        posting = asyncio.create_task(client.post("/v1/completions", json=GREEDY))
+        await until(lambda: bool(engine.live))
+        for live in list(state.client._streams.values()):
+            live.close()
+        reply = await posting
+    assert reply.status_code == 500
+    assert reply.json()["error"]["code"] == "engine_error"
+
+
+async def test_the_documents_describe_both_forms() -> None:
+    async with connect(make_app()) as client:
+        document = (await client.get("/openapi.json")).json()
+    for path, whole in (("/v1/completions", "CompletionResponse"), ("/v1/chat/completions", "ChatCompletionResponse")):
+        operation = document["paths"][path]["post"]
+        content = operation["responses"]["200"]["content"]
+        assert content["application/json"]["schema"] == {"$ref": f"#/components/schemas/{whole}"}
+        assert "choices" in content["text/event-stream"]["schema"]["properties"]
+        assert "$ref" not in json.dumps(content["text/event-stream"])
+        assert {"400", "404", "429", "500", "503"} <= operation["responses"].keys()
+        assert operation["requestBody"]["content"]["application/json"]["schema"]

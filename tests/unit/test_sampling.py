@@ -1,0 +1,150 @@
+"""Defaults, limits and seeds: from wire fields to what the engine is given."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fakes import load_tokenizer, make_plan
+from quire_engine.config import SchedulerConfig
+from quire_engine.errors import InfeasibleRequest
+from quire_engine.policies.gate import check_request
+from quire_engine.types import GenerationRequest, SamplingParams, StopParams
+from quire_server.errors import BadRequest, ContextLengthExceeded
+from quire_server.sampling import ModelLimits, banned_token_ids, resolve_sampling, resolve_stop, with_seed
+from quire_server.wire.completions import CompletionRequest
+
+
+def limits(**changes: int) -> ModelLimits:
+    values = {
+        "num_token_ids": 260,
+        "max_model_len": 512,
+        "num_blocks": 100,
+        "block_size": 16,
+        "max_choices": 16,
+        "max_logprobs": 20,
+    }
+    return ModelLimits(**(values | changes))
+
+
+def fields(**values: object) -> CompletionRequest:
+    return CompletionRequest.model_validate({"prompt": "a", **values}, strict=True)
+
+
+def resolve(request: CompletionRequest, **changes: int) -> SamplingParams:
+    return resolve_sampling(
+        request, tokenizer=load_tokenizer(), limits=limits(**changes), num_logprobs=None, num_prompt_logprobs=None
+    )
+
+
+def stop_of(request: CompletionRequest, *, prompt_tokens: int = 1, default: int | None = 16, **changes: int):
+    return resolve_stop(
+        request,
+        resolve(request),
+        prompt_tokens=prompt_tokens,
+        prompt_param="prompt",
+        asked=request.max_tokens,
+        asked_param="max_tokens",
+        default=default,
+        tokenizer=load_tokenizer(),
+        limits=limits(**changes),
+    )
+
+
+def test_defaults_are_openais() -> None:
+    assert resolve(fields()) == SamplingParams()
+
+
+def test_ids_must_have_logits_and_text() -> None:
+    plan = make_plan()
+    assert ModelLimits.of(plan, load_tokenizer(), 20).num_token_ids == 260
+    with pytest.raises(BadRequest, match="250") as error:
+        resolve(fields(logit_bias={"250": 1}), num_token_ids=250)
+    assert error.value.param == "logit_bias"
+    assert resolve(fields(logit_bias={"249": 1}), num_token_ids=250).logit_bias == ((249, 1.0),)
+
+
+@pytest.mark.parametrize(("asked", "used", "clamped"), [(None, 16, False), (5, 5, False), (999, 411, True)])
+def test_max_tokens_is_lowered_to_the_context(asked: int | None, used: int, clamped: bool) -> None:
+    stop, clamp = stop_of(fields(max_tokens=asked), prompt_tokens=101)
+    assert stop.max_new_tokens == used
+    assert (clamp is not None) == clamped
+
+
+@pytest.mark.parametrize("prompt_tokens", [512, 513, 10**6])
+def test_a_prompt_needs_room_for_an_answer(prompt_tokens: int) -> None:
+    with pytest.raises(ContextLengthExceeded, match=f"512 tokens, but the prompt has {prompt_tokens}"):
+        stop_of(fields(max_tokens=1), prompt_tokens=prompt_tokens)
+
+
+def test_end_of_text_stops_unless_ignored() -> None:
+    assert stop_of(fields(stop_token_ids=[5, 5, 257]))[0].stop_token_ids == (5, 257, 259)
+    assert stop_of(fields(stop_token_ids=[5], ignore_eos=True))[0].stop_token_ids == (5,)
+
+
+@given(
+    prompt=st.integers(1, 200),
+    n=st.integers(1, 16),
+    max_tokens=st.integers(1, 300),
+    num_blocks=st.integers(1, 40),
+    block_size=st.sampled_from([8, 16]),
+)
+def test_what_the_server_accepts_the_scheduler_accepts_too(
+    prompt: int, n: int, max_tokens: int, num_blocks: int, block_size: int
+) -> None:
+    config = SchedulerConfig(num_blocks=num_blocks, block_size=block_size, max_model_len=10**6)
+    request = GenerationRequest(
+        request_id="a",
+        prompt_token_ids=(1,) * prompt,
+        sampling=SamplingParams(),
+        stop=StopParams(max_new_tokens=max_tokens),
+        n=n,
+    )
+    try:
+        check_request(config, request)
+        feasible = True
+    except InfeasibleRequest:
+        feasible = False
+    room = limits(num_blocks=num_blocks, block_size=block_size).max_new_tokens(prompt, n)
+    assert (max_tokens <= room) == feasible
+
+
+def test_seeds() -> None:
+    random = SamplingParams(temperature=1.0)
+    assert with_seed(random, requested=-5, server_seed=1, token_ids=[1]).seed == -5
+    assert with_seed(random, requested=0, server_seed=1, token_ids=[1]).seed == 0
+    drawn = {with_seed(random, requested=None, server_seed=None, token_ids=[1]).seed for _ in range(20)}
+    assert len(drawn) == 20
+    assert all(0 <= seed < 2**63 for seed in drawn)
+    derived = [with_seed(random, requested=None, server_seed=s, token_ids=t).seed for s in (1, 2) for t in ([1], [2])]
+    assert len(set(derived)) == 4
+    assert all(0 <= seed < 2**63 for seed in derived)
+    greedy = SamplingParams(temperature=0.0)
+    assert with_seed(greedy, requested=None, server_seed=None, token_ids=[1]) is greedy
+
+
+class Words:
+    """A tokenizer of whole words."""
+
+    spellings = {  # noqa: RUF012 - read only
+        "yes": [1],
+        " yes": [2],
+        "no": [3],
+        " no": [9, 3],
+        "may be": [4, 5],
+        " may be": [6, 5],
+        "on": [7],
+        " on": [8, 8],
+    }
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return self.spellings[text]
+
+
+def test_bad_words_of_one_token() -> None:
+    assert banned_token_ids(["yes", "no"], Words()) == (1, 2, 3)
+    for word in ("may be", "on"):  # " on" would still write it
+        with pytest.raises(BadRequest, match="single token"):
+            banned_token_ids(["yes", word], Words())

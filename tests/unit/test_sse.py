@@ -1,0 +1,177 @@
+"""The event stream against a bare ASGI server: leaving and stalling clients, errors, writes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from quire_server.errors import ApiError, ClientGone, EngineFailed
+from quire_server.rendering import DONE
+from quire_server.sse import KEEP_ALIVE, EventStream
+
+
+class Server:
+    """The server's side of one exchange."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict] = []
+        self.leaves = asyncio.Event()
+        self.takes = asyncio.Event()
+        self.takes.set()
+
+    async def receive(self) -> dict:
+        await self.leaves.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: dict) -> None:
+        self.sent.append(message)
+        await self.takes.wait()
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+
+class Frames:
+    """A generator of frames that knows whether it was closed."""
+
+    def __init__(self, *items: object) -> None:
+        self.items = items
+        self.is_closed = False
+
+    async def __call__(self) -> AsyncGenerator[bytes]:
+        try:
+            for item in self.items:
+                if isinstance(item, float):
+                    await asyncio.sleep(item)
+                elif isinstance(item, Exception):
+                    raise item
+                else:
+                    yield item
+        finally:
+            self.is_closed = True
+
+
+def serve(frames: Frames, server: Server, *, keep_alive: float = 0, stall: float = 60) -> asyncio.Task[None]:
+    reply = EventStream(frames(), headers={"x-a": "b"}, keep_alive_seconds=keep_alive, stall_seconds=stall)
+    return asyncio.ensure_future(reply({"type": "http"}, server.receive, server.send))
+
+
+def test_one_write_per_item_and_none_for_the_end() -> None:
+    async def run() -> None:
+        server = Server()
+        await serve(Frames(b"data: 1\n\n", b"data: 2\n\ndata: 3\n\n" + DONE), server)
+        assert [message["type"] for message in server.sent] == ["http.response.start"] + ["http.response.body"] * 2
+        assert [message.get("more_body") for message in server.sent] == [None, True, False]
+        headers = dict(server.sent[0]["headers"])
+        assert headers[b"content-type"] == b"text/event-stream; charset=utf-8"
+        assert headers[b"x-a"] == b"b"
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_closes_the_frames_at_once() -> None:
+    async def run() -> None:
+        frames, server = Frames(b"data: 1\n\n", 30.0), Server()
+        task = serve(frames, server)
+        await asyncio.sleep(0.01)
+        server.leaves.set()
+        await asyncio.wait_for(task, 1)
+        assert frames.is_closed
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_before_the_first_frame() -> None:
+    async def run() -> None:
+        frames, server = Frames(30.0), Server()
+        task = serve(frames, server)
+        await asyncio.sleep(0.01)
+        server.leaves.set()
+        with pytest.raises(ClientGone):
+            await asyncio.wait_for(task, 1)
+        assert frames.is_closed
+        assert server.sent == []
+
+    asyncio.run(run())
+
+
+def test_a_client_that_stops_reading_is_given_up() -> None:
+    async def run() -> None:
+        frames, server = Frames(b"data: 1\n\n", b"data: 2\n\n", 30.0), Server()
+        server.takes.clear()
+        await asyncio.wait_for(serve(frames, server, stall=0.1), 1)
+        assert frames.is_closed
+
+    asyncio.run(run())
+
+
+def test_a_slow_client_that_reads_is_not_given_up() -> None:
+    async def run() -> None:
+        frames, server = Frames(*[b"data: 1\n\n"] * 8, DONE), Server()
+
+        async def slowly(message: dict) -> None:
+            server.sent.append(message)
+            await asyncio.sleep(0.04)
+
+        reply = EventStream(frames(), headers={}, keep_alive_seconds=0, stall_seconds=0.1)
+        await reply({"type": "http"}, server.receive, slowly)
+        assert server.body.endswith(DONE)
+
+    asyncio.run(run())
+
+
+def test_comments_only_in_silence() -> None:
+    async def run() -> None:
+        server = Server()
+        await serve(Frames(b"data: 1\n\n", 0.25, b"data: 2\n\n", DONE), server, keep_alive=0.1)
+        assert server.body == b"data: 1\n\n" + KEEP_ALIVE * 2 + b"data: 2\n\n" + DONE
+        silent = Server()
+        await serve(Frames(b"data: 1\n\n", 0.2, DONE), silent, keep_alive=0)
+        assert KEEP_ALIVE not in silent.body
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("error", [EngineFailed("x"), RuntimeError("x")])
+def test_an_error_before_the_first_frame_is_raised(error: Exception) -> None:
+    async def run() -> None:
+        server = Server()
+        with pytest.raises(type(error)):
+            await serve(Frames(error), server)
+        assert server.sent == []
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(EngineFailed("bad luck"), b"bad luck"), (RuntimeError("a secret"), b"internal error"), (ApiError("y"), b'"y"')],
+)
+def test_a_later_error_is_sent_and_then_the_end(error: Exception, text: bytes) -> None:
+    async def run() -> None:
+        server = Server()
+        await serve(Frames(b"data: 1\n\n", error), server)
+        last = server.sent[-1]["body"]
+        assert last.startswith(b'data: {"error":{')
+        assert last.endswith(DONE)
+        assert text in last
+        assert b"secret" not in last
+        assert server.sent[-1]["more_body"] is False
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_reply_closes_the_frames() -> None:
+    async def run() -> None:
+        frames, server = Frames(b"data: 1\n\n", 30.0), Server()
+        task = serve(frames, server)
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert frames.is_closed
+
+    asyncio.run(run())
