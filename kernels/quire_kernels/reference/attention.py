@@ -24,7 +24,8 @@ from quire_kernels.kernel_set import AttentionInput, AttentionShape
 from quire_kernels.reference.paged_kv import read_kv
 
 _CHUNK = 128  # positions per softmax step; whole blocks, so more with larger blocks and less where 128 is no multiple
-_PRODUCT_ROWS = 16  # rows of one matrix product: query rows of a tile times the heads that share a key head
+_GROUP_BYTES = 4 << 20  # of keys and values read together: larger buffers cost more in page faults than they save
+_PRODUCT_ROWS = 8  # rows of one matrix product: query rows of a tile times the heads that share a key head
 
 
 class _Slice(NamedTuple):
@@ -53,8 +54,10 @@ def attention(q: Tensor, shape: AttentionShape, kv: Tensor, layer: int, step: At
             short.append(rows)
         else:
             walk.one_long(rows)
-    if short:
-        walk.many_short(short)
+    # Longest first, so that slices of like length share their calls.
+    short.sort(key=lambda rows: -rows.kv_len)
+    for start in range(0, len(short), walk.group):
+        walk.some_short(short[start : start + walk.group])
     return out.view(len(q), -1)
 
 
@@ -109,14 +112,14 @@ class _Walk:
         block_size = kv.shape[4]
         self._chunk_blocks = max(1, _CHUNK // block_size)
         self._chunk = self._chunk_blocks * block_size
+        self.group = max(1, _GROUP_BYTES // (2 * 4 * shape.num_kv_heads * self._chunk * shape.head_dim))  # short slices
         # Whole chunks of table: what lies past a sequence's end is masked, whatever block 0 holds.
         missing = -step.block_tables.shape[1] % self._chunk_blocks
         self._tables = F.pad(step.block_tables, (0, missing))
         self._offsets = torch.arange(self._chunk, device=q.device)
 
-    def many_short(self, slices: list[_Slice]) -> None:
-        """Slices of one tile each, computed together. Longest first, so that each chunk concerns the first few."""
-        slices = sorted(slices, key=lambda rows: -rows.kv_len)
+    def some_short(self, slices: list[_Slice]) -> None:
+        """Slices of one tile each, longest first, so that each chunk concerns the first few."""
         device, heads = self._q.device, self._shape.num_kv_heads
         # A tile that is not full repeats its last row; the copies compute the same result again.
         rows = torch.tensor(

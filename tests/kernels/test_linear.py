@@ -1,0 +1,124 @@
+"""Projections and norms: their definition in float64, and the independence of rows, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from model_steps import DEVICES
+from quire_kernels.reference import REFERENCE, linear
+
+EPS = 1e-5
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+DTYPES = tuple(TOLERANCE)
+# Odd sizes leave vector remainders; 3072 columns are where libraries begin to split sums.
+SHAPES = ((96, 136), (50, 33), (3072, 64))  # K, N
+
+
+def _operands(columns: int, rows: int, dtype: torch.dtype, num_rows: int = 70, device: str = "cpu"):
+    """x [M, K], norm [K], weight [N, K], bias [N], residual [M, N]."""
+    random = torch.Generator().manual_seed(columns + rows)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random)
+
+    tensors = (
+        normal(num_rows, columns),
+        1 + 0.2 * normal(columns),
+        normal(rows, columns) / columns**0.5,
+        normal(rows),
+        normal(num_rows, rows),
+    )
+    return tuple(tensor.to(device, dtype) for tensor in tensors)
+
+
+def _ops(columns: int, rows: int, dtype: torch.dtype):
+    """Each op as a function of the rows alone: of x [M, K] and a residual [M, N]."""
+    _, norm, weight, bias, _ = _operands(columns, rows, dtype)
+    plain, biased = REFERENCE.pack_linear(weight, None), REFERENCE.pack_linear(weight, bias)
+    gate_up = REFERENCE.pack_gate_up(weight, weight.flip(0), torch.cat([bias, bias.flip(0)]))
+    return {
+        "norm_linear": lambda x, _: REFERENCE.norm_linear(x, norm, EPS, biased),
+        "norm_gate_up": lambda x, _: REFERENCE.norm_gate_up(x, norm, EPS, gate_up),
+        "linear_add": lambda x, residual: REFERENCE.linear_add(x, plain, residual.clone()),
+        "logits": lambda x, _: REFERENCE.logits(x, norm, EPS, plain),
+    }
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_each_op_computes_its_definition(dtype, device):
+    x, norm, weight, bias, residual = _operands(96, 136, dtype, num_rows=37, device=device)
+    wide = [t.double() for t in (x, norm, weight, bias, residual)]
+    normed = wide[0] / (wide[0].square().mean(-1, keepdim=True) + EPS).sqrt() * wide[1]
+    gate = normed @ wide[2].T + wide[3]
+    up = normed @ wide[2].flip(0).T
+    gate_only_bias = torch.cat([bias, torch.zeros_like(bias)])
+    tolerance = TOLERANCE[dtype]
+    cases = {
+        "norm_linear": (REFERENCE.norm_linear(x, norm, EPS, REFERENCE.pack_linear(weight, bias)), gate),
+        "norm_gate_up": (
+            REFERENCE.norm_gate_up(x, norm, EPS, REFERENCE.pack_gate_up(weight, weight.flip(0), gate_only_bias)),
+            gate * torch.sigmoid(gate) * up,
+        ),
+        "linear_add": (
+            REFERENCE.linear_add(x, REFERENCE.pack_linear(weight, bias), residual.clone()),
+            wide[4] + wide[0] @ wide[2].T + wide[3],
+        ),
+        "logits": (REFERENCE.logits(x, norm, EPS, REFERENCE.pack_linear(weight, None)), normed @ wide[2].T),
+    }
+    for name, (result, expected) in cases.items():
+        assert result.dtype == (torch.float32 if name == "logits" else dtype), name
+        error = (result.double() - expected).abs().max() / expected.abs().max()
+        assert error < tolerance, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("columns", "rows"), SHAPES)
+def test_a_row_does_not_depend_on_the_number_or_order_of_rows(columns, rows, dtype):
+    x, *_, residual = _operands(columns, rows, dtype)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
+    for name, op in _ops(columns, rows, dtype).items():
+        whole = op(x, residual)
+        for num_rows in range(1, len(x) + 1):
+            chosen = order[:num_rows]
+            assert torch.equal(op(x[chosen], residual[chosen]), whole[chosen]), f"{name} of {num_rows} rows"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 6e4])
+def test_a_row_does_not_depend_on_what_its_neighbours_hold(poison, dtype):
+    x, *_, residual = _operands(96, 136, dtype)
+    for name, op in _ops(96, 136, dtype).items():
+        whole = op(x, residual)
+        for row in (0, 1, 15, 16, 31, 47, 63, 64, 69):
+            poisoned, poisoned_residual = torch.full_like(x, poison), torch.full_like(residual, poison)
+            poisoned[row], poisoned_residual[row] = x[row], residual[row]
+            assert torch.equal(op(poisoned, poisoned_residual)[row], whole[row]), f"{name}, row {row}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_does_not_depend_on_the_number_of_threads(dtype):
+    x, *_, residual = _operands(3072, 200, dtype)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append({name: op(x, residual) for name, op in _ops(3072, 200, dtype).items()})
+    finally:
+        torch.set_num_threads(threads)
+    for name, result in results[0].items():
+        assert torch.equal(result, results[1][name]), name
+        assert torch.equal(result, results[2][name]), name
+
+
+def test_embedding_picks_rows():
+    table = torch.arange(12.0).view(4, 3)
+    assert torch.equal(REFERENCE.embed(table, torch.tensor([3, 0, 3])), table[[3, 0, 3]])
+
+
+def test_rms_norm_of_16_bit_rows_is_computed_in_32_bits():
+    """Squares of large float16 values overflow in float16."""
+    x = torch.full((1, 8), 1000.0, dtype=torch.float16)
+    assert torch.equal(linear.rms_norm(x, torch.ones(8, dtype=torch.float16), EPS), torch.ones_like(x))
