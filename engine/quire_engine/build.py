@@ -162,19 +162,27 @@ def _resolve(config: EngineConfig) -> _Resolved:
         kernels = select(device, dtype, config.kernels)
     except ValueError as error:
         raise ConfigError(f"kernels={config.kernels}: {error}") from None
+    num_parameters = _num_parameters(path, model)
     resolved = _Resolved(
         asked=config,
         model=model,
         device=device,
         dtype=dtype,
         kernels=kernels,
-        num_threads=config.num_threads or usable_cores(),
-        num_parameters=_num_parameters(path, model),
+        num_threads=config.num_threads or _num_threads(num_parameters * dtype.itemsize),
+        num_parameters=num_parameters,
         bytes_per_block=block_bytes(kernels, model, config.block_size, dtype),
     )
     # The limits that do not depend on the pool, before minutes go into loading.
     check_config(resolved.scheduler(PoolSize(num_blocks=1, max_model_len=1)))
     return resolved
+
+
+def _num_threads(weights_bytes: int) -> int:
+    """One thread per quarter GiB of weights: for less, torch's threads wait for each other longer than they compute,
+    and for a hundred times longer when another process takes one of their cores.
+    """
+    return min(usable_cores(), 1 + weights_bytes // (256 << 20))
 
 
 def _device(asked: str) -> torch.device:
