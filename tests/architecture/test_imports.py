@@ -1,0 +1,318 @@
+"""Who may import whom, and what nobody may call: the rules that keep the halves apart, read from the source."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {"quire_server": ROOT / "server", "quire_engine": ROOT / "engine", "quire_kernels": ROOT / "kernels"}
+
+# The half of the engine that plans: standard library only, so that it can be tested and simulated without a model.
+SCHEDULING_HALF = (
+    *("types", "errors", "config", "sequence", "batch", "invariants", "step_plan", "outputs", "roster", "planner"),
+    *("block_pool", "page_table", "prefix_cache", "kv_allocator", "policies", "scheduler", "memory_plan", "machine"),
+    *("engine", "transport", "loop", "process"),
+)
+# Third-party packages and where they may be imported.
+ONLY_IN = {
+    "fastapi": ("quire_server",),
+    "starlette": ("quire_server",),
+    "uvicorn": ("quire_server",),
+    "uvloop": ("quire_server.commands.serve",),
+    "anyio": ("quire_server",),
+    "pydantic": ("quire_server",),
+    "pydantic_core": ("quire_server",),
+    "pydantic_settings": ("quire_server.settings",),
+    "yaml": ("quire_server.settings",),
+    "prometheus_client": ("quire_server.metrics", "quire_server.metric_values"),
+    "tokenizers": ("quire_server.tokenizer", "quire_engine.demo.make_demo"),
+    "transformers": ("quire_engine.demo.make_demo",),
+    "jinja2": ("quire_server.template_worker",),
+    "msgspec": ("quire_server", "quire_engine.transport"),
+    "torch": ("quire_engine", "quire_kernels"),
+    "safetensors": ("quire_engine.models", "quire_engine.demo.make_demo"),
+    "triton": ("quire_kernels",),
+    "flash_attn": ("quire_kernels",),
+    "typing_extensions": ("quire_server",),
+}
+# What the server may know of the engine: the boundary, and the plan as text.
+ENGINE_FACADE = {"types", "errors", "config", "transport", "memory_plan", "demo"}
+# Engine modules from the leaves up; a module imports only from rows above its own.
+LAYERS = (
+    {"types", "errors", "config", "invariants", "page_table", "rng", "machine"},
+    {"batch", "sequence", "block_pool", "prefix_cache", "memory_plan"},
+    {"kv_allocator", "policies", "step_plan", "outputs", "transport"},
+    {"roster"},
+    {"planner"},
+    {"scheduler"},
+    {"engine"},
+    {"loop"},
+    {"process"},
+)
+# Who may use the scheduler's parts: block ids go through the allocator only.
+BLOCKS = {"block_pool", "prefix_cache"}
+# A route may use these of the server; it never sees the supervisor, the listener or another route's family.
+FOR_ROUTES = (
+    *("generation", "wire", "errors", "state", "body", "openapi", "disconnect", "sampling", "rendering", "sse"),
+    "routes.answering",
+)
+FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "imp"}
+FORBIDDEN_CALLS = {"eval", "exec", "__import__"}
+FORBIDDEN_ATTRIBUTES = {
+    ("yaml", "load"),
+    ("yaml", "unsafe_load"),
+    ("yaml", "full_load"),
+    ("torch", "load"),
+    ("os", "system"),
+    ("os", "popen"),
+}
+READS_ENVIRONMENT = {"quire_server.settings"}
+VAGUE_NAMES = {"utils", "util", "helpers", "helper", "manager", "base", "impl", "common_utils", "misc"}
+# Files may be longer than this where one thing is told in one piece, up to the second number.
+SOFT_LINES, HARD_LINES = 250, 450
+LONG_FILES_SHARE = 0.2
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """All modules of the project by dotted name."""
+    found = {}
+    for package, root in PACKAGES.items():
+        for path in (root / package).rglob("*.py"):
+            parts = path.relative_to(root).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(modules()[module].read_text(encoding="utf-8"), filename=str(modules()[module]))
+
+
+@cache
+def imports(module: str, *, when_loaded: bool = False) -> frozenset[str]:
+    """Full names of what a module imports; with `when_loaded` without what it imports later or for types only."""
+    nodes = list(_loaded(tree(module))) if when_loaded else list(ast.walk(tree(module)))
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative import"
+            assert node.module is not None
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                names.add(submodule if submodule in modules() else node.module)
+    return frozenset(names)
+
+
+def _loaded(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
+            continue
+        yield child
+        yield from _loaded(child)
+
+
+def of(package: str) -> list[str]:
+    return sorted(name for name in modules() if within(name, (package,)))
+
+
+def within(module: str, packages: tuple[str, ...]) -> bool:
+    return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+def reachable(module: str) -> set[str]:
+    """Everything that is loaded with a module, third-party packages included; packages load their `__init__`."""
+    seen: set[str] = set()
+    todo = [module]
+    while todo:
+        name = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        if name in modules():
+            todo += imports(name, when_loaded=True)
+            todo += [parent for parent in _parents(name) if parent in modules()]
+    return seen
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def engine_part(name: str) -> str:
+    """`quire_engine.policies.fcfs` -> `policies`."""
+    return name.removeprefix("quire_engine.").split(".")[0]
+
+
+def test_the_rules_see_the_source():
+    assert len(modules()) > 60
+    assert "quire_engine.types" in imports("quire_engine.scheduler")
+    assert "torch" in reachable("quire_engine.runner")
+    for name in SCHEDULING_HALF:
+        assert f"quire_engine.{name}" in modules(), f"the rules name a module that is gone: {name}"
+
+
+def test_packages_point_one_way():
+    for module in of("quire_kernels"):
+        assert not any(within(name, ("quire_engine", "quire_server")) for name in imports(module)), module
+    for module in of("quire_engine"):
+        assert not any(within(name, ("quire_server",)) for name in imports(module)), module
+    for module in of("quire_server"):
+        assert not any(within(name, ("quire_kernels",)) for name in imports(module)), module
+
+
+def test_third_party_packages_stay_where_they_belong():
+    for module in modules():
+        for name in imports(module):
+            top = name.split(".")[0]
+            if top in sys.stdlib_module_names or top in PACKAGES:
+                continue
+            assert top in ONLY_IN, f"{module} imports {name}, which no rule knows"
+            assert within(module, ONLY_IN[top]), f"{module} imports {name}"
+
+
+def test_torch_is_not_loaded_where_it_is_not_needed():
+    """Directly or through others: the server starts without it, the scheduler is tested without it."""
+    light = [*of("quire_server"), *(f"quire_engine.{name}" for name in SCHEDULING_HALF)]
+    light += of("quire_engine.policies")
+    for module in light:
+        assert "torch" not in {name.split(".")[0] for name in reachable(module)}, module
+
+
+def test_the_scheduling_half_is_standard_library():
+    for module in of("quire_engine"):
+        if engine_part(module) not in SCHEDULING_HALF:
+            continue
+        foreign = {name.split(".")[0] for name in imports(module)} - sys.stdlib_module_names - {"quire_engine"}
+        assert foreign <= ({"msgspec"} if module == "quire_engine.transport" else set()), (module, foreign)
+
+
+def test_the_engine_is_synchronous():
+    for module in [*of("quire_engine"), *of("quire_kernels")]:
+        assert "asyncio" not in {name.split(".")[0] for name in imports(module)}, module
+
+
+def test_engine_modules_import_from_below():
+    rank = {name: number for number, layer in enumerate(LAYERS) for name in layer}
+    for module in of("quire_engine"):
+        mine = rank.get(engine_part(module))
+        if mine is None:
+            continue
+        for name in imports(module, when_loaded=True):
+            if not name.startswith("quire_engine.") or engine_part(name) == engine_part(module):
+                continue
+            assert engine_part(name) in rank, f"{module} imports {name}, which has no layer"
+            assert rank[engine_part(name)] < mine or {engine_part(name), engine_part(module)} <= LAYERS[0], (
+                f"{module} imports {name} from its own layer or above"
+            )
+
+
+def test_block_ids_go_through_the_allocator():
+    for module in modules():
+        used = {engine_part(name) for name in imports(module) if name.startswith("quire_engine.")} & BLOCKS
+        assert not used or engine_part(module) in {"kv_allocator", *BLOCKS}, (module, used)
+
+
+def test_the_model_knows_no_requests():
+    """Models and kernels are called by the runner and call nothing above them."""
+    for module in of("quire_engine.models"):
+        above = {engine_part(name) for name in imports(module) if name.startswith("quire_engine.")}
+        assert above <= {"models", "model_input", "errors"}, (module, above)
+    kernel_users = {"build", "kv_storage", "models", "workspace", "runner"}
+    for module in of("quire_engine"):
+        if any(within(name, ("quire_kernels",)) for name in imports(module)):
+            assert engine_part(module) in kernel_users, module
+
+
+def test_the_server_sees_the_engines_facade_only():
+    for module in of("quire_server"):
+        seen = {engine_part(name) for name in imports(module) if name.startswith("quire_engine.")}
+        assert seen <= ENGINE_FACADE, (module, seen)
+        if "transport" in seen:
+            assert module == "quire_server.supervisor", f"{module} speaks the engine's frames"
+
+
+def test_routes_know_what_they_need():
+    for module in of("quire_server.routes"):
+        for name in imports(module):
+            if name in {"quire_server.routes", "quire_server.wire"} or not name.startswith("quire_server."):
+                continue
+            allowed = tuple(f"quire_server.{part}" for part in FOR_ROUTES)
+            assert within(name, allowed), f"{module} imports {name}"
+    for module in of("quire_server.wire"):
+        known = {name for name in imports(module) if name.startswith("quire_")}
+        assert all(within(name, ("quire_server.wire", "quire_server.errors")) for name in known), (module, known)
+
+
+def test_statuses_live_in_errors_only():
+    """Nobody below the routes raises the framework's own errors."""
+    for module in of("quire_server"):
+        if module != "quire_server.app":
+            froms = [node for node in ast.walk(tree(module)) if isinstance(node, ast.ImportFrom)]
+            assert "HTTPException" not in {alias.name for node in froms for alias in node.names}, module
+
+
+def test_settings_is_the_only_reader_of_the_environment():
+    for module in modules():
+        reads = [
+            node.lineno
+            for node in ast.walk(tree(module))
+            if (isinstance(node, ast.Attribute) and node.attr in {"environ", "environb", "getenv", "putenv"})
+            or (isinstance(node, ast.alias) and node.name in {"environ", "getenv"})
+        ]
+        assert not reads or module in READS_ENVIRONMENT, f"{module}:{reads}"
+
+
+def test_nothing_that_runs_data():
+    for module in modules():
+        assert not FORBIDDEN_MODULES & {name.split(".")[0] for name in imports(module)}, module
+        for node in ast.walk(tree(module)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in FORBIDDEN_CALLS, f"{module}:{node.lineno}"
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                assert (node.value.id, node.attr) not in FORBIDDEN_ATTRIBUTES, f"{module}:{node.lineno}"
+            if isinstance(node, ast.keyword) and node.arg == "shell":
+                assert isinstance(node.value, ast.Constant), f"{module}:{node.value.lineno}"
+                assert node.value.value is False, f"{module}:{node.value.lineno}"
+            if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+                pytest.fail(f"{module}:{node.value.lineno}")
+
+
+def test_no_global_statement():
+    """Module-level state is never reassigned: what changes has an owner."""
+    for module in modules():
+        assert not [node.lineno for node in ast.walk(tree(module)) if isinstance(node, ast.Global)], module
+
+
+def test_every_module_says_what_it_is_for():
+    for module, path in modules().items():
+        if not tree(module).body:
+            continue
+        text = ast.get_docstring(tree(module))
+        assert text, f"{module} has no docstring"
+        if path.name != "__init__.py" and "demo" not in module:
+            assert len(text.splitlines()) >= 3, f"{module}: what it owns, what it promises, what it must not know"
+
+
+def test_names_say_something():
+    for module in modules():
+        assert not VAGUE_NAMES & set(module.split(".")), module
+
+
+def test_files_are_short():
+    lengths = {module: len(path.read_text().splitlines()) for module, path in modules().items()}
+    longest = max(lengths, key=lambda name: lengths[name])
+    assert lengths[longest] <= HARD_LINES, f"{longest} has {lengths[longest]} lines"
+    long = sorted(module for module, lines in lengths.items() if lines > SOFT_LINES)
+    assert len(long) <= LONG_FILES_SHARE * len(lengths), long

@@ -1,0 +1,132 @@
+"""SERVING.md names every setting, metric, error, route and limit, as they are."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from fastapi.routing import APIRoute
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire_server import errors
+from quire_server.app import ROUTERS
+from quire_server.flags import option_default, parse_flags
+from quire_server.metrics import Metrics
+from quire_server.settings import ENV_PREFIX, Settings, flag_name
+from quire_server.wire import common
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "SERVING.md").read_text(encoding="utf-8")
+ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in TEXT.splitlines() if line.startswith("| `")]
+
+
+def row(name: str) -> list[str]:
+    """The one table row that begins with a name."""
+    found = [cells for cells in ROWS if cells[0].strip("| ") == f"`{name}`"]
+    assert len(found) == 1, f"{name} has {len(found)} rows in SERVING.md"
+    return found[0]
+
+
+@pytest.mark.parametrize("name", Settings.model_fields)
+def test_settings(name: str):
+    field = Settings.model_fields[name]
+    _, default, meaning = row(flag_name(name))
+    assert default == (option_default(field) or "none")
+    assert meaning.startswith(str(field.description))
+
+
+def test_no_setting_that_is_gone():
+    flags = {cells[0].strip("`") for cells in ROWS if cells[0].startswith("`--")}
+    assert flags == {flag_name(name) for name in Settings.model_fields}
+    for mentioned in re.findall(r"`(--[a-z-]+)`", TEXT):
+        assert mentioned in flags, mentioned
+
+
+def test_metrics():
+    metrics = Metrics("tiny")
+    exported = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        name = family.name + ("_total" if family.type == "counter" else "")
+        if name.startswith("quire_"):
+            cells = row(name)
+            assert cells[1] == family.type, name
+            assert cells[-1] == family.documentation, name
+        elif name.startswith("vllm:"):
+            assert f"`{name}`" in TEXT, name
+        exported[name] = family
+    for mentioned in re.findall(r"`((?:quire_|vllm:)[a-z0-9_:]+)`", TEXT):
+        assert mentioned in exported, mentioned
+
+
+def api_errors() -> list[type[errors.ApiError]]:
+    classes = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.ApiError)]
+    assert len(classes) > 10
+    return classes
+
+
+@pytest.mark.parametrize("kind", api_errors())
+def test_errors(kind: type[errors.ApiError]):
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in TEXT.splitlines()
+        if line.startswith(f"| {kind.status} | `{kind.default_code}` |")
+    ]
+    assert len(rows) == 1
+    assert rows[0][2] == kind.type
+
+
+def test_error_codes_in_the_source():
+    for path in (ROOT / "server").rglob("*.py"):
+        for code in re.findall(r'\bcode="([a-z_]+)"', path.read_text()):
+            assert f"`{code}`" in TEXT, f"{path.name}: {code}"
+
+
+def test_routes():
+    documented = set(re.findall(r"^\| `([A-Z]+ /\S*)` \|", TEXT, re.MULTILINE))
+    served = {"GET /openapi.json", "GET /docs"}
+    for router in ROUTERS:
+        for route in router.routes:
+            assert isinstance(route, APIRoute)
+            path = re.sub(r":path}", "}", route.path)
+            served |= {f"{method} {path}" for method in route.methods}
+    assert documented == served
+
+
+def test_limits():
+    section = TEXT.split("\n## Limits\n")[1]
+    for name, value in vars(common).items():
+        if name.startswith("MAX_"):
+            assert re.search(rf"\b{value}\b", section), f"{name} = {value} is not among the limits"
+
+
+def test_exit_codes():
+    source = (ROOT / "server/quire_server/commands/serve.py").read_text()
+    codes = re.search(r"^DONE, FAILED, BAD_USAGE, CRASH_LOOP = (.*)$", source, re.MULTILINE)
+    assert codes is not None
+    for code in codes[1].split(", "):
+        assert f"\n| {code} | " in TEXT
+
+
+def test_every_setting_is_used():
+    """Nothing has a flag that does nothing."""
+    source = "\n".join(
+        path.read_text()
+        for path in (ROOT / "server").rglob("*.py")
+        if path.name not in {"flags.py"}  # it only lists them
+    )
+    for name in Settings.model_fields:
+        if name != "config":  # read before there are settings
+            assert re.search(rf"\b(settings|self)\.{name}\b", source), f"{name} is never read"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_example_configurations_work(path: Path):
+    assert parse_flags(["--config", str(path)]).config == path
+
+
+def test_the_image_sets_settings_that_exist():
+    variables = re.findall(rf"\b{ENV_PREFIX}[A-Z_]+", (ROOT / "Dockerfile").read_text())
+    assert variables
+    assert {name.removeprefix(ENV_PREFIX).lower() for name in variables} <= set(Settings.model_fields)
