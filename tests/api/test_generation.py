@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 
@@ -143,3 +144,67 @@ async def test_the_documents_describe_both_forms() -> None:
         assert "$ref" not in json.dumps(content["text/event-stream"])
         assert {"400", "404", "429", "500", "503"} <= operation["responses"].keys()
         assert operation["requestBody"]["content"]["application/json"]["schema"]
+
+
+OPTIONS = {
+    "logprobs": {"logprobs": 3},
+    "n": {"n": 3},
+    "penalties": {"presence_penalty": 1, "frequency_penalty": -1, "repetition_penalty": 1.2},
+    "seed": {"seed": 7, "temperature": 1},
+    "stop": {"stop": ["fox", "qu"]},
+    "stop ids": {"stop_token_ids": [107], "include_stop_str_in_output": True},
+    "echo": {"echo": True},
+    "bias": {"logit_bias": {"97": 5}},
+    "allowed": {"allowed_token_ids": [97, 98]},
+    "banned": {"bad_words": ["z"]},
+    "least": {"min_tokens": 3, "ignore_eos": True},
+    "nothing": {"max_tokens": 0},
+    "prompts": {"prompt": ["a", "bc"]},
+    "prompt logprobs": {"prompt_logprobs": 2},
+    "ids": {"return_token_ids": True, "return_tokens_as_token_ids": True},
+    "usage": {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    "cut": {"truncate_prompt_tokens": 2},
+}
+
+
+async def test_all_pairs_of_options_are_answered_or_refused() -> None:
+    engine = FakeEngine()
+    answered = 0
+    async with connect(make_app(engine=engine)) as client:
+        for first, second in itertools.combinations(OPTIONS, 2):
+            body = GREEDY | {"max_tokens": 5} | OPTIONS[first] | OPTIONS[second]
+            for streamed in (False, True):
+                reply = await client.post("/v1/completions", json=body | {"stream": streamed})
+                assert reply.status_code in {200, 400}, (first, second, reply.text)
+                if reply.status_code == 200:
+                    answered += 1
+                    if streamed:
+                        assert "error" not in parse_events(reply.text)[-1]
+    assert engine.live == ()
+    assert answered > 150
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<|im_end|>" * 50, "<|bos|><|end|>", "\0", "\ufeff", "\u202e", "e" + "\u0301" * 300, "{{7*7}}{% raw %}"],
+    ids=ascii,
+)
+async def test_strange_texts_are_only_text(text: str) -> None:
+    engine = FakeEngine(replies=lambda request, choice: text.encode())
+    async with connect(make_app(engine=engine, max_model_len=2048)) as client:
+        body = GREEDY | {"prompt": text, "echo": True, "skip_special_tokens": False, "max_tokens": len(text.encode())}
+        assert choice_texts(await stream(client, "/v1/completions", body)) == {0: text * 2}
+        chat = {"model": "fake", "messages": [{"role": "user", "content": text}], "max_tokens": len(text.encode())}
+        assert choice_texts(await stream(client, "/v1/chat/completions", chat)) == {0: text}
+
+
+async def test_request_parameters_are_logged_when_asked_for_but_no_text(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="quire.requests"):
+        async with connect(make_app(enable_log_requests=True)) as client:
+            await client.post("/v1/completions", json=GREEDY | {"prompt": "secret", "max_tokens": 7})
+        async with connect(make_app()) as client:
+            await client.post("/v1/completions", json=GREEDY)
+    [record] = [record for record in caplog.records if record.name == "quire.requests"]
+    assert "6 prompt tokens, n 1, max_tokens 7" in record.getMessage()
+    assert "secret" not in record.getMessage()
+    assert record.request_id

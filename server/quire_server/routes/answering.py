@@ -6,6 +6,7 @@ Must not know: prompts, chat templates, the shapes of replies.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -27,6 +28,8 @@ from quire_server.sse import EventStream
 from quire_server.state import ServerState
 from quire_server.wire.common import GenerationFields
 from quire_server.wire.extras import header_list, review_extras
+
+log = logging.getLogger("quire.requests")
 
 LEAST_ROOM = 1  # tokens kept free for the answer when a prompt is cut to the context length
 
@@ -141,8 +144,18 @@ def prepare(
     return Job(requests=tuple(requests), text=_text_options(state, fields), headers=headers)
 
 
-def start(state: ServerState, job: Job) -> Generation:
+def start(request: Request, state: ServerState, job: Job) -> Generation:
     """The generation of a job; it queues nothing before its first delta is asked for."""
+    if state.settings.enable_log_requests:
+        for asked in job.requests:
+            log.info(
+                "%d prompt tokens, n %d, max_tokens %d, %s",
+                len(asked.prompt_token_ids),
+                asked.n,
+                asked.stop.max_new_tokens,
+                asked.sampling,
+                extra={"request_id": request.scope["state"]["request_id"]},
+            )
     return Generation(job.requests, job.text, tokenizer=state.tokenizer, client=state.client, metrics=state.metrics)
 
 

@@ -54,7 +54,7 @@ async def create_chat_completion(body: Body, request: Request) -> Response:
         num_prompt_logprobs=body.prompt_logprobs,
         ignored=list(dict.fromkeys(ignored)),
     )
-    generation = answering.start(state, job)
+    generation = answering.start(request, state, job)
     renderer = ChatRenderer(
         answering.reply_head(request, state, body, "chatcmpl-", "chat.completion"),
         answering.reply_options(body, num_logprobs=num_logprobs, num_prompt_logprobs=body.prompt_logprobs),

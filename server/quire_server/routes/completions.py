@@ -46,7 +46,7 @@ async def create_completion(body: Body, request: Request) -> Response:
         num_prompt_logprobs=num_prompt_logprobs,
         ignored=ignored,
     )
-    generation = answering.start(state, job)
+    generation = answering.start(request, state, job)
     renderer = CompletionRenderer(
         answering.reply_head(request, state, body, "cmpl-", "text_completion"),
         answering.reply_options(
