@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Protocol, cast
 
 from quire_engine.config import EnginePlan
-from quire_engine.errors import ConfigError, QuireError
+from quire_engine.errors import ConfigError, ModelLoadError, QuireError
 from quire_engine.memory_plan import plan_text
 from quire_server import logs
 from quire_server.flags import parse_flags
@@ -47,6 +47,10 @@ def run(argv: Sequence[str]) -> int:
 
 async def _run(settings: Settings) -> int:
     """Start the engine process first: it needs the longest, and this half is imported and loaded meanwhile."""
+    if not settings.model_path.is_dir():
+        raise ModelLoadError(
+            f"{settings.model}: no such directory; models are not downloaded, name the directory of a checkpoint"
+        )
     policy = RestartPolicy(max_restarts=settings.max_engine_restarts, window_seconds=settings.engine_restart_window)
     supervisor = Supervisor(settings.engine_config(), policy)
     starting = asyncio.create_task(supervisor.start())

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Installs what the end-to-end tests talk to besides Python packages: Debian's prometheus (with promtool) and the
+# openai package of npm. What cannot be installed is named, and the tests that need it are skipped with that reason.
+set -uo pipefail
+here="$(cd "$(dirname "$0")" && pwd)"
+
+say() { printf 'peers: %s\n' "$*"; }
+
+if command -v prometheus >/dev/null && command -v promtool >/dev/null; then
+    say "prometheus is there"
+elif [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    # Without recommended packages and without starting the service that Debian would enable.
+    if { apt-get install -y --no-install-recommends prometheus || { apt-get update && apt-get install -y --no-install-recommends prometheus; }; } \
+        >"${TMPDIR:-/tmp}/quire-peers-apt.log" 2>&1; then
+        say "installed prometheus"
+    else
+        say "could not install prometheus (see ${TMPDIR:-/tmp}/quire-peers-apt.log); its tests will be skipped"
+    fi
+else
+    say "prometheus is not installed and this user cannot install it; its tests will be skipped"
+fi
+
+if [ -d "$here/node_modules/openai" ]; then
+    say "the openai npm package is there"
+elif command -v npm >/dev/null; then
+    if npm install --prefix "$here" --no-save --no-package-lock --no-audit --no-fund --loglevel=error openai \
+        >"${TMPDIR:-/tmp}/quire-peers-npm.log" 2>&1; then
+        say "installed the openai npm package"
+    else
+        say "could not install the openai npm package (see ${TMPDIR:-/tmp}/quire-peers-npm.log); its tests will be skipped"
+    fi
+else
+    say "npm is not installed; the tests of the openai npm package will be skipped"
+fi
+exit 0

@@ -1,0 +1,92 @@
+"""The command line from outside: exit codes, one clear line, no traceback, no slow imports."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire_server import cli
+
+
+def quire(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+    path = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "quire_server.cli", *argv],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=path | env,
+        check=False,
+    )
+
+
+def assert_clean(result: subprocess.CompletedProcess[str], code: int) -> str:
+    """One or a few readable lines on stderr and the right exit code."""
+    assert result.returncode == code, result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+    assert 0 < len(result.stderr.splitlines()) < 10
+    return result.stderr
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]):
+    assert cli.main([]) == 2
+    assert cli.main(["--help"]) == 0
+    assert "serve" in capsys.readouterr().out
+    assert cli.main(["version"]) == cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("quire 0.")
+
+
+def test_unknown_commands(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["server"]) == 2
+    assert "did you mean `quire serve`?" in capsys.readouterr().err
+    assert cli.main(["frobnicate"]) == 2
+    assert "quire --help" in capsys.readouterr().err
+
+
+def test_every_command_has_its_module():
+    folder = Path(cli.__file__).parent / "commands"
+    assert {path.stem for path in folder.glob("*.py")} == {*cli.COMMANDS, "__init__"}
+
+
+def test_bad_usage():
+    assert "did you mean --max-num-seqs?" in assert_clean(quire("serve", "--max-num-seq", "3"), 2)
+    assert "did you mean QUIRE_PORT?" in assert_clean(quire("serve", QUIRE_PROT="3"), 2)
+
+
+def test_a_model_that_is_not_there(tmp_path: Path):
+    assert "the file is missing" in assert_clean(quire("serve", "--port", "0", str(tmp_path)), 1)
+    assert "not downloaded" in assert_clean(quire("serve", "--port", "0", "someone/a-model"), 1)
+
+
+def test_an_impossible_pool():
+    line = assert_clean(quire("serve", "--dry-run", "--kv-memory", "1KiB"), 2)
+    assert "kv_memory" in line.replace("-", "_")
+
+
+def test_an_address_that_is_taken():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert "--port" in assert_clean(quire("serve", "--port", str(port)), 2)
+
+
+def test_dry_run_prints_the_plan():
+    result = quire("serve", "--dry-run", "--kv-memory", "32MiB", "--max-num-seqs", "4")
+    assert result.returncode == 0, result.stderr
+    for word in ("KV cache", "32.0 MiB", "weights", "blocks"):
+        assert word in result.stdout
+
+
+def test_the_command_line_is_parsed_before_anything_heavy_is_imported():
+    code = (
+        "import sys; from quire_server import cli; cli.main(['serve', '--port', 'x']);"
+        "print([name for name in ('torch', 'fastapi', 'uvicorn', 'tokenizers') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == "[]"
