@@ -230,6 +230,7 @@ class Settings(BaseSettings):
     log_stats_interval: Seconds = _option(
         10.0, "Observing", "a line with throughput, queue and cache this often when active; 0 is never", "s"
     )
+    enable_log_requests: bool = _option(False, "Observing", "log each request's parameters, never its text")
     disable_access_log: bool = _option(False, "Observing", "no line per HTTP request")
     enable_vllm_metric_names: bool = _option(True, "Observing", "also export metrics under their vllm: names")
     check_invariants: bool = _option(False, "Observing", "audit the scheduler after every step, not only when idle")
