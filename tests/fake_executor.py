@@ -19,7 +19,7 @@ class CorruptKV(AssertionError):
     """A sequence would have attended to a slot that holds something else."""
 
 
-def request(  # noqa: PLR0913
+def request(
     request_id: str = "r",
     prompt: int | tuple[int, ...] = 8,
     max_tokens: int = 4,

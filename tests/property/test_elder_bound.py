@@ -1,0 +1,149 @@
+"""The printed bound on waiting, against adversaries: random victims, chunks, orders, pools and arrivals.
+
+With the elder rule no run may break it; without the rule many must, or the test could not fail.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+from quire_engine.batch import Batch, SampledToken, StepResult
+from quire_engine.config import SchedulerConfig
+from quire_engine.policies import policies_for
+from quire_engine.policies.elder import ElderRule
+from quire_engine.scheduler import Scheduler
+from quire_engine.sequence import Group
+from quire_engine.types import GenerationRequest, SamplingParams, StopParams
+
+NUM_RUNS = 2500
+
+
+class AnyVictim:
+    """Preempts whoever the dice name."""
+
+    def __init__(self, dice: random.Random) -> None:
+        self._dice = dice
+
+    def choose(self, running: list[Group], elder: Group | None) -> Group | None:
+        others = [group for group in running if group is not elder]
+        return self._dice.choice(others) if others else None
+
+
+class AnyChunk:
+    """Gives a prompt anything from nothing to all."""
+
+    def __init__(self, dice: random.Random, cap: int) -> None:
+        self._dice, self._cap = dice, cap
+
+    def size(self, *, pending: int, planned: int, budget: int) -> int:
+        return self._dice.randint(0, min(pending, self._cap - planned, budget))
+
+
+class LatestFirst:
+    """Serves and admits the youngest first: the order that starves best."""
+
+    def key(self, group: Group) -> tuple[int, ...]:
+        return (-group.arrival,)
+
+
+class NoElder(ElderRule):
+    """Prints the same bound and does nothing for it."""
+
+    def choose(self, live: object, step: int) -> Group | None:
+        return None
+
+
+def adversarial_config(dice: random.Random) -> SchedulerConfig:
+    min_chunk, max_num_seqs = dice.randint(1, 6), dice.randint(1, 6)
+    return SchedulerConfig(
+        num_blocks=dice.randint(3, 24),
+        block_size=dice.randint(1, 5),
+        max_model_len=64,
+        max_num_seqs=max_num_seqs,
+        min_chunk=min_chunk,
+        max_num_batched_tokens=max_num_seqs + min_chunk + dice.randint(0, 10),
+        prefill_chunk=min_chunk + dice.randint(0, 8),
+        max_partial_prefills=dice.randint(1, 3),
+        max_bypasses=dice.randint(0, 4),
+        elder_age_steps=dice.randint(0, 8),
+        enable_prefix_caching=dice.random() < 0.5,
+    )
+
+
+def feasible_request(dice: random.Random, config: SchedulerConfig, name: int) -> GenerationRequest:
+    from quire_engine.errors import InfeasibleRequest
+    from quire_engine.policies.gate import check_request
+
+    while True:
+        length = dice.randint(1, 24)
+        wanted = GenerationRequest(
+            request_id=str(name),
+            prompt_token_ids=tuple(dice.randint(0, 1) for _ in range(length)),
+            sampling=SamplingParams(),
+            stop=StopParams(max_new_tokens=dice.randint(0, 20)),
+            n=dice.choice([1, 1, 1, 2, 3]),
+        )
+        try:
+            check_request(config, wanted)
+        except InfeasibleRequest:
+            continue
+        return wanted
+
+
+def answer(batch: Batch) -> StepResult:
+    """A token for everything that wants one."""
+    result = StepResult()
+    for item in batch.items:
+        if item.wants_sample:
+            for sequence_id in [item.sequence_id, *(fork.sequence_id for fork in item.forks)]:
+                result.samples[sequence_id] = SampledToken(token_id=len(item.token_ids) % 2)
+    return result
+
+
+def worst_ratio(seed: int, *, with_elder: bool) -> float:
+    """Steps from submission to end over the printed bound, the worst of one run; a run stops at the first breach."""
+    dice = random.Random(seed)
+    config = adversarial_config(dice)
+    elder_rule = ElderRule if with_elder else NoElder
+    policies = dataclasses.replace(
+        policies_for(config),
+        order=LatestFirst() if dice.random() < 0.5 else policies_for(config).order,
+        victim=AnyVictim(dice),
+        chunk=AnyChunk(dice, config.prefill_chunk),
+        elder=elder_rule(age_steps=config.elder_age_steps, min_chunk=config.min_chunk),
+    )
+    scheduler = Scheduler(config, policies=policies)
+    arrivals = sorted(dice.randint(0, 60) for _ in range(dice.randint(2, 24)))
+    live: dict[str, tuple[int, int]] = {}  # submission step, bound
+    step, worst = 0, 0.0
+    while arrivals or live:
+        while arrivals and arrivals[0] <= step:
+            wanted = feasible_request(dice, config, len(arrivals))
+            arrivals.pop(0)
+            scheduler.add(wanted, float(step))
+            live[wanted.request_id] = (step, scheduler.wait_bound(wanted.request_id))
+        step += 1
+        batch = scheduler.schedule(float(step))
+        if batch is not None:
+            scheduler.apply(batch, answer(batch), float(step))
+        for name, (submitted, bound) in list(live.items()):
+            worst = max(worst, (step - submitted) / bound)
+            try:
+                scheduler.wait_bound(name)
+            except KeyError:
+                del live[name]
+        if worst > 1.0:
+            break
+    return worst
+
+
+def test_no_adversary_breaks_the_printed_bound() -> None:
+    ratios = [worst_ratio(seed, with_elder=True) for seed in range(NUM_RUNS)]
+    assert max(ratios) <= 1.0, f"seed {ratios.index(max(ratios))}"
+    assert max(ratios) > 0.5, "the adversary never comes near the bound: it shows nothing"
+
+
+def test_without_the_elder_rule_the_bound_breaks() -> None:
+    broken = sum(worst_ratio(seed, with_elder=False) > 1.0 for seed in range(400))
+    assert broken >= 40

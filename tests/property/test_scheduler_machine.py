@@ -1,0 +1,368 @@
+"""The scheduler under arbitrary calls, against a plain-Python model of what may be seen from outside.
+
+I1-I10, I12, I15-I17 and I20 of the scheduler's design are asserted by name; a twin that gets the same calls must make
+the same plans. For a long run raise NUM_EXAMPLES.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from fake_executor import CorruptKV, FakeExecutor, Run, expected_tokens
+from quire_engine.batch import Batch
+from quire_engine.config import SchedulerConfig
+from quire_engine.errors import InfeasibleRequest
+from quire_engine.scheduler import Scheduler
+from quire_engine.sequence import Group
+from quire_engine.types import GenerationRequest, SamplingParams, StopParams
+
+NUM_EXAMPLES = 300
+NUM_STEPS = 50
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> SchedulerConfig:
+    min_chunk, max_num_seqs = draw(st.integers(1, 6)), draw(st.integers(2, 6))
+    return SchedulerConfig(
+        num_blocks=draw(st.integers(5, 24)),
+        block_size=draw(st.integers(1, 5)),
+        max_model_len=draw(st.integers(24, 48)),
+        max_num_seqs=max_num_seqs,
+        min_chunk=min_chunk,
+        max_num_batched_tokens=max_num_seqs + min_chunk + draw(st.integers(0, 12)),
+        prefill_chunk=min_chunk + draw(st.integers(0, 8)),
+        max_partial_prefills=draw(st.integers(1, 3)),
+        max_bypasses=draw(st.integers(0, 4)),
+        elder_age_steps=draw(st.integers(0, 8)),
+        enable_prefix_caching=draw(st.booleans()),
+        policy=draw(st.sampled_from(["fcfs", "priority"])),
+    )
+
+
+def fits(config: SchedulerConfig, prompt: int, max_tokens: int, n: int) -> bool:
+    """I9's model: blocks of the shared prompt and of every choice, counted one by one."""
+    if prompt == 0 or prompt + max_tokens > config.max_model_len or n > min(config.max_num_seqs, config.min_chunk):
+        return False
+    computed = prompt + max(0, max_tokens - 1)
+    blocks = {
+        (p // config.block_size, choice if (p // config.block_size + 1) * config.block_size > prompt else "shared")
+        for choice in range(n if max_tokens > 1 else 1)
+        for p in range(computed)
+    }
+    return len(blocks) <= config.num_blocks
+
+
+def feasible(config: SchedulerConfig, wanted: GenerationRequest) -> bool:
+    return fits(config, len(wanted.prompt_token_ids), wanted.stop.max_new_tokens, wanted.n)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> GenerationRequest:
+    """Prompts of three families that share their first tokens."""
+    length, family = draw(st.integers(0, 24)), draw(st.integers(0, 2))
+    return GenerationRequest(
+        request_id="",
+        prompt_token_ids=tuple(p if p < 9 + family else p + 50 * family for p in range(length)),
+        sampling=SamplingParams(num_prompt_logprobs=draw(st.sampled_from([None, None, None, 1]))),
+        stop=StopParams(
+            max_new_tokens=draw(st.sampled_from([0, 1, 2, 5, 8, 12, 16, 20])),
+            stop_token_ids=tuple(range(draw(st.sampled_from([0, 0, 60])))),
+        ),
+        n=draw(st.sampled_from([1, 1, 1, 2, 3, 4])),
+        priority=draw(st.integers(0, 2)),
+        cache_salt=draw(st.sampled_from(["", "", "tenant"])),
+        # How many tokens each choice resumes with, and who has ended: made true once the request is feasible.
+        resumed_token_ids=draw(st.sampled_from([(), (), ((0,) * 3, (), (0,) * 6, (0,)), ((), (0,), (), (0,) * 4)])),
+        finished_choices=draw(st.sampled_from([(), (), (1,), (0,)])),
+    )
+
+
+def shrunk_to_fit(config: SchedulerConfig, wanted: GenerationRequest) -> GenerationRequest:
+    """The nearest feasible request: fewer choices, then fewer tokens, then a shorter prompt."""
+    prompt, tokens, n = wanted.prompt_token_ids or (1,), wanted.stop.max_new_tokens, wanted.n
+    while not fits(config, len(prompt), tokens, n):
+        if n > min(config.max_num_seqs, config.min_chunk):
+            n -= 1
+        elif tokens > 2:
+            tokens -= 1
+        elif len(prompt) > 4:
+            prompt = prompt[:-1]
+        else:
+            n -= 1
+    return dataclasses.replace(
+        wanted, prompt_token_ids=prompt, stop=dataclasses.replace(wanted.stop, max_new_tokens=tokens), n=n
+    )
+
+
+def truly_resumed(wanted: GenerationRequest) -> GenerationRequest:
+    """With resumed tokens that the request would have produced; without, where nothing is left to resume."""
+    finished = tuple(choice for choice in wanted.finished_choices if choice < wanted.n)
+    if not wanted.resumed_token_ids or len(finished) == wanted.n or wanted.stop.max_new_tokens == 0:
+        return dataclasses.replace(wanted, resumed_token_ids=(), finished_choices=())
+    full = [expected_tokens(wanted, choice) for choice in range(wanted.n)]
+    resumed = tuple(t[: min(len(k), len(t) - 1)] for t, k in zip(full, wanted.resumed_token_ids, strict=False))
+    return dataclasses.replace(wanted, resumed_token_ids=resumed, finished_choices=finished)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Submit, step, abort, fail, reset; the twin does all of it too."""
+
+    @initialize(config=configs())
+    def start(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.run = Run(scheduler=Scheduler(config), executor=FakeExecutor(config.block_size))
+        self.twin = Run(scheduler=Scheduler(config), executor=FakeExecutor(config.block_size))
+        self.requests: dict[str, GenerationRequest] = {}
+        self.unfinished: dict[str, set[int]] = {}
+        self.deadline: dict[str, int] = {}
+        self.bypasses: Counter[str] = Counter()
+
+    # ---- rules
+
+    @rule(wanted=requests(), more=st.lists(requests(), max_size=3))
+    def submit(self, wanted: GenerationRequest, more: list[GenerationRequest]) -> None:
+        for each in [wanted, *more]:
+            self.add_both(shrunk_to_fit(self.config, each))
+
+    @rule(wanted=requests())
+    def submit_anything(self, wanted: GenerationRequest) -> None:
+        if feasible(self.config, wanted):
+            self.add_both(wanted)
+            return
+        for run in (self.run, self.twin):
+            with pytest.raises(InfeasibleRequest):  # I9: refused now, never later
+                run.add(wanted)
+
+    @rule(count=st.integers(1, 20))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.step_both()
+
+    @precondition(lambda self: self.unfinished)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.end_one(data.draw(st.sampled_from(sorted(self.unfinished))), None)
+
+    @precondition(lambda self: self.unfinished)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        self.end_one(data.draw(st.sampled_from(sorted(self.unfinished))), "out of luck")
+
+    @precondition(lambda self: self.unfinished)
+    @rule(data=st.data())
+    def abort_during_a_step(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.unfinished)))
+        self.step_both(abort=name)
+
+    @precondition(lambda self: self.unfinished)
+    @rule(data=st.data())
+    def model_fails_a_slice(self, data: st.DataObject) -> None:
+        self.step_both(fail_item=data.draw(st.integers(0, 10)))
+
+    @rule()
+    def reset_cache(self) -> None:
+        assert self.run.scheduler.reset_prefix_cache() == self.twin.scheduler.reset_prefix_cache()
+        assert self.run.scheduler.stats().blocks_cached == 0
+
+    def teardown(self) -> None:
+        if not hasattr(self, "run"):
+            return
+        while self.unfinished:
+            self.step_both()
+        stats = self.run.scheduler.stats()
+        assert stats.blocks_used == 0  # I15
+        assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
+        assert not self.run.scheduler.has_work
+
+    # ---- invariants between steps
+
+    @invariant()
+    def gauges_equal_recomputed_state(self) -> None:
+        """I16, by counting choices in the model and slots in the tables."""
+        if not hasattr(self, "run"):
+            return
+        self.run.scheduler.check_invariants()  # I1, I2, I4, I20 on the scheduler's own books
+        stats, roster = self.run.scheduler.stats(), self.run.scheduler._roster
+        assert stats.running + sum(stats.waiting.values()) == sum(len(c) for c in self.unfinished.values())
+        assert set(roster.live) == set(self.unfinished)
+        filled: dict[int, int] = {}
+        for sequence in roster.sequences.values():
+            for index, block in enumerate(sequence.table.block_ids):
+                inside = min(self.config.block_size, max(0, sequence.num_computed - index * self.config.block_size))
+                filled[block] = max(inside, filled.get(block, 0))
+        assert stats.blocks_used == len(filled)
+        assert stats.slots_allocated == len(filled) * self.config.block_size
+        assert stats.slots_unused == stats.slots_allocated - sum(filled.values())
+
+    # ---- the step, watched
+
+    def add_both(self, wanted: GenerationRequest) -> None:
+        name = f"r{len(self.requests)}"
+        wanted = truly_resumed(dataclasses.replace(wanted, request_id=name))
+        for run in (self.run, self.twin):
+            run.add(wanted)
+        self.requests[name] = wanted
+        self.unfinished[name] = set(range(wanted.n)) - set(wanted.finished_choices)
+        self.deadline[name] = self.run.step + self.run.scheduler.wait_bound(name)
+
+    def end_one(self, name: str, message: str | None) -> None:
+        for run in (self.run, self.twin):
+            if message is None:
+                assert run.scheduler.abort(name)
+                assert not run.scheduler.abort(name)
+                continue
+            outputs = run.scheduler.fail(name, message)
+            assert {o.choice for o in outputs} == self.unfinished[name]
+            assert all(o.finish == "error" and o.error == message for o in outputs)
+            assert run.scheduler.fail(name, message) == []
+        del self.unfinished[name]
+
+    def step_both(self, abort: str | None = None, fail_item: int | None = None) -> None:
+        before = self.snapshot()
+        batches = []
+        for run in (self.run, self.twin):
+            batch = run.scheduler.schedule(float(run.step))
+            batches.append(batch)
+            if batch is None:
+                continue
+            run.step += 1
+            if run is self.run:
+                self.check_plan(batch, before)
+            if fail_item is not None:
+                run.executor.errors[batch.items[fail_item % len(batch.items)].sequence_id] = "the model failed"
+            result = run.executor.execute(batch)
+            if abort is not None:
+                run.scheduler.abort(abort)
+            run.take(run.scheduler.apply(batch, result, float(run.step)))
+        batch = batches[0]
+        if batch is None:
+            assert batches[1] is None
+            assert not self.unfinished  # I8: no empty plan while anything is unfinished
+            return
+        self.compare(batch, batches[1])
+        if abort is not None:
+            del self.unfinished[abort]
+        self.settle()
+        self.check_elder(before)
+
+    def snapshot(self) -> dict[str, object]:
+        roster = self.run.scheduler._roster
+        elder = self.run.scheduler._planner.elder
+        return {
+            "decodes": {s.sequence_id: g for g in roster.running for s in g.computing if g.pending(s) == 1},
+            "waiting": list(roster.waiting),
+            "elder": elder,
+            "elder_work": self.work_left(elder),
+        }
+
+    def work_left(self, elder: Group | None) -> int:
+        if elder is None:
+            return 0
+        whole = elder.num_prompt_tokens + elder.max_new_tokens
+        return sum(whole - sequence.num_computed for sequence in elder.sequences)
+
+    def check_plan(self, batch: Batch, before: dict[str, object]) -> None:
+        config, scheduler = self.config, self.run.scheduler
+        assert batch.items
+        assert batch.num_tokens == sum(item.num_tokens for item in batch.items) <= config.max_num_batched_tokens  # I5
+        assert scheduler.stats().running <= config.max_num_seqs
+        assert len({item.sequence_id for item in batch.items}) == len(batch.items)
+        written = Counter[int]()
+        for item in batch.items:
+            assert 1 <= item.num_tokens <= config.prefill_chunk
+            assert item.wants_sample == (item.end == len(item.token_ids) and item.stop.max_new_tokens > 0)
+            blocks = range(item.start // config.block_size, -(-item.end // config.block_size))
+            written.update(item.block_ids[index] for index in blocks)
+        for block, writers in written.items():
+            assert writers == 1, f"block {block} has {writers} writers"
+            assert scheduler._kv.is_writable(block), f"I3: block {block} is shared or cached and would be written"
+        scheduled = {item.sequence_id for item in batch.items}
+        for sequence_id, group in before["decodes"].items():
+            assert sequence_id in scheduled or group.state == "preempted", "I6: a running decode stood still"
+        self.count_bypasses(before["waiting"])
+
+    def count_bypasses(self, waiting: list[Group]) -> None:
+        scheduler = self.run.scheduler
+        key = scheduler._roster._order.key
+        entered = [g for g in waiting if g.state == "running" and g is not scheduler._planner.elder]
+        for group in waiting:
+            if group.state != "running":
+                name = group.request.request_id
+                self.bypasses[name] += sum(key(other) > key(group) for other in entered)
+                assert self.bypasses[name] <= self.config.max_bypasses  # I20
+
+    def check_elder(self, before: dict[str, object]) -> None:
+        elder = self.run.scheduler._planner.elder
+        if elder is not None and elder is before["elder"] and elder.state == "running":
+            assert self.work_left(elder) < before["elder_work"]  # I7
+
+    def compare(self, batch: Batch, twin: Batch | None) -> None:
+        """I10: the same calls make the same plans and the same outputs."""
+        assert twin is not None
+        assert batch == twin
+        assert self.run.outputs == self.twin.outputs
+
+    def settle(self) -> None:
+        """Compare what ended with what each request must produce alone (I12), and when (I17)."""
+        for (name, choice), output in list(self.run.finishes.items()):
+            if name not in self.unfinished or choice not in self.unfinished[name]:
+                continue
+            self.unfinished[name].discard(choice)
+            assert self.run.step <= self.deadline[name], "I17: it waited longer than the printed bound"
+            if output.finish == "error":
+                assert output.error == "the model failed"
+                continue
+            wanted = self.requests[name]
+            resumed = wanted.resumed_token_ids[choice] if wanted.resumed_token_ids else ()
+            tokens = expected_tokens(wanted, choice)
+            assert (*resumed, *self.run.tokens[name, choice]) == tokens
+            stopped = bool(tokens) and tokens[-1] in wanted.stop.stop_token_ids
+            assert output.finish == ("stop" if stopped else "length")
+            assert output.stop_token_id == (tokens[-1] if stopped else None)
+            self.check_prompt_logprobs(wanted, choice)
+        for name in [name for name, choices in self.unfinished.items() if not choices]:
+            del self.unfinished[name]
+        for name in self.unfinished:
+            assert self.run.step < self.deadline[name], "I17: it is alive after the printed bound"
+
+    def check_prompt_logprobs(self, wanted: GenerationRequest, choice: int) -> None:
+        own = [o for o in self.run.outputs if (o.request_id, o.choice) == (wanted.request_id, choice)]
+        given = [index for index, output in enumerate(own) if output.prompt_logprobs is not None]
+        resumed = wanted.resumed_token_ids and wanted.resumed_token_ids[0]
+        if wanted.sampling.num_prompt_logprobs is None or choice != 0 or resumed:
+            assert given == []
+            return
+        assert given == [0]
+        first, *rest = own[0].prompt_logprobs
+        assert first is None
+        assert tuple(entry.token_id for entry in rest) == wanted.prompt_token_ids[1:]
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=NUM_EXAMPLES,
+    stateful_step_count=NUM_STEPS,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+TestScheduler = SchedulerMachine.TestCase
+
+
+def test_a_wrong_block_is_noticed() -> None:
+    """The executor's check can fail: two sequences that write the same block corrupt each other."""
+    from fake_executor import request
+
+    run = Run(scheduler=Scheduler(SchedulerConfig(num_blocks=8)), executor=FakeExecutor(16))
+    run.add(request("a", 8, 8), request("b", 8, 8))
+    run.one_step()
+    first, second = run.scheduler._roster.sequences.values()
+    second.table.block_ids[0] = first.table.block_ids[0]
+    batch = run.scheduler.schedule(1.0)
+    assert batch is not None
+    with pytest.raises(CorruptKV):
+        run.executor.execute(batch)
