@@ -1,0 +1,111 @@
+"""A client that leaves ends its work, also where the reply is not a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import httpx
+import pytest
+from fastapi import Request
+
+from fakes import FakeEngine, listening, make_app, make_state
+from quire_server.disconnect import unless_client_gone
+from quire_server.errors import BadRequest, ClientGone
+
+pytestmark = pytest.mark.anyio
+
+
+async def until(condition: Callable[[], bool], patience: float = 3.0) -> None:
+    async with asyncio.timeout(patience):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.005)
+
+
+def request_that_hears(*messages: dict[str, object]) -> Request:
+    """A request whose client says `messages` and then nothing."""
+    queue = list(messages)
+
+    async def receive() -> dict[str, object]:
+        if queue:
+            return queue.pop(0)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    return Request({"type": "http", "method": "POST", "path": "/", "headers": []}, receive)
+
+
+async def test_the_result_is_passed_on() -> None:
+    async def work() -> int:
+        await asyncio.sleep(0)
+        return 7
+
+    assert await unless_client_gone(request_that_hears(), work()) == 7
+
+
+async def test_an_error_is_passed_on() -> None:
+    async def work() -> int:
+        raise BadRequest("no")
+
+    with pytest.raises(BadRequest):
+        await unless_client_gone(request_that_hears(), work())
+
+
+async def test_leaving_cancels_and_waits_for_the_clean_up() -> None:
+    steps: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            steps.append("cancelled")
+            await asyncio.sleep(0.01)
+            steps.append("cleaned up")
+
+    with pytest.raises(ClientGone):
+        await unless_client_gone(request_that_hears({"type": "http.disconnect"}), work())
+    assert steps == ["cancelled", "cleaned up"]
+
+
+async def test_cancelling_the_handler_cancels_the_work() -> None:
+    ended = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    task = asyncio.create_task(unless_client_gone(request_that_hears(), work()))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/completions", {"prompt": ["a", "b"], "n": 2, "temperature": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ],
+)
+async def test_a_client_that_leaves_frees_its_place(path: str, body: dict[str, object]) -> None:
+    engine = FakeEngine(step_seconds=0.02)
+    state = make_state(engine=engine)
+    async with listening(make_app(state)) as server:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as client:
+            asking = asyncio.create_task(client.post(path, json={**body, "max_tokens": 500, "ignore_eos": True}))
+            await until(lambda: engine.step_id >= 3)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        started = time.perf_counter()
+        await until(lambda: not engine.live)
+        assert time.perf_counter() - started < 1.0
+        assert sorted(engine.aborted) == sorted(request.request_id for request in engine.submitted)
+        assert state.client.in_flight == 0
+        text = state.metrics.render().decode()
+        assert f'quire_http_requests_total{{handler="{path}",method="POST",model_name="fake",status="499"}} 1.0' in text

@@ -1,0 +1,111 @@
+"""/openapi.json tells the truth: bodies, errors and the key are in it, and nothing that is not so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fakes import connect, make_app
+from quire_server.guard import PUBLIC_PATHS
+
+pytestmark = pytest.mark.anyio
+
+POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+GETS = (
+    *("/v1/models", "/v1/models/{model_id}", "/tokenizer_info", "/version", "/metrics"),
+    *("/health", "/health/live", "/health/ready"),
+)
+
+
+def references(node: object) -> Iterator[str]:
+    if isinstance(node, dict):
+        if isinstance(node.get("$ref"), str):
+            yield node["$ref"]
+        for value in node.values():
+            yield from references(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from references(value)
+
+
+async def document(**options: object) -> dict[str, Any]:
+    async with connect(make_app(**options)) as client:
+        headers = {"authorization": "Bearer key"}
+        first = (await client.get("/openapi.json", headers=headers)).json()
+        assert (await client.get("/openapi.json", headers=headers)).json() == first
+        assert (await client.get("/docs", headers=headers)).status_code == 200
+        result: dict[str, Any] = first
+        return result
+
+
+async def test_every_route_is_there() -> None:
+    paths = (await document())["paths"]
+    assert {path for path, operations in paths.items() if "post" in operations} == set(POSTS)
+    assert {path for path, operations in paths.items() if "get" in operations} == set(GETS)
+
+
+async def test_every_reference_resolves() -> None:
+    whole = await document()
+    for reference in references(whole):
+        node: Any = whole
+        for part in reference.removeprefix("#/").split("/"):
+            node = node[part]
+
+
+@pytest.mark.parametrize("path", POSTS)
+async def test_posts_declare_their_body_and_errors(path: str) -> None:
+    whole = await document()
+    operation = whole["paths"][path]["post"]
+    body = operation["requestBody"]
+    assert body["required"] is True
+    name = body["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
+    assert whole["components"]["schemas"][name]["properties"]
+    assert {"200", "400", "401", "404", "408", "413", "415", "429", "431", "500", "503"} <= set(operation["responses"])
+    assert "422" not in operation["responses"]
+    for status, response in operation["responses"].items():
+        if int(status) >= 400:
+            schema = response["content"]["application/json"]["schema"]
+            assert schema == {"$ref": "#/components/schemas/ErrorResponse"}, status
+    assert "Retry-After" in operation["responses"]["429"]["headers"]
+    assert "Retry-After" in operation["responses"]["503"]["headers"]
+    assert "parameters" not in operation
+
+
+async def test_the_error_schema_is_the_envelope() -> None:
+    schemas = (await document())["components"]["schemas"]
+    assert schemas["ErrorResponse"]["required"] == ["error"]
+    assert set(schemas["ErrorDetail"]["required"]) == {"message", "type", "param", "code"}
+    assert "HTTPValidationError" not in schemas
+
+
+async def test_the_key_is_declared_where_it_is_needed() -> None:
+    without = await document()
+    assert "securitySchemes" not in without["components"]
+    whole = await document(api_key=("key",))
+    assert whole["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
+    for path, operations in whole["paths"].items():
+        for operation in operations.values():
+            assert ("security" in operation) == (path not in PUBLIC_PATHS), path
+
+
+@pytest.mark.parametrize("path", POSTS)
+async def test_refusals_have_declared_statuses(path: str) -> None:
+    app = make_app(max_body_bytes=1000, max_header_bytes=3000)
+    declared = set(app.openapi()["paths"][path]["post"]["responses"])
+    prompt = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "tokens": [1]}
+    requests: list[dict[str, Any]] = [
+        {"json": {}},
+        {"json": {**prompt, "model": "nothing"}},
+        {"json": {**prompt, "model": 1}},
+        {"content": b"{"},
+        {"content": b"x" * 2000, "headers": {"content-type": "application/json"}},
+        {"json": prompt, "headers": {"a": "b" * 4000}},
+        {"json": prompt, "headers": {"content-encoding": "gzip"}},
+    ]
+    async with connect(app) as client:
+        for options in requests:
+            reply = await client.post(path, **options)
+            assert 400 <= reply.status_code < 500, options
+            assert str(reply.status_code) in declared, options
