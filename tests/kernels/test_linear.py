@@ -98,14 +98,15 @@ def test_a_row_does_not_depend_on_what_its_neighbours_hold(poison, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_does_not_depend_on_the_number_of_threads(dtype):
-    x, *_, residual = _operands(3072, 200, dtype)
+@pytest.mark.parametrize(("columns", "rows"), [(3072, 200), (64, 3001)])  # sums, and rows, wide enough to be divided
+def test_a_row_does_not_depend_on_the_number_of_threads(columns, rows, dtype):
+    x, *_, residual = _operands(columns, rows, dtype, num_rows=20)
     threads = torch.get_num_threads()
     results = []
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            results.append({name: op(x, residual) for name, op in _ops(3072, 200, dtype).items()})
+            results.append({name: op(x, residual) for name, op in _ops(columns, rows, dtype).items()})
     finally:
         torch.set_num_threads(threads)
     for name, result in results[0].items():

@@ -230,9 +230,12 @@ def test_a_missing_config_is_named(path):
         ({"layer_types": ["full_attention", "sliding_attention"]}, "use_sliding_window or sliding_window is off"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key-value heads"),
         ({"head_dim": 31}, "head_dim=31 must be even"),
+        ({"head_dim": 2}, "head_dim=2 must be even and at least 4"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "64"}, "hidden_size must be an integer"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer of at least 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer from 1 to 4096"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be an integer from 1 to 4096"),
+        ({"rope_parameters": {"rope_theta": 1.0}}, "rope_theta=1.0 must be greater than 1"),
         ({"vocab_size": True}, "vocab_size must be an integer"),
         ({"rms_norm_eps": -1}, "rms_norm_eps must be a positive number"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number"),
@@ -257,15 +260,15 @@ def test_an_option_that_would_change_the_output_is_refused(changes, reason, path
 def test_family_defaults_stand_in_for_absent_options(tmp_path):
     required = {
         "vocab_size": 512,
-        "hidden_size": 64,
+        "hidden_size": 256,
         "intermediate_size": 96,
         "num_hidden_layers": 2,
         "num_attention_heads": 32,
     }
     expected = {
-        "LlamaForCausalLM": (32, 2, 2048, (None, None)),
-        "MistralForCausalLM": (8, 2, 131072, (4096, 4096)),
-        "Qwen2ForCausalLM": (32, 2, 32768, (None, None)),
+        "LlamaForCausalLM": (32, 8, 2048, (None, None)),
+        "MistralForCausalLM": (8, 8, 131072, (4096, 4096)),
+        "Qwen2ForCausalLM": (32, 8, 32768, (None, None)),
         "Qwen3ForCausalLM": (32, 128, 32768, (None, None)),
     }
     for architecture, values in expected.items():

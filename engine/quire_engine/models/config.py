@@ -95,6 +95,7 @@ _ROPE_KEYS: dict[str, frozenset[str]] = {
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
     "yarn": frozenset({"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
 }
+_MAX_LAYERS = 4096  # beyond any model; what follows takes time and memory in proportion
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -108,7 +109,7 @@ def load_model_config(path: Path) -> ModelConfig:
     if options.text("hidden_act", "silu") not in ("silu", "swish"):
         raise options.error(f"hidden_act={options.text('hidden_act', 'silu')!r} is not supported; only silu is")
 
-    num_layers = options.integer("num_hidden_layers")
+    num_layers = options.integer("num_hidden_layers", most=_MAX_LAYERS)
     num_heads = options.integer("num_attention_heads")
     hidden_size = options.integer("hidden_size")
     num_kv_heads = options.integer("num_key_value_heads", family.default_kv_heads or num_heads)
@@ -116,8 +117,8 @@ def load_model_config(path: Path) -> ModelConfig:
     max_positions = options.integer("max_position_embeddings", family.default_max_positions)
     if num_heads % num_kv_heads:
         raise options.error(f"{num_heads} attention heads cannot share {num_kv_heads} key-value heads")
-    if head_dim % 2:
-        raise options.error(f"head_dim={head_dim} must be even for rotary embeddings")
+    if head_dim % 2 or head_dim < 4:
+        raise options.error(f"head_dim={head_dim} must be even and at least 4 for rotary embeddings")
     return ModelConfig(
         architecture=family.architecture,
         vocab_size=options.integer("vocab_size"),
@@ -214,6 +215,8 @@ def _rope(options: Options, max_positions: int) -> RopeConfig:
         raise options.error(f"rope parameters {', '.join(sorted(unknown))} are not supported with type {rope_type!r}")
 
     theta = rope.number("rope_theta", options.number("rope_theta", 10000.0))
+    if theta <= 1:
+        raise options.error(f"rope_theta={theta} must be greater than 1")
     original = options.integer(
         "original_max_position_embeddings", rope.integer("original_max_position_embeddings", max_positions)
     )

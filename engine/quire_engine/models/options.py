@@ -66,10 +66,10 @@ class Options:
             raise self.error(f"{key} must be an object, not {value!r}")
         return Options(value, f"{self._where}: {key}")
 
-    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+    def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = (1 << 31) - 1) -> int:
         value = self._present(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 31:
-            raise self.error(f"{key} must be an integer of at least {least}, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.error(f"{key} must be an integer from {least} to {most}, not {value!r}")
         return value
 
     def number(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
