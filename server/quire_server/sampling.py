@@ -47,13 +47,12 @@ class ModelLimits:
             max_logprobs=max_logprobs,
         )
 
-    def check_ids(self, ids: Iterable[int], param: str) -> None:
-        for token_id in ids:
-            if not 0 <= token_id < self.num_token_ids:
-                raise BadRequest(
-                    f"Token id {token_id} in '{param}' is outside the vocabulary of {self.num_token_ids} ids.",
-                    param=param,
-                )
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        if ids and not 0 <= min(ids) <= max(ids) < self.num_token_ids:
+            wrong = next(token_id for token_id in ids if not 0 <= token_id < self.num_token_ids)
+            raise BadRequest(
+                f"Token id {wrong} in '{param}' is outside the vocabulary of {self.num_token_ids} ids.", param=param
+            )
 
     def max_new_tokens(self, prompt_tokens: int, n: int) -> int:
         """The most tokens per choice that the KV pool holds; -1 if not even the prompt fits.
@@ -84,7 +83,7 @@ def resolve_sampling(
     bias = tuple((int(key), float(value)) for key, value in (fields.logit_bias or {}).items())
     allowed = tuple(dict.fromkeys(fields.allowed_token_ids or ()))
     banned = banned_token_ids(fields.bad_words or (), tokenizer)
-    limits.check_ids((token_id for token_id, _ in bias), "logit_bias")
+    limits.check_ids([token_id for token_id, _ in bias], "logit_bias")
     limits.check_ids(allowed, "allowed_token_ids")
     limits.check_ids(banned, "bad_words")
     if allowed and not set(allowed).difference(banned):

@@ -18,6 +18,7 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_BIASED_TOKENS = 1024
+MAX_ALLOWED_TOKENS = 65_536
 MAX_BAD_WORDS = 128
 
 _TOKEN_KEY = re.compile(r"0|[1-9][0-9]{0,9}")
@@ -119,7 +120,7 @@ class GenerationFields(WireModel):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     logit_bias: LogitBias = None
-    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
     bad_words: Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = Field(
         None, description="words of a single token that must not be generated"
     )

@@ -6,7 +6,7 @@ Must not know: the model, its vocabulary, how text is generated.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
@@ -47,11 +47,14 @@ def _check_prompt(value: object) -> Prompts:
 
 
 def _check_ids(ids: list[object]) -> list[int]:
+    """By whole-list operations: a prompt may have a million ids."""
     if not ids:
         raise ValueError("a prompt must have at least one token")
-    checked = [item for item in ids if type(item) is int and 0 <= item <= _MAX_ID]
-    if len(checked) != len(ids):
-        raise ValueError("token ids must be non-negative integers of the vocabulary")
+    if set(map(type, ids)) != {int}:
+        raise ValueError("token ids must be integers")
+    checked = cast(list[int], ids)
+    if min(checked) < 0 or max(checked) > _MAX_ID:
+        raise ValueError("token ids must be those of the vocabulary")
     return checked
 
 
