@@ -16,7 +16,7 @@ from fakes import connect, exchange, listening, make_app, parse_reply
 
 pytestmark = pytest.mark.anyio
 
-LIMIT = 1 << 20
+LIMIT = 1 << 18
 JSON = b"Content-Type: application/json\r\n"
 
 
