@@ -101,7 +101,9 @@ async def serve(
 
     def stop(cut_off: bool) -> None:
         server.should_exit = True
-        server.force_exit = server.force_exit or cut_off
+        if cut_off:
+            for connection in tuple(server.server_state.connections):
+                connection.transport.abort()
 
     def started() -> None:
         address, port = _address(sock)

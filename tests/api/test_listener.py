@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -110,6 +111,31 @@ async def test_stop_lets_a_reply_finish() -> None:
     go_on.set()
     assert b'"done"' in await asking
     await asyncio.wait_for(serving, 3)
+
+
+async def test_stop_can_cut_replies_off(caplog: pytest.LogCaptureFixture) -> None:
+    app = make_app()
+    arrived, ended = asyncio.Event(), asyncio.Event()
+
+    async def silent() -> AsyncIterator[bytes]:
+        try:
+            yield b"x"
+            arrived.set()
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    @app.get("/silent")
+    async def stream() -> StreamingResponse:
+        return StreamingResponse(silent())
+
+    async with listening(app) as server:
+        asking = asyncio.create_task(exchange(server.port, b"GET /silent HTTP/1.1\r\nHost: x\r\n\r\n"))
+        await arrived.wait()
+    assert ended.is_set()
+    with contextlib.suppress(ConnectionError):
+        assert (await asking).startswith(b"HTTP/1.1 200 ")
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 async def test_a_client_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
