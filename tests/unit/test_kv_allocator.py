@@ -1,0 +1,173 @@
+"""Blocks for sequences: matching, sharing, copying, giving back."""
+
+from __future__ import annotations
+
+import pytest
+
+from fake_executor import request
+from quire_engine.invariants import InvariantViolation
+from quire_engine.kv_allocator import KVAllocator
+from quire_engine.page_table import PageTable
+from quire_engine.sequence import Group, Sequence
+
+
+def allocator(num_blocks: int = 8, *, caching: bool = True) -> KVAllocator:
+    return KVAllocator(num_blocks=num_blocks, block_size=4, enable_prefix_caching=caching)
+
+
+def sequence(tokens: list[int], salt: str = "") -> Sequence:
+    group = Group(request=request("r", tuple(tokens), salt=salt), arrival=0, added_step=0, stop_token_ids=frozenset())
+    return Sequence(
+        sequence_id=0, choice=0, group=group, token_ids=tokens, num_prompt_tokens=len(tokens), table=PageTable(4)
+    )
+
+
+def computed(kv: KVAllocator, tokens: list[int], salt: str = "") -> Sequence:
+    """A sequence whose tokens are all computed and committed."""
+    one = sequence(tokens, salt)
+    kv.seat(one, kv.match(one, len(tokens) - 1))
+    one.num_computed = len(tokens)
+    kv.commit(one)
+    return one
+
+
+def test_a_released_prefix_is_matched_and_revived() -> None:
+    kv = allocator()
+    first = computed(kv, list(range(10)))
+    held = list(first.table.block_ids)
+    kv.release(first)
+    assert (kv.num_available, kv.num_cached) == (8, 2)
+    second = sequence(list(range(10)))
+    matched = kv.match(second, 9)
+    assert matched == held[:2]
+    assert kv.seat_cost(second, matched) == 3
+    kv.seat(second, matched)
+    assert second.num_computed == 8
+    assert (kv.num_available, kv.num_cached) == (5, 0)
+    kv.check([second])
+
+
+def test_blocks_in_use_are_shared_at_no_cost() -> None:
+    kv = allocator()
+    first = computed(kv, list(range(10)))
+    second = sequence(list(range(12)))
+    matched = kv.match(second, 11)
+    assert kv.seat_cost(second, matched) == 1
+    kv.seat(second, matched)
+    assert first.table.block_ids[:2] == second.table.block_ids[:2]
+    assert not kv.is_writable(second.table.block_ids[0])
+    assert kv.is_writable(second.table.block_ids[2])
+    kv.check([first, second])
+
+
+@pytest.mark.parametrize(("limit", "blocks"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2)])
+def test_a_match_is_never_longer_than_asked(limit: int, blocks: int) -> None:
+    kv = allocator()
+    computed(kv, list(range(8)))
+    assert len(kv.match(sequence(list(range(8))), limit)) == blocks
+
+
+def test_only_computed_blocks_are_matched() -> None:
+    kv = allocator()
+    first = sequence(list(range(8)))
+    kv.seat(first, [])
+    assert kv.match(sequence(list(range(8))), 7) == []
+    first.num_computed = 7
+    kv.commit(first)
+    assert len(kv.match(sequence(list(range(8))), 8)) == 1
+
+
+def test_salts_do_not_share() -> None:
+    kv = allocator()
+    computed(kv, list(range(8)), salt="a")
+    assert kv.match(sequence(list(range(8)), salt="b"), 8) == []
+    assert len(kv.match(sequence(list(range(8)), salt="a"), 8)) == 2
+
+
+def test_without_caching_nothing_is_matched() -> None:
+    kv = allocator(caching=False)
+    kv.release(computed(kv, list(range(8))))
+    assert kv.match(sequence(list(range(8))), 8) == []
+    assert kv.num_cached == 0
+
+
+def test_eviction_takes_the_least_recent_and_in_it_the_deepest() -> None:
+    kv = allocator(num_blocks=5)
+    old, new = computed(kv, list(range(8))), computed(kv, list(range(100, 112)))
+    kv.release(old)
+    kv.release(new)
+    kv.seat(sequence([50] * 12), [])
+    assert kv.total_evictions == 3
+    assert kv.match(sequence(list(range(8))), 8) == []
+    assert len(kv.match(sequence(list(range(100, 112))), 12)) == 2, "the shallow part survives"
+
+
+def test_uncached_blocks_are_reused_before_cached_ones() -> None:
+    kv = allocator(num_blocks=4)
+    kv.release(computed(kv, list(range(10))))
+    kv.seat(sequence([50] * 8), [])
+    assert kv.total_evictions == 0
+
+
+def test_fork_shares_everything_and_the_last_owner_writes_in_place() -> None:
+    kv = allocator()
+    parent = computed(kv, list(range(6)))
+    children = [sequence(list(range(6))) for _ in range(2)]
+    for child in children:
+        kv.fork(parent, child, 6)
+    family = [parent, *children]
+    assert kv.num_available == 6
+    assert kv.num_unused_slots(family) == 2
+    tail = parent.table.block_ids[1]
+    costs, copies = [], []
+    for one in family:
+        costs.append(kv.write_cost(one, 7))
+        copies.append(kv.prepare_write(one, 7))
+    assert costs == [1, 1, 0]
+    assert [copy[0] if copy else None for copy in copies] == [tail, tail, None]
+    assert children[1].table.block_ids[1] == tail
+    assert len({one.table.block_ids[1] for one in family}) == 3
+    kv.check(family)
+
+
+def test_fork_at_a_block_boundary_copies_nothing() -> None:
+    kv = allocator()
+    parent, child = computed(kv, list(range(8))), sequence(list(range(8)))
+    kv.fork(parent, child, 8)
+    assert kv.prepare_write(child, 9) is None
+    assert kv.prepare_write(parent, 9) is None
+    assert parent.table.block_ids[:2] == child.table.block_ids[:2]
+    assert parent.table.block_ids[2] != child.table.block_ids[2]
+
+
+def test_fork_of_a_longer_parent_shares_the_prompt_only() -> None:
+    kv = allocator()
+    parent, child = sequence(list(range(14))), sequence(list(range(6)))
+    kv.seat(parent, [])
+    parent.num_computed = 6
+    kv.fork(parent, child, 6)
+    assert child.table.block_ids == parent.table.block_ids[:2]
+    assert kv.prepare_write(parent, 14) is not None, "the parent writes where the child still reads"
+    kv.check([parent, child])
+
+
+def test_reset_makes_everything_unmatchable_and_keeps_held_blocks() -> None:
+    kv = allocator()
+    held = computed(kv, list(range(8)))
+    kv.release(computed(kv, list(range(100, 108))))
+    assert kv.reset_cache() == 4
+    assert kv.num_cached == 0
+    assert kv.match(sequence(list(range(8))), 8) == []
+    kv.check([held])
+    kv.release(held)
+    assert kv.num_cached == 0
+    assert kv.total_evictions == 0
+    kv.check([])
+
+
+def test_check_sees_a_table_that_lost_a_block() -> None:
+    kv = allocator()
+    one = computed(kv, list(range(8)))
+    one.table.block_ids.pop()
+    with pytest.raises(InvariantViolation, match="has 1 references and is in 0 tables"):
+        kv.check([one])

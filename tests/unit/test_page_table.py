@@ -1,0 +1,36 @@
+"""Positions to blocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire_engine.page_table import PageTable
+
+
+def test_position_37_of_blocks_of_16() -> None:
+    assert PageTable(16).position_to_block(37) == (2, 5)
+
+
+@pytest.mark.parametrize(("num_tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2), (500, 32)])
+def test_num_blocks_for(num_tokens: int, blocks: int) -> None:
+    assert PageTable(16).num_blocks_for(num_tokens) == blocks
+
+
+def test_slots_are_physical() -> None:
+    table = PageTable(4)
+    table.block_ids.extend([9, 2])
+    assert table.position_to_slot(3) == (9, 3)
+    assert table.position_to_slot(4) == (2, 0)
+    assert table.num_slots == 8
+    assert len(table) == 2
+    with pytest.raises(IndexError):
+        table.position_to_slot(8)
+
+
+def test_clearing_leaves_a_lent_list_alone() -> None:
+    table = PageTable(4)
+    table.block_ids.append(3)
+    lent = table.block_ids
+    assert table.clear() == [3]
+    assert lent == [3]
+    assert table.block_ids == []

@@ -1,0 +1,162 @@
+"""Each decision by itself, and the gate's numbers against brute force."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from fake_executor import request
+from quire_engine.config import SchedulerConfig
+from quire_engine.errors import ConfigError, InfeasibleRequest
+from quire_engine.policies import policies_for
+from quire_engine.policies.capacity import WholePrompt
+from quire_engine.policies.chunk import FixedChunk
+from quire_engine.policies.elder import ElderRule
+from quire_engine.policies.gate import check_config, check_request, footprint, largest_max_tokens
+from quire_engine.policies.priority import PriorityOrder
+from quire_engine.policies.victim import Youngest
+from quire_engine.sequence import Group
+from quire_engine.types import GenerationRequest
+
+CONFIG = SchedulerConfig(num_blocks=60, max_model_len=4096)
+
+
+def group(arrival: int, *, added: int = 0, work: int = 1, priority: int = 0) -> Group:
+    return Group(
+        request=request(str(arrival), priority=priority),
+        arrival=arrival,
+        added_step=added,
+        stop_token_ids=frozenset(),
+        work=work,
+    )
+
+
+def test_orders() -> None:
+    first, second, urgent = group(0), group(1), group(2, priority=-1)
+    fcfs = policies_for(CONFIG).order
+    assert sorted([urgent, second, first], key=fcfs.key) == [first, second, urgent]
+    assert sorted([second, first, urgent], key=PriorityOrder().key) == [urgent, first, second]
+    assert isinstance(policies_for(dataclasses.replace(CONFIG, policy="priority")).order, PriorityOrder)
+
+
+def test_the_youngest_is_the_victim_and_never_the_elder() -> None:
+    a, b, c = group(0), group(1), group(2)
+    assert Youngest().choose([a, b, c], a) is c
+    assert Youngest().choose([a, b, c], c) is b
+    assert Youngest().choose([a], a) is None
+
+
+def test_a_preempted_group_needs_one_block_more() -> None:
+    one = group(0)
+    assert WholePrompt().fits(one, need=5, available=5)
+    one.state = "preempted"
+    assert not WholePrompt().fits(one, need=5, available=5)
+    assert WholePrompt().fits(one, need=5, available=6)
+
+
+@pytest.mark.parametrize(
+    ("pending", "planned", "budget", "size"), [(500, 0, 512, 256), (500, 16, 512, 240), (9, 0, 512, 9), (500, 0, 7, 7)]
+)
+def test_fixed_chunk(pending: int, planned: int, budget: int, size: int) -> None:
+    assert FixedChunk(256).size(pending=pending, planned=planned, budget=budget) == size
+
+
+def test_the_elder_is_kept_until_it_ends() -> None:
+    rule = ElderRule(age_steps=10, min_chunk=4)
+    a, b = group(0, work=100), group(1, work=5)
+    assert rule.choose([a, b], step=1) is a
+    assert rule.choose([a, b], step=90) is a
+    rule.forget(b)
+    assert rule.choose([a], step=91) is a
+    rule.forget(a)
+    assert rule.choose([], step=92) is None
+
+
+def test_an_overdue_group_goes_before_an_older_one_that_is_not() -> None:
+    rule = ElderRule(age_steps=10, min_chunk=4)
+    a, b, c = group(0, work=100), group(1, added=1, work=5), group(2, added=1, work=5)
+    assert rule.choose([a, b, c], step=17) is b
+    assert ElderRule(age_steps=10, min_chunk=4).choose([a, b, c], step=16) is a
+
+
+def test_work_and_bound() -> None:
+    rule = ElderRule(age_steps=64, min_chunk=16)
+    work = rule.work(request("r", 100, 20, n=3))
+    assert work == 10 + 20
+    assert rule.wait_bound(work, earlier_work=7) == 64 + 3 * 30 + 7
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"max_num_batched_tokens": 79}, "at least 80"),
+        ({"min_chunk": 300}, "at most 256"),
+        ({"num_blocks": 0}, "num_blocks is 0"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"max_partial_prefills": 0}, "max_partial_prefills is 0"),
+        ({"max_bypasses": -1}, "max_bypasses is -1"),
+        ({"elder_age_steps": -1}, "elder_age_steps is -1"),
+    ],
+)
+def test_impossible_limits_are_refused(change: dict[str, int], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_config(dataclasses.replace(CONFIG, **change))
+
+
+def test_the_smallest_sufficient_budget_is_accepted() -> None:
+    check_config(dataclasses.replace(CONFIG, max_num_batched_tokens=80))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "n", "blocks"),
+    [
+        (200, 8, 1, 13),
+        (200, 8, 4, 16),
+        (200, 9, 4, 16),
+        (200, 10, 4, 20),
+        (200, 1, 16, 13),
+        (16, 0, 4, 1),
+        (16, 2, 4, 5),
+    ],
+)
+def test_footprint(prompt: int, max_tokens: int, n: int, blocks: int) -> None:
+    assert footprint(CONFIG, num_prompt=prompt, max_new_tokens=max_tokens, n=n) == blocks
+
+
+def test_the_largest_max_tokens_is_the_largest() -> None:
+    for block_size in (1, 3, 4):
+        config = dataclasses.replace(CONFIG, num_blocks=7, block_size=block_size, max_model_len=25)
+        for prompt in range(1, 30):
+            for n in (1, 2, 3):
+                feasible = [tokens for tokens in range(40) if accepted(config, request("r", prompt, tokens, n=n))]
+                assert largest_max_tokens(config, num_prompt=prompt, n=n) == max(feasible, default=-1)
+
+
+def accepted(config: SchedulerConfig, wanted: GenerationRequest) -> bool:
+    try:
+        check_request(config, wanted)
+    except InfeasibleRequest:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        (request("r", 1000, 200), "needs 75 blocks, pool has 60; the prompt alone does not fit"),
+        (request("r", 900, 200), "needs 69 blocks, pool has 60; largest max_tokens is 61"),
+        (request("r", 961, 1), "needs 61 blocks, pool has 60; the prompt alone does not fit"),
+        (request("r", 500, 4000), "needs 4500 tokens, the context has 4096; largest max_tokens is 461"),
+        (request("r", 8, 8, n=17), "n is 17, must be 1 to 16"),
+        (request("r", 8, 8, n=0), "n is 0"),
+        (request("r", ()), "the prompt is empty"),
+        (request("r", 8, -1), "max_tokens is -1"),
+        (request("r", 8, 4, resumed=((1,), (2,))), "2 entries for 1 choices"),
+        (request("r", 8, 4, resumed=((1, 2, 3, 4),)), "already has its 4 tokens"),
+        (request("r", 8, 4, n=2, finished=(0, 1)), "every choice has already finished"),
+    ],
+)
+def test_infeasible_requests_are_refused_with_what_would_do(wanted: GenerationRequest, words: str) -> None:
+    with pytest.raises(InfeasibleRequest, match=words):
+        check_request(CONFIG, wanted)
