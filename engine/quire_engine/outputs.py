@@ -49,13 +49,14 @@ def prompt_only_output(sequence: Sequence) -> TokenOutput:
 
 
 def error_output(sequence: Sequence, message: str) -> TokenOutput:
-    """The last output of a choice that failed."""
+    """The last output of a choice whose own step failed: steps are deterministic, it would fail again."""
     group = sequence.group
     return TokenOutput(
         request_id=group.request.request_id,
         choice=sequence.choice,
         finish="error",
         error=message,
+        culprit=True,
         num_cached_tokens=group.num_cached_tokens,
         timing=_timing(group),
     )

@@ -124,7 +124,7 @@ def _guard(app: FastAPI, state: ServerState) -> None:
             allow_origins=settings.allowed_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
+            expose_headers=["x-request-id", "retry-after", "retry-after-ms", "x-quire-ignored", "x-quire-clamped"],
         )
     limits = RequestLimits(
         max_body_bytes=settings.max_body_bytes,

@@ -114,7 +114,9 @@ class TextTokenizer:
         """Token ids; `add_special_tokens` runs the post-processor of tokenizer.json. Raises BadRequest for text
         that is not valid Unicode."""
         try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            # The batch form lets go of the interpreter lock, so that a long text does not stop the event loop.
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids: list[int] = encoding.ids
         except (TypeError, UnicodeEncodeError) as exc:
             raise BadRequest("The text is not valid Unicode: it has a lone surrogate.") from exc
         return ids
@@ -133,8 +135,8 @@ class TextTokenizer:
         """
         skipped = self.special_ids if skip_special_tokens else frozenset()
         shown = [i for i in ids if 0 <= i < self.vocab_size and i not in skipped]
-        text: str = self._tokenizer.decode(shown, skip_special_tokens=False)
-        return text
+        texts: list[str] = self._tokenizer.decode_batch([shown], skip_special_tokens=False)
+        return texts[0]
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for, even a part of a UTF-8 character; empty for an id that is no token."""
