@@ -1,0 +1,157 @@
+"""`quire serve` from outside: what it prints works, how it ends, what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from e2e.served import Served
+
+pytestmark = pytest.mark.e2e
+
+
+class Stream(threading.Thread):
+    """One streamed completion that would run for long; collects its events."""
+
+    def __init__(self, server: Served, max_tokens: int = 1500) -> None:
+        super().__init__()
+        self._url = f"{server.url}/v1/completions"
+        self._body = {"prompt": "Once", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        self.events: list[str] = []
+        self.start()
+
+    def run(self) -> None:
+        with httpx.stream("POST", self._url, json=self._body, timeout=120) as reply:
+            self.events += [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: ")]
+
+
+def ended(server: Served, children: list[psutil.Process], seconds: float) -> int:
+    """The exit code; nothing that the server started may outlive it."""
+    code = server.process.wait(seconds)
+    _, alive = psutil.wait_procs(children, timeout=3)
+    assert not alive
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) != 0
+    return code
+
+
+def children_of(server: Served) -> list[psutil.Process]:
+    return psutil.Process(server.process.pid).children(recursive=True)
+
+
+def test_ready_within_four_seconds_and_the_printed_call_works() -> None:
+    with Served() as server:
+        assert server.ready_seconds < 4.0
+        for words in ("KV cache", "weights", "sequences of 2,048 tokens"):
+            assert words in server.log()
+        command = re.search(r"try: (curl .*)", server.log())
+        assert command is not None
+        if shutil.which("curl") is None:
+            pytest.skip("needs curl")
+        reply = subprocess.run(shlex.split(command[1]), capture_output=True, text=True, timeout=60, check=True)
+        assert json.loads(reply.stdout)["choices"][0]["message"]["content"]
+
+
+def test_work_longer_than_the_drain_ends_with_an_error_event() -> None:
+    with Served("--drain-timeout", "0.5", "--kv-memory", "64MiB") as server:
+        children = children_of(server)
+        streams = [Stream(server) for _ in range(3)]
+        time.sleep(0.7)
+        started = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert ended(server, children, 15) == 0
+        assert time.monotonic() - started < 0.5 + 5
+        for stream in streams:
+            stream.join(10)
+            assert stream.events[-1] == "[DONE]"
+            assert "error" in json.loads(stream.events[-2])
+            assert json.loads(stream.events[0])["choices"]
+
+
+def test_an_engine_that_keeps_dying_ends_the_server_with_70() -> None:
+    with Served("--max-engine-restarts", "1", "--kv-memory", "64MiB") as server:
+        children = children_of(server)
+        stream = Stream(server)
+        time.sleep(0.7)
+        deadline = time.monotonic() + 30
+        while server.process.poll() is None and time.monotonic() < deadline:
+            for child in psutil.Process(server.process.pid).children():
+                if "quire_engine.process" in child.cmdline():
+                    child.kill()
+            time.sleep(0.05)
+        assert ended(server, children, 15) == 70
+        stream.join(10)
+        assert stream.events[-1] == "[DONE]"
+        assert "error" in json.loads(stream.events[-2])
+        assert "giving up" in server.log()
+        assert "Traceback" not in server.log()
+
+
+def test_a_signal_while_loading_ends_it_cleanly() -> None:
+    with Served() as probe:  # the caches of the file system are warm from here on
+        assert probe.url
+    for delay in (0.05, 0.3, 0.8):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "quire_server.cli", "serve", "--port", "0"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        time.sleep(delay)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=15)
+        assert "Traceback" not in errors
+        assert process.returncode in {0, -signal.SIGTERM}  # the latter: before there is anything to end
+        _, alive = psutil.wait_procs(children, timeout=3)
+        assert not alive
+
+
+def test_json_logs_with_the_requests_id() -> None:
+    with Served("--log-format", "json", "--log-stats-interval", "0.2") as server:
+        httpx.get(f"{server.url}/v1/models", headers={"x-request-id": "mine-1"}).raise_for_status()
+        body = {"prompt": "Once", "max_tokens": 64, "ignore_eos": True}
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status()
+        time.sleep(0.5)
+        records = [json.loads(line) for line in server.log().splitlines()]
+    assert any(record.get("request_id") == "mine-1" and record["status"] == 200 for record in records)
+    assert any("Avg generation throughput" in record["message"] for record in records)
+    assert {record["level"] for record in records} == {"info"}
+
+
+def test_a_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "quire.sock"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "quire_server.cli", "serve", "--uds", str(path)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://quire") as client:
+            deadline = time.monotonic() + 30
+            while True:
+                try:
+                    reply = client.get("/health/ready")
+                    break
+                except httpx.TransportError:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+            assert reply.status_code == 200
+            assert client.get("/v1/models").json()["data"][0]["id"] == "quire-demo"
+    finally:
+        process.terminate()
+        assert process.wait(20) == 0
+    assert not path.exists()
