@@ -16,7 +16,7 @@ from quire_server.metric_values import Counter, Values
 Outcome = Literal["stop", "length", "abort", "error"]
 OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "abort", "error")
 WAIT_REASONS: tuple[WaitReason, ...] = ("kv", "slots", "budget")
-REJECT_REASONS = ("max_num_queued_reqs", "max_num_queued_tokens", "draining", "not_ready")
+REJECT_REASONS = ("max_num_queued_reqs", "max_num_queued_tokens", "draining")
 
 # The usual buckets of LLM servers, so that dashboards carry over, with a finer low end for small models.
 _TTFT = (
