@@ -1,0 +1,121 @@
+"""A real `quire serve` on 127.0.0.1 and a free port, started for a test and stopped by its process id."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+import psutil
+
+START_SECONDS = 60.0
+STOP_SECONDS = 40.0
+_ADDRESS = re.compile(r"Uvicorn running on (http://127\.0\.0\.1:\d+)")
+
+
+class Served:
+    """`with Served("--max-num-seqs", "8") as server: httpx.get(server.url + "/health")`."""
+
+    def __init__(self, *args: str, env: dict[str, str] | None = None) -> None:
+        self._args = args
+        self._env = env or {}
+        self.url = ""
+        self.ready_seconds = 0.0
+
+    def __enter__(self) -> Served:
+        self._log = tempfile.NamedTemporaryFile(mode="w+", suffix=".log")  # closed in __exit__
+        started = time.monotonic()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "quire_server.cli", "serve", "--host", "127.0.0.1", "--port", "0", *self._args],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **self._env},
+        )
+        try:
+            self._wait_until_ready(started)
+        except BaseException:
+            self.process.kill()
+            self.process.wait()
+            raise
+        return self
+
+    def _wait_until_ready(self, started: float) -> None:
+        while time.monotonic() < started + START_SECONDS:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server exited with {self.process.returncode}:\n{self.log()}")
+            if not self.url and (match := _ADDRESS.search(self.log())):
+                self.url = match[1]
+            if self.url:
+                try:
+                    if httpx.get(self.url + "/health/ready", timeout=2).status_code == 200:
+                        self.ready_seconds = time.monotonic() - started
+                        return
+                except httpx.TransportError:
+                    pass
+            time.sleep(0.02)
+        raise TimeoutError(f"not ready after {START_SECONDS} s:\n{self.log()}")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        if error is not None:
+            print(self.log()[-8000:])
+        self._log.close()
+
+    def log(self) -> str:
+        """What the server has printed so far."""
+        return Path(self._log.name).read_text()
+
+    def engine(self) -> psutil.Process:
+        """The engine process that runs now."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            for child in psutil.Process(self.process.pid).children():
+                try:
+                    if child.status() != psutil.STATUS_ZOMBIE and any("quire_engine" in a for a in child.cmdline()):
+                        return child
+                except psutil.NoSuchProcess:
+                    continue
+            time.sleep(0.02)
+        raise TimeoutError("no engine process")
+
+    def metric(self, name: str, **labels: str) -> float:
+        """One sample of /metrics; 0 when it has none yet. Labels given must match, others are summed."""
+        total = 0.0
+        for line in httpx.get(self.url + "/metrics", timeout=10).text.splitlines():
+            match = re.fullmatch(r"([\w:]+)(?:\{(.*)\})? (\S+)", line)
+            if match and match[1] == name:
+                found = dict(re.findall(r'(\w+)="([^"]*)"', match[2] or ""))
+                if all(found.get(key) == value for key, value in labels.items()):
+                    total += float(match[3])
+        return total
+
+    def wait_idle(self, seconds: float = 2.0) -> None:
+        """Until nothing runs or waits and every block is free or cached."""
+        deadline = time.monotonic() + seconds
+        while True:
+            running = self.metric("quire_requests_running")
+            waiting = self.metric("quire_requests_waiting")
+            used = self.metric("quire_kv_blocks", state="used")
+            if running == waiting == used == 0:
+                break
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not idle after {seconds} s: {running=} {waiting=} {used=}")
+            time.sleep(0.05)
+        free, cached = self.metric("quire_kv_blocks", state="free"), self.metric("quire_kv_blocks", state="cached")
+        assert free + cached == self.metric("quire_kv_pool_blocks")

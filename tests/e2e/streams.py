@@ -1,0 +1,75 @@
+"""Asyncio clients of the completions API, for tests that need many at once or that break off."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+
+@dataclass
+class Streamed:
+    """What one client saw of one stream."""
+
+    status: int = 0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reasons: list[str] = field(default_factory=list)
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    done: bool = False
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def client(url: str) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
+    return httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(120, connect=30), limits=limits)
+
+
+async def stream(
+    http: httpx.AsyncClient,
+    body: dict[str, Any],
+    *,
+    on_chunk: Callable[[Streamed], None] | None = None,
+    drop_after: int | None = None,
+) -> Streamed:
+    """One streamed completion; closes the connection after `drop_after` chunks when given."""
+    seen, chunks = Streamed(), 0
+    async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as reply:
+        seen.status = reply.status_code
+        seen.headers = dict(reply.headers)
+        if reply.status_code != 200:
+            seen.errors.append(json.loads(await reply.aread())["error"])
+            return seen
+        if drop_after == 0:
+            return seen
+        async for line in reply.aiter_lines():
+            if not line.startswith("data: "):
+                continue
+            if line == "data: [DONE]":
+                seen.done = True
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                seen.errors.append(event["error"])
+                continue
+            for choice in event["choices"]:
+                seen.text += choice["text"]
+                seen.token_ids += choice.get("token_ids") or []
+                seen.logprobs += (choice.get("logprobs") or {}).get("token_logprobs", [])
+                if choice["finish_reason"]:
+                    seen.finish_reasons.append(choice["finish_reason"])
+            chunks += 1
+            if on_chunk is not None:
+                on_chunk(seen)
+            if drop_after is not None and chunks >= drop_after:
+                return seen
+    return seen
+
+
+async def gather(count: int, make: Callable[[int], Any]) -> list[Any]:
+    return await asyncio.gather(*(make(i) for i in range(count)))

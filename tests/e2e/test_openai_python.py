@@ -1,0 +1,151 @@
+"""The official `openai` package against a real server: sync, async, streams, logprobs, errors, retries."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from e2e.served import Served
+
+pytestmark = pytest.mark.e2e
+
+KEY = "test-key"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with Served("--api-key", KEY, "--max-num-seqs", "2", "--max-num-queued-reqs", "2") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def api(server: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key=KEY, timeout=60) as client:
+        yield client
+
+
+def test_models(api: openai.OpenAI) -> None:
+    models = api.models.list().data
+    assert [m.id for m in models] == ["quire-demo"]
+    assert api.models.retrieve("quire-demo").object == "model"
+    with pytest.raises(openai.NotFoundError) as caught:
+        api.models.retrieve("gpt-4")
+    assert caught.value.code == "model_not_found"
+
+
+def test_completion_with_logprobs(api: openai.OpenAI) -> None:
+    reply = api.completions.create(
+        model="quire-demo", prompt="The capital of France is", max_tokens=4, temperature=0, logprobs=3
+    )
+    assert reply._request_id
+    choice = reply.choices[0]
+    assert "Paris" in choice.text
+    assert choice.logprobs is not None
+    assert len(choice.logprobs.tokens or []) == reply.usage.completion_tokens  # type: ignore[union-attr]
+    assert all(3 <= len(top) <= 4 for top in choice.logprobs.top_logprobs or [])
+
+
+def test_chat_and_its_stream_agree(api: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": "Tell me a short story."}]
+    whole = api.chat.completions.create(model="quire-demo", messages=messages, temperature=0, max_tokens=80)  # type: ignore[arg-type]
+    chunks = list(
+        api.chat.completions.create(  # type: ignore[call-overload]
+            model="quire-demo",
+            messages=messages,
+            temperature=0,
+            max_tokens=80,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
+    assert chunks[-1].usage == whole.usage
+
+
+def test_chat_logprobs(api: openai.OpenAI) -> None:
+    reply = api.chat.completions.create(
+        model="quire-demo",
+        messages=[{"role": "user", "content": "Hi"}],
+        logprobs=True,
+        top_logprobs=2,
+        max_tokens=5,
+        temperature=0,
+    )
+    content = reply.choices[0].logprobs.content  # type: ignore[union-attr]
+    assert content
+    for token in content:
+        assert len(token.top_logprobs) == 2
+        assert token.logprob == pytest.approx(token.top_logprobs[0].logprob)
+        assert bytes(token.bytes or []).decode("utf-8", "replace") == token.token
+
+
+def test_async_client_runs_many(server: Served) -> None:
+    async def body() -> None:
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=20) as api:
+
+            async def one(i: int) -> str:
+                reply = await api.completions.create(
+                    model="quire-demo", prompt=f"{i}, {i + 1},", max_tokens=8, temperature=0
+                )
+                return reply.choices[0].text
+
+            # More than the seats and the queue hold: retries that honour Retry-After get all of them through.
+            together = await asyncio.gather(*(one(i % 4) for i in range(12)))
+            alone = [await one(i) for i in range(4)]
+        assert together == [alone[i % 4] for i in range(12)]
+
+    asyncio.run(body())
+
+
+def test_errors_map_to_exception_types(server: Served, api: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as bad:
+        api.completions.create(model="quire-demo", prompt="x", temperature=3)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as long:
+        api.completions.create(model="quire-demo", prompt=[5] * 100_000)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError):
+        api.completions.create(model="nothing", prompt="x")
+    with (
+        openai.OpenAI(base_url=server.url + "/v1", api_key="wrong") as stranger,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        stranger.models.list()
+
+
+def test_rate_limit_error_carries_retry_after(server: Served) -> None:
+    async def body() -> None:
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0) as api:
+
+            async def one(i: int) -> openai.RateLimitError | None:
+                try:
+                    await api.completions.create(
+                        model="quire-demo", prompt=f"{i}", max_tokens=200, extra_body={"ignore_eos": True}
+                    )
+                except openai.RateLimitError as error:
+                    return error
+                return None
+
+            refused = [error for error in await asyncio.gather(*(one(i) for i in range(16))) if error is not None]
+        assert refused
+        for error in refused:
+            assert 1 <= int(error.response.headers["retry-after"]) <= 120
+
+    asyncio.run(body())
+
+
+def test_breaking_off_a_stream_frees_its_seat(server: Served, api: openai.OpenAI) -> None:
+    stream = api.completions.create(
+        model="quire-demo", prompt="Hello", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    started = time.monotonic()
+    server.wait_idle(2.0)
+    assert time.monotonic() - started < 2.0

@@ -1,0 +1,128 @@
+"""Bursts, dropped streams and shutdown against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from e2e.served import Served
+from e2e.streams import Streamed, client, stream
+
+pytestmark = pytest.mark.e2e
+
+
+def request(i: int, tokens: int) -> dict[str, Any]:
+    return {"prompt": f"{i}, {i + 1},", "max_tokens": tokens, "ignore_eos": True, "temperature": 0.8, "seed": i}
+
+
+def test_five_hundred_dropped_streams_leave_nothing_behind() -> None:
+    async def body(server: Served) -> None:
+        rng = random.Random(5)
+        gate = asyncio.Semaphore(50)
+
+        async def drop(i: int) -> None:
+            async with gate:
+                seen = await stream(http, request(i, 400), drop_after=rng.choice([0, 0, 1, 2, 5, 20, 60]))
+                assert seen.status == 200
+
+        async with client(server.url) as http:
+            await asyncio.gather(*(drop(i) for i in range(500)))
+        server.wait_idle(2.0)
+        assert server.metric("quire_requests_total", outcome="abort") == 500
+        assert server.metric("quire_engine_restarts_total") == 0
+
+    with Served("--max-num-seqs", "32") as server:
+        asyncio.run(body(server))
+
+
+def test_a_burst_of_two_hundred_on_eight_seats_and_a_queue_of_32() -> None:
+    async def body(server: Served) -> None:
+        async with client(server.url) as http:
+            solo = [await stream(http, request(i, 24)) for i in range(200)]
+            started = time.monotonic()
+            answered: list[float] = []
+
+            async def send(i: int) -> Streamed:
+                seen = await stream(http, request(i, 24))
+                answered.append(time.monotonic() - started)
+                return seen
+
+            burst = await asyncio.wait_for(asyncio.gather(*(send(i) for i in range(200))), 60)
+        accepted = [i for i, seen in enumerate(burst) if seen.status == 200]
+        refused = [seen for seen in burst if seen.status != 200]
+        assert len(accepted) >= 40
+        assert refused
+        for i in accepted:
+            assert burst[i].text == solo[i].text
+            assert burst[i].done
+        for seen in refused:
+            assert seen.status == 429
+            assert int(seen.headers["retry-after"]) >= 1
+            assert seen.errors[0]["code"] == "queue_full"
+        assert server.metric("quire_rejected_total") == len(refused)
+        server.wait_idle()
+
+    with Served("--max-num-seqs", "8", "--max-num-queued-reqs", "32") as server:
+        asyncio.run(body(server))
+
+
+def test_sigterm_finishes_or_answers_everything_and_leaves_nothing() -> None:
+    async def body(server: Served) -> None:
+        async with client(server.url) as http:
+            solo = [await stream(http, request(i, 200)) for i in range(16)]
+            started = [False] * 16
+
+            def mark(i: int) -> Any:
+                return lambda _: started.__setitem__(i, True)
+
+            tasks = [asyncio.create_task(stream(http, request(i, 200), on_chunk=mark(i))) for i in range(16)]
+            async with asyncio.timeout(30):
+                while sum(started) < 8:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+            children = psutil.Process(server.process.pid).children(recursive=True)
+            server.process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(5):
+                while (await http.get("/health/ready")).status_code != 503:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            late = await stream(http, request(99, 4))
+            assert late.status == 503
+            assert int(late.headers["retry-after"]) >= 1
+            ended = await asyncio.wait_for(asyncio.gather(*tasks), 60)
+        for alone, seen in zip(solo, ended, strict=True):
+            if seen.status == 200:
+                assert seen.text == alone.text
+                assert seen.done
+            else:
+                assert seen.status == 503
+        assert sum(seen.status == 200 for seen in ended) >= 8
+        assert await asyncio.to_thread(server.process.wait, 30) == 0
+        assert not any(child.is_running() for child in children)
+
+    with Served("--max-num-seqs", "8") as server:
+        asyncio.run(body(server))
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(server.url + "/health")
+
+
+def test_a_second_signal_aborts_at_once() -> None:
+    async def body(server: Served) -> None:
+        async with client(server.url) as http:
+            task = asyncio.create_task(stream(http, request(1, 1900)))
+            await asyncio.sleep(0.5)
+            server.process.send_signal(signal.SIGINT)
+            await asyncio.sleep(0.2)
+            server.process.send_signal(signal.SIGINT)
+            seen = await asyncio.wait_for(task, 10)
+        assert seen.done
+        assert seen.errors
+        assert await asyncio.to_thread(server.process.wait, 10) == 0
+
+    with Served() as server:
+        asyncio.run(body(server))
