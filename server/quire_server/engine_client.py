@@ -144,7 +144,7 @@ class EngineClient:
 
     def on_step(self, step: StepOutput) -> None:
         """Fan one engine step out to the streams it has news for."""
-        self._metrics.observe_step(step.stats)
+        self._metrics.observe_step(step.stats, sum(len(output.token_ids) for output in step.outputs))
         for output in step.outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None and stream.deliver(output):

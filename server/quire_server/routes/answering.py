@@ -67,6 +67,7 @@ def admit(state: ServerState, fields: GenerationFields) -> list[str]:
     Raises NotReady, ModelNotFound, BadRequest.
     """
     if state.draining:
+        state.metrics.reject("draining")
         raise NotReady("The server is shutting down.", close=True)
     if not state.knows_model(fields.model):
         raise ModelNotFound(fields.model or "")
