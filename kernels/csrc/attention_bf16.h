@@ -1,0 +1,140 @@
+// The arithmetic of attention on bf16 keys and values: products of bf16 pairs, sums in fp32.
+//
+// Promises: a score is one sum over the dimensions in order, an output one sum over the positions in order, whatever
+// the number of rows in the block; what lies outside a row's positions is never an operand (0 * NaN is not 0).
+// Must not know: sequences, tables, the order of work.
+#pragma once
+
+#include <cstring>
+
+#include "attention_tile.h"
+
+namespace quire {
+
+class Bf16Kv {
+ public:
+  static int64_t scratch_bytes(int64_t rows, int64_t d) {
+    return rows * d * 2 + kBlockRows * kTile * 2 + 2 * d * 4;
+  }
+
+  Bf16Kv(char* scratch, int64_t rows, int64_t d, float scale)
+      : d_(d),
+        scale_(scale),
+        edges_(reinterpret_cast<uint32_t*>(scratch)),
+        weights_(reinterpret_cast<bf16*>(scratch + 2 * d * 4)),
+        queries_(weights_ + kBlockRows * kTile) {
+    (void)rows;
+  }
+
+  void set_query(int64_t row, const bf16* query) { std::memcpy(queries_ + row * d_, query, static_cast<size_t>(d_) * 2); }
+
+  void open(const Tile& tile) {
+    for (int u = tile.first_unit; u < tile.last_unit; ++u) {
+      keys_[u] = reinterpret_cast<const bf16*>(tile.units[u]);
+      for (int i = 0; i < kUnit / 2; ++i) pairs_[u * kUnit / 2 + i] = keys_[u] + (kUnit + 2 * i) * d_;
+    }
+  }
+
+  // Scores of the group's units into s [rows][kTile], positions outside the group's included.
+  void score(const Group& group, float* s) const {
+    const bf16* queries = queries_ + group.first_row * d_;
+    for (int u = group.first_unit(); u < group.last_unit(); u += kBlockVecs) {
+      with_count<kBlockRows>(group.rows, [&](auto rows) {
+        with_count<kBlockVecs>(std::min(kBlockVecs, group.last_unit() - u), [&](auto vecs) {
+          score_block<rows.value, vecs.value>(keys_ + u, queries, s + u * kUnit);
+        });
+      });
+    }
+  }
+
+  // Turns the unit's weights of row `row` of the group into bf16 and returns them as they were rounded.
+  Vec set_weights(int row, int unit, Vec weights) {
+    bf16* to = weights_ + row * kTile + unit * kUnit;
+    vstore_bf16(to, weights);
+    return vload_bf16(to);
+  }
+
+  void finish_weights(int, int, int) {}
+
+  // values [rows][stride] = values * fade [rows] + weights * V.
+  void add_values(const Group& group, const float* fade, float* values, int64_t stride) {
+    const int begin = group.low / 2, end = (group.high + 1) / 2;
+    const bf16 *first = pairs_[begin], *last = pairs_[end - 1];
+    if (group.low % 2 != 0) pairs_[begin] = edge(first, 0xffff0000u, edges_);
+    if (group.high % 2 != 0) pairs_[end - 1] = edge(last, 0x0000ffffu, edges_ + d_);
+    const int vecs = static_cast<int>(d_ / kLanes);
+    for (int v = 0; v < vecs; v += kBlockVecs) {
+      with_count<kBlockRows>(group.rows, [&](auto rows) {
+        with_count<kBlockVecs>(std::min(kBlockVecs, vecs - v), [&](auto count) {
+          value_block<rows.value, count.value>(begin, end, v * kLanes, fade, values, stride);
+        });
+      });
+    }
+    pairs_[end - 1] = last;
+    pairs_[begin] = first;
+  }
+
+ private:
+  template <int kRows, int kVecs>
+  void score_block(const bf16* const* keys, const bf16* queries, float* s) const {
+    Vec acc[kRows][kVecs];
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVecs; ++v) acc[r][v] = vzero();
+    }
+    const bf16* at[kVecs];
+    for (int v = 0; v < kVecs; ++v) at[v] = keys[v];
+    for (int64_t i = 0; i < d_; i += 2) {
+      Pairs k[kVecs];
+      for (int v = 0; v < kVecs; ++v) k[v] = pload(at[v] + i * kUnit);
+      for (int r = 0; r < kRows; ++r) {
+        const Pairs q = pset(queries + r * d_ + i);
+        for (int v = 0; v < kVecs; ++v) acc[r][v] = dot2(acc[r][v], k[v], q);
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVecs; ++v) vstore(s + r * kTile + v * kUnit, vmul(acc[r][v], vset(scale_)));
+    }
+  }
+
+  template <int kRows, int kVecs>
+  void value_block(int begin, int end, int64_t column, const float* fade, float* values, int64_t stride) const {
+    Vec acc[kRows][kVecs];
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVecs; ++v) {
+        acc[r][v] = vmul(vload(values + r * stride + column + v * kLanes), vset(fade[r]));
+      }
+    }
+    for (int i = begin; i < end; ++i) {
+      const bf16* pair = pairs_[i] + 2 * column;
+      Pairs x[kVecs];
+      for (int v = 0; v < kVecs; ++v) x[v] = pload(pair + v * 2 * kLanes);
+      for (int r = 0; r < kRows; ++r) {
+        const Pairs w = pset(weights_ + r * kTile + 2 * i);
+        for (int v = 0; v < kVecs; ++v) acc[r][v] = dot2(acc[r][v], x[v], w);
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVecs; ++v) vstore(values + r * stride + column + v * kLanes, acc[r][v]);
+    }
+  }
+
+  // A copy of a pair of value rows with one of the two zeroed.
+  const bf16* edge(const bf16* pair, uint32_t mask, uint32_t* to) const {
+    for (int64_t i = 0; i < d_; ++i) {
+      uint32_t both;
+      std::memcpy(&both, pair + 2 * i, 4);
+      to[i] = both & mask;
+    }
+    return reinterpret_cast<const bf16*>(to);
+  }
+
+  const int64_t d_;
+  const float scale_;
+  uint32_t* edges_;               // [2][d]
+  bf16* weights_;                 // [kBlockRows][kTile]
+  bf16* queries_;                 // [rows][d]
+  const bf16* keys_[kTileUnits] = {};
+  const bf16* pairs_[kTile / 2] = {};  // values of two positions each
+};
+
+}  // namespace quire

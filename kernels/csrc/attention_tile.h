@@ -1,0 +1,58 @@
+// The fixed pieces in which attention walks a sequence, and how one piece is handed to the arithmetic.
+//
+// Owns the sizes. Promises: which positions share a tile or a segment depends on the positions alone.
+// Must not know: the pool's layout, the order of work.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "attention.h"
+
+namespace quire {
+
+constexpr int kTileUnits = 4;
+constexpr int kTile = kTileUnits * kUnit;  // positions per step of the online softmax
+constexpr int64_t kSegment = 512;          // positions whose partial result stands alone, so that workers may share a row
+
+// Accumulators of one block of arithmetic: rows times vectors, as many as the registers hold.
+#if defined(QUIRE_AVX512)
+constexpr int kBlockRows = 6, kBlockVecs = 4;
+#else
+constexpr int kBlockRows = 2, kBlockVecs = 2;
+#endif
+
+// One tile of one head: addresses of the units that some row sees.
+struct Tile {
+  const char* units[kTileUnits];
+  int first_unit, last_unit;  // [first, last)
+};
+
+// Rows of a task that see the same positions [low, high) of a tile. At most kBlockRows.
+struct Group {
+  int64_t first_row;
+  int rows;
+  int low, high;
+  int first_unit() const { return low / kUnit; }
+  int last_unit() const { return (high + kUnit - 1) / kUnit; }
+};
+
+// Calls f with `count` in [1, kMost] as a compile-time constant.
+template <int kMost, typename F>
+inline void with_count(int count, const F& f) {
+  if constexpr (kMost > 1) {
+    if (count < kMost) return with_count<kMost - 1>(count, f);
+  }
+  f(std::integral_constant<int, kMost>{});
+}
+
+// The lanes [low, high) of a; `other` elsewhere, whatever a holds there.
+inline Vec keep(Vec a, int low, int high, float other) {
+  float lanes[kLanes];
+  vstore(lanes, a);
+  for (int i = 0; i < kLanes; ++i) lanes[i] = i >= low && i < high ? lanes[i] : other;
+  return vload(lanes);
+}
+
+}  // namespace quire

@@ -1,0 +1,261 @@
+#include "gemm.h"
+
+#include <algorithm>
+
+namespace quire {
+namespace {
+
+constexpr int kVecs = kPanelRows / kLanes;  // accumulators per activation row
+// 6 x 4 accumulators, 4 weights and a broadcast fit the 32 registers of AVX-512; narrower machines spill less with 2.
+#if defined(QUIRE_AVX512)
+constexpr int kTileRows = 6;
+#else
+constexpr int kTileRows = 2;
+#endif
+constexpr int kInt4TileRows = kTileRows / 2;  // two sets of accumulators
+// k is cut so that a panel's slice stays in the second-level cache while the activation rows pass by.
+constexpr int64_t kSliceBytes = 512 * 1024;
+// Loads run ahead by about the latency of memory at the rate one core can read.
+constexpr int64_t kPrefetchBytes = 4096;
+
+struct Bf16Dot {
+  using Sum = Vec;
+  using Lane = Pairs;
+  static constexpr int64_t kValuesPerStep = 2;
+  static Sum zero() { return vzero(); }
+  static Sum load_sum(const float* p) { return vload(p); }
+  static void store_sum(float* p, Sum s) { vstore(p, s); }
+  static Lane load(const char* p) { return pload(reinterpret_cast<const bf16*>(p)); }
+  static Lane broadcast(const char* p) { return pset(reinterpret_cast<const bf16*>(p)); }
+  static Sum dot(Sum sum, Lane w, Lane a) { return dot2(sum, w, a); }
+};
+
+struct Int8Dot {
+  using Sum = Ints;
+  using Lane = Ints;
+  static constexpr int64_t kValuesPerStep = 4;
+  static Sum zero() { return izero(); }
+  static Sum load_sum(const float* p) { return iload(p); }
+  static void store_sum(float* p, Sum s) { istore(p, s); }
+  static Lane load(const char* p) { return iload(p); }
+  static Lane broadcast(const char* p) {
+    int32_t quad;
+    std::memcpy(&quad, p, 4);
+    return iset(quad);
+  }
+  static Sum dot(Sum sum, Lane w, Lane a) { return dot4(sum, a, w); }
+};
+
+inline void prefetch(const char* p) {
+  for (int v = 0; v < kVecs; ++v) __builtin_prefetch(p + kPrefetchBytes + v * 64);
+}
+
+// `count` steps of `Rows` activation rows against one panel. Sums are carried in `sums` [Rows][64] when `resume`.
+template <typename Dot, int kRows>
+void tile(const char* a, int64_t stride, const char* w, int64_t count, float* sums, bool resume, bool cold) {
+  typename Dot::Sum acc[kRows][kVecs];
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVecs; ++v) acc[r][v] = resume ? Dot::load_sum(sums + (r * kVecs + v) * kLanes) : Dot::zero();
+  }
+  for (int64_t step = 0; step < count; ++step, w += kPanelRows * 4) {
+    if (cold) prefetch(w);
+    typename Dot::Lane weights[kVecs];
+    for (int v = 0; v < kVecs; ++v) weights[v] = Dot::load(w + v * kLanes * 4);
+    for (int r = 0; r < kRows; ++r) {
+      const typename Dot::Lane x = Dot::broadcast(a + r * stride + step * 4);
+      for (int v = 0; v < kVecs; ++v) acc[r][v] = Dot::dot(acc[r][v], weights[v], x);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVecs; ++v) Dot::store_sum(sums + (r * kVecs + v) * kLanes, acc[r][v]);
+  }
+}
+
+template <typename Dot>
+void any_tile(int64_t rows, const char* a, int64_t stride, const char* w, int64_t count, float* sums, bool resume,
+              bool cold) {
+  switch (rows) {
+    case 1: return tile<Dot, 1>(a, stride, w, count, sums, resume, cold);
+    case 2: return tile<Dot, 2>(a, stride, w, count, sums, resume, cold);
+    case 3: return tile<Dot, 3>(a, stride, w, count, sums, resume, cold);
+    case 4: return tile<Dot, 4>(a, stride, w, count, sums, resume, cold);
+    case 5: return tile<Dot, 5>(a, stride, w, count, sums, resume, cold);
+    default: return tile<Dot, 6>(a, stride, w, count, sums, resume, cold);
+  }
+}
+
+// int4: a group is 64 bf16 scales, then 4 steps of [64][4 bytes] whose low nibbles are k 4j.. and high nibbles k 16 + 4j..
+template <int kRows>
+void tile_int4(const int8_t* a, int64_t k, const int32_t* group_sums, const char* w, float* sums, bool cold) {
+  const int64_t groups = k / kGroup;
+  Vec acc[kRows][kVecs];
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVecs; ++v) acc[r][v] = vzero();
+  }
+  for (int64_t g = 0; g < groups; ++g) {
+    const bf16* scales = reinterpret_cast<const bf16*>(w);
+    const char* nibbles = w + kPanelRows * 2;
+    Ints part[kRows][kVecs];
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVecs; ++v) part[r][v] = iset(-group_sums[r * groups + g]);
+    }
+    for (int j = 0; j < 4; ++j) {
+      if (cold) prefetch(nibbles + j * kPanelRows * 4);
+      for (int v = 0; v < kVecs; ++v) {
+        const Ints both = iload(nibbles + (j * kPanelRows + v * kLanes) * 4);
+        const Ints low = low_nibbles(both), high = high_nibbles(both);
+        for (int r = 0; r < kRows; ++r) {
+          const char* x = reinterpret_cast<const char*>(a) + r * k + g * kGroup + 4 * j;
+          part[r][v] = dot4(part[r][v], low, Int8Dot::broadcast(x));
+          part[r][v] = dot4(part[r][v], high, Int8Dot::broadcast(x + kGroup / 2));
+        }
+      }
+    }
+    for (int v = 0; v < kVecs; ++v) {
+      const Vec scale = vload_bf16(scales + v * kLanes);
+      for (int r = 0; r < kRows; ++r) acc[r][v] = vfma(to_vec(part[r][v]), scale, acc[r][v]);
+    }
+    w += kPanelRows * 2 + kPanelRows * kGroup / 2;
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVecs; ++v) vstore(sums + (r * kVecs + v) * kLanes, acc[r][v]);
+  }
+}
+
+// Sums of one row of one panel as floats, bias added.
+inline Vec finished(const Linear& w, const Rows& rows, int64_t row, int64_t lane, const float* sums) {
+  Vec value;
+  switch (w.kind) {
+    case WeightKind::kBf16: value = vload(sums); break;
+    case WeightKind::kInt8:
+      value = vmul(to_vec(isub(iload(sums), iload(w.sums + lane))), vmul(vload(w.scales + lane), vset(rows.scales[row])));
+      break;
+    default: value = vmul(vload(sums), vset(rows.scales[row]));
+  }
+  return w.bias == nullptr ? value : vadd(value, vload(w.bias + lane));
+}
+
+// Stores up to 16 columns. The last ones of a matrix whose n is no multiple of 16 go through a full vector of memory.
+template <bool kWhole>
+inline void store(const Output& out, int64_t at, int64_t width, Vec value) {
+  const size_t count = static_cast<size_t>(width);
+  if (out.epilogue == Epilogue::kAdd) {
+    if (kWhole) {
+      value = vadd(value, vload_bf16(out.residual + at));
+    } else {
+      bf16 lanes[kLanes] = {};
+      std::memcpy(lanes, out.residual + at, count * sizeof(bf16));
+      value = vadd(value, vload_bf16(lanes));
+    }
+  }
+  if (out.epilogue == Epilogue::kStoreFloat) {
+    float* to = static_cast<float*>(out.data) + at;
+    if (kWhole) return vstore(to, value);
+    float lanes[kLanes];
+    vstore(lanes, value);
+    std::memcpy(to, lanes, count * sizeof(float));
+  } else {
+    bf16* to = static_cast<bf16*>(out.data) + at;
+    if (kWhole) return vstore_bf16(to, value);
+    bf16 lanes[kLanes];
+    vstore_bf16(lanes, value);
+    std::memcpy(to, lanes, count * sizeof(bf16));
+  }
+}
+
+void finish_row(const Linear& w, const Rows& rows, const Output& out, int64_t row, int64_t panel, const float* sums) {
+  Vec value[kVecs];
+  for (int v = 0; v < kVecs; ++v) {
+    value[v] = finished(w, rows, row, panel * kPanelRows + v * kLanes, sums + v * kLanes);
+  }
+  int vecs = kVecs;
+  int64_t first = panel * kPanelRows, columns = w.n;
+  if (out.epilogue == Epilogue::kSiluMul) {
+    vecs = kVecs / 2;
+    first /= 2;
+    columns /= 2;
+    for (int v = 0; v < vecs; ++v) value[v] = vmul(vsilu(value[v]), value[vecs + v]);
+  }
+  for (int v = 0; v < vecs; ++v) {
+    const int64_t column = first + v * kLanes;
+    const int64_t width = std::min<int64_t>(kLanes, columns - column);
+    if (width <= 0) return;
+    const int64_t at = row * out.stride + column;
+    if (width == kLanes) {
+      store<true>(out, at, width, value[v]);
+    } else {
+      store<false>(out, at, width, value[v]);
+    }
+  }
+}
+
+// Rows per tile: all tiles alike, so that 8 rows run as 4 + 4 and not as 6 + 2.
+inline int64_t tile_rows(int64_t m, int64_t limit) {
+  const int64_t tiles = (m + limit - 1) / limit;
+  return (m + tiles - 1) / tiles;
+}
+
+// Steps of k that are walked before the next panel slice.
+constexpr int64_t kSlice = kSliceBytes / (kPanelRows * 4);
+
+template <typename Dot>
+void gemm_stepped(Pool& pool, const Linear& w, const Rows& rows, const Output& out, float* partial) {
+  const int64_t steps = w.k / Dot::kValuesPerStep;
+  const int64_t height = tile_rows(rows.m, kTileRows);
+  const int64_t stride = steps * 4;
+  const bool whole = steps <= kSlice;
+  int64_t panel, end;
+  while (pool.take(panel_count(w), 1, &panel, &end)) {
+    const char* weights = static_cast<const char*>(w.packed) + panel * panel_bytes(w);
+    for (int64_t step = 0; step < steps; step += kSlice) {
+      const int64_t count = std::min(kSlice, steps - step);
+      for (int64_t m = 0; m < rows.m; m += height) {
+        const int64_t live = std::min(height, rows.m - m);
+        float* sums = partial + (whole ? 0 : m * kPanelRows);
+        const char* a = static_cast<const char*>(rows.data) + m * stride + step * 4;
+        any_tile<Dot>(live, a, stride, weights + step * kPanelRows * 4, count, sums, step > 0, m == 0);
+        if (step + count < steps) continue;
+        for (int64_t r = 0; r < live; ++r) finish_row(w, rows, out, m + r, panel, sums + r * kPanelRows);
+      }
+    }
+  }
+}
+
+void gemm_int4(Pool& pool, const Linear& w, const Rows& rows, const Output& out, float* sums) {
+  const int64_t height = tile_rows(rows.m, kInt4TileRows);
+  const int64_t groups = w.k / kGroup;
+  int64_t panel, end;
+  while (pool.take(panel_count(w), 1, &panel, &end)) {
+    const char* weights = static_cast<const char*>(w.packed) + panel * panel_bytes(w);
+    for (int64_t m = 0; m < rows.m; m += height) {
+      const int64_t live = std::min(height, rows.m - m);
+      const int8_t* a = static_cast<const int8_t*>(rows.data) + m * w.k;
+      const int32_t* group_sums = rows.sums + m * groups;
+      switch (live) {
+        case 1: tile_int4<1>(a, w.k, group_sums, weights, sums, m == 0); break;
+        case 2: tile_int4<2>(a, w.k, group_sums, weights, sums, m == 0); break;
+        default: tile_int4<3>(a, w.k, group_sums, weights, sums, m == 0); break;
+      }
+      for (int64_t r = 0; r < live; ++r) finish_row(w, rows, out, m + r, panel, sums + r * kPanelRows);
+    }
+  }
+}
+
+}  // namespace
+
+int64_t gemm_scratch_bytes(const Linear& w, int64_t m) {
+  const int64_t steps = w.kind == WeightKind::kBf16 ? w.k / Bf16Dot::kValuesPerStep : w.k / Int8Dot::kValuesPerStep;
+  const bool whole = w.kind == WeightKind::kInt4 || steps <= kSlice;
+  return (whole ? kTileRows : m) * kPanelRows * static_cast<int64_t>(sizeof(float));
+}
+
+void gemm_worker(Pool& pool, const Linear& w, const Rows& rows, const Output& out, char* scratch) {
+  float* sums = reinterpret_cast<float*>(scratch);
+  switch (w.kind) {
+    case WeightKind::kBf16: return gemm_stepped<Bf16Dot>(pool, w, rows, out, sums);
+    case WeightKind::kInt8: return gemm_stepped<Int8Dot>(pool, w, rows, out, sums);
+    default: return gemm_int4(pool, w, rows, out, sums);
+  }
+}
+
+}  // namespace quire

@@ -1,0 +1,81 @@
+"""Compiles the C++ kernels with the system's compiler.
+
+Promises: a complete shared library or a KernelBuildError with the compiler's first complaint; never a partial file.
+Must not know: where the result is kept, what the kernels do.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+_COMPILERS = ("c++", "g++", "clang++")
+_TIMEOUT = 300.0  # seconds for one translation unit
+_SHOWN = 2000  # characters of a failing compiler's output
+
+# Contraction off: whether a * b + c is one rounding or two is written out, so that all tile heights compute alike.
+FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-fPIC",
+    "-pthread",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fvisibility=hidden",
+    "-Wno-psabi",
+    "-Wno-ignored-attributes",
+)
+
+
+class KernelBuildError(RuntimeError):
+    """The kernels cannot be compiled here; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiler:
+    """A C++ compiler that answered."""
+
+    path: str
+    version: str
+
+
+def find_compiler() -> Compiler:
+    """The first working compiler on the PATH. Raises KernelBuildError."""
+    for name in _COMPILERS:
+        path = shutil.which(name)
+        if path is None:
+            continue
+        try:
+            answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=True, timeout=30)
+        except (OSError, subprocess.SubprocessError):
+            continue
+        return Compiler(path=path, version=answer.stdout.strip())
+    raise KernelBuildError(f"no C++ compiler on the PATH (looked for {', '.join(_COMPILERS)})")
+
+
+def compile_library(compiler: Compiler, sources: Sequence[Path], flags: Sequence[str], output: Path, jobs: int) -> None:
+    """Compile `sources` into the shared library `output`, `jobs` translation units at a time."""
+    with tempfile.TemporaryDirectory(prefix="quire-kernels-") as directory:
+        objects = [Path(directory) / f"{source.stem}.o" for source in sources]
+
+        def build(source: Path, target: Path) -> None:
+            _run([compiler.path, *flags, "-c", str(source), "-o", str(target)])
+
+        with ThreadPoolExecutor(max_workers=max(1, min(jobs, len(sources)))) as pool:
+            # list: raises the first failure
+            list(pool.map(build, sources, objects))
+        _run([compiler.path, *flags, "-shared", *map(str, objects), "-o", str(output)])
+
+
+def _run(command: Sequence[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise KernelBuildError(f"{command[0]} could not be run: {error}") from error
+    if done.returncode:
+        raise KernelBuildError(f"{command[0]} failed:\n{(done.stderr or done.stdout)[:_SHOWN]}")

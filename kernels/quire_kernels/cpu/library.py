@@ -1,0 +1,146 @@
+"""Finds, builds and loads the compiled C++ kernels.
+
+Promises: what is loaded was built from the sources at hand, completely; processes that start together build once;
+a cache that cannot be written costs a build at every start, nothing else. Must not know: tensors, what the ops do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from quire_kernels.cpu.compiler import FLAGS, Compiler, KernelBuildError, compile_library, find_compiler
+from quire_kernels.cpu.signatures import declare
+from quire_kernels.cpu.variants import Variant, usable_variants
+
+_log = logging.getLogger(__name__)
+_PACKAGE = Path(__file__).resolve().parents[1]
+_PREBUILT = _PACKAGE / "prebuilt"
+_DIGEST_BYTES = 32
+
+
+def load_library(
+    variant: Variant | None = None, *, cache_dir: Path | None = None, extra_flags: Sequence[str] = ()
+) -> ctypes.CDLL:
+    """The kernels for the best variant of this CPU, or for the one given. Raises KernelBuildError.
+
+    Built on first use and kept in `cache_dir` (default: ~/.cache/quire/kernels).
+    """
+    if platform.system() != "Linux":
+        raise KernelBuildError(f"the C++ kernels run on Linux, not on {platform.system()}")
+    variant = variant or usable_variants()[0]
+    flags = (*FLAGS, *variant.flags, *extra_flags)
+    sources = _sources()
+    key = _key(sources, flags)
+    prebuilt = _PREBUILT / f"{variant.name}-{key}.so"
+    if _is_complete(prebuilt):
+        return _open(prebuilt)
+    compiler = find_compiler()
+    name = f"{variant.name}-{key}-{_digest(compiler.version.encode())[:8]}.so"
+    directory = cache_dir or Path.home() / ".cache" / "quire" / "kernels"
+    path = directory / name
+    if _is_complete(path):
+        return _open(path)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _locked(path.with_suffix(".lock")):
+            if not _is_complete(path):  # another process may have built it meanwhile
+                _build(compiler, variant, sources, flags, path)
+            return _open(path)
+    except OSError as error:
+        _log.warning("cannot keep compiled kernels in %s (%s): they are compiled at every start", directory, error)
+    with tempfile.TemporaryDirectory(prefix="quire-kernels-") as temporary:
+        path = Path(temporary) / name
+        _build(compiler, variant, sources, flags, path)
+        return _open(path)  # stays mapped when the file is gone
+
+
+def build_prebuilt(variant: Variant, directory: Path | None = None) -> Path:
+    """Compile one variant into the package (or `directory`), where `load_library` finds it without a compiler."""
+    directory = directory or _PREBUILT
+    flags = (*FLAGS, *variant.flags)
+    sources = _sources()
+    path = directory / f"{variant.name}-{_key(sources, flags)}.so"
+    if not _is_complete(path):
+        directory.mkdir(parents=True, exist_ok=True)
+        _build(find_compiler(), variant, sources, flags, path)
+    return path
+
+
+def _sources() -> list[Path]:
+    """All C++ files: beside the package in a checkout, inside it when installed."""
+    for directory in (_PACKAGE / "csrc", _PACKAGE.parent / "csrc"):
+        if files := sorted([*directory.glob("*.cpp"), *directory.glob("*.h")]):
+            return files
+    raise KernelBuildError(f"the C++ sources are missing from {_PACKAGE}")
+
+
+def _key(sources: Sequence[Path], flags: Sequence[str]) -> str:
+    content = hashlib.sha256("\0".join((platform.machine(), *flags)).encode())
+    for source in sources:
+        content.update(f"\0{source.name}\0".encode())
+        content.update(source.read_bytes())
+    return content.hexdigest()[:16]
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _build(compiler: Compiler, variant: Variant, sources: Sequence[Path], flags: Sequence[str], path: Path) -> None:
+    """Compile into `path`. The digest of the library follows it, so that half a file is recognised."""
+    started = time.perf_counter()
+    print(f"quire: compiling the CPU kernels ({variant.name}) with {compiler.path} ...", file=sys.stderr, flush=True)
+    units = [source for source in sources if source.suffix == ".cpp"]
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".building-")
+    os.close(descriptor)
+    temporary = Path(name)
+    try:
+        compile_library(compiler, units, flags, temporary, jobs=len(os.sched_getaffinity(0)))
+        content = temporary.read_bytes()
+        with temporary.open("ab") as file:
+            file.write(hashlib.sha256(content).digest())
+        temporary.chmod(0o644)
+        temporary.rename(path)
+    finally:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+    print(f"quire: compiled the CPU kernels in {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(str(path))
+        declare(library)
+    except (OSError, AttributeError) as error:
+        raise KernelBuildError(f"the compiled kernels cannot be loaded: {error}") from error
+    return library
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Held by one process at a time; the operating system lets go of it when its holder dies."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

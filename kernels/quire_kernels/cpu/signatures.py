@@ -1,0 +1,43 @@
+"""The C interface of the kernels as ctypes sees it: structures and argument types, one table.
+
+Promises: mirrors kernels/csrc exactly; every op returns 0, or 1 when memory ran out.
+Must not know: tensors, how the library is found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_char_p, c_int32, c_int64, c_void_p
+
+
+class LinearArgs(ctypes.Structure):
+    """`struct Linear` of gemm.h: a packed matrix."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("gate_up", c_int32),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("columns", c_int64),
+        ("packed", c_void_p),
+        ("scales", c_void_p),
+        ("sums", c_void_p),
+        ("bias", c_void_p),
+    )
+
+
+# name: (result, arguments). Pointers are plain addresses: their shapes are checked where the tensors are known.
+SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "quire_variant": (c_char_p, ()),
+    "quire_create": (c_void_p, (c_int32, c_void_p)),
+    "quire_destroy": (None, (c_void_p,)),
+    "quire_threads": (c_int32, (c_void_p,)),
+}
+
+
+def declare(library: ctypes.CDLL) -> None:
+    """Give every function of the library its types. AttributeError if one is missing."""
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
