@@ -184,8 +184,8 @@ class Settings(BaseSettings):
         64, "Scheduling", "age from which a waiting request is overdue and served first", "steps"
     )
     scheduling_policy: PolicyName = _option("fcfs", "Scheduling", "order of waiting requests; priority: lower first")
-    max_num_queued_reqs: Positive = _option(
-        256, "Scheduling", "choices accepted and unfinished, running ones included; more get 429"
+    max_num_queued_reqs: Annotated[int, Field(ge=0)] = _option(
+        256, "Scheduling", "choices that may wait beyond the --max-num-seqs that run; more get 429"
     )
     max_num_queued_tokens: OptionalCount = _option(
         None, "Scheduling", "prompt tokens accepted and unfinished; more get 429; default: no limit", "tokens"
