@@ -146,3 +146,14 @@ def test_throughput_does_not_collapse_after_preemptions() -> None:
         computed[num_blocks] = sum(batch.num_tokens for batch in run.log)
     assert computed[128] == 16 * 127
     assert computed[64] <= 2 * computed[128]
+
+
+def test_what_a_preemption_frees_is_not_given_away_in_the_same_step() -> None:
+    run = new_run(num_blocks=8, max_num_seqs=2, enable_prefix_caching=False)
+    run.add(request("old", 40, 60), request("victim", 60, 30), request("small", 8, 4))
+    while not run.scheduler.stats().total_preemptions:
+        batch = run.one_step()
+    assert batch is not None
+    assert [item.num_prompt_tokens for item in batch.items] == [40]
+    assert run.scheduler.stats().waiting == {"kv": 2, "slots": 0, "budget": 0}
+    run.to_end()
