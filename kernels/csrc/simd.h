@@ -102,6 +102,7 @@ inline Ints izero() { return {_mm512_setzero_si512()}; }
 inline Ints iload(const void* p) { return {_mm512_loadu_si512(p)}; }
 inline void istore(void* p, Ints a) { _mm512_storeu_si512(p, a.v); }
 inline Ints iset(int32_t x) { return {_mm512_set1_epi32(x)}; }
+inline Ints iadd(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline Ints isub(Ints a, Ints b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 inline Vec to_vec(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline Ints to_ints(Vec a) { return {_mm512_cvtps_epi32(a.v)}; }  // ties to even
@@ -199,6 +200,7 @@ inline void istore(void* p, Ints a) {
   _mm256_storeu_si256(q + 1, a.hi);
 }
 inline Ints iset(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline Ints iadd(Ints a, Ints b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
 inline Ints isub(Ints a, Ints b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
 inline Vec to_vec(Ints a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 inline Ints to_ints(Vec a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }  // ties to even
@@ -246,7 +248,7 @@ inline Vec vmax(Vec a, Vec b) { return each([&](int i) { return a.v[i] > b.v[i] 
 inline Vec vmin(Vec a, Vec b) { return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
 inline Vec vround(Vec a) { return each([&](int i) { return std::nearbyint(a.v[i]); }); }
 inline Vec vscale2(Vec a, Vec n) {
-  return each([&](int i) { return std::ldexp(a.v[i], static_cast<int>(n.v[i])); });
+  return each([&](int i) { return n.v[i] == n.v[i] ? std::ldexp(a.v[i], static_cast<int>(n.v[i])) : n.v[i]; });
 }
 inline Vec vload_bf16(const bf16* p) { return each([=](int i) { return to_float(p[i]); }); }
 inline void vstore_bf16(bf16* p, Vec a) {
@@ -286,6 +288,7 @@ inline Ints iload(const void* p) {
 }
 inline void istore(void* p, Ints a) { std::memcpy(p, a.v, sizeof(a.v)); }
 inline Ints iset(int32_t x) { return each_int([=](int) { return x; }); }
+inline Ints iadd(Ints a, Ints b) { return each_int([&](int i) { return a.v[i] + b.v[i]; }); }
 inline Ints isub(Ints a, Ints b) { return each_int([&](int i) { return a.v[i] - b.v[i]; }); }
 inline Vec to_vec(Ints a) { return each([&](int i) { return static_cast<float>(a.v[i]); }); }
 inline Ints to_ints(Vec a) {  // ties to even
@@ -316,6 +319,27 @@ inline float lane_sum(Vec a) {
   return lanes[0];
 }
 
+inline int32_t lane_sum(Ints a) {
+  int32_t lanes[kLanes];
+  istore(lanes, a);
+  int32_t sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += lanes[i];
+  return sum;
+}
+
+// The low byte of each lane.
+inline void store_bytes(void* p, Ints a) {
+#if defined(QUIRE_AVX512)
+  _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));
+#else
+  int32_t lanes[kLanes];
+  istore(lanes, a);
+  uint8_t bytes[kLanes];
+  for (int i = 0; i < kLanes; ++i) bytes[i] = static_cast<uint8_t>(lanes[i]);
+  std::memcpy(p, bytes, sizeof(bytes));
+#endif
+}
+
 inline float lane_max(Vec a) {
   float lanes[kLanes];
   vstore(lanes, a);
@@ -324,7 +348,7 @@ inline float lane_max(Vec a) {
   return best;
 }
 
-// e^x for x <= 88; 0 below about -87.3. Cody-Waite reduction and a degree-6 polynomial (Cephes expf), error < 2 ulp.
+// e^x, with x cut to -87.3..88. Cody-Waite reduction and a degree-6 polynomial (Cephes expf), error < 2 ulp.
 inline Vec vexp(Vec x) {
   // The constant comes first: min and max then hand on a NaN in x instead of hiding it.
   const Vec clipped = vmax(vset(-87.3f), vmin(vset(88.0f), x));

@@ -7,7 +7,7 @@ Must not know: tensors, how the library is found.
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_char_p, c_int32, c_int64, c_void_p
+from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
 
 
 class LinearArgs(ctypes.Structure):
@@ -32,6 +32,15 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "quire_create": (c_void_p, (c_int32, c_void_p)),
     "quire_destroy": (None, (c_void_p,)),
     "quire_threads": (c_int32, (c_void_p,)),
+    "quire_panel_count": (c_int64, (c_void_p,)),
+    "quire_panel_bytes": (c_int64, (c_void_p,)),
+    "quire_pack": (c_int32, (c_void_p, c_void_p, c_void_p, c_void_p)),
+    "quire_norm_linear": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_float, c_void_p, c_int32)),
+    "quire_linear_add": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p)),
+    # (context, shape, pool, layer, step, qkv, rope, rows of rope, q)
+    "quire_rope_write": (c_int32, (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 3, c_int64, c_void_p)),
+    # (context, shape, pool, layer, step, q, out)
+    "quire_attention": (c_int32, (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 3)),
 }
 
 

@@ -1,0 +1,107 @@
+// Projections with what surrounds them, each in one run of the pool: norm, quantise, multiply, epilogue.
+//
+// Owns where prepared rows live. Promises: a row's result does not depend on who prepared it. Must not know: layers.
+#include "context.h"
+#include "gemm.h"
+#include "norm.h"
+
+namespace quire {
+namespace {
+
+// Few values are prepared by every worker for itself, sooner than by each a part and a wait for the others.
+constexpr int64_t kRedundantValues = 4096;
+
+struct Input {
+  const bf16* data;  // [m, columns]
+  int64_t m;
+  const bf16* norm;  // [columns], or null: no norm
+  float eps;
+};
+
+int64_t row_bytes(const Linear& w) { return w.kind == WeightKind::kBf16 ? w.k * 2 : w.k; }
+
+int64_t rows_bytes(const Linear& w, int64_t m) {
+  return aligned(m * row_bytes(w)) + aligned(m * 4) + aligned(m * (w.k / kGroup) * 4);
+}
+
+// Prepared rows: data, scales and group sums, one after the other.
+struct Prepared {
+  Prepared(const Linear& w, int64_t m, char* memory)
+      : data(memory),
+        scales(reinterpret_cast<float*>(memory + aligned(m * row_bytes(w)))),
+        sums(reinterpret_cast<int32_t*>(reinterpret_cast<char*>(scales) + aligned(m * 4))) {}
+  char* data;
+  float* scales;
+  int32_t* sums;
+};
+
+void prepare_row(const Linear& w, const Input& in, int64_t row, const Prepared& to, bf16* normed) {
+  const bf16* x = in.data + row * w.columns;
+  char* data = to.data + row * row_bytes(w);
+  if (w.kind == WeightKind::kBf16) {
+    bf16* out = reinterpret_cast<bf16*>(data);
+    if (in.norm != nullptr) {
+      rms_norm_row(x, in.norm, w.columns, in.eps, out);
+    } else {
+      std::memcpy(out, x, static_cast<size_t>(w.columns) * sizeof(bf16));
+    }
+    std::memset(out + w.columns, 0, static_cast<size_t>(w.k - w.columns) * sizeof(bf16));
+    return;
+  }
+  if (in.norm != nullptr) {
+    rms_norm_row(x, in.norm, w.columns, in.eps, normed);
+    x = normed;
+  }
+  if (w.kind == WeightKind::kInt8) {
+    to.scales[row] = quantize_row_unsigned(x, w.columns, w.k, reinterpret_cast<uint8_t*>(data));
+  } else {
+    int32_t* sums = to.sums + row * (w.k / kGroup);
+    to.scales[row] = quantize_row_signed(x, w.columns, w.k, reinterpret_cast<int8_t*>(data), sums);
+  }
+}
+
+void project(Context& context, const Linear& w, const Input& in, const Output& out) {
+  if (in.m == 0) return;
+  Pool& pool = context.pool;
+  const int64_t sums_bytes = aligned(gemm_scratch_bytes(w, in.m));
+  const int64_t normed_bytes = aligned(w.columns * 2);
+  const bool as_is = w.kind == WeightKind::kBf16 && in.norm == nullptr && w.k == w.columns;
+  const bool redundant = in.m * w.k <= kRedundantValues;
+  const int64_t prepared_bytes = as_is ? 0 : rows_bytes(w, in.m);
+  if (!redundant) context.shared.reserve(static_cast<size_t>(prepared_bytes));
+  context.reserve_own(static_cast<size_t>(sums_bytes + normed_bytes + (redundant ? prepared_bytes : 0)));
+
+  pool.reset_work();
+  pool.run([&](int worker) {
+    char* own = context.own[static_cast<size_t>(worker)].data();
+    if (as_is) return gemm_worker(pool, w, {in.m, in.data, nullptr, nullptr}, out, own);
+    bf16* normed = reinterpret_cast<bf16*>(own + sums_bytes);
+    const Prepared to(w, in.m, redundant ? own + sums_bytes + normed_bytes : context.shared.data());
+    const Share part = redundant ? Share{0, in.m} : share(in.m, worker, pool.size());
+    for (int64_t row = part.begin; row < part.end; ++row) prepare_row(w, in, row, to, normed);
+    if (!redundant) pool.barrier();
+    gemm_worker(pool, w, {in.m, to.data, to.scales, to.sums}, out, own);
+  });
+}
+
+}  // namespace
+}  // namespace quire
+
+using namespace quire;
+
+// x [m, columns] bf16 -> norm -> w -> out: bf16 [m, n], float [m, n] (`as_float`), or for gate-up bf16 [m, n / 2].
+QUIRE_API int32_t quire_norm_linear(Context* context, const Linear* w, const bf16* x, int64_t m, const bf16* norm,
+                                    float eps, void* out, int32_t as_float) {
+  return guarded(context, [&] {
+    const Epilogue epilogue = w->gate_up ? Epilogue::kSiluMul : as_float ? Epilogue::kStoreFloat : Epilogue::kStore;
+    project(*context, *w, {x, m, norm, eps}, {epilogue, out, w->gate_up ? w->n / 2 : w->n, nullptr});
+  });
+}
+
+// out [m, n] = residual [m, n] + w x; `out` may be `residual`.
+QUIRE_API int32_t quire_linear_add(Context* context, const Linear* w, const bf16* x, int64_t m, const bf16* residual,
+                                   bf16* out) {
+  return guarded(context, [&] {
+    project(*context, *w, {x, m, nullptr, 0.0f}, {Epilogue::kAdd, out, w->n, residual});
+  });
+}

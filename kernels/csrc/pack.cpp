@@ -1,0 +1,169 @@
+// Weights into panels: transposes, quantises, pads with zeros.
+//
+// Owns the layout that gemm.h describes. Promises: writes every byte of the panels; rows in parallel, each on its own.
+// Must not know: files, which layer a matrix is from.
+#include <cmath>
+
+#include "context.h"
+#include "gemm.h"
+#include "norm.h"
+
+namespace quire {
+namespace {
+
+struct Source {
+  const bf16* rows;   // [n, columns], or the gate of a gate-up pair
+  const bf16* above;  // gate-up: the up matrix, else null
+};
+
+// The matrix row in a lane of a panel, or null past the last one.
+const bf16* source_row(const Linear& w, const Source& from, int64_t panel, int64_t lane) {
+  if (!w.gate_up) {
+    const int64_t row = panel * kPanelRows + lane;
+    return row < w.n ? from.rows + row * w.columns : nullptr;
+  }
+  constexpr int64_t kHalf = kPanelRows / 2;
+  const int64_t row = panel * kHalf + lane % kHalf;
+  if (row >= w.n / 2) return nullptr;
+  return (lane < kHalf ? from.rows : from.above) + row * w.columns;
+}
+
+// rows [64][steps] of four bytes -> out [steps][64]. In blocks, so that the lines being written stay in the cache.
+void transpose(const char* rows, int64_t steps, char* out) {
+  constexpr int64_t kBlock = 16;
+  for (int64_t first = 0; first < steps; first += kBlock) {
+    const int64_t last = first + kBlock < steps ? first + kBlock : steps;
+    for (int64_t lane = 0; lane < kPanelRows; ++lane) {
+      for (int64_t step = first; step < last; ++step) {
+        std::memcpy(out + (step * kPanelRows + lane) * 4, rows + (lane * steps + step) * 4, 4);
+      }
+    }
+  }
+}
+
+void pack_bf16(const Linear& w, const Source& from, int64_t panel, char* stage, char* out) {
+  bf16* rows = reinterpret_cast<bf16*>(stage);
+  std::memset(rows, 0, static_cast<size_t>(kPanelRows * w.k) * sizeof(bf16));
+  for (int64_t lane = 0; lane < kPanelRows; ++lane) {
+    const bf16* row = source_row(w, from, panel, lane);
+    if (row != nullptr) std::memcpy(rows + lane * w.k, row, static_cast<size_t>(w.columns) * sizeof(bf16));
+  }
+  transpose(stage, w.k / 2, out);
+}
+
+inline Vec load_row(const bf16* x, int64_t at, int64_t n) {
+  bf16 lanes[kLanes] = {};
+  if (at < n) std::memcpy(lanes, x + at, static_cast<size_t>(n - at < kLanes ? n - at : kLanes) * sizeof(bf16));
+  return vload_bf16(lanes);
+}
+
+void pack_int8(const Linear& w, const Source& from, int64_t panel, char* stage, char* out, float* scales,
+               int32_t* sums) {
+  int8_t* rows = reinterpret_cast<int8_t*>(stage);
+  int32_t* group_sums = reinterpret_cast<int32_t*>(stage + kPanelRows * w.k);
+  for (int64_t lane = 0; lane < kPanelRows; ++lane) {
+    const bf16* row = source_row(w, from, panel, lane);
+    const int64_t at = panel * kPanelRows + lane;
+    scales[at] = quantize_row_signed(row, row == nullptr ? 0 : w.columns, w.k, rows + lane * w.k, group_sums);
+    sums[at] = 0;
+    for (int64_t g = 0; g < w.k / kGroup; ++g) sums[at] += 16 * group_sums[g];  // these are 8 times the sum
+  }
+  transpose(stage, w.k / 4, out);
+}
+
+// Sixteen scales are tried for a group, one per lane: they map its extreme value to -8 and less or more. The first one,
+// exactly -8, is the usual choice.
+constexpr float kExtremes[kLanes] = {-8.0f, -7.8f, -7.6f, -7.4f, -7.2f, -7.0f, -6.8f, -6.5f,
+                                     -8.2f, -8.4f, -8.6f, -8.8f, -9.0f, -9.3f, -9.6f, -10.0f};
+
+inline Vec nibbles(Vec value, Vec inverse) {
+  return vmin(vmax(vround(vmul(value, inverse)), vset(-8.0f)), vset(7.0f));
+}
+
+// The scale with the least squared error for 32 values.
+bf16 best_scale(const float* x) {
+  float extreme = 0.0f, poison = 0.0f;
+  for (int i = 0; i < kGroup; ++i) {
+    if (std::fabs(x[i]) > std::fabs(extreme)) extreme = x[i];
+    poison += x[i] * 0.0f;  // NaN for NaN and infinity, which the comparison may miss
+  }
+  if (poison != 0.0f) return to_bf16(poison);
+  if (extreme == 0.0f) return 0;
+  bf16 rounded[kLanes];
+  vstore_bf16(rounded, vdiv(vset(extreme), vload(kExtremes)));
+  const Vec scale = vload_bf16(rounded);
+  const Vec inverse = vdiv(vset(1.0f), scale);
+  Vec error = vzero();
+  for (int i = 0; i < kGroup; ++i) {
+    const Vec value = vset(x[i]);
+    const Vec miss = vsub(value, vmul(nibbles(value, inverse), scale));
+    error = vfma(miss, miss, error);
+  }
+  float errors[kLanes];
+  vstore(errors, error);
+  int best = 0;
+  for (int i = 1; i < kLanes; ++i) {
+    if (errors[i] < errors[best]) best = i;
+  }
+  return rounded[best];
+}
+
+void pack_int4(const Linear& w, const Source& from, int64_t panel, char* out) {
+  constexpr int64_t kHalf = kGroup / 2;
+  constexpr int64_t kGroupBytes = kPanelRows * 2 + kPanelRows * kHalf;
+  for (int64_t lane = 0; lane < kPanelRows; ++lane) {
+    const bf16* row = source_row(w, from, panel, lane);
+    const int64_t columns = row == nullptr ? 0 : w.columns;
+    for (int64_t g = 0; g < w.k / kGroup; ++g) {
+      char* group = out + g * kGroupBytes;
+      float x[kGroup];
+      vstore(x, load_row(row, g * kGroup, columns));
+      vstore(x + kHalf, load_row(row, g * kGroup + kHalf, columns));
+      const bf16 scale = best_scale(x);
+      std::memcpy(group + lane * 2, &scale, 2);
+      const Vec inverse = vset(scale == 0 ? 0.0f : 1.0f / to_float(scale));
+      const Ints low = to_ints(vadd(nibbles(vload(x), inverse), vset(8.0f)));
+      const Ints high = to_ints(vadd(nibbles(vload(x + kHalf), inverse), vset(8.0f)));
+      uint8_t halves[2][kHalf];
+      store_bytes(halves[0], low);
+      store_bytes(halves[1], high);
+      for (int64_t b = 0; b < kHalf; ++b) {
+        char* at = group + kPanelRows * 2 + ((b / 4) * kPanelRows + lane) * 4 + b % 4;
+        *at = static_cast<char>(halves[0][b] | halves[1][b] << 4);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace quire
+
+using namespace quire;
+
+QUIRE_API int64_t quire_panel_count(const Linear* w) { return panel_count(*w); }
+QUIRE_API int64_t quire_panel_bytes(const Linear* w) { return panel_bytes(*w); }
+
+// Fills w->packed, and for int8 w->scales and w->sums, from bf16 rows [n, columns]; for gate-up from `rows` and `above`,
+// [n / 2, columns] each.
+QUIRE_API int32_t quire_pack(Context* context, const Linear* w, const bf16* rows, const bf16* above) {
+  return guarded(context, [&] {
+    const Source from{rows, above};
+    Pool& pool = context->pool;
+    context->reserve_own(static_cast<size_t>(kPanelRows * w->k) * sizeof(bf16));
+    pool.reset_work();
+    pool.run([&](int worker) {
+      char* stage = context->own[static_cast<size_t>(worker)].data();
+      int64_t panel, end;
+      while (pool.take(panel_count(*w), 1, &panel, &end)) {
+        char* out = static_cast<char*>(const_cast<void*>(w->packed)) + panel * panel_bytes(*w);
+        switch (w->kind) {
+          case WeightKind::kBf16: pack_bf16(*w, from, panel, stage, out); break;
+          case WeightKind::kInt8:
+            pack_int8(*w, from, panel, stage, out, const_cast<float*>(w->scales), const_cast<int32_t*>(w->sums));
+            break;
+          default: pack_int4(*w, from, panel, out);
+        }
+      }
+    });
+  });
+}

@@ -1,0 +1,113 @@
+"""The ops of the CPU kernel set over one pool of worker threads.
+
+Promises: shapes and types are checked here, so that C++ gets only pointers that are right; activations are bfloat16.
+Must not know: how a product is computed, layers, requests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+
+import torch
+from torch import Tensor
+
+from quire_kernels.cpu.library import load_library
+from quire_kernels.cpu.packing import Arena, PackedLinear, Packer, Quantization
+from quire_kernels.kernel_set import KernelSet
+from quire_kernels.reference import REFERENCE
+
+_BF16 = torch.bfloat16
+
+
+def cpu_kernel_set(
+    threads: int | None = None,
+    quantization: Quantization | None = None,
+    *,
+    library: ctypes.CDLL | None = None,
+) -> KernelSet:
+    """The kernel set for bfloat16 models, with its own workers: `threads` of them, the caller included.
+
+    None: one per usable core. Raises KernelBuildError where the C++ cannot be compiled.
+    """
+    library = library or load_library()
+    context = Context(library, threads or len(os.sched_getaffinity(0)))
+    packer = Packer(library, context.handle, quantization, Arena())
+    linear = LinearOps(context)
+    return KernelSet(
+        name="cpu",
+        pack_linear=packer.linear,
+        pack_gate_up=packer.gate_up,
+        embed=REFERENCE.embed,
+        norm_linear=linear.norm_linear,
+        norm_gate_up=linear.norm_linear,
+        linear_add=linear.linear_add,
+        rope_write=REFERENCE.rope_write,
+        attention=REFERENCE.attention,
+        logits=linear.logits,
+        new_kv=REFERENCE.new_kv,
+        kv_block_bytes=REFERENCE.kv_block_bytes,
+    )
+
+
+class Context:
+    """The workers that the ops share. They end with the last op that holds this."""
+
+    def __init__(self, library: ctypes.CDLL, threads: int) -> None:
+        self.library = library
+        cpus = sorted(os.sched_getaffinity(0))
+        pinned = (ctypes.c_int32 * threads)(*cpus[:threads]) if threads <= len(cpus) else None
+        handle = library.quire_create(threads, pinned)
+        if not handle:
+            raise MemoryError(f"starting {threads} worker threads")
+        self.handle: int = handle
+        weakref.finalize(self, library.quire_destroy, handle)
+
+
+class LinearOps:
+    """Projections with the norm before them and what follows them."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context  # keeps the workers
+        self._handle = context.handle
+        self._norm_linear = context.library.quire_norm_linear
+        self._linear_add = context.library.quire_linear_add
+
+    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear) -> Tensor:
+        """Also for a gate-up pair: its packed matrix says what follows the product."""
+        return self._normed(x, norm, eps, w, torch.bfloat16)
+
+    def logits(self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear) -> Tensor:
+        return self._normed(x, norm, eps, w, torch.float32)
+
+    def linear_add(self, x: Tensor, w: PackedLinear, residual: Tensor) -> Tensor:
+        x = _rows(x, w.num_inputs)
+        residual = _rows(residual, w.num_outputs)
+        rows = x.shape[0]
+        if residual.shape[0] != rows:
+            raise ValueError(f"{rows} rows cannot be added to {residual.shape[0]}")
+        source, target = x.data_ptr(), residual.data_ptr()
+        if source == target:  # in place, results would be read as inputs
+            raise ValueError("x and residual must not share memory")
+        if self._linear_add(self._handle, w.address, source, rows, target, target):
+            raise MemoryError(f"multiplying {rows} rows")
+        return residual
+
+    def _normed(self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear, dtype: torch.dtype) -> Tensor:
+        x = _rows(x, w.num_inputs)
+        if norm.dtype is not _BF16 or norm.numel() != w.num_inputs:
+            raise ValueError(f"norm must be bfloat16 [{w.num_inputs}], not {norm.dtype} {list(norm.shape)}")
+        rows = x.shape[0]
+        out = torch.empty(rows, w.num_outputs, dtype=dtype)
+        as_float = dtype is torch.float32
+        arguments = (x.data_ptr(), rows, norm.data_ptr(), eps, out.data_ptr(), as_float)
+        if self._norm_linear(self._handle, w.address, *arguments):
+            raise MemoryError(f"multiplying {rows} rows")
+        return out
+
+
+def _rows(x: Tensor, width: int) -> Tensor:
+    if x.dtype is not _BF16 or x.dim() != 2 or x.shape[1] != width or not x.is_cpu:
+        raise ValueError(f"expected bfloat16 [rows, {width}] on the CPU, got {x.dtype} {list(x.shape)} on {x.device}")
+    return x if x.is_contiguous() else x.contiguous()
