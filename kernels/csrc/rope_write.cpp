@@ -60,23 +60,22 @@ class Row {
   }
 
   void turn(const bf16* head, const Halves* norm) {
-    Halves x;
     for (int64_t i = 0; i < half_; ++i) {
-      x.first[i] = to_float(head[i]);
-      x.second[i] = to_float(head[half_ + i]);
+      x_.first[i] = to_float(head[i]);
+      x_.second[i] = to_float(head[half_ + i]);
     }
     Vec scale = vset(1.0f);
     if (norm != nullptr) {
       Vec squares = vzero();
       for (int64_t i = 0; i < half_; i += kLanes) {
-        const Vec a = vload(x.first + i), b = vload(x.second + i);
+        const Vec a = vload(x_.first + i), b = vload(x_.second + i);
         squares = vfma(b, b, vfma(a, a, squares));
       }
       const float mean = lane_sum(squares) / static_cast<float>(2 * half_);
       scale = vset(1.0f / std::sqrt(mean + shape_.norm_eps));
     }
     for (int64_t i = 0; i < half_; i += kLanes) {
-      Vec a = vload(x.first + i), b = vload(x.second + i);
+      Vec a = vload(x_.first + i), b = vload(x_.second + i);
       if (norm != nullptr) {
         a = vmul(vmul(a, scale), vload(norm->first + i));
         b = vmul(vmul(b, scale), vload(norm->second + i));
@@ -89,7 +88,7 @@ class Row {
 
   const AttentionShape& shape_;
   const int64_t half_;
-  Halves q_norm_, k_norm_, angles_, turned_;
+  Halves q_norm_, k_norm_, angles_, x_, turned_;
 };
 
 void write_bf16(char* unit, int64_t offset, int64_t d, const float* key, const bf16* value) {

@@ -1,0 +1,246 @@
+"""Rotary embedding, the KV pool and paged attention by the C++ kernels, for bf16 activations.
+
+Promises: addresses, shapes and dtypes are checked here before any reaches C++; `attention.h` describes the pool.
+Must not know: how the library is found, matrices, who owns which block.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from quire_kernels.kernel_set import AttentionInput, AttentionShape
+
+UNIT = 16  # positions; attention.h says kUnit
+MAX_HEAD_DIM = 256
+
+KVType = Literal["bf16", "int8"]
+_KINDS: dict[torch.dtype, int] = {torch.bfloat16: 0, torch.uint8: 1}
+_OUT_OF_RANGE = 2
+_REMEMBERED_SHAPES = 1024  # layers of all loaded models
+
+
+class _Pool(ctypes.Structure):
+    """`struct KvPool` of attention.h."""
+
+    _fields_ = (
+        ("data", c_void_p),
+        ("kind", c_int32),
+        ("units", c_int32),
+        ("num_blocks", c_int64),
+        ("num_layers", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+    )
+
+
+class _Shape(ctypes.Structure):
+    """`struct AttentionShape` of attention.h."""
+
+    _fields_ = (
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("scale", c_float),
+        ("norm_eps", c_float),
+        ("window", c_int64),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+    )
+
+
+class _Step(ctypes.Structure):
+    """`struct AttentionStep` of attention.h."""
+
+    _fields_ = (
+        ("rows", c_int64),
+        ("sequences", c_int64),
+        ("table_width", c_int64),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("query_starts", c_void_p),
+        ("context_lens", c_void_p),
+        ("block_tables", c_void_p),
+    )
+
+
+def unsupported(*, head_dim: int, block_size: int) -> str | None:
+    """Why these kernels cannot serve a pool of such heads and blocks; None if they can."""
+    if head_dim % UNIT or not UNIT <= head_dim <= MAX_HEAD_DIM:
+        return f"head_dim {head_dim} is not a multiple of {UNIT} up to {MAX_HEAD_DIM}"
+    if block_size % UNIT or block_size < UNIT:
+        return f"block_size {block_size} is not a multiple of {UNIT}"
+    return None
+
+
+class CpuAttention:
+    """The attention ops of one kernel set. `context` is the address of the library's context.
+
+    The arguments of the last step and pool and of every layer's shape are kept, since all layers of a step share them.
+    """
+
+    def __init__(self, library: ctypes.CDLL, context: int, kv_type: KVType = "bf16") -> None:
+        self._library, self._context = library, context
+        self._dtype = torch.bfloat16 if kv_type == "bf16" else torch.uint8
+        self._step: tuple[AttentionInput, tuple[Tensor, ...], _Step] | None = None
+        self._pool: tuple[weakref.ref[Tensor], _Pool] | None = None  # a pool is large: not kept alive from here
+        self._shapes: dict[int, tuple[AttentionShape, tuple[Tensor | None, ...], _Shape]] = {}
+
+    def new_kv(  # noqa: PLR0917 - the op's contract
+        self,
+        num_blocks: int,
+        num_layers: int,
+        num_kv_heads: int,
+        block_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """[blocks, layers, kv heads, units, bytes or elements of a unit]. ValueError if the kernels cannot serve it."""
+        width = self._unit_elements(block_size, head_dim, dtype)
+        sizes = (num_blocks, num_layers, num_kv_heads, block_size // UNIT, width)
+        # Zeroed pages cost nothing until touched: the operating system commits them on the first write.
+        return torch.zeros(sizes, dtype=self._dtype, device=device)
+
+    def kv_block_bytes(
+        self, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
+    ) -> int:
+        width = self._unit_elements(block_size, head_dim, dtype)
+        return num_layers * num_kv_heads * (block_size // UNIT) * width * self._dtype.itemsize
+
+    def rope_write(  # noqa: PLR0917 - the op's contract
+        self, qkv: Tensor, rope: Tensor, shape: AttentionShape, kv: Tensor, layer: int, step: AttentionInput
+    ) -> Tensor:
+        width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        _require(qkv, (step.positions.shape[0], width), torch.bfloat16, "qkv")
+        _require(rope, (rope.shape[0], shape.head_dim), torch.float32, "rope")
+        q = torch.empty(qkv.shape[0], shape.num_heads, shape.head_dim, dtype=qkv.dtype)
+        failed = self._library.quire_rope_write(
+            self._context,
+            self._shape_args(shape),
+            self._pool_args(kv, shape, layer),
+            layer,
+            self._step_args(step),
+            qkv.data_ptr(),
+            rope.data_ptr(),
+            rope.shape[0],
+            q.data_ptr(),
+        )
+        _raise_for(failed)
+        return q
+
+    def attention(self, q: Tensor, shape: AttentionShape, kv: Tensor, layer: int, step: AttentionInput) -> Tensor:
+        _require(q, (step.positions.shape[0], shape.num_heads, shape.head_dim), torch.bfloat16, "q")
+        out = torch.empty_like(q)
+        failed = self._library.quire_attention(
+            self._context,
+            self._shape_args(shape),
+            self._pool_args(kv, shape, layer),
+            layer,
+            self._step_args(step),
+            q.data_ptr(),
+            out.data_ptr(),
+        )
+        _raise_for(failed)
+        return out.view(q.shape[0], -1)
+
+    def _unit_elements(self, block_size: int, head_dim: int, dtype: torch.dtype) -> int:
+        reason = unsupported(head_dim=head_dim, block_size=block_size)
+        if reason is None and dtype != torch.bfloat16:
+            reason = f"activations are {dtype}, not bfloat16"
+        if reason is not None:
+            raise ValueError(f"the CPU kernels cannot serve this model: {reason}")
+        return 2 * UNIT * head_dim if self._dtype == torch.bfloat16 else 2 * UNIT * head_dim + 2 * UNIT * 4
+
+    def _shape_args(self, shape: AttentionShape) -> int:
+        found = self._shapes.get(id(shape))  # cannot be another's: the entry keeps its shape alive
+        if found is None:
+            if shape.num_heads % shape.num_kv_heads:
+                raise ValueError(f"{shape.num_heads} heads do not divide into {shape.num_kv_heads} groups")
+            if len(self._shapes) >= _REMEMBERED_SHAPES:
+                self._shapes.clear()
+            norms = tuple(
+                None if norm is None else norm.to(torch.float32).contiguous() for norm in (shape.q_norm, shape.k_norm)
+            )
+            for norm in norms:
+                if norm is not None:
+                    _require(norm, (shape.head_dim,), torch.float32, "a head norm")
+            arguments = _Shape(
+                num_heads=shape.num_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                scale=shape.scale,
+                norm_eps=shape.norm_eps,
+                window=shape.window or 0,
+                q_norm=None if norms[0] is None else norms[0].data_ptr(),
+                k_norm=None if norms[1] is None else norms[1].data_ptr(),
+            )
+            found = self._shapes[id(shape)] = shape, norms, arguments
+        return ctypes.addressof(found[2])
+
+    def _pool_args(self, kv: Tensor, shape: AttentionShape, layer: int) -> int:
+        if self._pool is None or self._pool[0]() is not kv:
+            if kv.dim() != 5 or kv.dtype not in _KINDS or not kv.is_contiguous() or kv.device.type != "cpu":
+                raise ValueError("kv is not a pool of the CPU kernels")
+            units = kv.shape[4] if kv.dtype == torch.bfloat16 else kv.shape[4] - 2 * UNIT * 4
+            self._pool = (
+                weakref.ref(kv),
+                _Pool(
+                    data=kv.data_ptr(),
+                    kind=_KINDS[kv.dtype],
+                    units=kv.shape[3],
+                    num_blocks=kv.shape[0],
+                    num_layers=kv.shape[1],
+                    num_kv_heads=kv.shape[2],
+                    head_dim=units // (2 * UNIT),
+                ),
+            )
+        pool = self._pool[1]
+        if (pool.num_kv_heads, pool.head_dim) != (shape.num_kv_heads, shape.head_dim) or not (
+            0 <= layer < pool.num_layers
+        ):
+            raise ValueError("kv was made for another model")
+        return ctypes.addressof(pool)
+
+    def _step_args(self, step: AttentionInput) -> int:
+        if self._step is None or self._step[0] is not step:
+            num_rows, num_sequences = step.positions.shape[0], step.context_lens.shape[0]
+            _require(step.positions, (num_rows,), torch.int64, "positions")
+            _require(step.kv_slots, (num_rows,), torch.int64, "kv_slots")
+            _require(step.query_starts, (num_sequences + 1,), torch.int32, "query_starts")
+            _require(step.context_lens, (num_sequences,), torch.int32, "context_lens")
+            _require(step.block_tables, (num_sequences, step.block_tables.shape[-1]), torch.int32, "block_tables")
+            tensors = (step.positions, step.kv_slots, step.query_starts, step.context_lens, step.block_tables)
+            positions, slots, starts, lengths, tables = (tensor.data_ptr() for tensor in tensors)
+            arguments = _Step(
+                rows=num_rows,
+                sequences=num_sequences,
+                table_width=step.block_tables.shape[1],
+                positions=positions,
+                slots=slots,
+                query_starts=starts,
+                context_lens=lengths,
+                block_tables=tables,
+            )
+            self._step = step, tensors, arguments
+        return ctypes.addressof(self._step[2])
+
+
+def _require(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
+    if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise ValueError(
+            f"{name} must be a contiguous {dtype} CPU tensor of shape {shape}, "
+            f"not {tensor.dtype} on {tensor.device.type} of shape {tuple(tensor.shape)}"
+        )
+
+
+def _raise_for(failed: int) -> None:
+    if failed == _OUT_OF_RANGE:
+        raise IndexError("a position, slot or block of this step does not exist")
+    if failed:
+        raise MemoryError("no memory for attention")
