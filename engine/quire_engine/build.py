@@ -26,7 +26,7 @@ from quire_engine.memory_plan import (
     plan_text,
     size_pool,
 )
-from quire_engine.models.checkpoint import open_checkpoint
+from quire_engine.models.checkpoint import fingerprint, open_checkpoint
 from quire_engine.models.config import ModelConfig, load_model_config
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.weights import expected_shapes, load_decoder
@@ -96,6 +96,7 @@ class _Resolved:
             bytes_per_block=self.bytes_per_block,
             load_seconds=load_seconds,
             scheduler=self.scheduler(pool),
+            checkpoint=fingerprint(Path(asked.model)),
         )
 
     def scheduler(self, pool: PoolSize) -> SchedulerConfig:

@@ -75,6 +75,7 @@ class EnginePlan:
     bytes_per_block: int
     load_seconds: float
     scheduler: SchedulerConfig
+    checkpoint: str = ""  # changes when a file of the model does
 
     @property
     def kv_tokens(self) -> int:

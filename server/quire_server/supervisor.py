@@ -15,7 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from os import getpid
 
@@ -101,6 +101,7 @@ class Supervisor:
         self.restarts = 0
         self.dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._config = config
+        self._checkpoint = ""
         self._policy = policy or RestartPolicy()
         self._program = tuple(program)
         self._journal = Journal()
@@ -151,6 +152,11 @@ class Supervisor:
     async def start(self) -> EnginePlan:
         """Start the first engine. Raises ConfigError or ModelLoadError as the engine does, EngineDead if it crashes."""
         plan = await self._launch()
+        self._checkpoint = plan.checkpoint
+        # A later engine must keep what requests were checked against, however much memory is free by then.
+        self._config = replace(
+            self._config, kv_memory=plan.kv_bytes or None, max_model_len=plan.scheduler.max_model_len
+        )
         self.state = EngineState.READY
         self._watch = asyncio.create_task(self._run(), name="engine-supervisor")
         self._replay_next()
@@ -241,18 +247,22 @@ class Supervisor:
             while self._failures and self._failures[0] < horizon:
                 self._failures.popleft()
             if len(self._failures) > self._policy.max_restarts:
-                self._give_up()
+                self._give_up(f"the engine failed {len(self._failures)} times in {self._policy.window_seconds:.0f} s")
                 return False
             self.restarts += 1
             self.on_restart()
             try:
-                await self._launch()
+                plan = await self._launch()
                 break
             except (EngineDead, ConfigError, ModelLoadError) as error:
                 log.error("restart failed: %s", error)
                 self._failures.append(time.monotonic())
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, 10.0)
+        if plan.checkpoint != self._checkpoint:
+            # Resuming on other weights would splice two models into one answer.
+            self._give_up("the model's files changed on disk since the start")
+            return False
         self.state = EngineState.READY
         log.info("the engine is ready again; resuming %d requests", len(self._journal))
         self._probation = None
@@ -275,13 +285,11 @@ class Supervisor:
                 self._process.kill()
                 return True
 
-    def _give_up(self) -> None:
+    def _give_up(self, reason: str) -> None:
         self.state = EngineState.DEAD
-        log.critical(
-            "the engine failed %d times in %.0f s; giving up", len(self._failures), self._policy.window_seconds
-        )
+        log.critical("%s; giving up", reason)
         for entry in list(self._journal):
-            self._fail(entry, "the engine keeps failing")
+            self._fail(entry, "the engine could not be restarted")
         self.dead.set_result(None)
 
     # ---------------------------------------------------------------- frames

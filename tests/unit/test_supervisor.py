@@ -191,6 +191,19 @@ def test_a_crash_loop_gives_up_and_fails_what_is_live() -> None:
     run(body)
 
 
+def test_a_changed_checkpoint_is_not_resumed_on() -> None:
+    async def body() -> None:
+        async with supervised() as (supervisor, client):
+            supervisor._checkpoint = "as it was at the start"
+            supervisor.submit(request("r", tokens=1000))
+            await client.until(lambda: bool(client.tokens))
+            os.kill(supervisor.pid or 0, signal.SIGKILL)
+            await supervisor.dead
+            assert client.ends["r", 0].finish == "error"
+
+    run(body)
+
+
 @pytest.mark.parametrize(
     ("model", "error", "text"),
     [

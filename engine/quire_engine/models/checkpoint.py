@@ -6,6 +6,7 @@ Must not know: what the tensors mean.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -135,3 +136,12 @@ def _listed(names: set[str]) -> str:
     shown = ", ".join(sorted(names)[:_MAX_LISTED])
     more = len(names) - _MAX_LISTED
     return shown if more <= 0 else f"{shown} and {more} more"
+
+
+def fingerprint(path: Path) -> str:
+    """A short digest that changes when a file of the checkpoint is replaced or written to; contents are not read."""
+    digest = hashlib.sha256()
+    for file in [*sorted(path.glob("*.safetensors*")), path / "config.json"]:
+        status = file.stat()
+        digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns} {status.st_ino}\n".encode())
+    return digest.hexdigest()[:16]
