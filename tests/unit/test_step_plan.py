@@ -1,0 +1,54 @@
+"""A plan's sums, and what a preemption takes back."""
+
+from __future__ import annotations
+
+from fake_executor import request
+
+from quire_engine.page_table import PageTable
+from quire_engine.sequence import Group, Sequence
+from quire_engine.step_plan import StepPlan
+
+
+def group(first_id: int, choices: int) -> Group:
+    one = Group(
+        request=request(str(first_id), 8, 4, n=choices), arrival=first_id, added_step=0, stop_token_ids=frozenset()
+    )
+    for choice in range(choices):
+        one.sequences.append(
+            Sequence(
+                sequence_id=first_id + choice,
+                choice=choice,
+                group=one,
+                token_ids=list(range(8)),
+                num_prompt_tokens=8,
+                table=PageTable(4),
+            )
+        )
+    one.computing = list(one.sequences)
+    return one
+
+
+def test_a_slice_grows_in_its_place() -> None:
+    plan, (first,), (second,) = StepPlan(20), group(0, 1).sequences, group(1, 1).sequences
+    plan.give(first, 3)
+    plan.give(second, 8)
+    plan.give(first, 2)
+    batch = plan.batch(step_id=7)
+    assert [(item.sequence_id, item.num_tokens, item.wants_sample) for item in batch.items] == [
+        (0, 5, False),
+        (1, 8, True),
+    ]
+    assert (batch.step_id, batch.num_tokens, plan.budget) == (7, 13, 7)
+    assert plan.planned(first.group) == 5
+
+
+def test_a_preempted_group_gives_back_tokens_and_copies() -> None:
+    plan, family, other = StepPlan(20), group(0, 2), group(5, 1)
+    plan.give(family.sequences[0], 1, (3, 4))
+    plan.give(family.sequences[1], 1)
+    plan.give(other.sequences[0], 2, (6, 7))
+    plan.take_back(family)
+    batch = plan.batch(step_id=1)
+    assert [item.sequence_id for item in batch.items] == [5]
+    assert batch.copies == ((6, 7),)
+    assert (plan.budget, batch.num_tokens, plan.num_preempted) == (18, 2, 1)
