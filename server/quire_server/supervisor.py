@@ -28,6 +28,7 @@ from quire_server.journal import Journal, JournalEntry
 log = logging.getLogger("quire.supervisor")
 
 _SOCKET_BUFFER_BYTES = 4 << 20
+_SLOWEST_FLOPS = 2e10  # of a machine on which one would still serve: a full step of a big model may take minutes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,7 @@ class RestartPolicy:
 
     max_restarts: int = 5
     window_seconds: float = 600.0
-    hang_seconds: float = 60.0  # silence with work in hand; the longest step must stay below it
+    hang_seconds: float = 60.0  # silence that means a hang, unless the largest step may take longer
     first_backoff_seconds: float = 0.1  # doubled with each failed start in a row
 
 
@@ -103,6 +104,7 @@ class Supervisor:
         self._config = config
         self._checkpoint = ""
         self._policy = policy or RestartPolicy()
+        self._hang_seconds = self._policy.hang_seconds
         self._program = tuple(program)
         self._journal = Journal()
         self._replay: deque[str] = deque()  # suspects not yet resubmitted, one at a time after a crash
@@ -157,6 +159,8 @@ class Supervisor:
         self._config = replace(
             self._config, kv_memory=plan.kv_bytes or None, max_model_len=plan.scheduler.max_model_len
         )
+        full_step = 2.0 * plan.num_parameters * plan.scheduler.max_num_batched_tokens / _SLOWEST_FLOPS
+        self._hang_seconds = max(self._policy.hang_seconds, full_step)
         self.state = EngineState.READY
         self._watch = asyncio.create_task(self._run(), name="engine-supervisor")
         self._replay_next()
@@ -278,7 +282,7 @@ class Supervisor:
             if done:
                 return False
             silence = time.monotonic() - self._heard
-            if silence > self._policy.hang_seconds and self._process is not None:
+            if silence > self._hang_seconds and self._process is not None:
                 log.error("no sign of life from the engine for %.0f s; its stacks follow, then it is killed", silence)
                 self._process.send_signal(signal.SIGUSR1)
                 await asyncio.sleep(0.5)
