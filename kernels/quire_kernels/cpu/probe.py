@@ -1,0 +1,94 @@
+"""Measures what this machine can do at most: `python -m quire_kernels.cpu.probe` prints one JSON object.
+
+Promises: all usable cores at once; numbers of this moment, as memory bandwidth drifts with the neighbours.
+Must not know: tensors, models, who compares what with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import sys
+from ctypes import POINTER, byref, c_double, c_int32, c_int64, c_void_p
+from dataclasses import asdict, dataclass
+
+from quire_kernels.cpu.compiler import KernelBuildError
+from quire_kernels.cpu.library import load_library
+
+KINDS = ("fp32", "bf16", "int8")  # in the order of `Kind` in probe.cpp
+_MOST_BYTES = 2 << 30  # of all workers together
+_BYTES_PER_WORKER = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Operations count a multiply and an add as two. 0: the CPU has no instruction for it."""
+
+    variant: str
+    threads: int
+    fp32_per_second: float
+    bf16_per_second: float
+    int8_per_second: float
+    read_bytes_per_second: float
+
+
+def measure(
+    threads: int,
+    *,
+    seconds: float = 0.2,
+    bytes_per_worker: int | None = None,
+    passes: int = 3,
+    library: ctypes.CDLL | None = None,
+) -> Limits:
+    """Takes about `seconds` per kind of arithmetic and a second for the memory. Raises KernelBuildError."""
+    library = library or load_library()
+    library.quire_probe_arithmetic.argtypes = (c_void_p, c_int32, c_double, POINTER(c_double))
+    library.quire_probe_read.argtypes = (c_void_p, c_int64, c_int32, POINTER(c_double))
+    if bytes_per_worker is None:
+        bytes_per_worker = min(_BYTES_PER_WORKER, _MOST_BYTES // threads)
+    cpus = sorted(os.sched_getaffinity(0))
+    pinned = (c_int32 * threads)(*cpus[:threads]) if threads <= len(cpus) else None
+    context = library.quire_create(threads, pinned)
+    if not context:
+        raise MemoryError(f"starting {threads} worker threads")
+    result = c_double()
+    rates = []
+    try:
+        for kind in range(len(KINDS)):
+            library.quire_probe_arithmetic(context, kind, seconds, byref(result))
+            rates.append(result.value)
+        if library.quire_probe_read(context, bytes_per_worker, passes, byref(result)):
+            raise MemoryError(f"{threads} x {bytes_per_worker} bytes for the read probe")
+    finally:
+        library.quire_destroy(context)
+    fp32, bf16, int8 = rates
+    return Limits(
+        variant=library.quire_variant().decode(),
+        threads=threads,
+        fp32_per_second=fp32,
+        bf16_per_second=bf16,
+        int8_per_second=int8,
+        read_bytes_per_second=result.value,
+    )
+
+
+def main() -> int:
+    """0 and the JSON, or 1 and a line on stderr."""
+    parser = argparse.ArgumentParser(description="Peak arithmetic and read bandwidth of this machine, as JSON.")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--threads", type=int, default=cores, help=f"worker threads [{cores}]")
+    parser.add_argument("--seconds", type=float, default=0.2, help="for each kind of arithmetic [0.2]")
+    asked = parser.parse_args()
+    try:
+        limits = measure(asked.threads, seconds=asked.seconds)
+    except (KernelBuildError, MemoryError) as error:
+        print(f"probe: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(asdict(limits)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""The probe of the machine's limits: every variant that this CPU runs gives positive, plausible rates."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from quire_kernels.cpu.compiler import KernelBuildError, find_compiler
+from quire_kernels.cpu.library import load_library
+from quire_kernels.cpu.probe import measure
+from quire_kernels.cpu.variants import usable_variants
+
+TINY = {"seconds": 0.005, "bytes_per_worker": 1 << 20, "passes": 1}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiler():
+    try:
+        find_compiler()
+    except KernelBuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("variant", [usable_variants()[0], usable_variants()[-1]], ids=lambda v: v.name)
+def test_rates(variant):
+    limits = measure(1, library=load_library(variant), **TINY)
+    assert limits.variant == variant.name
+    assert limits.threads == 1
+    assert 1e7 < limits.fp32_per_second < 1e13
+    assert 1e7 < limits.read_bytes_per_second < 1e13
+    assert (limits.bf16_per_second > 0) == ("avx512_bf16" in variant.features)
+    assert (limits.int8_per_second > 0) == ("avx512_vnni" in variant.features)
+
+
+def test_as_a_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "quire_kernels.cpu.probe", "--threads", "1", "--seconds", "0.005"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert json.loads(done.stdout)["threads"] == 1
