@@ -82,6 +82,8 @@ class _Resolved:
 
     def plan(self, pool: PoolSize, *, load_seconds: float = 0.0) -> EnginePlan:
         asked = self.asked
+        head = self.model.vocab_size * self.model.hidden_size
+        embeddings = head if self.model.tie_word_embeddings else 2 * head
         return EnginePlan(
             model=asked.model,
             architecture=self.model.architecture,
@@ -97,6 +99,9 @@ class _Resolved:
             load_seconds=load_seconds,
             scheduler=self.scheduler(pool),
             checkpoint=fingerprint(Path(asked.model)),
+            layer_parameters=self.num_parameters - embeddings,
+            head_parameters=head,
+            attention_width=self.model.num_heads * self.model.head_dim * self.model.num_layers,
         )
 
     def scheduler(self, pool: PoolSize) -> SchedulerConfig:

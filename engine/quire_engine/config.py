@@ -76,6 +76,10 @@ class EnginePlan:
     load_seconds: float
     scheduler: SchedulerConfig
     checkpoint: str = ""  # changes when a file of the model does
+    # What a token costs; 0: unknown.
+    layer_parameters: int = 0  # multiplied with every token
+    head_parameters: int = 0  # multiplied with every token whose logits are needed
+    attention_width: int = 0  # query heads x head width x layers: 4 of these FLOP per token and token it looks at
 
     @property
     def kv_tokens(self) -> int:

@@ -326,6 +326,16 @@ class PlanMetrics:
             "The loaded model and how it is computed.",
             ("architecture", "parameters", "device", "dtype", "kernels", "num_threads", "max_model_len"),
         )
+        self.parameters = values.gauge(
+            "quire_model_parameters",
+            "Parameters that one token is multiplied with: in the layers, and in the head when its logits are needed.",
+            ("part",),
+            children=[("layers",), ("head",)],
+        )
+        self.attention_width = values.gauge(
+            "quire_model_attention_width",
+            "Query heads x head width x layers; attention takes 4 of these FLOP per token and token it looks at.",
+        )
         self.cache = values.gauge(
             "quire_cache_config_info",
             "The KV pool's layout.",
@@ -364,6 +374,9 @@ class PlanMetrics:
         )
         caching = str(scheduler.enable_prefix_caching).lower()
         size, blocks, tokens = str(scheduler.block_size), str(scheduler.num_blocks), str(plan.kv_tokens)
+        self.parameters.set(plan.layer_parameters, "layers")
+        self.parameters.set(plan.head_parameters, "head")
+        self.attention_width.set(plan.attention_width)
         self.cache.values.clear()
         self.cache.set(1, size, blocks, str(plan.bytes_per_block), tokens, caching)
         concurrency = f"{plan.kv_tokens / scheduler.max_model_len:.2f}"

@@ -60,6 +60,15 @@ def test_sizes_are_those_of_the_checkpoint_and_the_pool():
     assert "21 blocks" in plan_text(plan)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_a_token_costs(tied):
+    path = shared_checkpoint("qwen3", tie_word_embeddings=tied)
+    plan = resolve_plan(config(model=str(path)))
+    assert plan.head_parameters == VOCAB_SIZE * 64
+    assert plan.layer_parameters == plan.num_parameters - plan.head_parameters * (1 if tied else 2)
+    assert plan.attention_width == 4 * 32 * 2  # heads, width, layers
+
+
 def test_kv_memory_is_taken_at_its_word():
     plan = resolve_plan(config(kv_memory=50 << 20, max_num_seqs=1, max_model_len=16))
     assert plan.kv_bytes == 50 << 20

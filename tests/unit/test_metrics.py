@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
+from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -345,6 +346,15 @@ def test_plan_becomes_labels():
         assert label in line
     assert 'kv_cache_max_concurrency="4.00"' in line
     assert text.count("\nquire_model_info{") == 1
+
+
+def test_what_a_token_costs():
+    metrics = Metrics("tiny")
+    metrics.observe_plan(replace(PLAN, layer_parameters=700, head_parameters=300, attention_width=64))
+    scrape = Scrape(metrics)
+    assert scrape("quire_model_parameters", part="layers") == 700
+    assert scrape("quire_model_parameters", part="head") == 300
+    assert scrape("quire_model_attention_width") == 64
 
 
 def test_histogram_buckets_are_cumulative_and_end_in_infinity():
