@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fake_executor import request
-
 from quire_engine.page_table import PageTable
 from quire_engine.sequence import Group, Sequence
 from quire_engine.step_plan import StepPlan
