@@ -345,6 +345,17 @@ def test_an_error_in_one_sample_ends_one_choice() -> None:
     run.scheduler.check_invariants()
 
 
+def test_prompt_scores_belong_to_choice_0_alone() -> None:
+    run = new_run()
+    run.add(request("a", 20, 6, n=2, prompt_logprobs=1))
+    batch = run.scheduler.schedule(0.0)
+    assert batch is not None
+    result = run.executor.execute(batch)
+    result.samples[0] = SampledToken(error="all masked")
+    outputs = run.scheduler.apply(batch, result, 1.0)
+    assert [(o.choice, o.finish, o.prompt_logprobs) for o in outputs] == [(0, "error", None), (1, None, None)]
+
+
 def test_priority_goes_first_and_equal_ones_in_order() -> None:
     run = new_run(max_num_seqs=1, policy="priority", elder_age_steps=1000)
     run.add(request("old", 8, 3, priority=5))
@@ -378,6 +389,22 @@ def test_partial_prefills_are_capped_and_short_prompts_pass() -> None:
     assert [(item.num_prompt_tokens, item.num_tokens) for item in batch.items] == [(300, 32)] * 3 + [(20, 20)] * 3, (
         "the elder and two more, then the short ones"
     )
+    run.to_end()
+
+
+def test_resumed_output_counts_as_an_unfinished_prefill() -> None:
+    run = new_run(max_partial_prefills=1)
+    whole = [request(name, 8, 60, n=2) for name in "ab"]
+    run.add(request("elder", 8, 60))
+    run.one_step()
+    run.add(
+        *(
+            dataclasses.replace(one, resumed_token_ids=tuple(expected_tokens(one, choice)[:40] for choice in (0, 1)))
+            for one in whole
+        )
+    )
+    run.one_step()
+    assert (run.scheduler.stats().running, run.scheduler.stats().waiting["budget"]) == (3, 2)
     run.to_end()
 
 
