@@ -13,7 +13,7 @@ namespace {
 // About 50 us: longer than the gap between two ops of a step, shorter than a step.
 constexpr int kSpinsBeforeSleep = 4000;
 // A peer that was descheduled by another process gets the core back sooner when waiters yield.
-constexpr int kSpinsBeforeYield = 20000;
+constexpr int kSpinsBeforeYield = 2000;
 
 inline void relax() {
 #if defined(__x86_64__)

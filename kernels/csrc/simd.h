@@ -365,7 +365,10 @@ inline Vec vexp(Vec x) {
   return vscale2(p, n);
 }
 
-// x * sigmoid(x).
-inline Vec vsilu(Vec x) { return vdiv(x, vadd(vset(1.0f), vexp(vsub(vzero(), x)))); }
+// x * sigmoid(x). Below -1e4 that is 0, though e^-x as computed has an end. NaN stays NaN, see vexp.
+inline Vec vsilu(Vec x) {
+  const Vec bounded = vmax(vset(-1e4f), x);
+  return vdiv(bounded, vadd(vset(1.0f), vexp(vsub(vzero(), bounded))));
+}
 
 }  // namespace quire

@@ -7,12 +7,18 @@ On a CPU every output row is computed in an order that does not depend on the ot
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+
+# How the C++ kernels may hold weights: 8 bits per value, or 4 with a scale for every 32.
+Quantization = Literal["int8", "int4"]
+
+_log = logging.getLogger(__name__)
 
 
 class AttentionInput(Protocol):
@@ -99,13 +105,46 @@ class KernelSet:
     kv_block_bytes: Callable[[int, int, int, int, torch.dtype], int]
 
 
-def select(device: torch.device, dtype: torch.dtype, choice: str = "auto") -> KernelSet:
-    """The kernel set for a device and dtype; `choice` is "auto" or the name of one. ValueError if there is none."""
+def select(
+    device: torch.device,
+    dtype: torch.dtype,
+    choice: str = "auto",
+    *,
+    threads: int | None = None,
+    quantization: Quantization | None = None,
+) -> KernelSet:
+    """The kernel set for a device and dtype. `choice` is "auto", "reference" or "cpu" (C++; bfloat16 on a CPU).
+
+    `threads` (None: one per usable core) and `quantization` concern "cpu" alone. ValueError if there is no such set.
+    """
     # Imported here because the sets are built from this module's types.
     from quire_kernels.reference import REFERENCE  # noqa: PLC0415
 
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"no kernel set computes in {dtype}; use float32, bfloat16 or float16")
-    if choice in ("auto", REFERENCE.name):
+    if choice not in ("auto", "reference", "cpu"):
+        raise ValueError(f"no kernel set named {choice!r} for {device.type}; use 'auto', 'reference' or 'cpu'")
+    fits = device.type == "cpu" and dtype is torch.bfloat16
+    if choice == "cpu" and not fits:
+        raise ValueError(f"the C++ kernels compute in bfloat16 on a CPU, not in {dtype} on {device.type}; use 'auto'")
+    if quantization is not None and (choice == "reference" or not fits):
+        raise ValueError(
+            f"{quantization} needs the C++ kernels, which compute in bfloat16 on a CPU: this is {dtype} on"
+            f" {device.type} with the kernels {choice!r}"
+        )
+    if choice == "reference" or (choice == "auto" and quantization is None and not (fits and _CPU_BY_DEFAULT)):
         return REFERENCE
-    raise ValueError(f"no kernel set named {choice!r} for {device.type}; use 'auto' or 'reference'")
+
+    from quire_kernels.cpu.compiler import KernelBuildError  # noqa: PLC0415
+    from quire_kernels.cpu.ops import cpu_kernel_set  # noqa: PLC0415
+
+    try:
+        return cpu_kernel_set(threads, quantization)
+    except KernelBuildError as error:
+        if choice == "cpu" or quantization is not None:
+            raise ValueError(f"the C++ kernels are not available: {error}") from error
+        _log.warning("serving with the slow reference kernels: %s", error)
+        return REFERENCE
+
+
+_CPU_BY_DEFAULT = False

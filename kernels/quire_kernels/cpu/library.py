@@ -47,7 +47,7 @@ def load_library(
         return _open(prebuilt)
     compiler = find_compiler()
     name = f"{variant.name}-{key}-{_digest(compiler.version.encode())[:8]}.so"
-    directory = cache_dir or Path.home() / ".cache" / "quire" / "kernels"
+    directory = cache_dir or _default_cache()
     path = directory / name
     if _is_complete(path):
         return _open(path)
@@ -75,6 +75,13 @@ def build_prebuilt(variant: Variant, directory: Path | None = None) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         _build(find_compiler(), variant, sources, flags, path)
     return path
+
+
+def _default_cache() -> Path:
+    try:
+        return Path.home() / ".cache" / "quire" / "kernels"
+    except RuntimeError as error:  # a user without a home
+        raise KernelBuildError(f"there is no place for the compiled kernels: {error}") from error
 
 
 def _sources() -> list[Path]:

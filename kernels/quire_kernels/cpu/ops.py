@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from quire_kernels.cpu.library import load_library
-from quire_kernels.cpu.packing import Arena, PackedLinear, Packer, Quantization
-from quire_kernels.kernel_set import KernelSet
+from quire_kernels.cpu.packing import Arena, PackedLinear, Packer
+from quire_kernels.kernel_set import KernelSet, Quantization
 from quire_kernels.reference import REFERENCE
 
 _BF16 = torch.bfloat16
@@ -88,7 +88,7 @@ class LinearOps:
         if residual.shape[0] != rows:
             raise ValueError(f"{rows} rows cannot be added to {residual.shape[0]}")
         source, target = x.data_ptr(), residual.data_ptr()
-        if source == target:  # in place, results would be read as inputs
+        if source == target and rows:  # in place, results would be read as inputs
             raise ValueError("x and residual must not share memory")
         if self._linear_add(self._handle, w.address, source, rows, target, target):
             raise MemoryError(f"multiplying {rows} rows")

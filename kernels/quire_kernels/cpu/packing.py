@@ -9,14 +9,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 from contextlib import suppress
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire_kernels.cpu.signatures import LinearArgs
-
-Quantization = Literal["int8", "int4"]
+from quire_kernels.kernel_set import Quantization
 
 _KINDS: dict[Quantization | None, int] = {None: 0, "int8": 1, "int4": 2}
 _PANEL_ROWS = 64
