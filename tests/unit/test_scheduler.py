@@ -381,6 +381,23 @@ def test_waiting_is_counted_by_reason() -> None:
     assert budget.scheduler.stats().waiting == {"kv": 0, "slots": 0, "budget": 1}
 
 
+def test_nobody_enters_for_a_sliver_of_the_budget() -> None:
+    run = new_run(max_num_batched_tokens=80, prefill_chunk=70)
+    run.add(request("a", 70, 4), request("b", 40, 4), request("c", 8, 4))
+    batch = run.one_step()
+    assert batch is not None
+    assert [(item.num_prompt_tokens, item.num_tokens) for item in batch.items] == [(70, 70), (8, 8)]
+
+
+def test_a_family_enters_with_room_for_all_its_choices() -> None:
+    run = new_run(num_blocks=10)
+    run.add(request("holder", 90, 4), request("family", 20, 4, n=4))
+    run.one_step()
+    assert run.scheduler.stats().waiting["kv"] == 4, "2 blocks of prompt and 3 copies, 4 are available"
+    run.to_end()
+    assert run.scheduler.stats().total_preemptions == 0
+
+
 def test_partial_prefills_are_capped_and_short_prompts_pass() -> None:
     run = new_run(max_num_batched_tokens=400, prefill_chunk=32, num_blocks=512)
     run.add(*(request(f"long{i}", 300, 2) for i in range(4)), *(request(f"short{i}", 20, 2) for i in range(3)))
