@@ -12,9 +12,10 @@ from model_steps import Blocks, batch_of, scheduled
 from quire_engine.model_input import build_model_input
 from quire_kernels.cpu.attention import CpuAttention
 from quire_kernels.cpu.library import load_library
+from quire_kernels.cpu.ops import Context
 from quire_kernels.kernel_set import AttentionShape
 
-KV_TYPES = ("bf16",)
+KV_TYPES = ("bf16", "int8")
 LAYER, NUM_LAYERS = 1, 2
 CPU = torch.device("cpu")
 
@@ -30,15 +31,7 @@ class Kernels:
 
     def __init__(self, variant, *, threads: int, kv_type: str) -> None:
         self.kv_type = kv_type
-        self._library = load_library(variant)
-        self._context = self._library.quire_create(threads, None)
-        self.ops = CpuAttention(self._library, self._context, kv_type)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._library.quire_destroy(self._context)
+        self.ops = CpuAttention(Context(load_library(variant), threads), kv_type)
 
 
 class Sequences:
@@ -112,6 +105,7 @@ class Sequences:
 
 
 def as_int8(x: torch.Tensor) -> torch.Tensor:
-    """x [T, H, D] as a pool of int8 holds it: one scale per token and head."""
-    scale = x.abs().amax(dim=-1, keepdim=True).float() / 127
-    return (x.float() / scale).round().double() * scale.double()
+    """x [T, H, D] as a pool of int8 holds it: one scale per token and head. Ties are frequent among bf16 numbers."""
+    most = x.float().abs().amax(dim=-1, keepdim=True)
+    per_step = torch.tensor(127.0) / most  # a plain number would be multiplied by the inverse
+    return (x.float() * per_step).round().double() * (most / 127).double()

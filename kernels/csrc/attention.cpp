@@ -7,6 +7,7 @@
 #include <atomic>
 
 #include "attention_bf16.h"
+#include "attention_int8.h"
 #include "attention_walk.h"
 #include "context.h"
 
@@ -123,7 +124,10 @@ QUIRE_API int32_t quire_attention(quire::Context* context, const quire::Attentio
                                   const quire::KvPool* pool, int64_t layer, const quire::AttentionStep* step,
                                   const quire::bf16* q, quire::bf16* out) {
   bool valid = true;
-  const int32_t failed = quire::guarded(
-      context, [&] { valid = quire::attend<quire::Bf16Kv>(context, *shape, *pool, layer, *step, q, out); });
+  const int32_t failed = quire::guarded(context, [&] {
+    const bool is_bf16 = pool->kind == quire::KvKind::kBf16;
+    valid = is_bf16 ? quire::attend<quire::Bf16Kv>(context, *shape, *pool, layer, *step, q, out)
+                    : quire::attend<quire::Int8Kv>(context, *shape, *pool, layer, *step, q, out);
+  });
   return valid ? failed : quire::kOutOfRange;
 }

@@ -48,7 +48,9 @@ class Bf16Kv {
   }
 
   // Turns the unit's weights of row `row` of the group into bf16 and returns them as they were rounded.
-  Vec set_weights(int row, int unit, Vec weights) {
+  // Those outside [low, high) become 0.
+  Vec set_weights(int row, int unit, Vec weights, int low, int high) {
+    if (low > 0 || high < kUnit) weights = keep(weights, low, high, 0.0f);
     bf16* to = weights_ + row * kTile + unit * kUnit;
     vstore_bf16(to, weights);
     return vload_bf16(to);

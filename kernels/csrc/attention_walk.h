@@ -183,10 +183,8 @@ class Walk {
     if (peak > before) fade = before == lowest ? 0.0f : exp_of(before - peak);
     Vec sum = vmul(vload(row + kTotals), vset(fade));
     for (int u = first; u < last; ++u) {
-      Vec weights = vexp(vsub(vload(s + u * kUnit), vset(peak)));
-      const int low = group.low - u * kUnit, high = group.high - u * kUnit;
-      if (low > 0 || high < kUnit) weights = keep(weights, low, high, 0.0f);
-      sum = vadd(sum, kv_.set_weights(r, u, weights));
+      const Vec weights = vexp(vsub(vload(s + u * kUnit), vset(peak)));
+      sum = vadd(sum, kv_.set_weights(r, u, weights, group.low - u * kUnit, group.high - u * kUnit));
     }
     kv_.finish_weights(r, first, last);
     row[0] = peak;

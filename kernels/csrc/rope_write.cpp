@@ -2,6 +2,7 @@
 //
 // Promises: a row never sees another; computed in fp32 from the bf16 projection and rounded once. Workers may write
 // neighbouring slots at the same time. Must not know: sequences, how frequencies are derived.
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -46,11 +47,10 @@ class Row {
   }
 
   // The rotated key as floats [2 * half].
-  const float* key(const bf16* head, float* out) {
+  void key(const bf16* head, float* out) {
     turn(head, shape_.k_norm == nullptr ? nullptr : &k_norm_);
     std::memcpy(out, turned_.first, static_cast<size_t>(half_) * 4);
     std::memcpy(out + half_, turned_.second, static_cast<size_t>(half_) * 4);
-    return out;
   }
 
  private:
@@ -101,6 +101,35 @@ void write_bf16(char* unit, int64_t offset, int64_t d, const float* key, const b
   for (int64_t i = 0; i < d; ++i) values[2 * i] = value[i];
 }
 
+// Signed bytes of x [d] into `bytes`; returns their scale. A NaN or infinity in x makes the scale NaN.
+float quantize(const float* x, int64_t d, int32_t* bytes) {
+  float most = 0.0f, nan = 0.0f;
+  for (int64_t i = 0; i < d; ++i) {
+    most = std::max(most, std::fabs(x[i]));
+    nan += x[i] * 0.0f;
+  }
+  const float per_step = most > 1e-30f ? 127.0f / most : 0.0f;
+  for (int64_t i = 0; i < d; ++i) {
+    bytes[i] = static_cast<int32_t>(std::nearbyint(std::max(-127.0f, std::min(127.0f, x[i] * per_step))));
+  }
+  return most / 127.0f + nan;
+}
+
+void write_int8(char* unit, int64_t offset, int64_t d, const float* key, const bf16* value) {
+  int32_t bytes[kMostDim];
+  float* scales = reinterpret_cast<float*>(unit + 2 * kUnit * d);
+  scales[offset] = quantize(key, d, bytes);
+  uint8_t* keys = reinterpret_cast<uint8_t*>(unit) + 4 * offset;
+  for (int64_t i = 0; i < d; i += 4) {
+    for (int64_t j = 0; j < 4; ++j) keys[i * kUnit + j] = static_cast<uint8_t>(bytes[i + j] + 128);
+  }
+  float wide[kMostDim];
+  for (int64_t i = 0; i < d; ++i) wide[i] = to_float(value[i]);
+  scales[kUnit + offset] = quantize(wide, d, bytes);
+  int8_t* values = reinterpret_cast<int8_t*>(unit) + (kUnit + offset / 4 * 4) * d + offset % 4;
+  for (int64_t i = 0; i < d; ++i) values[4 * i] = static_cast<int8_t>(bytes[i]);
+}
+
 bool rope_write(Context* context, const AttentionShape& shape, const KvPool& pool, int64_t layer,
                 const AttentionStep& step, const bf16* qkv, const float* rope, int64_t rope_rows, bf16* q) {
   const int64_t d = shape.head_dim, heads = shape.num_heads, kv_heads = shape.num_kv_heads;
@@ -123,7 +152,12 @@ bool rope_write(Context* context, const AttentionShape& shape, const KvPool& poo
         const int64_t offset = slot % block_size;
         char* unit = unit_address(pool, slot / block_size, layer, h, offset / kUnit);
         const bf16* value = row + (heads + kv_heads + h) * d;
-        write_bf16(unit, offset % kUnit, d, work.key(row + (heads + h) * d, key), value);
+        work.key(row + (heads + h) * d, key);
+        if (pool.kind == KvKind::kBf16) {
+          write_bf16(unit, offset % kUnit, d, key, value);
+        } else {
+          write_int8(unit, offset % kUnit, d, key, value);
+        }
       }
     }
   });

@@ -21,8 +21,7 @@ def variant(request):
 
 @pytest.fixture(scope="module", params=KV_TYPES)
 def kernels(request, variant):
-    with Kernels(variant, threads=2, kv_type=request.param) as kernels:
-        yield kernels
+    return Kernels(variant, threads=2, kv_type=request.param)
 
 
 def step_of(slots: list[int], positions: list[int]) -> ModelInput:

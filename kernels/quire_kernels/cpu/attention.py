@@ -7,21 +7,28 @@ Must not know: how the library is found, matrices, who owns which block.
 from __future__ import annotations
 
 import ctypes
+import logging
 import weakref
 from ctypes import c_float, c_int32, c_int64, c_void_p
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from quire_kernels.kernel_set import AttentionInput, AttentionShape
+from quire_kernels.reference import REFERENCE
 
+if TYPE_CHECKING:
+    from quire_kernels.cpu.ops import Context
+
+_log = logging.getLogger(__name__)
 UNIT = 16  # positions; attention.h says kUnit
 MAX_HEAD_DIM = 256
 
 KVType = Literal["bf16", "int8"]
 _KINDS: dict[torch.dtype, int] = {torch.bfloat16: 0, torch.uint8: 1}
 _OUT_OF_RANGE = 2
+_DIMS, _REFERENCE_DIMS = 5, 6  # of the pools
 _REMEMBERED_SHAPES = 1024  # layers of all loaded models
 
 
@@ -69,8 +76,10 @@ class _Step(ctypes.Structure):
     )
 
 
-def unsupported(*, head_dim: int, block_size: int) -> str | None:
+def unsupported(*, head_dim: int, block_size: int, dtype: torch.dtype = torch.bfloat16) -> str | None:
     """Why these kernels cannot serve a pool of such heads and blocks; None if they can."""
+    if dtype != torch.bfloat16:
+        return f"activations are {dtype}, not bfloat16"
     if head_dim % UNIT or not UNIT <= head_dim <= MAX_HEAD_DIM:
         return f"head_dim {head_dim} is not a multiple of {UNIT} up to {MAX_HEAD_DIM}"
     if block_size % UNIT or block_size < UNIT:
@@ -79,13 +88,17 @@ def unsupported(*, head_dim: int, block_size: int) -> str | None:
 
 
 class CpuAttention:
-    """The attention ops of one kernel set. `context` is the address of the library's context.
+    """The attention ops of one kernel set.
 
-    The arguments of the last step and pool and of every layer's shape are kept, since all layers of a step share them.
+    Pools that the C++ cannot serve are the reference's, and so are then the ops on them; but not where int8 was asked
+    for. The arguments of the last step and pool and of every layer's shape are kept, since all layers share them.
     """
 
-    def __init__(self, library: ctypes.CDLL, context: int, kv_type: KVType = "bf16") -> None:
-        self._library, self._context = library, context
+    def __init__(self, context: Context, kv_type: KVType = "bf16") -> None:
+        self._context = context  # keeps the workers
+        self._handle = context.handle
+        self._rope_write = context.library.quire_rope_write
+        self._attention = context.library.quire_attention
         self._dtype = torch.bfloat16 if kv_type == "bf16" else torch.uint8
         self._step: tuple[AttentionInput, tuple[Tensor, ...], _Step] | None = None
         self._pool: tuple[weakref.ref[Tensor], _Pool] | None = None  # a pool is large: not kept alive from here
@@ -101,27 +114,35 @@ class CpuAttention:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
-        """[blocks, layers, kv heads, units, bytes or elements of a unit]. ValueError if the kernels cannot serve it."""
-        width = self._unit_elements(block_size, head_dim, dtype)
-        sizes = (num_blocks, num_layers, num_kv_heads, block_size // UNIT, width)
+        """[blocks, layers, kv heads, units, elements of a unit], bf16 or bytes; else the reference's pool.
+
+        ValueError for an int8 pool that the kernels cannot serve.
+        """
+        if not self._served(block_size, head_dim, dtype):
+            return REFERENCE.new_kv(num_blocks, num_layers, num_kv_heads, block_size, head_dim, dtype, device)
+        sizes = (num_blocks, num_layers, num_kv_heads, block_size // UNIT, self._unit_elements(head_dim))
         # Zeroed pages cost nothing until touched: the operating system commits them on the first write.
         return torch.zeros(sizes, dtype=self._dtype, device=device)
 
     def kv_block_bytes(
         self, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
     ) -> int:
-        width = self._unit_elements(block_size, head_dim, dtype)
-        return num_layers * num_kv_heads * (block_size // UNIT) * width * self._dtype.itemsize
+        if not self._served(block_size, head_dim, dtype):
+            return REFERENCE.kv_block_bytes(num_layers, num_kv_heads, block_size, head_dim, dtype)
+        units = num_layers * num_kv_heads * (block_size // UNIT)
+        return units * self._unit_elements(head_dim) * self._dtype.itemsize
 
     def rope_write(  # noqa: PLR0917 - the op's contract
         self, qkv: Tensor, rope: Tensor, shape: AttentionShape, kv: Tensor, layer: int, step: AttentionInput
     ) -> Tensor:
+        if kv.dim() == _REFERENCE_DIMS:
+            return REFERENCE.rope_write(qkv, rope, shape, kv, layer, step)
         width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         _require(qkv, (step.positions.shape[0], width), torch.bfloat16, "qkv")
         _require(rope, (rope.shape[0], shape.head_dim), torch.float32, "rope")
         q = torch.empty(qkv.shape[0], shape.num_heads, shape.head_dim, dtype=qkv.dtype)
-        failed = self._library.quire_rope_write(
-            self._context,
+        failed = self._rope_write(
+            self._handle,
             self._shape_args(shape),
             self._pool_args(kv, shape, layer),
             layer,
@@ -135,10 +156,12 @@ class CpuAttention:
         return q
 
     def attention(self, q: Tensor, shape: AttentionShape, kv: Tensor, layer: int, step: AttentionInput) -> Tensor:
+        if kv.dim() == _REFERENCE_DIMS:
+            return REFERENCE.attention(q, shape, kv, layer, step)
         _require(q, (step.positions.shape[0], shape.num_heads, shape.head_dim), torch.bfloat16, "q")
         out = torch.empty_like(q)
-        failed = self._library.quire_attention(
-            self._context,
+        failed = self._attention(
+            self._handle,
             self._shape_args(shape),
             self._pool_args(kv, shape, layer),
             layer,
@@ -149,12 +172,15 @@ class CpuAttention:
         _raise_for(failed)
         return out.view(q.shape[0], -1)
 
-    def _unit_elements(self, block_size: int, head_dim: int, dtype: torch.dtype) -> int:
-        reason = unsupported(head_dim=head_dim, block_size=block_size)
-        if reason is None and dtype != torch.bfloat16:
-            reason = f"activations are {dtype}, not bfloat16"
+    def _served(self, block_size: int, head_dim: int, dtype: torch.dtype) -> bool:
+        reason = unsupported(head_dim=head_dim, block_size=block_size, dtype=dtype)
+        if reason is not None and self._dtype != torch.bfloat16:
+            raise ValueError(f"there is no int8 KV pool for this model: {reason}")
         if reason is not None:
-            raise ValueError(f"the CPU kernels cannot serve this model: {reason}")
+            _log.warning("attention runs without the C++ kernels: %s", reason)
+        return reason is None
+
+    def _unit_elements(self, head_dim: int) -> int:
         return 2 * UNIT * head_dim if self._dtype == torch.bfloat16 else 2 * UNIT * head_dim + 2 * UNIT * 4
 
     def _shape_args(self, shape: AttentionShape) -> int:
@@ -185,7 +211,7 @@ class CpuAttention:
 
     def _pool_args(self, kv: Tensor, shape: AttentionShape, layer: int) -> int:
         if self._pool is None or self._pool[0]() is not kv:
-            if kv.dim() != 5 or kv.dtype not in _KINDS or not kv.is_contiguous() or kv.device.type != "cpu":
+            if kv.dim() != _DIMS or kv.dtype not in _KINDS or not kv.is_contiguous() or kv.device.type != "cpu":
                 raise ValueError("kv is not a pool of the CPU kernels")
             units = kv.shape[4] if kv.dtype == torch.bfloat16 else kv.shape[4] - 2 * UNIT * 4
             self._pool = (

@@ -13,6 +13,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from quire_kernels.cpu.attention import CpuAttention, KVType
 from quire_kernels.cpu.library import load_library
 from quire_kernels.cpu.packing import Arena, PackedLinear, Packer
 from quire_kernels.kernel_set import KernelSet, Quantization
@@ -25,16 +26,17 @@ def cpu_kernel_set(
     threads: int | None = None,
     quantization: Quantization | None = None,
     *,
+    kv_type: KVType = "bf16",
     library: ctypes.CDLL | None = None,
 ) -> KernelSet:
     """The kernel set for bfloat16 models, with its own workers: `threads` of them, the caller included.
 
-    None: one per usable core. Raises KernelBuildError where the C++ cannot be compiled.
+    None: one per usable core. `kv_type`: what the pool holds. Raises KernelBuildError where the C++ cannot be compiled.
     """
     library = library or load_library()
     context = Context(library, threads or len(os.sched_getaffinity(0)))
     packer = Packer(library, context.handle, quantization, Arena())
-    linear = LinearOps(context)
+    linear, attention = LinearOps(context), CpuAttention(context, kv_type)
     return KernelSet(
         name="cpu",
         pack_linear=packer.linear,
@@ -43,11 +45,11 @@ def cpu_kernel_set(
         norm_linear=linear.norm_linear,
         norm_gate_up=linear.norm_linear,
         linear_add=linear.linear_add,
-        rope_write=REFERENCE.rope_write,
-        attention=REFERENCE.attention,
+        rope_write=attention.rope_write,
+        attention=attention.attention,
         logits=linear.logits,
-        new_kv=REFERENCE.new_kv,
-        kv_block_bytes=REFERENCE.kv_block_bytes,
+        new_kv=attention.new_kv,
+        kv_block_bytes=attention.kv_block_bytes,
     )
 
 
