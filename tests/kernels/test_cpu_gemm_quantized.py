@@ -1,0 +1,198 @@
+"""Packed and quantised weights: their layout read back, and products equal to integer arithmetic to the last bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cpu_linear import EPS, SHAPES, kernel_set, normed_rows, operands
+from quire_kernels.cpu.variants import usable_variants
+
+PANEL, GROUP = 64, 32
+
+
+@pytest.fixture(scope="module", params=[variant.name for variant in usable_variants()])
+def variant(request):
+    return request.param
+
+
+def padded(weight):
+    """[N, K] with zero rows and columns up to whole panels and groups, as float32."""
+    n, k = weight.shape
+    whole = torch.zeros(-(-n // PANEL) * PANEL, -(-k // GROUP) * GROUP)
+    whole[:n, :k] = weight.float()
+    return whole
+
+
+def paired(gate, up):
+    """The rows of a gate-up pair in the order of the panels: 32 of the gate, the same 32 of up, and so on."""
+    half = PANEL // 2
+    rows = -(-len(gate) // half) * half
+    pair = torch.zeros(2, rows, gate.shape[1])
+    pair[0, : len(gate)], pair[1, : len(up)] = gate, up
+    return pair.view(2, -1, half, gate.shape[1]).transpose(0, 1).flatten(0, 2)
+
+
+def steps_to_rows(panels, values_per_step):
+    """[P, steps, 64, values] -> [P * 64, steps * values]."""
+    return panels.view(len(panels), -1, PANEL, values_per_step).transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def unpack_bf16(w):
+    return steps_to_rows(w.memory[0].view(torch.bfloat16).view(-1, PANEL * w.args.k), 2).float()
+
+
+def unpack_int8(w):
+    """Codes [rows, k], scales [rows], and the stored sums."""
+    codes = steps_to_rows(w.memory[0].view(torch.int8).view(-1, PANEL * w.args.k), 4)
+    return codes.long(), w.memory[1], w.memory[2]
+
+
+def unpack_int4(w):
+    """Codes -8..7 [rows, k], scales [rows, groups]."""
+    groups = w.memory[0].view(-1, w.args.k // GROUP, 2 * PANEL + PANEL * GROUP // 2)
+    scales = groups[..., : 2 * PANEL].contiguous().view(torch.bfloat16)  # [P, groups, 64]
+    pairs = groups[..., 2 * PANEL :].view(*groups.shape[:2], 4, PANEL, 4).transpose(2, 3).flatten(3)  # [P, g, 64, 16]
+    codes = torch.cat([pairs & 15, pairs >> 4], dim=-1).long() - 8  # [P, g, 64, 32]
+    return codes.transpose(1, 2).flatten(2).flatten(0, 1), scales.transpose(1, 2).flatten(0, 1).float()
+
+
+def quantized(rows):
+    """Symmetric codes of -127..127 and one scale per row, in float32 as the kernels do it."""
+    rows = rows.float()
+    most = rows.abs().amax(dim=1, keepdim=True)
+    limit = torch.full_like(
+        most, 127
+    )  # tensors on both sides: torch divides by a number, or one by a tensor, otherwise
+    inverse = torch.where(most > 0, limit / most, 0.0)
+    return torch.round(rows * inverse).clamp(-127, 127).long(), most / limit
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_packed_bf16_holds_the_matrix(variant, n, k):
+    kernels, given = kernel_set(variant), operands(n, k, 1)
+    assert torch.equal(unpack_bf16(kernels.pack_linear(given.weight, None)), padded(given.weight))
+    pair = kernels.pack_gate_up(*given.halves, None)
+    assert torch.equal(unpack_bf16(pair), padded(paired(*given.halves)))
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_packed_int8_is_the_matrix_rounded_by_rows(variant, n, k):
+    kernels, given = kernel_set(variant, "int8"), operands(n, k, 1)
+    for packed, rows in (
+        (kernels.pack_linear(given.weight, None), given.weight),
+        (kernels.pack_gate_up(*given.halves, None), paired(*given.halves)),
+    ):
+        codes, scales, sums = unpack_int8(packed)
+        expected, steps = quantized(padded(rows))
+        assert torch.equal(codes, expected)
+        assert torch.equal(scales, steps[:, 0])
+        assert torch.equal(sums, 128 * expected.sum(dim=1).int())
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_packed_int4_is_the_matrix_rounded_by_groups(variant, n, k):
+    kernels, given = kernel_set(variant, "int4"), operands(n, k, 1)
+    for packed, rows in (
+        (kernels.pack_linear(given.weight, None), given.weight),
+        (kernels.pack_gate_up(*given.halves, None), paired(*given.halves)),
+    ):
+        values = padded(rows).view(-1, GROUP)
+        codes, scales = unpack_int4(packed)
+        codes, scales = codes.view(-1, GROUP), scales.reshape(-1, 1)
+        inverse = torch.where(scales != 0, scales.reciprocal(), 0.0)
+        assert torch.equal(codes, torch.round(values * inverse).clamp(-8, 7).long())
+        # Never worse than the usual scale, which maps the extreme value to -8, and better on the whole.
+        extreme = values.gather(1, values.abs().argmax(dim=1, keepdim=True))
+        usual = (extreme / -8).bfloat16().float()
+        inverse = torch.where(usual != 0, usual.reciprocal(), 0.0)
+        baseline = ((values * inverse).round().clamp(-8, 7) * usual - values).square().sum(dim=1)
+        error = (codes * scales - values).square().sum(dim=1)
+        assert (error <= baseline * (1 + 1e-5)).all()
+        assert n * k < 1000 or error.sum() < 0.95 * baseline.sum()
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 7, 33, 70])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_int8_products_are_exact(variant, n, k, m):
+    kernels, given = kernel_set(variant, "int8"), operands(n, k, m)
+    weight, weight_scale = quantized(given.weight)
+
+    def product(rows):
+        codes, scale = quantized(rows)
+        return (codes.double() @ weight.double().T).float() * (weight_scale.T * scale)
+
+    packed = kernels.pack_linear(given.weight, given.bias)
+    expected = (product(given.x) + given.bias.float() + given.residual.float()).bfloat16()
+    assert torch.equal(kernels.linear_add(given.x, packed, given.residual.clone()), expected)
+
+    expected = product(normed_rows(variant, given)) + given.bias.float()
+    assert torch.equal(kernels.logits(given.x, given.norm, EPS, packed), expected)
+    assert torch.equal(kernels.norm_linear(given.x, given.norm, EPS, packed), expected.bfloat16())
+    assert_gated(kernels, given, expected)
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 7, 33, 70])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_int4_products_are_exact_within_groups(variant, n, k, m):
+    kernels, given = kernel_set(variant, "int4"), operands(n, k, m)
+    packed = kernels.pack_linear(given.weight, given.bias)
+    weight, weight_scales = unpack_int4(packed)
+
+    def product(rows):
+        codes, scale = quantized(rows)
+        codes = torch.nn.functional.pad(codes, (0, packed.args.k - k)).double()
+        total = torch.zeros(m, n)
+        for group in range(packed.args.k // GROUP):
+            columns = slice(group * GROUP, (group + 1) * GROUP)
+            part = (codes[:, columns] @ weight[:n, columns].double().T).float()
+            total += part * weight_scales[:n, group]  # 15 bits by 8: exact, so a fused sum rounds alike
+        return total * scale
+
+    expected = (product(given.x) + given.bias.float() + given.residual.float()).bfloat16()
+    assert torch.equal(kernels.linear_add(given.x, packed, given.residual.clone()), expected)
+
+    expected = product(normed_rows(variant, given)) + given.bias.float()
+    assert torch.equal(kernels.logits(given.x, given.norm, EPS, packed), expected)
+    assert_gated(kernels, given, expected)
+
+
+def assert_gated(kernels, given, projected):
+    """A gate-up pair multiplies as the two matrices do; only silu is not bitwise torch's."""
+    gate, up = projected.chunk(2, dim=1)
+    got = kernels.norm_gate_up(given.x, given.norm, EPS, kernels.pack_gate_up(*given.halves, given.bias)).double()
+    exact = gate.double() * torch.sigmoid(gate.double()) * up.double()
+    assert ((got - exact).abs() <= 1.001 * 2**-8 * exact.abs() + 1e-34).all()
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_extreme_values_quantise_without_harm(variant, kind):
+    """Magnitudes near the ends of bfloat16, in rows and in weights: finite, and right in size."""
+    kernels = kernel_set(variant, kind)
+    norm = torch.ones(64).bfloat16()
+    for size in (1e-36, 1e-20, 1.0, 1e18):
+        weight = torch.full((64, 64), size).bfloat16()
+        weight[:, ::2] *= -0.5
+        packed = kernels.pack_linear(weight, None)
+        x = torch.ones(1, 64).bfloat16()
+        x[:, ::2] = 0.0
+        got = kernels.linear_add(x, packed, torch.zeros(1, 64).bfloat16()).double()
+        exact = 32 * weight[0, 1].double()
+        assert ((got / exact - 1).abs() < 0.02).all(), size
+        rows = (weight[:1].float() / size * 1e-38).bfloat16()
+        assert torch.isfinite(kernels.linear_add(rows, packed, torch.zeros(1, 64).bfloat16())).all()
+        assert torch.isfinite(kernels.logits(rows, norm, EPS, packed)).all()
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_broken_weights_are_not_hidden(variant, kind):
+    kernels = kernel_set(variant, kind)
+    for broken in (float("nan"), float("inf")):
+        weight = torch.ones(70, 96).bfloat16()
+        weight[66, 40] = broken
+        got = kernels.linear_add(
+            torch.ones(2, 96).bfloat16(), kernels.pack_linear(weight, None), torch.zeros(2, 70).bfloat16()
+        )
+        assert not torch.isfinite(got[:, 66]).any()
+        assert torch.isfinite(got[:, :66]).all()
+        assert torch.isfinite(got[:, 67:]).all()
