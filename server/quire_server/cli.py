@@ -14,6 +14,7 @@ from typing import Protocol, cast
 
 COMMANDS = {
     "serve": "serve a model over the OpenAI HTTP API",
+    "build-kernels": "compile the CPU kernels now, not at the first start",
     "version": "print the version",
 }
 BAD_USAGE = 2
@@ -41,12 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"did you mean `quire {close[0]}`?" if close else "`quire --help` lists the commands"
         print(f"quire: no command {name!r}; {hint}", file=sys.stderr)
         return BAD_USAGE
-    command = cast(Command, import_module(f"quire_server.commands.{name}"))
+    command = cast(Command, import_module(f"quire_server.commands.{name.replace('-', '_')}"))
     return command.run(rest)
 
 
 def _usage() -> str:
-    lines = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
+    lines = [f"  {name:<15}{text}" for name, text in COMMANDS.items()]
     return "\n".join(["usage: quire COMMAND [...]", "", *lines, "", "`quire COMMAND --help` says more."])
 
 

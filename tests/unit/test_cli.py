@@ -50,7 +50,10 @@ def test_unknown_commands(capsys: pytest.CaptureFixture[str]):
 
 def test_every_command_has_its_module():
     folder = Path(cli.__file__).parent / "commands"
-    assert {path.stem for path in folder.glob("*.py")} == {*cli.COMMANDS, "__init__"}
+    assert {path.stem for path in folder.glob("*.py")} == {
+        *(name.replace("-", "_") for name in cli.COMMANDS),
+        "__init__",
+    }
 
 
 def test_bad_usage():

@@ -1,0 +1,16 @@
+"""`quire build-kernels`: compiles the C++ kernels before the first start, or for all CPUs while an image is built.
+
+Promises: the exit code of the compiling process: 0, or 1 after the compiler's complaint.
+Must not know: compilers, where the result is kept.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+
+def run(argv: Sequence[str]) -> int:
+    """Do it in a process of its own: this half never loads kernels."""
+    return subprocess.run([sys.executable, "-m", "quire_kernels.cpu.build", *argv], check=False).returncode
