@@ -56,7 +56,8 @@ struct Context {
 
   Pool pool;
   std::mutex busy;
-  Scratch shared;  // of the op that runs, for all workers
+  Scratch shared;   // of the op that runs, for all workers
+  Scratch between;  // rows on their way from one op to the next
   std::vector<Scratch> own;
 };
 

@@ -62,6 +62,37 @@ class AttentionShape:
 LinearWeight = Any
 
 
+class LayerWeights(Protocol):
+    """What the ops of one transformer layer take. H hidden, D head_dim, I intermediate."""
+
+    @property
+    def attention_norm(self) -> Tensor: ...  # [H]
+    @property
+    def qkv(self) -> LinearWeight: ...  # H -> (Hq + 2 Hkv) * D
+    @property
+    def attention(self) -> AttentionShape: ...
+    @property
+    def o(self) -> LinearWeight: ...  # Hq * D -> H
+    @property
+    def mlp_norm(self) -> Tensor: ...  # [H]
+    @property
+    def gate_up(self) -> LinearWeight: ...  # H -> 2 I
+    @property
+    def down(self) -> LinearWeight: ...  # I -> H
+
+
+class BoundLayers(Protocol):
+    """All layers of one model as one op: the six of each, in order."""
+
+    def serves(self, kv: Tensor) -> bool:
+        """Whether it works on this pool; otherwise the ops are called one by one."""
+        ...
+
+    def __call__(self, x: Tensor, kv: Tensor, step: AttentionInput) -> Tensor:
+        """x [T, H] after the last layer. May reuse x's memory."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSet:
     """Six ops a layer. T rows, H hidden, K in, N out, D head_dim; activations in the model's dtype.
@@ -89,6 +120,8 @@ class KernelSet:
         rest of the layout belongs to the implementation. `kv[dst] = kv[src]` copies a block.
     kv_block_bytes(num_layers, num_kv_heads, block_size, head_dim, dtype) -> int
         Bytes of one block of that pool.
+    bind_layers(layers, rope, eps) -> BoundLayers, or None
+        For an implementation that would lose time between the ops. Bitwise the same as calling them one by one.
     """
 
     name: str
@@ -103,6 +136,7 @@ class KernelSet:
     logits: Callable[[Tensor, Tensor, float, LinearWeight], Tensor]
     new_kv: Callable[[int, int, int, int, int, torch.dtype, torch.device], Tensor]
     kv_block_bytes: Callable[[int, int, int, int, torch.dtype], int]
+    bind_layers: Callable[[Sequence[LayerWeights], Tensor, float], BoundLayers] | None = None
 
 
 def select(

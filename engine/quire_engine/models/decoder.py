@@ -12,7 +12,7 @@ from torch import Tensor
 from quire_engine.model_input import ModelInput
 from quire_engine.models.config import ModelConfig
 from quire_engine.models.layers import Weights
-from quire_kernels.kernel_set import KernelSet
+from quire_kernels.kernel_set import BoundLayers, KernelSet
 
 
 class Decoder:
@@ -26,12 +26,17 @@ class Decoder:
         self.weights_bytes = weights_bytes
         self._weights = weights
         self._kernels = kernels
+        self._bound: BoundLayers | None = None
+        if kernels.bind_layers is not None:
+            self._bound = kernels.bind_layers(weights.layers, weights.rope, config.norm_eps)
 
     @torch.inference_mode()
     def forward(self, step: ModelInput, kv: Tensor) -> Tensor:
         """The last hidden state of every row, [T, H], before the final norm. Writes the rows' K and V into `kv`."""
         ops, eps = self._kernels, self.config.norm_eps
         x = ops.embed(self._weights.embedding, step.input_ids)  # [T, H]
+        if self._bound is not None and self._bound.serves(kv):
+            return self._bound(x, kv, step)
         for index, layer in enumerate(self._weights.layers):
             qkv = ops.norm_linear(x, layer.attention_norm, eps, layer.qkv)  # [T, (Hq + 2 Hkv) * D]
             q = ops.rope_write(qkv, self._weights.rope, layer.attention, kv, index, step)  # [T, Hq, D]

@@ -135,7 +135,7 @@ class CpuAttention:
     def rope_write(  # noqa: PLR0917 - the op's contract
         self, qkv: Tensor, rope: Tensor, shape: AttentionShape, kv: Tensor, layer: int, step: AttentionInput
     ) -> Tensor:
-        if kv.dim() == _REFERENCE_DIMS:
+        if not self.owns(kv):
             return REFERENCE.rope_write(qkv, rope, shape, kv, layer, step)
         width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         _require(qkv, (step.positions.shape[0], width), torch.bfloat16, "qkv")
@@ -143,34 +143,38 @@ class CpuAttention:
         q = torch.empty(qkv.shape[0], shape.num_heads, shape.head_dim, dtype=qkv.dtype)
         failed = self._rope_write(
             self._handle,
-            self._shape_args(shape),
-            self._pool_args(kv, shape, layer),
+            ctypes.addressof(self.shape_args(shape)),
+            self.pool_args(kv, shape, layer),
             layer,
-            self._step_args(step),
+            self.step_args(step),
             qkv.data_ptr(),
             rope.data_ptr(),
             rope.shape[0],
             q.data_ptr(),
         )
-        _raise_for(failed)
+        raise_for(failed)
         return q
 
     def attention(self, q: Tensor, shape: AttentionShape, kv: Tensor, layer: int, step: AttentionInput) -> Tensor:
-        if kv.dim() == _REFERENCE_DIMS:
+        if not self.owns(kv):
             return REFERENCE.attention(q, shape, kv, layer, step)
         _require(q, (step.positions.shape[0], shape.num_heads, shape.head_dim), torch.bfloat16, "q")
         out = torch.empty_like(q)
         failed = self._attention(
             self._handle,
-            self._shape_args(shape),
-            self._pool_args(kv, shape, layer),
+            ctypes.addressof(self.shape_args(shape)),
+            self.pool_args(kv, shape, layer),
             layer,
-            self._step_args(step),
+            self.step_args(step),
             q.data_ptr(),
             out.data_ptr(),
         )
-        _raise_for(failed)
+        raise_for(failed)
         return out.view(q.shape[0], -1)
+
+    def owns(self, kv: Tensor) -> bool:
+        """Whether the pool is one of C++'s, not the reference's."""
+        return kv.dim() != _REFERENCE_DIMS
 
     def _served(self, block_size: int, head_dim: int, dtype: torch.dtype) -> bool:
         reason = unsupported(head_dim=head_dim, block_size=block_size, dtype=dtype)
@@ -183,7 +187,8 @@ class CpuAttention:
     def _unit_elements(self, head_dim: int) -> int:
         return 2 * UNIT * head_dim if self._dtype == torch.bfloat16 else 2 * UNIT * head_dim + 2 * UNIT * 4
 
-    def _shape_args(self, shape: AttentionShape) -> int:
+    def shape_args(self, shape: AttentionShape) -> _Shape:
+        """The layer's constants as C++ reads them; they live as long as what is returned."""
         found = self._shapes.get(id(shape))  # cannot be another's: the entry keeps its shape alive
         if found is None:
             if shape.num_heads % shape.num_kv_heads:
@@ -207,9 +212,10 @@ class CpuAttention:
                 k_norm=None if norms[1] is None else norms[1].data_ptr(),
             )
             found = self._shapes[id(shape)] = shape, norms, arguments
-        return ctypes.addressof(found[2])
+        return found[2]
 
-    def _pool_args(self, kv: Tensor, shape: AttentionShape, layer: int) -> int:
+    def pool_args(self, kv: Tensor, shape: AttentionShape, layer: int) -> int:
+        """The address of the pool's description. ValueError if it is not one of C++'s with such heads and layers."""
         if self._pool is None or self._pool[0]() is not kv:
             if kv.dim() != _DIMS or kv.dtype not in _KINDS or not kv.is_contiguous() or kv.device.type != "cpu":
                 raise ValueError("kv is not a pool of the CPU kernels")
@@ -233,7 +239,8 @@ class CpuAttention:
             raise ValueError("kv was made for another model")
         return ctypes.addressof(pool)
 
-    def _step_args(self, step: AttentionInput) -> int:
+    def step_args(self, step: AttentionInput) -> int:
+        """The address of the step's description, valid until the next step's is asked for."""
         if self._step is None or self._step[0] is not step:
             num_rows, num_sequences = step.positions.shape[0], step.context_lens.shape[0]
             _require(step.positions, (num_rows,), torch.int64, "positions")
@@ -265,7 +272,7 @@ def _require(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: s
         )
 
 
-def _raise_for(failed: int) -> None:
+def raise_for(failed: int) -> None:
     if failed == _OUT_OF_RANGE:
         raise IndexError("a position, slot or block of this step does not exist")
     if failed:

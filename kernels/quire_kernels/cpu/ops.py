@@ -9,11 +9,13 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from quire_kernels.cpu.attention import CpuAttention, KVType
+from quire_kernels.cpu.layers import CpuLayers
 from quire_kernels.cpu.library import load_library
 from quire_kernels.cpu.packing import Arena, PackedLinear, Packer
 from quire_kernels.kernel_set import KernelSet, Quantization
@@ -50,6 +52,7 @@ def cpu_kernel_set(
         logits=linear.logits,
         new_kv=attention.new_kv,
         kv_block_bytes=attention.kv_block_bytes,
+        bind_layers=partial(CpuLayers, context, attention),
     )
 
 

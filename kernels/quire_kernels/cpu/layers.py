@@ -1,0 +1,110 @@
+"""All layers of a model in one call into C++.
+
+Promises: bitwise the results of the ops called one by one; every shape is checked once, when the layers are bound.
+Must not know: embedding, head, sampling.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_void_p
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quire_kernels.cpu.attention import CpuAttention, raise_for
+from quire_kernels.kernel_set import AttentionInput, LayerWeights
+
+if TYPE_CHECKING:
+    from quire_kernels.cpu.ops import Context
+
+
+class _Layer(ctypes.Structure):
+    """`struct LayerArgs` of layers.cpp."""
+
+    _fields_ = tuple(
+        (name, c_void_p) for name in ("attention_norm", "qkv", "attention", "o", "mlp_norm", "gate_up", "down")
+    )
+
+
+class CpuLayers:
+    """The layers of one model, bound to one context."""
+
+    def __init__(
+        self, context: Context, attention: CpuAttention, layers: Sequence[LayerWeights], rope: Tensor, eps: float
+    ) -> None:
+        self._context = context  # keeps the workers
+        self._attention = attention
+        self._layers = tuple(layers)  # keeps what the addresses below point to
+        self._shapes = tuple(attention.shape_args(layer.attention) for layer in self._layers)
+        self._rope = rope
+        self._eps = eps
+        self._run = context.library.quire_layers
+        self._width = self._check()
+        self._args = (_Layer * len(self._layers))(
+            *(
+                _Layer(
+                    attention_norm=layer.attention_norm.data_ptr(),
+                    qkv=layer.qkv.address,
+                    attention=ctypes.addressof(shape),
+                    o=layer.o.address,
+                    mlp_norm=layer.mlp_norm.data_ptr(),
+                    gate_up=layer.gate_up.address,
+                    down=layer.down.address,
+                )
+                for layer, shape in zip(self._layers, self._shapes, strict=True)
+            )
+        )
+
+    def serves(self, kv: Tensor) -> bool:
+        """Whether the pool is one of C++'s; the reference's needs the ops one by one."""
+        return self._attention.owns(kv)
+
+    def __call__(self, x: Tensor, kv: Tensor, step: AttentionInput) -> Tensor:
+        """x [T, H] after all layers; its memory is reused."""
+        if x.dtype != torch.bfloat16 or x.shape != (step.positions.shape[0], self._width) or not x.is_contiguous():
+            raise ValueError(f"x must be contiguous bfloat16 [{step.positions.shape[0]}, {self._width}]")
+        last = len(self._layers) - 1
+        pool = self._attention.pool_args(kv, self._layers[last].attention, last)
+        failed = self._run(
+            self._context.handle,
+            self._args,
+            len(self._layers),
+            self._eps,
+            pool,
+            self._attention.step_args(step),
+            self._rope.data_ptr(),
+            self._rope.shape[0],
+            x.data_ptr(),
+        )
+        raise_for(failed)
+        return x
+
+    def _check(self) -> int:
+        """The width of x. ValueError where two neighbours do not fit."""
+        width: int = self._layers[0].qkv.num_inputs
+        for layer in self._layers:
+            shape = layer.attention
+            heads = shape.num_heads * shape.head_dim
+            sizes = (
+                (layer.qkv.num_inputs, width),
+                (layer.qkv.num_outputs, heads + 2 * shape.num_kv_heads * shape.head_dim),
+                (layer.o.num_inputs, heads),
+                (layer.o.num_outputs, width),
+                (layer.gate_up.num_inputs, width),
+                (layer.down.num_inputs, layer.gate_up.num_outputs),
+                (layer.down.num_outputs, width),
+                (layer.attention_norm.numel(), width),
+                (layer.mlp_norm.numel(), width),
+                (self._rope.shape[1], shape.head_dim),
+            )
+            if any(found != wanted for found, wanted in sizes):
+                raise ValueError(f"the sizes of a layer do not fit together: {sizes}")
+            norms = (layer.attention_norm, layer.mlp_norm)
+            if any(norm.dtype != torch.bfloat16 or not norm.is_contiguous() for norm in norms):
+                raise ValueError("norms must be contiguous bfloat16")
+        if self._rope.dtype != torch.float32 or not self._rope.is_contiguous():
+            raise ValueError("rope must be contiguous float32")
+        return width
