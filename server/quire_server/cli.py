@@ -14,6 +14,7 @@ from typing import Protocol, cast
 
 COMMANDS = {
     "serve": "serve a model over the OpenAI HTTP API",
+    "bench": "put load on servers and say how fast they are",
     "build-kernels": "compile the CPU kernels now, not at the first start",
     "version": "print the version",
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Protocol, cast
 
@@ -16,6 +16,7 @@ from quire_engine.config import EnginePlan
 from quire_engine.errors import ConfigError, ModelLoadError, QuireError
 from quire_engine.memory_plan import plan_text
 from quire_server import logs
+from quire_server.event_loop import loop_factory
 from quire_server.flags import parse_flags
 from quire_server.settings import Settings, SettingsError
 from quire_server.supervisor import RestartPolicy, Supervisor
@@ -32,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
             print(f"quire serve: {line}", file=sys.stderr)
         return BAD_USAGE
     logs.configure(settings.log_level, settings.log_format)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         try:
             return runner.run(_run(settings))
         except ConfigError as error:
@@ -73,11 +74,3 @@ class Composition(Protocol):
     async def serve(self, settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan]) -> bool:
         """Serve until a signal (True) or until the engine is given up (False)."""
         ...
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    try:
-        from uvloop import new_event_loop  # noqa: PLC0415  # not on every platform
-    except ImportError:
-        return asyncio.new_event_loop
-    return new_event_loop
