@@ -26,10 +26,11 @@ from quire_engine.memory_plan import (
     plan_text,
     size_pool,
 )
-from quire_engine.models.checkpoint import fingerprint, open_checkpoint
+from quire_engine.models.checkpoint import fingerprint
 from quire_engine.models.config import ModelConfig, load_model_config
 from quire_engine.models.decoder import Decoder
-from quire_engine.models.weights import expected_shapes, load_decoder
+from quire_engine.models.parameters import Parameters, count_parameters
+from quire_engine.models.weights import load_decoder
 from quire_engine.policies.gate import check_config
 from quire_engine.runner import LOGITS_BYTES, Runner
 from quire_engine.scheduler import Scheduler
@@ -61,12 +62,9 @@ class _Resolved:
     dtype: torch.dtype
     kernels: KernelSet
     num_threads: int
-    num_parameters: int
+    parameters: Parameters
+    weights_bytes: int
     bytes_per_block: int
-
-    @property
-    def weights_bytes(self) -> int:
-        return self.num_parameters * self.dtype.itemsize
 
     def pool(self, pool_bytes: int) -> PoolSize:
         on_cpu_by_default = self.device.type == "cpu" and self.asked.kv_memory is None
@@ -82,12 +80,10 @@ class _Resolved:
 
     def plan(self, pool: PoolSize, *, load_seconds: float = 0.0) -> EnginePlan:
         asked = self.asked
-        head = self.model.vocab_size * self.model.hidden_size
-        embeddings = head if self.model.tie_word_embeddings else 2 * head
         return EnginePlan(
             model=asked.model,
             architecture=self.model.architecture,
-            num_parameters=self.num_parameters,
+            num_parameters=self.parameters.total,
             device=self.device.type,
             dtype=str(self.dtype).removeprefix("torch."),
             kernels=self.kernels.name,
@@ -98,9 +94,11 @@ class _Resolved:
             bytes_per_block=self.bytes_per_block,
             load_seconds=load_seconds,
             scheduler=self.scheduler(pool),
+            quantization=asked.quantization,
+            kv_cache_dtype=asked.kv_cache_dtype,
             checkpoint=fingerprint(Path(asked.model)),
-            layer_parameters=self.num_parameters - embeddings,
-            head_parameters=head,
+            layer_parameters=self.parameters.linear + self.parameters.small,
+            head_parameters=self.parameters.head,
             attention_width=self.model.num_heads * self.model.head_dim * self.model.num_layers,
         )
 
@@ -135,7 +133,8 @@ def build(config: EngineConfig) -> BuiltEngine:
     """Load the model, size the pool and put the parts together. Raises ConfigError, ModelLoadError."""
     started = time.perf_counter()
     resolved = _resolve(config)
-    torch.set_num_threads(resolved.num_threads)
+    # The C++ kernels have workers of their own; torch's would only wait beside them.
+    torch.set_num_threads(1 if resolved.kernels.name == "cpu" else resolved.num_threads)
     pool = _pool_before_load(resolved)
     decoder = load_decoder(
         Path(config.model),
@@ -164,19 +163,34 @@ def _resolve(config: EngineConfig) -> _Resolved:
     check_model_len(config.max_model_len, model.max_position_embeddings)
     device = _device(config.device)
     dtype = _dtype(config.dtype, model)
+    parameters = count_parameters(path, model)
+    num_threads = config.num_threads or usable_cores()
     try:
-        kernels = select(device, dtype, config.kernels)
+        kernels = select(
+            device,
+            dtype,
+            config.kernels,
+            threads=num_threads,
+            quantization=config.quantization,
+            kv_type=config.kv_cache_dtype,
+        )
     except ValueError as error:
         raise ConfigError(f"kernels={config.kernels}: {error}") from None
-    num_parameters = _num_parameters(path, model)
+    weights_bytes = parameters.packed_bytes(kernels.packed_bits, dtype.itemsize)
+    if device.type == "cpu" and kernels.name == "reference":
+        if config.kernels == "auto" and dtype is not torch.bfloat16:
+            _log.warning("%s runs on the slow reference kernels; --dtype bfloat16 takes the fast ones", dtype)
+        if config.num_threads is None:
+            num_threads = _torch_threads(weights_bytes)
     resolved = _Resolved(
         asked=config,
         model=model,
         device=device,
         dtype=dtype,
         kernels=kernels,
-        num_threads=config.num_threads or _num_threads(num_parameters * dtype.itemsize),
-        num_parameters=num_parameters,
+        num_threads=num_threads,
+        parameters=parameters,
+        weights_bytes=weights_bytes,
         bytes_per_block=block_bytes(kernels, model, config.block_size, dtype),
     )
     # The limits that do not depend on the pool, before minutes go into loading.
@@ -184,9 +198,11 @@ def _resolve(config: EngineConfig) -> _Resolved:
     return resolved
 
 
-def _num_threads(weights_bytes: int) -> int:
-    """One thread per quarter GiB of weights: for less, torch's threads wait for each other longer than they compute,
-    and for a hundred times longer when another process takes one of their cores.
+def _torch_threads(weights_bytes: int) -> int:
+    """For the reference kernels: one thread per quarter GiB of weights.
+
+    For less, torch's threads wait for each other longer than they compute, and for a hundred times longer when another
+    process takes one of their cores.
     """
     return min(usable_cores(), 1 + weights_bytes // (256 << 20))
 
@@ -206,15 +222,6 @@ def _dtype(asked: str, model: ModelConfig) -> torch.dtype:
     if name not in _DTYPES:
         raise ConfigError(f"dtype={name} is unknown; set dtype to auto, {', '.join(_DTYPES)}")
     return _DTYPES[name]
-
-
-def _num_parameters(path: Path, model: ModelConfig) -> int:
-    """From the configuration, once the files' headers agree with it; left-over tensors are the loader's to judge."""
-    shapes = expected_shapes(model)
-    with open_checkpoint(path) as checkpoint:
-        checkpoint.drop(lambda name: name not in shapes)
-        checkpoint.require(shapes)
-    return sum(torch.Size(shape).numel() for shape in shapes.values())
 
 
 def _pool_before_load(resolved: _Resolved) -> PoolSize:

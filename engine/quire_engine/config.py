@@ -13,6 +13,8 @@ Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KernelChoice = Literal["auto", "reference", "cpu"]
 PolicyName = Literal["fcfs", "priority"]
+Quantization = Literal["int8", "int4"]
+KVCacheDType = Literal["auto", "int8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,8 @@ class EngineConfig:
     device: Device = "auto"
     dtype: DType = "auto"
     kernels: KernelChoice = "auto"
+    quantization: Quantization | None = None  # of the weights, at load
+    kv_cache_dtype: KVCacheDType = "auto"  # auto: the model's dtype
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
@@ -75,6 +79,8 @@ class EnginePlan:
     bytes_per_block: int
     load_seconds: float
     scheduler: SchedulerConfig
+    quantization: Quantization | None = None
+    kv_cache_dtype: KVCacheDType = "auto"
     checkpoint: str = ""  # changes when a file of the model does
     # What a token costs; 0: unknown.
     layer_parameters: int = 0  # multiplied with every token

@@ -106,10 +106,11 @@ def plan_text(plan: EnginePlan) -> str:
     if scheduler.max_model_len > 1024:
         fits.append(f"{_num_fitting(plan, 1024):,} of 1,024 tokens")
     loaded = f", loaded in {plan.load_seconds:.1f} s" if plan.load_seconds else ""
+    quantized = f" in {plan.quantization}" if plan.quantization else ""
     lines = [
         ("model", f"{plan.model} ({plan.architecture}, {plan.num_parameters:,} parameters)"),
         ("device", f"{plan.device}, {plan.dtype}, {plan.kernels} kernels, {plan.num_threads} threads"),
-        ("weights", f"{bytes_text(plan.weights_bytes)}{loaded}"),
+        ("weights", f"{bytes_text(plan.weights_bytes)}{quantized}{loaded}"),
         (
             "KV cache",
             f"{bytes_text(plan.kv_bytes)} = {scheduler.num_blocks:,} blocks of {bytes_text(plan.bytes_per_block)}"

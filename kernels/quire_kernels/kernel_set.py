@@ -17,6 +17,8 @@ from torch import Tensor
 
 # How the C++ kernels may hold weights: 8 bits per value, or 4 with a scale for every 32.
 Quantization = Literal["int8", "int4"]
+# What the KV pool holds: the model's dtype, or int8 with a scale for every token and head.
+KVType = Literal["auto", "int8"]
 
 _log = logging.getLogger(__name__)
 
@@ -136,6 +138,8 @@ class KernelSet:
     logits: Callable[[Tensor, Tensor, float, LinearWeight], Tensor]
     new_kv: Callable[[int, int, int, int, int, torch.dtype, torch.device], Tensor]
     kv_block_bytes: Callable[[int, int, int, int, torch.dtype], int]
+    # Of a packed matrix, scales included; None: matrices stay as they are, and a tied head is the embedding.
+    packed_bits: float | None = None
     bind_layers: Callable[[Sequence[LayerWeights], Tensor, float], BoundLayers] | None = None
 
 
@@ -146,10 +150,12 @@ def select(
     *,
     threads: int | None = None,
     quantization: Quantization | None = None,
+    kv_type: KVType = "auto",
 ) -> KernelSet:
     """The kernel set for a device and dtype. `choice` is "auto", "reference" or "cpu" (C++; bfloat16 on a CPU).
 
-    `threads` (None: one per usable core) and `quantization` concern "cpu" alone. ValueError if there is no such set.
+    `threads` (None: one per usable core), `quantization` and `kv_type` concern "cpu" alone. ValueError if there is no
+    such set.
     """
     # Imported here because the sets are built from this module's types.
     from quire_kernels.reference import REFERENCE  # noqa: PLC0415
@@ -161,24 +167,22 @@ def select(
     fits = device.type == "cpu" and dtype is torch.bfloat16
     if choice == "cpu" and not fits:
         raise ValueError(f"the C++ kernels compute in bfloat16 on a CPU, not in {dtype} on {device.type}; use 'auto'")
-    if quantization is not None and (choice == "reference" or not fits):
+    only_cpu = quantization or (f"a KV cache of {kv_type}" if kv_type != "auto" else None)
+    if only_cpu is not None and (choice == "reference" or not fits):
         raise ValueError(
-            f"{quantization} needs the C++ kernels, which compute in bfloat16 on a CPU: this is {dtype} on"
+            f"{only_cpu} needs the C++ kernels, which compute in bfloat16 on a CPU: this is {dtype} on"
             f" {device.type} with the kernels {choice!r}"
         )
-    if choice == "reference" or (choice == "auto" and quantization is None and not (fits and _CPU_BY_DEFAULT)):
+    if choice == "reference" or not fits:
         return REFERENCE
 
     from quire_kernels.cpu.compiler import KernelBuildError  # noqa: PLC0415
     from quire_kernels.cpu.ops import cpu_kernel_set  # noqa: PLC0415
 
     try:
-        return cpu_kernel_set(threads, quantization)
+        return cpu_kernel_set(threads, quantization, kv_type="bf16" if kv_type == "auto" else kv_type)
     except KernelBuildError as error:
-        if choice == "cpu" or quantization is not None:
+        if choice == "cpu" or only_cpu is not None:
             raise ValueError(f"the C++ kernels are not available: {error}") from error
         _log.warning("serving with the slow reference kernels: %s", error)
         return REFERENCE
-
-
-_CPU_BY_DEFAULT = False

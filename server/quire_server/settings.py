@@ -26,7 +26,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from quire_engine.config import Device, DType, EngineConfig, KernelChoice, PolicyName
+from quire_engine.config import Device, DType, EngineConfig, KernelChoice, KVCacheDType, PolicyName, Quantization
 from quire_engine.demo import demo_model_path
 
 DEMO_MODEL = "quire-demo"
@@ -140,6 +140,12 @@ class Settings(BaseSettings):
     device: Device = _option("auto", "Model", "where the model runs; auto takes a GPU where there is one")
     dtype: DType = _option("auto", "Model", "type of weights and KV cache; auto is the checkpoint's own")
     kernels: KernelChoice = _option("auto", "Model", "implementation of the model's operations")
+    quantization: Quantization | None = _option(
+        None, "Model", "weights held as int8 or int4, converted at load; C++ kernels on a CPU only"
+    )
+    kv_cache_dtype: KVCacheDType = _option(
+        "auto", "Model", "type of the KV cache: the model's, or int8 with a scale for every token and head; CPU only"
+    )
     num_threads: Positive | None = _option(None, "Model", "CPU compute threads; default: all usable cores")
     max_model_len: OptionalCount = _option(
         None, "Model", "longest prompt + output; 8k is 8000, 8K is 8192; default: the model's own", "tokens"
@@ -267,6 +273,8 @@ class Settings(BaseSettings):
             )
         if self.kernels == "cpu" and self.device == "cuda":
             raise ValueError("the cpu kernels do not run on a GPU; set --kernels auto or --device cpu")
+        if self.device == "cuda" and (self.quantization or self.kv_cache_dtype != "auto"):
+            raise ValueError("int8 and int4 need the C++ kernels of a CPU; leave them out or set --device cpu")
         if self.chat_template is not None and not self.chat_template.is_file():
             raise ValueError(f"there is no chat template at {self.chat_template}; set --chat-template to a Jinja file")
         if any(not key for key in self.api_key):
@@ -292,6 +300,8 @@ class Settings(BaseSettings):
             device=self.device,
             dtype=self.dtype,
             kernels=self.kernels,
+            quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,

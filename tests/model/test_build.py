@@ -51,7 +51,7 @@ def test_a_built_engine_follows_the_plan_of_the_dry_run():
 
 
 def test_sizes_are_those_of_the_checkpoint_and_the_pool():
-    plan = build(config(max_num_seqs=3, max_model_len=100, dtype="bfloat16")).plan
+    plan = build(config(max_num_seqs=3, max_model_len=100, dtype="bfloat16", kernels="reference")).plan
     assert plan.weights_bytes == 2 * plan.num_parameters
     assert plan.bytes_per_block == 2 * 2 * 2 * 16 * 32 * 2  # layers, K and V, heads, slots, width, bytes
     assert plan.scheduler.num_blocks == 3 * 7  # no more than three sequences of 100 tokens can use
@@ -139,6 +139,23 @@ def test_weights_larger_than_the_memory_are_refused(monkeypatch):
     monkeypatch.setattr(quire_engine.build, "available_memory", lambda: 100_000)
     with pytest.raises(ConfigError, match="the weights need 594 KiB"):
         build(config())
+
+
+def test_packed_weights_are_counted_as_they_are_held():
+    plain, int8, int4 = (
+        build(config(dtype="bfloat16", kernels="cpu", quantization=asked)).plan for asked in (None, "int8", "int4")
+    )
+    assert plain.weights_bytes == 2 * plain.num_parameters
+    packed = plain.weights_bytes - int8.weights_bytes  # one byte of each matrix value is saved, none of the embedding's
+    assert 0 < packed < plain.num_parameters - VOCAB_SIZE * 64
+    assert int8.weights_bytes - int4.weights_bytes == packed * 3.5 // 8
+    assert "in int4" in plan_text(int4)
+
+
+def test_int8_without_the_cpu_kernels_is_refused():
+    for asked in ({"quantization": "int8"}, {"kv_cache_dtype": "int8"}):
+        with pytest.raises(ConfigError, match="int8 needs the C"):
+            resolve_plan(config(kernels="reference", **asked))
 
 
 def test_a_quarter_of_the_free_memory_is_the_default(monkeypatch):

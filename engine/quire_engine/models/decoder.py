@@ -18,12 +18,9 @@ from quire_kernels.kernel_set import BoundLayers, KernelSet
 class Decoder:
     """A dense decoder-only transformer on one device."""
 
-    def __init__(
-        self, config: ModelConfig, weights: Weights, kernels: KernelSet, *, num_parameters: int, weights_bytes: int
-    ) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, kernels: KernelSet, *, num_parameters: int) -> None:
         self.config = config
         self.num_parameters = num_parameters
-        self.weights_bytes = weights_bytes
         self._weights = weights
         self._kernels = kernels
         self._bound: BoundLayers | None = None

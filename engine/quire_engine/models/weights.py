@@ -45,9 +45,7 @@ def load_decoder(
         checkpoint.require(shapes)
         weights = _Loader(checkpoint, config, kernels, dtype, device).load(max_model_len)
     num_parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
-    return Decoder(
-        config, weights, kernels, num_parameters=num_parameters, weights_bytes=num_parameters * dtype.itemsize
-    )
+    return Decoder(config, weights, kernels, num_parameters=num_parameters)
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -22,6 +22,7 @@ from quire_kernels.kernel_set import KernelSet, Quantization
 from quire_kernels.reference import REFERENCE
 
 _BF16 = torch.bfloat16
+_BITS: dict[Quantization | None, float] = {None: 16.0, "int8": 8.0, "int4": 4.5}  # int4: a bf16 scale for every 32
 
 
 def cpu_kernel_set(
@@ -52,6 +53,7 @@ def cpu_kernel_set(
         logits=linear.logits,
         new_kv=attention.new_kv,
         kv_block_bytes=attention.kv_block_bytes,
+        packed_bits=_BITS[quantization],
         bind_layers=partial(CpuLayers, context, attention),
     )
 

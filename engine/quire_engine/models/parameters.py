@@ -1,0 +1,51 @@
+"""How many parameters a model has, and what memory they take once loaded.
+
+Promises: counts come from the configuration and are checked against the files' headers; no weight is read.
+Must not know: how a matrix is packed, devices.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire_engine.models.checkpoint import open_checkpoint
+from quire_engine.models.config import ModelConfig
+from quire_engine.models.weights import expected_shapes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """Counts by what becomes of them."""
+
+    embedding: int  # looked up
+    head: int  # multiplied with the rows that are sampled; the embedding itself when `tied`
+    linear: int  # multiplied with every row
+    small: int  # norms and biases
+    tied: bool
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.linear + self.small + (0 if self.tied else self.head)
+
+    def packed_bytes(self, packed_bits: float | None, itemsize: int) -> int:
+        """Memory of the loaded weights; `packed_bits` as in `KernelSet`."""
+        if packed_bits is None:
+            return self.total * itemsize
+        return int((self.linear + self.head) * packed_bits) // 8 + (self.embedding + self.small) * itemsize
+
+
+def count_parameters(path: Path, model: ModelConfig) -> Parameters:
+    """From the configuration, once the files' headers agree with it; left-over tensors are the loader's to judge."""
+    shapes = expected_shapes(model)
+    with open_checkpoint(path) as checkpoint:
+        checkpoint.drop(lambda name: name not in shapes)
+        checkpoint.require(shapes)
+    table = model.vocab_size * model.hidden_size
+    matrices = sum(math.prod(shape) for shape in shapes.values() if len(shape) > 1)
+    small = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 1)
+    tables = table if model.tie_word_embeddings else 2 * table
+    return Parameters(
+        embedding=table, head=table, linear=matrices - tables, small=small, tied=model.tie_word_embeddings
+    )
