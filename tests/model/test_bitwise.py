@@ -18,12 +18,19 @@ from quire_engine.policies.gate import footprint
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-MODELS = {
-    "qwen3": {"family": "qwen3"},
-    "qwen3-bf16": {"family": "qwen3", "dtype": "bfloat16"},
-    "llama": {"family": "llama", "num_hidden_layers": 1},
-    "mistral-windowed": {"family": "mistral", "sliding_window": 24},
+BF16 = {"family": "qwen3", "dtype": "bfloat16"}
+MODELS = {  # a checkpoint, and how it is computed
+    "qwen3": ({"family": "qwen3"}, {}),
+    "llama": ({"family": "llama", "num_hidden_layers": 1}, {}),
+    "mistral-windowed": ({"family": "mistral", "sliding_window": 24}, {}),
+    "bf16": (BF16, {"kernels": "cpu"}),
+    "bf16-reference": (BF16, {"kernels": "reference"}),
+    "bf16-windowed": ({"family": "mistral", "sliding_window": 24, "dtype": "bfloat16"}, {"kernels": "cpu"}),
+    "int8": (BF16, {"quantization": "int8"}),
+    "int4": (BF16, {"quantization": "int4"}),
+    "int8-kv": (BF16, {"kernels": "cpu", "kv_cache_dtype": "int8"}),
 }
+CPP = ("bf16", "bf16-windowed", "int8", "int4", "int8-kv")  # by the C++ kernels
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -42,7 +49,8 @@ def engine(model="qwen3", device="cpu", **changes):
         "kv_memory": 16 << 20,
         "enable_prefix_caching": False,
     }
-    return build(EngineConfig(model=str(shared_checkpoint(**MODELS[model])), **{**settings, **changes}))
+    checkpoint, computed = MODELS[model]
+    return build(EngineConfig(model=str(shared_checkpoint(**checkpoint)), **{**settings, **computed, **changes}))
 
 
 def mixed_requests(count, seed=0, *, longest=90, max_new=12):
@@ -94,7 +102,7 @@ def expected():
 
     def run(model, device):
         if (model, device) not in cache:
-            requests = mixed_requests(32 if model == "qwen3" else 12)
+            requests = mixed_requests(32 if model in ("qwen3", "bf16") else 12)
             cache[model, device] = requests, solo(requests, model=model, device=device)
         return cache[model, device]
 
@@ -164,14 +172,20 @@ def test_chunked_equals_solo(chunk, device, expected):
     assert agree(chunked, {key: results[key] for key in chunked}, device)
 
 
-@pytest.mark.parametrize("model", ["qwen3-bf16", "mistral-windowed"])
-def test_chunked_equals_solo_for_other_models(model, expected):
+@pytest.mark.parametrize("chunk", [3, 7, 40])
+@pytest.mark.parametrize("model", ["bf16-reference", "mistral-windowed", *CPP])
+def test_chunked_equals_solo_for_other_models(model, chunk, expected):
     requests, results = expected(model, "cpu")
-    assert generate(engine(model, prefill_chunk=7, min_chunk=7), requests) == results
+    assert generate(engine(model, prefill_chunk=chunk, min_chunk=3), requests) == results
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("model", ["qwen3", "mistral-windowed"])
+@pytest.mark.parametrize(
+    ("model", "device"),
+    [
+        *((model, "cpu") for model in ("qwen3", "mistral-windowed", *CPP)),
+        pytest.param("qwen3", "cuda", marks=pytest.mark.gpu),
+    ],
+)
 def test_prefix_hit_equals_solo(model, device, expected):
     requests, results = expected(model, device)
     built = engine(model, device, enable_prefix_caching=True)
@@ -184,12 +198,15 @@ def test_prefix_hit_equals_solo(model, device, expected):
     assert max(hits) >= 64
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("model", "device"),
+    [*((model, "cpu") for model in ("qwen3", *CPP)), pytest.param("qwen3", "cuda", marks=pytest.mark.gpu)],
+)
 @pytest.mark.parametrize("caching", [False, True])
-def test_preempted_equals_solo(caching, device, expected):
+def test_preempted_equals_solo(caching, model, device, expected):
     """A pool for 1.2 of the largest requests."""
-    requests, results = expected("qwen3", device)
-    plan = engine(device=device).plan
+    requests, results = expected(model, device)
+    plan = engine(model, device).plan
     largest = max(
         footprint(plan.scheduler, num_prompt=len(r.prompt_token_ids), max_new_tokens=r.stop.max_new_tokens, n=r.n)
         for r in requests
@@ -197,30 +214,33 @@ def test_preempted_equals_solo(caching, device, expected):
     blocks = int(1.2 * largest)
     length = max(len(r.prompt_token_ids) + r.stop.max_new_tokens for r in requests)
     tight = engine(
-        device=device,
+        model,
+        device,
         kv_memory=blocks * plan.bytes_per_block,
         max_model_len=length,
         enable_prefix_caching=caching,
     )
     preempted = generate(tight, requests)
     assert agree(preempted, results, device)
-    assert sum(result.num_preemptions for result in preempted.values()) > 3
+    assert sum(result.num_preemptions for result in preempted.values()) >= 3
 
 
-def test_other_block_sizes_and_thread_counts_equal_solo(expected):
-    requests, results = expected("qwen3", "cpu")
+@pytest.mark.parametrize("model", ["qwen3", *CPP])
+def test_other_block_sizes_and_thread_counts_equal_solo(model, expected):
+    requests, results = expected(model, "cpu")
     results = {
         (request.request_id, choice): results[request.request_id, choice]
         for request in requests[:8]
         for choice in range(request.n)
     }
-    assert generate(engine(block_size=32, num_threads=2), requests[:8]) == results
+    assert generate(engine(model, block_size=32, num_threads=2), requests[:8]) == results
     torch.set_num_threads(1)
 
 
-def test_resumed_equals_solo(expected):
+@pytest.mark.parametrize("model", ["qwen3", *CPP])
+def test_resumed_equals_solo(model, expected):
     """After a crash the tokens already sent come back as a part of the request; the rest follow as before."""
-    requests, results = expected("qwen3", "cpu")
+    requests, results = expected(model, "cpu")
     resumed, kept = [], {}
     for request in requests:
         if request.sampling.num_prompt_logprobs is not None or request.n > 1:
@@ -229,8 +249,8 @@ def test_resumed_equals_solo(expected):
         count = len(sent.token_ids) // 2
         resumed.append(replace(request, resumed_token_ids=(tuple(sent.token_ids[:count]),)))
         kept[request.request_id] = (sent.token_ids[count:], sent.logprobs[count:], sent.finish)
-    assert len(resumed) > 10
-    after = generate(engine(), resumed)
+    assert len(resumed) > len(requests) // 3
+    after = generate(engine(model), resumed)
     assert {i: (r.token_ids, r.logprobs, r.finish) for (i, _), r in after.items()} == kept
 
 
