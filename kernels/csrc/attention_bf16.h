@@ -28,10 +28,12 @@ class Bf16Kv {
 
   void set_query(int64_t row, const bf16* query) { std::memcpy(queries_ + row * d_, query, static_cast<size_t>(d_) * 2); }
 
-  void open(const Tile& tile) {
+  // The tile of the calls that follow, and the one after it, which they bring closer.
+  void open(const Tile& tile, const Tile& next) {
     for (int u = tile.first_unit; u < tile.last_unit; ++u) {
       keys_[u] = reinterpret_cast<const bf16*>(tile.units[u]);
-      for (int i = 0; i < kUnit / 2; ++i) pairs_[u * kUnit / 2 + i] = keys_[u] + (kUnit + 2 * i) * d_;
+      next_[u] = next.has(u) ? reinterpret_cast<const bf16*>(next.units[u]) : keys_[u];
+      for (int i = 0; i < kUnitPairs; ++i) pairs_[u * kUnitPairs + i] = keys_[u] + (kUnit + 2 * i) * d_;
     }
   }
 
@@ -77,6 +79,8 @@ class Bf16Kv {
   }
 
  private:
+  static constexpr int kUnitPairs = kUnit / 2;
+
   template <int kRows, int kVecs>
   void score_block(const bf16* const* keys, const bf16* queries, float* s) const {
     Vec acc[kRows][kVecs];
@@ -87,7 +91,10 @@ class Bf16Kv {
     for (int v = 0; v < kVecs; ++v) at[v] = keys[v];
     for (int64_t i = 0; i < d_; i += 2) {
       Pairs k[kVecs];
-      for (int v = 0; v < kVecs; ++v) k[v] = pload(at[v] + i * kUnit);
+      for (int v = 0; v < kVecs; ++v) {
+        k[v] = pload(at[v] + i * kUnit);
+        __builtin_prefetch(at[v] + (d_ + i) * kUnit);  // as many values as keys
+      }
       for (int r = 0; r < kRows; ++r) {
         const Pairs q = pset(queries + r * d_ + i);
         for (int v = 0; v < kVecs; ++v) acc[r][v] = dot2(acc[r][v], k[v], q);
@@ -108,8 +115,12 @@ class Bf16Kv {
     }
     for (int i = begin; i < end; ++i) {
       const bf16* pair = pairs_[i] + 2 * column;
+      const bf16* ahead = next_[i / kUnitPairs] + 2 * (column * kUnitPairs + i % kUnitPairs * kVecs * kLanes);
       Pairs x[kVecs];
-      for (int v = 0; v < kVecs; ++v) x[v] = pload(pair + v * 2 * kLanes);
+      for (int v = 0; v < kVecs; ++v) {
+        x[v] = pload(pair + v * 2 * kLanes);
+        __builtin_prefetch(ahead + v * 2 * kLanes);
+      }
       for (int r = 0; r < kRows; ++r) {
         const Pairs w = pset(weights_ + r * kTile + 2 * i);
         for (int v = 0; v < kVecs; ++v) acc[r][v] = dot2(acc[r][v], x[v], w);
@@ -136,6 +147,7 @@ class Bf16Kv {
   bf16* weights_;                 // [kBlockRows][kTile]
   bf16* queries_;                 // [rows][d]
   const bf16* keys_[kTileUnits] = {};
+  const bf16* next_[kTileUnits] = {};
   const bf16* pairs_[kTile / 2] = {};  // values of two positions each
 };
 

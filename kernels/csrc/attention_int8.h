@@ -7,6 +7,7 @@
 
 #include <cstring>
 
+#include "attention_quantize.h"
 #include "attention_tile.h"
 
 namespace quire {
@@ -27,37 +28,34 @@ class Int8Kv {
 
   // q = (256 * high + low) * step, with high and low signed bytes.
   void set_query(int64_t row, const bf16* query) {
-    float most = 0.0f, nan = 0.0f;
-    for (int64_t i = 0; i < d_; ++i) {
-      const float x = to_float(query[i]);
-      most = std::max(most, std::fabs(x));
-      nan += x * 0.0f;
-    }
     int8_t* high = queries_ + row * 2 * d_;
     int8_t* low = high + d_;
-    int32_t sum_high = 0, sum_low = 0;
-    const float per_step = most > kNothing ? kQuerySteps / most : 0.0f;
-    for (int64_t i = 0; i < d_; ++i) {
-      // The bounds only matter for a NaN or infinity, whose row is lost anyway.
-      const float scaled = std::max(-kQuerySteps, std::min(kQuerySteps, to_float(query[i]) * per_step));
-      const int32_t value = static_cast<int32_t>(std::nearbyint(scaled));
-      const int32_t upper = (value + 128 + 65536) / 256 - 256;
-      high[i] = static_cast<int8_t>(upper);
-      low[i] = static_cast<int8_t>(value - 256 * upper);
-      sum_high += high[i];
-      sum_low += low[i];
+    const Largest largest = largest_of(query, d_, [](const bf16* p) { return vload_bf16(p); });
+    const Vec per_step = vset(largest.value > kNothing ? kQuerySteps / largest.value : 0.0f);
+    Ints sum_high = izero(), sum_low = izero();
+    for (int64_t i = 0; i < d_; i += kLanes) {
+      const Vec value = vround(bounded(vmul(vload_bf16(query + i), per_step), kQuerySteps));
+      // The fraction is a multiple of 1/256: the subtrahend makes the low byte -128..127.
+      const Vec upper = vround(vsub(vmul(value, vset(1.0f / 256)), vset(-1.0f / 512)));
+      const Ints upper_int = to_ints(upper), lower_int = to_ints(vsub(value, vmul(upper, vset(256.0f))));
+      store_bytes(high + i, upper_int);
+      store_bytes(low + i, lower_int);
+      sum_high = iadd(sum_high, upper_int);
+      sum_low = iadd(sum_low, lower_int);
     }
     float* header = headers_ + row * kHeader;
-    header[0] = most / kQuerySteps * scale_ + nan;
-    const int32_t offsets[2] = {-128 * sum_high, -128 * sum_low};  // of the keys
+    header[0] = largest.value / kQuerySteps * scale_ + largest.nan;
+    const int32_t offsets[2] = {-128 * lane_sum(sum_high), -128 * lane_sum(sum_low)};  // of the keys
     std::memcpy(header + 1, offsets, sizeof(offsets));
   }
 
-  void open(const Tile& tile) {
+  // The tile of the calls that follow, and the one after it, which they bring closer.
+  void open(const Tile& tile, const Tile& next) {
     for (int u = tile.first_unit; u < tile.last_unit; ++u) {
       units_[u] = tile.units[u];
+      next_[u] = next.has(u) ? next.units[u] : tile.units[u];
       const char* values = tile.units[u] + kUnit * d_;
-      for (int i = 0; i < kUnit / 4; ++i) quads_[u * kUnit / 4 + i] = values + i * 4 * d_;
+      for (int i = 0; i < kUnitQuads; ++i) quads_[u * kUnitQuads + i] = values + i * 4 * d_;
     }
   }
 
@@ -120,9 +118,9 @@ class Int8Kv {
  private:
   // Two sums for each output.
   static constexpr int kRows = kBlockRows > 2 ? kBlockRows / 2 : 1, kVecs = kBlockVecs;
+  static constexpr int kUnitQuads = kUnit / 4;
   static constexpr int64_t kHeader = 4;  // of a query: step, then two offsets as integers
   static constexpr float kQuerySteps = 127 * 256 + 127, kWeightSteps = 65535;
-  static constexpr float kNothing = 1e-30f;  // what is smaller counts as 0, so that its inverse is finite
 
   // A unit's 16 key scales; its value scales follow.
   const float* scales_of(const char* unit) const { return reinterpret_cast<const float*>(unit + 2 * kUnit * d_); }
@@ -149,7 +147,10 @@ class Int8Kv {
     }
     for (int64_t i = 0; i < d_; i += 4) {
       Ints k[kVecCount];
-      for (int v = 0; v < kVecCount; ++v) k[v] = iload(units[v] + i * kUnit);
+      for (int v = 0; v < kVecCount; ++v) {
+        k[v] = iload(units[v] + i * kUnit);
+        __builtin_prefetch(units[v] + (d_ + i) * kUnit);
+      }
       for (int r = 0; r < kRowCount; ++r) {
         const int8_t* query = queries_ + (first_row + r) * 2 * d_ + i;
         const Ints upper = quad(query), lower = quad(query + d_);
@@ -177,8 +178,12 @@ class Int8Kv {
     }
     for (int i = begin; i < end; ++i) {
       const char* at = quads_[i] + 4 * column;
+      const char* ahead = next_[i / kUnitQuads] + 4 * (column * kUnitQuads + i % kUnitQuads * kVecCount * kLanes);
       Ints x[kVecCount];
-      for (int v = 0; v < kVecCount; ++v) x[v] = iload(at + v * 4 * kLanes);
+      for (int v = 0; v < kVecCount; ++v) {
+        x[v] = iload(at + v * 4 * kLanes);
+        __builtin_prefetch(ahead + v * 4 * kLanes);
+      }
       for (int r = 0; r < kRowCount; ++r) {
         const uint8_t* weights = weights_ + (row + r) * 2 * kTile + 4 * i;
         const Ints upper = quad(weights), lower = quad(weights + kTile);
@@ -205,6 +210,7 @@ class Int8Kv {
   int8_t* queries_;  // [rows][2][d]
   float steps_[kBlockRows] = {};
   const char* units_[kTileUnits] = {};
+  const char* next_[kTileUnits] = {};
   const char* quads_[kTile / 4] = {};  // values of four positions each
 };
 

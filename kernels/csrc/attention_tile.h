@@ -27,6 +27,7 @@ constexpr int kBlockRows = 2, kBlockVecs = 2;
 struct Tile {
   const char* units[kTileUnits];
   int first_unit, last_unit;  // [first, last)
+  bool has(int u) const { return u >= first_unit && u < last_unit; }
 };
 
 // Rows of a task that see the same positions [low, high) of a tile. At most kBlockRows.

@@ -81,10 +81,13 @@ class Walk {
     const int64_t oldest = first_visible(task.first_position, shape_.window);
     const int64_t begin = std::max(index * kSegment, oldest / kTile * kTile);
     const int64_t end = std::min((index + 1) * kSegment, task.last_position() + 1);
+    Tile tile{}, next{};
+    if (begin < end && !find(task, head, begin, oldest, end, &next)) return false;
     for (int64_t start = begin; start < end; start += kTile) {
-      Tile tile;
-      if (!find(task, head, start, std::max(oldest, start), std::min(end, start + kTile), &tile)) return false;
-      kv_.open(tile);
+      tile = next;
+      next = {};
+      if (start + kTile < end && !find(task, head, start + kTile, oldest, end, &next)) return false;
+      kv_.open(tile, next);
       rows_of_tile(task, start, state);
     }
     return true;
@@ -122,11 +125,12 @@ class Walk {
   }
 
  private:
-  // The tile's units that hold positions [low, high).
-  bool find(const Task& task, int64_t head, int64_t start, int64_t low, int64_t high, Tile* tile) const {
+  // The units of the tile at `start` that hold positions [oldest, end). False if one does not exist.
+  bool find(const Task& task, int64_t head, int64_t start, int64_t oldest, int64_t end, Tile* tile) const {
     const int32_t* table = step_.block_tables + task.sequence * step_.table_width;
-    tile->first_unit = static_cast<int>((low - start) / kUnit);
-    tile->last_unit = static_cast<int>((high - start + kUnit - 1) / kUnit);
+    const int64_t low = std::max(oldest, start) - start, high = std::min(end - start, int64_t{kTile});
+    tile->first_unit = static_cast<int>(low / kUnit);
+    tile->last_unit = static_cast<int>((high + kUnit - 1) / kUnit);
     for (int u = tile->first_unit; u < tile->last_unit; ++u) {
       const int64_t unit = start / kUnit + u;
       const int64_t entry = unit / pool_.units;

@@ -2,12 +2,12 @@
 //
 // Promises: a row never sees another; computed in fp32 from the bf16 projection and rounded once. Workers may write
 // neighbouring slots at the same time. Must not know: sequences, how frequencies are derived.
-#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
 
 #include "attention.h"
+#include "attention_quantize.h"
 #include "context.h"
 
 namespace quire {
@@ -92,42 +92,35 @@ class Row {
 };
 
 void write_bf16(char* unit, int64_t offset, int64_t d, const float* key, const bf16* value) {
+  bf16 rounded[kMostDim];
+  for (int64_t i = 0; i < d; i += kLanes) vstore_bf16(rounded + i, vload(key + i));
   bf16* keys = reinterpret_cast<bf16*>(unit) + 2 * offset;
-  for (int64_t i = 0; i < d; i += 2) {
-    keys[i * kUnit] = to_bf16(key[i]);
-    keys[i * kUnit + 1] = to_bf16(key[i + 1]);
-  }
+  for (int64_t i = 0; i < d; i += 2) std::memcpy(keys + i * kUnit, rounded + i, 4);
   bf16* values = reinterpret_cast<bf16*>(unit) + (kUnit + offset / 2 * 2) * d + offset % 2;
   for (int64_t i = 0; i < d; ++i) values[2 * i] = value[i];
 }
 
-// Signed bytes of x [d] into `bytes`; returns their scale. A NaN or infinity in x makes the scale NaN.
-float quantize(const float* x, int64_t d, int32_t* bytes) {
-  float most = 0.0f, nan = 0.0f;
-  for (int64_t i = 0; i < d; ++i) {
-    most = std::max(most, std::fabs(x[i]));
-    nan += x[i] * 0.0f;
+// Signed bytes of x [d] plus `offset` into `bytes`; returns their scale, NaN where x is not finite.
+template <typename T, typename Load>
+float quantize(const T* x, int64_t d, const Load& load, int32_t offset, uint8_t* bytes) {
+  const Largest largest = largest_of(x, d, load);
+  const Vec per_step = vset(largest.value > kNothing ? 127.0f / largest.value : 0.0f);
+  for (int64_t i = 0; i < d; i += kLanes) {
+    const Ints value = to_ints(bounded(vmul(load(x + i), per_step), 127.0f));
+    store_bytes(bytes + i, iadd(value, iset(offset)));
   }
-  const float per_step = most > 1e-30f ? 127.0f / most : 0.0f;
-  for (int64_t i = 0; i < d; ++i) {
-    bytes[i] = static_cast<int32_t>(std::nearbyint(std::max(-127.0f, std::min(127.0f, x[i] * per_step))));
-  }
-  return most / 127.0f + nan;
+  return largest.value / 127.0f + largest.nan;
 }
 
 void write_int8(char* unit, int64_t offset, int64_t d, const float* key, const bf16* value) {
-  int32_t bytes[kMostDim];
+  uint8_t bytes[kMostDim];
   float* scales = reinterpret_cast<float*>(unit + 2 * kUnit * d);
-  scales[offset] = quantize(key, d, bytes);
-  uint8_t* keys = reinterpret_cast<uint8_t*>(unit) + 4 * offset;
-  for (int64_t i = 0; i < d; i += 4) {
-    for (int64_t j = 0; j < 4; ++j) keys[i * kUnit + j] = static_cast<uint8_t>(bytes[i + j] + 128);
-  }
-  float wide[kMostDim];
-  for (int64_t i = 0; i < d; ++i) wide[i] = to_float(value[i]);
-  scales[kUnit + offset] = quantize(wide, d, bytes);
-  int8_t* values = reinterpret_cast<int8_t*>(unit) + (kUnit + offset / 4 * 4) * d + offset % 4;
-  for (int64_t i = 0; i < d; ++i) values[4 * i] = static_cast<int8_t>(bytes[i]);
+  scales[offset] = quantize(key, d, [](const float* p) { return vload(p); }, 128, bytes);
+  char* keys = unit + 4 * offset;
+  for (int64_t i = 0; i < d; i += 4) std::memcpy(keys + i * kUnit, bytes + i, 4);
+  scales[kUnit + offset] = quantize(value, d, [](const bf16* p) { return vload_bf16(p); }, 0, bytes);
+  uint8_t* values = reinterpret_cast<uint8_t*>(unit) + (kUnit + offset / 4 * 4) * d + offset % 4;
+  for (int64_t i = 0; i < d; ++i) values[4 * i] = bytes[i];
 }
 
 bool rope_write(Context* context, const AttentionShape& shape, const KvPool& pool, int64_t layer,

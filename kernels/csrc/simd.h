@@ -111,7 +111,9 @@ inline Ints high_nibbles(Ints a) { return {_mm512_and_si512(_mm512_srli_epi16(a.
 // acc + the four products u * s of each lane: u unsigned bytes, s signed bytes.
 inline Ints dot4(Ints acc, Ints u, Ints s) {
 #if defined(__AVX512VNNI__)
-  return {_mm512_dpbusd_epi32(acc.v, u.v, s.v)};
+  // Not the intrinsic: gcc 12 copies and spills accumulators around it, which halves the speed of a large tile.
+  asm("vpdpbusd %2, %1, %0" : "+v"(acc.v) : "v"(u.v), "v"(s.v));
+  return acc;
 #else
   // 16-bit products: the byte form (maddubs) would saturate.
   const __m512i even = _mm512_madd_epi16(_mm512_and_si512(u.v, _mm512_set1_epi16(255)),
@@ -341,11 +343,15 @@ inline void store_bytes(void* p, Ints a) {
 }
 
 inline float lane_max(Vec a) {
+#if defined(QUIRE_AVX512)
+  return _mm512_reduce_max_ps(a.v);
+#else
   float lanes[kLanes];
   vstore(lanes, a);
   float best = lanes[0];
   for (int i = 1; i < kLanes; ++i) best = lanes[i] > best ? lanes[i] : best;
   return best;
+#endif
 }
 
 // e^x, with x cut to -87.3..88. Cody-Waite reduction and a degree-6 polynomial (Cephes expf), error < 2 ulp.

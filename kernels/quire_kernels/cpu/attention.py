@@ -59,6 +59,7 @@ class _Shape(ctypes.Structure):
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
     )
+    norms: tuple[Tensor | None, ...]  # what the last two point into
 
 
 class _Step(ctypes.Structure):
@@ -102,7 +103,7 @@ class CpuAttention:
         self._dtype = torch.bfloat16 if kv_type == "bf16" else torch.uint8
         self._step: tuple[AttentionInput, tuple[Tensor, ...], _Step] | None = None
         self._pool: tuple[weakref.ref[Tensor], _Pool] | None = None  # a pool is large: not kept alive from here
-        self._shapes: dict[int, tuple[AttentionShape, tuple[Tensor | None, ...], _Shape]] = {}
+        self._shapes: dict[int, tuple[AttentionShape, _Shape]] = {}
 
     def new_kv(  # noqa: PLR0917 - the op's contract
         self,
@@ -211,8 +212,9 @@ class CpuAttention:
                 q_norm=None if norms[0] is None else norms[0].data_ptr(),
                 k_norm=None if norms[1] is None else norms[1].data_ptr(),
             )
-            found = self._shapes[id(shape)] = shape, norms, arguments
-        return found[2]
+            arguments.norms = norms
+            found = self._shapes[id(shape)] = shape, arguments
+        return found[1]
 
     def pool_args(self, kv: Tensor, shape: AttentionShape, layer: int) -> int:
         """The address of the pool's description. ValueError if it is not one of C++'s with such heads and layers."""
