@@ -1,0 +1,79 @@
+"""`quire bench` as a command: it starts a server, measures it beside another one, and writes what it found."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from e2e.served import Served
+from quire_server.bench.results import Results
+
+pytestmark = pytest.mark.e2e
+
+
+def bench(*argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "quire_server.cli", "bench", *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+
+
+def test_our_own_server_a_peer_and_a_baseline(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with Served("--kv-memory", "32MiB") as peer:
+        before = set(psutil.pids())
+        done = bench(
+            *("--against", f"{peer.url},peer", "--baseline", "static", "--concurrency", "1,2,4", "--requests", "4"),
+            *("--input", "16", "--output", "4-12", "--repeat", "2"),
+            *("--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")),
+            *("--", "--kv-memory", "32MiB", "--num-threads", "1"),
+        )
+        left = [
+            process
+            for pid in set(psutil.pids()) - before
+            if psutil.pid_exists(pid) and (process := psutil.Process(pid)).ppid() == 1
+        ]
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not [process for process in left if "quire" in " ".join(process.cmdline())]
+    results = msgspec.json.decode((tmp_path / "r.json").read_bytes(), type=Results)
+    assert [info.name for info in results.servers] == ["quire", "peer", "static"]
+    for result in results.points:
+        tokens = {tuple((run.input_tokens, run.output_tokens) for run in one.rounds) for one in result.servers}
+        assert len(tokens) == 1  # the same work for all
+        for one in result.servers:
+            assert [run.errors for run in one.rounds] == [{}, {}]
+            assert [run.wrong_length for run in one.rounds] == [0, 0]
+    quire = results.servers[0]
+    assert quire.facts is not None
+    assert quire.vocab_size == results.workload.vocab
+    alone = results.points[0].servers[0].shares
+    if results.limits is not None:
+        assert alone is not None
+        for share in (alone.arithmetic, alone.prefill, alone.decode_read):
+            assert share is not None
+            assert 0 < share < 1
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    assert "output tok/s" in done.stdout
+
+
+def test_an_open_loop_over_a_trace() -> None:
+    sample = Path(__file__).parents[2] / "benchmarks/data/azure_conv_sample.csv"
+    done = bench(
+        *("--trace", str(sample), "--scale-len", "0.02", "--scale-rate", "20", "--requests", "12", "--repeat", "1"),
+        *("--no-probe", "--", "--kv-memory", "32MiB"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "a trace of 200 requests" in done.stdout
+    assert "trace x20" in done.stdout
+    assert "12 requests" in done.stderr
+
+
+def test_a_server_that_does_not_start_is_one_clear_story() -> None:
+    done = bench("--repeat", "1", "--", "/no/such/model")
+    assert done.returncode == 1
+    assert "not downloaded" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,125 @@
+"""The baselines: static batches by our engine and by transformers' generate, alone and as processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoints import shared_checkpoint
+from quire_engine.baselines import hf_generate, static
+from quire_engine.baselines.batches import Member
+from quire_engine.config import EngineConfig
+from quire_server.bench.baselines import BASELINES, start_baseline
+from quire_server.bench.measures import measure
+from quire_server.bench.servers import BenchError
+from quire_server.bench.workload import Job, LoadPoint
+
+MEMBERS = [Member(prompt=(5, 6, 7), output_tokens=2), Member(prompt=(9,) * 6, output_tokens=5)]
+
+
+@pytest.fixture(autouse=True)
+def _keep_threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def config(**changes) -> EngineConfig:
+    values = {"model": str(shared_checkpoint()), "device": "cpu", "num_threads": 1, "kv_memory": 8 << 20}
+    return EngineConfig(**(values | changes))
+
+
+@pytest.mark.parametrize("baseline", [static, hf_generate], ids=["static", "hf-generate"])
+def test_times_are_those_of_the_tokens_asked_for(baseline):
+    run = baseline.load(config())
+    for _ in range(2):
+        short, long = run(MEMBERS)
+        assert (len(short), len(long)) == (2, 5)
+        assert long[0] > 0
+        assert long == sorted(set(long))  # every step takes its time
+    (alone,) = run([Member(prompt=(5,), output_tokens=1)])
+    assert len(alone) == 1
+
+
+def test_static_batches_keep_their_places(monkeypatch):
+    """The short member computes as many tokens as the long one: this is the waste that is measured."""
+    built = static.build(config())
+    engine = static.Engine(built.scheduler, built.runner)
+    generated = []
+    original = engine.submit
+    monkeypatch.setattr(engine, "submit", lambda request: (generated.append(request.stop), original(request)))
+    static.run_batch(engine, MEMBERS)
+    assert [stop.max_new_tokens for stop in generated] == [5, 5]
+    assert {stop.stop_token_ids for stop in generated} == {()}
+
+
+def test_generate_ends_by_length_only():
+    """transformers would stop at the end token; with random weights it comes up sooner or later."""
+    run = hf_generate.load(config())
+    members = [Member(prompt=(token, 3, 5), output_tokens=40) for token in range(10, 18)]
+    assert [len(times) for times in run(members)] == [40] * 8
+
+
+def test_the_same_greedy_tokens_as_the_server(monkeypatch):
+    """Padding on the left with a mask must not change what a row computes."""
+    run = hf_generate.load(config())
+    model = run.args[0]
+    calls = []
+    original = model.generate
+    monkeypatch.setattr(model, "generate", lambda **options: calls.append(original(**options)) or calls[-1])
+    run([Member(prompt=(5, 6, 7), output_tokens=6), Member(prompt=tuple(range(20, 31)), output_tokens=6)])
+    run([Member(prompt=(5, 6, 7), output_tokens=6)])
+    assert calls[0][0, -6:].tolist() == calls[1][0, -6:].tolist()
+
+
+def measured(name: str, jobs: list[Job], **changes):
+    async def go():
+        baseline = await start_baseline(name, config(**changes), streams=2)
+        try:
+            return measure(await baseline.run(LoadPoint(mode="concurrency", value=2), jobs, None))
+        finally:
+            await baseline.close()
+
+    return asyncio.run(go())
+
+
+@pytest.mark.parametrize("name", list(BASELINES))
+def test_as_a_process(name: str):
+    jobs = [Job(prompt=[7, 8, 9 + i], output_tokens=2 + i) for i in range(5)]
+    measures = measured(name, jobs)
+    assert (measures.ok, measures.errors, measures.wrong_length) == (5, {}, 0)
+    assert measures.input_tokens == 15
+    assert measures.output_tokens == 2 + 3 + 4 + 5 + 6
+    assert measures.ttft_ms.p50 > 0
+    assert measures.little.in_flight <= 2
+
+
+def test_a_model_that_is_not_there(tmp_path: Path):
+    with pytest.raises(BenchError, match=r"baseline static cannot run: .*config\.json"):
+        measured("static", [], model=str(tmp_path))
+
+
+def test_what_libraries_print_does_not_come_between_the_replies():
+    program = (
+        "import sys; from quire_engine.baselines.batches import answer\n"
+        "def load(config):\n    print('loading')\n"
+        "    return lambda members: print('working') or [[0.5]] * len(members)\n"
+        "sys.exit(answer(load))"
+    )
+    lines = [json.dumps(asdict(config())), json.dumps([[[1, 2], 1]]), json.dumps([[[1], 1], [[2], 1]])]
+    done = subprocess.run(
+        [sys.executable, "-c", program], input="\n".join(lines), capture_output=True, text=True, timeout=60, check=True
+    )
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [
+        {"ready": True},
+        {"times": [[0.5]]},
+        {"times": [[0.5], [0.5]]},
+    ]
+    assert "loading" in done.stderr
