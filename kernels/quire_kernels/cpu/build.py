@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from quire_kernels.cpu.compiler import KernelBuildError
 from quire_kernels.cpu.library import build_prebuilt, load_library
-from quire_kernels.cpu.variants import VARIANTS
+from quire_kernels.cpu.variants import compilable_variants
 
 _TEXT = "Compile the C++ kernels now, so that no start has to."
 _PREBUILT = "for every instruction set, into the installed package: an image then needs no compiler to serve"
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         if arguments.prebuilt:
-            for variant in VARIANTS:
+            for variant in compilable_variants():
                 print(build_prebuilt(variant))
         else:
             print(f"the kernels for {load_library().quire_variant().decode()} are ready")

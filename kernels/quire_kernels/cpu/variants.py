@@ -21,6 +21,7 @@ class Variant:
     flags: tuple[str, ...]
 
 
+_X86 = ("x86_64", "AMD64")
 _AVX2 = ("avx2", "fma")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 _BF16 = (*_AVX512, "avx512_bf16", "avx512_vnni")
@@ -43,7 +44,7 @@ VARIANTS = (
 @cache
 def cpu_features() -> frozenset[str]:
     """What the CPU offers and the operating system has enabled; empty where /proc/cpuinfo does not tell."""
-    if platform.machine() not in ("x86_64", "AMD64"):
+    if platform.machine() not in _X86:
         return frozenset()
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
@@ -54,6 +55,11 @@ def cpu_features() -> frozenset[str]:
         if name.strip() == "flags":
             return frozenset(value.split())
     return frozenset()
+
+
+def compilable_variants() -> tuple[Variant, ...]:
+    """The variants for machines of this architecture."""
+    return VARIANTS if platform.machine() in _X86 else VARIANTS[-1:]
 
 
 def usable_variants() -> tuple[Variant, ...]:

@@ -1,0 +1,220 @@
+"""Building and finding the compiled kernels: cached, shared between processes, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire_kernels.cpu import build, compiler, library, variants
+from quire_kernels.cpu.compiler import KernelBuildError
+from quire_kernels.cpu.variants import VARIANTS, usable_variants
+from quire_kernels.kernel_set import select
+from quire_kernels.reference import REFERENCE
+
+CPU = torch.device("cpu")
+TINY = 'extern "C" __attribute__((visibility("default"))) int answer() { return %d; }\n'
+PORTABLE = VARIANTS[-1]
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+    """A library of one small file instead of the kernels; its folder."""
+    folder = tmp_path / "csrc"
+    folder.mkdir()
+    (folder / "tiny.cpp").write_text(TINY % 41)
+    (folder / "tiny.h").write_text("")
+    monkeypatch.setattr(library, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(library, "_PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setattr(library, "declare", lambda _: None)
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "cache"
+
+
+def load(cache, **options):
+    return library.load_library(PORTABLE, cache_dir=cache, **options)
+
+
+def forbid_compiling(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(library, "compile_library", refuse)
+
+
+def test_every_variant_of_this_cpu_is_built_for_itself():
+    assert usable_variants()[-1] == PORTABLE
+    for variant in usable_variants():
+        assert library.load_library(variant).quire_variant().decode() == variant.name
+
+
+def test_what_was_built_is_found_again(sources, cache, monkeypatch, capfd):
+    assert load(cache).answer() == 41
+    assert "compiling the CPU kernels (portable)" in capfd.readouterr().err
+    forbid_compiling(monkeypatch)
+    assert load(cache).answer() == 41
+    assert capfd.readouterr().err == ""
+    assert [path.suffix for path in sorted(cache.iterdir())] == [".lock", ".so"]
+
+
+def test_other_sources_flags_or_compilers_are_built_anew(sources, cache, monkeypatch):
+    assert load(cache).answer() == 41
+    (sources / "tiny.cpp").write_text(TINY % 42)
+    assert load(cache).answer() == 42
+    (sources / "tiny.h").write_text("// changed\n")
+    load(cache)
+    load(cache, extra_flags=["-DX"])
+    found = compiler.find_compiler()
+    monkeypatch.setattr(library, "find_compiler", lambda: compiler.Compiler(path=found.path, version="another"))
+    load(cache)
+    assert len(list(cache.glob("*.so"))) == 5
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "empty"])
+def test_a_damaged_file_is_built_again(sources, cache, damage):
+    load(cache)
+    (path,) = cache.glob("*.so")
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    path.unlink()  # the loaded one stays mapped
+    path.write_bytes(
+        {
+            "truncated": whole[:middle],
+            "changed": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+            "empty": b"",
+        }[damage]
+    )
+    assert load(cache).answer() == 41
+    assert path.read_bytes() == whole
+
+
+def test_a_cache_that_cannot_be_written_costs_a_build_only(sources, tmp_path, caplog):
+    blocked = tmp_path / "a-file"
+    blocked.write_text("")
+    with caplog.at_level(logging.WARNING):
+        assert load(blocked / "cache").answer() == 41
+    assert len(caplog.records) == 1
+    assert "compiled at every start" in caplog.text
+
+
+def test_processes_that_start_together_build_once(sources, cache, tmp_path):
+    """Two processes, a compiler that takes its time, one translation unit compiled."""
+    log, slow = tmp_path / "log", tmp_path / "bin" / "c++"
+    slow.parent.mkdir()
+    real = compiler.find_compiler().path
+    slow.write_text(f'#!/bin/sh\nif [ "$1" != --version ]; then echo run >> {log}; sleep 0.5; fi\nexec {real} "$@"\n')
+    slow.chmod(0o755)
+    script = f"""
+import sys
+from pathlib import Path
+sys.path[:0] = {json.dumps([str(Path(library.__file__).parents[2])])}
+from quire_kernels.cpu import library, variants
+library._PACKAGE = Path({str(tmp_path)!r})
+library.declare = lambda _: None
+print(library.load_library(variants.VARIANTS[-1], cache_dir=Path({str(cache)!r})).answer())
+"""
+    environment = {**os.environ, "PATH": f"{slow.parent}:{os.environ['PATH']}"}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE) for _ in range(2)
+    ]
+    assert [process.communicate(timeout=60)[0] for process in processes] == [b"41\n", b"41\n"]
+    assert log.read_text().count("run") == 2  # one to compile, one to link
+
+
+def test_without_a_compiler_the_reference_serves_after_one_warning(sources, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(compiler.shutil, "which", lambda _: None)
+    monkeypatch.setattr(library, "_default_cache", lambda: tmp_path / "cache")
+    with caplog.at_level(logging.WARNING):
+        assert select(CPU, torch.bfloat16) is REFERENCE
+    (record,) = caplog.records
+    assert "slow reference kernels: no C++ compiler on the PATH" in record.getMessage()
+    for asked in ({"choice": "cpu"}, {"quantization": "int8"}):
+        with pytest.raises(ValueError, match=r"not available: no C\+\+ compiler"):
+            select(CPU, torch.bfloat16, **asked)
+    assert len(caplog.records) == 1
+
+
+def test_a_failing_compiler_is_quoted_and_leaves_nothing(sources, cache):
+    (sources / "tiny.cpp").write_text("int broken( {\n")
+    with pytest.raises(KernelBuildError, match=r"tiny\.cpp:1"):
+        load(cache)
+    assert not list(cache.glob("*.so"))
+    assert not list(cache.glob(".building-*"))
+
+
+def test_missing_sources_and_other_systems_are_named(sources, cache, monkeypatch):
+    for path in sources.iterdir():
+        path.unlink()
+    with pytest.raises(KernelBuildError, match="sources are missing"):
+        load(cache)
+    monkeypatch.setattr(library.platform, "system", lambda: "Darwin")
+    with pytest.raises(KernelBuildError, match="not on Darwin"):
+        load(cache)
+
+
+def test_a_prebuilt_library_needs_no_compiler(sources, cache, monkeypatch):
+    library.build_prebuilt(PORTABLE)
+    monkeypatch.setattr(compiler.shutil, "which", lambda _: None)
+    assert load(cache).answer() == 41
+    assert not cache.exists()
+    (sources / "tiny.cpp").write_text(TINY % 42)  # it was built from something else
+    with pytest.raises(KernelBuildError, match="no C\\+\\+ compiler"):
+        load(cache)
+
+
+def test_sources_are_found_in_a_checkout_and_in_an_installation(sources, tmp_path, cache, monkeypatch):
+    package = tmp_path / "checkout" / "quire_kernels"
+    package.mkdir(parents=True)
+    sources.rename(package.parent / "csrc")
+    monkeypatch.setattr(library, "_PACKAGE", package)
+    assert load(cache).answer() == 41
+
+
+def test_build_kernels_reports(sources, capsys, monkeypatch):
+    assert build.main(["--prebuilt"]) == 0
+    assert {Path(line).name.split("-")[0] for line in capsys.readouterr().out.splitlines()} == {
+        variant.name for variant in VARIANTS
+    }
+    monkeypatch.setattr(compiler.shutil, "which", lambda _: None)
+    (sources / "tiny.cpp").write_text(TINY % 42)
+    assert build.main(["--prebuilt"]) == 1
+    assert "quire build-kernels: no C++ compiler" in capsys.readouterr().err
+
+
+def test_a_variant_is_usable_only_with_all_its_instructions(monkeypatch):
+    best = VARIANTS[0].features
+    for have, expected in (
+        (best, ["avx512_bf16", "avx512", "avx2", "portable"]),
+        (best - {"avx512_vnni"}, ["avx512", "avx2", "portable"]),
+        (best - {"avx512vl"}, ["avx2", "portable"]),
+        (best - {"fma"}, ["portable"]),
+        (frozenset(), ["portable"]),
+    ):
+        monkeypatch.setattr(variants, "cpu_features", lambda have=have: have)
+        assert [variant.name for variant in usable_variants()] == expected
+
+
+def test_quantisation_is_refused_where_it_cannot_be():
+    with pytest.raises(ValueError, match="int8 needs the C\\+\\+ kernels"):
+        select(CPU, torch.float32, quantization="int8")
+    with pytest.raises(ValueError, match="int4 needs the C\\+\\+ kernels"):
+        select(torch.device("cuda"), torch.bfloat16, quantization="int4")
+    with pytest.raises(ValueError, match="'reference'"):
+        select(CPU, torch.bfloat16, "reference", quantization="int8")
+    with pytest.raises(ValueError, match="bfloat16 on a CPU"):
+        select(CPU, torch.float16, "cpu")
+
+
+def test_the_cpu_set_is_chosen_by_name():
+    assert select(CPU, torch.bfloat16, "cpu", threads=1).name == "cpu"
+    assert select(CPU, torch.bfloat16, threads=1, quantization="int4").name == "cpu"
