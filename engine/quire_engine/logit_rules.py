@@ -15,6 +15,8 @@ from torch import Tensor
 
 from quire_engine.types import SamplingParams, StopParams
 
+_MIN_TEMPERATURE = 1e-5
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRow:
@@ -31,6 +33,16 @@ class SampleRow:
     @property
     def masks_stop_tokens(self) -> bool:
         return self.position - self.num_prompt_tokens < self.sampling.min_tokens and bool(self.stop.stop_token_ids)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the token is the maximum: below this a temperature selects just that, and dividing would overflow."""
+        return self.sampling.temperature < _MIN_TEMPERATURE
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the token is the maximum of the model's own logits and nothing else is asked."""
+        return self.is_greedy and self.sampling.num_logprobs is None and not self.has_rules
 
     @property
     def has_rules(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire_engine.batch import Batch, ScheduledSequence, StepResult
+from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
 from quire_engine.model_input import LogitRows, ModelInput, build_model_input
 from quire_engine.models.config import ModelConfig
 from quire_engine.sampler import NON_FINITE, Sampler, SampleRow
@@ -32,6 +32,7 @@ class Model(Protocol):
     def config(self) -> ModelConfig: ...
     def forward(self, step: ModelInput, kv: Tensor) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
+    def greedy(self, hidden: Tensor) -> tuple[list[int], list[bool]] | None: ...
 
 
 class KVBlocks(Protocol):
@@ -125,6 +126,10 @@ class Runner:
         slices = self._plan_slices(batch, logit_rows, hidden.shape[0])
         for i, pending in enumerate(slices):
             start = i * self._logits_rows
+            found = self._greedy(hidden[start : start + self._logits_rows], pending)
+            if found is not None:
+                result.samples.update(zip(pending.sequence_ids, found, strict=True))
+                continue
             logits = self._decoder.logits(hidden[start : start + self._logits_rows])  # [s, V] float32
             sampled = self._sampler.sample(logits, pending.rows)
             result.samples.update(zip(pending.sequence_ids, sampled, strict=True))
@@ -133,6 +138,19 @@ class Runner:
             if sequence_id not in result.errors:
                 result.prompt_logprobs[sequence_id] = tuple(entries)
         return result
+
+    def _greedy(self, hidden: Tensor, pending: _Pending) -> list[SampledToken] | None:
+        """The tokens of a slice that needs nothing but maxima, if the model can find them without the logits."""
+        if pending.score_rows or not all(row.is_argmax for row in pending.rows):
+            return None
+        found = self._decoder.greedy(hidden)
+        if found is None:
+            return None
+        tokens = [
+            SampledToken(token_id=token) if finite else SampledToken(error=NON_FINITE)
+            for token, finite in zip(*found, strict=True)
+        ]
+        return [tokens[row.logits_row] for row in pending.rows]
 
     def _check_ids(self, item: ScheduledSequence) -> None:
         """A GPU answers an index out of range by ending the process, so it must not get that far."""

@@ -22,8 +22,6 @@ __all__ = ["NON_FINITE", "SampleRow", "Sampler"]
 NON_FINITE = "the model produced a non-finite value"
 NO_CANDIDATE = "no token is left to choose from"
 
-# Below this a temperature only selects the maximum, and dividing by it would overflow: such rows are greedy.
-_MIN_TEMPERATURE = 1e-5
 _OK, _NON_FINITE, _NO_CANDIDATE = 0, 1, 2
 _ERRORS = {_NON_FINITE: NON_FINITE, _NO_CANDIDATE: NO_CANDIDATE}
 
@@ -83,7 +81,7 @@ def _sample_slice(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToke
     if wanted != list(range(logits.shape[0])):
         logits = logits[torch.tensor(wanted, device=logits.device)]
     status = torch.where(_is_finite(logits), _OK, _NON_FINITE)
-    plain = [i for i, row in enumerate(rows) if _is_greedy(row) and not row.has_rules]
+    plain = [i for i, row in enumerate(rows) if row.is_greedy and not row.has_rules]
     if len(plain) == len(rows):
         token_ids = logits.argmax(dim=1)  # of equal maxima the first
     else:
@@ -91,7 +89,7 @@ def _sample_slice(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToke
         if plain:
             index = torch.tensor(plain, device=logits.device)
             token_ids[index] = logits[index].argmax(dim=1)
-        rest = [i for i, row in enumerate(rows) if not (_is_greedy(row) and not row.has_rules)]
+        rest = [i for i, row in enumerate(rows) if not (row.is_greedy and not row.has_rules)]
         index = torch.tensor(rest, device=logits.device)
         token_ids[index], possible = _choose(logits[index], [rows[i] for i in rest])
         status[index] = torch.where(possible | (status[index] != _OK), status[index], _NO_CANDIDATE)
@@ -116,7 +114,7 @@ def _choose(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor]:
     token_ids = logits.argmax(dim=1)
     highest = logits.amax(dim=1)
     possible = highest > -torch.inf
-    drawn = [i for i, row in enumerate(rows) if not _is_greedy(row)]
+    drawn = [i for i, row in enumerate(rows) if not row.is_greedy]
     if drawn:
         index = torch.tensor(drawn, device=logits.device)
         values = logits if len(drawn) == len(rows) else logits[index]
@@ -190,10 +188,6 @@ def _token_logprobs(token_id: int, values: Sequence[float], num_top: int, wanted
         top_ids=tuple(int(token) for token in values[2 : 2 + count]),
         top_logprobs=tuple(values[2 + num_top : 2 + num_top + count]),
     )
-
-
-def _is_greedy(row: SampleRow) -> bool:
-    return row.sampling.temperature < _MIN_TEMPERATURE
 
 
 def _is_finite(logits: Tensor) -> Tensor:

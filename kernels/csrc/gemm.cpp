@@ -163,11 +163,32 @@ inline void store(const Output& out, int64_t at, int64_t width, Vec value) {
   }
 }
 
+// Panels reach a worker in rising order, so that of equal values the first column stays.
+void keep_best(const Vec* value, int64_t first, int64_t columns, Best* best) {
+  float lanes[kPanelRows];
+  Vec probe = vzero();  // x * 0 is not 0 for what is not finite
+  Vec top = value[0];
+  for (int v = 0; v < kVecs; ++v) {
+    probe = vfma(value[v], vzero(), probe);
+    top = vmax(top, value[v]);
+    vstore(lanes + v * kLanes, value[v]);
+  }
+  if (!(lane_sum(probe) == 0.0f)) best->finite = false;
+  const int64_t live = std::min<int64_t>(kPanelRows, columns - first);
+  if (live == kPanelRows && best->column >= 0 && !(lane_max(top) > best->value)) return;
+  for (int64_t i = 0; i < live; ++i) {
+    if (best->column >= 0 && !(lanes[i] > best->value)) continue;
+    best->value = lanes[i];
+    best->column = first + i;
+  }
+}
+
 void finish_row(const Linear& w, const Rows& rows, const Output& out, int64_t row, int64_t panel, const float* sums) {
   Vec value[kVecs];
   for (int v = 0; v < kVecs; ++v) {
     value[v] = finished(w, rows, row, panel * kPanelRows + v * kLanes, sums + v * kLanes);
   }
+  if (out.epilogue == Epilogue::kBest) return keep_best(value, panel * kPanelRows, w.n, out.best + row);
   int vecs = kVecs;
   int64_t first = panel * kPanelRows, columns = w.n;
   if (out.epilogue == Epilogue::kSiluMul) {

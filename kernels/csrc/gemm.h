@@ -37,13 +37,21 @@ struct Rows {
   const int32_t* sums;  // int4: [m, k / 32], 8 * the sum of the group
 };
 
-enum class Epilogue : int32_t { kStore = 0, kStoreFloat = 1, kAdd = 2, kSiluMul = 3 };
+enum class Epilogue : int32_t { kStore = 0, kStoreFloat = 1, kAdd = 2, kSiluMul = 3, kBest = 4 };
+
+// The largest value of a row among the panels that one worker has seen, and the first column that holds it.
+struct Best {
+  float value;
+  int64_t column;  // -1: none yet
+  bool finite;     // every value seen was
+};
 
 struct Output {
   Epilogue epilogue;
   void* data;            // kStoreFloat: float, else bf16; row stride `stride` elements
   int64_t stride;
   const bf16* residual;  // kAdd: same shape and stride, may be `data`
+  Best* best = nullptr;  // kBest: the worker's own, one for each row; `data` is not used
 };
 
 inline int64_t panel_count(const Linear& w) {

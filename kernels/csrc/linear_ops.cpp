@@ -1,6 +1,8 @@
 // Projections with what surrounds them, each in one run of the pool: norm, quantise, multiply, epilogue.
 //
 // Owns where prepared rows live. Promises: a row's result does not depend on who prepared it. Must not know: layers.
+#include <algorithm>
+
 #include "context.h"
 #include "gemm.h"
 #include "norm.h"
@@ -74,13 +76,15 @@ void project(Context& context, const Linear& w, const Input& in, const Output& o
   pool.reset_work();
   pool.run([&](int worker) {
     char* own = context.own[static_cast<size_t>(worker)].data();
-    if (as_is) return gemm_worker(pool, w, {in.m, in.data, nullptr, nullptr}, out, own);
+    Output to_own = out;
+    if (out.best != nullptr) to_own.best += worker * in.m;
+    if (as_is) return gemm_worker(pool, w, {in.m, in.data, nullptr, nullptr}, to_own, own);
     bf16* normed = reinterpret_cast<bf16*>(own + sums_bytes);
     const Prepared to(w, in.m, redundant ? own + sums_bytes + normed_bytes : context.shared.data());
     const Share part = redundant ? Share{0, in.m} : share(in.m, worker, pool.size());
     for (int64_t row = part.begin; row < part.end; ++row) prepare_row(w, in, row, to, normed);
     if (!redundant) pool.barrier();
-    gemm_worker(pool, w, {in.m, to.data, to.scales, to.sums}, out, own);
+    gemm_worker(pool, w, {in.m, to.data, to.scales, to.sums}, to_own, own);
   });
 }
 
@@ -103,5 +107,32 @@ QUIRE_API int32_t quire_linear_add(Context* context, const Linear* w, const bf16
                                    bf16* out) {
   return guarded(context, [&] {
     project(*context, *w, {x, m, nullptr, 0.0f}, {Epilogue::kAdd, out, w->n, residual});
+  });
+}
+
+// The column of the largest value of each row of norm -> w, of equal values the first, and whether all were finite.
+QUIRE_API int32_t quire_greedy(Context* context, const Linear* w, const bf16* x, int64_t m, const bf16* norm, float eps,
+                               int64_t* columns, uint8_t* finite) {
+  return guarded(context, [&] {
+    const int64_t workers = context->pool.size();
+    context->between.reserve(static_cast<size_t>(workers * m) * sizeof(Best));
+    Best* best = reinterpret_cast<Best*>(context->between.data());
+    std::fill(best, best + workers * m, Best{0.0f, -1, true});
+    project(*context, *w, {x, m, norm, eps}, {Epilogue::kBest, nullptr, 0, nullptr, best});
+    for (int64_t row = 0; row < m; ++row) {
+      Best first{0.0f, -1, true};
+      for (int64_t worker = 0; worker < workers; ++worker) {
+        const Best& one = best[worker * m + row];
+        first.finite = first.finite && one.finite;
+        const bool wins = first.column < 0 || one.value > first.value ||
+                          (one.value == first.value && one.column < first.column);
+        if (one.column >= 0 && wins) {
+          first.value = one.value;
+          first.column = one.column;
+        }
+      }
+      columns[row] = first.column;
+      finite[row] = first.finite;
+    }
   });
 }

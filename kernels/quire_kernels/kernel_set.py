@@ -122,6 +122,9 @@ class KernelSet:
         rest of the layout belongs to the implementation. `kv[dst] = kv[src]` copies a block.
     kv_block_bytes(num_layers, num_kv_heads, block_size, head_dim, dtype) -> int
         Bytes of one block of that pool.
+    greedy(x [S, K], norm [K], eps, w) -> (S ids, S bools), or None
+        The argmax of each row of `logits`, of equal values the first, and whether the row was finite: for an
+        implementation that finds it without writing the logits down.
     bind_layers(layers, rope, eps) -> BoundLayers, or None
         For an implementation that would lose time between the ops. Bitwise the same as calling them one by one.
     """
@@ -140,6 +143,7 @@ class KernelSet:
     kv_block_bytes: Callable[[int, int, int, int, torch.dtype], int]
     # Of a packed matrix, scales included; None: matrices stay as they are, and a tied head is the embedding.
     packed_bits: float | None = None
+    greedy: Callable[[Tensor, Tensor, float, LinearWeight], tuple[list[int], list[bool]]] | None = None
     bind_layers: Callable[[Sequence[LayerWeights], Tensor, float], BoundLayers] | None = None
 
 

@@ -9,6 +9,7 @@ import torch
 from quire_engine.batch import Batch, Fork, ScheduledSequence
 from quire_engine.runner import Runner
 from quire_engine.sampler import NON_FINITE
+from quire_engine.sampler import NON_FINITE
 from quire_engine.types import SamplingParams, StopParams
 
 VOCAB = 16
@@ -39,6 +40,9 @@ class NextToken:
         logits[torch.arange(len(ids)), (ids + 1) % VOCAB] = 5.0
         logits[ids == NAN] = float("nan")
         return logits
+
+    def greedy(self, hidden):
+        return None
 
 
 class Blocks:
@@ -191,3 +195,29 @@ def test_a_batch_without_samples_needs_no_logits():
     result = runner(model).execute(batch(item(1, [3, 4, 5], sample=False)))
     assert model.logit_rows == []
     assert result.samples == {}
+
+
+class NextTokenWithoutLogits(NextToken):
+    """Finds maxima without logits, where nothing else is asked."""
+
+    def greedy(self, hidden):
+        ids = hidden[:, 0].long()
+        return ((ids + 1) % VOCAB).tolist(), (ids != NAN).tolist()
+
+
+def test_logits_are_not_computed_where_maxima_are_enough():
+    model = NextTokenWithoutLogits()
+    forks = (Fork(sequence_id=7, choice=1),)
+    result = runner(model).execute(batch(item(1, [3, 4, 5]), item(2, [2, 8], forks=forks), item(3, [6, NAN])))
+    assert model.logit_rows == []
+    assert [result.samples[i].token_id for i in (1, 2, 7)] == [6, 9, 9]
+    assert result.samples[3].error == NON_FINITE
+
+
+@pytest.mark.parametrize(
+    "asked", [{"num_logprobs": 0}, {"temperature": 0.5}, {"logit_bias": ((1, 1.0),)}, {"presence_penalty": 0.1}]
+)
+def test_logits_are_computed_where_one_row_asks_for_more(asked):
+    model = NextTokenWithoutLogits()
+    runner(model).execute(batch(item(1, [3, 4, 5]), item(2, [2, 8], **asked)))
+    assert model.logit_rows == [2]

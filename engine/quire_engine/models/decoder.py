@@ -47,3 +47,10 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, H] hidden states, as `forward` returns them, to [S, V] float32 logits."""
         return self._kernels.logits(hidden, self._weights.final_norm, self.config.norm_eps, self._weights.head)
+
+    @torch.inference_mode()
+    def greedy(self, hidden: Tensor) -> tuple[list[int], list[bool]] | None:
+        """The argmax of each row of `logits(hidden)` and whether the row is finite; None: take it from the logits."""
+        if self._kernels.greedy is None:
+            return None
+        return self._kernels.greedy(hidden, self._weights.final_norm, self.config.norm_eps, self._weights.head)

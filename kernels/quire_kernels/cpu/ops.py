@@ -51,6 +51,7 @@ def cpu_kernel_set(
         rope_write=attention.rope_write,
         attention=attention.attention,
         logits=linear.logits,
+        greedy=linear.greedy,
         new_kv=attention.new_kv,
         kv_block_bytes=attention.kv_block_bytes,
         packed_bits=_BITS[quantization],
@@ -79,6 +80,7 @@ class LinearOps:
         self._context = context  # keeps the workers
         self._handle = context.handle
         self._norm_linear = context.library.quire_norm_linear
+        self._greedy = context.library.quire_greedy
         self._linear_add = context.library.quire_linear_add
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear) -> Tensor:
@@ -87,6 +89,16 @@ class LinearOps:
 
     def logits(self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear) -> Tensor:
         return self._normed(x, norm, eps, w, torch.float32)
+
+    def greedy(self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear) -> tuple[list[int], list[bool]]:
+        """The argmax of `logits` without them ever being in memory."""
+        x = _rows(x, w.num_inputs)
+        _check_norm(norm, w.num_inputs)
+        rows = x.shape[0]
+        columns, finite = (ctypes.c_int64 * rows)(), (ctypes.c_uint8 * rows)()
+        if self._greedy(self._handle, w.address, x.data_ptr(), rows, norm.data_ptr(), eps, columns, finite):
+            raise MemoryError(f"multiplying {rows} rows")
+        return list(columns), [bool(value) for value in finite]
 
     def linear_add(self, x: Tensor, w: PackedLinear, residual: Tensor) -> Tensor:
         x = _rows(x, w.num_inputs)
@@ -103,8 +115,7 @@ class LinearOps:
 
     def _normed(self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear, dtype: torch.dtype) -> Tensor:
         x = _rows(x, w.num_inputs)
-        if norm.dtype is not _BF16 or norm.numel() != w.num_inputs:
-            raise ValueError(f"norm must be bfloat16 [{w.num_inputs}], not {norm.dtype} {list(norm.shape)}")
+        _check_norm(norm, w.num_inputs)
         rows = x.shape[0]
         out = torch.empty(rows, w.num_outputs, dtype=dtype)
         as_float = dtype is torch.float32
@@ -112,6 +123,11 @@ class LinearOps:
         if self._norm_linear(self._handle, w.address, *arguments):
             raise MemoryError(f"multiplying {rows} rows")
         return out
+
+
+def _check_norm(norm: Tensor, width: int) -> None:
+    if norm.dtype is not _BF16 or norm.numel() != width:
+        raise ValueError(f"norm must be bfloat16 [{width}], not {norm.dtype} {list(norm.shape)}")
 
 
 def _rows(x: Tensor, width: int) -> Tensor:

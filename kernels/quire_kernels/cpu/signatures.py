@@ -36,6 +36,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "quire_panel_bytes": (c_int64, (c_void_p,)),
     "quire_pack": (c_int32, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "quire_norm_linear": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_float, c_void_p, c_int32)),
+    "quire_greedy": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_float, c_void_p, c_void_p)),
     "quire_linear_add": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p)),
     # (context, shape, pool, layer, step, qkv, rope, rows of rope, q)
     "quire_rope_write": (c_int32, (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 3, c_int64, c_void_p)),
