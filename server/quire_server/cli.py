@@ -15,6 +15,7 @@ from typing import Protocol, cast
 COMMANDS = {
     "serve": "serve a model over the OpenAI HTTP API",
     "bench": "put load on servers and say how fast they are",
+    "eval-quant": "measure what int8 and int4 cost a model",
     "build-kernels": "compile the CPU kernels now, not at the first start",
     "version": "print the version",
 }

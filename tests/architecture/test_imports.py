@@ -17,7 +17,7 @@ PACKAGES = {"quire_server": ROOT / "server", "quire_engine": ROOT / "engine", "q
 SCHEDULING_HALF = (
     *("types", "errors", "config", "sequence", "batch", "invariants", "step_plan", "outputs", "roster", "planner"),
     *("block_pool", "page_table", "prefix_cache", "kv_allocator", "policies", "scheduler", "memory_plan", "machine"),
-    *("engine", "transport", "loop", "process"),
+    *("engine", "transport", "loop", "process", "quality_store"),
 )
 # Third-party packages and where they may be imported.
 ONLY_IN = {
@@ -26,7 +26,7 @@ ONLY_IN = {
     "uvicorn": ("quire_server",),
     "uvloop": ("quire_server.event_loop",),
     "httptools": ("quire_server.bench.client",),
-    "rich": ("quire_server.bench.report",),
+    "rich": ("quire_server.bench.report", "quire_server.commands.eval_quant"),
     "matplotlib": ("quire_server.bench.plot",),
     "anyio": ("quire_server",),
     "pydantic": ("quire_server",),
@@ -45,10 +45,10 @@ ONLY_IN = {
     "typing_extensions": ("quire_server",),
 }
 # What the server may know of the engine: the boundary, and the plan as text.
-ENGINE_FACADE = {"types", "errors", "config", "transport", "memory_plan", "demo"}
+ENGINE_FACADE = {"types", "errors", "config", "transport", "memory_plan", "quality_store", "demo"}
 # Engine modules from the leaves up; a module imports only from rows above its own.
 LAYERS = (
-    {"types", "errors", "config", "invariants", "page_table", "rng", "machine"},
+    {"types", "errors", "config", "invariants", "page_table", "rng", "machine", "quality_store"},
     {"batch", "sequence", "block_pool", "prefix_cache", "memory_plan"},
     {"kv_allocator", "policies", "step_plan", "outputs", "transport"},
     {"roster"},
@@ -232,7 +232,7 @@ def test_the_model_knows_no_requests():
     for module in of("quire_engine.models"):
         above = {engine_part(name) for name in imports(module) if name.startswith("quire_engine.")}
         assert above <= {"models", "model_input", "errors"}, (module, above)
-    kernel_users = {"build", "kv_storage", "models", "workspace", "runner"}
+    kernel_users = {"build", "kv_storage", "models", "workspace", "runner", "quality"}
     for module in of("quire_engine"):
         if any(within(name, ("quire_kernels",)) for name in imports(module)):
             assert engine_part(module) in kernel_users, module

@@ -1,0 +1,86 @@
+"""What quantisation costs a checkpoint, as it was measured, kept in the user's cache.
+
+Promises: files are whole or absent; a checkpoint that has changed since has no quality; an unreadable file is the same
+as none. Must not know: torch, how quality is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_FORMAT = 1  # of the files, and of what is measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """A quantised model beside the same model in bf16, on a fixed set of prompts."""
+
+    checkpoint: str  # fingerprint of its files
+    quantization: str | None  # of the weights
+    kv_cache_dtype: str
+    prompts: str  # "text", or "random ids" where there is no tokenizer
+    num_positions: int  # of the prompts; each has a distribution of its next token
+    mean_kl: float  # KL(bf16 || quantised) per position, nats
+    max_kl: float
+    greedy_agreement: float  # share of positions where both find the same token likeliest
+    continuation_agreement: float  # share of greedy continuations before the first token that differs
+    bf16_perplexity: float
+    perplexity: float
+    measured: str  # day, YYYY-MM-DD
+
+    def __str__(self) -> str:
+        return (
+            f"mean KL {self.mean_kl:.2g} nats, greedy agreement {self.greedy_agreement:.1%} (measured {self.measured})"
+        )
+
+
+def quality_text(checkpoint: str, quantization: str | None, kv_cache_dtype: str = "auto") -> str:
+    """One line for the operator: the stored quality, or how to get it."""
+    found = stored_quality(checkpoint, quantization, kv_cache_dtype)
+    return "not measured: run quire eval-quant" if found is None else str(found)
+
+
+def stored_quality(
+    checkpoint: str, quantization: str | None, kv_cache_dtype: str = "auto", *, directory: Path | None = None
+) -> Quality | None:
+    """The quality of the checkpoint with this fingerprint, if it was measured by `quire eval-quant`."""
+    path = (directory or default_directory()) / _file_name(checkpoint, quantization, kv_cache_dtype)
+    try:
+        stored = json.loads(path.read_bytes())
+        if stored.pop("format") != _FORMAT:
+            return None
+        found = Quality(**stored)
+        str(found)  # numbers are numbers
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return found
+
+
+def store_quality(quality: Quality, *, directory: Path | None = None) -> Path:
+    """Keep it, in place of an earlier measurement. Raises OSError."""
+    directory = directory or default_directory()
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = directory / _file_name(quality.checkpoint, quality.quantization, quality.kv_cache_dtype)
+    descriptor, temporary = tempfile.mkstemp(dir=directory, prefix=path.name)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            json.dump({"format": _FORMAT, **asdict(quality)}, file, indent=1)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return path
+
+
+def default_directory() -> Path:
+    """~/.cache/quire/quality."""
+    return Path.home() / ".cache" / "quire" / "quality"
+
+
+def _file_name(checkpoint: str, quantization: str | None, kv_cache_dtype: str) -> str:
+    kv = "" if kv_cache_dtype == "auto" else f"-kv-{kv_cache_dtype}"
+    return f"{checkpoint}-{quantization or 'bf16'}{kv}.json"

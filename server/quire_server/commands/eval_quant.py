@@ -1,0 +1,174 @@
+"""`quire eval-quant`: what int8 or int4 weights, or an int8 KV cache, cost a model.
+
+Promises: exit code 0 when everything was measured, 1 when the model cannot be, 2 for flags that cannot work; each with
+one clear line. Must not know: torch, how a model is loaded or compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from quire_engine.demo import demo_model_path
+from quire_engine.errors import ModelLoadError, QuireError
+from quire_engine.quality_store import Quality
+from quire_server.errors import ApiError
+from quire_server.quality_prompts import prompt_ids
+from quire_server.settings import DEMO_MODEL
+from quire_server.tokenizer import TextTokenizer
+
+DONE, FAILED, BAD_USAGE = 0, 1, 2
+WIDTH = 110  # where there is no terminal
+MEANING = (
+    "KL is how far the distribution of the next token moves, in nats: 0 is not at all, and a mean of at most 0.01 is what"
+    " we ask of int8 on the embedded model. Greedy agreement is the share of positions where both find the same token likeliest, given"
+    " the same text before it; continuation is how much of an answer of up to 32 tokens comes before the first one that"
+    " differs. A perplexity says how well the model knows these texts: it matters only beside the other."
+)
+
+
+class _Failed(QuireError):
+    """The model cannot be measured."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_USAGE, f"quire eval-quant: {message}\n")
+
+
+class _Reply(msgspec.Struct):
+    quality: Quality | None = None
+    error: str = ""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Measure and print; the process's exit code."""
+    given = _parser().parse_args(argv)
+    if given.json is not None and not given.json.absolute().parent.is_dir():
+        return _complain(f"{given.json} cannot be written: there is no such directory", BAD_USAGE)
+    variants = [{"quantization": name, "kv_cache_dtype": given.kv_cache_dtype} for name in given.quantization]
+    if {"quantization": None, "kv_cache_dtype": "auto"} in variants:
+        return _complain("--quantization none leaves nothing to measure; add --kv-cache-dtype int8", BAD_USAGE)
+    try:
+        found = _measure(_question(given, variants))
+    except (QuireError, ApiError) as error:
+        return _complain(str(error), FAILED)
+    except KeyboardInterrupt:
+        return FAILED
+    if given.json is not None:
+        given.json.write_bytes(msgspec.json.format(msgspec.json.encode({"model": given.model, "results": found})))
+    print_table(given.model, found)
+    return DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="quire eval-quant",
+        description="Compare a model with itself in bf16 on a fixed set of prompts. `quire serve` shows the result.",
+    )
+    parser.add_argument("model", nargs="?", default=DEMO_MODEL, help="directory of a checkpoint, or quire-demo")
+    parser.add_argument("--tokenizer", type=Path, help="directory of the tokenizer, when it is not the model's")
+    parser.add_argument(
+        "--quantization",
+        type=_names,
+        default=["int8", "int4"],
+        metavar="LIST",
+        help="what to measure, of int8, int4 and none (weights in bf16); default: int8,int4",
+    )
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "int8"), default="auto", help="of the quantised model")
+    parser.add_argument("--num-threads", type=_positive, help="compute threads; default: all usable cores")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def _names(text: str) -> list[str | None]:
+    names = list(dict.fromkeys(text.split(",")))
+    if unknown := set(names) - {"int8", "int4", "none"}:
+        raise argparse.ArgumentTypeError(f"{min(unknown)!r} is unknown; use int8, int4 or none")
+    return [None if name == "none" else name for name in names]
+
+
+def _question(given: argparse.Namespace, variants: object) -> bytes:
+    """What the measuring process reads. Raises ModelLoadError, BadRequest."""
+    path = demo_model_path() if given.model == DEMO_MODEL else Path(given.model)
+    if not path.is_dir():
+        raise ModelLoadError(
+            f"{given.model}: no such directory; models are not downloaded, name the directory of a checkpoint"
+        )
+    prompts: list[list[int]] | None = None
+    ends: tuple[int, ...] = ()
+    if given.tokenizer is not None or (path / "tokenizer.json").exists():
+        tokenizer = TextTokenizer.load(given.tokenizer or path)
+        prompts, ends = prompt_ids(tokenizer), tokenizer.eos_token_ids
+    else:
+        print("there is no tokenizer.json: measuring on pseudo-random tokens", file=sys.stderr)
+    return msgspec.json.encode({
+        "model": str(path),
+        "variants": variants,
+        "prompts": prompts,
+        "end_token_ids": ends,
+        "num_threads": given.num_threads,
+    })  # fmt: skip
+
+
+def _measure(question: bytes) -> list[Quality]:
+    """In a process of its own: this half never loads torch. Raises _Failed."""
+    process = subprocess.run(
+        [sys.executable, "-m", "quire_engine.quality"],
+        input=question,
+        stdout=subprocess.PIPE,
+        check=False,
+        process_group=0,  # a Ctrl-C in the terminal is ours, and ends it by the way
+    )
+    replies = [msgspec.json.decode(line, type=_Reply) for line in process.stdout.splitlines()]
+    for reply in replies:
+        if reply.error:
+            raise _Failed(reply.error)
+    if process.returncode:
+        raise _Failed(f"the measuring process ended early (exit code {process.returncode}); was there enough memory?")
+    return [reply.quality for reply in replies if reply.quality is not None]
+
+
+def print_table(model: str, found: Sequence[Quality], console: Console | None = None) -> None:
+    """The numbers and what they mean."""
+    console = console or Console()
+    if not console.is_terminal:
+        console = Console(file=console.file, width=max(WIDTH, console.width))
+    where = f"{found[0].num_positions:,} positions of {found[0].prompts}"
+    table = Table(title=f"{model} beside itself in bf16, {where}", title_justify="left")
+    for title in ("weights", "KV cache"):
+        table.add_column(title)
+    for title in ("mean KL", "max KL", "greedy agreement", "continuation", "perplexity", "in bf16"):
+        table.add_column(title, justify="right")
+    for one in found:
+        table.add_row(
+            one.quantization or "bf16",
+            "bf16" if one.kv_cache_dtype == "auto" else one.kv_cache_dtype,
+            f"{one.mean_kl:.2g}",
+            f"{one.max_kl:.2g}",
+            f"{one.greedy_agreement:.1%}",
+            f"{one.continuation_agreement:.1%}",
+            f"{one.perplexity:.4g}",
+            f"{one.bf16_perplexity:.4g}",
+        )
+    console.print(table)
+    console.print(MEANING, highlight=False)
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"quire eval-quant: {message}", file=sys.stderr)
+    return code
