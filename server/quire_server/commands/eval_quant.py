@@ -28,10 +28,11 @@ from quire_server.tokenizer import TextTokenizer
 DONE, FAILED, BAD_USAGE = 0, 1, 2
 WIDTH = 110  # where there is no terminal
 MEANING = (
-    "KL is how far the distribution of the next token moves, in nats: 0 is not at all, and a mean of at most 0.01 is what"
-    " we ask of int8 on the embedded model. Greedy agreement is the share of positions where both find the same token likeliest, given"
-    " the same text before it; continuation is how much of an answer of up to 32 tokens comes before the first one that"
-    " differs. A perplexity says how well the model knows these texts: it matters only beside the other."
+    "KL is how far the distribution of the next token moves, in nats: 0 is not at all, and a mean of at most 0.01 is"
+    " what we ask of int8 on the embedded model. Greedy agreement is the share of positions where both find the same"
+    " token likeliest, given the same text before it; continuation is how much of an answer of up to 32 tokens comes"
+    " before the first one that differs. A perplexity says how well the model knows these texts: it matters only beside"
+    " the other."
 )
 
 
