@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from quire_engine.config import EnginePlan
 from quire_engine.errors import ConfigError
+from quire_engine.quality_store import quality_text
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 CPU_POOL_SHARE = 0.25  # of what is free once the weights are loaded: the machine is rarely ours alone
@@ -128,6 +129,8 @@ def plan_text(plan: EnginePlan) -> str:
             f" prefix caching {'on' if scheduler.enable_prefix_caching else 'off'}; {scheduler.policy}",
         ),
     ]
+    if plan.quantization is not None or plan.kv_cache_dtype != "auto":
+        lines.append(("quality", quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype)))
     return "\n".join(f"{name:<17}{text}" for name, text in lines)
 
 
