@@ -52,10 +52,9 @@ def test_our_own_server_a_peer_and_a_baseline(tmp_path: Path) -> None:
     assert quire.vocab_size == results.workload.vocab
     alone = results.points[0].servers[0].shares
     if results.limits is not None:
-        assert alone is not None
-        for share in (alone.arithmetic, alone.prefill, alone.decode_read):
-            assert share is not None
-            assert 0 < share < 1
+        assert set(alone) >= {"arithmetic", "prefill"}  # the small model may fit in a cache
+        for kind in ("arithmetic", "prefill"):
+            assert 0 < alone[kind].min <= alone[kind].max < 1
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     assert "output tok/s" in done.stdout
 

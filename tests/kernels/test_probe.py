@@ -8,7 +8,7 @@ import pytest
 
 from quire_kernels.cpu.compiler import KernelBuildError, find_compiler
 from quire_kernels.cpu.library import load_library
-from quire_kernels.cpu.probe import measure
+from quire_kernels.cpu.probe import cache_bytes, measure
 from quire_kernels.cpu.variants import usable_variants
 
 TINY = {"seconds": 0.005, "bytes_per_worker": 1 << 20, "passes": 1}
@@ -42,3 +42,16 @@ def test_as_a_command():
         check=True,
     )
     assert json.loads(done.stdout)["threads"] == 1
+
+
+def test_caches_that_cores_share_count_once(tmp_path):
+    for cpu in range(4):
+        for index, (level, size, shared) in enumerate(
+            [(1, "32K", str(cpu)), (3, "16384K", "0-1" if cpu < 2 else "2-3")]
+        ):
+            folder = tmp_path / f"cpu{cpu}" / "cache" / f"index{index}"
+            folder.mkdir(parents=True)
+            for name, value in (("level", level), ("size", size), ("shared_cpu_list", shared)):
+                (folder / name).write_text(f"{value}\n")
+    assert cache_bytes(tmp_path) == 32 << 20
+    assert cache_bytes(tmp_path / "absent") == 0

@@ -41,6 +41,7 @@ LIMITS = Limits(
     bf16_per_second=2e6,
     int8_per_second=4e6,
     read_bytes_per_second=1e6,
+    cache_bytes=1000,
 )
 WORKLOAD = Workload(input=Span(low=4, high=4), output=Span(low=3, high=3))
 ALONE = LoadPoint(mode="concurrency", value=1)
@@ -183,6 +184,13 @@ def test_what_is_not_known_is_not_told():
     assert cached.arithmetic is cached.prefill is cached.decode_read is None
 
 
+def test_what_a_cache_holds_is_not_read_from_memory():
+    big = msgspec.structs.replace(LIMITS, cache_bytes=2000)
+    found = shares(ALONE, WORKLOAD, run_with(ttft=0.5, tpot=0.01), FACTS, big)
+    assert found.decode_read is None
+    assert found.prefill is not None
+
+
 def test_the_peak_is_that_of_the_weights_type():
     assert [LIMITS.arithmetic(name) for name in ("float32", "bfloat16", "int8", "int4")] == [1e6, 2e6, 4e6, 4e6]
     old = msgspec.structs.replace(LIMITS, bf16_per_second=0.0, int8_per_second=0.0)
@@ -219,8 +227,9 @@ def results() -> Results:
             speed = slowness / min(point.value, 2)
             collected.add(point, "quire", run_with(ttft=0.1 * speed, tpot=0.01 * speed))
             collected.add(point, "peer", run_with(ttft=0.1 * speed, tpot=0.04 * speed))
-    first = collected.runs[points[0], "quire"][0]
-    collected.shares[points[0], "quire"] = shares(points[0], WORKLOAD, first, FACTS, LIMITS)
+    collected.shares[points[0], "quire"] = [
+        shares(points[0], WORKLOAD, run, FACTS, LIMITS) for run in collected.runs[points[0], "quire"]
+    ]
     return Results(
         schema=SCHEMA,
         started="2026-01-01T00:00:00Z",
@@ -248,7 +257,13 @@ def test_the_file_holds_all_of_it():
     assert len(raw["points"]) == 3
     ours, theirs = raw["points"][0]["servers"]
     assert len(ours["rounds"]) == 3
-    assert ours["ratios"] == {}
+    assert ours["ratios"] == theirs["shares"] == {}
+    reads = [token_bytes(FACTS, 5.5) / (0.01 * slowness) / 1e6 for slowness in (1.0, 1.5, 1.2)]
+    assert ours["shares"]["decode_read"] == {
+        "median": pytest.approx(reads[2]),
+        "min": pytest.approx(reads[1]),
+        "max": pytest.approx(reads[0]),
+    }
     for value in theirs["ratios"]["output_tok_s"].values():  # in every round, whatever its speed
         assert value == pytest.approx(0.18 / 0.12)
     assert raw["knees"]["quire"] == {"value": 2, "throughput": pytest.approx(3 / 0.072), "reached": True}
@@ -287,8 +302,16 @@ def test_the_table_tells_what_went_wrong():
     assert "quire at c=1: http_429: full" in text
     assert "shares of the machine: no compiler" in text
     assert "saturate" not in text
+    assert "--token-ids" not in text
     rising = {"quire": Knee(value=4, throughput=9.0, reached=False)}
     assert "quire: not saturated up to c=4 (9 tok/s)" in report(msgspec.structs.replace(bad, knees=rising))
+
+
+def test_tokens_without_a_chunk_are_told():
+    few = results()
+    rounds = few.points[1].servers[0].rounds
+    rounds[:] = [replace(run, chunks=run.chunks // 2) for run in rounds]
+    assert "quire at c=2: 9 chunks for 18 tokens" in report(few)
 
 
 def test_the_plot(tmp_path: Path):

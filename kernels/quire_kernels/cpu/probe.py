@@ -13,6 +13,7 @@ import os
 import sys
 from ctypes import POINTER, byref, c_double, c_int32, c_int64, c_void_p
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from quire_kernels.cpu.compiler import KernelBuildError
 from quire_kernels.cpu.library import load_library
@@ -32,6 +33,7 @@ class Limits:
     bf16_per_second: float
     int8_per_second: float
     read_bytes_per_second: float
+    cache_bytes: int  # of the last level, all together; 0: unknown
 
 
 def measure(
@@ -71,7 +73,23 @@ def measure(
         bf16_per_second=bf16,
         int8_per_second=int8,
         read_bytes_per_second=result.value,
+        cache_bytes=cache_bytes(),
     )
+
+
+def cache_bytes(root: Path = Path("/sys/devices/system/cpu")) -> int:
+    """What all last-level caches hold; 0 where the system does not tell."""
+    sizes: dict[tuple[int, str], int] = {}
+    for index in root.glob("cpu[0-9]*/cache/index[0-9]*"):
+        try:
+            level, shared = int((index / "level").read_text()), (index / "shared_cpu_list").read_text().strip()
+            size = (index / "size").read_text().strip()
+        except (OSError, ValueError):
+            continue
+        if size.endswith("K"):
+            sizes[level, shared] = int(size[:-1]) << 10
+    last = max((level for level, _ in sizes), default=0)
+    return sum(size for (level, _), size in sizes.items() if level == last)
 
 
 def main() -> int:

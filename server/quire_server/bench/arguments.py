@@ -60,6 +60,7 @@ class Asked:
     vocab: int | None
     model: str | None
     temperature: float
+    token_ids: bool
     api_key: str | None
     repeat: int
     warmup: int | None
@@ -90,6 +91,7 @@ def parse_arguments(argv: Sequence[str]) -> Asked:
         vocab=given.vocab,
         model=given.model,
         temperature=given.temperature,
+        token_ids=given.token_ids,
         api_key=given.api_key,
         repeat=given.repeat,
         warmup=given.warmup,
@@ -166,6 +168,11 @@ def build_parser() -> argparse.ArgumentParser:
     sent.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy [0]")
     sent.add_argument(
         "--vocab", type=_vocabulary, metavar="N", help="prompt ids are below this [the server's, or 1000]"
+    )
+    sent.add_argument(
+        "--token-ids",
+        action="store_true",
+        help="ask for token ids in the chunks, so that tokens without text have one, too; for made-up vocabularies",
     )
     sent.add_argument("--seed", type=int, default=0, metavar="N", help="of lengths, ids and arrivals [0]")
     sent.add_argument(

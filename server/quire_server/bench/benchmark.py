@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from statistics import median_low
 
 from quire_server.bench.arguments import Asked, Peer
 from quire_server.bench.baselines import start_baseline
@@ -101,7 +100,9 @@ async def _targets(asked: Asked, stack: AsyncExitStack) -> list[Target]:
 
 async def _server(peer: Peer, asked: Asked, *, api_key: str | None, model: str | None) -> Server:
     info = await discover(peer.url, peer.name, api_key=api_key, model=model)
-    return Server(info, api_key=api_key, timeout=asked.timeout, temperature=asked.temperature)
+    return Server(
+        info, api_key=api_key, timeout=asked.timeout, temperature=asked.temperature, token_ids=asked.token_ids
+    )
 
 
 def _check_lengths(points: Sequence[LoadPoint], workload: Workload, infos: Sequence[ServerInfo]) -> None:
@@ -147,10 +148,9 @@ def _add_shares(collected: Collected, workload: Workload, limits: Limits) -> Non
         if info.facts is None or not is_measurable(info):
             continue
         for point in collected.points:
-            rounds = collected.runs[point, info.name]
-            middle = median_low([run.output_tok_s for run in rounds])
-            run = next(run for run in rounds if run.output_tok_s == middle)
-            collected.shares[point, info.name] = shares(point, workload, run, info.facts, limits)
+            collected.shares[point, info.name] = [
+                shares(point, workload, run, info.facts, limits) for run in collected.runs[point, info.name]
+            ]
 
 
 def _line(round_number: int, rounds: int, point: LoadPoint, name: str, run: Measures) -> str:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import msgspec
 
+from quire_server.bench.compare import Spread
 from quire_server.bench.measures import Measures
 from quire_server.bench.servers import ModelFacts, ServerInfo
 from quire_server.bench.workload import LoadPoint, Workload
@@ -29,6 +31,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     bf16_per_second: float
     int8_per_second: float
     read_bytes_per_second: float
+    cache_bytes: int  # of the last level; 0: unknown
 
     def best(self, other: Limits) -> Limits:
         return Limits(
@@ -38,6 +41,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             bf16_per_second=max(self.bf16_per_second, other.bf16_per_second),
             int8_per_second=max(self.int8_per_second, other.int8_per_second),
             read_bytes_per_second=max(self.read_bytes_per_second, other.read_bytes_per_second),
+            cache_bytes=self.cache_bytes,
         )
 
     def arithmetic(self, weight_type: str) -> float:
@@ -91,10 +95,21 @@ def shares(point: LoadPoint, workload: Workload, measures: Measures, facts: Mode
         arithmetic = request_flop(facts, inputs, outputs) * measures.ok / measures.seconds / peak
     if alone and peak and measures.ttft_ms.p50:
         prefill = request_flop(facts, inputs, 1) / (measures.ttft_ms.p50 / 1e3) / peak
-    if alone and limits.read_bytes_per_second and measures.tpot_ms.p50:
-        read = token_bytes(facts, inputs + outputs / 2)
+    read = token_bytes(facts, inputs + outputs / 2)
+    # What fits in a cache is not read from memory.
+    if alone and limits.read_bytes_per_second and measures.tpot_ms.p50 and read > 2 * limits.cache_bytes:
         decode_read = read / (measures.tpot_ms.p50 / 1e3) / limits.read_bytes_per_second
     return Shares(arithmetic=arithmetic, prefill=prefill, decode_read=decode_read)
+
+
+def summarise_shares(rounds: Sequence[Shares]) -> dict[str, Spread]:
+    """Of each kind that was measured, by its name."""
+    found = {}
+    for name in Shares.__struct_fields__:
+        values = [value for one in rounds if (value := getattr(one, name)) is not None]
+        if values:
+            found[name] = Spread.of(values)
+    return found
 
 
 def request_flop(facts: ModelFacts, input_tokens: float, output_tokens: float) -> float:

@@ -16,6 +16,7 @@ from quire_server.bench.workload import LoadPoint
 _WIDTH = 140  # where there is no terminal
 _LATE_MS = 20.0
 _LITTLE_HOLDS = 0.05
+_CHUNKS_PER_TOKEN = 0.98
 _ENOUGH_REQUESTS = 30  # for a steady state to show
 
 
@@ -103,14 +104,12 @@ def _sentences(results: Results) -> list[str]:
 
 
 def _shares_text(one: OnePoint) -> str:
-    if one.shares is None:
-        return ""
-    shares = (
-        ("of peak arithmetic", one.shares.arithmetic),
-        ("of it in prefill", one.shares.prefill),
-        ("of read bandwidth in decode", one.shares.decode_read),
+    kinds = (
+        ("of peak arithmetic", "arithmetic"),
+        ("of it in prefill", "prefill"),
+        ("of read bandwidth in decode", "decode_read"),
     )
-    return ", ".join(f"{share:.0%} {what}" for what, share in shares if share is not None)
+    return ", ".join(f"{_percent(one.shares[kind])} {what}" for what, kind in kinds if kind in one.shares)
 
 
 def _doubts(point: LoadPoint, one: OnePoint) -> list[str]:
@@ -118,6 +117,12 @@ def _doubts(point: LoadPoint, one: OnePoint) -> list[str]:
     doubts = []
     examples = dict.fromkeys(example for run in one.rounds for example in run.error_examples)
     doubts += [f"{one.server} at {point}: {example}" for example in list(examples)[:3]]
+    tokens, chunks = (sum(getattr(run, name) for run in one.rounds) for name in ("output_tokens", "chunks"))
+    if chunks < _CHUNKS_PER_TOKEN * tokens:
+        doubts.append(
+            f"{one.server} at {point}: {chunks:,} chunks for {tokens:,} tokens; where a first token has no text,"
+            " TTFT is too long and TPOT too short: add --token-ids"
+        )
     lag = max(run.send_lag_ms for run in one.rounds)
     if point.mode != "concurrency" and lag > _LATE_MS:
         doubts.append(f"{one.server} at {point}: a request was sent {lag:.0f} ms late; the load generator had no time")
@@ -141,6 +146,10 @@ def _spread(spread: Spread | None) -> str:
     if spread is None:
         return "-"
     return f"{_number(spread.median)} ({_number(spread.min)}-{_number(spread.max)})"
+
+
+def _percent(spread: Spread) -> str:
+    return f"{spread.median:.0%} ({spread.min:.0%}-{spread.max:.0%})"
 
 
 def _middle(spread: Spread | None) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from quire_server.bench.compare import Knee, Spread, knee, ratios, summarise
-from quire_server.bench.limits import Limits, Shares
+from quire_server.bench.limits import Limits, Shares, summarise_shares
 from quire_server.bench.measures import Measures
 from quire_server.bench.servers import ServerInfo
 from quire_server.bench.workload import LoadPoint, Workload
@@ -56,7 +56,7 @@ class OnePoint(msgspec.Struct, frozen=True, kw_only=True):
     rounds: list[Measures]
     summary: dict[str, Spread]
     ratios: dict[str, Spread]  # the first server's over this one's; empty for the first itself
-    shares: Shares | None  # of the machine's limits, by the median round
+    shares: dict[str, Spread]  # of the machine's limits, 0 to 1; empty where they do not apply
 
 
 class PointResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +94,7 @@ class Collected:
     points: Sequence[LoadPoint]
     servers: Sequence[ServerInfo]
     runs: dict[tuple[LoadPoint, str], list[Measures]] = field(default_factory=dict)
-    shares: dict[tuple[LoadPoint, str], Shares] = field(default_factory=dict)
+    shares: dict[tuple[LoadPoint, str], list[Shares]] = field(default_factory=dict)
 
     def add(self, point: LoadPoint, server: str, measures: Measures) -> None:
         self.runs.setdefault((point, server), []).append(measures)
@@ -113,7 +113,7 @@ class Collected:
             rounds=rounds,
             summary=summarise(rounds),
             ratios=ratios(self.runs[point, first], rounds) if server != first else {},
-            shares=self.shares.get((point, server)),
+            shares=summarise_shares(self.shares.get((point, server), ())),
         )
 
     def knees(self) -> dict[str, Knee]:

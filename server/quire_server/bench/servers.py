@@ -71,16 +71,20 @@ class Target(Protocol):
 class Server:
     """A server behind a URL."""
 
-    def __init__(self, info: ServerInfo, *, api_key: str | None, timeout: float, temperature: float) -> None:
+    def __init__(
+        self, info: ServerInfo, *, api_key: str | None, timeout: float, temperature: float, token_ids: bool = False
+    ) -> None:
         self.info = info
         self._client = Client(f"{info.address}/v1/completions", api_key=api_key, timeout=timeout)
-        self._fields = {
+        self._fields: dict[str, object] = {
             "model": info.model,
             "temperature": temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
             "ignore_eos": True,
         }
+        if token_ids:
+            self._fields["return_token_ids"] = True
 
     async def run(self, point: LoadPoint, jobs: Iterable[Job], seconds: float | None) -> Run:
         if point.mode == "concurrency":
