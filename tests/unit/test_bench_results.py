@@ -236,7 +236,7 @@ def results() -> Results:
         command=command_line(["--concurrency", "1,2,4"]),
         versions=versions(),
         machine=describe_machine(),
-        workload=describe(WORKLOAD),
+        workload=describe(WORKLOAD, token_ids=False),
         repeat=3,
         limits=LIMITS,
         limits_missing="",
@@ -312,6 +312,8 @@ def test_tokens_without_a_chunk_are_told():
     rounds = few.points[1].servers[0].rounds
     rounds[:] = [replace(run, chunks=run.chunks // 2) for run in rounds]
     assert "quire at c=2: 9 chunks for 18 tokens" in report(few)
+    workload = msgspec.structs.replace(few.workload, token_ids=True)
+    assert "chunks for" not in report(msgspec.structs.replace(few, workload=workload))
 
 
 def test_the_plot(tmp_path: Path):

@@ -62,7 +62,7 @@ async def run_benchmark(asked: Asked, argv: Sequence[str], tell: Tell) -> Result
         command=command_line(argv),
         versions=versions(),
         machine=machine,
-        workload=describe(workload),
+        workload=describe(workload, token_ids=asked.token_ids),
         repeat=asked.repeat,
         limits=limits if isinstance(limits, Limits) else None,
         limits_missing=limits if isinstance(limits, str) else "",

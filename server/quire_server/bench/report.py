@@ -99,7 +99,7 @@ def _sentences(results: Results) -> list[str]:
             ]
     for result in results.points:
         for one in result.servers:
-            lines += _doubts(result.point, one)
+            lines += _doubts(result.point, one, has_ids=results.workload.token_ids)
     return lines
 
 
@@ -112,15 +112,15 @@ def _shares_text(one: OnePoint) -> str:
     return ", ".join(f"{_percent(one.shares[kind])} {what}" for what, kind in kinds if kind in one.shares)
 
 
-def _doubts(point: LoadPoint, one: OnePoint) -> list[str]:
+def _doubts(point: LoadPoint, one: OnePoint, *, has_ids: bool) -> list[str]:
     """What a reader should know before believing a number."""
     doubts = []
     examples = dict.fromkeys(example for run in one.rounds for example in run.error_examples)
     doubts += [f"{one.server} at {point}: {example}" for example in list(examples)[:3]]
     tokens, chunks = (sum(getattr(run, name) for run in one.rounds) for name in ("output_tokens", "chunks"))
-    if chunks < _CHUNKS_PER_TOKEN * tokens:
+    if chunks < _CHUNKS_PER_TOKEN * tokens and not has_ids:
         doubts.append(
-            f"{one.server} at {point}: {chunks:,} chunks for {tokens:,} tokens; where a first token has no text,"
+            f"{one.server} at {point}: {chunks:,} chunks for {tokens:,} tokens; if tokens without text are the reason,"
             " TTFT is too long and TPOT too short: add --token-ids"
         )
     lag = max(run.send_lag_ms for run in one.rounds)

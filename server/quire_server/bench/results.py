@@ -47,6 +47,7 @@ class Described(msgspec.Struct, frozen=True, kw_only=True):
     requests: int | None
     seconds: float | None
     trace_rows: int
+    token_ids: bool  # chunks carried the ids of their tokens
 
 
 class OnePoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +126,7 @@ class Collected:
         return found
 
 
-def describe(workload: Workload) -> Described:
+def describe(workload: Workload, *, token_ids: bool) -> Described:
     return Described(
         input_tokens=str(workload.input),
         output_tokens=str(workload.output),
@@ -135,6 +136,7 @@ def describe(workload: Workload) -> Described:
         requests=workload.requests,
         seconds=workload.seconds,
         trace_rows=len(workload.trace),
+        token_ids=token_ids,
     )
 
 
