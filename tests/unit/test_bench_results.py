@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from quire_server.bench.report import print_report
 from quire_server.bench.results import SCHEMA, Collected, Results, command_line, describe, describe_machine, versions
 from quire_server.bench.servers import BenchError, ModelFacts, ServerInfo, read_facts
 from quire_server.bench.workload import LoadPoint, Span, Workload
+from quire_server.commands import bench as command
 from quire_server.metrics import Metrics
 
 FACTS = ModelFacts(
@@ -324,3 +326,34 @@ def test_the_plot(tmp_path: Path):
     draw(results(), path)
     assert path.read_bytes().startswith(b"\x89PNG\r\n")
     assert path.stat().st_size > 10_000
+
+
+# -- the command
+
+
+def test_bad_flags_and_absent_servers_are_one_line(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as done:
+        command.run(["--help"])
+    assert done.value.code == 0
+    assert "--against URL[,NAME]" in capsys.readouterr().out
+    assert command.run(["--rate", "0"]) == 2
+    assert capsys.readouterr().err == "quire bench: argument --rate: expected a number above 0, got '0'\n"
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        assert command.run(["--url", f"http://127.0.0.1:{taken.getsockname()[1]}"]) == 1
+    assert "does not answer" in capsys.readouterr().err
+
+
+def test_the_exit_code_tells_whether_all_answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    found = results()
+
+    async def measured(*_: object) -> Results:
+        return found
+
+    monkeypatch.setattr(command, "run_benchmark", measured)
+    path = tmp_path / "r.json"
+    assert command.run(["--json", str(path)]) == 0
+    assert msgspec.json.decode(path.read_bytes(), type=Results) == found
+    nothing = Run(started=0.0, ended=1.0, records=[Record(due=0.0, ended=0.1, outcome="unreachable")])
+    found.points[2].servers[1].rounds[0] = measure(nothing)
+    assert command.run([]) == 1
