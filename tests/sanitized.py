@@ -1,0 +1,16 @@
+"""A pytest plugin under which the C++ kernels are built with AddressSanitizer and UBSan.
+
+Promises: every library that the tests load is checked. Must not know: which tests run.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quire_kernels.cpu import library, packing
+
+CHECKS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1", "-O1")
+
+library.FLAGS = (*library.FLAGS, *CHECKS)
+# Mapped memory has no borders that could be watched; allocated memory has.
+packing.Arena.allocate = lambda _, num_bytes: torch.empty(num_bytes, dtype=torch.uint8)
