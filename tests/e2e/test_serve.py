@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
@@ -95,9 +96,10 @@ def test_an_engine_that_keeps_dying_ends_the_server_with_70() -> None:
         stream.wait_begun()
         deadline = time.monotonic() + 30
         while server.process.poll() is None and time.monotonic() < deadline:
-            for child in psutil.Process(server.process.pid).children():
-                if "quire_engine.process" in child.cmdline():
-                    child.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it may go while we look
+                for child in children_of(server):
+                    if "quire_engine.process" in child.cmdline():
+                        child.kill()
             time.sleep(0.05)
         assert ended(server, children, 15) == 70
         stream.join(10)
