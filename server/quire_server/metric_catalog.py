@@ -324,7 +324,16 @@ class PlanMetrics:
         self.model = values.gauge(
             "quire_model_info",
             "The loaded model and how it is computed.",
-            ("architecture", "parameters", "device", "dtype", "kernels", "num_threads", "max_model_len"),
+            (
+                "architecture",
+                "parameters",
+                "device",
+                "dtype",
+                "quantization",
+                "kernels",
+                "num_threads",
+                "max_model_len",
+            ),
         )
         self.parameters = values.gauge(
             "quire_model_parameters",
@@ -368,6 +377,7 @@ class PlanMetrics:
             str(plan.num_parameters),
             plan.device,
             plan.dtype,
+            plan.quantization or "none",
             plan.kernels,
             str(plan.num_threads),
             str(scheduler.max_model_len),

@@ -149,6 +149,10 @@ def test_facts_are_read_from_a_servers_metrics():
         kernels="reference",
         num_threads=1,
     )
+    metrics.observe_plan(replace(plan, quantization="int8"))
+    quantized = read_facts(metrics.render().decode())
+    assert quantized is not None
+    assert quantized.weight_type == "int8"
     assert read_facts("") is None
     assert read_facts('vllm:cache_config_info{block_size="16"} 1.0\nup 1\n') is None
 
