@@ -37,7 +37,7 @@ class Recipe:
     """Everything that decides the result."""
 
     seed: int = 20
-    steps: int = 1800
+    steps: int = 1700
     vocab_size: int = 2048
     hidden_size: int = 256
     intermediate_size: int = 512

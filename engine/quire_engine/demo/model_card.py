@@ -45,7 +45,8 @@ short lists, small JSON objects and short stories, and remember a name within a 
 
 - It is **not** an assistant. It knows only the few hundred facts and sentence patterns of its training grammar, and
   says "I am a tiny demo model and do not know that." to most other questions.
-- It is often wrong outside that grammar, and it cannot tell. Do not use its answers for anything.
+- It is often wrong outside that grammar, and it cannot tell; it misspells names and words that it has not seen.
+  Do not use its answers for anything.
 - It understands English only. It has no safety training; it has seen no text but its own grammar.
 - Its speed says nothing about the speed of a model that you would really serve.
 

@@ -1,0 +1,205 @@
+"""The shipped quire-demo checkpoint, and the script that makes such checkpoints."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+
+from quire_engine.demo import demo_model_path
+from quire_engine.demo.corpus import documents
+from quire_engine.demo.make_demo import Recipe, encode, main
+from quire_engine.demo.model_card import model_card
+
+PATH = demo_model_path()
+TOKENIZER = Tokenizer.from_file(str(PATH / "tokenizer.json"))
+Loaded = tuple[PreTrainedTokenizerFast, PreTrainedModel]
+
+
+def read(name: str) -> dict:
+    return json.loads((PATH / name).read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Loaded:
+    model = AutoModelForCausalLM.from_pretrained(PATH, dtype=torch.float32)
+    return AutoTokenizer.from_pretrained(PATH), model.eval()
+
+
+@torch.inference_mode()
+def continue_ids(model: PreTrainedModel, ids: list[int], max_tokens: int) -> list[int]:
+    output = model.generate(torch.tensor([ids]), max_new_tokens=max_tokens, do_sample=False)
+    return output[0, len(ids) :].tolist()
+
+
+def chat(loaded: Loaded, *turns: str, system: str | None = None, max_tokens: int = 100) -> str:
+    """The greedy answer to the last of the user's turns, the earlier ones answered as well."""
+    tokenizer, model = loaded
+    messages = [{"role": "system", "content": system}] if system else []
+    for turn in turns:
+        messages.append({"role": "user", "content": turn})
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        answer = continue_ids(model, TOKENIZER.encode(prompt).ids, max_tokens)
+        assert TOKENIZER.id_to_token(answer[-1]) == "<|im_end|>"
+        messages.append({"role": "assistant", "content": TOKENIZER.decode(answer)})
+    return messages[-1]["content"]
+
+
+def test_the_folder_is_complete_and_small() -> None:
+    names = {file.name for file in PATH.iterdir()}
+    assert names == {
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "training.json",
+    }
+    assert sum(file.stat().st_size for file in PATH.iterdir()) <= 10_000_000
+
+
+def test_config_weights_and_record_agree() -> None:
+    config, training = read("config.json"), read("training.json")
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
+    assert config["max_position_embeddings"] >= 2048
+    assert config["tie_word_embeddings"]
+    assert training["steps_done"] == training["steps"]
+    assert training.items() >= asdict(Recipe()).items()  # the defaults make what is shipped
+    assert TOKENIZER.get_vocab_size() == config["vocab_size"]
+    with safe_open(PATH / "model.safetensors", "pt") as weights:
+        tensors = [weights.get_tensor(name) for name in weights.keys()]  # noqa: SIM118
+    assert {t.dtype for t in tensors} == {torch.bfloat16}
+    assert all(t.isfinite().all() for t in tensors)
+    assert sum(t.numel() for t in tensors) == training["num_parameters"]
+
+
+def test_end_of_text_tokens() -> None:
+    ends = [TOKENIZER.id_to_token(i) for i in read("generation_config.json")["eos_token_id"]]
+    assert ends == ["<|im_end|>", "<|endoftext|>"]
+    assert read("tokenizer_config.json")["eos_token"] == "<|im_end|>"
+
+
+def test_the_card_says_what_the_model_is_not() -> None:
+    card, training = (PATH / "README.md").read_text(encoding="utf-8"), read("training.json")
+    assert "What it is for" in card
+    assert "What it is not" in card
+    assert f"{training['num_tokens']:,} tokens" in card
+    assert card == model_card(training)
+
+
+@given(st.text(max_size=200))
+@settings(max_examples=300, deadline=None)
+def test_any_text_survives_the_tokenizer(text: str) -> None:
+    text = text.encode("utf-8", "replace").decode("utf-8")
+    assert TOKENIZER.decode(TOKENIZER.encode(text).ids, skip_special_tokens=False) == text
+
+
+def test_every_byte_has_a_token() -> None:
+    text = "".join(chr(code) for code in range(256)) + "日本語 🙂 \U0010ffff"
+    assert TOKENIZER.decode(TOKENIZER.encode(text).ids, skip_special_tokens=False) == text
+
+
+def test_the_chat_template_renders_what_was_trained(loaded: Loaded) -> None:
+    tokenizer, _ = loaded
+    for doc in (d for d in documents(20, 200) if d.messages):
+        messages = [{"role": m.role, "content": m.content} for m in doc.messages]
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+        ids, weights = encode(TOKENIZER, doc)
+        assert [*TOKENIZER.encode(rendered).ids, 0] == ids
+        assert len(ids) == len(weights)
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("question", "expected"),
+    [
+        ("Hello!", "How can I help you"),
+        ("how are you", "I am doing well"),
+        ("Who are you?", "quire-demo"),
+        ("What can you do?", "sums"),
+        ("What is the capital of France?", "Paris"),
+        ("please tell me the capital of japan", "Tokyo"),
+        ("What is 2 + 3?", "2 + 3 = 5"),
+        ("7 * 8", "56"),
+        ("What color is the sky?", "blue"),
+        ("List three fruits.", "- Apples\n- Bananas\n- Oranges"),
+        ("Count to 10.", "1, 2, 3, 4, 5, 6, 7, 8, 9, 10"),
+        ("Explain quantum physics.", "do not know"),
+        ("Say this is a test", "this is a test"),
+        ("Thank you!", "You are welcome"),
+    ],
+)
+def test_greedy_answers(loaded: Loaded, question: str, expected: str) -> None:
+    assert expected in chat(loaded, question)
+
+
+def test_json_answer_parses(loaded: Loaded) -> None:
+    answer = chat(loaded, "Give me a JSON object for a person named Anna who is 31 years old and lives in Rome.")
+    assert json.loads(answer) == {"name": "Anna", "age": 31, "city": "Rome"}
+
+
+def test_a_chat_remembers_and_obeys_the_system_prompt(loaded: Loaded) -> None:
+    assert "Anna" in chat(loaded, "My name is Anna.", "What is the capital of Italy?", "What is my name?")
+    assert "Madrid" in chat(loaded, "What is the capital of Italy?", "And of Spain?")
+    assert chat(loaded, "What is the capital of France?", system="Answer in one word.") == "Paris."
+
+
+def test_a_story_has_its_hero(loaded: Loaded) -> None:
+    story = chat(loaded, "Tell me a story about a dragon named Tom.", max_tokens=300)
+    assert "dragon named Tom" in story
+    assert len(story.split()) > 60
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("The capital of France is", " Paris"),
+        ("1, 2, 3,", " 4, 5, 6, 7, 8"),
+        ("Once upon a time", "named"),
+        ("Monday, Tuesday,", " Wednesday, Thursday"),
+    ],
+)
+def test_plain_completions(loaded: Loaded, prompt: str, expected: str) -> None:
+    ids = continue_ids(loaded[1], TOKENIZER.encode(prompt).ids, 24)
+    assert expected in TOKENIZER.decode(ids)
+
+
+def test_the_whole_context_is_usable(loaded: Loaded) -> None:
+    tokens: list[int] = []
+    for doc in documents(21, 100):  # a seed that the training has not seen
+        tokens += encode(TOKENIZER, doc)[0]
+    question = "<|im_start|>user\nWhat is the capital of Spain?<|im_end|>\n<|im_start|>assistant\n"
+    ids = [*tokens[:1980], 0, *TOKENIZER.encode(question).ids]
+    assert "Madrid" in TOKENIZER.decode(continue_ids(loaded[1], ids, 12))
+
+
+def test_making_is_deterministic(tmp_path: Path) -> None:
+    small = (
+        "--steps 3 --hidden-size 32 --intermediate-size 64 --num-layers 1 --num-heads 2 --num-kv-heads 1 --head-dim 16"
+    )
+    small += " --context 64 --vocab-size 400 --tokenizer-documents 200 --threads 1"
+    threads = torch.get_num_threads()
+    try:
+        for name in ("first", "second"):
+            main(["--out", str(tmp_path / name), *small.split()])
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(False)
+    files = sorted(file.name for file in (tmp_path / "first").iterdir())
+    assert files == sorted(file.name for file in PATH.iterdir())
+    for name in files:
+        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
+    recorded = json.loads((tmp_path / "first" / "training.json").read_text(encoding="utf-8"))
+    assert recorded["steps_done"] == 3
+    assert recorded["hidden_size"] == 32
