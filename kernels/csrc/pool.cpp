@@ -52,16 +52,23 @@ void spin_until(const Ready& ready) {
 }  // namespace
 
 Pool::Pool(int threads, const int* cpus) : size_(threads < 1 ? 1 : threads) {
-  for (int worker = 1; worker < size_; ++worker) {
-    const int cpu = cpus != nullptr ? cpus[worker] : -1;
-    threads_.emplace_back([this, worker, cpu] {
-      if (cpu >= 0) pin(cpu);
-      serve(worker);
-    });
+  try {
+    for (int worker = 1; worker < size_; ++worker) {
+      const int cpu = cpus != nullptr ? cpus[worker] : -1;
+      threads_.emplace_back([this, worker, cpu] {
+        if (cpu >= 0) pin(cpu);
+        serve(worker);
+      });
+    }
+  } catch (...) {  // the system gives no more threads
+    stop();
+    throw;
   }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { stop(); }
+
+void Pool::stop() {
   stopping_ = true;
   epoch_.fetch_add(1, std::memory_order_release);
   futex_wake_all(&epoch_);

@@ -51,6 +51,7 @@ class Pool {
   void start(Call call, const void* closure);
   void join();
   void serve(int worker);
+  void stop();
 
   const int size_;
   std::vector<std::thread> threads_;

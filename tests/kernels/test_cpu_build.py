@@ -204,6 +204,20 @@ def test_a_variant_is_usable_only_with_all_its_instructions(monkeypatch):
         assert [variant.name for variant in usable_variants()] == expected
 
 
+def test_threads_that_the_system_refuses_are_an_error_and_not_a_crash():
+    script = f"""
+import resource, sys
+sys.path[:0] = {json.dumps([str(Path(library.__file__).parents[2])])}
+from quire_kernels.cpu.library import load_library
+kernels = load_library()
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (64 << 20),) * 2)
+print(kernels.quire_create(256, None))
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=200)
+    assert (result.returncode, result.stdout) == (0, "None\n"), result.stderr
+
+
 def test_quantisation_is_refused_where_it_cannot_be():
     with pytest.raises(ValueError, match="int8 needs the C\\+\\+ kernels"):
         select(CPU, torch.float32, quantization="int8")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
-from cpu_linear import EPS, SHAPES, kernel_set, normed_rows, operands
+from cpu_linear import EPS, KINDS, SHAPES, kernel_set, normed_rows, operands
 from quire_kernels.cpu.variants import usable_variants
 
 PANEL, GROUP = 64, 32
@@ -74,6 +76,22 @@ def test_packed_bf16_holds_the_matrix(variant, n, k):
     assert torch.equal(unpack_bf16(kernels.pack_linear(given.weight, None)), padded(given.weight))
     pair = kernels.pack_gate_up(*given.halves, None)
     assert torch.equal(unpack_bf16(pair), padded(paired(*given.halves)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_packed_matrix_owns_its_memory(variant, kind):
+    kernels, given = kernel_set(variant, kind), operands(130, 100, 3)
+    weight, bias = given.weight.clone(), given.bias.clone()
+    matrices = [kernels.pack_linear(weight, bias), kernels.pack_gate_up(*weight.chunk(2), bias)]
+    before = [kernels.norm_linear(given.x, given.norm, EPS, w) for w in matrices]
+    weight.fill_(float("nan"))
+    bias.fill_(float("nan"))
+    more = kernels.pack_linear(given.weight[:64] * 3, None)
+    for w, expected in zip(matrices, before, strict=True):
+        assert torch.equal(kernels.norm_linear(given.x, given.norm, EPS, w), expected)
+    spans = sorted((w.args.packed, w.args.packed + w.memory[0].nbytes) for w in [*matrices, more])
+    assert all(start % 64 == 0 for start, _ in spans)
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
