@@ -1,0 +1,108 @@
+// The lanes of simd.h as two AVX2 registers.
+//
+// Promises: the results of simd_arrays.h, but for the rounding of fused products. Must not know: matrices, attention.
+#pragma once
+
+#include <immintrin.h>
+
+#include "bf16.h"
+
+namespace quire {
+
+struct Vec {
+  __m256 lo, hi;
+};
+struct Pairs {
+  __m256i lo, hi;
+};
+
+inline Vec vzero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline Vec vset(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline Vec vload(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void vstore(float* p, Vec a) {
+  _mm256_storeu_ps(p, a.lo);
+  _mm256_storeu_ps(p + 8, a.hi);
+}
+inline Vec vadd(Vec a, Vec b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+inline Vec vsub(Vec a, Vec b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+inline Vec vmul(Vec a, Vec b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+inline Vec vdiv(Vec a, Vec b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+inline Vec vfma(Vec a, Vec b, Vec c) {
+  return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+inline Vec vmax(Vec a, Vec b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+inline Vec vmin(Vec a, Vec b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+inline Vec vround(Vec a) {
+  return {_mm256_round_ps(a.lo, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+          _mm256_round_ps(a.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+inline __m256 scale2(__m256 a, __m256 n) {
+  const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  return _mm256_mul_ps(a, _mm256_castsi256_ps(exponent));
+}
+inline Vec vscale2(Vec a, Vec n) { return {scale2(a.lo, n.lo), scale2(a.hi, n.hi)}; }
+inline __m256 widen(__m128i half) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+inline Vec vload_bf16(const bf16* p) {
+  return {widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+}
+inline void vstore_bf16(bf16* p, Vec a) {
+  float lanes[kLanes];
+  vstore(lanes, a);
+  for (int i = 0; i < kLanes; ++i) p[i] = to_bf16(lanes[i]);
+}
+inline Pairs pload(const bf16* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 16))};
+}
+inline Pairs pset(const bf16* pair) {
+  int32_t bits;
+  std::memcpy(&bits, pair, 4);
+  return {_mm256_set1_epi32(bits), _mm256_set1_epi32(bits)};
+}
+inline __m256 dot2(__m256 acc, __m256i w, __m256i a) {
+  const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  const __m256 even =
+      _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(w, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), acc);
+  return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(w, high)),
+                         _mm256_castsi256_ps(_mm256_and_si256(a, high)), even);
+}
+inline Vec dot2(Vec acc, Pairs w, Pairs a) { return {dot2(acc.lo, w.lo, a.lo), dot2(acc.hi, w.hi, a.hi)}; }
+
+struct Ints {
+  __m256i lo, hi;
+};
+inline Ints izero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline Ints iload(const void* p) {
+  const __m256i* q = static_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
+}
+inline void istore(void* p, Ints a) {
+  __m256i* q = static_cast<__m256i*>(p);
+  _mm256_storeu_si256(q, a.lo);
+  _mm256_storeu_si256(q + 1, a.hi);
+}
+inline Ints iset(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline Ints iadd(Ints a, Ints b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+inline Ints isub(Ints a, Ints b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
+inline Vec to_vec(Ints a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+inline Ints to_ints(Vec a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }  // ties to even
+inline Ints low_nibbles(Ints a) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(a.lo, mask), _mm256_and_si256(a.hi, mask)};
+}
+inline Ints high_nibbles(Ints a) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(_mm256_srli_epi16(a.lo, 4), mask), _mm256_and_si256(_mm256_srli_epi16(a.hi, 4), mask)};
+}
+inline __m256i dot4(__m256i acc, __m256i u, __m256i s) {
+  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(255)),
+                                         _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
+  const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8));
+  return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
+}
+inline Ints dot4(Ints acc, Ints u, Ints s) { return {dot4(acc.lo, u.lo, s.lo), dot4(acc.hi, u.hi, s.hi)}; }
+
+}  // namespace quire
