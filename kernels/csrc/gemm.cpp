@@ -50,15 +50,28 @@ inline void prefetch(const char* p) {
   for (int v = 0; v < kVecs; ++v) __builtin_prefetch(p + kPrefetchBytes + v * 64);
 }
 
-// `count` steps of `Rows` activation rows against one panel. Sums are carried in `sums` [Rows][64] when `resume`.
+// The weights that come after those of a tile: they travel from memory to the second-level cache while it computes,
+// so that waiting for memory and computing take place at the same time.
+struct Ahead {
+  const char* at;      // null: nothing
+  int64_t per_step;    // bytes
+  int64_t lines;       // of 64 bytes, covering per_step
+};
+
+// `count` steps of `kRows` activation rows against one panel. Sums are carried in `sums` [kRows][64] when `resume`;
+// `cold` weights are still in memory.
 template <typename Dot, int kRows>
-void tile(const char* a, int64_t stride, const char* w, int64_t count, float* sums, bool resume, bool cold) {
+void tile(const char* a, int64_t stride, const char* w, int64_t count, float* sums, bool resume, bool cold,
+          const Ahead& ahead) {
   typename Dot::Sum acc[kRows][kVecs];
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kVecs; ++v) acc[r][v] = resume ? Dot::load_sum(sums + (r * kVecs + v) * kLanes) : Dot::zero();
   }
   for (int64_t step = 0; step < count; ++step, w += kPanelRows * 4) {
     if (cold) prefetch(w);
+    for (int64_t line = 0; line < ahead.lines; ++line) {
+      __builtin_prefetch(ahead.at + step * ahead.per_step + line * 64, 0, 2);
+    }
     typename Dot::Lane weights[kVecs];
     for (int v = 0; v < kVecs; ++v) weights[v] = Dot::load(w + v * kLanes * 4);
     for (int r = 0; r < kRows; ++r) {
@@ -73,14 +86,14 @@ void tile(const char* a, int64_t stride, const char* w, int64_t count, float* su
 
 template <typename Dot>
 void any_tile(int64_t rows, const char* a, int64_t stride, const char* w, int64_t count, float* sums, bool resume,
-              bool cold) {
+              bool cold, const Ahead& ahead) {
   switch (rows) {
-    case 1: return tile<Dot, 1>(a, stride, w, count, sums, resume, cold);
-    case 2: return tile<Dot, 2>(a, stride, w, count, sums, resume, cold);
-    case 3: return tile<Dot, 3>(a, stride, w, count, sums, resume, cold);
-    case 4: return tile<Dot, 4>(a, stride, w, count, sums, resume, cold);
-    case 5: return tile<Dot, 5>(a, stride, w, count, sums, resume, cold);
-    default: return tile<Dot, 6>(a, stride, w, count, sums, resume, cold);
+    case 1: return tile<Dot, 1>(a, stride, w, count, sums, resume, cold, ahead);
+    case 2: return tile<Dot, 2>(a, stride, w, count, sums, resume, cold, ahead);
+    case 3: return tile<Dot, 3>(a, stride, w, count, sums, resume, cold, ahead);
+    case 4: return tile<Dot, 4>(a, stride, w, count, sums, resume, cold, ahead);
+    case 5: return tile<Dot, 5>(a, stride, w, count, sums, resume, cold, ahead);
+    default: return tile<Dot, 6>(a, stride, w, count, sums, resume, cold, ahead);
   }
 }
 
@@ -210,11 +223,13 @@ void finish_row(const Linear& w, const Rows& rows, const Output& out, int64_t ro
   }
 }
 
-// Rows per tile: all tiles alike, so that 8 rows run as 4 + 4 and not as 6 + 2.
-inline int64_t tile_rows(int64_t m, int64_t limit) {
-  const int64_t tiles = (m + limit - 1) / limit;
-  return (m + tiles - 1) / tiles;
-}
+// Activation rows in as few tiles as possible, as equal as possible: 8 rows are 4 + 4, 32 are 6 + 6 + 5 + 5 + 5 + 5.
+struct Tiling {
+  Tiling(int64_t m, int64_t limit) : count((m + limit - 1) / limit), base(m / count), larger(m % count) {}
+  int64_t first(int64_t tile) const { return tile * base + std::min(tile, larger); }
+  int64_t rows(int64_t tile) const { return base + (tile < larger ? 1 : 0); }
+  int64_t count, base, larger;
+};
 
 // Steps of k that are walked before the next panel slice.
 constexpr int64_t kSlice = kSliceBytes / (kPanelRows * 4);
@@ -222,34 +237,49 @@ constexpr int64_t kSlice = kSliceBytes / (kPanelRows * 4);
 template <typename Dot>
 void gemm_stepped(Pool& pool, const Linear& w, const Rows& rows, const Output& out, float* partial) {
   const int64_t steps = w.k / Dot::kValuesPerStep;
-  const int64_t height = tile_rows(rows.m, kTileRows);
+  const Tiling tiling(rows.m, kTileRows);
   const int64_t stride = steps * 4;
   const bool whole = steps <= kSlice;
-  int64_t panel, end;
-  while (pool.take(panel_count(w), 1, &panel, &end)) {
-    const char* weights = static_cast<const char*>(w.packed) + panel * panel_bytes(w);
+  const int64_t panels = panel_count(w);
+  const auto address = [&](int64_t panel, int64_t step) {
+    return static_cast<const char*>(w.packed) + panel * panel_bytes(w) + step * kPanelRows * 4;
+  };
+  // Few rows wait for memory alone, and then the loads of the panel itself are the best prefetch.
+  const bool runs_ahead = tiling.count > 3;
+  bool cold = true;
+  int64_t panel, next, end;
+  bool taken = pool.take(panels, 1, &panel, &end);
+  for (; taken; panel = next) {
+    taken = pool.take(panels, 1, &next, &end);
     for (int64_t step = 0; step < steps; step += kSlice) {
       const int64_t count = std::min(kSlice, steps - step);
-      for (int64_t m = 0; m < rows.m; m += height) {
-        const int64_t live = std::min(height, rows.m - m);
+      const bool last_slice = step + count == steps;
+      const char* after = nullptr;
+      if (runs_ahead && !last_slice) after = address(panel, step + count);
+      if (runs_ahead && last_slice && taken) after = address(next, 0);
+      const int64_t per_step = kPanelRows * 4 / tiling.count;
+      for (int64_t t = 0; t < tiling.count; ++t) {
+        const int64_t m = tiling.first(t), live = tiling.rows(t);
         float* sums = partial + (whole ? 0 : m * kPanelRows);
         const char* a = static_cast<const char*>(rows.data) + m * stride + step * 4;
-        any_tile<Dot>(live, a, stride, weights + step * kPanelRows * 4, count, sums, step > 0, m == 0);
-        if (step + count < steps) continue;
+        const Ahead ahead{after + t * count * per_step, per_step, after != nullptr ? (per_step + 63) / 64 : 0};
+        any_tile<Dot>(live, a, stride, address(panel, step), count, sums, step > 0, cold && t == 0, ahead);
+        if (!last_slice) continue;
         for (int64_t r = 0; r < live; ++r) finish_row(w, rows, out, m + r, panel, sums + r * kPanelRows);
       }
+      cold = !runs_ahead;
     }
   }
 }
 
 void gemm_int4(Pool& pool, const Linear& w, const Rows& rows, const Output& out, float* sums) {
-  const int64_t height = tile_rows(rows.m, kInt4TileRows);
+  const Tiling tiling(rows.m, kInt4TileRows);
   const int64_t groups = w.k / kGroup;
   int64_t panel, end;
   while (pool.take(panel_count(w), 1, &panel, &end)) {
     const char* weights = static_cast<const char*>(w.packed) + panel * panel_bytes(w);
-    for (int64_t m = 0; m < rows.m; m += height) {
-      const int64_t live = std::min(height, rows.m - m);
+    for (int64_t t = 0; t < tiling.count; ++t) {
+      const int64_t m = tiling.first(t), live = tiling.rows(t);
       const int8_t* a = static_cast<const int8_t*>(rows.data) + m * w.k;
       const int32_t* group_sums = rows.sums + m * groups;
       switch (live) {
