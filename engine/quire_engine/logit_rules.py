@@ -40,23 +40,30 @@ class SampleRow:
         return self.sampling.temperature < _MIN_TEMPERATURE
 
     @property
-    def is_argmax(self) -> bool:
-        """Whether the token is the maximum of the model's own logits and nothing else is asked."""
-        return self.is_greedy and self.sampling.num_logprobs is None and not self.has_rules
-
-    @property
     def has_rules(self) -> bool:
         """Whether the logits differ from the model's before the temperature applies."""
-        sampling = self.sampling
-        return bool(
-            sampling.logit_bias
-            or sampling.allowed_token_ids
-            or sampling.banned_token_ids
-            or self.masks_stop_tokens
-            or sampling.repetition_penalty != 1.0
-            or sampling.presence_penalty
-            or sampling.frequency_penalty
-        )
+        return self.masks_stop_tokens or _changes_logits(self.sampling)
+
+
+def asks_for_argmax(sampling: SamplingParams) -> bool:
+    """Whether every token is the maximum of the model's own logits, and nothing else is to be told."""
+    return (
+        sampling.temperature < _MIN_TEMPERATURE
+        and sampling.num_logprobs is None
+        and not sampling.min_tokens
+        and not _changes_logits(sampling)
+    )
+
+
+def _changes_logits(sampling: SamplingParams) -> bool:
+    return bool(
+        sampling.logit_bias
+        or sampling.allowed_token_ids
+        or sampling.banned_token_ids
+        or sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty
+        or sampling.frequency_penalty
+    )
 
 
 def id_error(row: SampleRow, vocab_size: int) -> str | None:

@@ -52,9 +52,15 @@ def build_model_input(batch: Batch, block_size: int, device: torch.device) -> tu
         first = starts[-1]
         starts.append(first + item.num_tokens)
         kv_lens.append(item.end)
-        input_ids.extend(item.token_ids[item.start : item.end])
-        positions.extend(range(item.start, item.end))
-        _extend_slots(slots, item, block_size)
+        if item.num_tokens == 1:  # a decode: most items of most steps
+            index, offset = divmod(item.start, block_size)
+            input_ids.append(item.token_ids[item.start])
+            positions.append(item.start)
+            slots.append(item.block_ids[index] * block_size + offset)
+        else:
+            input_ids.extend(item.token_ids[item.start : item.end])
+            positions.extend(range(item.start, item.end))
+            _extend_slots(slots, item, block_size)
         count = item.num_tokens if item.wants_prompt_logprobs else int(item.wants_sample)
         logit_rows.append(LogitRows(first=len(samples), count=count))
         samples.extend(range(starts[-1] - count, starts[-1]))

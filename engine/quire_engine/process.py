@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import signal
 import socket
@@ -66,6 +67,9 @@ def main(fd: int, parent_pid: int) -> None:
         sys.exit(1)
     engine = Engine(built.scheduler, built.runner, check_invariants=start.check_invariants)
     loop = EngineLoop(engine, connection, decoder)
+    # What was imported and loaded stays: collections need not look at it again in the middle of a step.
+    gc.collect()
+    gc.freeze()
     loop.send(built.plan)
     loop.run(early)
 

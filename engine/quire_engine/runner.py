@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
+from quire_engine.logit_rules import asks_for_argmax
 from quire_engine.model_input import LogitRows, ModelInput, build_model_input
 from quire_engine.models.config import ModelConfig
 from quire_engine.sampler import NON_FINITE, Sampler, SampleRow
@@ -119,6 +120,9 @@ class Runner:
         step, logit_rows = build_model_input(batch, self._block_size, self._device)
         hidden = self._decoder.forward(step, self._kv.tensor)  # [T, H]
         hidden = hidden[step.sample_rows]  # [S, H]
+        found = self._greedy(batch, hidden, logit_rows)
+        if found is not None:
+            return found
         result = StepResult()
         scores: dict[int, list[TokenLogprobs]] = {
             item.sequence_id: [] for item in batch.items if item.wants_prompt_logprobs
@@ -126,10 +130,6 @@ class Runner:
         slices = self._plan_slices(batch, logit_rows, hidden.shape[0])
         for i, pending in enumerate(slices):
             start = i * self._logits_rows
-            found = self._greedy(hidden[start : start + self._logits_rows], pending)
-            if found is not None:
-                result.samples.update(zip(pending.sequence_ids, found, strict=True))
-                continue
             logits = self._decoder.logits(hidden[start : start + self._logits_rows])  # [s, V] float32
             sampled = self._sampler.sample(logits, pending.rows)
             result.samples.update(zip(pending.sequence_ids, sampled, strict=True))
@@ -139,10 +139,11 @@ class Runner:
                 result.prompt_logprobs[sequence_id] = tuple(entries)
         return result
 
-    def _greedy(self, hidden: Tensor, pending: _Pending) -> list[SampledToken] | None:
-        """The tokens of a slice that needs nothing but maxima, if the model can find them without the logits."""
-        if pending.score_rows or not all(row.is_argmax for row in pending.rows):
-            return None
+    def _greedy(self, batch: Batch, hidden: Tensor, logit_rows: Sequence[LogitRows]) -> StepResult | None:
+        """A step that needs nothing but maxima, if the model can find them without the logits."""
+        for item in batch.items:
+            if item.wants_prompt_logprobs or (item.wants_sample and not asks_for_argmax(item.sampling)):
+                return None
         found = self._decoder.greedy(hidden)
         if found is None:
             return None
@@ -150,7 +151,13 @@ class Runner:
             SampledToken(token_id=token) if finite else SampledToken(error=NON_FINITE)
             for token, finite in zip(*found, strict=True)
         ]
-        return [tokens[row.logits_row] for row in pending.rows]
+        result = StepResult()
+        for item, at in zip(batch.items, logit_rows, strict=True):
+            if item.wants_sample:
+                result.samples[item.sequence_id] = tokens[at.first]
+                for fork in item.forks:
+                    result.samples[fork.sequence_id] = tokens[at.first]
+        return result
 
     def _check_ids(self, item: ScheduledSequence) -> None:
         """A GPU answers an index out of range by ending the process, so it must not get that far."""

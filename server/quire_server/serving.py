@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 from collections.abc import Iterator
@@ -52,6 +53,9 @@ async def serve(settings: Settings, supervisor: Supervisor, starting: asyncio.Ta
             await _first(started, serving)
             if started.done():
                 listening = started.result()
+                # What was imported and built stays: collections need not look at it again between two tokens.
+                gc.collect()
+                gc.freeze()
                 _greet(settings, state, listening)
                 await _first(stop.asked, supervisor.dead, serving)
                 await _drain(settings, state, supervisor, stop)
