@@ -16,6 +16,9 @@ RUN apt-get update \
 FROM base-${DEVICE} AS build
 # For example "--extra-index-url URL" of an index with torch built without CUDA: a much smaller CPU image.
 ARG PIP_ARGS=""
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 RUN python3 -m venv /opt/quire
 COPY constraints.txt pyproject.toml README.md LICENSE ./
@@ -23,6 +26,8 @@ COPY server server
 COPY engine engine
 COPY kernels kernels
 RUN /opt/quire/bin/pip install --no-cache-dir --disable-pip-version-check -c constraints.txt ${PIP_ARGS} .
+# For every instruction set: the image itself has no compiler, and starts on whatever it is given.
+RUN /opt/quire/bin/quire build-kernels --prebuilt
 
 FROM base-${DEVICE}
 LABEL org.opencontainers.image.title="quire" org.opencontainers.image.licenses="Apache-2.0"
