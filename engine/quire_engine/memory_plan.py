@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire_engine.config import EnginePlan
+from quire_engine.config import EnginePlan, SchedulerConfig
 from quire_engine.errors import ConfigError
+from quire_engine.policies.elder import ElderRule
 from quire_engine.quality_store import quality_text
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -129,9 +130,22 @@ def plan_text(plan: EnginePlan) -> str:
             f" prefix caching {'on' if scheduler.enable_prefix_caching else 'off'}; {scheduler.policy}",
         ),
     ]
+    lines.append(("longest wait", _wait_text(scheduler)))
     if plan.quantization is not None or plan.kv_cache_dtype != "auto":
         lines.append(("quality", quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype)))
     return "\n".join(f"{name:<17}{text}" for name, text in lines)
+
+
+def _wait_text(config: SchedulerConfig) -> str:
+    """The bound of the elder rule for requests of one size, as `Scheduler.wait_bound` gives it for each."""
+    prompt, output = min(512, config.max_model_len // 2), min(128, config.max_model_len // 4)
+    rule = ElderRule(age_steps=config.elder_age_steps, min_chunk=config.min_chunk)
+    work = rule.work_of(prompt, output, 1)
+    alone, behind = rule.wait_bound(work, 0), rule.wait_bound(work, (config.max_num_seqs - 1) * work)
+    return (
+        f"{prompt} tokens in, {output} out end within {alone:,} steps whatever comes later;"
+        f" behind {config.max_num_seqs - 1} such requests within {behind:,}"
+    )
 
 
 def _num_fitting(plan: EnginePlan, length: int) -> int:

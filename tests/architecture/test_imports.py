@@ -49,9 +49,9 @@ ENGINE_FACADE = {"types", "errors", "config", "transport", "memory_plan", "quali
 # Engine modules from the leaves up; a module imports only from rows above its own.
 LAYERS = (
     {"types", "errors", "config", "invariants", "page_table", "rng", "machine", "quality_store"},
-    {"batch", "sequence", "block_pool", "prefix_cache", "memory_plan"},
+    {"batch", "sequence", "block_pool", "prefix_cache"},
     {"kv_allocator", "policies", "step_plan", "outputs", "transport"},
-    {"roster"},
+    {"roster", "memory_plan"},
     {"planner"},
     {"scheduler"},
     {"engine"},

@@ -52,8 +52,11 @@ class ElderRule:
         self._elder: Group | None = None
 
     def work(self, request: GenerationRequest) -> int:
-        output = request.stop.max_new_tokens
-        return -(-(len(request.prompt_token_ids) + request.n * output) // self._min_chunk) + output
+        return self.work_of(len(request.prompt_token_ids), request.stop.max_new_tokens, request.n)
+
+    def work_of(self, prompt: int, output: int, n: int) -> int:
+        """The same for a request of so many tokens in, and out of each of n choices."""
+        return -(-(prompt + n * output) // self._min_chunk) + output
 
     def wait_bound(self, work: int, earlier_work: int) -> int:
         return self._age_steps + 3 * work + earlier_work
