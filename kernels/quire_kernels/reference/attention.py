@@ -42,6 +42,18 @@ class _Slice(NamedTuple):
 
 
 def attention(q: Tensor, shape: AttentionShape, kv: Tensor, layer: int, step: AttentionInput) -> Tensor:
+    threads = torch.get_num_threads()
+    if q.device.type != "cpu" or threads == 1:
+        return _attend(q, shape, kv, layer, step)
+    # A product that is alone in its call is split over threads otherwise than one of several, and sums differently.
+    torch.set_num_threads(1)
+    try:
+        return _attend(q, shape, kv, layer, step)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _attend(q: Tensor, shape: AttentionShape, kv: Tensor, layer: int, step: AttentionInput) -> Tensor:
     tile = max(1, _PRODUCT_ROWS // (shape.num_heads // shape.num_kv_heads))
     out = torch.empty_like(q)  # [T, Hq, D]
     walk = _Walk(q=q, out=out, shape=shape, kv=kv, layer=layer, step=step, tile=tile)
