@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 
 import msgspec
 
@@ -56,8 +57,14 @@ class ReplyHead:
 
 
 def fingerprint(plan: EnginePlan) -> str:
-    """Changes when the same request could get another answer: with version, model, device, type or kernels."""
-    identity = (version("quire"), plan.model, plan.num_parameters, plan.device, plan.dtype, plan.kernels)
+    """Changes when the same request could get another answer: with version, model, device, types or kernels.
+
+    Wherever the model lies: two servers of one kind say the same.
+    """
+    identity = (
+        *(version("quire"), Path(plan.model).name, plan.architecture, plan.num_parameters),
+        *(plan.device, plan.dtype, plan.kernels, plan.quantization, plan.kv_cache_dtype),
+    )
     return "fp_" + hashlib.sha256(repr(identity).encode()).hexdigest()[:12]
 
 
