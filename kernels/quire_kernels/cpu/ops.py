@@ -65,7 +65,9 @@ class Context:
     def __init__(self, library: ctypes.CDLL, threads: int) -> None:
         self.library = library
         cpus = sorted(os.sched_getaffinity(0))
-        pinned = (ctypes.c_int32 * threads)(*cpus[:threads]) if threads <= len(cpus) else None
+        # A pinned worker keeps its caches, but where every core computes it also shares its core with whoever is woken
+        # there, such as the server's other process: then the system had better move it.
+        pinned = (ctypes.c_int32 * threads)(*cpus[:threads]) if threads < len(cpus) else None
         handle = library.quire_create(threads, pinned)
         if not handle:
             raise MemoryError(f"starting {threads} worker threads")
