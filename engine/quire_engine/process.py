@@ -1,4 +1,4 @@
-"""The engine child process: `python -m quire_engine.process FD`.
+"""The engine child process: `python -m quire_engine.process FD PARENT_PID`.
 
 Owns its process: death with the parent, signals, the exit code. Promises: the first frame sent is READY or
 START_FAILED. Must not know: anything that the START frame does not say.

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from os import getpid
+from typing import cast
 
 from quire_engine.config import EngineConfig, EnginePlan
 from quire_engine.errors import ConfigError, EngineDead, ModelLoadError, ProtocolError, QuireError
@@ -61,8 +62,7 @@ class _Connection(asyncio.Protocol):
         self.lost = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport) or hasattr(transport, "write")
-        self.transport = transport  # type: ignore[assignment]  # uvloop's transports are not asyncio.Transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's has the methods, not the base class
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -159,8 +159,7 @@ class Supervisor:
         self._config = replace(
             self._config, kv_memory=plan.kv_bytes or None, max_model_len=plan.scheduler.max_model_len
         )
-        full_step = 2.0 * plan.num_parameters * plan.scheduler.max_num_batched_tokens / _SLOWEST_FLOPS
-        self._hang_seconds = max(self._policy.hang_seconds, full_step)
+        self._hang_seconds = hang_limit(self._policy, plan)
         self.state = EngineState.READY
         self._watch = asyncio.create_task(self._run(), name="engine-supervisor")
         self._replay_next()
@@ -360,6 +359,12 @@ class Supervisor:
             if choice not in entry.finished
         )
         self.on_step(StepOutput(step_id=self._health.step_id, outputs=outputs, stats=EngineStats()))
+
+
+def hang_limit(policy: RestartPolicy, plan: EnginePlan) -> float:
+    """Seconds of silence that mean a hang: the policy's, or what the model's largest step may take if that is more."""
+    full_step = 2.0 * plan.num_parameters * plan.scheduler.max_num_batched_tokens / _SLOWEST_FLOPS
+    return max(policy.hang_seconds, full_step)
 
 
 def _ended(code: int) -> str:

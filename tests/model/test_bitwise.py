@@ -102,7 +102,7 @@ def expected():
 
     def run(model, device):
         if (model, device) not in cache:
-            requests = mixed_requests(32 if model in ("qwen3", "bf16") else 12)
+            requests = mixed_requests(32 if model in ("qwen3", *CPP) else 12)
             cache[model, device] = requests, solo(requests, model=model, device=device)
         return cache[model, device]
 
@@ -222,7 +222,7 @@ def test_preempted_equals_solo(caching, model, device, expected):
     )
     preempted = generate(tight, requests)
     assert agree(preempted, results, device)
-    assert sum(result.num_preemptions for result in preempted.values()) >= 3
+    assert sum(result.num_preemptions for result in preempted.values()) > 3
 
 
 @pytest.mark.parametrize("model", ["qwen3", *CPP])

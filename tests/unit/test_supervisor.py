@@ -9,16 +9,17 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from fake_engine_process import next_token
+from fake_engine_process import make_plan, next_token
 from quire_engine.config import EngineConfig
 from quire_engine.errors import ConfigError, EngineDead, ModelLoadError
 from quire_engine.types import GenerationRequest, SamplingParams, StepOutput, StopParams, TokenOutput
-from quire_server.supervisor import EngineState, RestartPolicy, Supervisor
+from quire_server.supervisor import EngineState, RestartPolicy, Supervisor, hang_limit
 
 FAKE = (sys.executable, str(Path(__file__).resolve().parent.parent / "fake_engine_process.py"))
 
@@ -145,6 +146,13 @@ def test_a_hung_step_is_killed_and_its_request_quarantined() -> None:
             assert client.tokens["good", 0] == expected((5,), 10)
 
     run(body)
+
+
+def test_a_big_model_may_take_long_over_a_step() -> None:
+    small, big = make_plan(), replace(make_plan(), num_parameters=8_000_000_000)
+    policy = RestartPolicy(hang_seconds=60)
+    assert hang_limit(policy, small) == 60
+    assert hang_limit(policy, big) == pytest.approx(2 * 8e9 * 128 / 2e10)  # 128 tokens a step at 20 GFLOP/s
 
 
 def test_requests_submitted_while_restarting_are_served() -> None:
