@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "unroll.h"
+
 namespace quire {
 namespace {
 
@@ -64,24 +66,24 @@ template <typename Dot, int kRows>
 void tile(const char* a, int64_t stride, const char* w, int64_t count, float* sums, bool resume, bool cold,
           const Ahead& ahead) {
   typename Dot::Sum acc[kRows][kVecs];
-  for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVecs; ++v) acc[r][v] = resume ? Dot::load_sum(sums + (r * kVecs + v) * kLanes) : Dot::zero();
-  }
+  unrolled<kRows>([&](auto r) {
+    unrolled<kVecs>([&](auto v) { acc[r][v] = resume ? Dot::load_sum(sums + (r * kVecs + v) * kLanes) : Dot::zero(); });
+  });
   for (int64_t step = 0; step < count; ++step, w += kPanelRows * 4) {
     if (cold) prefetch(w);
     for (int64_t line = 0; line < ahead.lines; ++line) {
       __builtin_prefetch(ahead.at + step * ahead.per_step + line * 64, 0, 2);
     }
     typename Dot::Lane weights[kVecs];
-    for (int v = 0; v < kVecs; ++v) weights[v] = Dot::load(w + v * kLanes * 4);
-    for (int r = 0; r < kRows; ++r) {
+    unrolled<kVecs>([&](auto v) { weights[v] = Dot::load(w + v * kLanes * 4); });
+    unrolled<kRows>([&](auto r) {
       const typename Dot::Lane x = Dot::broadcast(a + r * stride + step * 4);
-      for (int v = 0; v < kVecs; ++v) acc[r][v] = Dot::dot(acc[r][v], weights[v], x);
-    }
+      unrolled<kVecs>([&](auto v) { acc[r][v] = Dot::dot(acc[r][v], weights[v], x); });
+    });
   }
-  for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVecs; ++v) Dot::store_sum(sums + (r * kVecs + v) * kLanes, acc[r][v]);
-  }
+  unrolled<kRows>([&](auto r) {
+    unrolled<kVecs>([&](auto v) { Dot::store_sum(sums + (r * kVecs + v) * kLanes, acc[r][v]); });
+  });
 }
 
 template <typename Dot>

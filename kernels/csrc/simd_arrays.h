@@ -41,6 +41,10 @@ inline Vec vload_bf16(const bf16* p) { return each([=](int i) { return to_float(
 inline void vstore_bf16(bf16* p, Vec a) {
   for (int i = 0; i < kLanes; ++i) p[i] = to_bf16(a.v[i]);
 }
+inline Vec vstore_rounded(bf16* p, Vec a) {
+  vstore_bf16(p, a);
+  return vload_bf16(p);
+}
 inline Pairs pload(const bf16* p) {
   Pairs r;
   std::memcpy(r.v, p, sizeof(r.v));

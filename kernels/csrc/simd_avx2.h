@@ -53,6 +53,10 @@ inline void vstore_bf16(bf16* p, Vec a) {
   vstore(lanes, a);
   for (int i = 0; i < kLanes; ++i) p[i] = to_bf16(lanes[i]);
 }
+inline Vec vstore_rounded(bf16* p, Vec a) {
+  vstore_bf16(p, a);
+  return vload_bf16(p);
+}
 inline Pairs pload(const bf16* p) {
   return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 16))};

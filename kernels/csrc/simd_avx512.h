@@ -48,6 +48,17 @@ inline void vstore_bf16(bf16* p, Vec a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(rounded));
 #endif
 }
+// Stores a as bf16 and returns what was stored.
+inline Vec vstore_rounded(bf16* p, Vec a) {
+#if defined(__AVX512BF16__)
+  const __m256i half = (__m256i)_mm512_cvtneps_pbh(a.v);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), half);
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
+#else
+  vstore_bf16(p, a);
+  return vload_bf16(p);
+#endif
+}
 inline Pairs pload(const bf16* p) { return {_mm512_loadu_si512(p)}; }
 inline Pairs pset(const bf16* pair) {
   int32_t bits;
@@ -57,7 +68,9 @@ inline Pairs pset(const bf16* pair) {
 // acc + w[2i] * a[2i] + w[2i + 1] * a[2i + 1], lane by lane.
 inline Vec dot2(Vec acc, Pairs w, Pairs a) {
 #if defined(__AVX512BF16__)
-  return {_mm512_dpbf16_ps(acc.v, (__m512bh)w.v, (__m512bh)a.v)};
+  // Not the intrinsic: gcc 12 copies and spills accumulators around it.
+  asm("vdpbf16ps %2, %1, %0" : "+v"(acc.v) : "v"(w.v), "v"(a.v));
+  return acc;
 #else
   const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
   const __m512 w0 = _mm512_castsi512_ps(_mm512_slli_epi32(w.v, 16));
@@ -85,7 +98,7 @@ inline Ints high_nibbles(Ints a) { return {_mm512_and_si512(_mm512_srli_epi16(a.
 // acc + the four products u * s of each lane: u unsigned bytes, s signed bytes.
 inline Ints dot4(Ints acc, Ints u, Ints s) {
 #if defined(__AVX512VNNI__)
-  // Not the intrinsic: gcc 12 copies and spills accumulators around it, which halves the speed of a large tile.
+  // Not the intrinsic, see dot2; here it halves the speed of a large tile.
   asm("vpdpbusd %2, %1, %0" : "+v"(acc.v) : "v"(u.v), "v"(s.v));
   return acc;
 #else
