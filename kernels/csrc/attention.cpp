@@ -14,7 +14,7 @@
 namespace quire {
 namespace {
 
-constexpr int64_t kTaskRows = 48;  // rows times heads of a kv head that share each tile while it is in the cache
+constexpr int64_t kTaskRows = 96;  // rows times heads of a kv head that share each tile while it is in the cache
 constexpr int64_t kItemsPerWorker = 4;
 
 // One segment of one task, or all of them.
@@ -78,22 +78,34 @@ bool attend(Context* context, const AttentionShape& shape, const KvPool& pool, i
     float* part = reinterpret_cast<float*>(own);
     float* total = reinterpret_cast<float*>(own + state_bytes);
     Walk<Kv> walk(own + 2 * state_bytes, rows, shape, pool, step, layer);
-    int64_t item, end;
-    while (workers.take(num_items, 1, &item, &end)) {
-      const Item& piece = plan.items[static_cast<size_t>(item / kv_heads)];
-      const Task& task = plan.tasks[static_cast<size_t>(piece.task)];
+    const auto task_of = [&](int64_t item) -> const Task& {
+      return plan.tasks[static_cast<size_t>(plan.items[static_cast<size_t>(item / kv_heads)].task)];
+    };
+    const auto segment_of = [&](int64_t item) { return plan.items[static_cast<size_t>(item / kv_heads)].segment; };
+    const auto first_segment = [&](int64_t item) {
+      return plan.split ? segment_of(item) : first_visible(task_of(item).first_position, shape.window) / kSegment;
+    };
+    int64_t item, following, end;
+    bool taken = workers.take(num_items, 1, &following, &end);
+    while (taken) {
+      item = following;
+      taken = workers.take(num_items, 1, &following, &end);  // early, so that its memory is on the way
+      const Task& task = task_of(item);
       const int64_t head = item % kv_heads;
+      const int64_t first = first_segment(item), last = plan.split ? first : task.segments() - 1;
       walk.set_queries(task, head, q);
-      if (plan.split) {
-        float* to = reinterpret_cast<float*>(context->shared.data() + item * state_bytes);
-        if (!walk.segment(task, head, piece.segment, to)) valid = false;
-        continue;
+      for (int64_t i = first; i <= last; ++i) {
+        Tile after{};
+        if (i < last) {
+          after = walk.first_tile(task, head, i + 1);
+        } else if (taken) {
+          after = walk.first_tile(task_of(following), following % kv_heads, first_segment(following));
+        }
+        float* to = plan.split ? reinterpret_cast<float*>(context->shared.data() + item * state_bytes) : part;
+        if (!walk.segment(task, head, i, after, to)) valid = false;
+        if (!plan.split && first < last) walk.join(task, i, part, total);
       }
-      for (int64_t i = first_visible(task.first_position, shape.window) / kSegment; i < task.segments(); ++i) {
-        if (!walk.segment(task, head, i, part)) valid = false;
-        walk.join(task, i, part, total);
-      }
-      walk.write(task, head, total, out);
+      if (!plan.split) walk.write(task, head, first < last ? total : part, out);
     }
     if (!plan.split) return;
     workers.barrier();

@@ -32,8 +32,11 @@ class Bf16Kv {
   void open(const Tile& tile, const Tile& next) {
     for (int u = tile.first_unit; u < tile.last_unit; ++u) {
       keys_[u] = reinterpret_cast<const bf16*>(tile.units[u]);
-      next_[u] = next.has(u) ? reinterpret_cast<const bf16*>(next.units[u]) : keys_[u];
-      for (int i = 0; i < kUnitPairs; ++i) pairs_[u * kUnitPairs + i] = keys_[u] + (kUnit + 2 * i) * d_;
+      const bf16* ahead = next.has(u) ? reinterpret_cast<const bf16*>(next.units[u]) : keys_[u];
+      for (int i = 0; i < kUnitPairs; ++i) {
+        pairs_[u * kUnitPairs + i] = keys_[u] + (kUnit + 2 * i) * d_;
+        ahead_[u * kUnitPairs + i] = ahead + i * 2 * kBlockVecs * kLanes;
+      }
     }
   }
 
@@ -53,82 +56,93 @@ class Bf16Kv {
   // Those outside [low, high) become 0.
   Vec set_weights(int row, int unit, Vec weights, int low, int high) {
     if (low > 0 || high < kUnit) weights = keep(weights, low, high, 0.0f);
-    bf16* to = weights_ + row * kTile + unit * kUnit;
-    vstore_bf16(to, weights);
-    return vload_bf16(to);
+    return vstore_rounded(weights_ + row * kTile + unit * kUnit, weights);
   }
 
   void finish_weights(int, int, int) {}
 
   // values [rows][stride] = values * fade [rows] + weights * V.
   void add_values(const Group& group, const float* fade, float* values, int64_t stride) {
-    const int begin = group.low / 2, end = (group.high + 1) / 2;
-    const bf16 *first = pairs_[begin], *last = pairs_[end - 1];
-    if (group.low % 2 != 0) pairs_[begin] = edge(first, 0xffff0000u, edges_);
-    if (group.high % 2 != 0) pairs_[end - 1] = edge(last, 0x0000ffffu, edges_ + d_);
-    const int vecs = static_cast<int>(d_ / kLanes);
-    for (int v = 0; v < vecs; v += kBlockVecs) {
-      with_count<kBlockRows>(group.rows, [&](auto rows) {
-        with_count<kBlockVecs>(std::min(kBlockVecs, vecs - v), [&](auto count) {
-          value_block<rows.value, count.value>(begin, end, v * kLanes, fade, values, stride);
-        });
-      });
+    const int shared = group.high[0] / 2 * 2;  // whole pairs that every row sees
+    if (group.high[group.rows - 1] == group.high[0]) {
+      return add_range(0, group.rows, group.low, group.high[0], fade, values, stride);
     }
-    pairs_[end - 1] = last;
-    pairs_[begin] = first;
+    // All rows together as far as they go together, then the rows of each position alone.
+    const bool together = shared > group.low;
+    if (together) add_range(0, group.rows, group.low, shared, fade, values, stride);
+    float ones[kBlockRows];
+    std::fill_n(ones, kBlockRows, 1.0f);
+    for (int r = 0, end; r < group.rows; r = end) {
+      for (end = r + 1; end < group.rows && group.high[end] == group.high[r];) ++end;
+      const int low = together ? shared : group.low;
+      if (low < group.high[r]) add_range(r, end, low, group.high[r], together ? ones : fade, values, stride);
+    }
   }
 
  private:
   static constexpr int kUnitPairs = kUnit / 2;
 
-  template <int kRows, int kVecs>
-  void score_block(const bf16* const* keys, const bf16* queries, float* s) const {
-    Vec acc[kRows][kVecs];
-    for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kVecs; ++v) acc[r][v] = vzero();
+  // The rows [first, last) of the block and the positions [low, high) of the tile.
+  void add_range(int first, int last, int low, int high, const float* fade, float* values, int64_t stride) {
+    const int begin = low / 2, end = (high + 1) / 2;
+    const bf16 *first_pair = pairs_[begin], *last_pair = pairs_[end - 1];
+    if (low % 2 != 0) pairs_[begin] = edge(first_pair, 0xffff0000u, edges_);
+    if (high % 2 != 0) pairs_[end - 1] = edge(last_pair, 0x0000ffffu, edges_ + d_);
+    const int vecs = static_cast<int>(d_ / kLanes);
+    for (int v = 0; v < vecs; v += kBlockVecs) {
+      with_count<kBlockRows>(last - first, [&](auto rows) {
+        with_count<kBlockVecs>(std::min(kBlockVecs, vecs - v), [&](auto count) {
+          value_block<rows.value, count.value>(first, begin, end, v * kLanes, fade + first, values + first * stride, stride);
+        });
+      });
     }
-    const bf16* at[kVecs];
-    for (int v = 0; v < kVecs; ++v) at[v] = keys[v];
-    for (int64_t i = 0; i < d_; i += 2) {
-      Pairs k[kVecs];
-      for (int v = 0; v < kVecs; ++v) {
-        k[v] = pload(at[v] + i * kUnit);
-        __builtin_prefetch(at[v] + (d_ + i) * kUnit);  // as many values as keys
-      }
-      for (int r = 0; r < kRows; ++r) {
-        const Pairs q = pset(queries + r * d_ + i);
-        for (int v = 0; v < kVecs; ++v) acc[r][v] = dot2(acc[r][v], k[v], q);
-      }
-    }
-    for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kVecs; ++v) vstore(s + r * kTile + v * kUnit, vmul(acc[r][v], vset(scale_)));
-    }
+    pairs_[end - 1] = last_pair;
+    pairs_[begin] = first_pair;
   }
 
   template <int kRows, int kVecs>
-  void value_block(int begin, int end, int64_t column, const float* fade, float* values, int64_t stride) const {
+  void score_block(const bf16* const* keys, const bf16* queries, float* s) const {
     Vec acc[kRows][kVecs];
-    for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kVecs; ++v) {
-        acc[r][v] = vmul(vload(values + r * stride + column + v * kLanes), vset(fade[r]));
-      }
+    unrolled<kRows>([&](auto r) { unrolled<kVecs>([&](auto v) { acc[r][v] = vzero(); }); });
+    for (int64_t i = 0; i < d_; i += 2) {
+      Pairs k[kVecs];
+      unrolled<kVecs>([&](auto v) {
+        k[v] = pload(keys[v] + i * kUnit);
+        __builtin_prefetch(keys[v] + (d_ + i) * kUnit, 0, 2);  // as many values as keys
+      });
+      unrolled<kRows>([&](auto r) {
+        const Pairs q = pset(queries + r * d_ + i);
+        unrolled<kVecs>([&](auto v) { acc[r][v] = dot2(acc[r][v], k[v], q); });
+      });
     }
-    for (int i = begin; i < end; ++i) {
+    unrolled<kRows>([&](auto r) {
+      unrolled<kVecs>([&](auto v) { vstore(s + r * kTile + v * kUnit, vmul(acc[r][v], vset(scale_))); });
+    });
+  }
+
+  template <int kRows, int kVecs>
+  void value_block(int row, int begin, int end, int64_t column, const float* fade, float* values, int64_t stride) const {
+    Vec acc[kRows][kVecs];
+    unrolled<kRows>([&](auto r) {
+      unrolled<kVecs>([&](auto v) { acc[r][v] = vmul(vload(values + r * stride + column + v * kLanes), vset(fade[r])); });
+    });
+    const bf16* weights = weights_ + row * kTile;
+    for (int64_t i = begin; i < end; ++i) {
       const bf16* pair = pairs_[i] + 2 * column;
-      const bf16* ahead = next_[i / kUnitPairs] + 2 * (column * kUnitPairs + i % kUnitPairs * kVecs * kLanes);
+      const bf16* ahead = ahead_[i] + column * kUnit;
       Pairs x[kVecs];
-      for (int v = 0; v < kVecs; ++v) {
+      unrolled<kVecs>([&](auto v) {
         x[v] = pload(pair + v * 2 * kLanes);
-        __builtin_prefetch(ahead + v * 2 * kLanes);
-      }
-      for (int r = 0; r < kRows; ++r) {
-        const Pairs w = pset(weights_ + r * kTile + 2 * i);
-        for (int v = 0; v < kVecs; ++v) acc[r][v] = dot2(acc[r][v], x[v], w);
-      }
+        __builtin_prefetch(ahead + v * 2 * kLanes, 0, 2);
+      });
+      unrolled<kRows>([&](auto r) {
+        const Pairs w = pset(weights + r * kTile + 2 * i);
+        unrolled<kVecs>([&](auto v) { acc[r][v] = dot2(acc[r][v], x[v], w); });
+      });
     }
-    for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kVecs; ++v) vstore(values + r * stride + column + v * kLanes, acc[r][v]);
-    }
+    unrolled<kRows>([&](auto r) {
+      unrolled<kVecs>([&](auto v) { vstore(values + r * stride + column + v * kLanes, acc[r][v]); });
+    });
   }
 
   // A copy of a pair of value rows with one of the two zeroed.
@@ -147,8 +161,8 @@ class Bf16Kv {
   bf16* weights_;                 // [kBlockRows][kTile]
   bf16* queries_;                 // [rows][d]
   const bf16* keys_[kTileUnits] = {};
-  const bf16* next_[kTileUnits] = {};
   const bf16* pairs_[kTile / 2] = {};  // values of two positions each
+  const bf16* ahead_[kTile / 2] = {};  // where the next tile's keys are fetched while those are used
 };
 
 }  // namespace quire

@@ -102,7 +102,7 @@ class Int8Kv {
 
   void add_values(const Group& group, const float* fade, float* values, int64_t stride) const {
     // Whole quads: what is masked inside them has weight 0, and the units' other quads were given 0 too.
-    const int begin = group.low / 4, end = (group.high + 3) / 4;
+    const int begin = group.low / 4, end = (group.high[group.rows - 1] + 3) / 4;
     const int vecs = static_cast<int>(d_ / kLanes);
     for (int v = 0; v < vecs; v += kVecs) {
       with_count<kVecs>(std::min(kVecs, vecs - v), [&](auto count) {

@@ -6,9 +6,9 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "attention.h"
+#include "unroll.h"
 
 namespace quire {
 
@@ -30,23 +30,15 @@ struct Tile {
   bool has(int u) const { return u >= first_unit && u < last_unit; }
 };
 
-// Rows of a task that see the same positions [low, high) of a tile. At most kBlockRows.
+// Rows of a task that see a tile from the same position `low` on, each up to its own `high`, which never falls.
 struct Group {
   int64_t first_row;
-  int rows;
-  int low, high;
+  int rows;  // at most kBlockRows
+  int low;
+  int high[kBlockRows];
   int first_unit() const { return low / kUnit; }
-  int last_unit() const { return (high + kUnit - 1) / kUnit; }
+  int last_unit() const { return (high[rows - 1] + kUnit - 1) / kUnit; }
 };
-
-// Calls f with `count` in [1, kMost] as a compile-time constant.
-template <int kMost, typename F>
-inline void with_count(int count, const F& f) {
-  if constexpr (kMost > 1) {
-    if (count < kMost) return with_count<kMost - 1>(count, f);
-  }
-  f(std::integral_constant<int, kMost>{});
-}
 
 // The lanes [low, high) of a; `other` elsewhere, whatever a holds there.
 inline Vec keep(Vec a, int low, int high, float other) {

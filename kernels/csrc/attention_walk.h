@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "attention_tile.h"
+#include "context.h"
 
 namespace quire {
 
@@ -28,7 +29,7 @@ inline int64_t state_stride(int64_t d) { return kValues + d; }
 // The positions of the tile at `start` that a row at `position` sees, relative to `start`. Empty: both 0.
 struct Range {
   int low, high;
-  bool operator==(const Range& other) const { return low == other.low && high == other.high; }
+  bool empty() const { return low == high; }
 };
 inline Range visible(int64_t position, int64_t window, int64_t start) {
   const int64_t oldest = window > 0 ? std::max<int64_t>(0, position - window + 1) : 0;
@@ -40,18 +41,15 @@ inline int64_t first_visible(int64_t position, int64_t window) {
   return window > 0 ? std::max<int64_t>(0, position - window + 1) : 0;
 }
 
-// e^x of one number, computed as for the others.
-inline float exp_of(float x) {
-  float lanes[kLanes];
-  vstore(lanes, vexp(vset(x)));
-  return lanes[0];
-}
+// Scores are kept in powers of two, so that a weight costs a subtraction and an exponential.
+constexpr float kLog2E = 1.44269504088896341f;
+static_assert(kBlockRows <= kLanes, "the factors of a block are one vector");
 
 template <typename Kv>
 class Walk {
  public:
   static int64_t scratch_bytes(int64_t rows, int64_t d) {
-    return kBlockRows * kTile * 4 + Kv::scratch_bytes(rows, d);
+    return kBlockRows * kTile * 4 + aligned(rows * static_cast<int64_t>(sizeof(Range))) + Kv::scratch_bytes(rows, d);
   }
 
   Walk(char* scratch, int64_t rows, const AttentionShape& shape, const KvPool& pool, const AttentionStep& step,
@@ -62,7 +60,9 @@ class Walk {
         layer_(layer),
         group_heads_(shape.num_heads / shape.num_kv_heads),
         scores_(reinterpret_cast<float*>(scratch)),
-        kv_(scratch + kBlockRows * kTile * 4, rows, shape.head_dim, shape.scale) {}
+        ranges_(reinterpret_cast<Range*>(scores_ + kBlockRows * kTile)),
+        kv_(reinterpret_cast<char*>(ranges_) + aligned(rows * static_cast<int64_t>(sizeof(Range))), rows,
+            shape.head_dim, shape.scale * kLog2E) {}
 
   void set_queries(const Task& task, int64_t head, const bf16* q) {
     for (int64_t i = 0; i < task.queries; ++i) {
@@ -71,22 +71,29 @@ class Walk {
     }
   }
 
-  // The softmax of the task's rows over one segment alone. False if a block does not exist.
-  bool segment(const Task& task, int64_t head, int64_t index, float* state) {
+  // The first tile that `segment` will read: no units where there is none.
+  Tile first_tile(const Task& task, int64_t head, int64_t index) const {
+    Tile tile{};
+    const Span span = span_of(task, index);
+    if (span.begin >= span.end || !find(task, head, span.begin, span, &tile)) return {};
+    return tile;
+  }
+
+  // The softmax of the task's rows over one segment alone; `after` is the tile that the worker reads then. False if a
+  // block does not exist.
+  bool segment(const Task& task, int64_t head, int64_t index, const Tile& after, float* state) {
     const int64_t stride = state_stride(shape_.head_dim);
     for (int64_t r = 0; r < task.queries * group_heads_; ++r) {
       state[r * stride] = -std::numeric_limits<float>::infinity();
       std::fill_n(state + r * stride + kTotals, stride - kTotals, 0.0f);
     }
-    const int64_t oldest = first_visible(task.first_position, shape_.window);
-    const int64_t begin = std::max(index * kSegment, oldest / kTile * kTile);
-    const int64_t end = std::min((index + 1) * kSegment, task.last_position() + 1);
+    const Span span = span_of(task, index);
     Tile tile{}, next{};
-    if (begin < end && !find(task, head, begin, oldest, end, &next)) return false;
-    for (int64_t start = begin; start < end; start += kTile) {
+    if (span.begin < span.end && !find(task, head, span.begin, span, &next)) return false;
+    for (int64_t start = span.begin; start < span.end; start += kTile) {
       tile = next;
-      next = {};
-      if (start + kTile < end && !find(task, head, start + kTile, oldest, end, &next)) return false;
+      next = after;
+      if (start + kTile < span.end && !find(task, head, start + kTile, span, &next)) return false;
       kv_.open(tile, next);
       rows_of_tile(task, start, state);
     }
@@ -125,10 +132,20 @@ class Walk {
   }
 
  private:
-  // The units of the tile at `start` that hold positions [oldest, end). False if one does not exist.
-  bool find(const Task& task, int64_t head, int64_t start, int64_t oldest, int64_t end, Tile* tile) const {
+  // The positions that a segment of a task sees: [oldest, end), in tiles from `begin` on.
+  struct Span {
+    int64_t begin, oldest, end;
+  };
+  Span span_of(const Task& task, int64_t index) const {
+    const int64_t oldest = first_visible(task.first_position, shape_.window);
+    return {std::max(index * kSegment, oldest / kTile * kTile), oldest,
+            std::min((index + 1) * kSegment, task.last_position() + 1)};
+  }
+
+  // The units of the tile at `start` that hold positions of the span. False if one does not exist.
+  bool find(const Task& task, int64_t head, int64_t start, const Span& span, Tile* tile) const {
     const int32_t* table = step_.block_tables + task.sequence * step_.table_width;
-    const int64_t low = std::max(oldest, start) - start, high = std::min(end - start, int64_t{kTile});
+    const int64_t low = std::max(span.oldest, start) - start, high = std::min(span.end - start, int64_t{kTile});
     tile->first_unit = static_cast<int>(low / kUnit);
     tile->last_unit = static_cast<int>((high + kUnit - 1) / kUnit);
     for (int u = tile->first_unit; u < tile->last_unit; ++u) {
@@ -144,61 +161,68 @@ class Walk {
 
   void rows_of_tile(const Task& task, int64_t start, float* state) {
     const int64_t num_rows = task.queries * group_heads_;
-    int64_t row = 0;
-    while (row < num_rows) {
-      const Range range = range_of(task, row, start);
-      int64_t end = row + 1;
-      while (end < num_rows && range_of(task, end, start) == range) ++end;
-      if (range.low < range.high) {
-        const int64_t count = end - row, blocks = (count + kBlockRows - 1) / kBlockRows;
-        for (int64_t b = 0; b < blocks; ++b) {
-          const int64_t from = row + count * b / blocks, to = row + count * (b + 1) / blocks;
-          block_of_rows({from, static_cast<int>(to - from), range.low, range.high}, state);
-        }
-      }
-      row = end;
+    for (int64_t i = 0; i < task.queries; ++i) {
+      std::fill_n(ranges_ + i * group_heads_, group_heads_, visible(task.first_position + i, shape_.window, start));
     }
-  }
-
-  Range range_of(const Task& task, int64_t row, int64_t start) const {
-    return visible(task.first_position + row / group_heads_, shape_.window, start);
+    for (int64_t row = 0, end; row < num_rows; row = end) {
+      const Range range = ranges_[row];
+      for (end = row + 1; end < num_rows; ++end) {
+        if (ranges_[end].low != range.low || ranges_[end].empty() != range.empty()) break;
+      }
+      if (range.empty()) continue;
+      const int64_t count = end - row, blocks = (count + kBlockRows - 1) / kBlockRows;
+      for (int64_t b = 0; b < blocks; ++b) {
+        const int64_t from = row + count * b / blocks, to = row + count * (b + 1) / blocks;
+        Group group{from, static_cast<int>(to - from), range.low, {}};
+        for (int r = 0; r < group.rows; ++r) group.high[r] = ranges_[from + r].high;
+        block_of_rows(group, state);
+      }
+    }
   }
 
   void block_of_rows(const Group& group, float* state) {
     const int64_t stride = state_stride(shape_.head_dim);
     float* rows = state + group.first_row * stride;
-    float fade[kBlockRows];
+    float fade[kLanes];
     kv_.score(group, scores_);
-    for (int r = 0; r < group.rows; ++r) fade[r] = weigh(group, r, scores_ + r * kTile, rows + r * stride);
+    with_count<kTileUnits>(group.last_unit() - group.first_unit(),
+                           [&](auto units) { weigh<units.value>(group, rows, stride, fade); });
     kv_.add_values(group, fade, rows + kValues, stride);
   }
 
-  // Turns a row's scores into weights; its peak and sums move on. Returns the factor for what is behind.
-  float weigh(const Group& group, int r, float* s, float* row) {
+  // Turns the block's scores into weights; peaks and sums move on. `fade`: the factors for what is behind.
+  template <int kUnits>
+  void weigh(const Group& group, float* rows, int64_t stride, float* fade) {
     const float lowest = -std::numeric_limits<float>::infinity();
-    const int first = group.first_unit(), last = group.last_unit();
-    std::fill(s + first * kUnit, s + group.low, lowest);
-    std::fill(s + group.high, s + last * kUnit, lowest);
-    Vec best = vload(s + first * kUnit);
-    for (int u = first + 1; u < last; ++u) best = vmax(best, vload(s + u * kUnit));
-    const float before = row[0];
-    const float peak = std::max(before, lane_max(best));
-    float fade = 1.0f;
-    if (peak > before) fade = before == lowest ? 0.0f : exp_of(before - peak);
-    Vec sum = vmul(vload(row + kTotals), vset(fade));
-    for (int u = first; u < last; ++u) {
-      const Vec weights = vexp(vsub(vload(s + u * kUnit), vset(peak)));
-      sum = vadd(sum, kv_.set_weights(r, u, weights, group.low - u * kUnit, group.high - u * kUnit));
+    const int first = group.first_unit();
+    float before[kLanes] = {}, peaks[kLanes] = {};
+    for (int r = 0; r < group.rows; ++r) {
+      float* s = scores_ + r * kTile;
+      for (int i = first * kUnit; i < group.low; ++i) s[i] = lowest;
+      for (int i = group.high[r]; i < (first + kUnits) * kUnit; ++i) s[i] = lowest;
+      Vec best = vload(s + first * kUnit);
+      for (int u = 1; u < kUnits; ++u) best = vmax(best, vload(s + (first + u) * kUnit));
+      before[r] = rows[r * stride];
+      peaks[r] = std::max(before[r], lane_max(best));
     }
-    kv_.finish_weights(r, first, last);
-    row[0] = peak;
-    vstore(row + kTotals, sum);
-    return fade;
+    vstore(fade, vexp2(vsub(vload(before), vload(peaks))));
+    for (int r = 0; r < group.rows; ++r) {
+      float* row = rows + r * stride;
+      Vec sum = vmul(vload(row + kTotals), vset(fade[r]));
+      for (int i = 0; i < kUnits; ++i) {
+        const int u = first + i;
+        const Vec weights = vexp2(vsub(vload(scores_ + r * kTile + u * kUnit), vset(peaks[r])));
+        sum = vadd(sum, kv_.set_weights(r, u, weights, group.low - u * kUnit, group.high[r] - u * kUnit));
+      }
+      kv_.finish_weights(r, first, first + kUnits);
+      row[0] = peaks[r];
+      vstore(row + kTotals, sum);
+    }
   }
 
   static void join_row(const float* from, float* to, int64_t stride) {
     const float peak = std::max(to[0], from[0]);
-    const Vec old_fade = vset(exp_of(to[0] - peak)), new_fade = vset(exp_of(from[0] - peak));
+    const Vec old_fade = vexp2(vset(to[0] - peak)), new_fade = vexp2(vset(from[0] - peak));
     to[0] = peak;
     for (int64_t c = kTotals; c < stride; c += kLanes) {
       vstore(to + c, vfma(vload(from + c), new_fade, vmul(vload(to + c), old_fade)));
@@ -210,6 +234,7 @@ class Walk {
   const AttentionStep& step_;
   const int64_t layer_, group_heads_;
   float* scores_;  // [kBlockRows][kTile]
+  Range* ranges_;  // [rows], of the tile
   Kv kv_;
 };
 

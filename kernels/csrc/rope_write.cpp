@@ -60,9 +60,16 @@ class Row {
   }
 
   void turn(const bf16* head, const Halves* norm) {
-    for (int64_t i = 0; i < half_; ++i) {
-      x_.first[i] = to_float(head[i]);
-      x_.second[i] = to_float(head[half_ + i]);
+    if (half_ % kLanes == 0) {
+      for (int64_t i = 0; i < half_; i += kLanes) {
+        vstore(x_.first + i, vload_bf16(head + i));
+        vstore(x_.second + i, vload_bf16(head + half_ + i));
+      }
+    } else {
+      for (int64_t i = 0; i < half_; ++i) {
+        x_.first[i] = to_float(head[i]);
+        x_.second[i] = to_float(head[half_ + i]);
+      }
     }
     Vec scale = vset(1.0f);
     if (norm != nullptr) {
@@ -96,8 +103,8 @@ void write_bf16(char* unit, int64_t offset, int64_t d, const float* key, const b
   for (int64_t i = 0; i < d; i += kLanes) vstore_bf16(rounded + i, vload(key + i));
   bf16* keys = reinterpret_cast<bf16*>(unit) + 2 * offset;
   for (int64_t i = 0; i < d; i += 2) std::memcpy(keys + i * kUnit, rounded + i, 4);
-  bf16* values = reinterpret_cast<bf16*>(unit) + (kUnit + offset / 2 * 2) * d + offset % 2;
-  for (int64_t i = 0; i < d; ++i) values[2 * i] = value[i];
+  bf16* values = reinterpret_cast<bf16*>(unit) + (kUnit + offset / 2 * 2) * d;
+  for (int64_t i = 0; i < d; i += kLanes) store_halves(values + 2 * i, offset % 2, value + i);
 }
 
 // Signed bytes of x [d] plus `offset` into `bytes`; returns their scale, NaN where x is not finite.

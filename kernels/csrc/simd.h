@@ -16,13 +16,21 @@
 
 namespace quire {
 
+// Halves added to each other until one lane is left.
 inline float lane_sum(Vec a) {
+#if defined(QUIRE_AVX512)
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
   float lanes[kLanes];
   vstore(lanes, a);
   for (int width = kLanes / 2; width > 0; width /= 2) {
     for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
   }
   return lanes[0];
+#endif
 }
 
 inline int32_t lane_sum(Ints a) {
@@ -31,6 +39,18 @@ inline int32_t lane_sum(Ints a) {
   int32_t sum = 0;
   for (int i = 0; i < kLanes; ++i) sum += lanes[i];
   return sum;
+}
+
+// Sixteen values into the first (`half` 0) or second halves of sixteen pairs; the other halves are not touched, since
+// another thread may write them at the same time.
+inline void store_halves(bf16* pairs, int64_t half, const bf16* values) {
+#if defined(QUIRE_AVX512)
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values)));
+  const __m512i both = _mm512_or_si512(wide, _mm512_slli_epi32(wide, 16));
+  _mm512_mask_storeu_epi16(pairs, half == 0 ? 0x55555555u : 0xaaaaaaaau, both);
+#else
+  for (int i = 0; i < kLanes; ++i) pairs[2 * i + half] = values[i];
+#endif
 }
 
 // The low byte of each lane.
@@ -72,6 +92,20 @@ inline Vec vexp(Vec x) {
   p = vfma(p, r, vset(1.6666665459e-1f));
   p = vfma(p, r, vset(5.0000001201e-1f));
   p = vfma(vmul(r, r), p, vadd(r, vset(1.0f)));
+  return vscale2(p, n);
+}
+
+// 2^x, with x cut to -126..127. The minimax polynomial of degree 5 for 2^r, |r| <= 1/2, exact at 0; error < 3 ulp.
+inline Vec vexp2(Vec x) {
+  const Vec clipped = vmax(vset(-126.0f), vmin(vset(127.0f), x));
+  const Vec n = vround(clipped);
+  const Vec r = vsub(clipped, n);
+  Vec p = vset(1.3264727166e-3f);
+  p = vfma(p, r, vset(9.6715126419e-3f));
+  p = vfma(p, r, vset(5.5507337434e-2f));
+  p = vfma(p, r, vset(2.4022242085e-1f));
+  p = vfma(p, r, vset(6.9314697760e-1f));
+  p = vfma(p, r, vset(1.0f));
   return vscale2(p, n);
 }
 
