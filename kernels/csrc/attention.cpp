@@ -46,12 +46,14 @@ class Plan {
     split = static_cast<int64_t>(tasks.size()) * shape.num_kv_heads < wanted;
     for (size_t t = 0; t < tasks.size(); ++t) {
       const int64_t segments = split ? tasks[t].segments() : 1;
+      first_items.push_back(static_cast<int64_t>(items.size()));
       for (int64_t i = 0; i < segments; ++i) items.push_back({static_cast<int64_t>(t), i});
     }
   }
 
   std::vector<Task> tasks;
   std::vector<Item> items;  // for each kv head
+  std::vector<int64_t> first_items;  // of each task
   int64_t most_rows = 0;    // of a task
   bool split = false;       // items are segments, to be joined when all are done
   bool valid = true;
@@ -72,7 +74,6 @@ bool attend(Context* context, const AttentionShape& shape, const KvPool& pool, i
   if (plan.split) context->shared.reserve(static_cast<size_t>(num_items * state_bytes));
   std::atomic<bool> valid{true};
 
-  workers.reset_work();
   workers.run([&](int worker) {
     char* own = context->own[static_cast<size_t>(worker)].data();
     float* part = reinterpret_cast<float*>(own);
@@ -86,10 +87,10 @@ bool attend(Context* context, const AttentionShape& shape, const KvPool& pool, i
       return plan.split ? segment_of(item) : first_visible(task_of(item).first_position, shape.window) / kSegment;
     };
     int64_t item, following, end;
-    bool taken = workers.take(num_items, 1, &following, &end);
+    bool taken = workers.first.take(num_items, 1, &following, &end);
     while (taken) {
       item = following;
-      taken = workers.take(num_items, 1, &following, &end);  // early, so that its memory is on the way
+      taken = workers.first.take(num_items, 1, &following, &end);  // early, so that its memory is on the way
       const Task& task = task_of(item);
       const int64_t head = item % kv_heads;
       const int64_t first = first_segment(item), last = plan.split ? first : task.segments() - 1;
@@ -106,23 +107,19 @@ bool attend(Context* context, const AttentionShape& shape, const KvPool& pool, i
         if (!plan.split && first < last) walk.join(task, i, part, total);
       }
       if (!plan.split) walk.write(task, head, first < last ? total : part, out);
+      workers.first.finish(1);
     }
     if (!plan.split) return;
-    workers.barrier();
-    const Share mine = share(static_cast<int64_t>(plan.tasks.size()) * kv_heads, worker, workers.size());
-    int64_t first_item = 0;  // of the task, in units of all heads
-    for (size_t t = 0; t < plan.tasks.size(); ++t) {
-      const Task& task = plan.tasks[t];
-      for (int64_t head = 0; head < kv_heads; ++head) {
-        const int64_t index = static_cast<int64_t>(t) * kv_heads + head;
-        if (index < mine.begin || index >= mine.end) continue;
-        for (int64_t i = 0; i < task.segments(); ++i) {
-          const char* from = context->shared.data() + ((first_item + i) * kv_heads + head) * state_bytes;
-          walk.join(task, i, reinterpret_cast<const float*>(from), total);
-        }
-        walk.write(task, head, total, out);
+    workers.first.wait(num_items);
+    int64_t index;
+    while (workers.second.take(static_cast<int64_t>(plan.tasks.size()) * kv_heads, 1, &index, &end)) {
+      const size_t t = static_cast<size_t>(index / kv_heads);
+      const int64_t head = index % kv_heads;
+      for (int64_t i = 0; i < plan.tasks[t].segments(); ++i) {
+        const char* from = context->shared.data() + ((plan.first_items[t] + i) * kv_heads + head) * state_bytes;
+        walk.join(plan.tasks[t], i, reinterpret_cast<const float*>(from), total);
       }
-      first_item += task.segments();
+      walk.write(plan.tasks[t], head, total, out);
     }
   });
   return valid;

@@ -76,12 +76,4 @@ int32_t guarded(Context* context, const Body& body) {
 // Rounded up so that what follows in the same scratch stays aligned.
 constexpr int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// Worker `worker` of `workers` takes [begin, end) of `count` items.
-struct Share {
-  int64_t begin, end;
-};
-inline Share share(int64_t count, int worker, int workers) {
-  return {count * worker / workers, count * (worker + 1) / workers};
-}
-
 }  // namespace quire

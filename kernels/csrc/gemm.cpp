@@ -237,12 +237,12 @@ struct Tiling {
 constexpr int64_t kSlice = kSliceBytes / (kPanelRows * 4);
 
 template <typename Dot>
-void gemm_stepped(Pool& pool, const Linear& w, const Rows& rows, const Output& out, float* partial) {
+void gemm_stepped(Pieces& panels, const Linear& w, const Rows& rows, const Output& out, float* partial) {
   const int64_t steps = w.k / Dot::kValuesPerStep;
   const Tiling tiling(rows.m, kTileRows);
   const int64_t stride = steps * 4;
   const bool whole = steps <= kSlice;
-  const int64_t panels = panel_count(w);
+  const int64_t num_panels = panel_count(w);
   const auto address = [&](int64_t panel, int64_t step) {
     return static_cast<const char*>(w.packed) + panel * panel_bytes(w) + step * kPanelRows * 4;
   };
@@ -250,9 +250,10 @@ void gemm_stepped(Pool& pool, const Linear& w, const Rows& rows, const Output& o
   const bool runs_ahead = tiling.count > 3;
   bool cold = true;
   int64_t panel, next, end;
-  bool taken = pool.take(panels, 1, &panel, &end);
-  for (; taken; panel = next) {
-    taken = pool.take(panels, 1, &next, &end);
+  bool taken = panels.take(num_panels, 1, &next, &end);
+  while (taken) {
+    panel = next;
+    if (runs_ahead) taken = panels.take(num_panels, 1, &next, &end);
     for (int64_t step = 0; step < steps; step += kSlice) {
       const int64_t count = std::min(kSlice, steps - step);
       const bool last_slice = step + count == steps;
@@ -271,14 +272,15 @@ void gemm_stepped(Pool& pool, const Linear& w, const Rows& rows, const Output& o
       }
       cold = !runs_ahead;
     }
+    if (!runs_ahead) taken = panels.take(num_panels, 1, &next, &end);
   }
 }
 
-void gemm_int4(Pool& pool, const Linear& w, const Rows& rows, const Output& out, float* sums) {
+void gemm_int4(Pieces& panels, const Linear& w, const Rows& rows, const Output& out, float* sums) {
   const Tiling tiling(rows.m, kInt4TileRows);
   const int64_t groups = w.k / kGroup;
   int64_t panel, end;
-  while (pool.take(panel_count(w), 1, &panel, &end)) {
+  while (panels.take(panel_count(w), 1, &panel, &end)) {
     const char* weights = static_cast<const char*>(w.packed) + panel * panel_bytes(w);
     for (int64_t t = 0; t < tiling.count; ++t) {
       const int64_t m = tiling.first(t), live = tiling.rows(t);
@@ -302,12 +304,12 @@ int64_t gemm_scratch_bytes(const Linear& w, int64_t m) {
   return (whole ? kTileRows : m) * kPanelRows * static_cast<int64_t>(sizeof(float));
 }
 
-void gemm_worker(Pool& pool, const Linear& w, const Rows& rows, const Output& out, char* scratch) {
+void gemm_worker(Pieces& panels, const Linear& w, const Rows& rows, const Output& out, char* scratch) {
   float* sums = reinterpret_cast<float*>(scratch);
   switch (w.kind) {
-    case WeightKind::kBf16: return gemm_stepped<Bf16Dot>(pool, w, rows, out, sums);
-    case WeightKind::kInt8: return gemm_stepped<Int8Dot>(pool, w, rows, out, sums);
-    default: return gemm_int4(pool, w, rows, out, sums);
+    case WeightKind::kBf16: return gemm_stepped<Bf16Dot>(panels, w, rows, out, sums);
+    case WeightKind::kInt8: return gemm_stepped<Int8Dot>(panels, w, rows, out, sums);
+    default: return gemm_int4(panels, w, rows, out, sums);
   }
 }
 

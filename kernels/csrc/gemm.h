@@ -71,7 +71,7 @@ inline int64_t panel_bytes(const Linear& w) {
 // Partial sums that one worker needs for m rows, in bytes.
 int64_t gemm_scratch_bytes(const Linear& w, int64_t m);
 
-// The share of one worker of a running pool; all workers must call it, after the caller of `run` reset the pool's work.
-void gemm_worker(Pool& pool, const Linear& w, const Rows& rows, const Output& out, char* scratch);
+// What is left of the product, panel by panel; each worker of a run calls it.
+void gemm_worker(Pieces& panels, const Linear& w, const Rows& rows, const Output& out, char* scratch);
 
 }  // namespace quire

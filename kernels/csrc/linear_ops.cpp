@@ -12,6 +12,7 @@ namespace {
 
 // Few values are prepared by every worker for itself, sooner than by each a part and a wait for the others.
 constexpr int64_t kRedundantValues = 4096;
+constexpr int64_t kPreparedTogether = 8;  // rows: short enough to be dealt evenly
 
 struct Input {
   const bf16* data;  // [m, columns]
@@ -73,18 +74,25 @@ void project(Context& context, const Linear& w, const Input& in, const Output& o
   if (!redundant) context.shared.reserve(static_cast<size_t>(prepared_bytes));
   context.reserve_own(static_cast<size_t>(sums_bytes + normed_bytes + (redundant ? prepared_bytes : 0)));
 
-  pool.reset_work();
   pool.run([&](int worker) {
     char* own = context.own[static_cast<size_t>(worker)].data();
     Output to_own = out;
     if (out.best != nullptr) to_own.best += worker * in.m;
-    if (as_is) return gemm_worker(pool, w, {in.m, in.data, nullptr, nullptr}, to_own, own);
+    if (as_is) return gemm_worker(pool.second, w, {in.m, in.data, nullptr, nullptr}, to_own, own);
     bf16* normed = reinterpret_cast<bf16*>(own + sums_bytes);
     const Prepared to(w, in.m, redundant ? own + sums_bytes + normed_bytes : context.shared.data());
-    const Share part = redundant ? Share{0, in.m} : share(in.m, worker, pool.size());
-    for (int64_t row = part.begin; row < part.end; ++row) prepare_row(w, in, row, to, normed);
-    if (!redundant) pool.barrier();
-    gemm_worker(pool, w, {in.m, to.data, to.scales, to.sums}, to_own, own);
+    if (redundant) {
+      for (int64_t row = 0; row < in.m; ++row) prepare_row(w, in, row, to, normed);
+    } else {
+      int64_t row, end;
+      while (pool.first.take(in.m, kPreparedTogether, &row, &end)) {
+        const int64_t number = end - row;
+        for (; row < end; ++row) prepare_row(w, in, row, to, normed);
+        pool.first.finish(number);
+      }
+      pool.first.wait(in.m);
+    }
+    gemm_worker(pool.second, w, {in.m, to.data, to.scales, to.sums}, to_own, own);
   });
 }
 

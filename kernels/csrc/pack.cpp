@@ -150,11 +150,10 @@ QUIRE_API int32_t quire_pack(Context* context, const Linear* w, const bf16* rows
     const Source from{rows, above};
     Pool& pool = context->pool;
     context->reserve_own(static_cast<size_t>(kPanelRows * w->k) * sizeof(bf16));
-    pool.reset_work();
     pool.run([&](int worker) {
       char* stage = context->own[static_cast<size_t>(worker)].data();
       int64_t panel, end;
-      while (pool.take(panel_count(*w), 1, &panel, &end)) {
+      while (pool.first.take(panel_count(*w), 1, &panel, &end)) {
         char* out = static_cast<char*>(const_cast<void*>(w->packed)) + panel * panel_bytes(*w);
         switch (w->kind) {
           case WeightKind::kBf16: pack_bf16(*w, from, panel, stage, out); break;

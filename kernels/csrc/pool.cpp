@@ -12,6 +12,12 @@ namespace {
 
 // About 50 us: longer than the gap between two ops of a step, shorter than a step.
 constexpr int kSpinsBeforeSleep = 4000;
+// `presence_`, from above: the run's number, whether workers may still come in, how many came, how many of them left.
+constexpr uint64_t kRun = uint64_t{1} << 32, kOpen = kRun >> 1, kCame = uint64_t{1} << 15, kLeft = 1;
+constexpr uint32_t run_of(uint64_t presence) { return static_cast<uint32_t>(presence / kRun); }
+constexpr int came(uint64_t presence) { return static_cast<int>(presence / kCame & (kCame - 1)); }
+constexpr int left(uint64_t presence) { return static_cast<int>(presence & (kCame - 1)); }
+
 // A peer that was descheduled by another process gets the core back sooner when waiters yield.
 constexpr int kSpinsBeforeYield = 2000;
 
@@ -75,34 +81,55 @@ void Pool::stop() {
   for (std::thread& thread : threads_) thread.join();
 }
 
+void Pieces::reset() {
+  next_.store(0, std::memory_order_relaxed);
+  finished_.store(0, std::memory_order_relaxed);
+}
+
+void Pieces::wait(int64_t count) const {
+  spin_until([this, count] { return finished_.load(std::memory_order_acquire) >= count; });
+}
+
 void Pool::start(Call call, const void* closure) {
+  first.reset();
+  second.reset();
+  if (size_ == 1) return;
   call_ = call;
   closure_ = closure;
-  pending_.store(size_ - 1, std::memory_order_relaxed);
-  epoch_.fetch_add(1, std::memory_order_seq_cst);
+  const uint32_t run = epoch_.load(std::memory_order_relaxed) + 1;
+  presence_.store(run * kRun + kOpen, std::memory_order_release);
+  epoch_.store(run, std::memory_order_seq_cst);
   if (sleepers_.load(std::memory_order_seq_cst) > 0) futex_wake_all(&epoch_);
 }
 
-void Pool::join() {
-  spin_until([this] { return pending_.load(std::memory_order_acquire) == 0; });
+// Ends the run when `fewest` workers have come and all who came have left.
+void Pool::join(int fewest) {
+  if (size_ == 1) return;
+  spin_until([this, fewest] { return came(presence_.load(std::memory_order_relaxed)) >= fewest; });
+  presence_.fetch_and(~kOpen, std::memory_order_relaxed);
+  spin_until([this] {
+    const uint64_t presence = presence_.load(std::memory_order_acquire);
+    return came(presence) == left(presence);
+  });
 }
 
-void Pool::barrier() {
-  if (size_ == 1) return;
-  const uint32_t phase = phase_.load(std::memory_order_acquire);
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
-    arrived_.store(0, std::memory_order_relaxed);
-    phase_.store(phase + 1, std::memory_order_release);
-    return;
+// Comes into the run that is open, unless it was in that one before.
+bool Pool::enter(uint32_t* seen) {
+  uint64_t presence = presence_.load(std::memory_order_relaxed);
+  while ((presence & kOpen) != 0 && run_of(presence) != *seen) {
+    if (!presence_.compare_exchange_weak(presence, presence + kCame, std::memory_order_acquire)) continue;
+    *seen = run_of(presence);
+    return true;
   }
-  spin_until([this, phase] { return phase_.load(std::memory_order_acquire) != phase; });
+  return false;
 }
 
 void Pool::serve(int worker) {
   uint32_t seen = 0;
   for (;;) {
+    uint32_t noticed;
     int spins = 0;
-    while (epoch_.load(std::memory_order_acquire) == seen) {
+    while ((noticed = epoch_.load(std::memory_order_acquire)) == seen) {
       if (++spins < kSpinsBeforeSleep) {
         relax();
         continue;
@@ -111,10 +138,13 @@ void Pool::serve(int worker) {
       while (epoch_.load(std::memory_order_seq_cst) == seen) futex_wait(&epoch_, seen);
       sleepers_.fetch_sub(1, std::memory_order_relaxed);
     }
-    ++seen;
     if (stopping_) return;
-    call_(closure_, worker);
-    pending_.fetch_sub(1, std::memory_order_acq_rel);
+    if (enter(&seen)) {
+      call_(closure_, worker);
+      presence_.fetch_add(kLeft, std::memory_order_release);
+    } else if (static_cast<int32_t>(noticed - seen) > 0) {
+      seen = noticed;  // over before this worker was there
+    }
   }
 }
 

@@ -142,7 +142,7 @@ QUIRE_API int32_t quire_probe_arithmetic(Context* context, int32_t kind, double 
     const int workers = context->pool.size();
     std::vector<double> counts(static_cast<size_t>(workers));
     const Clock::time_point start = Clock::now();
-    context->pool.run([&](int worker) {
+    context->pool.run_on_all([&](int worker) {
       volatile float sink;
       counts[static_cast<size_t>(worker)] = calls(static_cast<Kind>(kind), seconds, &sink);
     });
@@ -166,11 +166,11 @@ QUIRE_API int32_t quire_probe_read(Context* context, int64_t bytes_per_worker, i
     std::vector<uint64_t> sums(static_cast<size_t>(workers));
     const auto own = [&](int worker) { return memory.data() + each * static_cast<size_t>(worker); };
     // Written by the worker that reads it, so that its pages are near it.
-    context->pool.run([&](int worker) { std::memset(own(worker), worker + 1, each); });
+    context->pool.run_on_all([&](int worker) { std::memset(own(worker), worker + 1, each); });
     for (const Reader reader : kReaders) {
       for (int32_t pass = 0; pass < passes; ++pass) {
         const Clock::time_point start = Clock::now();
-        context->pool.run([&](int worker) {
+        context->pool.run_on_all([&](int worker) {
           sums[static_cast<size_t>(worker)] ^= reader(reinterpret_cast<const Line*>(own(worker)), lines);
         });
         const double rate = static_cast<double>(each) * workers / since(start);

@@ -2,6 +2,7 @@
 //
 // Promises: a row never sees another; computed in fp32 from the bf16 projection and rounded once. Workers may write
 // neighbouring slots at the same time. Must not know: sequences, how frequencies are derived.
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -135,30 +136,35 @@ bool rope_write(Context* context, const AttentionShape& shape, const KvPool& poo
   const int64_t d = shape.head_dim, heads = shape.num_heads, kv_heads = shape.num_kv_heads;
   const int64_t block_size = pool.units * kUnit;
   std::atomic<bool> valid{true};
-  context->pool.run([&](int worker) {
-    const Share mine = share(step.rows, worker, context->pool.size());
+  const auto write_row = [&](int64_t r, Row* work) {
+    const int64_t position = step.positions[r], slot = step.slots[r];
+    if (position < 0 || position >= rope_rows || slot < 0 || slot >= pool.num_blocks * block_size) {
+      valid = false;
+      return;
+    }
+    work->set_angles(rope + position * d);
+    const bf16* row = qkv + r * (heads + 2 * kv_heads) * d;
+    for (int64_t h = 0; h < heads; ++h) work->query(row + h * d, q + (r * heads + h) * d);
+    for (int64_t h = 0; h < kv_heads; ++h) {
+      const int64_t offset = slot % block_size;
+      char* unit = unit_address(pool, slot / block_size, layer, h, offset / kUnit);
+      const bf16* value = row + (heads + kv_heads + h) * d;
+      float key[kMostDim];
+      work->key(row + (heads + h) * d, key);
+      if (pool.kind == KvKind::kBf16) {
+        write_bf16(unit, offset % kUnit, d, key, value);
+      } else {
+        write_int8(unit, offset % kUnit, d, key, value);
+      }
+    }
+  };
+  // Positions of a unit share cache lines: one worker should write them.
+  const int64_t together = std::clamp<int64_t>(step.rows / (4 * context->pool.size()), 1, kUnit);
+  context->pool.run([&](int) {
     Row work(shape, d / 2);
-    float key[kMostDim];
-    for (int64_t r = mine.begin; r < mine.end; ++r) {
-      const int64_t position = step.positions[r], slot = step.slots[r];
-      if (position < 0 || position >= rope_rows || slot < 0 || slot >= pool.num_blocks * block_size) {
-        valid = false;
-        continue;
-      }
-      work.set_angles(rope + position * d);
-      const bf16* row = qkv + r * (heads + 2 * kv_heads) * d;
-      for (int64_t h = 0; h < heads; ++h) work.query(row + h * d, q + (r * heads + h) * d);
-      for (int64_t h = 0; h < kv_heads; ++h) {
-        const int64_t offset = slot % block_size;
-        char* unit = unit_address(pool, slot / block_size, layer, h, offset / kUnit);
-        const bf16* value = row + (heads + kv_heads + h) * d;
-        work.key(row + (heads + h) * d, key);
-        if (pool.kind == KvKind::kBf16) {
-          write_bf16(unit, offset % kUnit, d, key, value);
-        } else {
-          write_int8(unit, offset % kUnit, d, key, value);
-        }
-      }
+    int64_t r, end;
+    while (context->pool.first.take(step.rows, together, &r, &end)) {
+      for (; r < end; ++r) write_row(r, &work);
     }
   });
   return valid;
