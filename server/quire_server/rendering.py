@@ -56,13 +56,16 @@ class ReplyHead:
         return _encode(fields | {"object": self.object + object_suffix})[:-1]
 
 
+_VERSION = version("quire")  # reads files: not for every request
+
+
 def fingerprint(plan: EnginePlan) -> str:
     """Changes when the same request could get another answer: with version, model, device, types or kernels.
 
     Wherever the model lies: two servers of one kind say the same.
     """
     identity = (
-        *(version("quire"), Path(plan.model).name, plan.architecture, plan.num_parameters),
+        *(_VERSION, Path(plan.model).name, plan.architecture, plan.num_parameters),
         *(plan.device, plan.dtype, plan.kernels, plan.quantization, plan.kv_cache_dtype),
     )
     return "fp_" + hashlib.sha256(repr(identity).encode()).hexdigest()[:12]
