@@ -17,16 +17,17 @@ namespace {
 constexpr int64_t kTaskRows = 96;  // rows times heads of a kv head that share each tile while it is in the cache
 constexpr int64_t kItemsPerWorker = 4;
 
-// One segment of one task, or all of them.
+// Some kv heads of one task, and of its segments one or all. A block's heads lie side by side in memory: few rows,
+// which wait for memory alone, are faster with many heads at once.
 struct Item {
-  int64_t task, segment;
+  int64_t task, head, heads, segment;
 };
+constexpr int64_t kAllSegments = -1;
 
 class Plan {
  public:
-  Plan(const AttentionShape& shape, const AttentionStep& step, int workers) {
-    const int64_t heads = shape.num_heads / shape.num_kv_heads;
-    const int64_t limit = std::max<int64_t>(1, kTaskRows / heads);
+  Plan(const AttentionShape& shape, const AttentionStep& step, int workers)
+      : group_heads_(shape.num_heads / shape.num_kv_heads), kv_heads_(shape.num_kv_heads) {
     for (int64_t s = 0; s < step.sequences; ++s) {
       const int64_t first_row = step.query_starts[s], rows = step.query_starts[s + 1] - first_row;
       const int64_t first_position = step.context_lens[s] - rows;
@@ -34,8 +35,8 @@ class Plan {
         valid = false;
         return;
       }
+      const int64_t limit = std::max<int64_t>(1, kTaskRows / group_heads_);
       const int64_t count = (rows + limit - 1) / limit;
-      if (count > 0) most_rows = std::max(most_rows, (rows + count - 1) / count * heads);
       // The last rows first: they see most, and what is left for the end should be small.
       for (int64_t i = count - 1; i >= 0; --i) {
         const int64_t from = rows * i / count, to = rows * (i + 1) / count;
@@ -43,20 +44,48 @@ class Plan {
       }
     }
     const int64_t wanted = workers == 1 ? 0 : kItemsPerWorker * workers;
-    split = static_cast<int64_t>(tasks.size()) * shape.num_kv_heads < wanted;
+    split = static_cast<int64_t>(tasks.size()) * kv_heads_ < wanted;
     for (size_t t = 0; t < tasks.size(); ++t) {
-      const int64_t segments = split ? tasks[t].segments() : 1;
       first_items.push_back(static_cast<int64_t>(items.size()));
-      for (int64_t i = 0; i < segments; ++i) items.push_back({static_cast<int64_t>(t), i});
+      if (split) {
+        add_segments(t);
+      } else {
+        add_heads(t, wanted);
+      }
+    }
+    for (const Item& item : items) {
+      const int64_t rows = tasks[static_cast<size_t>(item.task)].queries * group_heads_ * item.heads;
+      most_rows = std::max(most_rows, rows);
     }
   }
 
   std::vector<Task> tasks;
-  std::vector<Item> items;  // for each kv head
+  std::vector<Item> items;
   std::vector<int64_t> first_items;  // of each task
-  int64_t most_rows = 0;    // of a task
-  bool split = false;       // items are segments, to be joined when all are done
+  int64_t most_rows = 0;             // of an item
+  bool split = false;                // items are segments, to be joined when all are done
   bool valid = true;
+
+ private:
+  // Each segment of each head alone: item first_items[t] + segment * kv heads + head.
+  void add_segments(size_t t) {
+    for (int64_t i = 0; i < tasks[t].segments(); ++i) {
+      for (int64_t head = 0; head < kv_heads_; ++head) items.push_back({static_cast<int64_t>(t), head, 1, i});
+    }
+  }
+
+  void add_heads(size_t t, int64_t wanted) {
+    const int64_t num_tasks = static_cast<int64_t>(tasks.size());
+    const int64_t fit = std::max<int64_t>(1, kTaskRows / (tasks[t].queries * group_heads_));
+    const int64_t parts = std::max((wanted + num_tasks - 1) / num_tasks, (kv_heads_ + fit - 1) / fit);
+    const int64_t count = std::clamp<int64_t>(parts, 1, kv_heads_);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t head = kv_heads_ * i / count, end = kv_heads_ * (i + 1) / count;
+      items.push_back({static_cast<int64_t>(t), head, end - head, kAllSegments});
+    }
+  }
+
+  const int64_t group_heads_, kv_heads_;
 };
 
 template <typename Kv>
@@ -66,47 +95,48 @@ bool attend(Context* context, const AttentionShape& shape, const KvPool& pool, i
   const Plan plan(shape, step, workers.size());
   if (!plan.valid) return false;
   const int64_t d = shape.head_dim, kv_heads = shape.num_kv_heads;
-  const int64_t rows = plan.most_rows;
-  const int64_t state = rows * state_stride(d);  // floats
-  const int64_t state_bytes = aligned(state * 4);
-  context->reserve_own(static_cast<size_t>(2 * state_bytes + Walk<Kv>::scratch_bytes(rows, d)));
-  const int64_t num_items = static_cast<int64_t>(plan.items.size()) * kv_heads;
+  const int64_t state_bytes = aligned(plan.most_rows * state_stride(d) * 4);
+  context->reserve_own(static_cast<size_t>(2 * state_bytes + Walk<Kv>::scratch_bytes(plan.most_rows, d)));
+  const int64_t num_items = static_cast<int64_t>(plan.items.size());
   if (plan.split) context->shared.reserve(static_cast<size_t>(num_items * state_bytes));
+  const auto state_of = [&](int64_t item) {
+    return reinterpret_cast<float*>(context->shared.data() + item * state_bytes);
+  };
+  const auto item_at = [&](int64_t item) -> const Item& { return plan.items[static_cast<size_t>(item)]; };
+  const auto task_of = [&](const Item& item) -> const Task& { return plan.tasks[static_cast<size_t>(item.task)]; };
+  const auto first_segment = [&](const Item& item) {
+    if (item.segment != kAllSegments) return item.segment;
+    return first_visible(task_of(item).first_position, shape.window) / kSegment;
+  };
   std::atomic<bool> valid{true};
 
   workers.run([&](int worker) {
     char* own = context->own[static_cast<size_t>(worker)].data();
     float* part = reinterpret_cast<float*>(own);
     float* total = reinterpret_cast<float*>(own + state_bytes);
-    Walk<Kv> walk(own + 2 * state_bytes, rows, shape, pool, step, layer);
-    const auto task_of = [&](int64_t item) -> const Task& {
-      return plan.tasks[static_cast<size_t>(plan.items[static_cast<size_t>(item / kv_heads)].task)];
-    };
-    const auto segment_of = [&](int64_t item) { return plan.items[static_cast<size_t>(item / kv_heads)].segment; };
-    const auto first_segment = [&](int64_t item) {
-      return plan.split ? segment_of(item) : first_visible(task_of(item).first_position, shape.window) / kSegment;
-    };
-    int64_t item, following, end;
-    bool taken = workers.first.take(num_items, 1, &following, &end);
-    while (taken) {
-      item = following;
-      taken = workers.first.take(num_items, 1, &following, &end);  // early, so that its memory is on the way
+    Walk<Kv> walk(own + 2 * state_bytes, plan.most_rows, shape, pool, step, layer);
+    int64_t taken, following, end;
+    bool more = workers.first.take(num_items, 1, &following, &end);
+    while (more) {
+      taken = following;
+      more = workers.first.take(num_items, 1, &following, &end);  // early, so that its memory is on the way
+      const Item& item = item_at(taken);
       const Task& task = task_of(item);
-      const int64_t head = item % kv_heads;
       const int64_t first = first_segment(item), last = plan.split ? first : task.segments() - 1;
-      walk.set_queries(task, head, q);
+      const Heads heads{item.head, item.heads};
+      walk.set_queries(task, heads, q);
       for (int64_t i = first; i <= last; ++i) {
         Tile after{};
         if (i < last) {
-          after = walk.first_tile(task, head, i + 1);
-        } else if (taken) {
-          after = walk.first_tile(task_of(following), following % kv_heads, first_segment(following));
+          after = walk.first_tile(task, item.head, i + 1);
+        } else if (more) {
+          const Item& next = item_at(following);
+          after = walk.first_tile(task_of(next), next.head, first_segment(next));
         }
-        float* to = plan.split ? reinterpret_cast<float*>(context->shared.data() + item * state_bytes) : part;
-        if (!walk.segment(task, head, i, after, to)) valid = false;
-        if (!plan.split && first < last) walk.join(task, i, part, total);
+        if (!walk.segment(task, heads, i, after, plan.split ? state_of(taken) : part)) valid = false;
+        if (!plan.split && first < last) walk.join(task, heads, i, part, total);
       }
-      if (!plan.split) walk.write(task, head, first < last ? total : part, out);
+      if (!plan.split) walk.write(task, heads, first < last ? total : part, out);
       workers.first.finish(1);
     }
     if (!plan.split) return;
@@ -114,10 +144,9 @@ bool attend(Context* context, const AttentionShape& shape, const KvPool& pool, i
     int64_t index;
     while (workers.second.take(static_cast<int64_t>(plan.tasks.size()) * kv_heads, 1, &index, &end)) {
       const size_t t = static_cast<size_t>(index / kv_heads);
-      const int64_t head = index % kv_heads;
+      const Heads head{index % kv_heads, 1};
       for (int64_t i = 0; i < plan.tasks[t].segments(); ++i) {
-        const char* from = context->shared.data() + ((plan.first_items[t] + i) * kv_heads + head) * state_bytes;
-        walk.join(plan.tasks[t], i, reinterpret_cast<const float*>(from), total);
+        walk.join(plan.tasks[t], head, i, state_of(plan.first_items[t] + i * kv_heads + head.first), total);
       }
       walk.write(plan.tasks[t], head, total, out);
     }

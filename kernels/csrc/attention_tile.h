@@ -28,6 +28,12 @@ struct Tile {
   const char* units[kTileUnits];
   int first_unit, last_unit;  // [first, last)
   bool has(int u) const { return u >= first_unit && u < last_unit; }
+  // The same units of another head.
+  Tile moved(int64_t bytes) const {
+    Tile to = *this;
+    for (int u = first_unit; u < last_unit; ++u) to.units[u] += bytes;
+    return to;
+  }
 };
 
 // Rows of a task that see a tile from the same position `low` on, each up to its own `high`, which never falls.

@@ -22,6 +22,11 @@ struct Task {
   int64_t segments() const { return last_position() / kSegment + 1; }
 };
 
+// Consecutive kv heads that a worker takes together. Rows are counted head by head.
+struct Heads {
+  int64_t first, count;
+};
+
 // The state of a row's softmax, in floats: [0] the peak, [16, 32) sums by lane, [32, 32 + d) weighted values.
 constexpr int64_t kTotals = kLanes, kValues = 2 * kLanes;
 inline int64_t state_stride(int64_t d) { return kValues + d; }
@@ -59,15 +64,19 @@ class Walk {
         step_(step),
         layer_(layer),
         group_heads_(shape.num_heads / shape.num_kv_heads),
+        head_bytes_(pool.units * unit_bytes(pool.kind, pool.head_dim)),
         scores_(reinterpret_cast<float*>(scratch)),
         ranges_(reinterpret_cast<Range*>(scores_ + kBlockRows * kTile)),
         kv_(reinterpret_cast<char*>(ranges_) + aligned(rows * static_cast<int64_t>(sizeof(Range))), rows,
             shape.head_dim, shape.scale * kLog2E) {}
 
-  void set_queries(const Task& task, int64_t head, const bf16* q) {
-    for (int64_t i = 0; i < task.queries; ++i) {
-      const bf16* row = q + ((task.first_row + i) * shape_.num_heads + head * group_heads_) * shape_.head_dim;
-      for (int64_t g = 0; g < group_heads_; ++g) kv_.set_query(i * group_heads_ + g, row + g * shape_.head_dim);
+  void set_queries(const Task& task, const Heads& heads, const bf16* q) {
+    int64_t row = 0;
+    for (int64_t head = heads.first; head < heads.first + heads.count; ++head) {
+      for (int64_t i = 0; i < task.queries; ++i) {
+        const bf16* from = q + ((task.first_row + i) * shape_.num_heads + head * group_heads_) * shape_.head_dim;
+        for (int64_t g = 0; g < group_heads_; ++g) kv_.set_query(row++, from + g * shape_.head_dim);
+      }
     }
   }
 
@@ -81,52 +90,54 @@ class Walk {
 
   // The softmax of the task's rows over one segment alone; `after` is the tile that the worker reads then. False if a
   // block does not exist.
-  bool segment(const Task& task, int64_t head, int64_t index, const Tile& after, float* state) {
-    const int64_t stride = state_stride(shape_.head_dim);
-    for (int64_t r = 0; r < task.queries * group_heads_; ++r) {
+  bool segment(const Task& task, const Heads& heads, int64_t index, const Tile& after, float* state) {
+    const int64_t stride = state_stride(shape_.head_dim), rows = task.queries * group_heads_;
+    for (int64_t r = 0; r < rows * heads.count; ++r) {
       state[r * stride] = -std::numeric_limits<float>::infinity();
       std::fill_n(state + r * stride + kTotals, stride - kTotals, 0.0f);
     }
     const Span span = span_of(task, index);
     Tile tile{}, next{};
-    if (span.begin < span.end && !find(task, head, span.begin, span, &next)) return false;
+    if (span.begin < span.end && !find(task, heads.first, span.begin, span, &next)) return false;
     for (int64_t start = span.begin; start < span.end; start += kTile) {
       tile = next;
       next = after;
-      if (start + kTile < span.end && !find(task, head, start + kTile, span, &next)) return false;
-      kv_.open(tile, next);
-      rows_of_tile(task, start, state);
+      if (start + kTile < span.end && !find(task, heads.first, start + kTile, span, &next)) return false;
+      set_ranges(task, start);
+      for (int64_t h = 0; h < heads.count; ++h) {
+        const Tile of_head = tile.moved(h * head_bytes_);
+        kv_.open(of_head, h + 1 < heads.count ? of_head.moved(head_bytes_) : next);
+        rows_of_tile(h * rows, rows, state);
+      }
     }
     return true;
   }
 
   // Joins segment `index` of the task's rows to the segments before it.
-  void join(const Task& task, int64_t index, const float* part, float* total) const {
-    const int64_t stride = state_stride(shape_.head_dim);
-    for (int64_t i = 0; i < task.queries; ++i) {
-      const int64_t position = task.first_position + i;
+  void join(const Task& task, const Heads& heads, int64_t index, const float* part, float* total) const {
+    const int64_t stride = state_stride(shape_.head_dim), rows = task.queries * group_heads_;
+    for (int64_t i = 0; i < rows * heads.count; ++i) {
+      const int64_t position = task.first_position + i % rows / group_heads_;
       const int64_t first = first_visible(position, shape_.window) / kSegment;
       if (index < first || index > position / kSegment) continue;
-      for (int64_t r = i * group_heads_; r < (i + 1) * group_heads_; ++r) {
-        const float* from = part + r * stride;
-        float* to = total + r * stride;
-        if (index == first) {
-          std::copy_n(from, stride, to);
-        } else {
-          join_row(from, to, stride);
-        }
+      if (index == first) {
+        std::copy_n(part + i * stride, stride, total + i * stride);
+      } else {
+        join_row(part + i * stride, total + i * stride, stride);
       }
     }
   }
 
-  void write(const Task& task, int64_t head, const float* total, bf16* out) const {
+  void write(const Task& task, const Heads& heads, const float* total, bf16* out) const {
     const int64_t d = shape_.head_dim, stride = state_stride(d);
-    for (int64_t i = 0; i < task.queries; ++i) {
-      for (int64_t g = 0; g < group_heads_; ++g) {
-        const float* row = total + (i * group_heads_ + g) * stride;
-        bf16* to = out + ((task.first_row + i) * shape_.num_heads + head * group_heads_ + g) * d;
-        const Vec inverse = vset(1.0f / lane_sum(vload(row + kTotals)));
-        for (int64_t c = 0; c < d; c += kLanes) vstore_bf16(to + c, vmul(vload(row + kValues + c), inverse));
+    const float* row = total;
+    for (int64_t head = heads.first; head < heads.first + heads.count; ++head) {
+      for (int64_t i = 0; i < task.queries; ++i) {
+        bf16* to = out + ((task.first_row + i) * shape_.num_heads + head * group_heads_) * d;
+        for (int64_t g = 0; g < group_heads_; ++g, row += stride, to += d) {
+          const Vec inverse = vset(1.0f / lane_sum(vload(row + kTotals)));
+          for (int64_t c = 0; c < d; c += kLanes) vstore_bf16(to + c, vmul(vload(row + kValues + c), inverse));
+        }
       }
     }
   }
@@ -159,21 +170,25 @@ class Walk {
     return true;
   }
 
-  void rows_of_tile(const Task& task, int64_t start, float* state) {
-    const int64_t num_rows = task.queries * group_heads_;
+  // What each row of a head sees of the tile.
+  void set_ranges(const Task& task, int64_t start) {
     for (int64_t i = 0; i < task.queries; ++i) {
       std::fill_n(ranges_ + i * group_heads_, group_heads_, visible(task.first_position + i, shape_.window, start));
     }
-    for (int64_t row = 0, end; row < num_rows; row = end) {
+  }
+
+  // The `rows` rows of one head, counted from `first` on.
+  void rows_of_tile(int64_t first, int64_t rows, float* state) {
+    for (int64_t row = 0, end; row < rows; row = end) {
       const Range range = ranges_[row];
-      for (end = row + 1; end < num_rows; ++end) {
+      for (end = row + 1; end < rows; ++end) {
         if (ranges_[end].low != range.low || ranges_[end].empty() != range.empty()) break;
       }
       if (range.empty()) continue;
       const int64_t count = end - row, blocks = (count + kBlockRows - 1) / kBlockRows;
       for (int64_t b = 0; b < blocks; ++b) {
         const int64_t from = row + count * b / blocks, to = row + count * (b + 1) / blocks;
-        Group group{from, static_cast<int>(to - from), range.low, {}};
+        Group group{first + from, static_cast<int>(to - from), range.low, {}};
         for (int r = 0; r < group.rows; ++r) group.high[r] = ranges_[from + r].high;
         block_of_rows(group, state);
       }
@@ -232,9 +247,9 @@ class Walk {
   const AttentionShape& shape_;
   const KvPool& pool_;
   const AttentionStep& step_;
-  const int64_t layer_, group_heads_;
+  const int64_t layer_, group_heads_, head_bytes_;
   float* scores_;  // [kBlockRows][kTile]
-  Range* ranges_;  // [rows], of the tile
+  Range* ranges_;  // [rows of a head], of the tile
   Kv kv_;
 };
 

@@ -118,6 +118,33 @@ def test_a_row_does_not_depend_on_its_neighbours_or_the_threads(variant, window)
                     assert torch.equal(result, alone[slices.index(one)]), f"slice {one}, {threads} threads"
 
 
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (8, 1)], ids=str)
+def test_a_row_does_not_see_those_after_it_in_the_same_call(kernels, heads):
+    """Rows before a position whose key and value are not numbers, in the call that computes them together."""
+    length = 150
+    sequences = Sequences([length], shape_of(*heads, 48))
+    (clean,) = sequences.attend(kernels, [(0, 0, length)])
+    for first in (1, 2, 7, 16, 63, 64, 65, 100, 129, length - 1):
+        broken = Sequences([length], shape_of(*heads, 48))
+        broken.k[0][first:], broken.v[0][first:] = torch.nan, torch.inf
+        (rows,) = broken.attend(kernels, [(0, 0, length)])
+        assert torch.equal(rows[:first], clean[:first]), first
+        assert not torch.isfinite(rows[first:]).all(dim=-1).any(), first
+
+
+def test_more_workers_than_cores_come_and_go(variant):
+    """Short calls in a row: a worker may find a call over, or be in the middle of it when the others are through."""
+    sequences = Sequences([3, 70, 600], shape_of(4, 2, 16))
+    slices = [(0, 2, 1), (1, 60, 10), (2, 599, 1)]
+    alone = sequences.attend(Kernels(variant, threads=1, kv_type="bf16"), slices)
+    kernels = Kernels(variant, threads=9, kv_type="bf16")
+    pool, step = sequences.fill(kernels, slices)
+    q = torch.cat([sequences.q[sequence][start : start + rows] for sequence, start, rows in slices])
+    for _ in range(3000):
+        rows = kernels.ops.attention(q, sequences.shape, pool, LAYER, step)
+        assert torch.equal(rows, torch.cat(alone))
+
+
 def test_the_block_size_does_not_matter(kernels):
     shape = shape_of(4, 2, 32)
     results = [

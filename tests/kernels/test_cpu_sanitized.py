@@ -1,4 +1,4 @@
-"""The tests of the C++ kernels, under AddressSanitizer and UBSan."""
+"""The tests of the C++ kernels under AddressSanitizer and UBSan, and of their workers under ThreadSanitizer."""
 
 from __future__ import annotations
 
@@ -78,3 +78,21 @@ def test_the_sanitizer_sees_a_read_past_the_end():
     assert good.stdout == "ready\ndone\n", good.stderr[-2000:]
     assert bad.stdout == "ready\n"
     assert "AddressSanitizer: heap-buffer-overflow" in bad.stderr
+
+
+def test_the_workers_race_for_nothing(tmp_path):
+    try:
+        compiler = find_compiler()
+    except KernelBuildError as error:
+        pytest.skip(str(error))
+    program = tmp_path / "pool_stress"
+    sources = [ROOT / "tests" / "kernels" / "pool_stress.cpp", ROOT / "kernels" / "csrc" / "pool.cpp"]
+    flags = ["-std=c++17", "-O1", "-g", "-pthread", "-fsanitize=thread", f"-I{ROOT / 'kernels' / 'csrc'}"]
+    built = subprocess.run(
+        [compiler.path, *flags, *sources, "-o", program], capture_output=True, text=True, check=False
+    )
+    if "cannot find" in built.stderr:
+        pytest.skip(f"{compiler.path} has no ThreadSanitizer runtime")
+    assert built.returncode == 0, built.stderr
+    ran = subprocess.run([program], capture_output=True, text=True, check=False, timeout=300)
+    assert (ran.returncode, ran.stdout) == (0, "done\n"), ran.stdout + ran.stderr

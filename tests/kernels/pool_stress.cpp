@@ -1,0 +1,38 @@
+// Short runs on a pool with as many and more workers than cores: what one piece writes another reads after the wait,
+// and a run on all calls each worker once. Built with ThreadSanitizer, which reports what is not ordered.
+#include "pool.h"
+
+#include <cstdio>
+#include <vector>
+
+int main() {
+  constexpr int64_t kNumbers = 64;
+  for (const int threads : {1, 2, 3, 9}) {
+    quire::Pool pool(threads, nullptr);
+    std::vector<int64_t> written(kNumbers), copied(kNumbers);
+    for (int64_t round = 0; round < 5000; ++round) {
+      pool.run([&](int) {
+        int64_t at, end;
+        while (pool.first.take(kNumbers, 5, &at, &end)) {
+          const int64_t number = end - at;
+          for (; at < end; ++at) written[static_cast<size_t>(at)] = round + at;
+          pool.first.finish(number);
+        }
+        pool.first.wait(kNumbers);
+        while (pool.second.take(kNumbers, 1, &at, &end)) {
+          copied[static_cast<size_t>(at)] = written[static_cast<size_t>(kNumbers - 1 - at)];
+        }
+      });
+      for (int64_t i = 0; i < kNumbers; ++i) {
+        if (copied[static_cast<size_t>(i)] != round + kNumbers - 1 - i) return std::puts("a piece is missing"), 1;
+      }
+      std::vector<int> calls(static_cast<size_t>(threads));
+      if (round % 50 == 0) pool.run_on_all([&](int worker) { ++calls[static_cast<size_t>(worker)]; });
+      for (const int number : calls) {
+        if (round % 50 == 0 && number != 1) return std::puts("a worker was not called once"), 1;
+      }
+    }
+  }
+  std::puts("done");
+  return 0;
+}
