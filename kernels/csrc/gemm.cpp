@@ -246,8 +246,11 @@ void gemm_stepped(Pieces& panels, const Linear& w, const Rows& rows, const Outpu
   const auto address = [&](int64_t panel, int64_t step) {
     return static_cast<const char*>(w.packed) + panel * panel_bytes(w) + step * kPanelRows * 4;
   };
-  // Few rows wait for memory alone, and then the loads of the panel itself are the best prefetch.
-  const bool runs_ahead = tiling.count > 3;
+  // Many tiles bring all of the next panel. Of few the first waits for its own panel, whose loads are then the best
+  // prefetch, and the others bring what they have time for.
+  const bool runs_ahead = tiling.count > 1, brings_all = tiling.count > 3;
+  const int64_t first_ahead = brings_all ? 0 : 1;
+  const int64_t per_step = brings_all ? kPanelRows * 4 / tiling.count : 64;
   bool cold = true;
   int64_t panel, next, end;
   bool taken = panels.take(num_panels, 1, &next, &end);
@@ -260,17 +263,17 @@ void gemm_stepped(Pieces& panels, const Linear& w, const Rows& rows, const Outpu
       const char* after = nullptr;
       if (runs_ahead && !last_slice) after = address(panel, step + count);
       if (runs_ahead && last_slice && taken) after = address(next, 0);
-      const int64_t per_step = kPanelRows * 4 / tiling.count;
       for (int64_t t = 0; t < tiling.count; ++t) {
         const int64_t m = tiling.first(t), live = tiling.rows(t);
         float* sums = partial + (whole ? 0 : m * kPanelRows);
         const char* a = static_cast<const char*>(rows.data) + m * stride + step * 4;
-        const Ahead ahead{after + t * count * per_step, per_step, after != nullptr ? (per_step + 63) / 64 : 0};
+        const int64_t lines = after != nullptr && t >= first_ahead ? (per_step + 63) / 64 : 0;
+        const Ahead ahead{after + (t - first_ahead) * count * per_step, per_step, lines};
         any_tile<Dot>(live, a, stride, address(panel, step), count, sums, step > 0, cold && t == 0, ahead);
         if (!last_slice) continue;
         for (int64_t r = 0; r < live; ++r) finish_row(w, rows, out, m + r, panel, sums + r * kPanelRows);
       }
-      cold = !runs_ahead;
+      cold = !brings_all;
     }
     if (!runs_ahead) taken = panels.take(num_panels, 1, &next, &end);
   }
