@@ -32,17 +32,11 @@ struct Steps {
   float scale, inverse;
 };
 
-// The step between codes. A row of zeros has none, and all its codes are 0.
+// The step between codes. A row of zeros has none, and all its codes are 0; one with a NaN or infinity gets NaN.
 Steps steps_of(const bf16* x, int64_t n) {
-  Vec peak = vzero(), poison = vzero();
-  for (int64_t at = 0; at < n; at += kLanes) {
-    const Vec value = load_row(x, at, n);
-    peak = vmax(peak, vmax(value, vsub(vzero(), value)));
-    poison = vfma(value, vzero(), poison);  // 0, or NaN for good: max would forget it
-  }
-  const float most = lane_max(peak);
-  const float scale = most / 127.0f + lane_sum(poison);
-  return {scale, most > 0.0f ? 127.0f / most : 0.0f};
+  const float most = to_float(largest_magnitude(x, n));
+  const float poison = most * 0.0f;  // the pattern of a NaN is above that of every number
+  return {most / 127.0f + poison, most > 0.0f ? 127.0f / most : 0.0f};
 }
 
 // Codes of -127..127 whatever the values are: NaN becomes an end of the range.
@@ -62,9 +56,9 @@ void rms_norm_row(const bf16* x, const bf16* weight, int64_t n, float eps, bf16*
     }
   }
   const float total = lane_sum(vadd(vadd(sums[0], sums[1]), vadd(sums[2], sums[3])));
-  const Vec root = vset(std::sqrt(total / static_cast<float>(n) + eps));
+  const Vec inverse = vset(1.0f / std::sqrt(total / static_cast<float>(n) + eps));
   for (int64_t at = 0; at < n; at += kLanes) {
-    const Vec normed = round_to_bf16(vdiv(load_row(x, at, n), root));
+    const Vec normed = round_to_bf16(vmul(load_row(x, at, n), inverse));
     store_row(out, at, n, vmul(load_row(weight, at, n), normed));
   }
 }

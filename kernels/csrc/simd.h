@@ -41,6 +41,28 @@ inline int32_t lane_sum(Ints a) {
   return sum;
 }
 
+// The largest of the numbers' patterns without their signs, which rise with the magnitude and end with infinity and NaN.
+inline bf16 largest_magnitude(const bf16* x, int64_t n) {
+  bf16 largest = 0;
+  int64_t at = 0;
+#if defined(QUIRE_AVX512)
+  constexpr int64_t kWidth = 32;
+  const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+  __m512i most = _mm512_setzero_si512();
+  for (; at + kWidth <= n; at += kWidth) {
+    most = _mm512_max_epu16(most, _mm512_and_si512(_mm512_loadu_si512(x + at), magnitude));
+  }
+  bf16 lanes[kWidth];
+  _mm512_storeu_si512(lanes, most);
+  for (const bf16 lane : lanes) largest = lane > largest ? lane : largest;
+#endif
+  for (; at < n; ++at) {
+    const bf16 bits = x[at] & 0x7fff;
+    largest = bits > largest ? bits : largest;
+  }
+  return largest;
+}
+
 // Sixteen values into the first (`half` 0) or second halves of sixteen pairs; the other halves are not touched, since
 // another thread may write them at the same time.
 inline void store_halves(bf16* pairs, int64_t half, const bf16* values) {
