@@ -19,6 +19,7 @@ constexpr int kInt4TileRows = kTileRows / 2;  // two sets of accumulators
 constexpr int64_t kSliceBytes = 512 * 1024;
 // Loads run ahead by about the latency of memory at the rate one core can read.
 constexpr int64_t kPrefetchBytes = 4096;
+constexpr int64_t kStepBytes = kPanelRows * 4;
 
 struct Bf16Dot {
   using Sum = Vec;
@@ -48,20 +49,22 @@ struct Int8Dot {
   static Sum dot(Sum sum, Lane w, Lane a) { return dot4(sum, a, w); }
 };
 
-inline void prefetch(const char* p) {
-  for (int v = 0; v < kVecs; ++v) __builtin_prefetch(p + kPrefetchBytes + v * 64);
+template <int64_t kBytes>
+inline void prefetch(const void* p) {
+  for (int64_t at = 0; at < kBytes; at += 64) __builtin_prefetch(static_cast<const char*>(p) + at);
 }
 
 // The weights that come after those of a tile: they travel from memory to the second-level cache while it computes,
 // so that waiting for memory and computing take place at the same time.
 struct Ahead {
-  const char* at;      // null: nothing
-  int64_t per_step;    // bytes
-  int64_t lines;       // of 64 bytes, covering per_step
+  const char* follows;  // what is read after the tile's own weights
+  const char* at;
+  int64_t per_step;  // bytes
+  int64_t lines;     // of 64 bytes, covering per_step; 0: nothing
 };
 
 // `count` steps of `kRows` activation rows against one panel. Sums are carried in `sums` [kRows][64] when `resume`;
-// `cold` weights are still in memory.
+// `cold` weights are still in memory, and so are the first of those that follow them.
 template <typename Dot, int kRows>
 void tile(const char* a, int64_t stride, const char* w, int64_t count, float* sums, bool resume, bool cold,
           const Ahead& ahead) {
@@ -69,8 +72,9 @@ void tile(const char* a, int64_t stride, const char* w, int64_t count, float* su
   unrolled<kRows>([&](auto r) {
     unrolled<kVecs>([&](auto v) { acc[r][v] = resume ? Dot::load_sum(sums + (r * kVecs + v) * kLanes) : Dot::zero(); });
   });
-  for (int64_t step = 0; step < count; ++step, w += kPanelRows * 4) {
-    if (cold) prefetch(w);
+  const int64_t turn = count - kPrefetchBytes / kStepBytes;
+  for (int64_t step = 0; step < count; ++step, w += kStepBytes) {
+    if (cold) prefetch<kStepBytes>(step < turn ? w + kPrefetchBytes : ahead.follows + (step - turn) * kStepBytes);
     for (int64_t line = 0; line < ahead.lines; ++line) {
       __builtin_prefetch(ahead.at + step * ahead.per_step + line * 64, 0, 2);
     }
@@ -99,15 +103,20 @@ void any_tile(int64_t rows, const char* a, int64_t stride, const char* w, int64_
   }
 }
 
+constexpr int64_t kGroupBytes = kPanelRows * 2 + kPanelRows * kGroup / 2;
+
 // int4: a group is 64 bf16 scales, then 4 steps of [64][4 bytes] whose low nibbles are k 4j.. and high nibbles k 16 + 4j..
 template <int kRows>
-void tile_int4(const int8_t* a, int64_t k, const int32_t* group_sums, const char* w, float* sums, bool cold) {
+void tile_int4(const int8_t* a, int64_t k, const int32_t* group_sums, const char* w, float* sums, bool cold,
+               const char* follows) {
   const int64_t groups = k / kGroup;
+  const int64_t turn = groups - kPrefetchBytes / kGroupBytes;
   Vec acc[kRows][kVecs];
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kVecs; ++v) acc[r][v] = vzero();
   }
   for (int64_t g = 0; g < groups; ++g) {
+    if (cold) prefetch<kGroupBytes>(g < turn ? w + (groups - turn) * kGroupBytes : follows + (g - turn) * kGroupBytes);
     const bf16* scales = reinterpret_cast<const bf16*>(w);
     const char* nibbles = w + kPanelRows * 2;
     Ints part[kRows][kVecs];
@@ -115,7 +124,6 @@ void tile_int4(const int8_t* a, int64_t k, const int32_t* group_sums, const char
       for (int v = 0; v < kVecs; ++v) part[r][v] = iset(-group_sums[r * groups + g]);
     }
     for (int j = 0; j < 4; ++j) {
-      if (cold) prefetch(nibbles + j * kPanelRows * 4);
       for (int v = 0; v < kVecs; ++v) {
         const Ints both = iload(nibbles + (j * kPanelRows + v * kLanes) * 4);
         const Ints low = low_nibbles(both), high = high_nibbles(both);
@@ -130,7 +138,7 @@ void tile_int4(const int8_t* a, int64_t k, const int32_t* group_sums, const char
       const Vec scale = vload_bf16(scales + v * kLanes);
       for (int r = 0; r < kRows; ++r) acc[r][v] = vfma(to_vec(part[r][v]), scale, acc[r][v]);
     }
-    w += kPanelRows * 2 + kPanelRows * kGroup / 2;
+    w += kGroupBytes;
   }
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kVecs; ++v) vstore(sums + (r * kVecs + v) * kLanes, acc[r][v]);
@@ -234,7 +242,7 @@ struct Tiling {
 };
 
 // Steps of k that are walked before the next panel slice.
-constexpr int64_t kSlice = kSliceBytes / (kPanelRows * 4);
+constexpr int64_t kSlice = kSliceBytes / kStepBytes;
 
 template <typename Dot>
 void gemm_stepped(Pieces& panels, const Linear& w, const Rows& rows, const Output& out, float* partial) {
@@ -244,56 +252,58 @@ void gemm_stepped(Pieces& panels, const Linear& w, const Rows& rows, const Outpu
   const bool whole = steps <= kSlice;
   const int64_t num_panels = panel_count(w);
   const auto address = [&](int64_t panel, int64_t step) {
-    return static_cast<const char*>(w.packed) + panel * panel_bytes(w) + step * kPanelRows * 4;
+    return static_cast<const char*>(w.packed) + panel * panel_bytes(w) + step * kStepBytes;
   };
   // Many tiles bring all of the next panel. Of few the first waits for its own panel, whose loads are then the best
   // prefetch, and the others bring what they have time for.
-  const bool runs_ahead = tiling.count > 1, brings_all = tiling.count > 3;
+  const bool brings_all = tiling.count > 3;
   const int64_t first_ahead = brings_all ? 0 : 1;
-  const int64_t per_step = brings_all ? kPanelRows * 4 / tiling.count : 64;
+  const int64_t per_step = brings_all ? kStepBytes / tiling.count : 64;
   bool cold = true;
   int64_t panel, next, end;
   bool taken = panels.take(num_panels, 1, &next, &end);
   while (taken) {
     panel = next;
-    if (runs_ahead) taken = panels.take(num_panels, 1, &next, &end);
+    taken = panels.take(num_panels, 1, &next, &end);
+    if (w.scales != nullptr) prefetch<kPanelRows * 4>(w.scales + panel * kPanelRows);
+    if (w.sums != nullptr) prefetch<kPanelRows * 4>(w.sums + panel * kPanelRows);
     for (int64_t step = 0; step < steps; step += kSlice) {
       const int64_t count = std::min(kSlice, steps - step);
       const bool last_slice = step + count == steps;
-      const char* after = nullptr;
-      if (runs_ahead && !last_slice) after = address(panel, step + count);
-      if (runs_ahead && last_slice && taken) after = address(next, 0);
+      // At the very end the start of this panel, which is in the cache.
+      const bool ends = last_slice && !taken;
+      const char* after = ends ? address(panel, step) : last_slice ? address(next, 0) : address(panel, step + count);
       for (int64_t t = 0; t < tiling.count; ++t) {
         const int64_t m = tiling.first(t), live = tiling.rows(t);
         float* sums = partial + (whole ? 0 : m * kPanelRows);
         const char* a = static_cast<const char*>(rows.data) + m * stride + step * 4;
-        const int64_t lines = after != nullptr && t >= first_ahead ? (per_step + 63) / 64 : 0;
-        const Ahead ahead{after + (t - first_ahead) * count * per_step, per_step, lines};
+        const int64_t lines = !ends && t >= first_ahead ? (per_step + 63) / 64 : 0;
+        const Ahead ahead{after, after + (t - first_ahead) * count * per_step, per_step, lines};
         any_tile<Dot>(live, a, stride, address(panel, step), count, sums, step > 0, cold && t == 0, ahead);
         if (!last_slice) continue;
         for (int64_t r = 0; r < live; ++r) finish_row(w, rows, out, m + r, panel, sums + r * kPanelRows);
       }
       cold = !brings_all;
     }
-    if (!runs_ahead) taken = panels.take(num_panels, 1, &next, &end);
   }
 }
 
 void gemm_int4(Pieces& panels, const Linear& w, const Rows& rows, const Output& out, float* sums) {
   const Tiling tiling(rows.m, kInt4TileRows);
-  const int64_t groups = w.k / kGroup;
-  int64_t panel, end;
-  while (panels.take(panel_count(w), 1, &panel, &end)) {
-    const char* weights = static_cast<const char*>(w.packed) + panel * panel_bytes(w);
+  const int64_t groups = w.k / kGroup, num_panels = panel_count(w);
+  const auto address = [&](int64_t panel) { return static_cast<const char*>(w.packed) + panel * panel_bytes(w); };
+  int64_t panel, next, end;
+  bool taken = panels.take(num_panels, 1, &next, &end);
+  while (taken) {
+    panel = next;
+    taken = panels.take(num_panels, 1, &next, &end);
+    const char* follows = address(taken ? next : panel);
     for (int64_t t = 0; t < tiling.count; ++t) {
       const int64_t m = tiling.first(t), live = tiling.rows(t);
       const int8_t* a = static_cast<const int8_t*>(rows.data) + m * w.k;
-      const int32_t* group_sums = rows.sums + m * groups;
-      switch (live) {
-        case 1: tile_int4<1>(a, w.k, group_sums, weights, sums, m == 0); break;
-        case 2: tile_int4<2>(a, w.k, group_sums, weights, sums, m == 0); break;
-        default: tile_int4<3>(a, w.k, group_sums, weights, sums, m == 0); break;
-      }
+      with_count<kInt4TileRows>(static_cast<int>(live), [&](auto number) {
+        tile_int4<number>(a, w.k, rows.sums + m * groups, address(panel), sums, m == 0, follows);
+      });
       for (int64_t r = 0; r < live; ++r) finish_row(w, rows, out, m + r, panel, sums + r * kPanelRows);
     }
   }
