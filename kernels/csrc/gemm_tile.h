@@ -1,0 +1,148 @@
+// Blocks of a matrix product in registers: some activation rows against one panel.
+//
+// Promises: every sum is one accumulator that walks k in order, whatever the number of rows.
+// Must not know: who computes which panel, what becomes of the sums.
+#pragma once
+
+#include "gemm.h"
+#include "unroll.h"
+
+namespace quire {
+
+constexpr int kVecs = kPanelRows / kLanes;  // accumulators per activation row
+// 6 x 4 accumulators, 4 weights and a broadcast fit the 32 registers of AVX-512; narrower machines spill less with 2.
+#if defined(QUIRE_AVX512)
+constexpr int kTileRows = 6;
+#else
+constexpr int kTileRows = 2;
+#endif
+constexpr int kInt4TileRows = kTileRows / 2;  // two sets of accumulators
+// Loads run ahead by about the latency of memory at the rate one core can read.
+constexpr int64_t kPrefetchBytes = 4096;
+constexpr int64_t kStepBytes = kPanelRows * 4;
+
+struct Bf16Dot {
+  using Sum = Vec;
+  using Lane = Pairs;
+  static constexpr int64_t kValuesPerStep = 2;
+  static Sum zero() { return vzero(); }
+  static Sum load_sum(const float* p) { return vload(p); }
+  static void store_sum(float* p, Sum s) { vstore(p, s); }
+  static Lane load(const char* p) { return pload(reinterpret_cast<const bf16*>(p)); }
+  static Lane broadcast(const char* p) { return pset(reinterpret_cast<const bf16*>(p)); }
+  static Sum dot(Sum sum, Lane w, Lane a) { return dot2(sum, w, a); }
+};
+
+struct Int8Dot {
+  using Sum = Ints;
+  using Lane = Ints;
+  static constexpr int64_t kValuesPerStep = 4;
+  static Sum zero() { return izero(); }
+  static Sum load_sum(const float* p) { return iload(p); }
+  static void store_sum(float* p, Sum s) { istore(p, s); }
+  static Lane load(const char* p) { return iload(p); }
+  static Lane broadcast(const char* p) {
+    int32_t quad;
+    std::memcpy(&quad, p, 4);
+    return iset(quad);
+  }
+  static Sum dot(Sum sum, Lane w, Lane a) { return dot4(sum, a, w); }
+};
+
+template <int64_t kBytes>
+inline void prefetch(const void* p) {
+  for (int64_t at = 0; at < kBytes; at += 64) __builtin_prefetch(static_cast<const char*>(p) + at);
+}
+
+// The weights that come after those of a tile: they travel from memory to the second-level cache while it computes,
+// so that waiting for memory and computing take place at the same time.
+struct Ahead {
+  const char* follows;  // what is read after the tile's own weights
+  const char* at;
+  int64_t per_step;  // bytes
+  int64_t lines;     // of 64 bytes, covering per_step; 0: nothing
+};
+
+// `count` steps of `kRows` activation rows against one panel. Sums are carried in `sums` [kRows][64] when `resume`;
+// `cold` weights are still in memory, and so are the first of those that follow them.
+template <typename Dot, int kRows>
+void tile(const char* a, int64_t stride, const char* w, int64_t count, float* sums, bool resume, bool cold,
+          const Ahead& ahead) {
+  typename Dot::Sum acc[kRows][kVecs];
+  unrolled<kRows>([&](auto r) {
+    unrolled<kVecs>([&](auto v) { acc[r][v] = resume ? Dot::load_sum(sums + (r * kVecs + v) * kLanes) : Dot::zero(); });
+  });
+  const int64_t turn = count - kPrefetchBytes / kStepBytes;
+  for (int64_t step = 0; step < count; ++step, w += kStepBytes) {
+    if (cold) prefetch<kStepBytes>(step < turn ? w + kPrefetchBytes : ahead.follows + (step - turn) * kStepBytes);
+    for (int64_t line = 0; line < ahead.lines; ++line) {
+      __builtin_prefetch(ahead.at + step * ahead.per_step + line * 64, 0, 2);
+    }
+    typename Dot::Lane weights[kVecs];
+    unrolled<kVecs>([&](auto v) { weights[v] = Dot::load(w + v * kLanes * 4); });
+    unrolled<kRows>([&](auto r) {
+      const typename Dot::Lane x = Dot::broadcast(a + r * stride + step * 4);
+      unrolled<kVecs>([&](auto v) { acc[r][v] = Dot::dot(acc[r][v], weights[v], x); });
+    });
+  }
+  unrolled<kRows>([&](auto r) {
+    unrolled<kVecs>([&](auto v) { Dot::store_sum(sums + (r * kVecs + v) * kLanes, acc[r][v]); });
+  });
+}
+
+template <typename Dot>
+void any_tile(int64_t rows, const char* a, int64_t stride, const char* w, int64_t count, float* sums, bool resume,
+              bool cold, const Ahead& ahead) {
+  switch (rows) {
+    case 1: return tile<Dot, 1>(a, stride, w, count, sums, resume, cold, ahead);
+    case 2: return tile<Dot, 2>(a, stride, w, count, sums, resume, cold, ahead);
+    case 3: return tile<Dot, 3>(a, stride, w, count, sums, resume, cold, ahead);
+    case 4: return tile<Dot, 4>(a, stride, w, count, sums, resume, cold, ahead);
+    case 5: return tile<Dot, 5>(a, stride, w, count, sums, resume, cold, ahead);
+    default: return tile<Dot, 6>(a, stride, w, count, sums, resume, cold, ahead);
+  }
+}
+
+constexpr int64_t kGroupBytes = kPanelRows * 2 + kPanelRows * kGroup / 2;
+
+// int4: a group is 64 bf16 scales, then 4 steps of [64][4 bytes] whose low nibbles are k 4j.. and high nibbles k 16 + 4j..
+template <int kRows>
+void tile_int4(const int8_t* a, int64_t k, const int32_t* group_sums, const char* w, float* sums, bool cold,
+               const char* follows) {
+  const int64_t groups = k / kGroup;
+  const int64_t turn = groups - kPrefetchBytes / kGroupBytes;
+  Vec acc[kRows][kVecs];
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVecs; ++v) acc[r][v] = vzero();
+  }
+  for (int64_t g = 0; g < groups; ++g) {
+    if (cold) prefetch<kGroupBytes>(g < turn ? w + (groups - turn) * kGroupBytes : follows + (g - turn) * kGroupBytes);
+    const bf16* scales = reinterpret_cast<const bf16*>(w);
+    const char* nibbles = w + kPanelRows * 2;
+    Ints part[kRows][kVecs];
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVecs; ++v) part[r][v] = iset(-group_sums[r * groups + g]);
+    }
+    for (int j = 0; j < 4; ++j) {
+      for (int v = 0; v < kVecs; ++v) {
+        const Ints both = iload(nibbles + (j * kPanelRows + v * kLanes) * 4);
+        const Ints low = low_nibbles(both), high = high_nibbles(both);
+        for (int r = 0; r < kRows; ++r) {
+          const char* x = reinterpret_cast<const char*>(a) + r * k + g * kGroup + 4 * j;
+          part[r][v] = dot4(part[r][v], low, Int8Dot::broadcast(x));
+          part[r][v] = dot4(part[r][v], high, Int8Dot::broadcast(x + kGroup / 2));
+        }
+      }
+    }
+    for (int v = 0; v < kVecs; ++v) {
+      const Vec scale = vload_bf16(scales + v * kLanes);
+      for (int r = 0; r < kRows; ++r) acc[r][v] = vfma(to_vec(part[r][v]), scale, acc[r][v]);
+    }
+    w += kGroupBytes;
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVecs; ++v) vstore(sums + (r * kVecs + v) * kLanes, acc[r][v]);
+  }
+}
+
+}  // namespace quire
