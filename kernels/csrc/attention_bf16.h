@@ -92,7 +92,8 @@ class Bf16Kv {
     for (int v = 0; v < vecs; v += kBlockVecs) {
       with_count<kBlockRows>(last - first, [&](auto rows) {
         with_count<kBlockVecs>(std::min(kBlockVecs, vecs - v), [&](auto count) {
-          value_block<rows.value, count.value>(first, begin, end, v * kLanes, fade + first, values + first * stride, stride);
+          value_block<rows.value, count.value>(first, begin, end, v * kLanes, fade + first, values + first * stride,
+                                               stride);
         });
       });
     }
@@ -121,10 +122,13 @@ class Bf16Kv {
   }
 
   template <int kRows, int kVecs>
-  void value_block(int row, int begin, int end, int64_t column, const float* fade, float* values, int64_t stride) const {
+  void value_block(int row, int begin, int end, int64_t column, const float* fade, float* values,
+                   int64_t stride) const {
     Vec acc[kRows][kVecs];
     unrolled<kRows>([&](auto r) {
-      unrolled<kVecs>([&](auto v) { acc[r][v] = vmul(vload(values + r * stride + column + v * kLanes), vset(fade[r])); });
+      unrolled<kVecs>([&](auto v) {
+        acc[r][v] = vmul(vload(values + r * stride + column + v * kLanes), vset(fade[r]));
+      });
     });
     const bf16* weights = weights_ + row * kTile;
     for (int64_t i = begin; i < end; ++i) {

@@ -70,7 +70,8 @@ inline void keep_best(const Vec* value, int64_t first, int64_t columns, Best* be
   }
 }
 
-inline void finish_row(const Linear& w, const Rows& rows, const Output& out, int64_t row, int64_t panel, const float* sums) {
+inline void finish_row(const Linear& w, const Rows& rows, const Output& out, int64_t row, int64_t panel,
+                       const float* sums) {
   Vec value[kVecs];
   for (int v = 0; v < kVecs; ++v) {
     value[v] = finished(w, rows, row, panel * kPanelRows + v * kLanes, sums + v * kLanes);

@@ -57,10 +57,10 @@ inline void prefetch(const void* p) {
 // The weights that come after those of a tile: they travel from memory to the second-level cache while it computes,
 // so that waiting for memory and computing take place at the same time.
 struct Ahead {
-  const char* follows;  // what is read after the tile's own weights
-  const char* at;
-  int64_t per_step;  // bytes
-  int64_t lines;     // of 64 bytes, covering per_step; 0: nothing
+  const char* follows;  // what comes after the tile: the last steps of cold weights fetch its first kPrefetchBytes
+  const char* at;       // what every step fetches a part of
+  int64_t per_step;     // bytes
+  int64_t lines;        // of 64 bytes, covering per_step; 0: nothing
 };
 
 // `count` steps of `kRows` activation rows against one panel. Sums are carried in `sums` [kRows][64] when `resume`;
@@ -93,14 +93,9 @@ void tile(const char* a, int64_t stride, const char* w, int64_t count, float* su
 template <typename Dot>
 void any_tile(int64_t rows, const char* a, int64_t stride, const char* w, int64_t count, float* sums, bool resume,
               bool cold, const Ahead& ahead) {
-  switch (rows) {
-    case 1: return tile<Dot, 1>(a, stride, w, count, sums, resume, cold, ahead);
-    case 2: return tile<Dot, 2>(a, stride, w, count, sums, resume, cold, ahead);
-    case 3: return tile<Dot, 3>(a, stride, w, count, sums, resume, cold, ahead);
-    case 4: return tile<Dot, 4>(a, stride, w, count, sums, resume, cold, ahead);
-    case 5: return tile<Dot, 5>(a, stride, w, count, sums, resume, cold, ahead);
-    default: return tile<Dot, 6>(a, stride, w, count, sums, resume, cold, ahead);
-  }
+  with_count<kTileRows>(static_cast<int>(rows), [&](auto number) {
+    tile<Dot, number>(a, stride, w, count, sums, resume, cold, ahead);
+  });
 }
 
 constexpr int64_t kGroupBytes = kPanelRows * 2 + kPanelRows * kGroup / 2;

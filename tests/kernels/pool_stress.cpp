@@ -26,10 +26,11 @@ int main() {
       for (int64_t i = 0; i < kNumbers; ++i) {
         if (copied[static_cast<size_t>(i)] != round + kNumbers - 1 - i) return std::puts("a piece is missing"), 1;
       }
+      if (round % 50 != 0) continue;
       std::vector<int> calls(static_cast<size_t>(threads));
-      if (round % 50 == 0) pool.run_on_all([&](int worker) { ++calls[static_cast<size_t>(worker)]; });
+      pool.run_on_all([&](int worker) { ++calls[static_cast<size_t>(worker)]; });
       for (const int number : calls) {
-        if (round % 50 == 0 && number != 1) return std::puts("a worker was not called once"), 1;
+        if (number != 1) return std::puts("a worker was not called once"), 1;
       }
     }
   }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quire_kernels.cpu.compiler import KernelBuildError, find_compiler
+from quire_kernels.cpu.compiler import Compiler, KernelBuildError, find_compiler
 from quire_kernels.cpu.variants import usable_variants
 
 ROOT = Path(__file__).parents[2]
@@ -33,12 +33,16 @@ print("done", flush=True)
 """
 
 
-def run_checked(*argv: str) -> subprocess.CompletedProcess[str]:
-    """Python under the sanitizers' runtime, which must be loaded before anything else."""
+def compiler_or_skip() -> Compiler:
     try:
-        compiler = find_compiler()
+        return find_compiler()
     except KernelBuildError as error:
         pytest.skip(str(error))
+
+
+def run_checked(*argv: str) -> subprocess.CompletedProcess[str]:
+    """Python under the sanitizers' runtime, which must be loaded before anything else."""
+    compiler = compiler_or_skip()
     names = ("libasan.so", "libubsan.so")
     found = [
         subprocess.run([compiler.path, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
@@ -81,10 +85,7 @@ def test_the_sanitizer_sees_a_read_past_the_end():
 
 
 def test_the_workers_race_for_nothing(tmp_path):
-    try:
-        compiler = find_compiler()
-    except KernelBuildError as error:
-        pytest.skip(str(error))
+    compiler = compiler_or_skip()
     program = tmp_path / "pool_stress"
     sources = [ROOT / "tests" / "kernels" / "pool_stress.cpp", ROOT / "kernels" / "csrc" / "pool.cpp"]
     flags = ["-std=c++17", "-O1", "-g", "-pthread", "-fsanitize=thread", f"-I{ROOT / 'kernels' / 'csrc'}"]
