@@ -115,12 +115,9 @@ bool attend(Context* context, const AttentionShape& shape, const KvPool& pool, i
     float* part = reinterpret_cast<float*>(own);
     float* total = reinterpret_cast<float*>(own + state_bytes);
     Walk<Kv> walk(own + 2 * state_bytes, plan.most_rows, shape, pool, step, layer);
-    int64_t taken, following, end;
-    bool more = workers.first.take(num_items, 1, &following, &end);
-    while (more) {
-      taken = following;
-      more = workers.first.take(num_items, 1, &following, &end);  // early, so that its memory is on the way
-      const Item& item = item_at(taken);
+    Piece piece;
+    while (workers.first.take(worker, num_items, 1, &piece)) {
+      const Item& item = item_at(piece.begin);
       const Task& task = task_of(item);
       const int64_t first = first_segment(item), last = plan.split ? first : task.segments() - 1;
       const Heads heads{item.head, item.heads};
@@ -129,11 +126,11 @@ bool attend(Context* context, const AttentionShape& shape, const KvPool& pool, i
         Tile after{};
         if (i < last) {
           after = walk.first_tile(task, item.head, i + 1);
-        } else if (more) {
-          const Item& next = item_at(following);
+        } else if (piece.next >= 0) {
+          const Item& next = item_at(piece.next);
           after = walk.first_tile(task_of(next), next.head, first_segment(next));
         }
-        if (!walk.segment(task, heads, i, after, plan.split ? state_of(taken) : part)) valid = false;
+        if (!walk.segment(task, heads, i, after, plan.split ? state_of(piece.begin) : part)) valid = false;
         if (!plan.split && first < last) walk.join(task, heads, i, part, total);
       }
       if (!plan.split) walk.write(task, heads, first < last ? total : part, out);
@@ -141,10 +138,9 @@ bool attend(Context* context, const AttentionShape& shape, const KvPool& pool, i
     }
     if (!plan.split) return;
     workers.first.wait(num_items);
-    int64_t index;
-    while (workers.second.take(static_cast<int64_t>(plan.tasks.size()) * kv_heads, 1, &index, &end)) {
-      const size_t t = static_cast<size_t>(index / kv_heads);
-      const Heads head{index % kv_heads, 1};
+    while (workers.second.take(worker, static_cast<int64_t>(plan.tasks.size()) * kv_heads, 1, &piece)) {
+      const size_t t = static_cast<size_t>(piece.begin / kv_heads);
+      const Heads head{piece.begin % kv_heads, 1};
       for (int64_t i = 0; i < plan.tasks[t].segments(); ++i) {
         walk.join(plan.tasks[t], head, i, state_of(plan.first_items[t] + i * kv_heads + head.first), total);
       }

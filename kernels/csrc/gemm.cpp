@@ -23,7 +23,7 @@ struct Tiling {
 constexpr int64_t kSlice = kSliceBytes / kStepBytes;
 
 template <typename Dot>
-void gemm_stepped(Pieces& panels, const Linear& w, const Rows& rows, const Output& out, float* partial) {
+void gemm_stepped(Pieces& panels, int worker, const Linear& w, const Rows& rows, const Output& out, float* partial) {
   const int64_t steps = w.k / Dot::kValuesPerStep;
   const Tiling tiling(rows.m, kTileRows);
   const int64_t stride = steps * 4;
@@ -37,20 +37,19 @@ void gemm_stepped(Pieces& panels, const Linear& w, const Rows& rows, const Outpu
   const bool brings_all = tiling.count > 3;
   const int64_t first_ahead = brings_all ? 0 : 1;
   const int64_t per_step = brings_all ? kStepBytes / tiling.count : 64;
-  bool cold = true;
-  int64_t panel, next, end;
-  bool taken = panels.take(num_panels, 1, &next, &end);
-  while (taken) {
-    panel = next;
-    taken = panels.take(num_panels, 1, &next, &end);
+  int64_t fetched = -1;
+  Piece piece;
+  while (panels.take(worker, num_panels, 1, &piece)) {
+    const int64_t panel = piece.begin;
+    const bool cold = panel != fetched;
     if (w.scales != nullptr) prefetch<kPanelRows * 4>(w.scales + panel * kPanelRows);
     if (w.sums != nullptr) prefetch<kPanelRows * 4>(w.sums + panel * kPanelRows);
     for (int64_t step = 0; step < steps; step += kSlice) {
       const int64_t count = std::min(kSlice, steps - step);
       const bool last_slice = step + count == steps;
-      // At the very end the start of this panel, which is in the cache.
-      const bool ends = last_slice && !taken;
-      const char* after = ends ? address(panel, step) : last_slice ? address(next, 0) : address(panel, step + count);
+      // With nothing known to follow, the start of this panel, which is in the cache.
+      const bool ends = last_slice && piece.next < 0;
+      const char* after = ends ? address(panel, step) : last_slice ? address(piece.next, 0) : address(panel, step + count);
       for (int64_t t = 0; t < tiling.count; ++t) {
         const int64_t m = tiling.first(t), live = tiling.rows(t);
         float* sums = partial + (whole ? 0 : m * kPanelRows);
@@ -61,21 +60,19 @@ void gemm_stepped(Pieces& panels, const Linear& w, const Rows& rows, const Outpu
         if (!last_slice) continue;
         for (int64_t r = 0; r < live; ++r) finish_row(w, rows, out, m + r, panel, sums + r * kPanelRows);
       }
-      cold = !brings_all;
     }
+    if (brings_all) fetched = piece.next;
   }
 }
 
-void gemm_int4(Pieces& panels, const Linear& w, const Rows& rows, const Output& out, float* sums) {
+void gemm_int4(Pieces& panels, int worker, const Linear& w, const Rows& rows, const Output& out, float* sums) {
   const Tiling tiling(rows.m, kInt4TileRows);
   const int64_t groups = w.k / kGroup, num_panels = panel_count(w);
   const auto address = [&](int64_t panel) { return static_cast<const char*>(w.packed) + panel * panel_bytes(w); };
-  int64_t panel, next, end;
-  bool taken = panels.take(num_panels, 1, &next, &end);
-  while (taken) {
-    panel = next;
-    taken = panels.take(num_panels, 1, &next, &end);
-    const char* follows = address(taken ? next : panel);
+  Piece piece;
+  while (panels.take(worker, num_panels, 1, &piece)) {
+    const int64_t panel = piece.begin;
+    const char* follows = address(piece.next < 0 ? panel : piece.next);
     for (int64_t t = 0; t < tiling.count; ++t) {
       const int64_t m = tiling.first(t), live = tiling.rows(t);
       const int8_t* a = static_cast<const int8_t*>(rows.data) + m * w.k;
@@ -95,12 +92,12 @@ int64_t gemm_scratch_bytes(const Linear& w, int64_t m) {
   return (whole ? kTileRows : m) * kPanelRows * static_cast<int64_t>(sizeof(float));
 }
 
-void gemm_worker(Pieces& panels, const Linear& w, const Rows& rows, const Output& out, char* scratch) {
+void gemm_worker(Pieces& panels, int worker, const Linear& w, const Rows& rows, const Output& out, char* scratch) {
   float* sums = reinterpret_cast<float*>(scratch);
   switch (w.kind) {
-    case WeightKind::kBf16: return gemm_stepped<Bf16Dot>(panels, w, rows, out, sums);
-    case WeightKind::kInt8: return gemm_stepped<Int8Dot>(panels, w, rows, out, sums);
-    default: return gemm_int4(panels, w, rows, out, sums);
+    case WeightKind::kBf16: return gemm_stepped<Bf16Dot>(panels, worker, w, rows, out, sums);
+    case WeightKind::kInt8: return gemm_stepped<Int8Dot>(panels, worker, w, rows, out, sums);
+    default: return gemm_int4(panels, worker, w, rows, out, sums);
   }
 }
 

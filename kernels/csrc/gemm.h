@@ -72,6 +72,6 @@ inline int64_t panel_bytes(const Linear& w) {
 int64_t gemm_scratch_bytes(const Linear& w, int64_t m);
 
 // What is left of the product, panel by panel; each worker of a run calls it.
-void gemm_worker(Pieces& panels, const Linear& w, const Rows& rows, const Output& out, char* scratch);
+void gemm_worker(Pieces& panels, int worker, const Linear& w, const Rows& rows, const Output& out, char* scratch);
 
 }  // namespace quire

@@ -50,7 +50,7 @@ inline void store(const Output& out, int64_t at, int64_t width, Vec value) {
   }
 }
 
-// Panels reach a worker in rising order, so that of equal values the first column stays.
+// Of equal values the first column stays, in whatever order the panels reach a worker.
 inline void keep_best(const Vec* value, int64_t first, int64_t columns, Best* best) {
   float lanes[kPanelRows];
   Vec probe = vzero();  // x * 0 is not 0 for what is not finite
@@ -62,9 +62,11 @@ inline void keep_best(const Vec* value, int64_t first, int64_t columns, Best* be
   }
   if (!(lane_sum(probe) == 0.0f)) best->finite = false;
   const int64_t live = std::min<int64_t>(kPanelRows, columns - first);
-  if (live == kPanelRows && best->column >= 0 && !(lane_max(top) > best->value)) return;
+  if (live == kPanelRows && best->column >= 0 && !(lane_max(top) >= best->value)) return;
   for (int64_t i = 0; i < live; ++i) {
-    if (best->column >= 0 && !(lanes[i] > best->value)) continue;
+    const bool wins = best->column < 0 || lanes[i] > best->value ||
+                      (lanes[i] == best->value && first + i < best->column);
+    if (!wins) continue;
     best->value = lanes[i];
     best->column = first + i;
   }

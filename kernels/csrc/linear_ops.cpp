@@ -78,21 +78,20 @@ void project(Context& context, const Linear& w, const Input& in, const Output& o
     char* own = context.own[static_cast<size_t>(worker)].data();
     Output to_own = out;
     if (out.best != nullptr) to_own.best += worker * in.m;
-    if (as_is) return gemm_worker(pool.second, w, {in.m, in.data, nullptr, nullptr}, to_own, own);
+    if (as_is) return gemm_worker(pool.second, worker, w, {in.m, in.data, nullptr, nullptr}, to_own, own);
     bf16* normed = reinterpret_cast<bf16*>(own + sums_bytes);
     const Prepared to(w, in.m, redundant ? own + sums_bytes + normed_bytes : context.shared.data());
     if (redundant) {
       for (int64_t row = 0; row < in.m; ++row) prepare_row(w, in, row, to, normed);
     } else {
-      int64_t row, end;
-      while (pool.first.take(in.m, kPreparedTogether, &row, &end)) {
-        const int64_t number = end - row;
-        for (; row < end; ++row) prepare_row(w, in, row, to, normed);
-        pool.first.finish(number);
+      Piece rows;
+      while (pool.first.take(worker, in.m, kPreparedTogether, &rows)) {
+        for (int64_t row = rows.begin; row < rows.end; ++row) prepare_row(w, in, row, to, normed);
+        pool.first.finish(rows.end - rows.begin);
       }
       pool.first.wait(in.m);
     }
-    gemm_worker(pool.second, w, {in.m, to.data, to.scales, to.sums}, to_own, own);
+    gemm_worker(pool.second, worker, w, {in.m, to.data, to.scales, to.sums}, to_own, own);
   });
 }
 

@@ -152,8 +152,9 @@ QUIRE_API int32_t quire_pack(Context* context, const Linear* w, const bf16* rows
     context->reserve_own(static_cast<size_t>(kPanelRows * w->k) * sizeof(bf16));
     pool.run([&](int worker) {
       char* stage = context->own[static_cast<size_t>(worker)].data();
-      int64_t panel, end;
-      while (pool.first.take(panel_count(*w), 1, &panel, &end)) {
+      Piece piece;
+      while (pool.first.take(worker, panel_count(*w), 1, &piece)) {
+        const int64_t panel = piece.begin;
         char* out = static_cast<char*>(const_cast<void*>(w->packed)) + panel * panel_bytes(*w);
         switch (w->kind) {
           case WeightKind::kBf16: pack_bf16(*w, from, panel, stage, out); break;

@@ -5,6 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <climits>
 
 namespace quire {
@@ -57,7 +58,8 @@ void spin_until(const Ready& ready) {
 
 }  // namespace
 
-Pool::Pool(int threads, const int* cpus) : size_(threads < 1 ? 1 : threads) {
+Pool::Pool(int threads, const int* cpus)
+    : first(std::max(threads, 1)), second(std::max(threads, 1)), size_(std::max(threads, 1)) {
   try {
     for (int worker = 1; worker < size_; ++worker) {
       const int cpu = cpus != nullptr ? cpus[worker] : -1;
@@ -81,8 +83,30 @@ void Pool::stop() {
   for (std::thread& thread : threads_) thread.join();
 }
 
+bool Pieces::take(int worker, int64_t count, int64_t grain, Piece* piece) {
+  constexpr uint64_t kFront = 1, kBack = uint64_t{1} << 32;
+  const int64_t workers = static_cast<int64_t>(shares_.size()), pieces = (count + grain - 1) / grain;
+  for (int64_t i = 0; i < workers; ++i) {
+    const bool own = i == 0;
+    const int64_t whose = (worker + i) % workers;
+    const int64_t first = pieces * whose / workers, last = pieces * (whose + 1) / workers;
+    std::atomic<uint64_t>& share = shares_[static_cast<size_t>(whose)].taken;
+    uint64_t taken = share.load(std::memory_order_relaxed);
+    for (;;) {
+      const int64_t front = static_cast<int64_t>(taken % kBack), back = static_cast<int64_t>(taken / kBack);
+      const int64_t left = last - first - front - back;
+      if (left <= 0) break;
+      if (!share.compare_exchange_weak(taken, taken + (own ? kFront : kBack), std::memory_order_relaxed)) continue;
+      const int64_t at = own ? first + front : last - 1 - back;
+      *piece = {at * grain, std::min((at + 1) * grain, count), left == 1 ? -1 : (own ? at + 1 : at - 1) * grain};
+      return true;
+    }
+  }
+  return false;
+}
+
 void Pieces::reset() {
-  next_.store(0, std::memory_order_relaxed);
+  for (Share& share : shares_) share.taken.store(0, std::memory_order_relaxed);
   finished_.store(0, std::memory_order_relaxed);
 }
 

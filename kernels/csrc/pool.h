@@ -12,17 +12,21 @@
 
 namespace quire {
 
-// The numbers [0, count), dealt in pieces. Workers that must not pass before all is done say what they finished.
+// One piece of a run's work: the numbers [begin, end).
+struct Piece {
+  int64_t begin, end;
+  int64_t next;  // where the worker's next piece begins unless another is sooner; -1: not known
+};
+
+// The numbers [0, count), dealt in pieces. Every worker has a share of its own, which it takes from the front, so that it
+// walks through memory in order and asks nobody; one that is through helps the others from the back of theirs.
+// Workers that must not pass before all is done say what they finished.
 class Pieces {
  public:
-  // The next `grain` numbers [*begin, *end), or false.
-  bool take(int64_t count, int64_t grain, int64_t* begin, int64_t* end) {
-    const int64_t first = next_.fetch_add(grain, std::memory_order_relaxed);
-    if (first >= count) return false;
-    *begin = first;
-    *end = first + grain < count ? first + grain : count;
-    return true;
-  }
+  explicit Pieces(int workers) : shares_(static_cast<size_t>(workers)) {}
+
+  // The worker's next `grain` numbers, or fewer at the end, or false. All calls of a run have the same count and grain.
+  bool take(int worker, int64_t count, int64_t grain, Piece* piece);
   void finish(int64_t number) { finished_.fetch_add(number, std::memory_order_release); }
   // Returns when `count` numbers are finished; what their workers wrote can then be read.
   void wait(int64_t count) const;
@@ -31,7 +35,11 @@ class Pieces {
   friend class Pool;
   void reset();
 
-  alignas(64) std::atomic<int64_t> next_{0};
+  // How many pieces of a share are taken, from the front (lower half) and from the back (upper half).
+  struct alignas(64) Share {
+    std::atomic<uint64_t> taken{0};
+  };
+  std::vector<Share> shares_;
   alignas(64) std::atomic<int64_t> finished_{0};
 };
 

@@ -160,11 +160,11 @@ bool rope_write(Context* context, const AttentionShape& shape, const KvPool& poo
   };
   // Positions of a unit share cache lines: one worker should write them.
   const int64_t together = std::clamp<int64_t>(step.rows / (4 * context->pool.size()), 1, kUnit);
-  context->pool.run([&](int) {
+  context->pool.run([&](int worker) {
     Row work(shape, d / 2);
-    int64_t r, end;
-    while (context->pool.first.take(step.rows, together, &r, &end)) {
-      for (; r < end; ++r) write_row(r, &work);
+    Piece rows;
+    while (context->pool.first.take(worker, step.rows, together, &rows)) {
+      for (int64_t r = rows.begin; r < rows.end; ++r) write_row(r, &work);
     }
   });
   return valid;

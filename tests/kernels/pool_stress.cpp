@@ -11,16 +11,15 @@ int main() {
     quire::Pool pool(threads, nullptr);
     std::vector<int64_t> written(kNumbers), copied(kNumbers);
     for (int64_t round = 0; round < 5000; ++round) {
-      pool.run([&](int) {
-        int64_t at, end;
-        while (pool.first.take(kNumbers, 5, &at, &end)) {
-          const int64_t number = end - at;
-          for (; at < end; ++at) written[static_cast<size_t>(at)] = round + at;
-          pool.first.finish(number);
+      pool.run([&](int worker) {
+        quire::Piece piece;
+        while (pool.first.take(worker, kNumbers, 5, &piece)) {
+          for (int64_t at = piece.begin; at < piece.end; ++at) written[static_cast<size_t>(at)] = round + at;
+          pool.first.finish(piece.end - piece.begin);
         }
         pool.first.wait(kNumbers);
-        while (pool.second.take(kNumbers, 1, &at, &end)) {
-          copied[static_cast<size_t>(at)] = written[static_cast<size_t>(kNumbers - 1 - at)];
+        while (pool.second.take(worker, kNumbers, 1, &piece)) {
+          copied[static_cast<size_t>(piece.begin)] = written[static_cast<size_t>(kNumbers - 1 - piece.begin)];
         }
       });
       for (int64_t i = 0; i < kNumbers; ++i) {
