@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import weakref
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from typing import TYPE_CHECKING, Literal
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from quire_kernels.cpu.memory import map_huge
 from quire_kernels.kernel_set import AttentionInput, AttentionShape
 from quire_kernels.reference import REFERENCE
 
@@ -122,8 +124,8 @@ class CpuAttention:
         if not self._served(block_size, head_dim, dtype):
             return REFERENCE.new_kv(num_blocks, num_layers, num_kv_heads, block_size, head_dim, dtype, device)
         sizes = (num_blocks, num_layers, num_kv_heads, block_size // UNIT, self._unit_elements(head_dim))
-        # Zeroed pages cost nothing until touched: the operating system commits them on the first write.
-        return torch.zeros(sizes, dtype=self._dtype, device=device)
+        num_bytes = math.prod(sizes) * self._dtype.itemsize
+        return map_huge(num_bytes)[:num_bytes].view(self._dtype).view(sizes)
 
     def kv_block_bytes(
         self, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype

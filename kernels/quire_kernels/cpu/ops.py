@@ -17,7 +17,8 @@ from torch import Tensor
 from quire_kernels.cpu.attention import CpuAttention, KVType
 from quire_kernels.cpu.layers import CpuLayers
 from quire_kernels.cpu.library import load_library
-from quire_kernels.cpu.packing import Arena, PackedLinear, Packer
+from quire_kernels.cpu.memory import Arena
+from quire_kernels.cpu.packing import PackedLinear, Packer
 from quire_kernels.kernel_set import KernelSet, Quantization
 from quire_kernels.reference import REFERENCE
 

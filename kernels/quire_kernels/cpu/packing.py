@@ -7,13 +7,12 @@ Must not know: layers, files, what a matrix is for.
 from __future__ import annotations
 
 import ctypes
-import mmap
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from quire_kernels.cpu.memory import Arena
 from quire_kernels.cpu.signatures import LinearArgs
 from quire_kernels.kernel_set import Quantization
 
@@ -21,33 +20,6 @@ _KINDS: dict[Quantization | None, int] = {None: 0, "int8": 1, "int4": 2}
 _PANEL_ROWS = 64
 _K_MULTIPLE = 32
 _MAX_K = 65536  # int32 sums of products of bytes
-_HUGE_PAGE = 2 << 20
-_CHUNK_BYTES = 64 << 20
-_ALIGNMENT = 64
-
-
-class Arena:
-    """Hands out aligned memory from a few large mappings, so that it lies on huge pages."""
-
-    def __init__(self) -> None:
-        self._free = torch.empty(0, dtype=torch.uint8)
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        """A uint8 tensor [num_bytes], 64-byte aligned. It keeps its mapping alive."""
-        needed = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        if needed > len(self._free):
-            self._free = _map_huge(max(needed, _CHUNK_BYTES))
-        memory, self._free = self._free[:num_bytes], self._free[needed:]
-        return memory
-
-
-def _map_huge(num_bytes: int) -> Tensor:
-    # Pages are committed when they are first written: what is left over at the end costs nothing.
-    mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(mapping, dtype=torch.uint8)
-    return whole[-whole.data_ptr() % _HUGE_PAGE :]
 
 
 class PackedLinear(NamedTuple):
