@@ -32,12 +32,19 @@ class Bf16Kv {
   void open(const Tile& tile, const Tile& next) {
     for (int u = tile.first_unit; u < tile.last_unit; ++u) {
       keys_[u] = reinterpret_cast<const bf16*>(tile.units[u]);
-      const bf16* ahead = next.has(u) ? reinterpret_cast<const bf16*>(next.units[u]) : keys_[u];
+      next_keys_[u] = next.has(u) ? reinterpret_cast<const bf16*>(next.units[u]) : keys_[u];
       for (int i = 0; i < kUnitPairs; ++i) {
-        pairs_[u * kUnitPairs + i] = keys_[u] + (kUnit + 2 * i) * d_;
-        ahead_[u * kUnitPairs + i] = ahead + i * 2 * kBlockVecs * kLanes;
+        const int64_t at = (kUnit + 2 * i) * d_;
+        pairs_[u * kUnitPairs + i] = keys_[u] + at;
+        next_pairs_[u * kUnitPairs + i] = next_keys_[u] + at;
       }
     }
+  }
+
+  // The next tile is on its way: what is fetched from now on is near already.
+  void stay() {
+    std::copy_n(keys_, kTileUnits, next_keys_);
+    std::copy_n(pairs_, kTile / 2, next_pairs_);
   }
 
   // Scores of the group's units into s [rows][kTile], positions outside the group's included.
@@ -46,7 +53,7 @@ class Bf16Kv {
     for (int u = group.first_unit(); u < group.last_unit(); u += kBlockVecs) {
       with_count<kBlockRows>(group.rows, [&](auto rows) {
         with_count<kBlockVecs>(std::min(kBlockVecs, group.last_unit() - u), [&](auto vecs) {
-          score_block<rows.value, vecs.value>(keys_ + u, queries, s + u * kUnit);
+          score_block<rows.value, vecs.value>(u, queries, s + u * kUnit);
         });
       });
     }
@@ -89,27 +96,30 @@ class Bf16Kv {
     if (low % 2 != 0) pairs_[begin] = edge(first_pair, 0xffff0000u, edges_);
     if (high % 2 != 0) pairs_[end - 1] = edge(last_pair, 0x0000ffffu, edges_ + d_);
     const int vecs = static_cast<int>(d_ / kLanes);
-    for (int v = 0; v < vecs; v += kBlockVecs) {
-      with_count<kBlockRows>(last - first, [&](auto rows) {
-        with_count<kBlockVecs>(std::min(kBlockVecs, vecs - v), [&](auto count) {
+    with_count<kBlockRows>(last - first, [&](auto rows) {
+      // Few rows wait for memory, which is faster in long pieces.
+      constexpr int kMost = 2 * rows.value <= kBlockRows ? 2 * kBlockVecs : kBlockVecs;
+      for (int v = 0; v < vecs; v += kMost) {
+        with_count<kMost>(std::min(kMost, vecs - v), [&](auto count) {
           value_block<rows.value, count.value>(first, begin, end, v * kLanes, fade + first, values + first * stride,
                                                stride);
         });
-      });
-    }
+      }
+    });
     pairs_[end - 1] = last_pair;
     pairs_[begin] = first_pair;
   }
 
   template <int kRows, int kVecs>
-  void score_block(const bf16* const* keys, const bf16* queries, float* s) const {
+  void score_block(int unit, const bf16* queries, float* s) const {
+    const bf16 *const *keys = keys_ + unit, *const *next = next_keys_ + unit;
     Vec acc[kRows][kVecs];
     unrolled<kRows>([&](auto r) { unrolled<kVecs>([&](auto v) { acc[r][v] = vzero(); }); });
     for (int64_t i = 0; i < d_; i += 2) {
       Pairs k[kVecs];
       unrolled<kVecs>([&](auto v) {
         k[v] = pload(keys[v] + i * kUnit);
-        __builtin_prefetch(keys[v] + (d_ + i) * kUnit, 0, 2);  // as many values as keys
+        __builtin_prefetch(next[v] + i * kUnit, 0, 2);
       });
       unrolled<kRows>([&](auto r) {
         const Pairs q = pset(queries + r * d_ + i);
@@ -132,16 +142,13 @@ class Bf16Kv {
     });
     const bf16* weights = weights_ + row * kTile;
     for (int64_t i = begin; i < end; ++i) {
-      const bf16* pair = pairs_[i] + 2 * column;
-      const bf16* ahead = ahead_[i] + column * kUnit;
-      Pairs x[kVecs];
+      const bf16 *pair = pairs_[i] + 2 * column, *next = next_pairs_[i] + 2 * column;
+      Pairs w[kRows];
+      unrolled<kRows>([&](auto r) { w[r] = pset(weights + r * kTile + 2 * i); });
       unrolled<kVecs>([&](auto v) {
-        x[v] = pload(pair + v * 2 * kLanes);
-        __builtin_prefetch(ahead + v * 2 * kLanes, 0, 2);
-      });
-      unrolled<kRows>([&](auto r) {
-        const Pairs w = pset(weights + r * kTile + 2 * i);
-        unrolled<kVecs>([&](auto v) { acc[r][v] = dot2(acc[r][v], x[v], w); });
+        const Pairs x = pload(pair + v * 2 * kLanes);
+        __builtin_prefetch(next + v * 2 * kLanes, 0, 2);
+        unrolled<kRows>([&](auto r) { acc[r][v] = dot2(acc[r][v], x, w[r]); });
       });
     }
     unrolled<kRows>([&](auto r) {
@@ -166,7 +173,10 @@ class Bf16Kv {
   bf16* queries_;                 // [rows][d]
   const bf16* keys_[kTileUnits] = {};
   const bf16* pairs_[kTile / 2] = {};  // values of two positions each
-  const bf16* ahead_[kTile / 2] = {};  // where the next tile's keys are fetched while those are used
+  // The same of the next tile, which is fetched while this one is used: a tile ahead, since less than that is used
+  // before it has come.
+  const bf16* next_keys_[kTileUnits] = {};
+  const bf16* next_pairs_[kTile / 2] = {};
 };
 
 }  // namespace quire

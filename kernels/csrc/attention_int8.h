@@ -54,9 +54,18 @@ class Int8Kv {
     for (int u = tile.first_unit; u < tile.last_unit; ++u) {
       units_[u] = tile.units[u];
       next_[u] = next.has(u) ? next.units[u] : tile.units[u];
-      const char* values = tile.units[u] + kUnit * d_;
-      for (int i = 0; i < kUnitQuads; ++i) quads_[u * kUnitQuads + i] = values + i * 4 * d_;
+      for (int i = 0; i < kUnitQuads; ++i) {
+        const int64_t at = (kUnit + 4 * i) * d_;
+        quads_[u * kUnitQuads + i] = units_[u] + at;
+        next_quads_[u * kUnitQuads + i] = next_[u] + at;
+      }
     }
+  }
+
+  // The next tile is on its way: what is fetched from now on is near already.
+  void stay() {
+    std::copy_n(units_, kTileUnits, next_);
+    std::copy_n(quads_, kTile / 4, next_quads_);
   }
 
   void score(const Group& group, float* s) const {
@@ -64,7 +73,7 @@ class Int8Kv {
       with_count<kVecs>(std::min(kVecs, group.last_unit() - u), [&](auto vecs) {
         for (int r = 0; r < group.rows; r += kRows) {
           with_count<kRows>(std::min(kRows, group.rows - r), [&](auto rows) {
-            score_block<rows.value, vecs.value>(units_ + u, group.first_row + r, s + r * kTile + u * kUnit);
+            score_block<rows.value, vecs.value>(u, group.first_row + r, s + r * kTile + u * kUnit);
           });
         }
       });
@@ -135,7 +144,8 @@ class Int8Kv {
   static Vec joined(Ints high, Ints low) { return vfma(to_vec(high), vset(256.0f), to_vec(low)); }
 
   template <int kRowCount, int kVecCount>
-  void score_block(const char* const* units, int64_t first_row, float* s) const {
+  void score_block(int unit, int64_t first_row, float* s) const {
+    const char *const *units = units_ + unit, *const *next = next_ + unit;
     Ints high[kRowCount][kVecCount], low[kRowCount][kVecCount];
     for (int r = 0; r < kRowCount; ++r) {
       int32_t offsets[2];
@@ -149,7 +159,7 @@ class Int8Kv {
       Ints k[kVecCount];
       for (int v = 0; v < kVecCount; ++v) {
         k[v] = iload(units[v] + i * kUnit);
-        __builtin_prefetch(units[v] + (d_ + i) * kUnit);
+        __builtin_prefetch(next[v] + i * kUnit);
       }
       for (int r = 0; r < kRowCount; ++r) {
         const int8_t* query = queries_ + (first_row + r) * 2 * d_ + i;
@@ -177,12 +187,11 @@ class Int8Kv {
       for (int v = 0; v < kVecCount; ++v) high[r][v] = low[r][v] = izero();
     }
     for (int i = begin; i < end; ++i) {
-      const char* at = quads_[i] + 4 * column;
-      const char* ahead = next_[i / kUnitQuads] + 4 * (column * kUnitQuads + i % kUnitQuads * kVecCount * kLanes);
+      const char *at = quads_[i] + 4 * column, *next = next_quads_[i] + 4 * column;
       Ints x[kVecCount];
       for (int v = 0; v < kVecCount; ++v) {
         x[v] = iload(at + v * 4 * kLanes);
-        __builtin_prefetch(ahead + v * 4 * kLanes);
+        __builtin_prefetch(next + v * 4 * kLanes);
       }
       for (int r = 0; r < kRowCount; ++r) {
         const uint8_t* weights = weights_ + (row + r) * 2 * kTile + 4 * i;
@@ -210,8 +219,10 @@ class Int8Kv {
   int8_t* queries_;  // [rows][2][d]
   float steps_[kBlockRows] = {};
   const char* units_[kTileUnits] = {};
-  const char* next_[kTileUnits] = {};
   const char* quads_[kTile / 4] = {};  // values of four positions each
+  // The same of the next tile, which is fetched while this one is used.
+  const char* next_[kTileUnits] = {};
+  const char* next_quads_[kTile / 4] = {};
 };
 
 }  // namespace quire

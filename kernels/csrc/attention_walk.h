@@ -191,6 +191,7 @@ class Walk {
         Group group{first + from, static_cast<int>(to - from), range.low, {}};
         for (int r = 0; r < group.rows; ++r) group.high[r] = ranges_[from + r].high;
         block_of_rows(group, state);
+        if (from == 0 && to < rows) kv_.stay();
       }
     }
   }
