@@ -89,7 +89,7 @@ bool Pieces::take(int worker, int64_t count, int64_t grain, Piece* piece) {
   for (int64_t i = 0; i < workers; ++i) {
     const bool own = i == 0;
     const int64_t whose = (worker + i) % workers;
-    const int64_t first = pieces * whose / workers, last = pieces * (whose + 1) / workers;
+    const int64_t first = (pieces * whose + workers - 1) / workers, last = (pieces * (whose + 1) + workers - 1) / workers;
     std::atomic<uint64_t>& share = shares_[static_cast<size_t>(whose)].taken;
     uint64_t taken = share.load(std::memory_order_relaxed);
     for (;;) {
