@@ -4,6 +4,8 @@
 // Must not know: what an op computes.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -32,14 +34,18 @@ class Scratch {
     if (bytes <= size_) return;
     std::free(data_);
     size_ = 0;
-    const size_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
-    data_ = static_cast<char*>(std::aligned_alloc(kAlignment, rounded));
+    const size_t alignment = bytes < kLarge ? kAlignment : kHugePage;
+    const size_t rounded = (bytes + alignment - 1) / alignment * alignment;
+    data_ = static_cast<char*>(std::aligned_alloc(alignment, rounded));
     if (data_ == nullptr) throw std::bad_alloc();
+#if defined(MADV_HUGEPAGE)
+    if (alignment == kHugePage) madvise(data_, rounded, MADV_HUGEPAGE);  // refused: small pages
+#endif
     size_ = rounded;
   }
   char* data() const { return data_; }
 
-  static constexpr size_t kAlignment = 64;
+  static constexpr size_t kAlignment = 64, kHugePage = 2 << 20, kLarge = kHugePage / 8;
 
  private:
   char* data_ = nullptr;
