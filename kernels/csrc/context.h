@@ -13,6 +13,7 @@
 #include <new>
 #include <vector>
 
+#include "commit.h"
 #include "pool.h"
 
 // One of these before every function that Python calls; all return 0, or 1 when memory ran out.
@@ -65,6 +66,7 @@ struct Context {
   Scratch shared;   // of the op that runs, for all workers
   Scratch between;  // rows on their way from one op to the next
   std::vector<Scratch> own;
+  Committer committer;  // of the KV pool
 };
 
 // Runs an op's body alone on the context; the exported function's result.

@@ -119,13 +119,17 @@ class CpuAttention:
     ) -> Tensor:
         """[blocks, layers, kv heads, units, elements of a unit], bf16 or bytes; else the reference's pool.
 
+        The pages of a C++ pool are committed from now on, in order, whenever a core is idle.
         ValueError for an int8 pool that the kernels cannot serve.
         """
         if not self._served(block_size, head_dim, dtype):
             return REFERENCE.new_kv(num_blocks, num_layers, num_kv_heads, block_size, head_dim, dtype, device)
         sizes = (num_blocks, num_layers, num_kv_heads, block_size // UNIT, self._unit_elements(head_dim))
         num_bytes = math.prod(sizes) * self._dtype.itemsize
-        return map_huge(num_bytes)[:num_bytes].view(self._dtype).view(sizes)
+        memory = map_huge(num_bytes)[:num_bytes]
+        # It only saves time later: without a thread for it, pages are committed by the steps that write them first.
+        self._context.library.quire_commit(self._handle, memory.data_ptr(), num_bytes)
+        return memory.view(self._dtype).view(sizes)
 
     def kv_block_bytes(
         self, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype

@@ -32,6 +32,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "quire_create": (c_void_p, (c_int32, c_void_p)),
     "quire_destroy": (None, (c_void_p,)),
     "quire_threads": (c_int32, (c_void_p,)),
+    "quire_commit": (c_int32, (c_void_p, c_void_p, c_int64)),
     "quire_panel_count": (c_int64, (c_void_p,)),
     "quire_panel_bytes": (c_int64, (c_void_p,)),
     "quire_pack": (c_int32, (c_void_p, c_void_p, c_void_p, c_void_p)),
