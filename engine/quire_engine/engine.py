@@ -46,6 +46,7 @@ class Engine:
         self._step_id = 0
         self._unsent: list[TokenOutput] = []  # refusals, sent with the next StepOutput
         self._stats_changed = False
+        self._checked = True  # nothing has happened since the last look at the books
 
     @property
     def has_work(self) -> bool:
@@ -74,6 +75,11 @@ class Engine:
     def health(self) -> EngineHealth:
         return EngineHealth(alive=True, step_id=self._step_id, has_work=self._scheduler.has_work)
 
+    def rest(self) -> None:
+        """Nothing has come for a while: check the books, once. That takes a moment where there are many blocks."""
+        if not self._checked:
+            self._check()
+
     def step(self) -> None:
         """Schedule, execute, apply; then tell `on_step` what came of it, if anything did."""
         started = self._clock()
@@ -87,11 +93,16 @@ class Engine:
             execute_seconds = finished - execute_started
             outputs += self._scheduler.apply(batch, result, finished)
             self._step_id = batch.step_id
-        if self._check_every_step or not self._scheduler.has_work:
-            self._scheduler.check_invariants()
+        self._checked = False
+        if self._check_every_step:
+            self._check()
         if batch is None and not outputs and not self._stats_changed:
             return
         self._stats_changed = False
         step_seconds = self._clock() - started
         stats = replace(self._scheduler.stats(), step_seconds=step_seconds, host_seconds=step_seconds - execute_seconds)
         self.on_step(StepOutput(step_id=self._step_id, outputs=tuple(outputs), stats=stats))
+
+    def _check(self) -> None:
+        self._scheduler.check_invariants()
+        self._checked = True

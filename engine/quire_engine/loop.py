@@ -52,6 +52,7 @@ class EngineLoop:
         while not self._stopping:
             if not self._poll.poll(timeout * 1000):
                 if not self._engine.has_work:
+                    self._engine.rest()
                     self.send(self._engine.health())
                 return
             data = self._connection.recv(_RECEIVE_BYTES)

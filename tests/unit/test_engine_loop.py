@@ -1,0 +1,78 @@
+"""When the engine looks at its books: when nothing comes, not between a request's last token and its client."""
+
+import socket
+import threading
+
+import pytest
+
+from fake_executor import new_run, request
+from quire_engine import loop
+from quire_engine.engine import Engine
+from quire_engine.loop import EngineLoop
+from quire_engine.transport import FrameDecoder, encode_frame
+from quire_engine.types import Control
+
+
+class Watched:
+    """An engine on a pretended pool, and what it did in which order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, every_step: bool = False) -> None:
+        run = new_run()
+        self.events: list[str] = []
+        check = run.scheduler.check_invariants
+
+        def watched_check() -> None:
+            self.events.append("check")
+            check()
+
+        monkeypatch.setattr(run.scheduler, "check_invariants", watched_check)
+        self.engine = Engine(run.scheduler, run.executor, check_invariants=every_step)
+        self.engine.on_step = lambda _: self.events.append("sent")
+
+    def serve(self, name: str) -> None:
+        self.engine.submit(request(name, 20, 2))
+        while self.engine.has_work:
+            self.engine.step()
+
+
+def test_the_last_output_is_sent_without_a_look_at_the_books(monkeypatch):
+    watched = Watched(monkeypatch)
+    watched.serve("a")
+    assert watched.events == ["sent", "sent"]
+
+
+def test_at_rest_the_books_are_checked_once(monkeypatch):
+    watched = Watched(monkeypatch)
+    watched.engine.rest()
+    assert not watched.events
+    watched.serve("a")
+    watched.engine.rest()
+    watched.engine.rest()
+    assert watched.events == ["sent", "sent", "check"]
+    watched.serve("b")
+    watched.engine.rest()
+    assert watched.events.count("check") == 2
+
+
+def test_on_request_every_step_is_checked_before_it_is_told(monkeypatch):
+    watched = Watched(monkeypatch, every_step=True)
+    watched.serve("a")
+    watched.engine.rest()
+    assert watched.events == ["check", "sent"] * 2
+
+
+def test_the_loop_rests_when_nothing_comes(monkeypatch):
+    monkeypatch.setattr(loop, "HEARTBEAT_SECONDS", 0.02)
+    watched = Watched(monkeypatch)
+    watched.serve("a")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        engine_loop = EngineLoop(watched.engine, ours, FrameDecoder())
+        thread = threading.Thread(target=engine_loop.run, args=([],))
+        thread.start()
+        theirs.recv(1 << 16)  # the first sign of life
+        theirs.recv(1 << 16)
+        theirs.sendall(encode_frame(Control(kind="shutdown")))
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+    assert watched.events == ["sent", "sent", "check"]
