@@ -57,8 +57,7 @@ void gemm_stepped(Pieces& panels, int worker, const Linear& w, const Rows& rows,
         const int64_t lines = !ends && t >= first_ahead ? (per_step + 63) / 64 : 0;
         const Ahead ahead{after, after + (t - first_ahead) * count * per_step, per_step, lines};
         any_tile<Dot>(live, a, stride, address(panel, step), count, sums, step > 0, cold && t == 0, ahead);
-        if (!last_slice) continue;
-        for (int64_t r = 0; r < live; ++r) finish_row(w, rows, out, m + r, panel, sums + r * kPanelRows);
+        if (last_slice) finish_tile<Dot::kKind>(w, rows, out, m, live, panel, sums);
       }
     }
     if (brings_all) fetched = piece.next;
@@ -79,7 +78,7 @@ void gemm_int4(Pieces& panels, int worker, const Linear& w, const Rows& rows, co
       with_count<kInt4TileRows>(static_cast<int>(live), [&](auto number) {
         tile_int4<number>(a, w.k, rows.sums + m * groups, address(panel), sums, m == 0, follows);
       });
-      for (int64_t r = 0; r < live; ++r) finish_row(w, rows, out, m + r, panel, sums + r * kPanelRows);
+      finish_tile<WeightKind::kInt4>(w, rows, out, m, live, panel, sums);
     }
   }
 }

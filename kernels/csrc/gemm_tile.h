@@ -22,6 +22,7 @@ constexpr int64_t kPrefetchBytes = 4096;
 constexpr int64_t kStepBytes = kPanelRows * 4;
 
 struct Bf16Dot {
+  static constexpr WeightKind kKind = WeightKind::kBf16;
   using Sum = Vec;
   using Lane = Pairs;
   static constexpr int64_t kValuesPerStep = 2;
@@ -34,6 +35,7 @@ struct Bf16Dot {
 };
 
 struct Int8Dot {
+  static constexpr WeightKind kKind = WeightKind::kInt8;
   using Sum = Ints;
   using Lane = Ints;
   static constexpr int64_t kValuesPerStep = 4;
