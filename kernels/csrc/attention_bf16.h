@@ -41,12 +41,6 @@ class Bf16Kv {
     }
   }
 
-  // The next tile is on its way: what is fetched from now on is near already.
-  void stay() {
-    std::copy_n(keys_, kTileUnits, next_keys_);
-    std::copy_n(pairs_, kTile / 2, next_pairs_);
-  }
-
   // Scores of the group's units into s [rows][kTile], positions outside the group's included.
   void score(const Group& group, float* s) const {
     const bf16* queries = queries_ + group.first_row * d_;

@@ -62,12 +62,6 @@ class Int8Kv {
     }
   }
 
-  // The next tile is on its way: what is fetched from now on is near already.
-  void stay() {
-    std::copy_n(units_, kTileUnits, next_);
-    std::copy_n(quads_, kTile / 4, next_quads_);
-  }
-
   void score(const Group& group, float* s) const {
     for (int u = group.first_unit(); u < group.last_unit(); u += kVecs) {
       with_count<kVecs>(std::min(kVecs, group.last_unit() - u), [&](auto vecs) {

@@ -107,7 +107,7 @@ class Walk {
       for (int64_t h = 0; h < heads.count; ++h) {
         const Tile of_head = tile.moved(h * head_bytes_);
         kv_.open(of_head, h + 1 < heads.count ? of_head.moved(head_bytes_) : next);
-        rows_of_tile(h * rows, rows, state);
+        rows_of_tile(of_head, h * rows, rows, state);
       }
     }
     return true;
@@ -177,8 +177,8 @@ class Walk {
     }
   }
 
-  // The `rows` rows of one head, counted from `first` on.
-  void rows_of_tile(int64_t first, int64_t rows, float* state) {
+  // The `rows` rows of one head, counted from `first` on, against a tile that was opened for them.
+  void rows_of_tile(const Tile& tile, int64_t first, int64_t rows, float* state) {
     for (int64_t row = 0, end; row < rows; row = end) {
       const Range range = ranges_[row];
       for (end = row + 1; end < rows; ++end) {
@@ -191,7 +191,7 @@ class Walk {
         Group group{first + from, static_cast<int>(to - from), range.low, {}};
         for (int r = 0; r < group.rows; ++r) group.high[r] = ranges_[from + r].high;
         block_of_rows(group, state);
-        if (from == 0 && to < rows) kv_.stay();
+        if (from == 0 && to < rows) kv_.open(tile, tile);  // the next one is on its way
       }
     }
   }
