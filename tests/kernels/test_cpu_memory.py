@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quire_kernels.cpu.ops import cpu_kernel_set
+from quire_kernels.kernel_set import KernelSet
 
 BLOCK = (4, 2, 16, 64)  # layers, kv heads, block size, head_dim
 MADV_POPULATE_WRITE = 23
@@ -33,18 +34,20 @@ def resident(pool: torch.Tensor) -> float:
     return sum(byte & 1 for byte in present) / pages
 
 
-def new_pool(num_bytes: int) -> torch.Tensor:
-    kernels = cpu_kernel_set(1)
+def new_pool(kernels: KernelSet, num_bytes: int) -> torch.Tensor:
     layers, heads, block_size, head_dim = BLOCK
     blocks = num_bytes // kernels.kv_block_bytes(layers, heads, block_size, head_dim, torch.bfloat16)
-    pool = kernels.new_kv(blocks, layers, heads, block_size, head_dim, torch.bfloat16, torch.device("cpu"))
-    pool.kernels = kernels  # type: ignore[attr-defined]  # the thread ends with them
-    return pool
+    return kernels.new_kv(blocks, layers, heads, block_size, head_dim, torch.bfloat16, torch.device("cpu"))
+
+
+@pytest.fixture
+def kernels() -> KernelSet:
+    return cpu_kernel_set(1)
 
 
 @pytest.mark.skipif(not commits_early(), reason="this Linux cannot commit pages without writing them (before 5.14)")
-def test_pages_are_committed_before_they_are_used():
-    pool = new_pool(48 << 20)
+def test_pages_are_committed_before_they_are_used(kernels):
+    pool = new_pool(kernels, 48 << 20)
     deadline = time.monotonic() + 60
     while resident(pool) < 1 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -52,14 +55,17 @@ def test_pages_are_committed_before_they_are_used():
     assert not pool.any()
 
 
-def test_what_is_written_meanwhile_stays():
-    pool = new_pool(48 << 20)
+def test_what_is_written_meanwhile_stays(kernels):
+    pool = new_pool(kernels, 48 << 20)
     flat = pool.view(-1)
     flat[::1000] = 1
     time.sleep(0.2)
     assert flat.sum(dtype=torch.float64) == len(flat[::1000])
 
 
-def test_a_pool_may_go_while_it_is_committed():
-    for _ in range(20):
-        new_pool(256 << 20)
+def test_a_pool_may_go_while_it_is_committed(kernels):
+    for _ in range(10):
+        pool = new_pool(kernels, 256 << 20)
+        del pool  # the thread goes on until it finds no memory
+        time.sleep(0.01)
+    assert not new_pool(kernels, 1 << 20).any()

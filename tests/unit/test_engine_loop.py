@@ -66,6 +66,7 @@ def test_the_loop_rests_when_nothing_comes(monkeypatch):
     watched = Watched(monkeypatch)
     watched.serve("a")
     ours, theirs = socket.socketpair()
+    theirs.settimeout(10)
     with ours, theirs:
         engine_loop = EngineLoop(watched.engine, ours, FrameDecoder())
         thread = threading.Thread(target=engine_loop.run, args=([],))
