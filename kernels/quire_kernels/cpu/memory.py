@@ -1,4 +1,4 @@
-"""Zeroed memory on huge pages: half the time of reading scattered small pages goes into finding them.
+"""Zeroed memory on huge pages: large memory that is read all the time should not wait for its address translation.
 
 Promises: pages are committed when they are first written; where the system has no huge pages, plain ones.
 Must not know: what is kept there.
