@@ -22,41 +22,78 @@ struct Tiling {
 // Steps of k that are walked before the next panel slice.
 constexpr int64_t kSlice = kSliceBytes / kStepBytes;
 
+// Decoding takes a few of the cycles that a tile's products take, on AVX-512 fewer than a copy does: there only of more
+// tiles than these the first keeps what it decodes for the others.
+#if defined(QUIRE_AVX512)
+constexpr int64_t kDecodingTiles = 5;
+#else
+constexpr int64_t kDecodingTiles = 1;
+#endif
+
+// Reads coded steps and writes their weights to `out` [count][64] pairs.
+class KeptSteps {
+ public:
+  static constexpr int64_t kBytes = CodedSteps::kBytes;
+  KeptSteps(const CodedSteps& steps, char* out) : steps_(steps), out_(out) {}
+  const char* at() const { return steps_.at(); }
+  void next(Pairs (&weights)[kVecs]) {
+    steps_.next(weights);
+    unrolled<kVecs>([&](auto v) { pstore(reinterpret_cast<bf16*>(out_ + v * sizeof(Pairs)), weights[v]); });
+    out_ += kStepBytes;
+  }
+
+ private:
+  CodedSteps steps_;
+  char* out_;
+};
+
 template <typename Dot>
-void gemm_stepped(Pieces& panels, int worker, const Linear& w, const Rows& rows, const Output& out, float* partial) {
+void gemm_stepped(Pieces& panels, int worker, const Linear& w, const Rows& rows, const Output& out, float* partial,
+                  char* decoded) {
+  constexpr bool kMayBeCoded = Dot::kKind == WeightKind::kBf16;
   const int64_t steps = w.k / Dot::kValuesPerStep;
   const Tiling tiling(rows.m, kTileRows);
   const int64_t stride = steps * 4;
   const bool whole = steps <= kSlice;
+  const bool keeps = tiling.count > kDecodingTiles;
   const int64_t num_panels = panel_count(w);
-  const auto address = [&](int64_t panel, int64_t step) {
-    return static_cast<const char*>(w.packed) + panel * panel_bytes(w) + step * kStepBytes;
-  };
   // Many tiles bring all of the next panel. Of few the first waits for its own panel, whose loads are then the best
   // prefetch, and the others bring what they have time for.
   const bool brings_all = tiling.count > 3;
   const int64_t first_ahead = brings_all ? 0 : 1;
-  const int64_t per_step = brings_all ? kStepBytes / tiling.count : 64;
   int64_t fetched = -1;
   Piece piece;
   while (panels.take(worker, num_panels, 1, &piece)) {
     const int64_t panel = piece.begin;
+    const char* start = panel_at(w, panel);
+    const bool coded = kMayBeCoded && is_coded(w, panel);
+    const int64_t step_bytes = coded ? kCodedStepBytes : kStepBytes;
+    const int64_t per_step = brings_all ? step_bytes / tiling.count : 64;
     const bool cold = panel != fetched;
     if (w.scales != nullptr) prefetch<kPanelRows * 4>(w.scales + panel * kPanelRows);
     if (w.sums != nullptr) prefetch<kPanelRows * 4>(w.sums + panel * kPanelRows);
     for (int64_t step = 0; step < steps; step += kSlice) {
       const int64_t count = std::min(kSlice, steps - step);
       const bool last_slice = step + count == steps;
+      const char* from = coded ? CodedSteps(start, step).at() : start + step * kStepBytes;
       // With nothing known to follow, the start of this panel, which is in the cache.
       const bool ends = last_slice && piece.next < 0;
-      const char* after = ends ? address(panel, step) : last_slice ? address(piece.next, 0) : address(panel, step + count);
+      const char* after = ends ? from : last_slice ? panel_at(w, piece.next) : from + count * step_bytes;
       for (int64_t t = 0; t < tiling.count; ++t) {
         const int64_t m = tiling.first(t), live = tiling.rows(t);
         float* sums = partial + (whole ? 0 : m * kPanelRows);
         const char* a = static_cast<const char*>(rows.data) + m * stride + step * 4;
         const int64_t lines = !ends && t >= first_ahead ? (per_step + 63) / 64 : 0;
         const Ahead ahead{after, after + (t - first_ahead) * count * per_step, per_step, lines};
-        any_tile<Dot>(live, a, stride, address(panel, step), count, sums, step > 0, cold && t == 0, ahead);
+        const auto multiply = [&](const auto& weights) {
+          any_tile<Dot>(live, a, stride, weights, count, sums, step > 0, cold && t == 0, ahead);
+        };
+        if (!coded || (keeps && t > 0)) {
+          multiply(PlainSteps<Dot>(coded ? decoded : from));
+        } else if constexpr (kMayBeCoded) {
+          const CodedSteps weights(start, step);
+          keeps ? multiply(KeptSteps(weights, decoded)) : multiply(weights);
+        }
         if (last_slice) finish_tile<Dot::kKind>(w, rows, out, m, live, panel, sums);
       }
     }
@@ -67,35 +104,42 @@ void gemm_stepped(Pieces& panels, int worker, const Linear& w, const Rows& rows,
 void gemm_int4(Pieces& panels, int worker, const Linear& w, const Rows& rows, const Output& out, float* sums) {
   const Tiling tiling(rows.m, kInt4TileRows);
   const int64_t groups = w.k / kGroup, num_panels = panel_count(w);
-  const auto address = [&](int64_t panel) { return static_cast<const char*>(w.packed) + panel * panel_bytes(w); };
   Piece piece;
   while (panels.take(worker, num_panels, 1, &piece)) {
     const int64_t panel = piece.begin;
-    const char* follows = address(piece.next < 0 ? panel : piece.next);
+    const char* follows = panel_at(w, piece.next < 0 ? panel : piece.next);
     for (int64_t t = 0; t < tiling.count; ++t) {
       const int64_t m = tiling.first(t), live = tiling.rows(t);
       const int8_t* a = static_cast<const int8_t*>(rows.data) + m * w.k;
       with_count<kInt4TileRows>(static_cast<int>(live), [&](auto number) {
-        tile_int4<number>(a, w.k, rows.sums + m * groups, address(panel), sums, m == 0, follows);
+        tile_int4<number>(a, w.k, rows.sums + m * groups, panel_at(w, panel), sums, m == 0, follows);
       });
       finish_tile<WeightKind::kInt4>(w, rows, out, m, live, panel, sums);
     }
   }
 }
 
-}  // namespace
-
-int64_t gemm_scratch_bytes(const Linear& w, int64_t m) {
+int64_t sums_bytes(const Linear& w, int64_t m) {
   const int64_t steps = w.kind == WeightKind::kBf16 ? w.k / Bf16Dot::kValuesPerStep : w.k / Int8Dot::kValuesPerStep;
   const bool whole = w.kind == WeightKind::kInt4 || steps <= kSlice;
   return (whole ? kTileRows : m) * kPanelRows * static_cast<int64_t>(sizeof(float));
 }
 
+int64_t decoded_bytes(const Linear& w, int64_t m) {
+  if (w.kind != WeightKind::kBf16 || Tiling(m, kTileRows).count <= kDecodingTiles) return 0;
+  return std::min(kSliceBytes, w.k / Bf16Dot::kValuesPerStep * kStepBytes);
+}
+
+}  // namespace
+
+int64_t gemm_scratch_bytes(const Linear& w, int64_t m) { return sums_bytes(w, m) + decoded_bytes(w, m); }
+
 void gemm_worker(Pieces& panels, int worker, const Linear& w, const Rows& rows, const Output& out, char* scratch) {
   float* sums = reinterpret_cast<float*>(scratch);
+  char* decoded = scratch + sums_bytes(w, rows.m);
   switch (w.kind) {
-    case WeightKind::kBf16: return gemm_stepped<Bf16Dot>(panels, worker, w, rows, out, sums);
-    case WeightKind::kInt8: return gemm_stepped<Int8Dot>(panels, worker, w, rows, out, sums);
+    case WeightKind::kBf16: return gemm_stepped<Bf16Dot>(panels, worker, w, rows, out, sums, decoded);
+    case WeightKind::kInt8: return gemm_stepped<Int8Dot>(panels, worker, w, rows, out, sums, decoded);
     default: return gemm_int4(panels, worker, w, rows, out, sums);
   }
 }

@@ -1,8 +1,9 @@
 // Matrix products of activation rows with packed weights: bf16 with fp32 sums, int8 and int4 with int32 sums.
 //
 // Packed weights are panels of 64 output rows, each [steps][64][4 bytes]: a lane is an output row and a step is two bf16
-// or four int8 of k. Every output is one accumulator walked through k in order, whatever the number of activation rows,
-// so that a row's result does not depend on its neighbours (batch invariance).
+// or four int8 of k. Panels of bf16 take three quarters of that where coded.h can tell their weights in it. Every output
+// is one accumulator walked through k in order, whatever the number of activation rows, so that a row's result does not
+// depend on its neighbours (batch invariance).
 #pragma once
 
 #include <cstdint>
@@ -23,7 +24,8 @@ struct Linear {
   int32_t gate_up;
   int64_t n, k;         // k: padded with zeros to a multiple of 32
   int64_t columns;      // k before padding
-  const void* packed;
+  const char* packed;
+  const int64_t* starts;  // [panels + 1], of the panels and of their end, in bytes; multiples of 64
   const float* scales;  // int8: [panels * 64], per output row, in panel order; int4 scales are inside the panels
   const int32_t* sums;  // int8: [panels * 64], 128 * the sum of the row's weights
   const float* bias;    // [panels * 64] in panel order, or null
@@ -60,7 +62,8 @@ inline int64_t panel_count(const Linear& w) {
   return (rows + step - 1) / step;
 }
 
-inline int64_t panel_bytes(const Linear& w) {
+// Of one whose weights lie as they are.
+inline int64_t plain_panel_bytes(const Linear& w) {
   switch (w.kind) {
     case WeightKind::kBf16: return w.k * kPanelRows * 2;
     case WeightKind::kInt8: return w.k * kPanelRows;
@@ -68,7 +71,14 @@ inline int64_t panel_bytes(const Linear& w) {
   }
 }
 
-// Partial sums that one worker needs for m rows, in bytes.
+inline const char* panel_at(const Linear& w, int64_t panel) { return w.packed + w.starts[panel]; }
+
+// Whether a panel of bf16 is in the layout of coded.h.
+inline bool is_coded(const Linear& w, int64_t panel) {
+  return w.starts[panel + 1] - w.starts[panel] < plain_panel_bytes(w);
+}
+
+// Partial sums and decoded weights that one worker needs for m rows, in bytes.
 int64_t gemm_scratch_bytes(const Linear& w, int64_t m);
 
 // What is left of the product, panel by panel; each worker of a run calls it.

@@ -4,6 +4,7 @@
 // Must not know: who computes which panel, what becomes of the sums.
 #pragma once
 
+#include "coded.h"
 #include "gemm.h"
 #include "unroll.h"
 
@@ -51,6 +52,22 @@ struct Int8Dot {
   static Sum dot(Sum sum, Lane w, Lane a) { return dot4(sum, a, w); }
 };
 
+// Reads the steps of one panel whose weights lie in memory as they are, one after the other.
+template <typename Dot>
+class PlainSteps {
+ public:
+  explicit PlainSteps(const char* first) : at_(first) {}
+  static constexpr int64_t kBytes = kStepBytes;
+  const char* at() const { return at_; }
+  void next(typename Dot::Lane (&weights)[kVecs]) {
+    unrolled<kVecs>([&](auto v) { weights[v] = Dot::load(at_ + v * kLanes * 4); });
+    at_ += kStepBytes;
+  }
+
+ private:
+  const char* at_;
+};
+
 template <int64_t kBytes>
 inline void prefetch(const void* p) {
   for (int64_t at = 0; at < kBytes; at += 64) __builtin_prefetch(static_cast<const char*>(p) + at);
@@ -67,21 +84,23 @@ struct Ahead {
 
 // `count` steps of `kRows` activation rows against one panel. Sums are carried in `sums` [kRows][64] when `resume`;
 // `cold` weights are still in memory, and so are the first of those that follow them.
-template <typename Dot, int kRows>
-void tile(const char* a, int64_t stride, const char* w, int64_t count, float* sums, bool resume, bool cold,
+template <typename Dot, int kRows, typename Steps>
+void tile(const char* a, int64_t stride, Steps steps, int64_t count, float* sums, bool resume, bool cold,
           const Ahead& ahead) {
   typename Dot::Sum acc[kRows][kVecs];
   unrolled<kRows>([&](auto r) {
     unrolled<kVecs>([&](auto v) { acc[r][v] = resume ? Dot::load_sum(sums + (r * kVecs + v) * kLanes) : Dot::zero(); });
   });
-  const int64_t turn = count - kPrefetchBytes / kStepBytes;
-  for (int64_t step = 0; step < count; ++step, w += kStepBytes) {
-    if (cold) prefetch<kStepBytes>(step < turn ? w + kPrefetchBytes : ahead.follows + (step - turn) * kStepBytes);
+  const int64_t turn = count - kPrefetchBytes / Steps::kBytes;
+  for (int64_t step = 0; step < count; ++step) {
+    if (cold) {
+      prefetch<Steps::kBytes>(step < turn ? steps.at() + kPrefetchBytes : ahead.follows + (step - turn) * Steps::kBytes);
+    }
     for (int64_t line = 0; line < ahead.lines; ++line) {
       __builtin_prefetch(ahead.at + step * ahead.per_step + line * 64, 0, 2);
     }
     typename Dot::Lane weights[kVecs];
-    unrolled<kVecs>([&](auto v) { weights[v] = Dot::load(w + v * kLanes * 4); });
+    steps.next(weights);
     unrolled<kRows>([&](auto r) {
       const typename Dot::Lane x = Dot::broadcast(a + r * stride + step * 4);
       unrolled<kVecs>([&](auto v) { acc[r][v] = Dot::dot(acc[r][v], weights[v], x); });
@@ -92,11 +111,11 @@ void tile(const char* a, int64_t stride, const char* w, int64_t count, float* su
   });
 }
 
-template <typename Dot>
-void any_tile(int64_t rows, const char* a, int64_t stride, const char* w, int64_t count, float* sums, bool resume,
+template <typename Dot, typename Steps>
+void any_tile(int64_t rows, const char* a, int64_t stride, const Steps& steps, int64_t count, float* sums, bool resume,
               bool cold, const Ahead& ahead) {
   with_count<kTileRows>(static_cast<int>(rows), [&](auto number) {
-    tile<Dot, number>(a, stride, w, count, sums, resume, cold, ahead);
+    tile<Dot, number>(a, stride, steps, count, sums, resume, cold, ahead);
   });
 }
 

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "context.h"
+#include "encode.h"
 #include "gemm.h"
 #include "norm.h"
 
@@ -41,14 +42,59 @@ void transpose(const char* rows, int64_t steps, char* out) {
   }
 }
 
-void pack_bf16(const Linear& w, const Source& from, int64_t panel, char* stage, char* out) {
-  bf16* rows = reinterpret_cast<bf16*>(stage);
-  std::memset(rows, 0, static_cast<size_t>(kPanelRows * w.k) * sizeof(bf16));
+// A coded panel costs a misprediction for every repair; where there are more it is slower than a plain one.
+constexpr int64_t kStepsPerRepair = 8;
+
+// The panel's lowest exponent if it is coded, judged by every fifth weight.
+int lowest_exponent(const Linear& w, const Source& from, int64_t panel) {
+  constexpr int64_t kSampled = 5;
+  ExponentCounts counts;
   for (int64_t lane = 0; lane < kPanelRows; ++lane) {
     const bf16* row = source_row(w, from, panel, lane);
-    if (row != nullptr) std::memcpy(rows + lane * w.k, row, static_cast<size_t>(w.columns) * sizeof(bf16));
+    if (row == nullptr) continue;
+    for (int64_t at = lane % kSampled; at < w.columns; at += kSampled) counts.add(row[at]);
   }
-  transpose(stage, w.k / 2, out);
+  return counts.lowest();
+}
+
+int64_t count_repairs(const Linear& w, const Source& from, int64_t panel, int lowest) {
+  int64_t repairs = 0;
+  for (int64_t lane = 0; lane < kPanelRows; ++lane) {
+    const bf16* row = source_row(w, from, panel, lane);
+    if (row == nullptr) continue;
+    int32_t beyond = 0;
+    for (int64_t at = 0; at < w.columns; ++at) beyond += within(row[at], lowest) ? 0 : 1;
+    repairs += beyond;
+  }
+  return repairs;
+}
+
+int64_t packed_panel_bytes(const Linear& w, const Source& from, int64_t panel) {
+  const int64_t plain = plain_panel_bytes(w);
+  if (w.kind != WeightKind::kBf16) return plain;
+  const int64_t steps = w.k / 2, repairs = count_repairs(w, from, panel, lowest_exponent(w, from, panel));
+  return repairs * kStepsPerRepair > steps ? plain : CodedHeader::size(repairs) + steps * kCodedStepBytes;
+}
+
+// `stage` has room for two plain panels.
+void pack_bf16(const Linear& w, const Source& from, int64_t panel, char* stage, char* out) {
+  const bool coded = is_coded(w, panel);
+  const int lowest = coded ? lowest_exponent(w, from, panel) : 0;
+  // Padding meets activations of zero or yields rows that nobody reads: it takes any finite value that needs no repair.
+  const bf16 padding = static_cast<bf16>(lowest << kExponentShift);
+  bf16* rows = reinterpret_cast<bf16*>(stage);
+  for (int64_t lane = 0; lane < kPanelRows; ++lane, rows += w.k) {
+    const bf16* row = source_row(w, from, panel, lane);
+    const int64_t columns = row == nullptr ? 0 : w.columns;
+    std::copy(row, row + columns, rows);
+    std::fill(rows + columns, rows + w.k, padding);
+  }
+  const int64_t steps = w.k / 2;
+  if (!coded) return transpose(stage, steps, out);
+  char* weights = stage + plain_panel_bytes(w);
+  transpose(stage, steps, weights);
+  const auto repairs = static_cast<int32_t>(count_repairs(w, from, panel, lowest));
+  encode_panel(reinterpret_cast<const bf16*>(weights), steps, lowest, repairs, out);
 }
 
 inline Vec load_row(const bf16* x, int64_t at, int64_t n) {
@@ -141,7 +187,24 @@ void pack_int4(const Linear& w, const Source& from, int64_t panel, char* out) {
 using namespace quire;
 
 QUIRE_API int64_t quire_panel_count(const Linear* w) { return panel_count(*w); }
-QUIRE_API int64_t quire_panel_bytes(const Linear* w) { return panel_bytes(*w); }
+
+// Fills w->starts from the rows that quire_pack gets after it.
+QUIRE_API int32_t quire_lay_out(Context* context, const Linear* w, const bf16* rows, const bf16* above) {
+  return guarded(context, [&] {
+    const Source from{rows, above};
+    const int64_t panels = panel_count(*w);
+    int64_t* starts = const_cast<int64_t*>(w->starts);
+    Pool& pool = context->pool;
+    pool.run([&](int worker) {
+      Piece piece;
+      while (pool.first.take(worker, panels, 1, &piece)) {
+        starts[piece.begin + 1] = packed_panel_bytes(*w, from, piece.begin);
+      }
+    });
+    starts[0] = 0;
+    for (int64_t panel = 0; panel < panels; ++panel) starts[panel + 1] += starts[panel];
+  });
+}
 
 // Fills w->packed, and for int8 w->scales and w->sums, from bf16 rows [n, columns]; for gate-up from `rows` and `above`,
 // [n / 2, columns] each.
@@ -149,13 +212,13 @@ QUIRE_API int32_t quire_pack(Context* context, const Linear* w, const bf16* rows
   return guarded(context, [&] {
     const Source from{rows, above};
     Pool& pool = context->pool;
-    context->reserve_own(static_cast<size_t>(kPanelRows * w->k) * sizeof(bf16));
+    context->reserve_own(2 * static_cast<size_t>(kPanelRows * w->k) * sizeof(bf16));
     pool.run([&](int worker) {
       char* stage = context->own[static_cast<size_t>(worker)].data();
       Piece piece;
       while (pool.first.take(worker, panel_count(*w), 1, &piece)) {
         const int64_t panel = piece.begin;
-        char* out = static_cast<char*>(const_cast<void*>(w->packed)) + panel * panel_bytes(*w);
+        char* out = const_cast<char*>(panel_at(*w, panel));
         switch (w->kind) {
           case WeightKind::kBf16: pack_bf16(*w, from, panel, stage, out); break;
           case WeightKind::kInt8:

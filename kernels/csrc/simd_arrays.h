@@ -50,6 +50,7 @@ inline Pairs pload(const bf16* p) {
   std::memcpy(r.v, p, sizeof(r.v));
   return r;
 }
+inline void pstore(bf16* p, Pairs a) { std::memcpy(p, a.v, sizeof(a.v)); }
 inline Pairs pset(const bf16* pair) {
   Pairs r;
   for (int i = 0; i < 2 * kLanes; ++i) r.v[i] = pair[i & 1];

@@ -61,6 +61,10 @@ inline Pairs pload(const bf16* p) {
   return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 16))};
 }
+inline void pstore(bf16* p, Pairs a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a.lo);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 16), a.hi);
+}
 inline Pairs pset(const bf16* pair) {
   int32_t bits;
   std::memcpy(&bits, pair, 4);

@@ -60,6 +60,7 @@ inline Vec vstore_rounded(bf16* p, Vec a) {
 #endif
 }
 inline Pairs pload(const bf16* p) { return {_mm512_loadu_si512(p)}; }
+inline void pstore(bf16* p, Pairs a) { _mm512_storeu_si512(p, a.v); }
 inline Pairs pset(const bf16* pair) {
   int32_t bits;
   std::memcpy(&bits, pair, 4);

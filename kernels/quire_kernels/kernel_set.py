@@ -141,8 +141,10 @@ class KernelSet:
     logits: Callable[[Tensor, Tensor, float, LinearWeight], Tensor]
     new_kv: Callable[[int, int, int, int, int, torch.dtype, torch.device], Tensor]
     kv_block_bytes: Callable[[int, int, int, int, torch.dtype], int]
-    # Of a packed matrix, scales included; None: matrices stay as they are, and a tied head is the embedding.
+    # Most that a weight takes once packed, scales included; None: matrices stay as they are, and a tied head is the
+    # embedding.
     packed_bits: float | None = None
+    packed_bytes: Callable[[LinearWeight], int] | None = None  # of one matrix; with `packed_bits`
     greedy: Callable[[Tensor, Tensor, float, LinearWeight], tuple[list[int], list[bool]]] | None = None
     bind_layers: Callable[[Sequence[LayerWeights], Tensor, float], BoundLayers] | None = None
 

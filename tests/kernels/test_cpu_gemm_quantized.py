@@ -41,13 +41,37 @@ def steps_to_rows(panels, values_per_step):
 
 
 def unpack_bf16(w):
-    return steps_to_rows(w.memory[0].view(torch.bfloat16).view(-1, PANEL * w.args.k), 2).float()
+    """[rows, k], whatever padding is; a panel that is shorter than its weights is coded (coded.h)."""
+    memory, starts = w.memory[:2]
+    panels = [memory[start:end] for start, end in pairwise(starts.tolist())]
+    plain = PANEL * w.args.k * 2
+    steps = [panel.view(torch.bfloat16) if len(panel) == plain else decoded(panel, w.args.k // 2) for panel in panels]
+    return steps_to_rows(torch.stack(steps), 2).float()
+
+
+def decoded(panel, steps):
+    """[steps * 128] of a coded panel: its lowest exponent, repairs, then sign and mantissa apart from exponents."""
+    lowest, repairs = panel[:8].view(torch.int32).tolist()
+    first = -(-(8 + 8 * (repairs + 1)) // 64) * 64
+    words = panel[first:].view(torch.int16).view(steps, 3, 32).int() & 0xFFFF
+    vectors = []
+    for vector in range(4):
+        kept = words[:, vector // 2]
+        if vector % 2:
+            kept = (kept >> 8 | kept << 8) & 0xFFFF
+        exponents = (words[:, 2] >> 4 * vector & 15) + lowest
+        vectors.append(kept & 0x807F | exponents << 7)
+    bits = torch.stack(vectors, dim=1).short().flatten()
+    for entry in panel[8 : 8 + 8 * repairs].view(-1, 8):
+        at, value = entry[4:].view(torch.int16).tolist()
+        bits[int(entry[:4].view(torch.int32)) * 128 + at] = value
+    return bits.view(torch.bfloat16)
 
 
 def unpack_int8(w):
     """Codes [rows, k], scales [rows], and the stored sums."""
     codes = steps_to_rows(w.memory[0].view(torch.int8).view(-1, PANEL * w.args.k), 4)
-    return codes.long(), w.memory[1], w.memory[2]
+    return codes.long(), w.memory[2], w.memory[3]
 
 
 def unpack_int4(w):
@@ -73,9 +97,14 @@ def quantized(rows):
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_packed_bf16_holds_the_matrix(variant, n, k):
     kernels, given = kernel_set(variant), operands(n, k, 1)
-    assert torch.equal(unpack_bf16(kernels.pack_linear(given.weight, None)), padded(given.weight))
-    pair = kernels.pack_gate_up(*given.halves, None)
-    assert torch.equal(unpack_bf16(pair), padded(paired(*given.halves)))
+    ones = torch.ones(n, k)
+    for w, rows, real in (
+        (kernels.pack_linear(given.weight, None), padded(given.weight), padded(ones)),
+        (kernels.pack_gate_up(*given.halves, None), padded(paired(*given.halves)), padded(paired(*ones.chunk(2)))),
+    ):
+        unpacked = unpack_bf16(w)
+        assert torch.isfinite(unpacked).all()
+        assert torch.equal(unpacked * real, rows)
 
 
 @pytest.mark.parametrize("kind", KINDS)

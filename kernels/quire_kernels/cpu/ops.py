@@ -56,6 +56,7 @@ def cpu_kernel_set(
         new_kv=attention.new_kv,
         kv_block_bytes=attention.kv_block_bytes,
         packed_bits=_BITS[quantization],
+        packed_bytes=lambda weight: weight.num_bytes,
         bind_layers=partial(CpuLayers, context, attention),
     )
 

@@ -73,7 +73,13 @@ class Packer:
         args = LinearArgs(kind=self._kind, gate_up=int(gate_up), n=n, k=-(-k // _K_MULTIPLE) * _K_MULTIPLE, columns=k)
         address = ctypes.addressof(args)
         panels = self._library.quire_panel_count(address)
-        memory = [self._arena.allocate(panels * self._library.quire_panel_bytes(address))]
+        sources = tuple(source.contiguous() for source in sources)
+        operands = (self._context, address, sources[0].data_ptr(), sources[1].data_ptr() if gate_up else None)
+        starts = torch.empty(panels + 1, dtype=torch.int64)
+        args.starts = starts.data_ptr()
+        if self._library.quire_lay_out(*operands):
+            raise MemoryError("packing a weight matrix")
+        memory = [self._arena.allocate(int(starts[-1])), starts]
         args.packed = memory[0].data_ptr()
         if self._kind == _KINDS["int8"]:
             scales = torch.empty(panels * _PANEL_ROWS, dtype=torch.float32)
@@ -83,9 +89,7 @@ class Packer:
         if bias is not None:
             args.bias = bias.data_ptr()
             memory.append(bias)
-        sources = tuple(source.contiguous() for source in sources)
-        addresses = (sources[0].data_ptr(), sources[1].data_ptr() if gate_up else None)
-        if self._library.quire_pack(self._context, address, *addresses):
+        if self._library.quire_pack(*operands):
             raise MemoryError("packing a weight matrix")
         return PackedLinear(address, n // 2 if gate_up else n, k, gate_up, args, tuple(memory))
 
