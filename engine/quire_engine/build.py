@@ -29,7 +29,7 @@ from quire_engine.memory_plan import (
 from quire_engine.models.checkpoint import fingerprint
 from quire_engine.models.config import ModelConfig, load_model_config
 from quire_engine.models.decoder import Decoder
-from quire_engine.models.parameters import Parameters, count_parameters
+from quire_engine.models.parameters import Parameters, WeightMemory, count_parameters
 from quire_engine.models.weights import load_decoder
 from quire_engine.policies.gate import check_config
 from quire_engine.runner import LOGITS_BYTES, Runner
@@ -63,7 +63,7 @@ class _Resolved:
     kernels: KernelSet
     num_threads: int
     parameters: Parameters
-    weights_bytes: int
+    weights: WeightMemory
     bytes_per_block: int
 
     def pool(self, pool_bytes: int) -> PoolSize:
@@ -89,7 +89,7 @@ class _Resolved:
             kernels=self.kernels.name,
             num_threads=self.num_threads,
             vocab_size=self.model.vocab_size,
-            weights_bytes=self.weights_bytes,
+            weights_bytes=self.weights.total,
             kv_bytes=pool.num_blocks * self.bytes_per_block,
             bytes_per_block=self.bytes_per_block,
             load_seconds=load_seconds,
@@ -99,6 +99,7 @@ class _Resolved:
             checkpoint=fingerprint(Path(asked.model)),
             layer_parameters=self.parameters.linear + self.parameters.small,
             head_parameters=self.parameters.head,
+            weights_read_bytes=self.weights.read,
             attention_width=self.model.num_heads * self.model.head_dim * self.model.num_layers,
         )
 
@@ -144,6 +145,8 @@ def build(config: EngineConfig) -> BuiltEngine:
         device=resolved.device,
         max_model_len=_longest(resolved, pool),
     )
+    loaded = resolved.parameters.memory(resolved.dtype.itemsize, resolved.kernels.packed_bits, decoder.packed_bytes)
+    resolved = replace(resolved, weights=loaded)
     if resolved.device.type == "cuda":
         pool = _pool_after_load(resolved, decoder)
     kv = KVStorage(
@@ -176,12 +179,12 @@ def _resolve(config: EngineConfig) -> _Resolved:
         )
     except ValueError as error:
         raise ConfigError(f"kernels={config.kernels}: {error}") from None
-    weights_bytes = parameters.packed_bytes(kernels.packed_bits, dtype.itemsize)
+    weights = parameters.memory(dtype.itemsize, kernels.packed_bits)
     if device.type == "cpu" and kernels.name == "reference":
         if config.kernels == "auto" and dtype is not torch.bfloat16:
             _log.warning("%s runs on the slow reference kernels; --dtype bfloat16 takes the fast ones", dtype)
         if config.num_threads is None:
-            num_threads = _torch_threads(weights_bytes)
+            num_threads = _torch_threads(weights.total)
     resolved = _Resolved(
         asked=config,
         model=model,
@@ -190,7 +193,7 @@ def _resolve(config: EngineConfig) -> _Resolved:
         kernels=kernels,
         num_threads=num_threads,
         parameters=parameters,
-        weights_bytes=weights_bytes,
+        weights=weights,
         bytes_per_block=block_bytes(kernels, model, config.block_size, dtype),
     )
     # The limits that do not depend on the pool, before minutes go into loading.
@@ -227,10 +230,10 @@ def _dtype(asked: str, model: ModelConfig) -> torch.dtype:
 def _pool_before_load(resolved: _Resolved) -> PoolSize:
     asked = resolved.asked
     if resolved.device.type == "cpu":
-        free = available_memory() - resolved.weights_bytes
+        free = available_memory() - resolved.weights.total
         if free <= 0:
             raise ConfigError(
-                f"the weights need {bytes_text(resolved.weights_bytes)} of memory and {bytes_text(available_memory())}"
+                f"the weights need {bytes_text(resolved.weights.total)} of memory and {bytes_text(available_memory())}"
                 " are available; set dtype to bfloat16 or use a smaller model"
             )
         return resolved.pool(cpu_pool_bytes(free, asked.kv_memory))
@@ -238,7 +241,7 @@ def _pool_before_load(resolved: _Resolved) -> PoolSize:
     return resolved.pool(
         gpu_pool_bytes(
             total=total,
-            free=free - resolved.weights_bytes,
+            free=free - resolved.weights.total,
             utilization=asked.gpu_memory_utilization,
             workspace=_workspace_estimate(resolved),
             kv_memory=asked.kv_memory,

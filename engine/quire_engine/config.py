@@ -85,6 +85,7 @@ class EnginePlan:
     # What a token costs; 0: unknown.
     layer_parameters: int = 0  # multiplied with every token
     head_parameters: int = 0  # multiplied with every token whose logits are needed
+    weights_read_bytes: int = 0  # for a token with its logits that is alone in its step
     attention_width: int = 0  # query heads x head width x layers: 4 of these FLOP per token and token it looks at
 
     @property

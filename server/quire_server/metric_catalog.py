@@ -345,6 +345,9 @@ class PlanMetrics:
             "quire_model_attention_width",
             "Query heads x head width x layers; attention takes 4 of these FLOP per token and token it looks at.",
         )
+        self.weights_read = values.gauge(
+            "quire_model_read_bytes", "Bytes of weights that a token alone in its step reads from memory."
+        )
         self.cache = values.gauge(
             "quire_cache_config_info",
             "The KV pool's layout.",
@@ -387,6 +390,7 @@ class PlanMetrics:
         self.parameters.set(plan.layer_parameters, "layers")
         self.parameters.set(plan.head_parameters, "head")
         self.attention_width.set(plan.attention_width)
+        self.weights_read.set(plan.weights_read_bytes)
         self.cache.values.clear()
         self.cache.set(1, size, blocks, str(plan.bytes_per_block), tokens, caching)
         concurrency = f"{plan.kv_tokens / scheduler.max_model_len:.2f}"

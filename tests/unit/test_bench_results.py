@@ -30,6 +30,7 @@ FACTS = ModelFacts(
     layer_parameters=1000,
     head_parameters=200,
     attention_width=8,
+    read_bytes=2400,
     weight_type="bfloat16",
     kv_bytes_per_token=16.0,
     device="cpu",
@@ -136,13 +137,16 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(monkey
 def test_facts_are_read_from_a_servers_metrics():
     metrics = Metrics("tiny")
     plan = make_plan()
-    metrics.observe_plan(replace(plan, layer_parameters=700, head_parameters=300, attention_width=64))
+    metrics.observe_plan(
+        replace(plan, layer_parameters=700, head_parameters=300, attention_width=64, weights_read_bytes=900)
+    )
     assert read_facts(metrics.render().decode()) == ModelFacts(
         architecture=plan.architecture,
         parameters=plan.num_parameters,
         layer_parameters=700,
         head_parameters=300,
         attention_width=64,
+        read_bytes=900,
         weight_type="float32",
         kv_bytes_per_token=plan.bytes_per_block / 16,
         device="cpu",
@@ -169,8 +173,7 @@ def test_operations_are_those_of_every_token():
 
 
 def test_bytes_of_a_token():
-    assert token_bytes(FACTS, 10) == 1200 * 2 + 160
-    assert token_bytes(msgspec.structs.replace(FACTS, weight_type="int8"), 10) == 1200 + 160
+    assert token_bytes(FACTS, 10) == 2400 + 160
 
 
 def test_shares_of_one_stream():

@@ -350,10 +350,13 @@ def test_plan_becomes_labels():
 
 def test_what_a_token_costs():
     metrics = Metrics("tiny")
-    metrics.observe_plan(replace(PLAN, layer_parameters=700, head_parameters=300, attention_width=64))
+    metrics.observe_plan(
+        replace(PLAN, layer_parameters=700, head_parameters=300, attention_width=64, weights_read_bytes=2000)
+    )
     scrape = Scrape(metrics)
     assert scrape("quire_model_parameters", part="layers") == 700
     assert scrape("quire_model_parameters", part="head") == 300
+    assert scrape("quire_model_read_bytes") == 2000
     assert scrape("quire_model_attention_width") == 64
 
 

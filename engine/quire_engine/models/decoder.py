@@ -27,6 +27,15 @@ class Decoder:
         if kernels.bind_layers is not None:
             self._bound = kernels.bind_layers(weights.layers, weights.rope, config.norm_eps)
 
+    @property
+    def packed_bytes(self) -> int | None:
+        """Memory of all packed matrices, the head included; None: the kernel set keeps them as they are."""
+        size = self._kernels.packed_bytes
+        if size is None:
+            return None
+        layers = self._weights.layers
+        return size(self._weights.head) + sum(size(w) for x in layers for w in (x.qkv, x.o, x.gate_up, x.down))
+
     @torch.inference_mode()
     def forward(self, step: ModelInput, kv: Tensor) -> Tensor:
         """The last hidden state of every row, [T, H], before the final norm. Writes the rows' K and V into `kv`."""

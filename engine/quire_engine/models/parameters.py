@@ -16,6 +16,14 @@ from quire_engine.models.weights import expected_shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightMemory:
+    """Bytes of loaded weights."""
+
+    total: int
+    read: int  # for one token with its logits; the embedding is looked up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
     """Counts by what becomes of them."""
 
@@ -29,11 +37,13 @@ class Parameters:
     def total(self) -> int:
         return self.embedding + self.linear + self.small + (0 if self.tied else self.head)
 
-    def packed_bytes(self, packed_bits: float | None, itemsize: int) -> int:
-        """Memory of the loaded weights; `packed_bits` as in `KernelSet`."""
-        if packed_bits is None:
-            return self.total * itemsize
-        return int((self.linear + self.head) * packed_bits) // 8 + (self.embedding + self.small) * itemsize
+    def memory(self, itemsize: int, packed_bits: float | None, packed_bytes: int | None = None) -> WeightMemory:
+        """`packed_bits` as in `KernelSet`; `packed_bytes`: what all matrices take, once that is known."""
+        if packed_bytes is None:
+            packed_bytes = int((self.linear + self.head) * (packed_bits or 8 * itemsize)) // 8
+        read = packed_bytes + self.small * itemsize
+        apart = packed_bits is not None or not self.tied
+        return WeightMemory(total=read + (self.embedding * itemsize if apart else 0), read=read)
 
 
 def count_parameters(path: Path, model: ModelConfig) -> Parameters:

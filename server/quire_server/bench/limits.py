@@ -18,7 +18,6 @@ from quire_server.bench.measures import Measures
 from quire_server.bench.servers import ModelFacts, ServerInfo
 from quire_server.bench.workload import LoadPoint, Workload
 
-_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "int4": 0.5625}  # int4: a scale per 32
 _PROBE_SECONDS = 600.0  # the first may have to compile
 
 
@@ -122,5 +121,4 @@ def request_flop(facts: ModelFacts, input_tokens: float, output_tokens: float) -
 
 def token_bytes(facts: ModelFacts, context_tokens: float) -> float:
     """Read from memory for one token of one stream: each weight once, and the keys and values of its context."""
-    weights = (facts.layer_parameters + facts.head_parameters) * _BYTES[facts.weight_type]
-    return weights + context_tokens * facts.kv_bytes_per_token
+    return facts.read_bytes + context_tokens * facts.kv_bytes_per_token

@@ -37,6 +37,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     layer_parameters: int
     head_parameters: int
     attention_width: int
+    read_bytes: int  # weights, for one token alone
     weight_type: str  # int8 or int4 where weights are quantized, else the dtype
     kv_bytes_per_token: float
     device: str
@@ -152,6 +153,7 @@ def read_facts(metrics: str) -> ModelFacts | None:
             layer_parameters=int(value("quire_model_parameters", part="layers")),
             head_parameters=int(value("quire_model_parameters", part="head")),
             attention_width=int(value("quire_model_attention_width")),
+            read_bytes=int(value("quire_model_read_bytes")),
             weight_type=quantization if quantization in {"int8", "int4"} else model["dtype"],
             kv_bytes_per_token=int(cache["bytes_per_block"]) / int(cache["block_size"]),
             device=model["device"],
