@@ -120,7 +120,9 @@ class CodedSteps {
     }
   }
 
-  static __m256i exchanged(__m256i words) { return _mm256_or_si256(_mm256_slli_epi16(words, 8), _mm256_srli_epi16(words, 8)); }
+  static __m256i exchanged(__m256i words) {
+    return _mm256_or_si256(_mm256_slli_epi16(words, 8), _mm256_srli_epi16(words, 8));
+  }
 
   // `distances` already where an exponent's lowest bits are.
   __m256i joined(__m256i kept, __m256i distances) const {

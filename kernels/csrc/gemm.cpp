@@ -30,6 +30,26 @@ constexpr int64_t kDecodingTiles = 5;
 constexpr int64_t kDecodingTiles = 1;
 #endif
 
+// What each of a panel's tiles fetches of the panel that follows. Many bring all of it. Of few the first waits for its own
+// panel, whose loads are then the best prefetch, and the others bring what they have time for.
+class Bringing {
+ public:
+  // `step_bytes`: of the weights that a tile meets in one turn of its loop; `few_bytes` of them for each of few tiles.
+  Bringing(int64_t tiles, int64_t step_bytes, int64_t few_bytes)
+      : all(tiles > 3), first_(all ? 0 : 1), per_step_(all ? step_bytes / tiles : few_bytes) {}
+
+  // For `count` turns of a tile, `after` them; nothing when the worker's panels end here.
+  Ahead of(int64_t tile, int64_t count, const char* after, bool ends) const {
+    const int64_t lines = !ends && tile >= first_ ? (per_step_ + 63) / 64 : 0;
+    return {after, after + (tile - first_) * count * per_step_, per_step_, lines};
+  }
+
+  const bool all;
+
+ private:
+  const int64_t first_, per_step_;
+};
+
 // Reads coded steps and writes their weights to `out` [count][64] pairs.
 class KeptSteps {
  public:
@@ -57,10 +77,6 @@ void gemm_stepped(Pieces& panels, int worker, const Linear& w, const Rows& rows,
   const bool whole = steps <= kSlice;
   const bool keeps = tiling.count > kDecodingTiles;
   const int64_t num_panels = panel_count(w);
-  // Many tiles bring all of the next panel. Of few the first waits for its own panel, whose loads are then the best
-  // prefetch, and the others bring what they have time for.
-  const bool brings_all = tiling.count > 3;
-  const int64_t first_ahead = brings_all ? 0 : 1;
   int64_t fetched = -1;
   Piece piece;
   while (panels.take(worker, num_panels, 1, &piece)) {
@@ -68,7 +84,7 @@ void gemm_stepped(Pieces& panels, int worker, const Linear& w, const Rows& rows,
     const char* start = panel_at(w, panel);
     const bool coded = kMayBeCoded && is_coded(w, panel);
     const int64_t step_bytes = coded ? kCodedStepBytes : kStepBytes;
-    const int64_t per_step = brings_all ? step_bytes / tiling.count : 64;
+    const Bringing bringing(tiling.count, step_bytes, kStepBytes / 4);
     const bool cold = panel != fetched;
     if (w.scales != nullptr) prefetch<kPanelRows * 4>(w.scales + panel * kPanelRows);
     if (w.sums != nullptr) prefetch<kPanelRows * 4>(w.sums + panel * kPanelRows);
@@ -83,8 +99,7 @@ void gemm_stepped(Pieces& panels, int worker, const Linear& w, const Rows& rows,
         const int64_t m = tiling.first(t), live = tiling.rows(t);
         float* sums = partial + (whole ? 0 : m * kPanelRows);
         const char* a = static_cast<const char*>(rows.data) + m * stride + step * 4;
-        const int64_t lines = !ends && t >= first_ahead ? (per_step + 63) / 64 : 0;
-        const Ahead ahead{after, after + (t - first_ahead) * count * per_step, per_step, lines};
+        const Ahead ahead = bringing.of(t, count, after, ends);
         const auto multiply = [&](const auto& weights) {
           any_tile<Dot>(live, a, stride, weights, count, sums, step > 0, cold && t == 0, ahead);
         };
@@ -97,25 +112,44 @@ void gemm_stepped(Pieces& panels, int worker, const Linear& w, const Rows& rows,
         if (last_slice) finish_tile<Dot::kKind>(w, rows, out, m, live, panel, sums);
       }
     }
-    if (brings_all) fetched = piece.next;
+    if (bringing.all) fetched = piece.next;
   }
 }
 
 void gemm_int4(Pieces& panels, int worker, const Linear& w, const Rows& rows, const Output& out, float* sums) {
-  const Tiling tiling(rows.m, kInt4TileRows);
+  const bool halves = rows.m > kInt4WholeRows;
+  const Tiling tiling(rows.m, halves ? kTileRows : kInt4WholeRows);
+  const int64_t turns = halves ? 2 : 1;  // of each tile
   const int64_t groups = w.k / kGroup, num_panels = panel_count(w);
+  const Bringing bringing(tiling.count * turns, kGroupBytes, kStepBytes);
+  int64_t fetched = -1;
   Piece piece;
   while (panels.take(worker, num_panels, 1, &piece)) {
     const int64_t panel = piece.begin;
-    const char* follows = panel_at(w, piece.next < 0 ? panel : piece.next);
+    const bool cold = panel != fetched, ends = piece.next < 0;
+    const char* at = panel_at(w, panel);
+    const char* after = panel_at(w, ends ? panel : piece.next);
+    prefetch<kPanelRows * 4>(w.scales + panel * kPanelRows);
     for (int64_t t = 0; t < tiling.count; ++t) {
       const int64_t m = tiling.first(t), live = tiling.rows(t);
       const int8_t* a = static_cast<const int8_t*>(rows.data) + m * w.k;
-      with_count<kInt4TileRows>(static_cast<int>(live), [&](auto number) {
-        tile_int4<number>(a, w.k, rows.sums + m * groups, panel_at(w, panel), sums, m == 0, follows);
-      });
+      const int32_t* group_sums = rows.sums + m * groups;
+      for (int64_t turn = 0; turn < turns; ++turn) {
+        const Ahead ahead = bringing.of(t * turns + turn, groups, after, ends);
+        const bool waits = cold && t == 0 && turn == 0;
+        if (halves) {
+          with_count<kTileRows>(static_cast<int>(live), [&](auto number) {
+            tile_int4<number, kVecs / 2>(a, w.k, group_sums, at, turn * kPanelRows / 2, sums, waits, ahead);
+          });
+        } else {
+          with_count<kInt4WholeRows>(static_cast<int>(live), [&](auto number) {
+            tile_int4<number, kVecs>(a, w.k, group_sums, at, 0, sums, waits, ahead);
+          });
+        }
+      }
       finish_tile<WeightKind::kInt4>(w, rows, out, m, live, panel, sums);
     }
+    if (bringing.all) fetched = piece.next;
   }
 }
 

@@ -26,7 +26,7 @@ struct Linear {
   int64_t columns;      // k before padding
   const char* packed;
   const int64_t* starts;  // [panels + 1], of the panels and of their end, in bytes; multiples of 64
-  const float* scales;  // int8: [panels * 64], per output row, in panel order; int4 scales are inside the panels
+  const float* scales;  // int8, int4: [panels * 64], per output row, in panel order; those of int4 groups are relative
   const int32_t* sums;  // int8: [panels * 64], 128 * the sum of the row's weights
   const float* bias;    // [panels * 64] in panel order, or null
 };
@@ -67,7 +67,7 @@ inline int64_t plain_panel_bytes(const Linear& w) {
   switch (w.kind) {
     case WeightKind::kBf16: return w.k * kPanelRows * 2;
     case WeightKind::kInt8: return w.k * kPanelRows;
-    default: return w.k / kGroup * (kPanelRows * kGroup / 2 + kPanelRows * 2);
+    default: return w.k / kGroup * (kPanelRows * kGroup / 2 + kPanelRows);
   }
 }
 

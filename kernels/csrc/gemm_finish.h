@@ -16,12 +16,10 @@ class Scaled {
   Scaled(const Linear& w, const Rows& rows, int64_t panel) : row_scales_(rows.scales) {
     const int64_t lane = panel * kPanelRows;
     bias_ = w.bias == nullptr ? nullptr : w.bias + lane;
-    if constexpr (kKind == WeightKind::kInt8) {
-      unrolled<kVecs>([&](auto v) {
-        scales_[v] = vload(w.scales + lane + v * kLanes);
-        offsets_[v] = iload(w.sums + lane + v * kLanes);
-      });
-    }
+    unrolled<kVecs>([&](auto v) {
+      if constexpr (kKind != WeightKind::kBf16) scales_[v] = vload(w.scales + lane + v * kLanes);
+      if constexpr (kKind == WeightKind::kInt8) offsets_[v] = iload(w.sums + lane + v * kLanes);
+    });
   }
 
   void row(int64_t row, const float* sums, Vec (&value)[kVecs]) const {
@@ -32,7 +30,7 @@ class Scaled {
         const Vec exact = to_vec(isub(iload(sums + v * kLanes), offsets_[v]));
         value[v] = vmul(exact, vmul(scales_[v], vset(row_scales_[row])));
       } else {
-        value[v] = vmul(vload(sums + v * kLanes), vset(row_scales_[row]));
+        value[v] = vmul(vload(sums + v * kLanes), vmul(scales_[v], vset(row_scales_[row])));
       }
     });
     if (bias_ == nullptr) return;

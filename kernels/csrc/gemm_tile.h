@@ -17,7 +17,8 @@ constexpr int kTileRows = 6;
 #else
 constexpr int kTileRows = 2;
 #endif
-constexpr int kInt4TileRows = kTileRows / 2;  // two sets of accumulators
+// int4 has two sets of accumulators: tiles of half a panel's width, but for so few rows that both halves fit.
+constexpr int kInt4WholeRows = kTileRows / 2;
 // Loads run ahead by about the latency of memory at the rate one core can read.
 constexpr int64_t kPrefetchBytes = 4096;
 constexpr int64_t kStepBytes = kPanelRows * 4;
@@ -78,7 +79,7 @@ inline void prefetch(const void* p) {
 struct Ahead {
   const char* follows;  // what comes after the tile: the last steps of cold weights fetch its first kPrefetchBytes
   const char* at;       // what every step fetches a part of
-  int64_t per_step;     // bytes
+  int64_t per_step;     // bytes; for int4 per group
   int64_t lines;        // of 64 bytes, covering per_step; 0: nothing
 };
 
@@ -94,7 +95,8 @@ void tile(const char* a, int64_t stride, Steps steps, int64_t count, float* sums
   const int64_t turn = count - kPrefetchBytes / Steps::kBytes;
   for (int64_t step = 0; step < count; ++step) {
     if (cold) {
-      prefetch<Steps::kBytes>(step < turn ? steps.at() + kPrefetchBytes : ahead.follows + (step - turn) * Steps::kBytes);
+      const char* next = step < turn ? steps.at() + kPrefetchBytes : ahead.follows + (step - turn) * Steps::kBytes;
+      prefetch<Steps::kBytes>(next);
     }
     for (int64_t line = 0; line < ahead.lines; ++line) {
       __builtin_prefetch(ahead.at + step * ahead.per_step + line * 64, 0, 2);
@@ -119,45 +121,53 @@ void any_tile(int64_t rows, const char* a, int64_t stride, const Steps& steps, i
   });
 }
 
-constexpr int64_t kGroupBytes = kPanelRows * 2 + kPanelRows * kGroup / 2;
+constexpr int64_t kGroupBytes = kPanelRows + kPanelRows * kGroup / 2;
 
-// int4: a group is 64 bf16 scales, then 4 steps of [64][4 bytes] whose low nibbles are k 4j.. and high nibbles k 16 + 4j..
-template <int kRows>
-void tile_int4(const int8_t* a, int64_t k, const int32_t* group_sums, const char* w, float* sums, bool cold,
-               const char* follows) {
+// int4: a group is 64 scales of a byte (scale.h), then 4 steps of [64][4 bytes] whose low nibbles are k 4j.. and high
+// nibbles k 16 + 4j.. The panel's output rows from lane `first` on, kWide vectors of them. Plain loops: the compiler
+// unrolls them as well, and turns them into vectors where it has to.
+template <int kRows, int kWide>
+[[gnu::noinline]] void tile_int4(const int8_t* a, int64_t k, const int32_t* group_sums, const char* w, int64_t first,
+                                 float* sums, bool cold, const Ahead& ahead) {
   const int64_t groups = k / kGroup;
   const int64_t turn = groups - kPrefetchBytes / kGroupBytes;
-  Vec acc[kRows][kVecs];
+  Vec acc[kRows][kWide];
   for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVecs; ++v) acc[r][v] = vzero();
+    for (int v = 0; v < kWide; ++v) acc[r][v] = vzero();
   }
-  for (int64_t g = 0; g < groups; ++g) {
-    if (cold) prefetch<kGroupBytes>(g < turn ? w + (groups - turn) * kGroupBytes : follows + (g - turn) * kGroupBytes);
-    const bf16* scales = reinterpret_cast<const bf16*>(w);
-    const char* nibbles = w + kPanelRows * 2;
-    Ints part[kRows][kVecs];
+  for (int64_t g = 0; g < groups; ++g, w += kGroupBytes) {
+    const char* next = g < turn ? w + (groups - turn) * kGroupBytes : ahead.follows + (g - turn) * kGroupBytes;
+    if (cold) prefetch<kPanelRows>(next);
+    for (int64_t line = 0; line < ahead.lines; ++line) {
+      __builtin_prefetch(ahead.at + g * ahead.per_step + line * 64, 0, 2);
+    }
+    Ints part[kRows][kWide];
     for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kVecs; ++v) part[r][v] = iset(-group_sums[r * groups + g]);
+      for (int v = 0; v < kWide; ++v) part[r][v] = iset(-group_sums[r * groups + g]);
     }
     for (int j = 0; j < 4; ++j) {
-      for (int v = 0; v < kVecs; ++v) {
-        const Ints both = iload(nibbles + (j * kPanelRows + v * kLanes) * 4);
-        const Ints low = low_nibbles(both), high = high_nibbles(both);
-        for (int r = 0; r < kRows; ++r) {
-          const char* x = reinterpret_cast<const char*>(a) + r * k + g * kGroup + 4 * j;
-          part[r][v] = dot4(part[r][v], low, Int8Dot::broadcast(x));
-          part[r][v] = dot4(part[r][v], high, Int8Dot::broadcast(x + kGroup / 2));
-        }
+      if (cold) prefetch<kStepBytes>(next + kPanelRows + j * kStepBytes);
+      const char* nibbles = w + kPanelRows + j * kStepBytes + first * 4;
+      const char* x = reinterpret_cast<const char*>(a) + g * kGroup + 4 * j;
+      Ints low[kWide], high[kWide];
+      for (int v = 0; v < kWide; ++v) {
+        const Ints both = iload(nibbles + v * kLanes * 4);
+        low[v] = low_nibbles(both);
+        high[v] = high_nibbles(both);
+      }
+      for (int r = 0; r < kRows; ++r) {
+        const Ints x_low = Int8Dot::broadcast(x + r * k), x_high = Int8Dot::broadcast(x + r * k + kGroup / 2);
+        for (int v = 0; v < kWide; ++v) part[r][v] = dot4(part[r][v], low[v], x_low);
+        for (int v = 0; v < kWide; ++v) part[r][v] = dot4(part[r][v], high[v], x_high);
       }
     }
-    for (int v = 0; v < kVecs; ++v) {
-      const Vec scale = vload_bf16(scales + v * kLanes);
+    for (int v = 0; v < kWide; ++v) {
+      const Vec scale = vload_scales(reinterpret_cast<const uint8_t*>(w) + first + v * kLanes);
       for (int r = 0; r < kRows; ++r) acc[r][v] = vfma(to_vec(part[r][v]), scale, acc[r][v]);
     }
-    w += kGroupBytes;
   }
   for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVecs; ++v) vstore(sums + (r * kVecs + v) * kLanes, acc[r][v]);
+    for (int v = 0; v < kWide; ++v) vstore(sums + r * kPanelRows + first + v * kLanes, acc[r][v]);
   }
 }
 

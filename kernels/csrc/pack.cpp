@@ -126,18 +126,17 @@ inline Vec nibbles(Vec value, Vec inverse) {
   return vmin(vmax(vround(vmul(value, inverse)), vset(-8.0f)), vset(7.0f));
 }
 
-// The scale with the least squared error for 32 values.
-bf16 best_scale(const float* x) {
-  float extreme = 0.0f, poison = 0.0f;
+// The code of the scale with the least squared error for 32 finite values, of which the largest is below 13.
+uint8_t best_scale(const float* x) {
+  float extreme = 0.0f;
   for (int i = 0; i < kGroup; ++i) {
     if (std::fabs(x[i]) > std::fabs(extreme)) extreme = x[i];
-    poison += x[i] * 0.0f;  // NaN for NaN and infinity, which the comparison may miss
   }
-  if (poison != 0.0f) return to_bf16(poison);
-  if (extreme == 0.0f) return 0;
-  bf16 rounded[kLanes];
-  vstore_bf16(rounded, vdiv(vset(extreme), vload(kExtremes)));
-  const Vec scale = vload_bf16(rounded);
+  float tried[kLanes];
+  vstore(tried, vdiv(vset(extreme), vload(kExtremes)));
+  uint8_t codes[kLanes];
+  for (int i = 0; i < kLanes; ++i) codes[i] = scale_code(tried[i]);
+  const Vec scale = vload_scales(codes);
   const Vec inverse = vdiv(vset(1.0f), scale);
   Vec error = vzero();
   for (int i = 0; i < kGroup; ++i) {
@@ -151,30 +150,44 @@ bf16 best_scale(const float* x) {
   for (int i = 1; i < kLanes; ++i) {
     if (errors[i] < errors[best]) best = i;
   }
-  return rounded[best];
+  return codes[best];
 }
 
-void pack_int4(const Linear& w, const Source& from, int64_t panel, char* out) {
+// The power of two that a row's scales are relative to: the largest that is tried for it is then between 1 and 2. NaN
+// for a row that is not finite.
+float row_unit(const bf16* row, int64_t columns) {
+  constexpr float kMost = 1.0f / 6.5f;  // of the extreme value
+  constexpr float kLeast = 1e-35f;      // the inverse of its unit is a number
+  const float largest = to_float(largest_magnitude(row, columns));
+  if (!std::isfinite(largest)) return std::nanf("");
+  return std::ldexp(1.0f, std::ilogb(std::max(largest, kLeast) * kMost));
+}
+
+void pack_int4(const Linear& w, const Source& from, int64_t panel, char* out, float* units) {
   constexpr int64_t kHalf = kGroup / 2;
-  constexpr int64_t kGroupBytes = kPanelRows * 2 + kPanelRows * kHalf;
+  constexpr int64_t kGroupBytes = kPanelRows + kPanelRows * kHalf;
   for (int64_t lane = 0; lane < kPanelRows; ++lane) {
     const bf16* row = source_row(w, from, panel, lane);
-    const int64_t columns = row == nullptr ? 0 : w.columns;
+    const float unit = row == nullptr ? 1.0f : row_unit(row, w.columns);
+    units[panel * kPanelRows + lane] = unit;
+    const bool broken = unit != unit;
+    const int64_t columns = row == nullptr || broken ? 0 : w.columns;
+    const Vec relative = vset(broken ? 1.0f : 1.0f / unit);
     for (int64_t g = 0; g < w.k / kGroup; ++g) {
       char* group = out + g * kGroupBytes;
       float x[kGroup];
-      vstore(x, load_row(row, g * kGroup, columns));
-      vstore(x + kHalf, load_row(row, g * kGroup + kHalf, columns));
-      const bf16 scale = best_scale(x);
-      std::memcpy(group + lane * 2, &scale, 2);
-      const Vec inverse = vset(scale == 0 ? 0.0f : 1.0f / to_float(scale));
+      vstore(x, vmul(load_row(row, g * kGroup, columns), relative));
+      vstore(x + kHalf, vmul(load_row(row, g * kGroup + kHalf, columns), relative));
+      const uint8_t scale = best_scale(x);
+      group[lane] = static_cast<char>(scale);
+      const Vec inverse = vset(1.0f / scale_of(scale));
       const Ints low = to_ints(vadd(nibbles(vload(x), inverse), vset(8.0f)));
       const Ints high = to_ints(vadd(nibbles(vload(x + kHalf), inverse), vset(8.0f)));
       uint8_t halves[2][kHalf];
       store_bytes(halves[0], low);
       store_bytes(halves[1], high);
       for (int64_t b = 0; b < kHalf; ++b) {
-        char* at = group + kPanelRows * 2 + ((b / 4) * kPanelRows + lane) * 4 + b % 4;
+        char* at = group + kPanelRows + ((b / 4) * kPanelRows + lane) * 4 + b % 4;
         *at = static_cast<char>(halves[0][b] | halves[1][b] << 4);
       }
     }
@@ -206,7 +219,7 @@ QUIRE_API int32_t quire_lay_out(Context* context, const Linear* w, const bf16* r
   });
 }
 
-// Fills w->packed, and for int8 w->scales and w->sums, from bf16 rows [n, columns]; for gate-up from `rows` and `above`,
+// Fills w->packed, for int8 and int4 w->scales and for int8 w->sums, from bf16 rows [n, columns]; for gate-up from `rows` and `above`,
 // [n / 2, columns] each.
 QUIRE_API int32_t quire_pack(Context* context, const Linear* w, const bf16* rows, const bf16* above) {
   return guarded(context, [&] {
@@ -224,7 +237,7 @@ QUIRE_API int32_t quire_pack(Context* context, const Linear* w, const bf16* rows
           case WeightKind::kInt8:
             pack_int8(*w, from, panel, stage, out, const_cast<float*>(w->scales), const_cast<int32_t*>(w->sums));
             break;
-          default: pack_int4(*w, from, panel, out);
+          default: pack_int4(*w, from, panel, out, const_cast<float*>(w->scales));
         }
       }
     });

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "bf16.h"
+#include "scale.h"
 
 namespace quire {
 
@@ -45,6 +46,7 @@ inline Vec vstore_rounded(bf16* p, Vec a) {
   vstore_bf16(p, a);
   return vload_bf16(p);
 }
+inline Vec vload_scales(const uint8_t* p) { return each([=](int i) { return scale_of(p[i]); }); }
 inline Pairs pload(const bf16* p) {
   Pairs r;
   std::memcpy(r.v, p, sizeof(r.v));

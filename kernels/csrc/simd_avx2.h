@@ -6,6 +6,7 @@
 #include <immintrin.h>
 
 #include "bf16.h"
+#include "scale.h"
 
 namespace quire {
 
@@ -56,6 +57,15 @@ inline void vstore_bf16(bf16* p, Vec a) {
 inline Vec vstore_rounded(bf16* p, Vec a) {
   vstore_bf16(p, a);
   return vload_bf16(p);
+}
+inline Vec vload_scales(const uint8_t* p) {
+  const auto half = [p](int at) {
+    const __m256i bits = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + at)));
+    const __m256i told = _mm256_set1_epi32(static_cast<int>(kScaleBits));
+    const __m256i kept = _mm256_and_si256(_mm256_slli_epi32(bits, kScaleShift), told);
+    return _mm256_castsi256_ps(_mm256_or_si256(kept, _mm256_set1_epi32(kScaleLeast)));
+  };
+  return {half(0), half(8)};
 }
 inline Pairs pload(const bf16* p) {
   return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),

@@ -6,6 +6,7 @@
 #include <immintrin.h>
 
 #include "bf16.h"
+#include "scale.h"
 
 namespace quire {
 
@@ -58,6 +59,12 @@ inline Vec vstore_rounded(bf16* p, Vec a) {
   vstore_bf16(p, a);
   return vload_bf16(p);
 #endif
+}
+inline Vec vload_scales(const uint8_t* p) {
+  constexpr int kKeptOrSet = 0xea;  // a & b | c
+  const __m512i bits = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m512i kept = _mm512_set1_epi32(static_cast<int>(kScaleBits)), set = _mm512_set1_epi32(kScaleLeast);
+  return {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_slli_epi32(bits, kScaleShift), kept, set, kKeptOrSet))};
 }
 inline Pairs pload(const bf16* p) { return {_mm512_loadu_si512(p)}; }
 inline void pstore(bf16* p, Pairs a) { _mm512_storeu_si512(p, a.v); }

@@ -76,11 +76,26 @@ def unpack_int8(w):
 
 def unpack_int4(w):
     """Codes -8..7 [rows, k], scales [rows, groups]."""
-    groups = w.memory[0].view(-1, w.args.k // GROUP, 2 * PANEL + PANEL * GROUP // 2)
-    scales = groups[..., : 2 * PANEL].contiguous().view(torch.bfloat16)  # [P, groups, 64]
-    pairs = groups[..., 2 * PANEL :].view(*groups.shape[:2], 4, PANEL, 4).transpose(2, 3).flatten(3)  # [P, g, 64, 16]
+    groups = w.memory[0].view(-1, w.args.k // GROUP, PANEL + PANEL * GROUP // 2)
+    relative = scale_of(groups[..., :PANEL])  # [P, groups, 64]
+    scales = relative.transpose(1, 2) * w.memory[2].view(-1, PANEL, 1)  # powers of two: exact
+    pairs = groups[..., PANEL:].view(*groups.shape[:2], 4, PANEL, 4).transpose(2, 3).flatten(3)  # [P, g, 64, 16]
     codes = torch.cat([pairs & 15, pairs >> 4], dim=-1).long() - 8  # [P, g, 64, 32]
-    return codes.transpose(1, 2).flatten(2).flatten(0, 1), scales.transpose(1, 2).flatten(0, 1).float()
+    return codes.transpose(1, 2).flatten(2).flatten(0, 1), scales.flatten(0, 1)
+
+
+def scale_of(code):
+    """Sign, three bits of exponent, four of mantissa."""
+    exponent, mantissa = (code >> 4 & 7).int() - 7, 1 + (code & 15).float() / 16
+    return torch.where(code > 127, -1.0, 1.0) * torch.ldexp(mantissa, exponent)
+
+
+def nearest_scale(scale, largest):
+    """The scale that a byte can tell, relative to the power of two that a row's `largest` value asks for."""
+    unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest / 6.5)[1] - 1)
+    mantissa, exponent = torch.frexp(scale.abs() / unit)
+    rounded = torch.ldexp(torch.round(mantissa * 32) / 32, exponent).clamp(2.0**-7, 1.9375)
+    return torch.where(scale < 0, -rounded, rounded) * unit
 
 
 def quantized(rows):
@@ -147,13 +162,12 @@ def test_packed_int4_is_the_matrix_rounded_by_groups(variant, n, k):
         values = padded(rows).view(-1, GROUP)
         codes, scales = unpack_int4(packed)
         codes, scales = codes.view(-1, GROUP), scales.reshape(-1, 1)
-        inverse = torch.where(scales != 0, scales.reciprocal(), 0.0)
-        assert torch.equal(codes, torch.round(values * inverse).clamp(-8, 7).long())
+        assert torch.equal(codes, torch.round(values * scales.reciprocal()).clamp(-8, 7).long())
         # Never worse than the usual scale, which maps the extreme value to -8, and better on the whole.
         extreme = values.gather(1, values.abs().argmax(dim=1, keepdim=True))
-        usual = (extreme / -8).bfloat16().float()
-        inverse = torch.where(usual != 0, usual.reciprocal(), 0.0)
-        baseline = ((values * inverse).round().clamp(-8, 7) * usual - values).square().sum(dim=1)
+        largest = padded(rows).abs().amax(dim=1).clamp(min=1e-35)
+        usual = nearest_scale(extreme / -8, largest.repeat_interleave(len(values) // len(largest))[:, None])
+        baseline = ((values / usual).round().clamp(-8, 7) * usual - values).square().sum(dim=1)
         error = (codes * scales - values).square().sum(dim=1)
         assert (error <= baseline * (1 + 1e-5)).all()
         assert n * k < 1000 or error.sum() < 0.95 * baseline.sum()

@@ -23,7 +23,7 @@ from quire_kernels.kernel_set import KernelSet, Quantization
 from quire_kernels.reference import REFERENCE
 
 _BF16 = torch.bfloat16
-_BITS: dict[Quantization | None, float] = {None: 16.0, "int8": 8.0, "int4": 4.5}  # int4: a bf16 scale for every 32
+_BITS: dict[Quantization | None, float] = {None: 16.0, "int8": 8.0, "int4": 4.25}  # int4: a byte of scale for every 32
 
 
 def cpu_kernel_set(

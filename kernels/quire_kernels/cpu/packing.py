@@ -81,11 +81,14 @@ class Packer:
             raise MemoryError("packing a weight matrix")
         memory = [self._arena.allocate(int(starts[-1])), starts]
         args.packed = memory[0].data_ptr()
-        if self._kind == _KINDS["int8"]:
+        if self._kind != _KINDS[None]:
             scales = torch.empty(panels * _PANEL_ROWS, dtype=torch.float32)
+            args.scales = scales.data_ptr()
+            memory.append(scales)
+        if self._kind == _KINDS["int8"]:
             sums = torch.empty(panels * _PANEL_ROWS, dtype=torch.int32)
-            args.scales, args.sums = scales.data_ptr(), sums.data_ptr()
-            memory += [scales, sums]
+            args.sums = sums.data_ptr()
+            memory.append(sums)
         if bias is not None:
             args.bias = bias.data_ptr()
             memory.append(bias)
