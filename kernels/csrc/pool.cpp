@@ -77,7 +77,7 @@ Pool::Pool(int threads, const int* cpus)
 Pool::~Pool() { stop(); }
 
 void Pool::stop() {
-  stopping_ = true;
+  stopping_.store(true, std::memory_order_relaxed);  // seen with the epoch
   epoch_.fetch_add(1, std::memory_order_release);
   futex_wake_all(&epoch_);
   for (std::thread& thread : threads_) thread.join();
@@ -162,7 +162,7 @@ void Pool::serve(int worker) {
       while (epoch_.load(std::memory_order_seq_cst) == seen) futex_wait(&epoch_, seen);
       sleepers_.fetch_sub(1, std::memory_order_relaxed);
     }
-    if (stopping_) return;
+    if (stopping_.load(std::memory_order_relaxed)) return;
     if (enter(&seen)) {
       call_(closure_, worker);
       presence_.fetch_add(kLeft, std::memory_order_release);

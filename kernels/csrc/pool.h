@@ -88,7 +88,7 @@ class Pool {
   std::vector<std::thread> threads_;
   Call call_ = nullptr;
   const void* closure_ = nullptr;
-  bool stopping_ = false;
+  std::atomic<bool> stopping_{false};  // a worker that comes late to a run may look while the pool ends
   alignas(64) std::atomic<uint32_t> epoch_{0};     // counts runs; what workers watch and sleep on
   alignas(64) std::atomic<uint64_t> presence_{0};  // of workers in the run: see pool.cpp
   alignas(64) std::atomic<int> sleepers_{0};
