@@ -17,6 +17,7 @@
 #include <cstdint>
 
 #include "simd.h"
+#include "unroll.h"
 
 namespace quire {
 
@@ -76,14 +77,19 @@ class CodedSteps {
   }
 
  private:
+#if defined(QUIRE_AVX512)
+  // Without a way through memory, whose loads would wait for the narrow store.
   void repair(Pairs (&weights)[kCodedVectors]) {
-    bf16 lanes[kCodedStepWeights];
-    for (int v = 0; v < kCodedVectors; ++v) pstore(lanes + v * kCodedWords, weights[v]);
-    for (; due_->step < step_; ++due_) lanes[due_->at] = due_->value;
-    for (int v = 0; v < kCodedVectors; ++v) weights[v] = pload(lanes + v * kCodedWords);
+    for (; due_->step < step_; ++due_) {
+      const __mmask32 lane = 1u << due_->at % kCodedWords;
+      const auto value = static_cast<int16_t>(due_->value);
+      unrolled<kCodedVectors>([&](auto v) {
+        const __mmask32 mine = due_->at / kCodedWords == v ? lane : 0;
+        weights[v].v = _mm512_mask_set1_epi16(weights[v].v, mine, value);
+      });
+    }
   }
 
-#if defined(QUIRE_AVX512)
   void decode(Pairs (&weights)[kCodedVectors]) const {
     const __m512i even = _mm512_loadu_si512(at_), odd = _mm512_loadu_si512(at_ + 64);
     const __m512i distances = _mm512_loadu_si512(at_ + 128);
@@ -106,7 +112,15 @@ class CodedSteps {
   }
 
   __m512i exponents_;
-#elif defined(QUIRE_AVX2)
+#else
+  void repair(Pairs (&weights)[kCodedVectors]) {
+    bf16 lanes[kCodedStepWeights];
+    for (int v = 0; v < kCodedVectors; ++v) pstore(lanes + v * kCodedWords, weights[v]);
+    for (; due_->step < step_; ++due_) lanes[due_->at] = due_->value;
+    for (int v = 0; v < kCodedVectors; ++v) weights[v] = pload(lanes + v * kCodedWords);
+  }
+
+#if defined(QUIRE_AVX2)
   void decode(Pairs (&weights)[kCodedVectors]) const {
     for (int half = 0; half < 2; ++half) {
       const auto* words = reinterpret_cast<const __m256i*>(at_) + half;
@@ -132,7 +146,6 @@ class CodedSteps {
     return _mm256_or_si256(_mm256_and_si256(kept, mask), exponents);
   }
 
-  bf16 lowest_;
 #else
   // The specification of the above.
   void decode(Pairs (&weights)[kCodedVectors]) const {
@@ -149,6 +162,7 @@ class CodedSteps {
     }
   }
 
+#endif
   bf16 lowest_;
 #endif
   const char* at_;
