@@ -107,7 +107,7 @@ def plan_text(plan: EnginePlan) -> str:
     fits = [f"{_num_fitting(plan, scheduler.max_model_len):,} sequences of {scheduler.max_model_len:,} tokens"]
     if scheduler.max_model_len > 1024:
         fits.append(f"{_num_fitting(plan, 1024):,} of 1,024 tokens")
-    loaded = f", loaded in {plan.load_seconds:.1f} s" if plan.load_seconds else " at most"
+    loaded = f", loaded in {plan.load_seconds:.1f} s" if plan.load_seconds else ", estimated"
     quantized = f" in {plan.quantization}" if plan.quantization else ""
     lines = [
         ("model", f"{plan.model} ({plan.architecture}, {plan.num_parameters:,} parameters)"),

@@ -178,7 +178,7 @@ def test_the_plan_reads_in_numbers_an_operator_can_check():
         "512 MiB to reserve 64 sequences at full length",
     ):
         assert expected in text
-    assert "4.71 MiB at most\n" in plan_text(dataclasses.replace(PLAN, load_seconds=0.0))
+    assert "4.71 MiB, estimated\n" in plan_text(dataclasses.replace(PLAN, load_seconds=0.0))
 
 
 def test_byte_counts_keep_three_digits():
