@@ -15,6 +15,7 @@ namespace quire {
 
 constexpr int kPanelRows = 64;
 constexpr int kGroup = 32;  // k values that share one int4 scale
+constexpr int64_t kGroupBytes = kPanelRows + kPanelRows * kGroup / 2;  // of a panel in int4: scales, then nibbles
 
 enum class WeightKind : int32_t { kBf16 = 0, kInt8 = 1, kInt4 = 2 };
 
@@ -67,7 +68,7 @@ inline int64_t plain_panel_bytes(const Linear& w) {
   switch (w.kind) {
     case WeightKind::kBf16: return w.k * kPanelRows * 2;
     case WeightKind::kInt8: return w.k * kPanelRows;
-    default: return w.k / kGroup * (kPanelRows * kGroup / 2 + kPanelRows);
+    default: return w.k / kGroup * kGroupBytes;
   }
 }
 

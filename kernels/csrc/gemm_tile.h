@@ -121,8 +121,6 @@ void any_tile(int64_t rows, const char* a, int64_t stride, const Steps& steps, i
   });
 }
 
-constexpr int64_t kGroupBytes = kPanelRows + kPanelRows * kGroup / 2;
-
 // int4: a group is 64 scales of a byte (scale.h), then 4 steps of [64][4 bytes] whose low nibbles are k 4j.. and high
 // nibbles k 16 + 4j.. The panel's output rows from lane `first` on, kWide vectors of them. Plain loops: the compiler
 // unrolls them as well, and turns them into vectors where it has to.

@@ -165,7 +165,6 @@ float row_unit(const bf16* row, int64_t columns) {
 
 void pack_int4(const Linear& w, const Source& from, int64_t panel, char* out, float* units) {
   constexpr int64_t kHalf = kGroup / 2;
-  constexpr int64_t kGroupBytes = kPanelRows + kPanelRows * kHalf;
   for (int64_t lane = 0; lane < kPanelRows; ++lane) {
     const bf16* row = source_row(w, from, panel, lane);
     const float unit = row == nullptr ? 1.0f : row_unit(row, w.columns);

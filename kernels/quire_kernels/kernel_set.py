@@ -141,8 +141,8 @@ class KernelSet:
     logits: Callable[[Tensor, Tensor, float, LinearWeight], Tensor]
     new_kv: Callable[[int, int, int, int, int, torch.dtype, torch.device], Tensor]
     kv_block_bytes: Callable[[int, int, int, int, torch.dtype], int]
-    # Most that a weight takes once packed, scales included; None: matrices stay as they are, and a tied head is the
-    # embedding.
+    # Of a packed weight, before matrices are packed and `packed_bytes` can tell: what bf16 takes at most, int8 without
+    # the scales of its rows. None: matrices stay as they are, and a tied head is the embedding.
     packed_bits: float | None = None
     packed_bytes: Callable[[LinearWeight], int] | None = None  # of one matrix; with `packed_bits`
     greedy: Callable[[Tensor, Tensor, float, LinearWeight], tuple[list[int], list[bool]]] | None = None
