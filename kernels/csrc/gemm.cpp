@@ -77,6 +77,7 @@ void gemm_stepped(Pieces& panels, int worker, const Linear& w, const Rows& rows,
   const bool whole = steps <= kSlice;
   const bool keeps = tiling.count > kDecodingTiles;
   const int64_t num_panels = panel_count(w);
+  const Cold from_memory = tiling.count == 1 ? Cold::kOnce : Cold::kShared;
   int64_t fetched = -1;
   Piece piece;
   while (panels.take(worker, num_panels, 1, &piece)) {
@@ -85,7 +86,7 @@ void gemm_stepped(Pieces& panels, int worker, const Linear& w, const Rows& rows,
     const bool coded = kMayBeCoded && is_coded(w, panel);
     const int64_t step_bytes = coded ? kCodedStepBytes : kStepBytes;
     const Bringing bringing(tiling.count, step_bytes, kStepBytes / 4);
-    const bool cold = panel != fetched;
+    const Cold cold = panel == fetched ? Cold::kNo : from_memory;
     if (w.scales != nullptr) prefetch<kPanelRows * 4>(w.scales + panel * kPanelRows);
     if (w.sums != nullptr) prefetch<kPanelRows * 4>(w.sums + panel * kPanelRows);
     for (int64_t step = 0; step < steps; step += kSlice) {
@@ -101,7 +102,7 @@ void gemm_stepped(Pieces& panels, int worker, const Linear& w, const Rows& rows,
         const char* a = static_cast<const char*>(rows.data) + m * stride + step * 4;
         const Ahead ahead = bringing.of(t, count, after, ends);
         const auto multiply = [&](const auto& weights) {
-          any_tile<Dot>(live, a, stride, weights, count, sums, step > 0, cold && t == 0, ahead);
+          any_tile<Dot>(live, a, stride, weights, count, sums, step > 0, t == 0 ? cold : Cold::kNo, ahead);
         };
         if (!coded || (keeps && t > 0)) {
           multiply(PlainSteps<Dot>(coded ? decoded : from));
@@ -122,11 +123,13 @@ void gemm_int4(Pieces& panels, int worker, const Linear& w, const Rows& rows, co
   const int64_t turns = halves ? 2 : 1;  // of each tile
   const int64_t groups = w.k / kGroup, num_panels = panel_count(w);
   const Bringing bringing(tiling.count * turns, kGroupBytes, kStepBytes);
+  const Cold from_memory = tiling.count * turns == 1 ? Cold::kOnce : Cold::kShared;
   int64_t fetched = -1;
   Piece piece;
   while (panels.take(worker, num_panels, 1, &piece)) {
     const int64_t panel = piece.begin;
-    const bool cold = panel != fetched, ends = piece.next < 0;
+    const Cold cold = panel == fetched ? Cold::kNo : from_memory;
+    const bool ends = piece.next < 0;
     const char* at = panel_at(w, panel);
     const char* after = panel_at(w, ends ? panel : piece.next);
     prefetch<kPanelRows * 4>(w.scales + panel * kPanelRows);
@@ -136,7 +139,7 @@ void gemm_int4(Pieces& panels, int worker, const Linear& w, const Rows& rows, co
       const int32_t* group_sums = rows.sums + m * groups;
       for (int64_t turn = 0; turn < turns; ++turn) {
         const Ahead ahead = bringing.of(t * turns + turn, groups, after, ends);
-        const bool waits = cold && t == 0 && turn == 0;
+        const Cold waits = t == 0 && turn == 0 ? cold : Cold::kNo;
         if (halves) {
           with_count<kTileRows>(static_cast<int>(live), [&](auto number) {
             tile_int4<number, kVecs / 2>(a, w.k, group_sums, at, turn * kPanelRows / 2, sums, waits, ahead);

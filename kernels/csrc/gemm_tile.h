@@ -69,9 +69,22 @@ class PlainSteps {
   const char* at_;
 };
 
-template <int64_t kBytes>
+// Whose weights are still in memory: a tile fetches what it will load, and the start of what follows.
+enum class Cold {
+  kNo,
+  kOnce,   // no other tile meets them: fetched past the caches, which then keep what the rest of the machine works with
+  kShared  // other tiles follow
+};
+
+template <int64_t kBytes, bool kOnce = false>
 inline void prefetch(const void* p) {
-  for (int64_t at = 0; at < kBytes; at += 64) __builtin_prefetch(static_cast<const char*>(p) + at);
+  for (int64_t at = 0; at < kBytes; at += 64) __builtin_prefetch(static_cast<const char*>(p) + at, 0, kOnce ? 0 : 3);
+}
+
+template <int64_t kBytes>
+inline void prefetch(Cold cold, const void* p) {
+  if (cold == Cold::kOnce) prefetch<kBytes, true>(p);
+  if (cold == Cold::kShared) prefetch<kBytes>(p);
 }
 
 // The weights that come after those of a tile: they travel from memory to the second-level cache while it computes,
@@ -83,10 +96,9 @@ struct Ahead {
   int64_t lines;        // of 64 bytes, covering per_step; 0: nothing
 };
 
-// `count` steps of `kRows` activation rows against one panel. Sums are carried in `sums` [kRows][64] when `resume`;
-// `cold` weights are still in memory, and so are the first of those that follow them.
+// `count` steps of `kRows` activation rows against one panel. Sums are carried in `sums` [kRows][64] when `resume`.
 template <typename Dot, int kRows, typename Steps>
-void tile(const char* a, int64_t stride, Steps steps, int64_t count, float* sums, bool resume, bool cold,
+void tile(const char* a, int64_t stride, Steps steps, int64_t count, float* sums, bool resume, Cold cold,
           const Ahead& ahead) {
   typename Dot::Sum acc[kRows][kVecs];
   unrolled<kRows>([&](auto r) {
@@ -94,9 +106,9 @@ void tile(const char* a, int64_t stride, Steps steps, int64_t count, float* sums
   });
   const int64_t turn = count - kPrefetchBytes / Steps::kBytes;
   for (int64_t step = 0; step < count; ++step) {
-    if (cold) {
+    if (cold != Cold::kNo) {
       const char* next = step < turn ? steps.at() + kPrefetchBytes : ahead.follows + (step - turn) * Steps::kBytes;
-      prefetch<Steps::kBytes>(next);
+      prefetch<Steps::kBytes>(cold, next);
     }
     for (int64_t line = 0; line < ahead.lines; ++line) {
       __builtin_prefetch(ahead.at + step * ahead.per_step + line * 64, 0, 2);
@@ -115,7 +127,7 @@ void tile(const char* a, int64_t stride, Steps steps, int64_t count, float* sums
 
 template <typename Dot, typename Steps>
 void any_tile(int64_t rows, const char* a, int64_t stride, const Steps& steps, int64_t count, float* sums, bool resume,
-              bool cold, const Ahead& ahead) {
+              Cold cold, const Ahead& ahead) {
   with_count<kTileRows>(static_cast<int>(rows), [&](auto number) {
     tile<Dot, number>(a, stride, steps, count, sums, resume, cold, ahead);
   });
@@ -126,7 +138,7 @@ void any_tile(int64_t rows, const char* a, int64_t stride, const Steps& steps, i
 // unrolls them as well, and turns them into vectors where it has to.
 template <int kRows, int kWide>
 [[gnu::noinline]] void tile_int4(const int8_t* a, int64_t k, const int32_t* group_sums, const char* w, int64_t first,
-                                 float* sums, bool cold, const Ahead& ahead) {
+                                 float* sums, Cold cold, const Ahead& ahead) {
   const int64_t groups = k / kGroup;
   const int64_t turn = groups - kPrefetchBytes / kGroupBytes;
   Vec acc[kRows][kWide];
@@ -135,7 +147,7 @@ template <int kRows, int kWide>
   }
   for (int64_t g = 0; g < groups; ++g, w += kGroupBytes) {
     const char* next = g < turn ? w + (groups - turn) * kGroupBytes : ahead.follows + (g - turn) * kGroupBytes;
-    if (cold) prefetch<kPanelRows>(next);
+    prefetch<kPanelRows>(cold, next);
     for (int64_t line = 0; line < ahead.lines; ++line) {
       __builtin_prefetch(ahead.at + g * ahead.per_step + line * 64, 0, 2);
     }
@@ -144,7 +156,7 @@ template <int kRows, int kWide>
       for (int v = 0; v < kWide; ++v) part[r][v] = iset(-group_sums[r * groups + g]);
     }
     for (int j = 0; j < 4; ++j) {
-      if (cold) prefetch<kStepBytes>(next + kPanelRows + j * kStepBytes);
+      prefetch<kStepBytes>(cold, next + kPanelRows + j * kStepBytes);
       const char* nibbles = w + kPanelRows + j * kStepBytes + first * 4;
       const char* x = reinterpret_cast<const char*>(a) + g * kGroup + 4 * j;
       Ints low[kWide], high[kWide];
