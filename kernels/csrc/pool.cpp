@@ -45,6 +45,13 @@ void pin(int cpu) {
   sched_setaffinity(0, sizeof(set), &set);  // refused in some containers: then it runs unpinned
 }
 
+// The run goes on without a worker that is late, and has to wait for one that loses its core amid a piece. So none takes
+// the core from a thread that the caller has just given something to do: that one is through before it would be resumed.
+void let_others_finish() {
+  const sched_param priority{};
+  sched_setscheduler(0, SCHED_BATCH, &priority);  // refused in some containers: then as any other thread
+}
+
 template <typename Ready>
 void spin_until(const Ready& ready) {
   for (int spins = 0; !ready(); ++spins) {
@@ -65,6 +72,7 @@ Pool::Pool(int threads, const int* cpus)
       const int cpu = cpus != nullptr ? cpus[worker] : -1;
       threads_.emplace_back([this, worker, cpu] {
         if (cpu >= 0) pin(cpu);
+        let_others_finish();
         serve(worker);
       });
     }
