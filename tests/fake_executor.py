@@ -186,8 +186,10 @@ class Run:
 
 
 def new_run(check: bool = True, **limits: object) -> Run:
-    """A run over a small scheduler; `limits` are SchedulerConfig fields."""
+    """A run over a small scheduler; `limits` are SchedulerConfig fields. Its steps take a second, which is no ITL."""
     from quire_engine.config import SchedulerConfig
 
-    config = SchedulerConfig(**{"num_blocks": 256, "max_num_batched_tokens": 512, **limits})  # type: ignore[arg-type]
+    config = SchedulerConfig(
+        **{"num_blocks": 256, "max_num_batched_tokens": 512, "itl_target": 0.0, **limits}  # type: ignore[arg-type]
+    )
     return Run(scheduler=Scheduler(config), executor=FakeExecutor(config.block_size), check=check)

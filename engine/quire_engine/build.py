@@ -112,6 +112,7 @@ class _Resolved:
             max_num_seqs=asked.max_num_seqs,
             max_num_batched_tokens=asked.max_num_batched_tokens,
             prefill_chunk=asked.prefill_chunk,
+            itl_target=asked.itl_target,
             max_partial_prefills=asked.max_partial_prefills,
             min_chunk=asked.min_chunk,
             max_bypasses=asked.max_bypasses,

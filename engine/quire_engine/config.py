@@ -19,14 +19,15 @@ KVCacheDType = Literal["auto", "int8"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """The scheduler's limits, all resolved. Tokens and blocks, never bytes or seconds."""
+    """The scheduler's limits, all resolved. Tokens and blocks, never bytes."""
 
     num_blocks: int
     block_size: int = 16
     max_model_len: int = 2048
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
-    prefill_chunk: int = 256  # most tokens of one sequence in one step
+    prefill_chunk: int = 512  # most tokens of one sequence in one step
+    itl_target: float = 0.1  # seconds that a step with decodes should take at most; 0: any
     max_partial_prefills: int = 2  # sequences that may be in the middle of their prompt at once
     min_chunk: int = 16  # c_min: the elder's first claim on the step budget
     max_bypasses: int = 8  # times a blocked queue head may be overtaken
@@ -48,7 +49,8 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
-    prefill_chunk: int = 256
+    prefill_chunk: int = 512
+    itl_target: float = 0.1
     max_partial_prefills: int = 2
     min_chunk: int = 16
     max_bypasses: int = 8

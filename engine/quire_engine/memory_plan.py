@@ -109,6 +109,7 @@ def plan_text(plan: EnginePlan) -> str:
         fits.append(f"{_num_fitting(plan, 1024):,} of 1,024 tokens")
     loaded = f", loaded in {plan.load_seconds:.1f} s" if plan.load_seconds else ", estimated"
     quantized = f" in {plan.quantization}" if plan.quantization else ""
+    pace = f" about {scheduler.itl_target:g} s beside running streams;" if scheduler.itl_target else ""
     lines = [
         ("model", f"{plan.model} ({plan.architecture}, {plan.num_parameters:,} parameters)"),
         ("device", f"{plan.device}, {plan.dtype}, {plan.kernels} kernels, {plan.num_threads} threads"),
@@ -126,7 +127,7 @@ def plan_text(plan: EnginePlan) -> str:
         ),
         (
             "step",
-            f"at most {scheduler.max_num_batched_tokens} tokens, {scheduler.prefill_chunk} of one prompt;"
+            f"at most {scheduler.max_num_batched_tokens} tokens, {scheduler.prefill_chunk} of one prompt;{pace}"
             f" prefix caching {'on' if scheduler.enable_prefix_caching else 'off'}; {scheduler.policy}",
         ),
     ]

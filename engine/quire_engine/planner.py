@@ -37,6 +37,7 @@ class Planner:
         if self.elder is not None:
             self._serve_elder(self.elder, plan, now)
         prefilling = self._serve_decodes(plan)
+        plan.limit(self._policies.itl.prompt_tokens(plan.num_streams))
         num_partial = self._serve_prefills(prefilling, plan)
         if self._roster.waiting:
             self._admit(plan, num_partial, now)

@@ -36,6 +36,7 @@ class Scheduler:
         policies = policies or policies_for(config)
         self._config = config
         self._elder_rule = policies.elder
+        self._itl = policies.itl
         self._kv = KVAllocator(
             num_blocks=config.num_blocks,
             block_size=config.block_size,
@@ -45,6 +46,7 @@ class Scheduler:
         self._planner = Planner(config, policies, self._kv, self._roster)
         self._step = 0
         self._prefill_tokens = self._decode_tokens = 0  # of the last applied step
+        self._scheduled_at = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -88,6 +90,7 @@ class Scheduler:
         if not self._roster.live:
             return None
         self._step += 1
+        self._scheduled_at = now
         plan = self._planner.plan(self._step, now)
         return plan.batch(self._step) if plan.slices else None
 
@@ -114,6 +117,7 @@ class Scheduler:
                 outputs += self._finish_prompt_only(sequence.group, now)
         self._decode_tokens = decode_tokens
         self._prefill_tokens = batch.num_tokens - decode_tokens
+        self._itl.learn(prompt_tokens=self._prefill_tokens, num_decodes=decode_tokens, seconds=now - self._scheduled_at)
         return outputs
 
     def stats(self) -> EngineStats:

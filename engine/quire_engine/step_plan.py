@@ -28,12 +28,21 @@ class StepPlan:
         if copy is not None:
             self._copies[sequence] = copy
 
+    def limit(self, num_tokens: int) -> None:
+        """Give at most so many more."""
+        self.budget = min(self.budget, num_tokens)
+
     def take_back(self, group: Group) -> None:
         """Drop the slices and copies of a group that is being preempted."""
         self.num_preempted += 1
         for sequence in group.sequences:
             self.budget += self.slices.pop(sequence, 0)
             self._copies.pop(sequence, None)
+
+    @property
+    def num_streams(self) -> int:
+        """Sequences with a slice whose reader waits for the next token."""
+        return sum(1 for sequence in self.slices if sequence.num_output_tokens > 0)
 
     def planned(self, group: Group) -> int:
         """Tokens that the group was given."""

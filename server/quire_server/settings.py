@@ -176,7 +176,10 @@ class Settings(BaseSettings):
     # -- Scheduling
     max_num_seqs: Positive = _option(64, "Scheduling", "sequences computed in one step at most")
     max_num_batched_tokens: Count = _option(512, "Scheduling", "tokens computed in one step at most", "tokens")
-    prefill_chunk: Count = _option(256, "Scheduling", "tokens of one prompt computed in one step at most", "tokens")
+    prefill_chunk: Count = _option(512, "Scheduling", "tokens of one prompt computed in one step at most", "tokens")
+    itl_target: Seconds = _option(
+        0.1, "Scheduling", "prompts beside running streams are computed in steps of about this time; 0 is any", "s"
+    )
     max_num_partial_prefills: Positive = _option(
         2, "Scheduling", "sequences that may be in the middle of their prompt at once"
     )
@@ -306,6 +309,7 @@ class Settings(BaseSettings):
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             prefill_chunk=self.prefill_chunk,
+            itl_target=self.itl_target,
             max_partial_prefills=self.max_num_partial_prefills,
             min_chunk=self.min_chunk,
             max_bypasses=self.max_bypasses,

@@ -118,7 +118,7 @@ def test_a_length_that_does_not_fit_names_what_would():
         ({"device": "tpu"}, "device=tpu is unknown"),
         ({"kernels": "abacus"}, "kernels=abacus"),
         ({"max_num_seqs": 600}, "max_num_batched_tokens"),
-        ({"min_chunk": 300}, "min_chunk"),
+        ({"min_chunk": 600, "max_num_batched_tokens": 1000}, "min_chunk"),
     ],
 )
 def test_impossible_settings_are_refused_before_the_weights_are_read(changes, message, monkeypatch):

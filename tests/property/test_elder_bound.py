@@ -40,6 +40,19 @@ class AnyChunk:
         return self._dice.randint(0, min(pending, self._cap - planned, budget))
 
 
+class AnyItl:
+    """Leaves prompts beside decodes anything from nothing."""
+
+    def __init__(self, dice: random.Random) -> None:
+        self._dice = dice
+
+    def prompt_tokens(self, num_decodes: int) -> int:
+        return self._dice.randint(0, 10)
+
+    def learn(self, *, prompt_tokens: int, num_decodes: int, seconds: float) -> None:
+        pass
+
+
 class LatestFirst:
     """Serves and admits the youngest first: the order that starves best."""
 
@@ -111,6 +124,7 @@ def worst_ratio(seed: int, *, with_elder: bool) -> float:
         order=LatestFirst() if dice.random() < 0.5 else policies_for(config).order,
         victim=AnyVictim(dice),
         chunk=AnyChunk(dice, config.prefill_chunk),
+        itl=AnyItl(dice),
         elder=elder_rule(age_steps=config.elder_age_steps, min_chunk=config.min_chunk),
     )
     scheduler = Scheduler(config, policies=policies)

@@ -18,6 +18,8 @@ from fake_executor import CorruptKV, FakeExecutor, Run, expected_tokens
 from quire_engine.batch import Batch
 from quire_engine.config import SchedulerConfig
 from quire_engine.errors import InfeasibleRequest
+from quire_engine.policies import Policies, policies_for
+from quire_engine.policies.itl import ItlTarget
 from quire_engine.scheduler import Scheduler
 from quire_engine.sequence import Group
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
@@ -37,12 +39,18 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         min_chunk=min_chunk,
         max_num_batched_tokens=max_num_seqs + min_chunk + draw(st.integers(0, 12)),
         prefill_chunk=min_chunk + draw(st.integers(0, 8)),
+        itl_target=draw(st.sampled_from([0.0, 0.2, 0.8])),
         max_partial_prefills=draw(st.integers(1, 3)),
         max_bypasses=draw(st.integers(0, 4)),
         elder_age_steps=draw(st.integers(0, 8)),
         enable_prefix_caching=draw(st.booleans()),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
     )
+
+
+def policies(config: SchedulerConfig) -> Policies:
+    """The usual ones; a step takes a second, and with a target few prompt tokens fit beside decodes."""
+    return dataclasses.replace(policies_for(config), itl=ItlTarget(config.itl_target, fewest=1))
 
 
 def fits(config: SchedulerConfig, prompt: int, max_tokens: int, n: int) -> bool:
@@ -116,8 +124,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(config=configs())
     def start(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.run = Run(scheduler=Scheduler(config), executor=FakeExecutor(config.block_size))
-        self.twin = Run(scheduler=Scheduler(config), executor=FakeExecutor(config.block_size))
+        self.run, self.twin = (
+            Run(scheduler=Scheduler(config, policies=policies(config)), executor=FakeExecutor(config.block_size))
+            for _ in range(2)
+        )
         self.requests: dict[str, GenerationRequest] = {}
         self.unfinished: dict[str, set[int]] = {}
         self.deadline: dict[str, int] = {}

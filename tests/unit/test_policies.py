@@ -14,6 +14,7 @@ from quire_engine.policies.capacity import WholePrompt
 from quire_engine.policies.chunk import FixedChunk
 from quire_engine.policies.elder import ElderRule
 from quire_engine.policies.gate import check_config, check_request, footprint, largest_max_tokens
+from quire_engine.policies.itl import FEWEST, ItlTarget
 from quire_engine.policies.priority import PriorityOrder
 from quire_engine.policies.victim import Youngest
 from quire_engine.sequence import Group
@@ -62,6 +63,43 @@ def test_fixed_chunk(pending: int, planned: int, budget: int, size: int) -> None
     assert FixedChunk(256).size(pending=pending, planned=planned, budget=budget) == size
 
 
+def step_seconds(num_tokens: int) -> float:
+    return 0.02 + 0.001 * num_tokens
+
+
+def test_prompts_beside_decodes_fill_the_itl_target() -> None:
+    policy = ItlTarget(0.2)
+    assert policy.prompt_tokens(8) >= 512, "nothing is known yet"
+    taken = []
+    for _ in range(20):
+        size = min(policy.prompt_tokens(8), 512)
+        taken.append(step_seconds(size + 8))
+        policy.learn(prompt_tokens=size, num_decodes=8, seconds=taken[-1])
+    assert taken[0] > 0.5
+    assert max(taken[1:]) < 0.22
+    assert taken[-1] == pytest.approx(0.2, rel=0.02)
+    assert policy.prompt_tokens(0) >= 512, "nobody waits for a token"
+
+
+def test_the_itl_target_leaves_prompts_a_chunk() -> None:
+    policy = ItlTarget(0.001)
+    policy.learn(prompt_tokens=100, num_decodes=0, seconds=1.0)
+    assert policy.prompt_tokens(8) == FEWEST
+
+
+def test_steps_of_hardly_a_prompt_do_not_count() -> None:
+    policy = ItlTarget(0.1)
+    policy.learn(prompt_tokens=200, num_decodes=0, seconds=0.1)
+    policy.learn(prompt_tokens=3, num_decodes=1, seconds=5.0)
+    assert policy.prompt_tokens(20) == 180
+
+
+def test_an_itl_target_of_0_is_none() -> None:
+    policy = ItlTarget(0.0)
+    policy.learn(prompt_tokens=100, num_decodes=0, seconds=1.0)
+    assert policy.prompt_tokens(8) >= 1 << 20
+
+
 def test_the_elder_is_kept_until_it_ends() -> None:
     rule = ElderRule(age_steps=10, min_chunk=4)
     a, b = group(0, work=100), group(1, work=5)
@@ -91,7 +129,8 @@ def test_work_and_bound() -> None:
     ("change", "words"),
     [
         ({"max_num_batched_tokens": 79}, "at least 80"),
-        ({"min_chunk": 300}, "at most 256"),
+        ({"min_chunk": 600}, "at most 512"),
+        ({"itl_target": -1.0}, "itl_target is -1"),
         ({"num_blocks": 0}, "num_blocks is 0"),
         ({"block_size": 0}, "block_size is 0"),
         ({"max_partial_prefills": 0}, "max_partial_prefills is 0"),
@@ -99,7 +138,7 @@ def test_work_and_bound() -> None:
         ({"elder_age_steps": -1}, "elder_age_steps is -1"),
     ],
 )
-def test_impossible_limits_are_refused(change: dict[str, int], words: str) -> None:
+def test_impossible_limits_are_refused(change: dict[str, float], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_config(dataclasses.replace(CONFIG, **change))
 

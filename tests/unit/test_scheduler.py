@@ -85,7 +85,7 @@ def test_the_same_id_twice_is_refused_while_it_lives() -> None:
 
 
 def test_times_come_from_the_clock_that_is_passed() -> None:
-    run = new_run()
+    run = new_run(prefill_chunk=256)
     run.scheduler.add(request("r", 300, 3, arrival=2.0), 3.0)
     outputs: list[TokenOutput] = []
     for start, end in [(5.0, 6.0), (7.0, 9.5), (10.0, 11.0), (12.0, 13.0)]:
@@ -407,6 +407,32 @@ def test_partial_prefills_are_capped_and_short_prompts_pass() -> None:
         "the elder and two more, then the short ones"
     )
     run.to_end()
+
+
+def test_streams_do_not_wait_for_a_long_prompt() -> None:
+    run = new_run(num_blocks=512, prefill_chunk=512, itl_target=0.1)
+    run.add(request("stream", 16, 100))
+    now, seconds = 0.0, {}
+    while run.scheduler.has_work:
+        if len(seconds) == 5:
+            run.add(request("long", 2000, 2))
+        batch = run.scheduler.schedule(now)
+        assert batch is not None
+        seconds[batch.step_id] = 0.01 + 0.0005 * batch.num_tokens
+        now += seconds[batch.step_id]
+        run.take(run.scheduler.apply(batch, run.executor.execute(batch), now))
+        run.log.append(batch)
+    mixed = [batch for batch in run.log if len(batch.items) == 2 and batch.num_tokens > 2]
+    assert mixed[0].num_tokens == 512, "what a step takes is not known before the first"
+    assert [batch.num_tokens for batch in mixed[1:5]] == pytest.approx([180] * 4, abs=15)
+    assert all(0.08 < seconds[batch.step_id] < 0.11 for batch in mixed[1:-1])
+
+
+def test_a_prompt_alone_takes_the_whole_step() -> None:
+    run = new_run(num_blocks=512, prefill_chunk=512, itl_target=0.1)
+    run.add(request("long", 2000, 2))
+    run.to_end()
+    assert [batch.num_tokens for batch in run.log] == [512, 512, 512, 464, 1]
 
 
 def test_resumed_output_counts_as_an_unfinished_prefill() -> None:

@@ -13,6 +13,7 @@ from quire_engine.policies.capacity import CapacityPolicy, WholePrompt
 from quire_engine.policies.chunk import ChunkPolicy, FixedChunk
 from quire_engine.policies.elder import ElderPolicy, ElderRule
 from quire_engine.policies.fcfs import FirstComeFirstServed
+from quire_engine.policies.itl import ItlPolicy, ItlTarget
 from quire_engine.policies.order import OrderPolicy
 from quire_engine.policies.priority import PriorityOrder
 from quire_engine.policies.victim import VictimPolicy, Youngest
@@ -26,6 +27,7 @@ class Policies:
     victim: VictimPolicy
     capacity: CapacityPolicy
     chunk: ChunkPolicy
+    itl: ItlPolicy
     elder: ElderPolicy
 
 
@@ -36,5 +38,6 @@ def policies_for(config: SchedulerConfig) -> Policies:
         victim=Youngest(),
         capacity=WholePrompt(),
         chunk=FixedChunk(config.prefill_chunk),
+        itl=ItlTarget(config.itl_target),
         elder=ElderRule(age_steps=config.elder_age_steps, min_chunk=config.min_chunk),
     )

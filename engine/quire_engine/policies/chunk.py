@@ -18,7 +18,7 @@ class ChunkPolicy(Protocol):
 
 
 class FixedChunk:
-    """At most `prefill_chunk` tokens of one sequence in one step, so that decodes are never far apart."""
+    """At most `prefill_chunk` tokens of one sequence in one step."""
 
     def __init__(self, prefill_chunk: int) -> None:
         self._cap = prefill_chunk

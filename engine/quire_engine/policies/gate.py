@@ -27,6 +27,8 @@ def check_config(config: SchedulerConfig) -> None:
     for name in ("max_bypasses", "elder_age_steps"):
         if getattr(config, name) < 0:
             raise ConfigError(f"{name} is {getattr(config, name)}, must be at least 0")
+    if config.itl_target < 0:
+        raise ConfigError(f"itl_target is {config.itl_target:g}, must be at least 0")
     if config.min_chunk > config.prefill_chunk:
         raise ConfigError(
             f"min_chunk {config.min_chunk} is larger than prefill_chunk {config.prefill_chunk}; "
