@@ -17,7 +17,7 @@ from quire_engine.types import WaitReason
 
 
 class Planner:
-    """The phases of a step, in order: elder, decodes, prefills, admission."""
+    """The phases of a step, in order: elder, decodes, prefills, admission, and what is left to the prefills."""
 
     def __init__(self, config: SchedulerConfig, policies: Policies, kv: KVAllocator, roster: Roster) -> None:
         self.elder: Group | None = None
@@ -40,7 +40,8 @@ class Planner:
         plan.limit(self._policies.itl.prompt_tokens(plan.num_streams))
         num_partial = self._serve_prefills(prefilling, plan)
         if self._roster.waiting:
-            self._admit(plan, num_partial, now)
+            prefilling += self._admit(plan, num_partial, now)
+        self._give_rest(prefilling, plan)
         self._note_kv_wait(now)
         return plan
 
@@ -74,14 +75,15 @@ class Planner:
         others = [group for group in groups if group.state == "running" and group is not self.elder]
         return sum(1 for group in others if self._stays_partial(group, plan))
 
-    def _admit(self, plan: StepPlan, num_partial: int, now: float) -> None:
-        """Let waiting groups enter in order.
+    def _admit(self, plan: StepPlan, num_partial: int, now: float) -> list[Group]:
+        """Let waiting groups enter in order; returns those that did.
 
         A group that cannot enter lets others pass, at most `max_bypasses` of them in its life, and no more than so
         many groups are looked past at a time. After a preemption nobody enters: what was freed is spoken for.
         """
         closed: WaitReason | None = "kv" if plan.num_preempted else None
         limit = self._config.max_bypasses
+        entered: list[Group] = []
         passed_over: list[Group] = []
         for group in list(self._roster.waiting):
             if closed is None and plan.budget == 0:
@@ -96,11 +98,19 @@ class Planner:
                 if group.num_bypasses >= limit or len(passed_over) > limit:
                     closed = obstacle
                 continue
+            entered.append(group)
             num_partial += self._stays_partial(group, plan)
             for other in passed_over:
                 other.num_bypasses += 1
                 if other.num_bypasses >= limit:
                     closed = other.wait_reason
+        return entered
+
+    def _give_rest(self, groups: list[Group], plan: StepPlan) -> None:
+        """Long prompts left a part of the step to others: what those did not take. Not where blocks are short."""
+        for group in groups:
+            if plan.budget > 0 and plan.num_preempted == 0:
+                self._give_chunks(group, plan, others=False)
 
     # ---- giving tokens --------------------------------------------------------------------------------------------
 
@@ -115,13 +125,14 @@ class Planner:
                 return False
         return has_more
 
-    def _give_chunks(self, group: Group, plan: StepPlan) -> None:
+    def _give_chunks(self, group: Group, plan: StepPlan, *, others: bool = True) -> None:
+        """A chunk of each unfinished prompt; `others`: more may want a part of the step."""
         for sequence in group.computing:
             planned = plan.slices.get(sequence, 0)
             pending = group.pending(sequence) - planned
             if pending == 0:
                 continue
-            size = self._policies.chunk.size(pending=pending, planned=planned, budget=plan.budget)
+            size = self._policies.chunk.size(pending=pending, planned=planned, budget=plan.budget, others=others)
             if size > 0 and not self._give(sequence, size, plan):
                 return
 
@@ -153,7 +164,7 @@ class Planner:
         matched = self._match(group)
         leader = group.computing[0]
         pending = group.target(leader) - len(matched) * config.block_size
-        first = self._policies.chunk.size(pending=pending, planned=0, budget=plan.budget)
+        first = self._policies.chunk.size(pending=pending, planned=0, budget=plan.budget, others=True)
         goes_on = first < pending or any(follower.num_output_tokens > 0 for follower in group.followers())
         if plan.budget < min(pending, config.min_chunk) or (goes_on and num_partial >= config.max_partial_prefills):
             return "budget"

@@ -36,7 +36,7 @@ class AnyChunk:
     def __init__(self, dice: random.Random, cap: int) -> None:
         self._dice, self._cap = dice, cap
 
-    def size(self, *, pending: int, planned: int, budget: int) -> int:
+    def size(self, *, pending: int, planned: int, budget: int, others: bool) -> int:
         return self._dice.randint(0, min(pending, self._cap - planned, budget))
 
 

@@ -60,7 +60,12 @@ def test_a_preempted_group_needs_one_block_more() -> None:
     ("pending", "planned", "budget", "size"), [(500, 0, 512, 256), (500, 16, 512, 240), (9, 0, 512, 9), (500, 0, 7, 7)]
 )
 def test_fixed_chunk(pending: int, planned: int, budget: int, size: int) -> None:
-    assert FixedChunk(256).size(pending=pending, planned=planned, budget=budget) == size
+    assert FixedChunk(256).size(pending=pending, planned=planned, budget=budget, others=False) == size
+
+
+@pytest.mark.parametrize(("pending", "size"), [(1025, 256), (1024, 512), (513, 512), (12, 12)])
+def test_a_long_prompt_leaves_half_a_step(pending: int, size: int) -> None:
+    assert FixedChunk(512).size(pending=pending, planned=0, budget=512, others=True) == size
 
 
 def step_seconds(num_tokens: int) -> float:
