@@ -41,8 +41,8 @@ class StepPlan:
 
     @property
     def num_streams(self) -> int:
-        """Sequences with a slice whose reader waits for the next token."""
-        return sum(1 for sequence in self.slices if sequence.num_output_tokens > 0)
+        """Sequences that get the next token of a stream."""
+        return sum(1 for sequence, size in self.slices.items() if size == 1 and sequence.num_output_tokens > 0)
 
     def planned(self, group: Group) -> int:
         """Tokens that the group was given."""

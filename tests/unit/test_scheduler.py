@@ -447,6 +447,16 @@ def test_short_prompts_do_not_wait_for_a_long_one(itl_target: float) -> None:
     assert all(batch.num_tokens == (512 if itl_target == 0.0 else 65) for batch in run.log[began:]), "no room is left"
 
 
+def test_a_resumed_stream_computes_what_it_knows_in_whole_steps() -> None:
+    run = new_run(num_blocks=512, prefill_chunk=512, itl_target=0.1)
+    run.add(request("before", 40, 1))
+    run.to_end()
+    wanted = request("r", 1000, 30)
+    run.add(dataclasses.replace(wanted, resumed_token_ids=(tuple(expected_tokens(wanted, 0)[:24]),)))
+    run.to_end()
+    assert [batch.num_tokens for batch in run.log[1:4]] == [512, 512, 1], "nobody gets a token meanwhile"
+
+
 def test_a_prompt_alone_takes_the_whole_step() -> None:
     run = new_run(num_blocks=512, prefill_chunk=512, itl_target=0.1)
     run.add(request("long", 2000, 2))
