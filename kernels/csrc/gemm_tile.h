@@ -69,7 +69,7 @@ class PlainSteps {
   const char* at_;
 };
 
-// Whose weights are still in memory: a tile fetches what it will load, and the start of what follows.
+// Whether a tile's weights are still in memory: then it fetches what it will load, and the start of what follows.
 enum class Cold {
   kNo,
   kOnce,   // no other tile meets them: fetched past the caches, which then keep what the rest of the machine works with
