@@ -37,7 +37,8 @@ class Planner:
         if self.elder is not None:
             self._serve_elder(self.elder, plan, now)
         prefilling = self._serve_decodes(plan)
-        plan.limit(self._policies.itl.prompt_tokens(plan.num_streams))
+        if prefilling or self._roster.waiting:
+            plan.limit(self._policies.itl.prompt_tokens(plan.num_streams))
         num_partial = self._serve_prefills(prefilling, plan)
         if self._roster.waiting:
             prefilling += self._admit(plan, num_partial, now)
@@ -107,9 +108,9 @@ class Planner:
         return entered
 
     def _give_rest(self, groups: list[Group], plan: StepPlan) -> None:
-        """Long prompts left a part of the step to others: what those did not take. Not where blocks are short."""
+        """What others did not take of what long prompts left them. No block is needed: those came on entering."""
         for group in groups:
-            if plan.budget > 0 and plan.num_preempted == 0:
+            if group.state == "running":
                 self._give_chunks(group, plan, others=False)
 
     # ---- giving tokens --------------------------------------------------------------------------------------------
