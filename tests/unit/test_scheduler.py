@@ -428,23 +428,20 @@ def test_streams_do_not_wait_for_a_long_prompt() -> None:
     assert all(0.08 < seconds[batch.step_id] < 0.11 for batch in mixed[1:-1])
 
 
-@pytest.mark.parametrize("itl_target", [0.0, 0.1])
-def test_short_prompts_do_not_wait_for_a_long_one(itl_target: float) -> None:
-    """Alone, and beside a stream, where a step has room for 64 tokens of prompts."""
-    run = new_run(num_blocks=1024, max_model_len=8192, prefill_chunk=512, itl_target=itl_target)
-    run.add(request("stream", 16, 400))
-    if itl_target == 0.0:
-        run.to_end()
-    else:
-        run.one_step()
+@pytest.mark.parametrize(
+    ("streams", "sizes"), [([], [512]), (["stream"], [65] * 4)], ids=["alone", "beside a stream, 64 tokens a step"]
+)
+def test_short_prompts_do_not_wait_for_a_long_one(streams: list[str], sizes: list[int]) -> None:
+    run = new_run(num_blocks=1024, max_model_len=8192, prefill_chunk=512, itl_target=0.1)
+    run.add(*(request(name, 16, 400) for name in streams))
+    run.one_step()
     run.add(request("long", 6000, 2))
     run.one_step()
+    began = len(run.log)
     run.add(*(request(f"short{i}", 40, 1) for i in range(3)))
-    began = run.step
     while not all(f"short{i}" in run.finish_step for i in range(3)):
         run.one_step()
-    assert run.step - began == (1 if itl_target == 0.0 else 4)
-    assert all(batch.num_tokens == (512 if itl_target == 0.0 else 65) for batch in run.log[began:]), "no room is left"
+    assert [batch.num_tokens for batch in run.log[began:]] == sizes, "and no room is left"
 
 
 def test_a_resumed_stream_computes_what_it_knows_in_whole_steps() -> None:
