@@ -14,19 +14,21 @@ namespace quire {
 class Bf16Kv {
  public:
   static int64_t scratch_bytes(int64_t rows, int64_t d) {
-    return rows * d * 2 + kBlockRows * kTile * 2 + 2 * d * 4;
+    return (rows * d + kBlockRows * kTile) * static_cast<int64_t>(sizeof(PairFactor)) + 2 * d * 4;
   }
 
   Bf16Kv(char* scratch, int64_t rows, int64_t d, float scale)
       : d_(d),
         scale_(scale),
         edges_(reinterpret_cast<uint32_t*>(scratch)),
-        weights_(reinterpret_cast<bf16*>(scratch + 2 * d * 4)),
+        weights_(reinterpret_cast<PairFactor*>(scratch + 2 * d * 4)),
         queries_(weights_ + kBlockRows * kTile) {
     (void)rows;
   }
 
-  void set_query(int64_t row, const bf16* query) { std::memcpy(queries_ + row * d_, query, static_cast<size_t>(d_) * 2); }
+  void set_query(int64_t row, const bf16* query) {
+    for (int64_t i = 0; i < d_; i += kLanes) store_factors(queries_ + row * d_ + i, vload_bf16(query + i));
+  }
 
   // The tile of the calls that follow, and the one after it, which they bring closer.
   void open(const Tile& tile, const Tile& next) {
@@ -43,7 +45,7 @@ class Bf16Kv {
 
   // Scores of the group's units into s [rows][kTile], positions outside the group's included.
   void score(const Group& group, float* s) const {
-    const bf16* queries = queries_ + group.first_row * d_;
+    const PairFactor* queries = queries_ + group.first_row * d_;
     for (int u = group.first_unit(); u < group.last_unit(); u += kBlockVecs) {
       with_count<kBlockRows>(group.rows, [&](auto rows) {
         with_count<kBlockVecs>(std::min(kBlockVecs, group.last_unit() - u), [&](auto vecs) {
@@ -57,7 +59,7 @@ class Bf16Kv {
   // Those outside [low, high) become 0.
   Vec set_weights(int row, int unit, Vec weights, int low, int high) {
     if (low > 0 || high < kUnit) weights = keep(weights, low, high, 0.0f);
-    return vstore_rounded(weights_ + row * kTile + unit * kUnit, weights);
+    return store_factors(weights_ + row * kTile + unit * kUnit, weights);
   }
 
   void finish_weights(int, int, int) {}
@@ -91,8 +93,7 @@ class Bf16Kv {
     if (high % 2 != 0) pairs_[end - 1] = edge(last_pair, 0x0000ffffu, edges_ + d_);
     const int vecs = static_cast<int>(d_ / kLanes);
     with_count<kBlockRows>(last - first, [&](auto rows) {
-      // Few rows wait for memory, which is faster in long pieces.
-      constexpr int kMost = 2 * rows.value <= kBlockRows ? 2 * kBlockVecs : kBlockVecs;
+      constexpr int kMost = value_vecs(rows);
       for (int v = 0; v < vecs; v += kMost) {
         with_count<kMost>(std::min(kMost, vecs - v), [&](auto count) {
           value_block<rows.value, count.value>(first, begin, end, v * kLanes, fade + first, values + first * stride,
@@ -105,7 +106,7 @@ class Bf16Kv {
   }
 
   template <int kRows, int kVecs>
-  void score_block(int unit, const bf16* queries, float* s) const {
+  void score_block(int unit, const PairFactor* queries, float* s) const {
     const bf16 *const *keys = keys_ + unit, *const *next = next_keys_ + unit;
     Vec acc[kRows][kVecs];
     unrolled<kRows>([&](auto r) { unrolled<kVecs>([&](auto v) { acc[r][v] = vzero(); }); });
@@ -115,9 +116,13 @@ class Bf16Kv {
         k[v] = pload(keys[v] + i * kUnit);
         __builtin_prefetch(next[v] + i * kUnit, 0, 2);
       });
-      unrolled<kRows>([&](auto r) {
-        const Pairs q = pset(queries + r * d_ + i);
-        unrolled<kVecs>([&](auto v) { acc[r][v] = dot2(acc[r][v], k[v], q); });
+      unrolled<kParts>([&](auto part) {
+        PairPart w[kVecs];
+        unrolled<kVecs>([&](auto v) { w[v] = pair_part<part>(k[v]); });
+        unrolled<kRows>([&](auto r) {
+          const PairPart q = pair_factor(queries + r * d_ + i + part);
+          unrolled<kVecs>([&](auto v) { acc[r][v] = pair_product(acc[r][v], w[v], q); });
+        });
       });
     }
     unrolled<kRows>([&](auto r) {
@@ -134,15 +139,17 @@ class Bf16Kv {
         acc[r][v] = vmul(vload(values + r * stride + column + v * kLanes), vset(fade[r]));
       });
     });
-    const bf16* weights = weights_ + row * kTile;
+    const PairFactor* weights = weights_ + row * kTile;
     for (int64_t i = begin; i < end; ++i) {
       const bf16 *pair = pairs_[i] + 2 * column, *next = next_pairs_[i] + 2 * column;
-      Pairs w[kRows];
-      unrolled<kRows>([&](auto r) { w[r] = pset(weights + r * kTile + 2 * i); });
-      unrolled<kVecs>([&](auto v) {
-        const Pairs x = pload(pair + v * 2 * kLanes);
-        __builtin_prefetch(next + v * 2 * kLanes, 0, 2);
-        unrolled<kRows>([&](auto r) { acc[r][v] = dot2(acc[r][v], x, w[r]); });
+      unrolled<kVecs>([&](auto v) { __builtin_prefetch(next + v * 2 * kLanes, 0, 2); });
+      unrolled<kParts>([&](auto part) {
+        PairPart w[kRows];
+        unrolled<kRows>([&](auto r) { w[r] = pair_factor(weights + r * kTile + 2 * i + part); });
+        unrolled<kVecs>([&](auto v) {
+          const PairPart x = pair_part<part>(pload(pair + v * 2 * kLanes));
+          unrolled<kRows>([&](auto r) { acc[r][v] = pair_product(acc[r][v], x, w[r]); });
+        });
       });
     }
     unrolled<kRows>([&](auto r) {
@@ -163,8 +170,8 @@ class Bf16Kv {
   const int64_t d_;
   const float scale_;
   uint32_t* edges_;               // [2][d]
-  bf16* weights_;                 // [kBlockRows][kTile]
-  bf16* queries_;                 // [rows][d]
+  PairFactor* weights_;           // [kBlockRows][kTile]
+  PairFactor* queries_;           // [rows][d]
   const bf16* keys_[kTileUnits] = {};
   const bf16* pairs_[kTile / 2] = {};  // values of two positions each
   // The same of the next tile, which is fetched while this one is used: a tile ahead, since less than that is used

@@ -70,7 +70,8 @@ class CodedSteps {
   // Where the next step lies.
   const char* at() const { return at_; }
 
-  void next(Pairs (&weights)[kCodedVectors]) {
+  // All vectors of the step.
+  void next(Pairs (&weights)[kCodedVectors], int = 0) {
     decode(weights);
     at_ += kCodedStepBytes;
     if (__builtin_expect(step_++ == due_->step, 0)) repair(weights);
@@ -135,7 +136,8 @@ class CodedSteps {
   }
 
   static __m256i exchanged(__m256i words) {
-    return _mm256_or_si256(_mm256_slli_epi16(words, 8), _mm256_srli_epi16(words, 8));
+    const __m128i order = _mm_set_epi64x(0x0e0f0c0d0a0b0809, 0x0607040502030001);
+    return _mm256_shuffle_epi8(words, _mm256_broadcastsi128_si256(order));
   }
 
   // `distances` already where an exponent's lowest bits are.

@@ -8,40 +8,50 @@
 namespace quire {
 namespace {
 
-// k is cut so that a panel's slice stays in the second-level cache while the activation rows pass by.
-constexpr int64_t kSliceBytes = 512 * 1024;
+// k is cut so that a panel's slice stays in the second-level cache while the activation rows pass by; where products
+// have parts, so that a tile's rows stay in the first-level cache from pass to pass.
+constexpr int64_t kSliceBytes = (kParts == 1 ? 512 : 64) * 1024;
 
-// Activation rows in as few tiles as possible, as equal as possible: 8 rows are 4 + 4, 32 are 6 + 6 + 5 + 5 + 5 + 5.
-struct Tiling {
-  Tiling(int64_t m, int64_t limit) : count((m + limit - 1) / limit), base(m / count), larger(m % count) {}
-  int64_t first(int64_t tile) const { return tile * base + std::min(tile, larger); }
-  int64_t rows(int64_t tile) const { return base + (tile < larger ? 1 : 0); }
-  int64_t count, base, larger;
-};
+// Passes over a panel of all tiles before this one, where a pass of some rows takes `vecs` of them vectors.
+int64_t passes_before(const Tiling& tiling, int64_t tile, int (*vecs)(int rows)) {
+  const int base = static_cast<int>(tiling.base);
+  const int64_t large = std::min(tile, tiling.larger);
+  return large * (kVecs / vecs(base + 1)) + (tile - large) * (kVecs / vecs(base));
+}
 
 // Steps of k that are walked before the next panel slice.
 constexpr int64_t kSlice = kSliceBytes / kStepBytes;
 
-// Decoding takes a few of the cycles that a tile's products take, on AVX-512 fewer than a copy does: there only of more
-// tiles than these the first keeps what it decodes for the others.
+// With AVX-512, decoding takes a few of the cycles of a tile's products, fewer than a copy does: every tile decodes for
+// itself, and only of more tiles than these the first keeps what it decodes for the others. Without, only a single tile
+// of few rows does; for more, the weights are decoded beforehand.
 #if defined(QUIRE_AVX512)
+constexpr bool kDecodesBefore = false;
 constexpr int64_t kDecodingTiles = 5;
+constexpr int kDecodingRows = kTileRows;  // of a tile that decodes
 #else
+constexpr bool kDecodesBefore = true;
 constexpr int64_t kDecodingTiles = 1;
+constexpr int kDecodingRows = 2;
 #endif
 
-// What each of a panel's tiles fetches of the panel that follows. Many bring all of it. Of few the first waits for its own
+// Whether decoded weights are kept for several tiles.
+bool keeps_decoded(const Tiling& tiling) {
+  return tiling.count > kDecodingTiles || tiling.rows(0) > kDecodingRows;
+}
+
+// What each pass over a panel fetches of the panel that follows. Many bring all of it. Of few the first waits for its own
 // panel, whose loads are then the best prefetch, and the others bring what they have time for.
 class Bringing {
  public:
-  // `step_bytes`: of the weights that a tile meets in one turn of its loop; `few_bytes` of them for each of few tiles.
-  Bringing(int64_t tiles, int64_t step_bytes, int64_t few_bytes)
-      : all(tiles > 3), first_(all ? 0 : 1), per_step_(all ? step_bytes / tiles : few_bytes) {}
+  // `step_bytes`: of the weights that a pass meets in one turn of its loop; `few_bytes` of them for each of few passes.
+  Bringing(int64_t passes, int64_t step_bytes, int64_t few_bytes)
+      : all(passes > 3), first_(all ? 0 : 1), per_step_(all ? step_bytes / passes : few_bytes) {}
 
-  // For `count` turns of a tile, `after` them; nothing when the worker's panels end here.
-  Ahead of(int64_t tile, int64_t count, const char* after, bool ends) const {
-    const int64_t lines = !ends && tile >= first_ ? (per_step_ + 63) / 64 : 0;
-    return {after, after + (tile - first_) * count * per_step_, per_step_, lines};
+  // For `count` turns of a pass, `after` them; nothing when the worker's panels end here.
+  Ahead of(int64_t pass, int64_t count, const char* after, bool ends) const {
+    const int64_t lines = !ends && pass >= first_ ? (per_step_ + 63) / 64 : 0;
+    return {after, after + (pass - first_) * count * per_step_, per_step_, lines};
   }
 
   const bool all;
@@ -56,7 +66,7 @@ class KeptSteps {
   static constexpr int64_t kBytes = CodedSteps::kBytes;
   KeptSteps(const CodedSteps& steps, char* out) : steps_(steps), out_(out) {}
   const char* at() const { return steps_.at(); }
-  void next(Pairs (&weights)[kVecs]) {
+  void next(Pairs (&weights)[kVecs], int = 0) {
     steps_.next(weights);
     unrolled<kVecs>([&](auto v) { pstore(reinterpret_cast<bf16*>(out_ + v * sizeof(Pairs)), weights[v]); });
     out_ += kStepBytes;
@@ -67,17 +77,29 @@ class KeptSteps {
   char* out_;
 };
 
+// `count` steps of a panel to `out`; `follows`: what will be read next.
+void decode(CodedSteps steps, int64_t count, char* out, Cold cold, const char* follows) {
+  KeptSteps kept(steps, out);
+  const int64_t turn = count - kPrefetchBytes / CodedSteps::kBytes;
+  for (int64_t step = 0; step < count; ++step) {
+    const char* next = step < turn ? kept.at() + kPrefetchBytes : follows + (step - turn) * CodedSteps::kBytes;
+    prefetch<CodedSteps::kBytes>(cold, next);
+    Pairs weights[kVecs];
+    kept.next(weights);
+  }
+}
+
 template <typename Dot>
 void gemm_stepped(Pieces& panels, int worker, const Linear& w, const Rows& rows, const Output& out, float* partial,
                   char* decoded) {
   constexpr bool kMayBeCoded = Dot::kKind == WeightKind::kBf16;
   const int64_t steps = w.k / Dot::kValuesPerStep;
-  const Tiling tiling(rows.m, kTileRows);
-  const int64_t stride = steps * 4;
+  const Tiling tiling(rows.m, kTileRows, steps);
   const bool whole = steps <= kSlice;
-  const bool keeps = tiling.count > kDecodingTiles;
+  const bool keeps = keeps_decoded(tiling);
   const int64_t num_panels = panel_count(w);
-  const Cold from_memory = tiling.count == 1 ? Cold::kOnce : Cold::kShared;
+  const int64_t num_passes = passes_before(tiling, tiling.count, pass_vecs);
+  const Cold from_memory = num_passes == 1 ? Cold::kOnce : Cold::kShared;
   int64_t fetched = -1;
   Piece piece;
   while (panels.take(worker, num_panels, 1, &piece)) {
@@ -85,7 +107,7 @@ void gemm_stepped(Pieces& panels, int worker, const Linear& w, const Rows& rows,
     const char* start = panel_at(w, panel);
     const bool coded = kMayBeCoded && is_coded(w, panel);
     const int64_t step_bytes = coded ? kCodedStepBytes : kStepBytes;
-    const Bringing bringing(tiling.count, step_bytes, kStepBytes / 4);
+    const Bringing bringing(num_passes, step_bytes, kStepBytes / 4);
     const Cold cold = panel == fetched ? Cold::kNo : from_memory;
     if (w.scales != nullptr) prefetch<kPanelRows * 4>(w.scales + panel * kPanelRows);
     if (w.sums != nullptr) prefetch<kPanelRows * 4>(w.sums + panel * kPanelRows);
@@ -96,19 +118,31 @@ void gemm_stepped(Pieces& panels, int worker, const Linear& w, const Rows& rows,
       // With nothing known to follow, the start of this panel, which is in the cache.
       const bool ends = last_slice && piece.next < 0;
       const char* after = ends ? from : last_slice ? panel_at(w, piece.next) : from + count * step_bytes;
+      const bool before = coded && keeps && kDecodesBefore;
+      if constexpr (kMayBeCoded) {
+        if (before) decode(CodedSteps(start, step), count, decoded, cold, after);
+      }
       for (int64_t t = 0; t < tiling.count; ++t) {
         const int64_t m = tiling.first(t), live = tiling.rows(t);
         float* sums = partial + (whole ? 0 : m * kPanelRows);
-        const char* a = static_cast<const char*>(rows.data) + m * stride + step * 4;
-        const Ahead ahead = bringing.of(t, count, after, ends);
-        const auto multiply = [&](const auto& weights) {
-          any_tile<Dot>(live, a, stride, weights, count, sums, step > 0, t == 0 ? cold : Cold::kNo, ahead);
+        const char* a = static_cast<const char*>(rows.data) + tiling.offset(t, step);
+        const auto ahead_of = [&](int pass) {
+          return bringing.of(passes_before(tiling, t, pass_vecs) + pass, count, after, ends);
         };
-        if (!coded || (keeps && t > 0)) {
-          multiply(PlainSteps<Dot>(coded ? decoded : from));
+        const auto multiply = [&](auto most, const auto& weights) {
+          const Cold waits = t == 0 && !before ? cold : Cold::kNo;
+          any_tile<Dot, most>(live, a, tiling, weights, count, sums, step > 0, waits, ahead_of);
+        };
+        constexpr std::integral_constant<int, kTileRows> any{};
+        if (!coded || before || (keeps && t > 0)) {
+          multiply(any, PlainSteps<Dot>(coded ? decoded : from));
         } else if constexpr (kMayBeCoded) {
           const CodedSteps weights(start, step);
-          keeps ? multiply(KeptSteps(weights, decoded)) : multiply(weights);
+          if constexpr (!kDecodesBefore) {
+            keeps ? multiply(any, KeptSteps(weights, decoded)) : multiply(any, weights);
+          } else {
+            multiply(std::integral_constant<int, kDecodingRows>{}, weights);
+          }
         }
         if (last_slice) finish_tile<Dot::kKind>(w, rows, out, m, live, panel, sums);
       }
@@ -118,12 +152,11 @@ void gemm_stepped(Pieces& panels, int worker, const Linear& w, const Rows& rows,
 }
 
 void gemm_int4(Pieces& panels, int worker, const Linear& w, const Rows& rows, const Output& out, float* sums) {
-  const bool halves = rows.m > kInt4WholeRows;
-  const Tiling tiling(rows.m, halves ? kTileRows : kInt4WholeRows);
-  const int64_t turns = halves ? 2 : 1;  // of each tile
   const int64_t groups = w.k / kGroup, num_panels = panel_count(w);
-  const Bringing bringing(tiling.count * turns, kGroupBytes, kStepBytes);
-  const Cold from_memory = tiling.count * turns == 1 ? Cold::kOnce : Cold::kShared;
+  const Tiling tiling(rows.m, kInt4Rows, groups);
+  const int64_t num_passes = passes_before(tiling, tiling.count, int4_vecs);
+  const Bringing bringing(num_passes, kGroupBytes, kStepBytes);
+  const Cold from_memory = num_passes == 1 ? Cold::kOnce : Cold::kShared;
   int64_t fetched = -1;
   Piece piece;
   while (panels.take(worker, num_panels, 1, &piece)) {
@@ -137,19 +170,15 @@ void gemm_int4(Pieces& panels, int worker, const Linear& w, const Rows& rows, co
       const int64_t m = tiling.first(t), live = tiling.rows(t);
       const int8_t* a = static_cast<const int8_t*>(rows.data) + m * w.k;
       const int32_t* group_sums = rows.sums + m * groups;
-      for (int64_t turn = 0; turn < turns; ++turn) {
-        const Ahead ahead = bringing.of(t * turns + turn, groups, after, ends);
-        const Cold waits = t == 0 && turn == 0 ? cold : Cold::kNo;
-        if (halves) {
-          with_count<kTileRows>(static_cast<int>(live), [&](auto number) {
-            tile_int4<number, kVecs / 2>(a, w.k, group_sums, at, turn * kPanelRows / 2, sums, waits, ahead);
-          });
-        } else {
-          with_count<kInt4WholeRows>(static_cast<int>(live), [&](auto number) {
-            tile_int4<number, kVecs>(a, w.k, group_sums, at, 0, sums, waits, ahead);
-          });
+      const int64_t before = passes_before(tiling, t, int4_vecs);
+      with_count<kInt4Rows>(static_cast<int>(live), [&](auto number) {
+        constexpr int kWide = int4_vecs(number);
+        for (int pass = 0; pass < kVecs / kWide; ++pass) {
+          const Ahead ahead = bringing.of(before + pass, groups, after, ends);
+          const Cold waits = t == 0 && pass == 0 ? cold : Cold::kNo;
+          tile_int4<number, kWide>(a, w.k, group_sums, at, pass * kWide * kLanes, sums, waits, ahead);
         }
-      }
+      });
       finish_tile<WeightKind::kInt4>(w, rows, out, m, live, panel, sums);
     }
     if (bringing.all) fetched = piece.next;
@@ -163,7 +192,7 @@ int64_t sums_bytes(const Linear& w, int64_t m) {
 }
 
 int64_t decoded_bytes(const Linear& w, int64_t m) {
-  if (w.kind != WeightKind::kBf16 || Tiling(m, kTileRows).count <= kDecodingTiles) return 0;
+  if (w.kind != WeightKind::kBf16 || !keeps_decoded(Tiling(m, kTileRows, 0))) return 0;
   return std::min(kSliceBytes, w.k / Bf16Dot::kValuesPerStep * kStepBytes);
 }
 

@@ -35,7 +35,7 @@ struct Linear {
 // Activation rows as the weights want them.
 struct Rows {
   int64_t m;
-  const void* data;     // bf16 [m, k]; int8: unsigned, offset by 128 [m, k]; int4: signed bytes [m, k]
+  const void* data;     // bf16, or for int8 bytes offset by 128, as gemm_rows.h places them; int4: signed bytes [m, k]
   const float* scales;  // int8, int4: [m]
   const int32_t* sums;  // int4: [m, k / 32], 8 * the sum of the group
 };

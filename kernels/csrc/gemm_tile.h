@@ -5,20 +5,30 @@
 #pragma once
 
 #include "coded.h"
-#include "gemm.h"
+#include "gemm_rows.h"
 #include "unroll.h"
 
 namespace quire {
 
 constexpr int kVecs = kPanelRows / kLanes;  // accumulators per activation row
-// 6 x 4 accumulators, 4 weights and a broadcast fit the 32 registers of AVX-512; narrower machines spill less with 2.
-#if defined(QUIRE_AVX512)
-constexpr int kTileRows = 6;
+// How many vectors of a panel's width a tile of so many rows takes in one pass: see kTileRows. Few rows wait for
+// memory, which a single pass reads in order.
+#if defined(QUIRE_AVX2)
+constexpr int pass_vecs(int rows) { return rows <= 2 ? kVecs : 1; }
 #else
-constexpr int kTileRows = 2;
+constexpr int pass_vecs(int) { return kVecs; }
 #endif
-// int4 has two sets of accumulators: tiles of half a panel's width, but for so few rows that both halves fit.
-constexpr int kInt4WholeRows = kTileRows / 2;
+// int4 has two sets of accumulators.
+#if defined(QUIRE_AVX512)
+constexpr int kInt4Rows = 6;
+constexpr int int4_vecs(int rows) { return rows <= 3 ? kVecs : kVecs / 2; }
+#elif defined(QUIRE_AVX2)
+constexpr int kInt4Rows = 4;
+constexpr int int4_vecs(int rows) { return rows == 1 ? kVecs : 1; }
+#else
+constexpr int kInt4Rows = 2;
+constexpr int int4_vecs(int rows) { return rows == 1 ? kVecs : kVecs / 2; }
+#endif
 // Loads run ahead by about the latency of memory at the rate one core can read.
 constexpr int64_t kPrefetchBytes = 4096;
 constexpr int64_t kStepBytes = kPanelRows * 4;
@@ -27,30 +37,36 @@ struct Bf16Dot {
   static constexpr WeightKind kKind = WeightKind::kBf16;
   using Sum = Vec;
   using Lane = Pairs;
+  using Part = PairPart;
   static constexpr int64_t kValuesPerStep = 2;
   static Sum zero() { return vzero(); }
   static Sum load_sum(const float* p) { return vload(p); }
   static void store_sum(float* p, Sum s) { vstore(p, s); }
   static Lane load(const char* p) { return pload(reinterpret_cast<const bf16*>(p)); }
-  static Lane broadcast(const char* p) { return pset(reinterpret_cast<const bf16*>(p)); }
-  static Sum dot(Sum sum, Lane w, Lane a) { return dot2(sum, w, a); }
+  template <int kPart>
+  static Part part(Lane w) { return pair_part<kPart>(w); }
+  static Part factor(const char* p) { return pair_factor(reinterpret_cast<const PairFactor*>(p)); }
+  static Sum dot(Sum sum, Part w, Part a) { return pair_product(sum, w, a); }
 };
 
 struct Int8Dot {
   static constexpr WeightKind kKind = WeightKind::kInt8;
   using Sum = Ints;
   using Lane = Ints;
+  using Part = Ints;
   static constexpr int64_t kValuesPerStep = 4;
   static Sum zero() { return izero(); }
   static Sum load_sum(const float* p) { return iload(p); }
   static void store_sum(float* p, Sum s) { istore(p, s); }
   static Lane load(const char* p) { return iload(p); }
-  static Lane broadcast(const char* p) {
-    int32_t quad;
-    std::memcpy(&quad, p, 4);
-    return iset(quad);
+  template <int kPart>
+  static Part part(Lane w) { return quad_part<kPart>(w); }
+  static Part factor(const char* p) {
+    int32_t bytes;
+    std::memcpy(&bytes, p, 4);
+    return iset(bytes);
   }
-  static Sum dot(Sum sum, Lane w, Lane a) { return dot4(sum, a, w); }
+  static Sum dot(Sum sum, Part w, Part a) { return quad_product(sum, w, a); }
 };
 
 // Reads the steps of one panel whose weights lie in memory as they are, one after the other.
@@ -60,8 +76,10 @@ class PlainSteps {
   explicit PlainSteps(const char* first) : at_(first) {}
   static constexpr int64_t kBytes = kStepBytes;
   const char* at() const { return at_; }
-  void next(typename Dot::Lane (&weights)[kVecs]) {
-    unrolled<kVecs>([&](auto v) { weights[v] = Dot::load(at_ + v * kLanes * 4); });
+  // The vectors of the step from `first` on.
+  template <int kWide>
+  void next(typename Dot::Lane (&weights)[kWide], int first) {
+    unrolled<kWide>([&](auto v) { weights[v] = Dot::load(at_ + (first + v) * kLanes * 4); });
     at_ += kStepBytes;
   }
 
@@ -96,13 +114,15 @@ struct Ahead {
   int64_t lines;        // of 64 bytes, covering per_step; 0: nothing
 };
 
-// `count` steps of `kRows` activation rows against one panel. Sums are carried in `sums` [kRows][64] when `resume`.
-template <typename Dot, int kRows, typename Steps>
-void tile(const char* a, int64_t stride, Steps steps, int64_t count, float* sums, bool resume, Cold cold,
-          const Ahead& ahead) {
-  typename Dot::Sum acc[kRows][kVecs];
+// `count` steps of `kRows` activation rows, which begin at `a`, against kWide vectors of a panel from `first` on. Sums
+// are carried in `sums` [kRows][64] when `resume`.
+template <typename Dot, int kRows, int kWide, typename Steps>
+void tile(const char* a, const Tiling& tiling, Steps steps, int first, int64_t count, float* sums, bool resume,
+          Cold cold, const Ahead& ahead) {
+  typename Dot::Sum acc[kRows][kWide];
+  sums += first * kLanes;
   unrolled<kRows>([&](auto r) {
-    unrolled<kVecs>([&](auto v) { acc[r][v] = resume ? Dot::load_sum(sums + (r * kVecs + v) * kLanes) : Dot::zero(); });
+    unrolled<kWide>([&](auto v) { acc[r][v] = resume ? Dot::load_sum(sums + (r * kVecs + v) * kLanes) : Dot::zero(); });
   });
   const int64_t turn = count - kPrefetchBytes / Steps::kBytes;
   for (int64_t step = 0; step < count; ++step) {
@@ -113,23 +133,32 @@ void tile(const char* a, int64_t stride, Steps steps, int64_t count, float* sums
     for (int64_t line = 0; line < ahead.lines; ++line) {
       __builtin_prefetch(ahead.at + step * ahead.per_step + line * 64, 0, 2);
     }
-    typename Dot::Lane weights[kVecs];
-    steps.next(weights);
-    unrolled<kRows>([&](auto r) {
-      const typename Dot::Lane x = Dot::broadcast(a + r * stride + step * 4);
-      unrolled<kVecs>([&](auto v) { acc[r][v] = Dot::dot(acc[r][v], weights[v], x); });
+    typename Dot::Lane weights[kWide];
+    steps.next(weights, first);
+    unrolled<kParts>([&](auto part) {
+      typename Dot::Part w[kWide];
+      unrolled<kWide>([&](auto v) { w[v] = Dot::template part<part>(weights[v]); });
+      unrolled<kRows>([&](auto r) {
+        const typename Dot::Part x = Dot::factor(a + tiling.step_offset<kRows>(step, part, r));
+        unrolled<kWide>([&](auto v) { acc[r][v] = Dot::dot(acc[r][v], w[v], x); });
+      });
     });
   }
   unrolled<kRows>([&](auto r) {
-    unrolled<kVecs>([&](auto v) { Dot::store_sum(sums + (r * kVecs + v) * kLanes, acc[r][v]); });
+    unrolled<kWide>([&](auto v) { Dot::store_sum(sums + (r * kVecs + v) * kLanes, acc[r][v]); });
   });
 }
 
-template <typename Dot, typename Steps>
-void any_tile(int64_t rows, const char* a, int64_t stride, const Steps& steps, int64_t count, float* sums, bool resume,
-              Cold cold, const Ahead& ahead) {
-  with_count<kTileRows>(static_cast<int>(rows), [&](auto number) {
-    tile<Dot, number>(a, stride, steps, count, sums, resume, cold, ahead);
+// `ahead_of(pass)`: what each pass over the panel fetches. Only the first meets weights that are still in memory.
+template <typename Dot, int kMost, typename Steps, typename AheadOf>
+void any_tile(int64_t rows, const char* a, const Tiling& tiling, const Steps& steps, int64_t count, float* sums,
+              bool resume, Cold cold, const AheadOf& ahead_of) {
+  with_count<kMost>(static_cast<int>(rows), [&](auto number) {
+    constexpr int kWide = pass_vecs(number);
+    for (int pass = 0; pass < kVecs / kWide; ++pass) {
+      tile<Dot, number, kWide>(a, tiling, steps, pass * kWide, count, sums, resume, pass == 0 ? cold : Cold::kNo,
+                               ahead_of(pass));
+    }
   });
 }
 
@@ -153,7 +182,7 @@ template <int kRows, int kWide>
     }
     Ints part[kRows][kWide];
     for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kWide; ++v) part[r][v] = iset(-group_sums[r * groups + g]);
+      for (int v = 0; v < kWide; ++v) part[r][v] = nibble_start(group_sums[r * groups + g]);
     }
     for (int j = 0; j < 4; ++j) {
       prefetch<kStepBytes>(cold, next + kPanelRows + j * kStepBytes);
@@ -166,14 +195,17 @@ template <int kRows, int kWide>
         high[v] = high_nibbles(both);
       }
       for (int r = 0; r < kRows; ++r) {
-        const Ints x_low = Int8Dot::broadcast(x + r * k), x_high = Int8Dot::broadcast(x + r * k + kGroup / 2);
-        for (int v = 0; v < kWide; ++v) part[r][v] = dot4(part[r][v], low[v], x_low);
-        for (int v = 0; v < kWide; ++v) part[r][v] = dot4(part[r][v], high[v], x_high);
+        const Ints x_low = Int8Dot::factor(x + r * k), x_high = Int8Dot::factor(x + r * k + kGroup / 2);
+        for (int v = 0; v < kWide; ++v) part[r][v] = nibble_dot(part[r][v], low[v], x_low);
+        for (int v = 0; v < kWide; ++v) part[r][v] = nibble_dot(part[r][v], high[v], x_high);
       }
     }
     for (int v = 0; v < kWide; ++v) {
       const Vec scale = vload_scales(reinterpret_cast<const uint8_t*>(w) + first + v * kLanes);
-      for (int r = 0; r < kRows; ++r) acc[r][v] = vfma(to_vec(part[r][v]), scale, acc[r][v]);
+      for (int r = 0; r < kRows; ++r) {
+        const Vec sum = to_vec(nibble_total(part[r][v], group_sums[r * groups + g]));
+        acc[r][v] = vfma(sum, scale, acc[r][v]);
+      }
     }
   }
   for (int r = 0; r < kRows; ++r) {

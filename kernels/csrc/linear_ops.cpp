@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "context.h"
-#include "gemm.h"
+#include "gemm_rows.h"
 #include "norm.h"
 
 namespace quire {
@@ -21,8 +21,6 @@ struct Input {
   float eps;
 };
 
-int64_t row_bytes(const Linear& w) { return w.kind == WeightKind::kBf16 ? w.k * 2 : w.k; }
-
 int64_t rows_bytes(const Linear& w, int64_t m) {
   return aligned(m * row_bytes(w)) + aligned(m * 4) + aligned(m * (w.k / kGroup) * 4);
 }
@@ -38,9 +36,11 @@ struct Prepared {
   int32_t* sums;
 };
 
-void prepare_row(const Linear& w, const Input& in, int64_t row, const Prepared& to, bf16* normed) {
+// `normed` [columns] and `whole` [k] are the worker's own.
+void prepare_row(const Linear& w, const Input& in, int64_t row, const Prepared& to, bf16* normed, char* whole) {
   const bf16* x = in.data + row * w.columns;
-  char* data = to.data + row * row_bytes(w);
+  const bool apart = kParts > 1 && w.kind != WeightKind::kInt4;
+  char* data = apart ? whole : to.data + row * row_bytes(w);
   if (w.kind == WeightKind::kBf16) {
     bf16* out = reinterpret_cast<bf16*>(data);
     if (in.norm != nullptr) {
@@ -49,30 +49,31 @@ void prepare_row(const Linear& w, const Input& in, int64_t row, const Prepared& 
       std::memcpy(out, x, static_cast<size_t>(w.columns) * sizeof(bf16));
     }
     std::memset(out + w.columns, 0, static_cast<size_t>(w.k - w.columns) * sizeof(bf16));
-    return;
-  }
-  if (in.norm != nullptr) {
-    rms_norm_row(x, in.norm, w.columns, in.eps, normed);
-    x = normed;
-  }
-  if (w.kind == WeightKind::kInt8) {
-    to.scales[row] = quantize_row_unsigned(x, w.columns, w.k, reinterpret_cast<uint8_t*>(data));
   } else {
-    int32_t* sums = to.sums + row * (w.k / kGroup);
-    to.scales[row] = quantize_row_signed(x, w.columns, w.k, reinterpret_cast<int8_t*>(data), sums);
+    if (in.norm != nullptr) {
+      rms_norm_row(x, in.norm, w.columns, in.eps, normed);
+      x = normed;
+    }
+    if (w.kind == WeightKind::kInt8) {
+      to.scales[row] = quantize_row_unsigned(x, w.columns, w.k, reinterpret_cast<uint8_t*>(data));
+    } else {
+      int32_t* sums = to.sums + row * (w.k / kGroup);
+      to.scales[row] = quantize_row_signed(x, w.columns, w.k, reinterpret_cast<int8_t*>(data), sums);
+    }
   }
+  if (apart) take_apart(w, in.m, row, whole, to.data);
 }
 
 void project(Context& context, const Linear& w, const Input& in, const Output& out) {
   if (in.m == 0) return;
   Pool& pool = context.pool;
   const int64_t sums_bytes = aligned(gemm_scratch_bytes(w, in.m));
-  const int64_t normed_bytes = aligned(w.columns * 2);
-  const bool as_is = w.kind == WeightKind::kBf16 && in.norm == nullptr && w.k == w.columns;
+  const int64_t row_bytes = aligned(w.k * 2);
+  const bool as_is = kParts == 1 && w.kind == WeightKind::kBf16 && in.norm == nullptr && w.k == w.columns;
   const bool redundant = in.m * w.k <= kRedundantValues;
   const int64_t prepared_bytes = as_is ? 0 : rows_bytes(w, in.m);
   if (!redundant) context.shared.reserve(static_cast<size_t>(prepared_bytes));
-  context.reserve_own(static_cast<size_t>(sums_bytes + normed_bytes + (redundant ? prepared_bytes : 0)));
+  context.reserve_own(static_cast<size_t>(sums_bytes + 2 * row_bytes + (redundant ? prepared_bytes : 0)));
 
   pool.run([&](int worker) {
     char* own = context.own[static_cast<size_t>(worker)].data();
@@ -80,13 +81,14 @@ void project(Context& context, const Linear& w, const Input& in, const Output& o
     if (out.best != nullptr) to_own.best += worker * in.m;
     if (as_is) return gemm_worker(pool.second, worker, w, {in.m, in.data, nullptr, nullptr}, to_own, own);
     bf16* normed = reinterpret_cast<bf16*>(own + sums_bytes);
-    const Prepared to(w, in.m, redundant ? own + sums_bytes + normed_bytes : context.shared.data());
+    char* whole = own + sums_bytes + row_bytes;
+    const Prepared to(w, in.m, redundant ? whole + row_bytes : context.shared.data());
     if (redundant) {
-      for (int64_t row = 0; row < in.m; ++row) prepare_row(w, in, row, to, normed);
+      for (int64_t row = 0; row < in.m; ++row) prepare_row(w, in, row, to, normed, whole);
     } else {
       Piece rows;
       while (pool.first.take(worker, in.m, kPreparedTogether, &rows)) {
-        for (int64_t row = rows.begin; row < rows.end; ++row) prepare_row(w, in, row, to, normed);
+        for (int64_t row = rows.begin; row < rows.end; ++row) prepare_row(w, in, row, to, normed, whole);
         pool.first.finish(rows.end - rows.begin);
       }
       pool.first.wait(in.m);

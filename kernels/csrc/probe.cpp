@@ -4,6 +4,7 @@
 // Must not know: models, ops. Not tuned to flatter: the best of a few plain access patterns is the limit.
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 
@@ -58,9 +59,11 @@ double calls(Kind kind, double seconds, volatile float* sink) {
       return spin(seconds, vzero(), [x](Vec acc) { return vfma(x, x, acc); }, sink);
     }
     case kBf16: {
-      const bf16 pair[2] = {to_bf16(hidden_float), to_bf16(hidden_float)};
-      const Pairs x = pset(pair);
-      return spin(seconds, vzero(), [x](Vec acc) { return dot2(acc, x, x); }, sink);
+      bf16 pairs[2 * kLanes];
+      std::fill_n(pairs, 2 * kLanes, to_bf16(hidden_float));
+      const Pairs x = pload(pairs);
+      const auto product = [x](Vec acc) { return pair_product(acc, pair_part<0>(x), pair_part<0>(x)); };
+      return spin(seconds, vzero(), product, sink);
     }
     default: {
       const Ints x = iset(hidden_int);

@@ -16,10 +16,38 @@
 
 namespace quire {
 
+// A product of pairs or of quads is one instruction, or one for each of `kParts` parts of their elements, in order. What
+// many products share is taken apart once: weights into parts, the other side into the factors that are broadcast.
+#if !defined(QUIRE_AVX2)
+constexpr int kParts = 1;
+using PairFactor = bf16;
+using PairPart = Pairs;
+// Rounds a to bf16, stores the factors and returns their values.
+inline Vec store_factors(PairFactor* p, Vec a) { return vstore_rounded(p, a); }
+// Of the pair, or of one of its elements.
+inline PairPart pair_factor(const PairFactor* p) { return pset(p); }
+template <int kPart>
+inline PairPart pair_part(Pairs a) { return a; }
+inline Vec pair_product(Vec acc, PairPart w, PairPart x) { return dot2(acc, w, x); }
+template <int kPart>
+inline Ints quad_part(Ints a) { return a; }
+inline Ints quad_product(Ints acc, Ints w, Ints x) { return dot4(acc, x, w); }  // w signed, x unsigned bytes
+
+// The sums of a group's nibbles (at most 15, unsigned) times bytes of -127..127, less an offset.
+inline Ints nibble_start(int32_t offset) { return iset(-offset); }
+inline Ints nibble_dot(Ints acc, Ints u, Ints s) { return dot4(acc, u, s); }
+inline Ints nibble_total(Ints acc, int32_t) { return acc; }
+#endif
+
 // Halves added to each other until one lane is left.
 inline float lane_sum(Vec a) {
 #if defined(QUIRE_AVX512)
   const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#elif defined(QUIRE_AVX2)
+  const __m256 eight = _mm256_add_ps(a.lo, a.hi);
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
@@ -55,6 +83,17 @@ inline bf16 largest_magnitude(const bf16* x, int64_t n) {
   bf16 lanes[kWidth];
   _mm512_storeu_si512(lanes, most);
   for (const bf16 lane : lanes) largest = lane > largest ? lane : largest;
+#elif defined(QUIRE_AVX2)
+  constexpr int64_t kWidth = 16;
+  const __m256i magnitude = _mm256_set1_epi16(0x7fff);
+  __m256i most = _mm256_setzero_si256();
+  for (; at + kWidth <= n; at += kWidth) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + at));
+    most = _mm256_max_epu16(most, _mm256_and_si256(bits, magnitude));
+  }
+  bf16 lanes[kWidth];
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), most);
+  for (const bf16 lane : lanes) largest = lane > largest ? lane : largest;
 #endif
   for (; at < n; ++at) {
     const bf16 bits = x[at] & 0x7fff;
@@ -79,6 +118,11 @@ inline void store_halves(bf16* pairs, int64_t half, const bf16* values) {
 inline void store_bytes(void* p, Ints a) {
 #if defined(QUIRE_AVX512)
   _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));
+#elif defined(QUIRE_AVX2)
+  const __m256i byte = _mm256_set1_epi32(255);
+  const __m256i words = packed(_mm256_and_si256(a.lo, byte), _mm256_and_si256(a.hi, byte));
+  const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128(static_cast<__m128i*>(p), bytes);
 #else
   int32_t lanes[kLanes];
   istore(lanes, a);
@@ -91,6 +135,11 @@ inline void store_bytes(void* p, Ints a) {
 inline float lane_max(Vec a) {
 #if defined(QUIRE_AVX512)
   return _mm512_reduce_max_ps(a.v);
+#elif defined(QUIRE_AVX2)
+  const __m256 eight = _mm256_max_ps(a.lo, a.hi);
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 #else
   float lanes[kLanes];
   vstore(lanes, a);

@@ -42,21 +42,25 @@ inline __m256 scale2(__m256 a, __m256 n) {
   return _mm256_mul_ps(a, _mm256_castsi256_ps(exponent));
 }
 inline Vec vscale2(Vec a, Vec n) { return {scale2(a.lo, n.lo), scale2(a.hi, n.hi)}; }
-inline __m256 widen(__m128i half) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
-}
+// The low halves of 32 bits as the bf16 that they are.
+inline __m256 widened(__m256i low) { return _mm256_castsi256_ps(_mm256_slli_epi32(low, 16)); }
 inline Vec vload_bf16(const bf16* p) {
-  return {widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
-          widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+  const auto* halves = reinterpret_cast<const __m128i*>(p);
+  return {widened(_mm256_cvtepu16_epi32(_mm_loadu_si128(halves))),
+          widened(_mm256_cvtepu16_epi32(_mm_loadu_si128(halves + 1)))};
 }
+// Eight bf16 in the low halves of 32 bits, as to_bf16 rounds them.
+inline __m256i narrow(__m256 a) {
+  const __m256i bits = _mm256_castps_si256(a), cut = _mm256_srli_epi32(bits, 16);
+  const __m256i half = _mm256_add_epi32(_mm256_and_si256(cut, _mm256_set1_epi32(1)), _mm256_set1_epi32(0x7fff));
+  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16);
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+  return _mm256_blendv_epi8(rounded, _mm256_or_si256(cut, _mm256_set1_epi32(0x40)), nan);
+}
+// The low halves of sixteen 32-bit lanes, which are below 2^16.
+inline __m256i packed(__m256i lo, __m256i hi) { return _mm256_permute4x64_epi64(_mm256_packus_epi32(lo, hi), 0xd8); }
 inline void vstore_bf16(bf16* p, Vec a) {
-  float lanes[kLanes];
-  vstore(lanes, a);
-  for (int i = 0; i < kLanes; ++i) p[i] = to_bf16(lanes[i]);
-}
-inline Vec vstore_rounded(bf16* p, Vec a) {
-  vstore_bf16(p, a);
-  return vload_bf16(p);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), packed(narrow(a.lo), narrow(a.hi)));
 }
 inline Vec vload_scales(const uint8_t* p) {
   const auto half = [p](int at) {
@@ -75,19 +79,30 @@ inline void pstore(bf16* p, Pairs a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a.lo);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 16), a.hi);
 }
-inline Pairs pset(const bf16* pair) {
-  int32_t bits;
-  std::memcpy(&bits, pair, 4);
-  return {_mm256_set1_epi32(bits), _mm256_set1_epi32(bits)};
+// See simd.h. A product of pairs is two of floats, the first elements and the second ones.
+constexpr int kParts = 2;
+using PairFactor = float;
+using PairPart = Vec;
+inline Vec store_factors(PairFactor* p, Vec a) {
+  const Vec rounded = {widened(narrow(a.lo)), widened(narrow(a.hi))};
+  vstore(p, rounded);
+  return rounded;
 }
-inline __m256 dot2(__m256 acc, __m256i w, __m256i a) {
+inline PairPart pair_factor(const PairFactor* p) { return vset(*p); }
+template <int kPart>
+inline PairPart pair_part(Pairs a) {
   const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
-  const __m256 even =
-      _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(w, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), acc);
-  return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(w, high)),
-                         _mm256_castsi256_ps(_mm256_and_si256(a, high)), even);
+  const auto half = [&](__m256i x) {
+    return kPart == 0 ? widened(x) : _mm256_castsi256_ps(_mm256_and_si256(x, high));
+  };
+  return {half(a.lo), half(a.hi)};
 }
-inline Vec dot2(Vec acc, Pairs w, Pairs a) { return {dot2(acc.lo, w.lo, a.lo), dot2(acc.hi, w.hi, a.hi)}; }
+// x is the same in all lanes. Not the intrinsic: gcc 12 writes sums over the factors and then copies and spills.
+inline Vec pair_product(Vec acc, PairPart w, PairPart x) {
+  asm("vfmadd231ps %2, %1, %0" : "+x"(acc.lo) : "x"(w.lo), "x"(x.lo));
+  asm("vfmadd231ps %2, %1, %0" : "+x"(acc.hi) : "x"(w.hi), "x"(x.lo));
+  return acc;
+}
 
 struct Ints {
   __m256i lo, hi;
@@ -122,5 +137,28 @@ inline __m256i dot4(__m256i acc, __m256i u, __m256i s) {
   return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
 }
 inline Ints dot4(Ints acc, Ints u, Ints s) { return {dot4(acc.lo, u.lo, s.lo), dot4(acc.hi, u.hi, s.hi)}; }
+// A product of quads is two of 16-bit pairs, the bytes 0 and 2 and the bytes 1 and 3.
+template <int kPart>
+inline Ints quad_part(Ints a) {
+  const auto half = [](__m256i x) { return _mm256_srai_epi16(kPart == 0 ? _mm256_slli_epi16(x, 8) : x, 8); };
+  return {half(a.lo), half(a.hi)};
+}
+inline Ints quad_product(Ints acc, Ints w, Ints x) {  // x and the intrinsics: see pair_product
+  __m256i both;
+  asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(acc.lo), "=&x"(both) : "x"(w.lo), "x"(x.lo));
+  asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(acc.hi), "=&x"(both) : "x"(w.hi), "x"(x.lo));
+  return acc;
+}
+
+// Eight products of two bytes by nibbles stay below 2^15: a group is summed in 16 bits.
+inline Ints nibble_start(int32_t) { return izero(); }
+inline Ints nibble_dot(Ints acc, Ints u, Ints s) {
+  return {_mm256_add_epi16(acc.lo, _mm256_maddubs_epi16(u.lo, s.lo)),
+          _mm256_add_epi16(acc.hi, _mm256_maddubs_epi16(u.hi, s.hi))};
+}
+inline Ints nibble_total(Ints acc, int32_t offset) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  return isub({_mm256_madd_epi16(acc.lo, ones), _mm256_madd_epi16(acc.hi, ones)}, iset(offset));
+}
 
 }  // namespace quire

@@ -1,0 +1,82 @@
+// Where a product's activation rows lie, and which of them make up a tile.
+//
+// Each row is [steps][4 bytes]. Where products have parts (simd.h), the rows of a tile lie together instead, as [steps]
+// [parts][rows of the tile][4 bytes]: two floats in place of a pair of bf16, two pairs of 16 bits in place of four bytes.
+// Rows for int4 never do.
+//
+// Owns that layout. Must not know: weights, threads.
+#pragma once
+
+#include <algorithm>
+
+#include "gemm.h"
+
+namespace quire {
+
+// AVX-512 has registers for 6 x 4 sums, 4 weights and a broadcast, AVX2 for 6 x 1, 1 and 1 of half a vector each.
+#if defined(QUIRE_AVX512) || defined(QUIRE_AVX2)
+constexpr int kTileRows = 6;
+#else
+constexpr int kTileRows = 2;
+#endif
+
+// Activation rows in as few tiles as possible, as equal as possible: 8 rows are 4 + 4, 32 are 6 + 6 + 5 + 5 + 5 + 5.
+struct Tiling {
+  Tiling(int64_t m, int64_t limit, int64_t steps)
+      : count((m + limit - 1) / limit), base(m / count), larger(m % count), steps(steps) {}
+  int64_t first(int64_t tile) const { return tile * base + std::min(tile, larger); }
+  int64_t rows(int64_t tile) const { return base + (tile < larger ? 1 : 0); }
+  int64_t of(int64_t row) const {
+    const int64_t in_larger = larger * (base + 1);
+    return row < in_larger ? row / (base + 1) : larger + (row - in_larger) / base;
+  }
+
+  // In bytes from the first row's first step.
+  int64_t offset(int64_t tile, int64_t step) const {
+    return first(tile) * steps * kStride + step * (kParts == 1 ? kStride : rows(tile) * kStride);
+  }
+  // From a tile's `offset`.
+  template <int kRows>
+  int64_t step_offset(int64_t step, int part, int row) const {
+    return kParts == 1 ? row * steps * kStride + step * kStride : ((step * kParts + part) * kRows + row) * 4;
+  }
+
+  int64_t count, base, larger, steps;
+
+ private:
+  static constexpr int64_t kStride = kParts * 4;  // of a row's step
+};
+
+inline int64_t row_bytes(const Linear& w) {
+  switch (w.kind) {
+    case WeightKind::kBf16: return w.k * 2 * kParts;
+    case WeightKind::kInt8: return w.k * kParts;
+    default: return w.k;
+  }
+}
+
+// Row `row` of `m`, whose values are `x`, into its places in `data`. Only where steps have parts.
+inline void take_apart(const Linear& w, int64_t m, int64_t row, const void* x, char* data) {
+  const bool floats = w.kind == WeightKind::kBf16;
+  const int64_t steps = floats ? w.k / 2 : w.k / 4;
+  const Tiling tiling(m, kTileRows, steps);
+  const int64_t tile = tiling.of(row), rows = tiling.rows(tile);
+  char* to = data + tiling.offset(tile, 0) + (row - tiling.first(tile)) * 4;
+  if (floats) {
+    const bf16* values = static_cast<const bf16*>(x);
+    for (int64_t i = 0; i < w.k; ++i, to += rows * 4) {
+      const float value = to_float(values[i]);
+      std::memcpy(to, &value, 4);
+    }
+    return;
+  }
+  const uint8_t* bytes = static_cast<const uint8_t*>(x);
+  for (int64_t i = 0; i < w.k; i += 4) {
+    for (int64_t part = 0; part < kParts; ++part, to += rows * 4) {
+      const uint16_t both[2] = {bytes[i + part], bytes[i + part + 2]};
+      std::memcpy(to, both, 4);
+    }
+  }
+}
+
+}  // namespace quire
