@@ -143,12 +143,13 @@ class Bf16Kv {
     for (int64_t i = begin; i < end; ++i) {
       const bf16 *pair = pairs_[i] + 2 * column, *next = next_pairs_[i] + 2 * column;
       unrolled<kParts>([&](auto part) {
+        const auto factor = [&](auto r) { return pair_factor(weights + r * kTile + 2 * i + part); };
         PairPart w[kRows];
-        unrolled<kRows>([&](auto r) { w[r] = pair_factor(weights + r * kTile + 2 * i + part); });
+        if constexpr (kVecs > 1) unrolled<kRows>([&](auto r) { w[r] = factor(r); });
         unrolled<kVecs>([&](auto v) {
           const PairPart x = pair_part<part>(pload(pair + v * 2 * kLanes));
           if constexpr (part == 0) __builtin_prefetch(next + v * 2 * kLanes, 0, 2);
-          unrolled<kRows>([&](auto r) { acc[r][v] = pair_product(acc[r][v], x, w[r]); });
+          unrolled<kRows>([&](auto r) { acc[r][v] = pair_product(acc[r][v], x, kVecs > 1 ? w[r] : factor(r)); });
         });
       });
     }
