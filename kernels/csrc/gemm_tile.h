@@ -135,14 +135,24 @@ void tile(const char* a, const Tiling& tiling, Steps steps, int first, int64_t c
     }
     typename Dot::Lane weights[kWide];
     steps.next(weights, first);
-    unrolled<kParts>([&](auto part) {
-      typename Dot::Part w[kWide];
-      unrolled<kWide>([&](auto v) { w[v] = Dot::template part<part>(weights[v]); });
-      unrolled<kRows>([&](auto r) {
-        const typename Dot::Part x = Dot::factor(a + tiling.step_offset<kRows>(step, part, r));
-        unrolled<kWide>([&](auto v) { acc[r][v] = Dot::dot(acc[r][v], w[v], x); });
+    const auto factor = [&](auto part, auto r) { return Dot::factor(a + tiling.step_offset<kRows>(step, part, r)); };
+    if constexpr (kParts > 1 && kWide > 1) {  // no registers for the parts of all weights
+      unrolled<kWide>([&](auto v) {
+        unrolled<kParts>([&](auto part) {
+          const typename Dot::Part w = Dot::template part<part>(weights[v]);
+          unrolled<kRows>([&](auto r) { acc[r][v] = Dot::dot(acc[r][v], w, factor(part, r)); });
+        });
       });
-    });
+    } else {
+      unrolled<kParts>([&](auto part) {
+        typename Dot::Part w[kWide];
+        unrolled<kWide>([&](auto v) { w[v] = Dot::template part<part>(weights[v]); });
+        unrolled<kRows>([&](auto r) {
+          const typename Dot::Part x = factor(part, r);
+          unrolled<kWide>([&](auto v) { acc[r][v] = Dot::dot(acc[r][v], w[v], x); });
+        });
+      });
+    }
   }
   unrolled<kRows>([&](auto r) {
     unrolled<kWide>([&](auto v) { Dot::store_sum(sums + (r * kVecs + v) * kLanes, acc[r][v]); });
