@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from cpu_linear import EPS, KINDS, SHAPES, kernel_set, normed_rows, operands
+from cpu_linear import BF16_ROUNDING, EPS, KINDS, SHAPES, kernel_set, normed_rows, operands
 from quire_kernels.cpu.variants import usable_variants
 
 PANEL, GROUP = 64, 32
@@ -216,6 +216,30 @@ def test_int4_products_are_exact_within_groups(variant, n, k, m):
     expected = product(normed_rows(variant, given)) + given.bias.float()
     assert torch.equal(kernels.logits(given.x, given.norm, EPS, packed), expected)
     assert_gated(kernels, given, expected)
+
+
+@pytest.mark.parametrize("m", [1, 2, 4, 70])
+def test_the_largest_sums_fit(variant, m):
+    """All activations at 127 and, in every group, all weights but one at the end of their range."""
+    n, k = 64, 2048
+    weight = torch.full((n, k), 7.0)
+    weight[:, ::GROUP] = -8.0
+    weight[1::2] *= -1
+    weight[:, 5::GROUP] *= torch.linspace(0.5, 1, n)[:, None]  # not all rows alike
+    x, zeros = torch.ones(m, k).bfloat16(), torch.zeros(m, n).bfloat16()
+    x[::2] *= -1
+
+    packed = kernel_set(variant, "int4").pack_linear(weight.bfloat16(), None)
+    codes, scales = unpack_int4(packed)
+    assert (codes == 7).sum() > 0.4 * codes.numel()
+    exact = (codes.double() * scales.double().repeat_interleave(GROUP, dim=1)).sum(dim=1) * x[:, :1].double()
+    got = kernel_set(variant, "int4").linear_add(x, packed, zeros.clone()).double()
+    assert ((got - exact).abs() <= 1.01 * BF16_ROUNDING * exact.abs()).all()
+
+    codes, scales = quantized(weight.bfloat16())
+    packed = kernel_set(variant, "int8").pack_linear(weight.bfloat16(), None)
+    expected = ((127 * x.double()) @ codes.double().T).float() * (scales.T * (1 / torch.tensor(127.0)))
+    assert torch.equal(kernel_set(variant, "int8").linear_add(x, packed, zeros.clone()), expected.bfloat16())
 
 
 def assert_gated(kernels, given, projected):
