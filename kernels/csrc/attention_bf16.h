@@ -144,7 +144,7 @@ class Bf16Kv {
       const bf16 *pair = pairs_[i] + 2 * column, *next = next_pairs_[i] + 2 * column;
       unrolled<kParts>([&](auto part) {
         const auto factor = [&](auto r) { return pair_factor(weights + r * kTile + 2 * i + part); };
-        PairPart w[kRows];
+        PairPart w[kRows];  // of a single vector, it is the values that stay in a register
         if constexpr (kVecs > 1) unrolled<kRows>([&](auto r) { w[r] = factor(r); });
         unrolled<kVecs>([&](auto v) {
           const PairPart x = pair_part<part>(pload(pair + v * 2 * kLanes));

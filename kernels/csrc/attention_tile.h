@@ -18,16 +18,11 @@ constexpr int64_t kSegment = 512;          // positions whose partial result sta
 
 // Accumulators of one block of arithmetic: rows times vectors, as many as the registers hold. Few rows wait for memory,
 // which is faster in long pieces.
-#if defined(QUIRE_AVX512)
-constexpr int kBlockRows = 6, kBlockVecs = 4;
-constexpr int value_vecs(int rows) { return rows <= 3 ? 8 : 4; }
-#elif defined(QUIRE_AVX2)
-constexpr int kBlockRows = 6, kBlockVecs = 1;
-constexpr int value_vecs(int rows) { return rows <= 2 ? 4 / rows : 1; }
-#else
-constexpr int kBlockRows = 2, kBlockVecs = 2;
-constexpr int value_vecs(int rows) { return rows == 1 ? 4 : 2; }
-#endif
+constexpr int kBlockRows = kRegisters >= 8 ? 6 : 2, kBlockVecs = kRegisters >= 32 ? 4 : 1;
+constexpr int value_vecs(int rows) {
+  if (kRegisters >= 32) return rows <= 3 ? 8 : 4;
+  return rows <= 2 ? 4 / rows : 1;
+}
 
 // One tile of one head: addresses of the units that some row sees.
 struct Tile {

@@ -151,19 +151,19 @@ class CodedSteps {
 #else
   // The specification of the above.
   void decode(Pairs (&weights)[kCodedVectors]) const {
-    bf16 words[3][kCodedWords], lanes[kCodedVectors][kCodedWords];
-    std::memcpy(words, at_, sizeof(words));
-    for (int v = 0; v < kCodedVectors; ++v) {
-      for (int i = 0; i < kCodedWords; ++i) {
-        const unsigned word = words[v / 2][i];
-        const unsigned kept = (v % 2 == 0 ? word : word >> 8 | word << 8) & kSignAndMantissa;
-        const unsigned distance = words[2][i] >> (4 * v) & (kCodes - 1);
-        lanes[v][i] = static_cast<bf16>(kept | ((distance << kExponentShift) + lowest_));
-      }
-      weights[v] = pload(lanes[v]);
-    }
+    unrolled<4>([&](auto i) {
+      const auto words = [&](int vector) { return loaded<Half8>(at_ + vector * 64 + i * 16); };
+      const Half8 even = words(0), odd = words(1), distances = words(2);
+      weights[0].q[i] = joined(even, distances);
+      weights[1].q[i] = joined(even << 8 | even >> 8, distances >> 4);
+      weights[2].q[i] = joined(odd, distances >> 8);
+      weights[3].q[i] = joined(odd << 8 | odd >> 8, distances >> 12);
+    });
   }
 
+  Word4 joined(Half8 kept, Half8 distances) const {
+    return bits_as<Word4>((kept & kSignAndMantissa) | (((distances & (kCodes - 1)) << kExponentShift) + lowest_));
+  }
 #endif
   bf16 lowest_;
 #endif

@@ -8,15 +8,14 @@
 namespace quire {
 namespace {
 
-// k is cut so that a panel's slice stays in the second-level cache while the activation rows pass by; where products
-// have parts, so that a tile's rows stay in the first-level cache from pass to pass.
-constexpr int64_t kSliceBytes = (kParts == 1 ? 512 : 64) * 1024;
+// k is cut so that a panel's slice stays in the second-level cache while the activation rows pass by; where a tile takes
+// several passes, so that its rows stay in the first-level cache from pass to pass.
+constexpr int64_t kSliceBytes = (pass_vecs(kTileRows) == kVecs ? 512 : 64) * 1024;
 
-// Passes over a panel of all tiles before this one, where a pass of some rows takes `vecs` of them vectors.
-int64_t passes_before(const Tiling& tiling, int64_t tile, int (*vecs)(int rows)) {
+// Over a panel, of all tiles; `vecs` tells how many vectors a pass of so many rows takes.
+int64_t count_passes(const Tiling& tiling, int (*vecs)(int rows)) {
   const int base = static_cast<int>(tiling.base);
-  const int64_t large = std::min(tile, tiling.larger);
-  return large * (kVecs / vecs(base + 1)) + (tile - large) * (kVecs / vecs(base));
+  return tiling.larger * (kVecs / vecs(base + 1)) + (tiling.count - tiling.larger) * (kVecs / vecs(base));
 }
 
 // Steps of k that are walked before the next panel slice.
@@ -98,7 +97,7 @@ void gemm_stepped(Pieces& panels, int worker, const Linear& w, const Rows& rows,
   const bool whole = steps <= kSlice;
   const bool keeps = keeps_decoded(tiling);
   const int64_t num_panels = panel_count(w);
-  const int64_t num_passes = passes_before(tiling, tiling.count, pass_vecs);
+  const int64_t num_passes = count_passes(tiling, pass_vecs);
   const Cold from_memory = num_passes == 1 ? Cold::kOnce : Cold::kShared;
   int64_t fetched = -1;
   Piece piece;
@@ -122,16 +121,15 @@ void gemm_stepped(Pieces& panels, int worker, const Linear& w, const Rows& rows,
       if constexpr (kMayBeCoded) {
         if (before) decode(CodedSteps(start, step), count, decoded, cold, after);
       }
+      int64_t passes = 0;
       for (int64_t t = 0; t < tiling.count; ++t) {
         const int64_t m = tiling.first(t), live = tiling.rows(t);
         float* sums = partial + (whole ? 0 : m * kPanelRows);
         const char* a = static_cast<const char*>(rows.data) + tiling.offset(t, step);
-        const auto ahead_of = [&](int pass) {
-          return bringing.of(passes_before(tiling, t, pass_vecs) + pass, count, after, ends);
-        };
+        const auto ahead = [&] { return bringing.of(passes++, count, after, ends); };
         const auto multiply = [&](auto most, const auto& weights) {
           const Cold waits = t == 0 && !before ? cold : Cold::kNo;
-          any_tile<Dot, most>(live, a, tiling, weights, count, sums, step > 0, waits, ahead_of);
+          any_tile<Dot, most>(live, a, tiling, weights, count, sums, step > 0, waits, ahead);
         };
         constexpr std::integral_constant<int, kTileRows> any{};
         if (!coded || before || (keeps && t > 0)) {
@@ -154,7 +152,7 @@ void gemm_stepped(Pieces& panels, int worker, const Linear& w, const Rows& rows,
 void gemm_int4(Pieces& panels, int worker, const Linear& w, const Rows& rows, const Output& out, float* sums) {
   const int64_t groups = w.k / kGroup, num_panels = panel_count(w);
   const Tiling tiling(rows.m, kInt4Rows, groups);
-  const int64_t num_passes = passes_before(tiling, tiling.count, int4_vecs);
+  const int64_t num_passes = count_passes(tiling, int4_vecs);
   const Bringing bringing(num_passes, kGroupBytes, kStepBytes);
   const Cold from_memory = num_passes == 1 ? Cold::kOnce : Cold::kShared;
   int64_t fetched = -1;
@@ -166,16 +164,16 @@ void gemm_int4(Pieces& panels, int worker, const Linear& w, const Rows& rows, co
     const char* at = panel_at(w, panel);
     const char* after = panel_at(w, ends ? panel : piece.next);
     prefetch<kPanelRows * 4>(w.scales + panel * kPanelRows);
+    int64_t passes = 0;
     for (int64_t t = 0; t < tiling.count; ++t) {
       const int64_t m = tiling.first(t), live = tiling.rows(t);
       const int8_t* a = static_cast<const int8_t*>(rows.data) + m * w.k;
       const int32_t* group_sums = rows.sums + m * groups;
-      const int64_t before = passes_before(tiling, t, int4_vecs);
       with_count<kInt4Rows>(static_cast<int>(live), [&](auto number) {
         constexpr int kWide = int4_vecs(number);
         for (int pass = 0; pass < kVecs / kWide; ++pass) {
-          const Ahead ahead = bringing.of(before + pass, groups, after, ends);
-          const Cold waits = t == 0 && pass == 0 ? cold : Cold::kNo;
+          const Cold waits = passes == 0 ? cold : Cold::kNo;
+          const Ahead ahead = bringing.of(passes++, groups, after, ends);
           tile_int4<number, kWide>(a, w.k, group_sums, at, pass * kWide * kLanes, sums, waits, ahead);
         }
       });

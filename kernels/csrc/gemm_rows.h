@@ -4,7 +4,7 @@
 // [parts][rows of the tile][4 bytes]: two floats in place of a pair of bf16, two pairs of 16 bits in place of four bytes.
 // Rows for int4 never do.
 //
-// Owns that layout. Must not know: weights, threads.
+// Owns that layout. Must not know: packed weights, threads.
 #pragma once
 
 #include <algorithm>
@@ -13,12 +13,8 @@
 
 namespace quire {
 
-// AVX-512 has registers for 6 x 4 sums, 4 weights and a broadcast, AVX2 for 6 x 1, 1 and 1 of half a vector each.
-#if defined(QUIRE_AVX512) || defined(QUIRE_AVX2)
-constexpr int kTileRows = 6;
-#else
-constexpr int kTileRows = 2;
-#endif
+// 32 registers hold 6 x 4 sums, 4 weights and a broadcast, 8 hold 6 x 1, 1 and 1.
+constexpr int kTileRows = kRegisters >= 8 ? 6 : 2;
 
 // Activation rows in as few tiles as possible, as equal as possible: 8 rows are 4 + 4, 32 are 6 + 6 + 5 + 5 + 5 + 5.
 struct Tiling {
@@ -26,6 +22,7 @@ struct Tiling {
       : count((m + limit - 1) / limit), base(m / count), larger(m % count), steps(steps) {}
   int64_t first(int64_t tile) const { return tile * base + std::min(tile, larger); }
   int64_t rows(int64_t tile) const { return base + (tile < larger ? 1 : 0); }
+  // The tile of a row.
   int64_t of(int64_t row) const {
     const int64_t in_larger = larger * (base + 1);
     return row < in_larger ? row / (base + 1) : larger + (row - in_larger) / base;

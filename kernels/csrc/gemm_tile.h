@@ -13,22 +13,13 @@ namespace quire {
 constexpr int kVecs = kPanelRows / kLanes;  // accumulators per activation row
 // How many vectors of a panel's width a tile of so many rows takes in one pass: see kTileRows. Few rows wait for
 // memory, which a single pass reads in order.
-#if defined(QUIRE_AVX2)
-constexpr int pass_vecs(int rows) { return rows <= 2 ? kVecs : 1; }
-#else
-constexpr int pass_vecs(int) { return kVecs; }
-#endif
+constexpr int pass_vecs(int rows) { return kRegisters >= 32 || rows <= 2 ? kVecs : 1; }
 // int4 has two sets of accumulators.
-#if defined(QUIRE_AVX512)
-constexpr int kInt4Rows = 6;
-constexpr int int4_vecs(int rows) { return rows <= 3 ? kVecs : kVecs / 2; }
-#elif defined(QUIRE_AVX2)
-constexpr int kInt4Rows = 4;
-constexpr int int4_vecs(int rows) { return rows == 1 ? kVecs : 1; }
-#else
-constexpr int kInt4Rows = 2;
-constexpr int int4_vecs(int rows) { return rows == 1 ? kVecs : kVecs / 2; }
-#endif
+constexpr int kInt4Rows = kRegisters >= 32 ? 6 : kRegisters >= 8 ? 4 : 2;
+constexpr int int4_vecs(int rows) {
+  if (kRegisters >= 32) return rows <= 3 ? kVecs : kVecs / 2;
+  return rows == 1 ? kVecs : 1;
+}
 // Loads run ahead by about the latency of memory at the rate one core can read.
 constexpr int64_t kPrefetchBytes = 4096;
 constexpr int64_t kStepBytes = kPanelRows * 4;
@@ -115,10 +106,11 @@ struct Ahead {
 };
 
 // `count` steps of `kRows` activation rows, which begin at `a`, against kWide vectors of a panel from `first` on. Sums
-// are carried in `sums` [kRows][64] when `resume`.
+// are carried in `sums` [kRows][64] when `resume`. Flattened: gcc would call single products where they take many
+// instructions.
 template <typename Dot, int kRows, int kWide, typename Steps>
-void tile(const char* a, const Tiling& tiling, Steps steps, int first, int64_t count, float* sums, bool resume,
-          Cold cold, const Ahead& ahead) {
+[[gnu::flatten]] void tile(const char* a, const Tiling& tiling, Steps steps, int first, int64_t count, float* sums,
+                           bool resume, Cold cold, const Ahead& ahead) {
   typename Dot::Sum acc[kRows][kWide];
   sums += first * kLanes;
   unrolled<kRows>([&](auto r) {
@@ -159,15 +151,15 @@ void tile(const char* a, const Tiling& tiling, Steps steps, int first, int64_t c
   });
 }
 
-// `ahead_of(pass)`: what each pass over the panel fetches. Only the first meets weights that are still in memory.
-template <typename Dot, int kMost, typename Steps, typename AheadOf>
+// `ahead()`: what the next pass over the panel fetches. Only the first meets weights that are still in memory.
+template <typename Dot, int kMost, typename Steps, typename Next>
 void any_tile(int64_t rows, const char* a, const Tiling& tiling, const Steps& steps, int64_t count, float* sums,
-              bool resume, Cold cold, const AheadOf& ahead_of) {
+              bool resume, Cold cold, const Next& ahead) {
   with_count<kMost>(static_cast<int>(rows), [&](auto number) {
     constexpr int kWide = pass_vecs(number);
     for (int pass = 0; pass < kVecs / kWide; ++pass) {
       tile<Dot, number, kWide>(a, tiling, steps, pass * kWide, count, sums, resume, pass == 0 ? cold : Cold::kNo,
-                               ahead_of(pass));
+                               ahead());
     }
   });
 }

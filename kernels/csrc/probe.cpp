@@ -19,13 +19,7 @@ using Clock = std::chrono::steady_clock;
 double since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 // Independent accumulators: enough to hide the latency of a multiply-add, few enough to stay in registers.
-#if defined(QUIRE_AVX512)
-constexpr int kChains = 12;
-#elif defined(QUIRE_AVX2)
-constexpr int kChains = 5;
-#else
-constexpr int kChains = 3;
-#endif
+constexpr int kChains = kRegisters >= 32 ? 12 : kRegisters >= 8 ? 5 : 3;
 constexpr int64_t kRounds = 1 << 14;  // between two looks at the clock: well under a millisecond
 
 // Runs step(accumulator) on all chains for `seconds`; the number of calls.
@@ -72,13 +66,13 @@ double calls(Kind kind, double seconds, volatile float* sink) {
   }
 }
 
-// Only what the hardware has instructions for; the rest is emulated, which is no limit of the machine. AVX2 multiplies
-// bytes as 16 bits.
+// Only what the hardware has instructions for; the rest is emulated, which is no limit of the machine. Bytes are
+// multiplied as 16 bits in parts.
 bool has(Kind kind) {
 #if !defined(__AVX512BF16__)
   if (kind == kBf16) return false;
 #endif
-#if !defined(__AVX512VNNI__) && !defined(QUIRE_AVX2)
+#if defined(QUIRE_AVX512) && !defined(__AVX512VNNI__)
   if (kind == kInt8) return false;
 #endif
   return kind >= kFp32 && kind <= kInt8;

@@ -1,7 +1,7 @@
-// Sixteen float lanes, whatever the machine has: one AVX-512 register, two AVX2 registers, or a plain array.
+// Sixteen float lanes, whatever the machine has: one AVX-512 register, two of AVX2, or four of 16 bytes.
 //
 // Promises: every operation treats each lane alone and in the same order on every call, so that a result never depends
-// on its neighbours. The plain array is the specification of the others. Must not know: matrices, attention.
+// on its neighbours. The portable one is the specification of the others. Must not know: matrices, attention.
 #pragma once
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
@@ -11,14 +11,23 @@
 #define QUIRE_AVX2 1
 #include "simd_avx2.h"
 #else
-#include "simd_arrays.h"
+#include "simd_portable.h"
 #endif
 
 namespace quire {
 
+// How many of such vectors the registers hold.
+#if defined(QUIRE_AVX512)
+constexpr int kRegisters = 32;
+#elif defined(QUIRE_AVX2) || defined(__aarch64__)
+constexpr int kRegisters = 8;
+#else
+constexpr int kRegisters = 4;
+#endif
+
 // A product of pairs or of quads is one instruction, or one for each of `kParts` parts of their elements, in order. What
 // many products share is taken apart once: weights into parts, the other side into the factors that are broadcast.
-#if !defined(QUIRE_AVX2)
+#if !defined(QUIRE_IN_PARTS)
 constexpr int kParts = 1;
 using PairFactor = bf16;
 using PairPart = Pairs;
@@ -41,13 +50,12 @@ inline Ints nibble_total(Ints acc, int32_t) { return acc; }
 
 // Halves added to each other until one lane is left.
 inline float lane_sum(Vec a) {
+#if defined(QUIRE_AVX512) || defined(QUIRE_AVX2)
 #if defined(QUIRE_AVX512)
   const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
-  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-#elif defined(QUIRE_AVX2)
+#else
   const __m256 eight = _mm256_add_ps(a.lo, a.hi);
+#endif
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));

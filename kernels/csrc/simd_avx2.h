@@ -1,6 +1,6 @@
 // The lanes of simd.h as two AVX2 registers.
 //
-// Promises: the results of simd_arrays.h, but for the rounding of fused products. Must not know: matrices, attention.
+// Promises: the results of simd_portable.h, but for the rounding of fused products. Must not know: matrices, attention.
 #pragma once
 
 #include <immintrin.h>
@@ -79,6 +79,7 @@ inline void pstore(bf16* p, Pairs a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a.lo);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 16), a.hi);
 }
+#define QUIRE_IN_PARTS 1
 // See simd.h. A product of pairs is two of floats, the first elements and the second ones.
 constexpr int kParts = 2;
 using PairFactor = float;
@@ -150,7 +151,7 @@ inline Ints quad_product(Ints acc, Ints w, Ints x) {  // x and the intrinsics: s
   return acc;
 }
 
-// Eight products of two bytes by nibbles stay below 2^15: a group is summed in 16 bits.
+// Sixteen products of bytes by nibbles stay below 2^15: a group is summed in 16 bits.
 inline Ints nibble_start(int32_t) { return izero(); }
 inline Ints nibble_dot(Ints acc, Ints u, Ints s) {
   return {_mm256_add_epi16(acc.lo, _mm256_maddubs_epi16(u.lo, s.lo)),

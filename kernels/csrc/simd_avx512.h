@@ -1,6 +1,6 @@
 // The lanes of simd.h as one AVX-512 register; bf16 and byte products where the CPU has instructions for them.
 //
-// Promises: the results of simd_arrays.h, but for the rounding of fused products. Must not know: matrices, attention.
+// Promises: the results of simd_portable.h, but for the rounding of fused products. Must not know: matrices, attention.
 #pragma once
 
 #include <immintrin.h>

@@ -231,7 +231,7 @@ def test_the_largest_sums_fit(variant, m):
 
     packed = kernel_set(variant, "int4").pack_linear(weight.bfloat16(), None)
     codes, scales = unpack_int4(packed)
-    assert (codes == 7).sum() > 0.4 * codes.numel()
+    assert (codes == 7).sum() >= 30 / 32 * codes.numel()
     exact = (codes.double() * scales.double().repeat_interleave(GROUP, dim=1)).sum(dim=1) * x[:, :1].double()
     got = kernel_set(variant, "int4").linear_add(x, packed, zeros.clone()).double()
     assert ((got - exact).abs() <= 1.01 * BF16_ROUNDING * exact.abs()).all()

@@ -22,7 +22,7 @@ def _compiler():
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("variant", [usable_variants()[0], usable_variants()[-1]], ids=lambda v: v.name)
+@pytest.mark.parametrize("variant", usable_variants(), ids=lambda v: v.name)
 def test_rates(variant):
     limits = measure(1, library=load_library(variant), **TINY)
     assert limits.variant == variant.name
@@ -30,7 +30,7 @@ def test_rates(variant):
     assert 1e7 < limits.fp32_per_second < 1e13
     assert 1e7 < limits.read_bytes_per_second < 1e13
     assert (limits.bf16_per_second > 0) == ("avx512_bf16" in variant.features)
-    assert (limits.int8_per_second > 0) == (variant.name in {"avx512_bf16", "avx2"})
+    assert (limits.int8_per_second > 0) == (variant.name != "avx512")
 
 
 def test_as_a_command():
