@@ -152,6 +152,29 @@ def test_a_failing_compiler_is_quoted_and_leaves_nothing(sources, cache):
     assert not list(cache.glob(".building-*"))
 
 
+def test_a_compiler_that_is_too_old_for_the_best_variant_builds_the_next(sources, cache, tmp_path, monkeypatch, caplog):
+    old, real = tmp_path / "bin" / "c++", compiler.find_compiler().path
+    old.parent.mkdir()
+    old.write_text(
+        '#!/bin/sh\nfor flag; do if [ "$flag" = -mnew ]; then echo "c++: error: unrecognized option \'-mnew\'" >&2;'
+        f' echo more >&2; exit 1; fi; done\nexec {real} "$@"\n'
+    )
+    old.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{old.parent}:{os.environ['PATH']}")
+    newest = variants.Variant(name="newest", features=frozenset(), flags=("-mnew",))
+    monkeypatch.setattr(library, "usable_variants", lambda: (newest, PORTABLE))
+    with caplog.at_level(logging.WARNING):
+        assert library.load_library(cache_dir=cache).answer() == 41
+    (record,) = caplog.records
+    expected = (
+        f"cannot build the kernels for newest, using slower ones: {old} failed: c++: error: unrecognized option '-mnew'"
+    )
+    assert record.getMessage() == expected
+    with pytest.raises(KernelBuildError, match="unrecognized"):
+        library.load_library(newest, cache_dir=cache)
+    assert [path.name.split("-")[0] for path in cache.glob("*.so")] == ["portable"]
+
+
 def test_missing_sources_and_other_systems_are_named(sources, cache, monkeypatch):
     for path in sources.iterdir():
         path.unlink()

@@ -36,6 +36,10 @@ class KernelBuildError(RuntimeError):
     """The kernels cannot be compiled here; the text says why."""
 
 
+class CompilationError(KernelBuildError):
+    """The compiler refuses them, perhaps only for one instruction set, which it may be too old for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiler:
     """A C++ compiler that answered."""
@@ -78,4 +82,4 @@ def _run(command: Sequence[str]) -> None:
     except (OSError, subprocess.SubprocessError) as error:
         raise KernelBuildError(f"{command[0]} could not be run: {error}") from error
     if done.returncode:
-        raise KernelBuildError(f"{command[0]} failed:\n{(done.stderr or done.stdout)[:_SHOWN]}")
+        raise CompilationError(f"{command[0]} failed:\n{(done.stderr or done.stdout)[:_SHOWN]}")

@@ -19,7 +19,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from quire_kernels.cpu.compiler import FLAGS, Compiler, KernelBuildError, compile_library, find_compiler
+from quire_kernels.cpu.compiler import (
+    FLAGS,
+    CompilationError,
+    Compiler,
+    KernelBuildError,
+    compile_library,
+    find_compiler,
+)
 from quire_kernels.cpu.signatures import declare
 from quire_kernels.cpu.variants import Variant, usable_variants
 
@@ -32,13 +39,23 @@ _DIGEST_BYTES = 32
 def load_library(
     variant: Variant | None = None, *, cache_dir: Path | None = None, extra_flags: Sequence[str] = ()
 ) -> ctypes.CDLL:
-    """The kernels for the best variant of this CPU, or for the one given. Raises KernelBuildError.
+    """The kernels for the best variant of this CPU that the compiler knows, or for the one given.
 
-    Built on first use and kept in `cache_dir` (default: ~/.cache/quire/kernels).
+    Built on first use and kept in `cache_dir` (default: ~/.cache/quire/kernels). Raises KernelBuildError.
     """
     if platform.system() != "Linux":
         raise KernelBuildError(f"the C++ kernels run on Linux, not on {platform.system()}")
-    variant = variant or usable_variants()[0]
+    *better, last = usable_variants() if variant is None else (variant,)
+    for each in better:
+        try:
+            return _load(each, cache_dir, extra_flags)
+        except CompilationError as error:
+            complaint = " ".join(str(error).split("\n")[:2])
+            _log.warning("cannot build the kernels for %s, using slower ones: %s", each.name, complaint)
+    return _load(last, cache_dir, extra_flags)
+
+
+def _load(variant: Variant, cache_dir: Path | None, extra_flags: Sequence[str]) -> ctypes.CDLL:
     flags = (*FLAGS, *variant.flags, *extra_flags)
     sources = _sources()
     key = _key(sources, flags)
