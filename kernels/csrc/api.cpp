@@ -6,7 +6,7 @@
 
 using quire::Context;
 
-// The instruction set in use: "avx512_bf16", "avx512", "avx2" or "portable".
+// The instruction set in use: "avx512_bf16", "avx512", "avx2", "neon_bf16" or "portable".
 QUIRE_API const char* quire_variant() {
 #if defined(QUIRE_AVX512) && defined(__AVX512BF16__) && defined(__AVX512VNNI__)
   return "avx512_bf16";
@@ -14,6 +14,8 @@ QUIRE_API const char* quire_variant() {
   return "avx512";
 #elif defined(QUIRE_AVX2)
   return "avx2";
+#elif defined(QUIRE_NEON_BF16)
+  return "neon_bf16";
 #else
   return "portable";
 #endif

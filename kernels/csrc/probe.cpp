@@ -69,7 +69,7 @@ double calls(Kind kind, double seconds, volatile float* sink) {
 // Only what the hardware has instructions for; the rest is emulated, which is no limit of the machine. Bytes are
 // multiplied as 16 bits in parts.
 bool has(Kind kind) {
-#if !defined(__AVX512BF16__)
+#if !defined(__AVX512BF16__) && !defined(QUIRE_NEON_BF16)
   if (kind == kBf16) return false;
 #endif
 #if defined(QUIRE_AVX512) && !defined(__AVX512VNNI__)

@@ -1,5 +1,5 @@
 // The lanes of simd.h as four vectors of 16 bytes in the compiler's own notation, for every machine: SSE2, NEON, or
-// scalars where there is neither.
+// scalars where there is neither. With ARM's products of bf16 pairs and of bytes where they may be used.
 //
 // Owns the meaning of each operation: it is the specification of the other two. Must not know: matrices, attention.
 #pragma once
@@ -13,6 +13,9 @@
 #include <emmintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
+#endif
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) && defined(__ARM_FEATURE_MATMUL_INT8)
+#define QUIRE_NEON_BF16 1
 #endif
 
 namespace quire {
@@ -188,11 +191,31 @@ inline Int4 add_products(Int4 acc, Short8 a, Short8 b) {
 // acc + the four products u * s of each lane: u unsigned bytes, s signed bytes.
 inline Ints dot4(Ints acc, Ints u, Ints s) {
   return each<Ints>([&](auto i) {
+#if defined(QUIRE_NEON_BF16)
+    return vusdotq_s32(acc.q[i], bits_as<uint8x16_t>(u.q[i]), bits_as<int8x16_t>(s.q[i]));
+#else
     const Int4 even = add_products(acc.q[i], bits_as<Short8>(unsigned_part<0>(u.q[i])), signed_part<0>(s.q[i]));
     return add_products(even, bits_as<Short8>(unsigned_part<1>(u.q[i])), signed_part<1>(s.q[i]));
+#endif
   });
 }
 
+#if defined(QUIRE_NEON_BF16)
+inline Vec vstore_rounded(bf16* p, Vec a) {
+  vstore_bf16(p, a);
+  return vload_bf16(p);
+}
+inline Pairs pset(const bf16* pair) {
+  const uint32_t bits = loaded<uint32_t>(pair);
+  return each<Pairs>([=](auto) { return Word4{bits, bits, bits, bits}; });
+}
+// acc + w[2i] * a[2i] + w[2i + 1] * a[2i + 1], lane by lane.
+inline Vec dot2(Vec acc, Pairs w, Pairs a) {
+  return each<Vec>([&](auto i) {
+    return vbfdotq_f32(acc.q[i], bits_as<bfloat16x8_t>(w.q[i]), bits_as<bfloat16x8_t>(a.q[i]));
+  });
+}
+#else
 #define QUIRE_IN_PARTS 1
 // See simd.h. A product of pairs is two of floats, the first elements and the second ones.
 constexpr int kParts = 2;
@@ -231,5 +254,6 @@ inline Ints nibble_dot(Ints acc, Ints u, Ints s) {
 inline Ints nibble_total(Ints acc, int32_t offset) {
   return each<Ints>([&](auto i) { return pair_sums(acc.q[i]) - offset; });
 }
+#endif
 
 }  // namespace quire

@@ -14,7 +14,7 @@ import torch
 
 from quire_kernels.cpu import build, compiler, library, variants
 from quire_kernels.cpu.compiler import KernelBuildError
-from quire_kernels.cpu.variants import VARIANTS, usable_variants
+from quire_kernels.cpu.variants import VARIANTS, compilable_variants, usable_variants
 from quire_kernels.kernel_set import select
 from quire_kernels.reference import REFERENCE
 
@@ -161,7 +161,7 @@ def test_a_compiler_that_is_too_old_for_the_best_variant_builds_the_next(sources
     )
     old.chmod(0o755)
     monkeypatch.setenv("PATH", f"{old.parent}:{os.environ['PATH']}")
-    newest = variants.Variant(name="newest", features=frozenset(), flags=("-mnew",))
+    newest = variants.Variant(name="newest", machines=(), features=frozenset(), flags=("-mnew",))
     monkeypatch.setattr(library, "usable_variants", lambda: (newest, PORTABLE))
     with caplog.at_level(logging.WARNING):
         assert library.load_library(cache_dir=cache).answer() == 41
@@ -206,7 +206,7 @@ def test_sources_are_found_in_a_checkout_and_in_an_installation(sources, tmp_pat
 def test_build_kernels_reports(sources, capsys, monkeypatch):
     assert build.main(["--prebuilt"]) == 0
     assert {Path(line).name.split("-")[0] for line in capsys.readouterr().out.splitlines()} == {
-        variant.name for variant in VARIANTS
+        variant.name for variant in compilable_variants()
     }
     monkeypatch.setattr(compiler.shutil, "which", lambda _: None)
     (sources / "tiny.cpp").write_text(TINY % 42)
@@ -216,15 +216,26 @@ def test_build_kernels_reports(sources, capsys, monkeypatch):
 
 def test_a_variant_is_usable_only_with_all_its_instructions(monkeypatch):
     best = VARIANTS[0].features
-    for have, expected in (
-        (best, ["avx512_bf16", "avx512", "avx2", "portable"]),
-        (best - {"avx512_vnni"}, ["avx512", "avx2", "portable"]),
-        (best - {"avx512vl"}, ["avx2", "portable"]),
-        (best - {"fma"}, ["portable"]),
-        (frozenset(), ["portable"]),
+    for machine, have, expected in (
+        ("x86_64", best, ["avx512_bf16", "avx512", "avx2", "portable"]),
+        ("x86_64", best - {"avx512_vnni"}, ["avx512", "avx2", "portable"]),
+        ("x86_64", best - {"avx512vl"}, ["avx2", "portable"]),
+        ("x86_64", best - {"fma"}, ["portable"]),
+        ("x86_64", frozenset(), ["portable"]),
+        ("aarch64", frozenset({"asimd", "asimddp", "bf16", "i8mm"}), ["neon_bf16", "portable"]),
+        ("aarch64", frozenset({"asimd", "asimddp", "i8mm"}), ["portable"]),
+        ("riscv64", frozenset(), ["portable"]),
     ):
+        monkeypatch.setattr(variants.platform, "machine", lambda machine=machine: machine)
         monkeypatch.setattr(variants, "cpu_features", lambda have=have: have)
         assert [variant.name for variant in usable_variants()] == expected
+
+
+@pytest.mark.parametrize("text", ["flags\t\t: fpu {}\n", "processor\t: 0\nFeatures\t: fp {}\nCPU part\t: 0xd40\n"])
+def test_features_are_found_as_each_architecture_lists_them(text, tmp_path, monkeypatch):
+    (tmp_path / "cpuinfo").write_text(text.format("bf16 i8mm"))
+    monkeypatch.setattr(variants, "Path", lambda _: tmp_path / "cpuinfo")
+    assert variants.cpu_features.__wrapped__() > {"bf16", "i8mm"}
 
 
 def test_threads_that_the_system_refuses_are_an_error_and_not_a_crash():

@@ -17,51 +17,54 @@ class Variant:
     """One way to compile the kernels."""
 
     name: str
+    machines: tuple[str, ...]  # as platform.machine() spells them; none: any
     features: frozenset[str]  # as /proc/cpuinfo spells them
     flags: tuple[str, ...]
 
 
 _X86 = ("x86_64", "AMD64")
+_ARM = ("aarch64", "arm64")
 _AVX2 = ("avx2", "fma")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 _BF16 = (*_AVX512, "avx512_bf16", "avx512_vnni")
 
 
-def _variant(name: str, features: tuple[str, ...]) -> Variant:
+def _x86(name: str, features: tuple[str, ...]) -> Variant:
     flags = tuple("-m" + feature.replace("_", "") for feature in features)
-    return Variant(name=name, features=frozenset(features), flags=flags)
+    return Variant(name=name, machines=_X86, features=frozenset(features), flags=flags)
 
 
 # Best first. The last one needs nothing.
 VARIANTS = (
-    _variant("avx512_bf16", _BF16),
-    _variant("avx512", _AVX512),
-    _variant("avx2", _AVX2),
-    _variant("portable", ()),
+    _x86("avx512_bf16", _BF16),
+    _x86("avx512", _AVX512),
+    _x86("avx2", _AVX2),
+    Variant(
+        name="neon_bf16", machines=_ARM, features=frozenset({"bf16", "i8mm"}), flags=("-march=armv8.2-a+bf16+i8mm",)
+    ),
+    Variant(name="portable", machines=(), features=frozenset(), flags=()),
 )
 
 
 @cache
 def cpu_features() -> frozenset[str]:
     """What the CPU offers and the operating system has enabled; empty where /proc/cpuinfo does not tell."""
-    if platform.machine() not in _X86:
-        return frozenset()
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
     except OSError:
         return frozenset()
     for line in text.splitlines():
         name, _, value = line.partition(":")
-        if name.strip() == "flags":
+        if name.strip() in ("flags", "Features"):  # of x86, of ARM
             return frozenset(value.split())
     return frozenset()
 
 
 def compilable_variants() -> tuple[Variant, ...]:
     """The variants for machines of this architecture."""
-    return VARIANTS if platform.machine() in _X86 else VARIANTS[-1:]
+    return tuple(variant for variant in VARIANTS if not variant.machines or platform.machine() in variant.machines)
 
 
 def usable_variants() -> tuple[Variant, ...]:
     """The variants that run here, best first."""
-    return tuple(variant for variant in VARIANTS if variant.features <= cpu_features())
+    return tuple(variant for variant in compilable_variants() if variant.features <= cpu_features())
