@@ -4,10 +4,9 @@
 // Owns the meaning of each operation: it is the specification of the other two. Must not know: matrices, attention.
 #pragma once
 
-#include <type_traits>
-
 #include "bf16.h"
 #include "scale.h"
+#include "unroll.h"
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -125,11 +124,10 @@ inline Vec vload_bf16(const bf16* p) {
   return each<Vec>([=](auto i) { return widened(converted<Word4>(loaded<Half4>(p + 4 * i))); });
 }
 inline void vstore_bf16(bf16* p, Vec a) {
-  const auto store = [&](int i) {
+  unrolled<4>([&](auto i) {
     const Half4 halves = converted<Half4>(narrowed(a.q[i]));
     std::memcpy(p + 4 * i, &halves, sizeof(halves));
-  };
-  store(0), store(1), store(2), store(3);
+  });
 }
 inline Vec vload_scales(const uint8_t* p) {
   return each<Vec>([=](auto i) {
