@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 
 from quire_engine.batch import Batch, ScheduledSequence
 from quire_engine.kv_storage import KVStorage
-from quire_engine.model_input import build_model_input
+from quire_engine.model_input import ModelInput, build_model_input
 from quire_engine.models.config import load_model_config
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.weights import load_decoder
@@ -66,6 +67,13 @@ def batch_of(*items: ScheduledSequence) -> Batch:
     return Batch(step_id=0, items=items, num_tokens=sum(item.num_tokens for item in items))
 
 
+def step_at(slots: Sequence[int], positions: Sequence[int], device: torch.device = CPU) -> ModelInput:
+    """What rope_write looks at: rows at these positions, whose keys and values go to these slots."""
+    step, _ = build_model_input(batch_of(scheduled([0], [0], 0, 1)), 16, device)
+    tensors = (torch.tensor(values, device=device) for values in (slots, positions))
+    return replace(step, **dict(zip(("kv_slots", "positions"), tensors, strict=True)))
+
+
 class Model:
     """A loaded decoder with a pool of its own."""
 
@@ -94,8 +102,7 @@ class Model:
     def step(self, *items: ScheduledSequence) -> list[torch.Tensor]:
         """Compute one batch; the logits each item asked for, on the CPU."""
         step, rows = build_model_input(batch_of(*items), self.block_size, self.device)
-        hidden = self.decoder.forward(step, self.kv.tensor)
-        logits = self.decoder.logits(hidden[step.sample_rows]).cpu()
+        logits = self.decoder.logits(self.decoder.forward(step, self.kv.tensor)).cpu()
         return [logits[at.first : at.first + at.count] for at in rows]
 
     def logits(self, token_ids: Sequence[int], chunk: int | None = None, *, seed: int = 0) -> torch.Tensor:

@@ -97,10 +97,11 @@ class _Resolved:
             quantization=asked.quantization,
             kv_cache_dtype=asked.kv_cache_dtype,
             checkpoint=fingerprint(Path(asked.model)),
-            layer_parameters=self.parameters.linear + self.parameters.small,
-            head_parameters=self.parameters.head,
+            layer_parameters=self.parameters.linear - self.parameters.tail + self.parameters.small,
+            sampled_parameters=self.parameters.tail + self.parameters.head,
             weights_read_bytes=self.weights.read,
-            attention_width=self.model.num_heads * self.model.head_dim * self.model.num_layers,
+            layer_attention=self.model.num_heads * self.model.head_dim * (self.model.num_layers - 1),
+            sampled_attention=self.model.num_heads * self.model.head_dim,
         )
 
     def scheduler(self, pool: PoolSize) -> SchedulerConfig:

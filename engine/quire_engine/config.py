@@ -86,9 +86,11 @@ class EnginePlan:
     checkpoint: str = ""  # changes when a file of the model does
     # What a token costs; 0: unknown.
     layer_parameters: int = 0  # multiplied with every token
-    head_parameters: int = 0  # multiplied with every token whose logits are needed
+    sampled_parameters: int = 0  # multiplied with every token whose logits are needed: the last layer's end, the head
     weights_read_bytes: int = 0  # for a token with its logits that is alone in its step
-    attention_width: int = 0  # query heads x head width x layers: 4 of these FLOP per token and token it looks at
+    # Query heads x head width x layers: 4 of these FLOP per token and token it looks at.
+    layer_attention: int = 0  # of all layers but the last
+    sampled_attention: int = 0  # of the last
 
     @property
     def kv_tokens(self) -> int:

@@ -7,7 +7,9 @@ Must not know: the model, scheduling, sampling.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -16,20 +18,27 @@ from quire_engine.batch import Batch, ScheduledSequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInput:
-    """B sequences with T rows in all, S of which need logits. The `*_lens` tuples are on the host."""
+class Rows:
+    """B sequences with T rows in all, as attention sees them. The `*_lens` tuples are on the host."""
 
-    input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     kv_slots: Tensor  # [T] int64, block_id * block_size + offset
     query_starts: Tensor  # [B + 1] int32
     context_lens: Tensor  # [B] int32, tokens present after this step
     block_tables: Tensor  # [B, M] int32, padded with 0
-    sample_rows: Tensor  # [S] int64, rows whose logits are needed
     query_lens: tuple[int, ...]  # B rows per sequence
     kv_lens: tuple[int, ...]  # B, context_lens
     max_query_len: int
     max_context_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInput(Rows):
+    """A step: all its rows, S of which need logits."""
+
+    input_ids: Tensor  # [T] int64
+    sample_rows: Tensor  # [S] int64, ascending: rows whose logits are needed
+    sampled: Rows | None  # the same sequences with those rows alone; None: they are all rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,20 +82,37 @@ def build_model_input(batch: Batch, block_size: int, device: torch.device) -> tu
         tables.extend(item.block_ids[:used])
         tables.extend((0,) * (width - used))
     query_lens = tuple(item.num_tokens for item in batch.items)
-    step = ModelInput(
-        input_ids=_tensor(input_ids, device),
+    rows = Rows(
         positions=_tensor(positions, device),
         kv_slots=_tensor(slots, device),
         query_starts=_tensor(array("i", starts), device),
         context_lens=_tensor(array("i", kv_lens), device),
         block_tables=_tensor(tables, device).view(len(kv_lens), width),
-        sample_rows=_tensor(samples, device),
         query_lens=query_lens,
         kv_lens=tuple(kv_lens),
         max_query_len=max(query_lens, default=0),
         max_context_len=most,
     )
+    sample_rows = _tensor(samples, device)
+    step = ModelInput(
+        **{field.name: getattr(rows, field.name) for field in fields(Rows)},
+        input_ids=_tensor(input_ids, device),
+        sample_rows=sample_rows,
+        sampled=_only(rows, sample_rows, [at.count for at in logit_rows]) if len(samples) < len(input_ids) else None,
+    )
     return step, tuple(logit_rows)
+
+
+def _only(rows: Rows, chosen: Tensor, counts: Sequence[int]) -> Rows:
+    """The last `counts` rows of each sequence, which are the `chosen` ones of all."""
+    return replace(
+        rows,
+        positions=rows.positions[chosen],
+        kv_slots=rows.kv_slots[chosen],
+        query_starts=_tensor(array("i", accumulate(counts, initial=0)), rows.positions.device),
+        query_lens=tuple(counts),
+        max_query_len=max(counts, default=0),
+    )
 
 
 def _extend_slots(slots: array[int], item: ScheduledSequence, block_size: int) -> None:

@@ -155,7 +155,7 @@ def ask(  # noqa: PLR0917
     def compute(*items: ScheduledSequence) -> Tensor:
         batch = Batch(step_id=0, items=items, num_tokens=sum(item.num_tokens for item in items))
         step, _ = build_model_input(batch, _BLOCK_SIZE, _CPU)
-        return decoder.logits(decoder.forward(step, kv.tensor)[step.sample_rows])
+        return decoder.logits(decoder.forward(step, kv.tensor))
 
     sequences, first_block = [], 0
     for prompt, num_blocks in zip(prompts, blocks_each, strict=True):

@@ -118,8 +118,7 @@ class Runner:
         for item in batch.items:
             self._check_ids(item)
         step, logit_rows = build_model_input(batch, self._block_size, self._device)
-        hidden = self._decoder.forward(step, self._kv.tensor)  # [T, H]
-        hidden = hidden[step.sample_rows]  # [S, H]
+        hidden = self._decoder.forward(step, self._kv.tensor)  # [S, H]
         found = self._greedy(batch, hidden, logit_rows)
         if found is not None:
             return found

@@ -3,6 +3,7 @@
 // Owns the rows between the ops. Promises: the very functions that are called one by one, in the same order.
 // Must not know: embedding, head, how an op computes.
 #include <algorithm>
+#include <cstring>
 
 #include "attention.h"
 #include "context.h"
@@ -33,10 +34,24 @@ struct LayerArgs {
   const Linear* down;
 };
 
-// x [rows, H] -> x [rows, H], in place; the first result that is not 0 ends the call and leaves x undefined.
+namespace {
+
+// Row chosen[i] to place i; `chosen` rises, so no row is overwritten before it is read.
+void keep_rows(bf16* x, int64_t width, const int64_t* chosen, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    std::memmove(x + i * width, x + chosen[i] * width, static_cast<size_t>(width) * sizeof(bf16));
+  }
+}
+
+}  // namespace
+
+// x [rows, H] -> its first rows, in place; the first result that is not 0 ends the call and leaves x undefined.
+// Null: all rows come back. Else the `sampled` ones, whose places in the step are `sample_rows`: what follows the last
+// layer's keys and values is computed for these alone.
 QUIRE_API int32_t quire_layers(Context* context, const LayerArgs* layers, int64_t count, float eps, const KvPool* pool,
-                               const AttentionStep* step, const float* rope, int64_t rope_rows, bf16* x) {
-  const int64_t rows = step->rows;
+                               const AttentionStep* step, const float* rope, int64_t rope_rows,
+                               const AttentionStep* sampled, const int64_t* sample_rows, bf16* x) {
+  int64_t rows = step->rows;
   int64_t wide = 0, heads = 0;  // the widest of qkv and gate-up, of q and its attention
   for (int64_t i = 0; i < count; ++i) {
     wide = std::max({wide, layers[i].qkv->n, layers[i].gate_up->n / 2});
@@ -58,6 +73,13 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerArgs* layers, int64_
     failed = quire_norm_linear(context, layer.qkv, x, rows, layer.attention_norm, eps, projected, 0);
     if (!failed) {
       failed = quire_rope_write(context, layer.attention, pool, i, step, projected, rope, rope_rows, q);
+    }
+    if (!failed && i + 1 == count && sampled != nullptr) {
+      rows = sampled->rows;
+      if (rows == 0) break;
+      keep_rows(q, layer.o->columns, sample_rows, rows);
+      keep_rows(x, layer.qkv->columns, sample_rows, rows);
+      step = sampled;
     }
     if (!failed) failed = quire_attention(context, layer.attention, pool, i, step, q, mixed);
     if (!failed) failed = quire_linear_add(context, layer.o, mixed, rows, x, x);

@@ -46,6 +46,15 @@ class AttentionInput(Protocol):
     def max_context_len(self) -> int: ...
 
 
+class StepInput(AttentionInput, Protocol):
+    """A step, and which S of its T rows are asked for what the last layer gives."""
+
+    @property
+    def sample_rows(self) -> Tensor: ...  # [S] int64, ascending
+    @property
+    def sampled(self) -> AttentionInput | None: ...  # the same B sequences with those rows alone; None: with all T
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
     """The constants of one attention layer."""
@@ -90,8 +99,8 @@ class BoundLayers(Protocol):
         """Whether it works on this pool; otherwise the ops are called one by one."""
         ...
 
-    def __call__(self, x: Tensor, kv: Tensor, step: AttentionInput) -> Tensor:
-        """x [T, H] after the last layer. May reuse x's memory."""
+    def __call__(self, x: Tensor, kv: Tensor, step: StepInput) -> Tensor:
+        """x [T, H] -> the sampled rows [S, H] after the last layer. May reuse x's memory."""
         ...
 
 
@@ -126,7 +135,8 @@ class KernelSet:
         The argmax of each row of `logits`, of equal values the first, and whether the row was finite: for an
         implementation that finds it without writing the logits down.
     bind_layers(layers, rope, eps) -> BoundLayers, or None
-        For an implementation that would lose time between the ops. Bitwise the same as calling them one by one.
+        For an implementation that would lose time between the ops. Bitwise the same as calling them one by one, those
+        that follow the last layer's rope_write with the sampled rows alone.
     """
 
     name: str

@@ -337,13 +337,15 @@ class PlanMetrics:
         )
         self.parameters = values.gauge(
             "quire_model_parameters",
-            "Parameters that one token is multiplied with: in the layers, and in the head when its logits are needed.",
+            "Parameters that every token is multiplied with; the others, for tokens whose logits are needed.",
             ("part",),
-            children=[("layers",), ("head",)],
+            children=[("layers",), ("sampled",)],
         )
         self.attention_width = values.gauge(
             "quire_model_attention_width",
-            "Query heads x head width x layers; attention takes 4 of these FLOP per token and token it looks at.",
+            "Query heads x head width x layers, by the same parts; 4 of these FLOP per token and token it looks at.",
+            ("part",),
+            children=[("layers",), ("sampled",)],
         )
         self.weights_read = values.gauge(
             "quire_model_read_bytes", "Bytes of weights that a token alone in its step reads from memory."
@@ -388,8 +390,9 @@ class PlanMetrics:
         caching = str(scheduler.enable_prefix_caching).lower()
         size, blocks, tokens = str(scheduler.block_size), str(scheduler.num_blocks), str(plan.kv_tokens)
         self.parameters.set(plan.layer_parameters, "layers")
-        self.parameters.set(plan.head_parameters, "head")
-        self.attention_width.set(plan.attention_width)
+        self.parameters.set(plan.sampled_parameters, "sampled")
+        self.attention_width.set(plan.layer_attention, "layers")
+        self.attention_width.set(plan.sampled_attention, "sampled")
         self.weights_read.set(plan.weights_read_bytes)
         self.cache.values.clear()
         self.cache.set(1, size, blocks, str(plan.bytes_per_block), tokens, caching)

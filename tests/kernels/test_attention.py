@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from model_steps import DEVICES, Blocks, batch_of, scheduled
-from quire_engine.model_input import ModelInput, build_model_input
+from model_steps import DEVICES, Blocks, batch_of, scheduled, step_at
+from quire_engine.model_input import build_model_input
 from quire_kernels.kernel_set import AttentionShape
 from quire_kernels.reference import REFERENCE
 
@@ -165,15 +165,6 @@ def test_a_row_does_not_depend_on_the_number_of_threads():
 # Rotary embedding and the pool
 
 
-def _step(slots: list[int], positions: list[int], device: str) -> ModelInput:
-    step, _ = build_model_input(batch_of(scheduled([0], [0], 0, 1)), 16, torch.device(device))
-    changed = {
-        "positions": torch.tensor(positions, device=device),
-        "kv_slots": torch.tensor(slots, device=device),
-    }
-    return ModelInput(**{name: changed.get(name, getattr(step, name)) for name in ModelInput.__slots__})
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("normed", [False, True])
 def test_rope_write_norms_rotates_and_stores(normed, device):
@@ -188,7 +179,7 @@ def test_rope_write_norms_rotates_and_stores(normed, device):
     angles = torch.rand(40, width // 2, generator=generator, dtype=torch.float64).to(device)
     table = torch.cat([angles.cos(), angles.sin()], dim=1).float()
     kv = REFERENCE.new_kv(3, NUM_LAYERS, kv_heads, 16, width, torch.float32, torch.device(device))
-    q = REFERENCE.rope_write(qkv, table, shape, kv, LAYER, _step(slots, positions, device))
+    q = REFERENCE.rope_write(qkv, table, shape, kv, LAYER, step_at(slots, positions, torch.device(device)))
 
     x = qkv.double().view(3, -1, width)
     parts = {"q": x[:, :heads], "k": x[:, heads : heads + kv_heads]}
@@ -224,7 +215,7 @@ def test_rope_write_treats_every_row_alike(dtype):
 
     def run(rows: range) -> tuple[torch.Tensor, torch.Tensor]:
         kv = REFERENCE.new_kv(5, 1, 1, 16, 24, dtype, torch.device("cpu"))
-        step = _step([slots[r] for r in rows], [positions[r] for r in rows], "cpu")
+        step = step_at([slots[r] for r in rows], [positions[r] for r in rows])
         return REFERENCE.rope_write(qkv[rows.start : rows.stop], table, shape, kv, 0, step), kv
 
     whole_q, whole_kv = run(range(70))

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cpu_attention import CPU, KV_TYPES, LAYER, NUM_LAYERS, Kernels, shape_of
-from model_steps import batch_of, scheduled
-from quire_engine.model_input import ModelInput, build_model_input
+from model_steps import batch_of, scheduled, step_at
+from quire_engine.model_input import build_model_input
 from quire_kernels.cpu.variants import usable_variants
 from quire_kernels.reference import REFERENCE
 
@@ -24,12 +24,6 @@ def kernels(request, variant):
     return Kernels(variant, threads=2, kv_type=request.param)
 
 
-def step_of(slots: list[int], positions: list[int]) -> ModelInput:
-    step, _ = build_model_input(batch_of(scheduled([0], [0], 0, 1)), 16, CPU)
-    changed = {"positions": torch.tensor(positions), "kv_slots": torch.tensor(slots)}
-    return ModelInput(**{name: changed.get(name, getattr(step, name)) for name in ModelInput.__slots__})
-
-
 def case(rows, heads, kv_heads, head_dim, *, normed, seed=0):
     """Random rows at random positions in random slots of a pool of 8 blocks."""
     generator = torch.Generator().manual_seed(seed)
@@ -41,7 +35,7 @@ def case(rows, heads, kv_heads, head_dim, *, normed, seed=0):
     angles = 7 * torch.rand(POSITIONS, head_dim // 2, generator=generator, dtype=torch.float64)
     positions = torch.randint(POSITIONS, (rows,), generator=generator).tolist()
     slots = torch.randperm(8 * 16, generator=generator)[:rows].tolist()
-    return shape, qkv, angles, step_of(slots, positions)
+    return shape, qkv, angles, step_at(slots, positions)
 
 
 def table(angles):
@@ -102,7 +96,7 @@ def test_what_attention_reads_back_is_what_was_written(kernels, head_dim, normed
 
 def test_values_are_stored_as_they_are(kernels):
     shape, qkv, angles, step = case(8, 4, 2, 64, normed=True)
-    step = step_of([16 * i for i in range(8)], step.positions.tolist())
+    step = step_at([16 * i for i in range(8)], step.positions.tolist())
     pool = kernels.ops.new_kv(8, NUM_LAYERS, 2, 16, 64, torch.bfloat16, CPU)
     kernels.ops.rope_write(qkv, table(angles), shape, pool, LAYER, step)
     for row in range(8):
@@ -118,9 +112,9 @@ def test_every_slot_is_written_alone(kernels):
     positions = list(range(48))
     slots = torch.randperm(48, generator=torch.Generator().manual_seed(3)).tolist()
     pools = [kernels.ops.new_kv(3, NUM_LAYERS, 2, 16, 32, torch.bfloat16, CPU) for _ in range(2)]
-    whole = kernels.ops.rope_write(qkv, table(angles), shape, pools[0], LAYER, step_of(slots, positions))
+    whole = kernels.ops.rope_write(qkv, table(angles), shape, pools[0], LAYER, step_at(slots, positions))
     for row in range(48):
-        step = step_of(slots[row : row + 1], positions[row : row + 1])
+        step = step_at(slots[row : row + 1], positions[row : row + 1])
         q = kernels.ops.rope_write(qkv[row : row + 1], table(angles), shape, pools[1], LAYER, step)
         assert torch.equal(q[0], whole[row])
     assert torch.equal(pools[0].view(torch.uint8), pools[1].view(torch.uint8))
@@ -131,6 +125,6 @@ def test_a_row_does_not_depend_on_the_others(kernels):
     pool = kernels.ops.new_kv(8, NUM_LAYERS, 1, 16, 48, torch.bfloat16, CPU)
     whole = kernels.ops.rope_write(qkv, table(angles), shape, pool, LAYER, step)
     for rows in range(1, 70):
-        part = step_of(step.kv_slots[-rows:].tolist(), step.positions[-rows:].tolist())
+        part = step_at(step.kv_slots[-rows:].tolist(), step.positions[-rows:].tolist())
         q = kernels.ops.rope_write(qkv[-rows:], table(angles), shape, pool, LAYER, part)
         assert torch.equal(q, whole[-rows:])

@@ -1,4 +1,4 @@
-"""All layers in one C++ call: bitwise what the ops give one by one."""
+"""All layers in one C++ call: bitwise what the ops give one by one, whatever rows are asked for."""
 
 from dataclasses import replace
 
@@ -12,34 +12,61 @@ from quire_engine.model_input import build_model_input
 from quire_engine.models.config import load_model_config
 from quire_engine.models.weights import load_decoder
 from quire_kernels.cpu.ops import cpu_kernel_set
+from quire_kernels.kernel_set import KernelSet
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
+# Rows that each of the two sequences wants logits of.
+ALL = {"wants_sample": True, "wants_prompt_logprobs": True}
+LAST = {"wants_sample": True, "wants_prompt_logprobs": False}
+NONE = {"wants_sample": False, "wants_prompt_logprobs": False}
+Asked = tuple[dict[str, bool], dict[str, bool]]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral"])
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-def test_bound_layers_equal_the_ops_one_by_one(family: str, quantization: str | None) -> None:
+@pytest.mark.parametrize("asked", [(ALL, ALL), (LAST, LAST), (NONE, LAST), (LAST, ALL), (NONE, NONE)])
+def test_bound_layers_equal_the_ops_one_by_one(family: str, quantization: str | None, asked: Asked) -> None:
     path = shared_checkpoint(family)
     config = load_model_config(path)
     kernels = cpu_kernel_set(2, quantization)  # type: ignore[arg-type]
     ids = random_ids(90, config.vocab_size)
-    results = []
-    for ops in (kernels, replace(kernels, bind_layers=None)):
+
+    def run(ops: KernelSet, wanted: Asked) -> tuple[torch.Tensor, list[int], torch.Tensor]:
+        """Hidden states, the rows they are of, the pool."""
         decoder = load_decoder(path, config, kernels=ops, dtype=BF16, device=CPU, max_model_len=256)
         kv = KVStorage(ops, config, 32, 16, BF16, CPU)
         blocks = Blocks(32, 16)
         tables = [blocks.take(64), blocks.take(30)]
-        chunks = [((0, 40), (0, 1)), ((40, 24), (1, 29))]  # a prefill with a decode beside it, then the other way round
-        hidden = []
-        for first, second in chunks:
-            batch = batch_of(scheduled(ids[:64], tables[0], *first), scheduled(ids[60:90], tables[1], *second))
+        hidden, rows, before = [], [], 0
+        # A prefill with a decode beside it, then the other way round.
+        for first, second in [((0, 40), (0, 1)), ((40, 24), (1, 29))]:
+            items = (scheduled(ids[:64], tables[0], *first), scheduled(ids[60:90], tables[1], *second))
+            batch = batch_of(*(replace(item, **flags) for item, flags in zip(items, wanted, strict=True)))
             step, _ = build_model_input(batch, 16, CPU)
             hidden.append(decoder.forward(step, kv.tensor).clone())
-        results.append((torch.cat(hidden), kv.tensor.clone()))
-    (bound, bound_kv), (single, single_kv) = results
-    assert torch.equal(bound, single)
-    assert torch.equal(bound_kv, single_kv)
-    assert torch.isfinite(bound).all()
+            rows += [before + row for row in step.sample_rows.tolist()]
+            before += batch.num_tokens
+        return torch.cat(hidden), rows, kv.tensor.clone()
+
+    every, _, every_kv = run(kernels, (ALL, ALL))
+    for ops in (kernels, replace(kernels, bind_layers=None)):
+        hidden, rows, kv = run(ops, asked)
+        assert torch.equal(hidden, every[rows])
+        assert torch.equal(kv, every_kv)
+    assert torch.isfinite(every).all()
+
+
+@pytest.mark.parametrize("rows", [[1, 0], [0, 0], [0, 4], [-1, 0], [0]])
+def test_rows_that_are_not_in_the_step_are_refused(rows: list[int]) -> None:
+    path = shared_checkpoint("qwen3")
+    config = load_model_config(path)
+    kernels = cpu_kernel_set(1)
+    decoder = load_decoder(path, config, kernels=kernels, dtype=BF16, device=CPU, max_model_len=64)
+    kv = KVStorage(kernels, config, 4, 16, BF16, CPU)
+    items = (scheduled([1, 2], [block], 0, 2, all_logits=False) for block in (1, 2))
+    step, _ = build_model_input(batch_of(*items), 16, CPU)
+    with pytest.raises(ValueError, match="sample_rows must"):
+        decoder.forward(replace(step, sample_rows=torch.tensor(rows)), kv.tensor)
 
 
 def test_layers_that_do_not_fit_are_refused() -> None:

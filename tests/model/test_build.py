@@ -64,9 +64,11 @@ def test_sizes_are_those_of_the_checkpoint_and_the_pool():
 def test_what_a_token_costs(tied):
     path = shared_checkpoint("qwen3", tie_word_embeddings=tied)
     plan = resolve_plan(config(model=str(path)))
-    assert plan.head_parameters == VOCAB_SIZE * 64
-    assert plan.layer_parameters == plan.num_parameters - plan.head_parameters * (1 if tied else 2)
-    assert plan.attention_width == 4 * 32 * 2  # heads, width, layers
+    table, attention_width = VOCAB_SIZE * 64, 4 * 32  # heads, width
+    last_layers_end = attention_width * 64 + 3 * 64 * 96
+    assert plan.sampled_parameters == table + last_layers_end
+    assert plan.layer_parameters == plan.num_parameters - last_layers_end - table * (1 if tied else 2)
+    assert (plan.layer_attention, plan.sampled_attention) == (attention_width, attention_width)  # two layers
 
 
 def test_kv_memory_is_taken_at_its_word():
@@ -145,7 +147,7 @@ def test_weights_larger_than_the_memory_are_refused(monkeypatch):
 def test_packed_weights_are_counted_as_they_are_held(quantization, bits):
     asked = config(dtype="bfloat16", kernels="cpu", quantization=quantization)
     plan, estimate = build(asked).plan, resolve_plan(asked)
-    multiplied = plan.layer_parameters + plan.head_parameters
+    multiplied = plan.layer_parameters + plan.sampled_parameters
     assert bits < 8 * plan.weights_read_bytes / multiplied < 1.2 * bits  # whole panels, scales, repairs
     assert plan.weights_bytes - plan.weights_read_bytes == 2 * VOCAB_SIZE * 64  # the embedding stays in bf16
     assert estimate.weights_bytes == pytest.approx(plan.weights_bytes, rel=0.3)

@@ -28,8 +28,9 @@ FACTS = ModelFacts(
     architecture="Qwen3ForCausalLM",
     parameters=1200,
     layer_parameters=1000,
-    head_parameters=200,
-    attention_width=8,
+    sampled_parameters=200,
+    layer_attention=8,
+    sampled_attention=3,
     read_bytes=2400,
     weight_type="bfloat16",
     kv_bytes_per_token=16.0,
@@ -137,15 +138,12 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(monkey
 def test_facts_are_read_from_a_servers_metrics():
     metrics = Metrics("tiny")
     plan = make_plan()
-    metrics.observe_plan(
-        replace(plan, layer_parameters=700, head_parameters=300, attention_width=64, weights_read_bytes=900)
-    )
+    parts = {"layer_parameters": 700, "sampled_parameters": 300, "layer_attention": 64, "sampled_attention": 16}
+    metrics.observe_plan(replace(plan, **parts, weights_read_bytes=900))
     assert read_facts(metrics.render().decode()) == ModelFacts(
         architecture=plan.architecture,
         parameters=plan.num_parameters,
-        layer_parameters=700,
-        head_parameters=300,
-        attention_width=64,
+        **parts,
         read_bytes=900,
         weight_type="float32",
         kv_bytes_per_token=plan.bytes_per_block / 16,
@@ -162,13 +160,13 @@ def test_facts_are_read_from_a_servers_metrics():
 
 
 def test_operations_are_those_of_every_token():
-    """Counted one by one: a token's products, and what it looks at; the head for each that is sampled from."""
+    """Counted one by one: a token's products, what it looks at; the end for each that is sampled from."""
     for inputs, outputs in ((4, 3), (1, 1), (7, 1)):
         total = 0
         for position in range(inputs + outputs - 1):
-            total += 2 * FACTS.layer_parameters + 4 * FACTS.attention_width * (position + 1)
+            total += 2 * FACTS.layer_parameters + 4 * FACTS.layer_attention * (position + 1)
             if position >= inputs - 1:
-                total += 2 * FACTS.head_parameters
+                total += 2 * FACTS.sampled_parameters + 4 * FACTS.sampled_attention * (position + 1)
         assert request_flop(FACTS, inputs, outputs) == total
 
 

@@ -351,13 +351,21 @@ def test_plan_becomes_labels():
 def test_what_a_token_costs():
     metrics = Metrics("tiny")
     metrics.observe_plan(
-        replace(PLAN, layer_parameters=700, head_parameters=300, attention_width=64, weights_read_bytes=2000)
+        replace(
+            PLAN,
+            layer_parameters=700,
+            sampled_parameters=300,
+            layer_attention=64,
+            sampled_attention=16,
+            weights_read_bytes=2000,
+        )
     )
     scrape = Scrape(metrics)
     assert scrape("quire_model_parameters", part="layers") == 700
-    assert scrape("quire_model_parameters", part="head") == 300
+    assert scrape("quire_model_parameters", part="sampled") == 300
     assert scrape("quire_model_read_bytes") == 2000
-    assert scrape("quire_model_attention_width") == 64
+    assert scrape("quire_model_attention_width", part="layers") == 64
+    assert scrape("quire_model_attention_width", part="sampled") == 16
 
 
 def test_histogram_buckets_are_cumulative_and_end_in_infinity():

@@ -30,7 +30,7 @@ class NextToken:
         self.forwards.append(step.input_ids.tolist())
         if POISON in step.input_ids:
             raise self.raises
-        return step.input_ids.unsqueeze(1).float()  # [T, 1]
+        return step.input_ids[step.sample_rows].unsqueeze(1).float()  # [S, 1]
 
     def logits(self, hidden):
         self.logit_rows.append(len(hidden))

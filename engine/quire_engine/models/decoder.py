@@ -12,7 +12,7 @@ from torch import Tensor
 from quire_engine.model_input import ModelInput
 from quire_engine.models.config import ModelConfig
 from quire_engine.models.layers import Weights
-from quire_kernels.kernel_set import BoundLayers, KernelSet
+from quire_kernels.kernel_set import AttentionInput, BoundLayers, KernelSet
 
 
 class Decoder:
@@ -38,15 +38,21 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, step: ModelInput, kv: Tensor) -> Tensor:
-        """The last hidden state of every row, [T, H], before the final norm. Writes the rows' K and V into `kv`."""
+        """The sample rows' last hidden states [S, H], before the final norm. Writes every row's K and V into `kv`."""
         ops, eps = self._kernels, self.config.norm_eps
         x = ops.embed(self._weights.embedding, step.input_ids)  # [T, H]
         if self._bound is not None and self._bound.serves(kv):
             return self._bound(x, kv, step)
+        last = len(self._weights.layers) - 1
+        rows: AttentionInput = step
         for index, layer in enumerate(self._weights.layers):
             qkv = ops.norm_linear(x, layer.attention_norm, eps, layer.qkv)  # [T, (Hq + 2 Hkv) * D]
             q = ops.rope_write(qkv, self._weights.rope, layer.attention, kv, index, step)  # [T, Hq, D]
-            mixed = ops.attention(q, layer.attention, kv, index, step)  # [T, Hq * D]
+            if index == last and step.sampled is not None:  # behind the last keys and values no other row is asked for
+                q, x, rows = q[step.sample_rows], x[step.sample_rows], step.sampled
+                if not len(x):
+                    break
+            mixed = ops.attention(q, layer.attention, kv, index, rows)  # [T, Hq * D]
             x = ops.linear_add(mixed, layer.o, x)
             gated = ops.norm_gate_up(x, layer.mlp_norm, eps, layer.gate_up)  # [T, I]
             x = ops.linear_add(gated, layer.down, x)
@@ -54,7 +60,7 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """[S, H] hidden states, as `forward` returns them, to [S, V] float32 logits."""
+        """Hidden states [S, H], as `forward` returns them, to float32 logits [S, V]."""
         return self._kernels.logits(hidden, self._weights.final_norm, self.config.norm_eps, self._weights.head)
 
     @torch.inference_mode()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from quire_engine.models.checkpoint import open_checkpoint
 from quire_engine.models.config import ModelConfig
-from quire_engine.models.weights import expected_shapes
+from quire_engine.models.weights import expected_shapes, matrices_after_attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,8 @@ class Parameters:
 
     embedding: int  # looked up
     head: int  # multiplied with the rows that are sampled; the embedding itself when `tied`
-    linear: int  # multiplied with every row
+    linear: int  # of the layers
+    tail: int  # of `linear`, behind the last layer's attention: only the rows that are sampled get there
     small: int  # norms and biases
     tied: bool
 
@@ -57,5 +58,10 @@ def count_parameters(path: Path, model: ModelConfig) -> Parameters:
     small = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 1)
     tables = table if model.tie_word_embeddings else 2 * table
     return Parameters(
-        embedding=table, head=table, linear=matrices - tables, small=small, tied=model.tie_word_embeddings
+        embedding=table,
+        head=table,
+        linear=matrices - tables,
+        tail=sum(math.prod(shapes[name]) for name in matrices_after_attention(model.num_layers - 1)),
+        small=small,
+        tied=model.tie_word_embeddings,
     )

@@ -78,6 +78,12 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def matrices_after_attention(layer: int) -> tuple[str, ...]:
+    """Names of a layer's matrices that are multiplied with what its attention gives."""
+    names = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    return tuple(f"model.layers.{layer}.{name}.weight" for name in names)
+
+
 def _drop_tied_head(checkpoint: Checkpoint) -> None:
     """Some checkpoints store the tied head a second time. It must be the embedding."""
     if _HEAD not in checkpoint.names:

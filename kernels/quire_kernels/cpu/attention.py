@@ -77,6 +77,7 @@ class _Step(ctypes.Structure):
         ("context_lens", c_void_p),
         ("block_tables", c_void_p),
     )
+    tensors: tuple[Tensor, ...]  # what the addresses point into
 
 
 def unsupported(*, head_dim: int, block_size: int, dtype: torch.dtype = torch.bfloat16) -> str | None:
@@ -103,7 +104,7 @@ class CpuAttention:
         self._rope_write = context.library.quire_rope_write
         self._attention = context.library.quire_attention
         self._dtype = torch.bfloat16 if kv_type == "bf16" else torch.uint8
-        self._step: tuple[AttentionInput, tuple[Tensor, ...], _Step] | None = None
+        self._step: tuple[AttentionInput, _Step] | None = None
         self._pool: tuple[weakref.ref[Tensor], _Pool] | None = None  # a pool is large: not kept alive from here
         self._shapes: dict[int, tuple[AttentionShape, _Shape]] = {}
 
@@ -177,7 +178,7 @@ class CpuAttention:
             out.data_ptr(),
         )
         raise_for(failed)
-        return out.view(q.shape[0], -1)
+        return out.flatten(1)
 
     def owns(self, kv: Tensor) -> bool:
         """Whether the pool is one of C++'s, not the reference's."""
@@ -250,26 +251,32 @@ class CpuAttention:
     def step_args(self, step: AttentionInput) -> int:
         """The address of the step's description, valid until the next step's is asked for."""
         if self._step is None or self._step[0] is not step:
-            num_rows, num_sequences = step.positions.shape[0], step.context_lens.shape[0]
-            _require(step.positions, (num_rows,), torch.int64, "positions")
-            _require(step.kv_slots, (num_rows,), torch.int64, "kv_slots")
-            _require(step.query_starts, (num_sequences + 1,), torch.int32, "query_starts")
-            _require(step.context_lens, (num_sequences,), torch.int32, "context_lens")
-            _require(step.block_tables, (num_sequences, step.block_tables.shape[-1]), torch.int32, "block_tables")
-            tensors = (step.positions, step.kv_slots, step.query_starts, step.context_lens, step.block_tables)
-            positions, slots, starts, lengths, tables = (tensor.data_ptr() for tensor in tensors)
-            arguments = _Step(
-                rows=num_rows,
-                sequences=num_sequences,
-                table_width=step.block_tables.shape[1],
-                positions=positions,
-                slots=slots,
-                query_starts=starts,
-                context_lens=lengths,
-                block_tables=tables,
-            )
-            self._step = step, tensors, arguments
-        return ctypes.addressof(self._step[2])
+            self._step = step, describe(step)
+        return ctypes.addressof(self._step[1])
+
+
+def describe(step: AttentionInput) -> _Step:
+    """The step as C++ reads it. ValueError for tensors that do not fit together."""
+    num_rows, num_sequences = step.positions.shape[0], step.context_lens.shape[0]
+    _require(step.positions, (num_rows,), torch.int64, "positions")
+    _require(step.kv_slots, (num_rows,), torch.int64, "kv_slots")
+    _require(step.query_starts, (num_sequences + 1,), torch.int32, "query_starts")
+    _require(step.context_lens, (num_sequences,), torch.int32, "context_lens")
+    _require(step.block_tables, (num_sequences, step.block_tables.shape[-1]), torch.int32, "block_tables")
+    tensors = (step.positions, step.kv_slots, step.query_starts, step.context_lens, step.block_tables)
+    positions, slots, starts, lengths, tables = (tensor.data_ptr() for tensor in tensors)
+    arguments = _Step(
+        rows=num_rows,
+        sequences=num_sequences,
+        table_width=step.block_tables.shape[1],
+        positions=positions,
+        slots=slots,
+        query_starts=starts,
+        context_lens=lengths,
+        block_tables=tables,
+    )
+    arguments.tensors = tensors
+    return arguments
 
 
 def _require(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:

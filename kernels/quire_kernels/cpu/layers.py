@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_void_p
+from ctypes import byref, c_void_p
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from quire_kernels.cpu.attention import CpuAttention, raise_for
-from quire_kernels.kernel_set import AttentionInput, LayerWeights
+from quire_kernels.cpu.attention import CpuAttention, describe, raise_for
+from quire_kernels.kernel_set import LayerWeights, StepInput
 
 if TYPE_CHECKING:
     from quire_kernels.cpu.ops import Context
@@ -62,10 +62,13 @@ class CpuLayers:
         """Whether the pool is one of C++'s; the reference's needs the ops one by one."""
         return self._attention.owns(kv)
 
-    def __call__(self, x: Tensor, kv: Tensor, step: AttentionInput) -> Tensor:
-        """x [T, H] after all layers; its memory is reused."""
+    def __call__(self, x: Tensor, kv: Tensor, step: StepInput) -> Tensor:
+        """x [T, H] -> the sampled rows [S, H] after all layers; x's memory is reused."""
         if x.dtype != torch.bfloat16 or x.shape != (step.positions.shape[0], self._width) or not x.is_contiguous():
             raise ValueError(f"x must be contiguous bfloat16 [{step.positions.shape[0]}, {self._width}]")
+        sampled = None if step.sampled is None else describe(step.sampled)
+        if sampled is not None:
+            _check_rows(step.sample_rows, sampled.rows, x.shape[0])
         last = len(self._layers) - 1
         pool = self._attention.pool_args(kv, self._layers[last].attention, last)
         failed = self._run(
@@ -74,13 +77,15 @@ class CpuLayers:
             len(self._layers),
             self._eps,
             pool,
-            self._attention.step_args(step),
+            byref(describe(step)),
             self._rope.data_ptr(),
             self._rope.shape[0],
+            None if sampled is None else byref(sampled),
+            None if sampled is None else step.sample_rows.data_ptr(),
             x.data_ptr(),
         )
         raise_for(failed)
-        return x
+        return x if sampled is None else x[: sampled.rows]
 
     def _check(self) -> int:
         """The width of x. ValueError where two neighbours do not fit."""
@@ -108,3 +113,11 @@ class CpuLayers:
         if self._rope.dtype != torch.float32 or not self._rope.is_contiguous():
             raise ValueError("rope must be contiguous float32")
         return width
+
+
+def _check_rows(rows: Tensor, count: int, limit: int) -> None:
+    """C++ gathers by these without another look."""
+    if rows.dtype != torch.int64 or rows.shape != (count,) or not rows.is_contiguous():
+        raise ValueError(f"sample_rows must be contiguous int64 [{count}]")
+    if count and (rows[0] < 0 or rows[-1] >= limit or bool((rows.diff() <= 0).any())):
+        raise ValueError(f"sample_rows must rise within the step's {limit} rows")

@@ -45,7 +45,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     # (context, shape, pool, layer, step, q, out)
     "quire_attention": (c_int32, (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 3)),
     # (context, layers, their count, eps, pool, step, rope, rows of rope, x)
-    "quire_layers": (c_int32, (c_void_p, c_void_p, c_int64, c_float, *(c_void_p,) * 3, c_int64, c_void_p)),
+    "quire_layers": (c_int32, (c_void_p, c_void_p, c_int64, c_float, *(c_void_p,) * 3, c_int64, *(c_void_p,) * 3)),
 }
 
 

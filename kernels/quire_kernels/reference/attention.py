@@ -62,15 +62,15 @@ def _attend(q: Tensor, shape: AttentionShape, kv: Tensor, layer: int, step: Atte
     for sequence, (num_rows, kv_len) in enumerate(zip(step.query_lens, step.kv_lens, strict=True)):
         rows = _Slice(sequence, first_row, num_rows, kv_len)
         first_row += num_rows
-        if num_rows <= tile:
-            short.append(rows)
-        else:
+        if num_rows > tile:
             walk.one_long(rows)
+        elif num_rows:
+            short.append(rows)
     # Longest first, so that slices of like length share their calls.
     short.sort(key=lambda rows: -rows.kv_len)
     for start in range(0, len(short), walk.group):
         walk.some_short(short[start : start + walk.group])
-    return out.view(len(q), -1)
+    return out.flatten(1)
 
 
 class _Softmax:

@@ -112,11 +112,13 @@ def summarise_shares(rounds: Sequence[Shares]) -> dict[str, Spread]:
 
 
 def request_flop(facts: ModelFacts, input_tokens: float, output_tokens: float) -> float:
-    """Operations of one request alone: every token but the last is computed, the head for each output only."""
+    """Operations of one request alone: every token but the last is computed, to the end for each output only."""
     computed = input_tokens + output_tokens - 1
     looked_at = computed * (computed + 1) / 2  # a token looks at itself and all before it
-    products = computed * facts.layer_parameters + output_tokens * facts.head_parameters
-    return 2 * products + 4 * facts.attention_width * looked_at
+    by_inputs = input_tokens * (input_tokens - 1) / 2  # of that, by all inputs but the last
+    products = computed * facts.layer_parameters + output_tokens * facts.sampled_parameters
+    attention = looked_at * facts.layer_attention + (looked_at - by_inputs) * facts.sampled_attention
+    return 2 * products + 4 * attention
 
 
 def token_bytes(facts: ModelFacts, context_tokens: float) -> float:

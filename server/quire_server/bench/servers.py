@@ -34,9 +34,10 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     architecture: str
     parameters: int
-    layer_parameters: int
-    head_parameters: int
-    attention_width: int
+    layer_parameters: int  # multiplied with every token
+    sampled_parameters: int  # and these with every token whose logits are needed
+    layer_attention: int
+    sampled_attention: int
     read_bytes: int  # weights, for one token alone
     weight_type: str  # int8 or int4 where weights are quantized, else the dtype
     kv_bytes_per_token: float
@@ -151,8 +152,9 @@ def read_facts(metrics: str) -> ModelFacts | None:
             architecture=model["architecture"],
             parameters=int(model["parameters"]),
             layer_parameters=int(value("quire_model_parameters", part="layers")),
-            head_parameters=int(value("quire_model_parameters", part="head")),
-            attention_width=int(value("quire_model_attention_width")),
+            sampled_parameters=int(value("quire_model_parameters", part="sampled")),
+            layer_attention=int(value("quire_model_attention_width", part="layers")),
+            sampled_attention=int(value("quire_model_attention_width", part="sampled")),
             read_bytes=int(value("quire_model_read_bytes")),
             weight_type=quantization if quantization in {"int8", "int4"} else model["dtype"],
             kv_bytes_per_token=int(cache["bytes_per_block"]) / int(cache["block_size"]),
