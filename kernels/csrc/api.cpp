@@ -6,12 +6,16 @@
 
 using quire::Context;
 
-// The instruction set in use: "avx512_bf16", "avx512", "avx2", "neon_bf16" or "portable".
+// The instruction set in use, as quire_kernels/cpu/variants.py names it.
 QUIRE_API const char* quire_variant() {
 #if defined(QUIRE_AVX512) && defined(__AVX512BF16__) && defined(__AVX512VNNI__)
   return "avx512_bf16";
+#elif defined(QUIRE_AVX512) && defined(__AVX512VNNI__)
+  return "avx512_vnni";
 #elif defined(QUIRE_AVX512)
   return "avx512";
+#elif defined(QUIRE_AVX2) && defined(__AVXVNNI__)
+  return "avx2_vnni";
 #elif defined(QUIRE_AVX2)
   return "avx2";
 #elif defined(QUIRE_NEON_BF16)

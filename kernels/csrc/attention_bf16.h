@@ -116,7 +116,7 @@ class Bf16Kv {
         k[v] = pload(keys[v] + i * kUnit);
         __builtin_prefetch(next[v] + i * kUnit, 0, 2);
       });
-      unrolled<kParts>([&](auto part) {
+      unrolled<kPairParts>([&](auto part) {
         PairPart w[kVecs];
         unrolled<kVecs>([&](auto v) { w[v] = pair_part<part>(k[v]); });
         unrolled<kRows>([&](auto r) {
@@ -142,7 +142,7 @@ class Bf16Kv {
     const PairFactor* weights = weights_ + row * kTile;
     for (int64_t i = begin; i < end; ++i) {
       const bf16 *pair = pairs_[i] + 2 * column, *next = next_pairs_[i] + 2 * column;
-      unrolled<kParts>([&](auto part) {
+      unrolled<kPairParts>([&](auto part) {
         const auto factor = [&](auto r) { return pair_factor(weights + r * kTile + 2 * i + part); };
         PairPart w[kRows];  // of a single vector, it is the values that stay in a register
         if constexpr (kVecs > 1) unrolled<kRows>([&](auto r) { w[r] = factor(r); });

@@ -93,11 +93,11 @@ void gemm_stepped(Pieces& panels, int worker, const Linear& w, const Rows& rows,
                   char* decoded) {
   constexpr bool kMayBeCoded = Dot::kKind == WeightKind::kBf16;
   const int64_t steps = w.k / Dot::kValuesPerStep;
-  const Tiling tiling(rows.m, kTileRows, steps);
+  const Placing<Dot::kParts> placing(rows.m, steps);
   const bool whole = steps <= kSlice;
-  const bool keeps = keeps_decoded(tiling);
+  const bool keeps = keeps_decoded(placing);
   const int64_t num_panels = panel_count(w);
-  const int64_t num_passes = count_passes(tiling, pass_vecs);
+  const int64_t num_passes = count_passes(placing, pass_vecs);
   const Cold from_memory = num_passes == 1 ? Cold::kOnce : Cold::kShared;
   int64_t fetched = -1;
   Piece piece;
@@ -122,14 +122,14 @@ void gemm_stepped(Pieces& panels, int worker, const Linear& w, const Rows& rows,
         if (before) decode(CodedSteps(start, step), count, decoded, cold, after);
       }
       int64_t passes = 0;
-      for (int64_t t = 0; t < tiling.count; ++t) {
-        const int64_t m = tiling.first(t), live = tiling.rows(t);
+      for (int64_t t = 0; t < placing.count; ++t) {
+        const int64_t m = placing.first(t), live = placing.rows(t);
         float* sums = partial + (whole ? 0 : m * kPanelRows);
-        const char* a = static_cast<const char*>(rows.data) + tiling.offset(t, step);
+        const char* a = static_cast<const char*>(rows.data) + placing.offset(t, step);
         const auto ahead = [&] { return bringing.of(passes++, count, after, ends); };
         const auto multiply = [&](auto most, const auto& weights) {
           const Cold waits = t == 0 && !before ? cold : Cold::kNo;
-          any_tile<Dot, most>(live, a, tiling, weights, count, sums, step > 0, waits, ahead);
+          any_tile<Dot, most>(live, a, placing, weights, count, sums, step > 0, waits, ahead);
         };
         constexpr std::integral_constant<int, kTileRows> any{};
         if (!coded || before || (keeps && t > 0)) {
@@ -151,7 +151,7 @@ void gemm_stepped(Pieces& panels, int worker, const Linear& w, const Rows& rows,
 
 void gemm_int4(Pieces& panels, int worker, const Linear& w, const Rows& rows, const Output& out, float* sums) {
   const int64_t groups = w.k / kGroup, num_panels = panel_count(w);
-  const Tiling tiling(rows.m, kInt4Rows, groups);
+  const Tiling tiling(rows.m, kInt4Rows);
   const int64_t num_passes = count_passes(tiling, int4_vecs);
   const Bringing bringing(num_passes, kGroupBytes, kStepBytes);
   const Cold from_memory = num_passes == 1 ? Cold::kOnce : Cold::kShared;
@@ -190,7 +190,7 @@ int64_t sums_bytes(const Linear& w, int64_t m) {
 }
 
 int64_t decoded_bytes(const Linear& w, int64_t m) {
-  if (w.kind != WeightKind::kBf16 || !keeps_decoded(Tiling(m, kTileRows, 0))) return 0;
+  if (w.kind != WeightKind::kBf16 || !keeps_decoded(Tiling(m, kTileRows))) return 0;
   return std::min(kSliceBytes, w.k / Bf16Dot::kValuesPerStep * kStepBytes);
 }
 

@@ -18,8 +18,7 @@ constexpr int kTileRows = kRegisters >= 8 ? 6 : 2;
 
 // Activation rows in as few tiles as possible, as equal as possible: 8 rows are 4 + 4, 32 are 6 + 6 + 5 + 5 + 5 + 5.
 struct Tiling {
-  Tiling(int64_t m, int64_t limit, int64_t steps)
-      : count((m + limit - 1) / limit), base(m / count), larger(m % count), steps(steps) {}
+  Tiling(int64_t m, int64_t limit) : count((m + limit - 1) / limit), base(m / count), larger(m % count) {}
   int64_t first(int64_t tile) const { return tile * base + std::min(tile, larger); }
   int64_t rows(int64_t tile) const { return base + (tile < larger ? 1 : 0); }
   // The tile of a row.
@@ -27,6 +26,14 @@ struct Tiling {
     const int64_t in_larger = larger * (base + 1);
     return row < in_larger ? row / (base + 1) : larger + (row - in_larger) / base;
   }
+
+  int64_t count, base, larger;
+};
+
+// Where the rows' values are, `steps` of `kParts` parts.
+template <int kParts>
+struct Placing : Tiling {
+  Placing(int64_t m, int64_t steps) : Tiling(m, kTileRows), steps(steps) {}
 
   // In bytes from the first row's first step.
   int64_t offset(int64_t tile, int64_t step) const {
@@ -38,27 +45,29 @@ struct Tiling {
     return kParts == 1 ? row * steps * kStride + step * kStride : ((step * kParts + part) * kRows + row) * 4;
   }
 
-  int64_t count, base, larger, steps;
+  int64_t steps;
 
  private:
   static constexpr int64_t kStride = kParts * 4;  // of a row's step
 };
 
-inline int64_t row_bytes(const Linear& w) {
+inline int parts(const Linear& w) {
   switch (w.kind) {
-    case WeightKind::kBf16: return w.k * 2 * kParts;
-    case WeightKind::kInt8: return w.k * kParts;
-    default: return w.k;
+    case WeightKind::kBf16: return kPairParts;
+    case WeightKind::kInt8: return kQuadParts;
+    default: return 1;
   }
 }
 
+inline int64_t row_bytes(const Linear& w) { return w.k * (w.kind == WeightKind::kBf16 ? 2 : 1) * parts(w); }
+
 // Row `row` of `m`, whose values are `x`, into its places in `data`. Only where steps have parts.
 inline void take_apart(const Linear& w, int64_t m, int64_t row, const void* x, char* data) {
+  constexpr int kTaken = 2;  // parts; the rows of one tile lie together however many there are
   const bool floats = w.kind == WeightKind::kBf16;
-  const int64_t steps = floats ? w.k / 2 : w.k / 4;
-  const Tiling tiling(m, kTileRows, steps);
-  const int64_t tile = tiling.of(row), rows = tiling.rows(tile);
-  char* to = data + tiling.offset(tile, 0) + (row - tiling.first(tile)) * 4;
+  const Placing<kTaken> placing(m, floats ? w.k / 2 : w.k / 4);
+  const int64_t tile = placing.of(row), rows = placing.rows(tile);
+  char* to = data + placing.offset(tile, 0) + (row - placing.first(tile)) * 4;
   if (floats) {
     const bf16* values = static_cast<const bf16*>(x);
     for (int64_t i = 0; i < w.k; ++i, to += rows * 4) {
@@ -69,7 +78,7 @@ inline void take_apart(const Linear& w, int64_t m, int64_t row, const void* x, c
   }
   const uint8_t* bytes = static_cast<const uint8_t*>(x);
   for (int64_t i = 0; i < w.k; i += 4) {
-    for (int64_t part = 0; part < kParts; ++part, to += rows * 4) {
+    for (int64_t part = 0; part < kTaken; ++part, to += rows * 4) {
       const uint16_t both[2] = {bytes[i + part], bytes[i + part + 2]};
       std::memcpy(to, both, 4);
     }

@@ -26,6 +26,7 @@ constexpr int64_t kStepBytes = kPanelRows * 4;
 
 struct Bf16Dot {
   static constexpr WeightKind kKind = WeightKind::kBf16;
+  static constexpr int kParts = kPairParts;
   using Sum = Vec;
   using Lane = Pairs;
   using Part = PairPart;
@@ -42,6 +43,7 @@ struct Bf16Dot {
 
 struct Int8Dot {
   static constexpr WeightKind kKind = WeightKind::kInt8;
+  static constexpr int kParts = kQuadParts;
   using Sum = Ints;
   using Lane = Ints;
   using Part = Ints;
@@ -109,8 +111,8 @@ struct Ahead {
 // are carried in `sums` [kRows][64] when `resume`. Flattened: gcc would call single products where they take many
 // instructions.
 template <typename Dot, int kRows, int kWide, typename Steps>
-[[gnu::flatten]] void tile(const char* a, const Tiling& tiling, Steps steps, int first, int64_t count, float* sums,
-                           bool resume, Cold cold, const Ahead& ahead) {
+[[gnu::flatten]] void tile(const char* a, const Placing<Dot::kParts>& placing, Steps steps, int first, int64_t count,
+                           float* sums, bool resume, Cold cold, const Ahead& ahead) {
   typename Dot::Sum acc[kRows][kWide];
   sums += first * kLanes;
   unrolled<kRows>([&](auto r) {
@@ -127,16 +129,18 @@ template <typename Dot, int kRows, int kWide, typename Steps>
     }
     typename Dot::Lane weights[kWide];
     steps.next(weights, first);
-    const auto factor = [&](auto part, auto r) { return Dot::factor(a + tiling.step_offset<kRows>(step, part, r)); };
-    if constexpr (kParts > 1 && kWide > 1) {  // no registers for the parts of all weights
+    const auto factor = [&](auto part, auto r) {
+      return Dot::factor(a + placing.template step_offset<kRows>(step, part, r));
+    };
+    if constexpr (Dot::kParts > 1 && kWide > 1 && kRegisters < 32) {  // too few for the parts of all weights
       unrolled<kWide>([&](auto v) {
-        unrolled<kParts>([&](auto part) {
+        unrolled<Dot::kParts>([&](auto part) {
           const typename Dot::Part w = Dot::template part<part>(weights[v]);
           unrolled<kRows>([&](auto r) { acc[r][v] = Dot::dot(acc[r][v], w, factor(part, r)); });
         });
       });
     } else {
-      unrolled<kParts>([&](auto part) {
+      unrolled<Dot::kParts>([&](auto part) {
         typename Dot::Part w[kWide];
         unrolled<kWide>([&](auto v) { w[v] = Dot::template part<part>(weights[v]); });
         unrolled<kRows>([&](auto r) {
@@ -153,12 +157,12 @@ template <typename Dot, int kRows, int kWide, typename Steps>
 
 // `ahead()`: what the next pass over the panel fetches. Only the first meets weights that are still in memory.
 template <typename Dot, int kMost, typename Steps, typename Next>
-void any_tile(int64_t rows, const char* a, const Tiling& tiling, const Steps& steps, int64_t count, float* sums,
-              bool resume, Cold cold, const Next& ahead) {
+void any_tile(int64_t rows, const char* a, const Placing<Dot::kParts>& placing, const Steps& steps, int64_t count,
+              float* sums, bool resume, Cold cold, const Next& ahead) {
   with_count<kMost>(static_cast<int>(rows), [&](auto number) {
     constexpr int kWide = pass_vecs(number);
     for (int pass = 0; pass < kVecs / kWide; ++pass) {
-      tile<Dot, number, kWide>(a, tiling, steps, pass * kWide, count, sums, resume, pass == 0 ? cold : Cold::kNo,
+      tile<Dot, number, kWide>(a, placing, steps, pass * kWide, count, sums, resume, pass == 0 ? cold : Cold::kNo,
                                ahead());
     }
   });

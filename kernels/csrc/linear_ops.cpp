@@ -39,7 +39,7 @@ struct Prepared {
 // `normed` [columns] and `whole` [k] are the worker's own.
 void prepare_row(const Linear& w, const Input& in, int64_t row, const Prepared& to, bf16* normed, char* whole) {
   const bf16* x = in.data + row * w.columns;
-  const bool apart = kParts > 1 && w.kind != WeightKind::kInt4;
+  const bool apart = parts(w) > 1;
   char* data = apart ? whole : to.data + row * row_bytes(w);
   if (w.kind == WeightKind::kBf16) {
     bf16* out = reinterpret_cast<bf16*>(data);
@@ -69,7 +69,7 @@ void project(Context& context, const Linear& w, const Input& in, const Output& o
   Pool& pool = context.pool;
   const int64_t sums_bytes = aligned(gemm_scratch_bytes(w, in.m));
   const int64_t row_bytes = aligned(w.k * 2);
-  const bool as_is = kParts == 1 && w.kind == WeightKind::kBf16 && in.norm == nullptr && w.k == w.columns;
+  const bool as_is = kPairParts == 1 && w.kind == WeightKind::kBf16 && in.norm == nullptr && w.k == w.columns;
   const bool redundant = in.m * w.k <= kRedundantValues;
   const int64_t prepared_bytes = as_is ? 0 : rows_bytes(w, in.m);
   if (!redundant) context.shared.reserve(static_cast<size_t>(prepared_bytes));

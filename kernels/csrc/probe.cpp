@@ -72,9 +72,6 @@ bool has(Kind kind) {
 #if !defined(__AVX512BF16__) && !defined(QUIRE_NEON_BF16)
   if (kind == kBf16) return false;
 #endif
-#if defined(QUIRE_AVX512) && !defined(__AVX512VNNI__)
-  if (kind == kInt8) return false;
-#endif
   return kind >= kFp32 && kind <= kInt8;
 }
 
@@ -147,7 +144,7 @@ QUIRE_API int32_t quire_probe_arithmetic(Context* context, int32_t kind, double 
     const double elapsed = since(start);
     double total = 0;
     for (const double count : counts) total += count;
-    const int products = kind == kFp32 ? 1 : (kind == kBf16 ? 2 : 4) / kParts;
+    const int products = kind == kFp32 ? 1 : kind == kBf16 ? 2 / kPairParts : 4 / kQuadParts;
     *result = total * kLanes * products * 2 / elapsed;
   });
 }

@@ -79,19 +79,11 @@ inline void pstore(bf16* p, Pairs a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a.lo);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 16), a.hi);
 }
-#define QUIRE_IN_PARTS 1
-// See simd.h. A product of pairs is two of floats, the first elements and the second ones.
-constexpr int kParts = 2;
-using PairFactor = float;
-using PairPart = Vec;
-inline Vec store_factors(PairFactor* p, Vec a) {
-  const Vec rounded = {widened(narrow(a.lo)), widened(narrow(a.hi))};
-  vstore(p, rounded);
-  return rounded;
-}
-inline PairPart pair_factor(const PairFactor* p) { return vset(*p); }
+#define QUIRE_PAIRS_IN_PARTS 1  // see simd.h
+// a rounded to bf16.
+inline Vec vrounded(Vec a) { return {widened(narrow(a.lo)), widened(narrow(a.hi))}; }
 template <int kPart>
-inline PairPart pair_part(Pairs a) {
+inline Vec pair_part(Pairs a) {
   const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
   const auto half = [&](__m256i x) {
     return kPart == 0 ? widened(x) : _mm256_castsi256_ps(_mm256_and_si256(x, high));
@@ -99,7 +91,7 @@ inline PairPart pair_part(Pairs a) {
   return {half(a.lo), half(a.hi)};
 }
 // x is the same in all lanes. Not the intrinsic: gcc 12 writes sums over the factors and then copies and spills.
-inline Vec pair_product(Vec acc, PairPart w, PairPart x) {
+inline Vec pair_product(Vec acc, Vec w, Vec x) {
   asm("vfmadd231ps %2, %1, %0" : "+x"(acc.lo) : "x"(w.lo), "x"(x.lo));
   asm("vfmadd231ps %2, %1, %0" : "+x"(acc.hi) : "x"(w.hi), "x"(x.lo));
   return acc;
@@ -131,14 +123,22 @@ inline Ints high_nibbles(Ints a) {
   const __m256i mask = _mm256_set1_epi8(15);
   return {_mm256_and_si256(_mm256_srli_epi16(a.lo, 4), mask), _mm256_and_si256(_mm256_srli_epi16(a.hi, 4), mask)};
 }
+// acc + the four products u * s of each lane: u unsigned bytes, s signed bytes.
 inline __m256i dot4(__m256i acc, __m256i u, __m256i s) {
+#if defined(__AVXVNNI__)
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(u), "x"(s));  // not the intrinsic: see pair_product
+  return acc;
+#else
   const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(255)),
                                          _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
   const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8));
   return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
+#endif
 }
 inline Ints dot4(Ints acc, Ints u, Ints s) { return {dot4(acc.lo, u.lo, s.lo), dot4(acc.hi, u.hi, s.hi)}; }
-// A product of quads is two of 16-bit pairs, the bytes 0 and 2 and the bytes 1 and 3.
+
+#if !defined(__AVXVNNI__)
+#define QUIRE_QUADS_IN_PARTS 1  // see simd.h
 template <int kPart>
 inline Ints quad_part(Ints a) {
   const auto half = [](__m256i x) { return _mm256_srai_epi16(kPart == 0 ? _mm256_slli_epi16(x, 8) : x, 8); };
@@ -151,8 +151,6 @@ inline Ints quad_product(Ints acc, Ints w, Ints x) {  // x and the intrinsics: s
   return acc;
 }
 
-// Sixteen products of bytes by nibbles stay below 2^15: a group is summed in 16 bits.
-inline Ints nibble_start(int32_t) { return izero(); }
 inline Ints nibble_dot(Ints acc, Ints u, Ints s) {
   return {_mm256_add_epi16(acc.lo, _mm256_maddubs_epi16(u.lo, s.lo)),
           _mm256_add_epi16(acc.hi, _mm256_maddubs_epi16(u.hi, s.hi))};
@@ -161,5 +159,6 @@ inline Ints nibble_total(Ints acc, int32_t offset) {
   const __m256i ones = _mm256_set1_epi16(1);
   return isub({_mm256_madd_epi16(acc.lo, ones), _mm256_madd_epi16(acc.hi, ones)}, iset(offset));
 }
+#endif
 
 }  // namespace quire

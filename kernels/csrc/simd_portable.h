@@ -214,24 +214,18 @@ inline Vec dot2(Vec acc, Pairs w, Pairs a) {
   });
 }
 #else
-#define QUIRE_IN_PARTS 1
-// See simd.h. A product of pairs is two of floats, the first elements and the second ones.
-constexpr int kParts = 2;
-using PairFactor = float;
-using PairPart = Vec;
-inline Vec store_factors(PairFactor* p, Vec a) {
-  const Vec rounded = each<Vec>([&](auto i) { return widened(narrowed(a.q[i])); });
-  vstore(p, rounded);
-  return rounded;
+#define QUIRE_PAIRS_IN_PARTS 1  // see simd.h
+// a rounded to bf16.
+inline Vec vrounded(Vec a) {
+  return each<Vec>([&](auto i) { return widened(narrowed(a.q[i])); });
 }
-inline PairPart pair_factor(const PairFactor* p) { return vset(*p); }
 template <int kPart>
-inline PairPart pair_part(Pairs a) {
+inline Vec pair_part(Pairs a) {
   return each<Vec>([&](auto i) { return bits_as<Float4>(kPart == 0 ? a.q[i] << 16 : a.q[i] & 0xffff0000u); });
 }
-inline Vec pair_product(Vec acc, PairPart w, PairPart x) { return vfma(w, x, acc); }
+inline Vec pair_product(Vec acc, Vec w, Vec x) { return vfma(w, x, acc); }
 
-// A product of quads is two of 16-bit pairs, the bytes 0 and 2 and the bytes 1 and 3.
+#define QUIRE_QUADS_IN_PARTS 1  // see simd.h
 template <int kPart>
 inline Ints quad_part(Ints a) {
   return each<Ints>([&](auto i) { return bits_as<Int4>(signed_part<kPart>(a.q[i])); });
@@ -240,8 +234,6 @@ inline Ints quad_product(Ints acc, Ints w, Ints x) {
   return each<Ints>([&](auto i) { return add_products(acc.q[i], bits_as<Short8>(w.q[i]), bits_as<Short8>(x.q[i])); });
 }
 
-// Sixteen products of bytes by nibbles stay below 2^15: a group is summed in 16 bits.
-inline Ints nibble_start(int32_t) { return izero(); }
 inline Ints nibble_dot(Ints acc, Ints u, Ints s) {
   return each<Ints>([&](auto i) {
     const Short8 even = bits_as<Short8>(unsigned_part<0>(u.q[i])) * signed_part<0>(s.q[i]);

@@ -217,10 +217,12 @@ def test_build_kernels_reports(sources, capsys, monkeypatch):
 def test_a_variant_is_usable_only_with_all_its_instructions(monkeypatch):
     best = VARIANTS[0].features
     for machine, have, expected in (
-        ("x86_64", best, ["avx512_bf16", "avx512", "avx2", "portable"]),
+        ("x86_64", best, ["avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]),
+        ("x86_64", best - {"avx512_bf16"}, ["avx512_vnni", "avx512", "avx2", "portable"]),
         ("x86_64", best - {"avx512_vnni"}, ["avx512", "avx2", "portable"]),
         ("x86_64", best - {"avx512vl"}, ["avx2", "portable"]),
-        ("x86_64", best - {"fma"}, ["portable"]),
+        ("x86_64", best - {"avx512vl"} | {"avx_vnni"}, ["avx2_vnni", "avx2", "portable"]),
+        ("x86_64", best - {"fma"} | {"avx_vnni"}, ["portable"]),
         ("x86_64", frozenset(), ["portable"]),
         ("aarch64", frozenset({"asimd", "asimddp", "bf16", "i8mm"}), ["neon_bf16", "portable"]),
         ("aarch64", frozenset({"asimd", "asimddp", "i8mm"}), ["portable"]),

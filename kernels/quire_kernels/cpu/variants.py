@@ -26,7 +26,7 @@ _X86 = ("x86_64", "AMD64")
 _ARM = ("aarch64", "arm64")
 _AVX2 = ("avx2", "fma")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
-_BF16 = (*_AVX512, "avx512_bf16", "avx512_vnni")
+_VNNI = (*_AVX512, "avx512_vnni")
 
 
 def _x86(name: str, features: tuple[str, ...]) -> Variant:
@@ -36,8 +36,10 @@ def _x86(name: str, features: tuple[str, ...]) -> Variant:
 
 # Best first. The last one needs nothing.
 VARIANTS = (
-    _x86("avx512_bf16", _BF16),
+    _x86("avx512_bf16", (*_VNNI, "avx512_bf16")),
+    _x86("avx512_vnni", _VNNI),
     _x86("avx512", _AVX512),
+    _x86("avx2_vnni", (*_AVX2, "avx_vnni")),
     _x86("avx2", _AVX2),
     Variant(
         name="neon_bf16", machines=_ARM, features=frozenset({"bf16", "i8mm"}), flags=("-march=armv8.2-a+bf16+i8mm",)
