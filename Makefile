@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: serve test test-e2e gpu-test check format bench clean
+.PHONY: serve test test-e2e gpu-test emulated-test check format bench clean
 
 serve: $(VENV)/.serve
 	$(BIN)/quire serve $(ARGS)
@@ -18,6 +18,14 @@ test-e2e: $(VENV)/.dev
 
 gpu-test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+# The kernels for instruction sets that this x86-64 CPU may lack, about a minute each.
+EMULATED ?= avx512_bf16 avx512_vnni avx512 avx2_vnni
+emulated-test: $(VENV)/.dev
+	set -e; for set in $(EMULATED); do \
+	  PYTHONPATH=tests $(BIN)/python -m pytest -p emulated --emulate $$set $(ARGS) tests/kernels/test_probe.py \
+	    tests/kernels/test_cpu_attention*.py tests/kernels/test_cpu_[cg]*.py tests/kernels/test_cpu_layers.py; \
+	done
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
