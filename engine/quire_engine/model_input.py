@@ -7,8 +7,7 @@ Must not know: the model, scheduling, sampling.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -82,7 +81,8 @@ def build_model_input(batch: Batch, block_size: int, device: torch.device) -> tu
         tables.extend(item.block_ids[:used])
         tables.extend((0,) * (width - used))
     query_lens = tuple(item.num_tokens for item in batch.items)
-    rows = Rows(
+    step = ModelInput(
+        input_ids=_tensor(input_ids, device),
         positions=_tensor(positions, device),
         kv_slots=_tensor(slots, device),
         query_starts=_tensor(array("i", starts), device),
@@ -92,26 +92,26 @@ def build_model_input(batch: Batch, block_size: int, device: torch.device) -> tu
         kv_lens=tuple(kv_lens),
         max_query_len=max(query_lens, default=0),
         max_context_len=most,
+        sample_rows=_tensor(samples, device),
+        sampled=None,
     )
-    sample_rows = _tensor(samples, device)
-    step = ModelInput(
-        **{field.name: getattr(rows, field.name) for field in fields(Rows)},
-        input_ids=_tensor(input_ids, device),
-        sample_rows=sample_rows,
-        sampled=_only(rows, sample_rows, [at.count for at in logit_rows]) if len(samples) < len(input_ids) else None,
-    )
+    if len(samples) < len(input_ids):
+        step = replace(step, sampled=_sampled(step, tuple(at.count for at in logit_rows)))
     return step, tuple(logit_rows)
 
 
-def _only(rows: Rows, chosen: Tensor, counts: Sequence[int]) -> Rows:
-    """The last `counts` rows of each sequence, which are the `chosen` ones of all."""
-    return replace(
-        rows,
-        positions=rows.positions[chosen],
-        kv_slots=rows.kv_slots[chosen],
-        query_starts=_tensor(array("i", accumulate(counts, initial=0)), rows.positions.device),
-        query_lens=tuple(counts),
+def _sampled(step: ModelInput, counts: tuple[int, ...]) -> Rows:
+    """The step's sample rows alone, which are the last `counts` of each sequence."""
+    return Rows(
+        positions=step.positions[step.sample_rows],
+        kv_slots=step.kv_slots[step.sample_rows],
+        query_starts=_tensor(array("i", accumulate(counts, initial=0)), step.positions.device),
+        context_lens=step.context_lens,
+        block_tables=step.block_tables,
+        query_lens=counts,
+        kv_lens=step.kv_lens,
         max_query_len=max(counts, default=0),
+        max_context_len=step.max_context_len,
     )
 
 

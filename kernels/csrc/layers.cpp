@@ -45,9 +45,9 @@ void keep_rows(bf16* x, int64_t width, const int64_t* chosen, int64_t count) {
 
 }  // namespace
 
-// x [rows, H] -> its first rows, in place; the first result that is not 0 ends the call and leaves x undefined.
-// Null: all rows come back. Else the `sampled` ones, whose places in the step are `sample_rows`: what follows the last
-// layer's keys and values is computed for these alone.
+// x [rows, H] -> the same in place, or where `sampled` is given its rows alone, as the first rows of x: what follows the
+// last layer's keys and values is computed for these, whose places in the step are `sample_rows`, rising. The first
+// result that is not 0 ends the call and leaves x undefined.
 QUIRE_API int32_t quire_layers(Context* context, const LayerArgs* layers, int64_t count, float eps, const KvPool* pool,
                                const AttentionStep* step, const float* rope, int64_t rope_rows,
                                const AttentionStep* sampled, const int64_t* sample_rows, bf16* x) {

@@ -44,7 +44,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "quire_rope_write": (c_int32, (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 3, c_int64, c_void_p)),
     # (context, shape, pool, layer, step, q, out)
     "quire_attention": (c_int32, (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 3)),
-    # (context, layers, their count, eps, pool, step, rope, rows of rope, x)
+    # (context, layers, their count, eps, pool, step, rope, rows of rope, sampled rows' step or null, their places, x)
     "quire_layers": (c_int32, (c_void_p, c_void_p, c_int64, c_float, *(c_void_p,) * 3, c_int64, *(c_void_p,) * 3)),
 }
 
