@@ -10,6 +10,7 @@ from model_steps import Blocks, batch_of, random_ids, scheduled
 from quire_engine.kv_storage import KVStorage
 from quire_engine.model_input import build_model_input
 from quire_engine.models.config import load_model_config
+from quire_engine.models.decoder import Decoder
 from quire_engine.models.weights import load_decoder
 from quire_kernels.cpu.ops import cpu_kernel_set
 from quire_kernels.kernel_set import KernelSet
@@ -19,22 +20,22 @@ CPU, BF16 = torch.device("cpu"), torch.bfloat16
 ALL = {"wants_sample": True, "wants_prompt_logprobs": True}
 LAST = {"wants_sample": True, "wants_prompt_logprobs": False}
 NONE = {"wants_sample": False, "wants_prompt_logprobs": False}
-Asked = tuple[dict[str, bool], dict[str, bool]]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral"])
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-@pytest.mark.parametrize("asked", [(ALL, ALL), (LAST, LAST), (NONE, LAST), (LAST, ALL), (NONE, NONE)])
-def test_bound_layers_equal_the_ops_one_by_one(family: str, quantization: str | None, asked: Asked) -> None:
+def test_bound_layers_equal_the_ops_one_by_one(family: str, quantization: str | None) -> None:
     path = shared_checkpoint(family)
     config = load_model_config(path)
     kernels = cpu_kernel_set(2, quantization)  # type: ignore[arg-type]
     ids = random_ids(90, config.vocab_size)
 
-    def run(ops: KernelSet, wanted: Asked) -> tuple[torch.Tensor, list[int], torch.Tensor]:
+    def load(ops: KernelSet) -> Decoder:
+        return load_decoder(path, config, kernels=ops, dtype=BF16, device=CPU, max_model_len=256)
+
+    def run(decoder: Decoder, wanted: tuple[dict[str, bool], ...]) -> tuple[torch.Tensor, list[int], torch.Tensor]:
         """Hidden states, the rows they are of, the pool."""
-        decoder = load_decoder(path, config, kernels=ops, dtype=BF16, device=CPU, max_model_len=256)
-        kv = KVStorage(ops, config, 32, 16, BF16, CPU)
+        kv = KVStorage(kernels, config, 32, 16, BF16, CPU)
         blocks = Blocks(32, 16)
         tables = [blocks.take(64), blocks.take(30)]
         hidden, rows, before = [], [], 0
@@ -48,12 +49,14 @@ def test_bound_layers_equal_the_ops_one_by_one(family: str, quantization: str | 
             before += batch.num_tokens
         return torch.cat(hidden), rows, kv.tensor.clone()
 
-    every, _, every_kv = run(kernels, (ALL, ALL))
-    for ops in (kernels, replace(kernels, bind_layers=None)):
-        hidden, rows, kv = run(ops, asked)
-        assert torch.equal(hidden, every[rows])
-        assert torch.equal(kv, every_kv)
+    bound, single = load(kernels), load(replace(kernels, bind_layers=None))
+    every, _, every_kv = run(bound, (ALL, ALL))
     assert torch.isfinite(every).all()
+    for asked in ((ALL, ALL), (LAST, LAST), (NONE, LAST), (LAST, ALL), (NONE, NONE)):
+        for decoder in (bound, single):
+            hidden, rows, kv = run(decoder, asked)
+            assert torch.equal(hidden, every[rows]), asked
+            assert torch.equal(kv, every_kv), asked
 
 
 @pytest.mark.parametrize("rows", [[1, 0], [0, 0], [0, 4], [-1, 0], [0]])
