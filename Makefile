@@ -19,7 +19,7 @@ test-e2e: $(VENV)/.dev
 gpu-test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-# The kernels for instruction sets that this x86-64 CPU may lack, about a minute each.
+# The kernels for instruction sets that this x86-64 CPU may lack, a minute or two each.
 EMULATED ?= avx512_bf16 avx512_vnni avx512 avx2_vnni
 emulated-test: $(VENV)/.dev
 	set -e; for set in $(EMULATED); do \

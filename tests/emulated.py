@@ -28,7 +28,7 @@ _SPELLED = re.compile(
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--emulate", choices=sorted(_BY_NAME), required=False, help="the instruction set")
+    parser.addoption("--emulate", choices=sorted(_BY_NAME), help="the instruction set")
 
 
 def pytest_configure(config: pytest.Config) -> None:

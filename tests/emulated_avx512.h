@@ -40,24 +40,24 @@ using Words [[gnu::vector_size(64)]] = uint32_t;
 using Shorts [[gnu::vector_size(64)]] = int16_t;
 using UnsignedShorts [[gnu::vector_size(64)]] = uint16_t;
 
+template <typename To, typename From>
+To same_bits(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
 // One register, element by element.
 template <typename T, int kBytes = 64>
 struct Elements {
-  T at[kBytes / sizeof(T)];
   static constexpr int kCount = kBytes / sizeof(T);
+  T at[kCount];
   Elements() = default;
   template <typename Register>
-  explicit Elements(Register r) {
-    static_assert(sizeof(r) == kBytes);
-    std::memcpy(at, &r, kBytes);
-  }
+  explicit Elements(Register r) : Elements(same_bits<Elements>(r)) {}
   template <typename Register>
-  Register as() const {
-    static_assert(sizeof(Register) == kBytes);
-    Register r;
-    std::memcpy(&r, at, kBytes);
-    return r;
-  }
+  Register as() const { return same_bits<Register>(*this); }
 };
 
 [[noreturn]] inline void unexpected() { __builtin_trap(); }
@@ -69,28 +69,10 @@ struct Halves {
 struct FloatHalves {
   __m256 lo, hi;
 };
-inline Halves halves(__m512i a) {
-  Halves h;
-  std::memcpy(&h, &a, 64);
-  return h;
-}
-inline FloatHalves halves(__m512 a) {
-  FloatHalves h;
-  std::memcpy(&h, &a, 64);
-  return h;
-}
-inline __m512i whole(__m256i lo, __m256i hi) {
-  const Halves h{lo, hi};
-  __m512i a;
-  std::memcpy(&a, &h, 64);
-  return a;
-}
-inline __m512 whole(__m256 lo, __m256 hi) {
-  const FloatHalves h{lo, hi};
-  __m512 a;
-  std::memcpy(&a, &h, 64);
-  return a;
-}
+inline Halves halves(__m512i a) { return same_bits<Halves>(a); }
+inline FloatHalves halves(__m512 a) { return same_bits<FloatHalves>(a); }
+inline __m512i whole(__m256i lo, __m256i hi) { return same_bits<__m512i>(Halves{lo, hi}); }
+inline __m512 whole(__m256 lo, __m256 hi) { return same_bits<__m512>(FloatHalves{lo, hi}); }
 template <typename F, typename A, typename... Rest>
 auto by_halves(const F& f, A a, Rest... rest) {
   return whole(f(halves(a).lo, halves(rest).lo...), f(halves(a).hi, halves(rest).hi...));

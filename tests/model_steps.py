@@ -70,8 +70,7 @@ def batch_of(*items: ScheduledSequence) -> Batch:
 def step_at(slots: Sequence[int], positions: Sequence[int], device: torch.device = CPU) -> ModelInput:
     """What rope_write looks at: rows at these positions, whose keys and values go to these slots."""
     step, _ = build_model_input(batch_of(scheduled([0], [0], 0, 1)), 16, device)
-    tensors = (torch.tensor(values, device=device) for values in (slots, positions))
-    return replace(step, **dict(zip(("kv_slots", "positions"), tensors, strict=True)))
+    return replace(step, kv_slots=torch.tensor(slots, device=device), positions=torch.tensor(positions, device=device))
 
 
 class Model:
