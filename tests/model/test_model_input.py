@@ -28,6 +28,12 @@ def test_a_mixed_batch_row_by_row():
     assert step.context_lens.tolist() == [3, 7, 9, 2]
     assert step.block_tables.tolist() == [[7, 0, 0], [2, 5, 0], [8, 4, 1], [6, 0, 0]]
     assert step.sample_rows.tolist() == [0, 1, 2, 7, 8]
+    assert step.sampled is not None
+    assert step.sampled.positions.tolist() == [0, 1, 2, 6, 8]
+    assert step.sampled.kv_slots.tolist() == [28, 29, 30, 22, 4]
+    assert step.sampled.query_starts.tolist() == [0, 3, 4, 5, 5]
+    assert (step.sampled.query_lens, step.sampled.max_query_len) == ((3, 1, 1, 0), 3)
+    assert (step.sampled.kv_lens, step.sampled.max_context_len) == ((3, 7, 9, 2), 9)
     assert step.query_lens == (3, 5, 1, 2)
     assert step.kv_lens == (3, 7, 9, 2)
     assert (step.max_query_len, step.max_context_len) == (5, 9)
@@ -41,6 +47,7 @@ def test_a_mixed_batch_row_by_row():
 
 def test_types_are_what_the_ops_take():
     step, _ = build_model_input(batch_of(scheduled([1, 2], [0], 0, 2)), 16, CPU)
+    assert step.sampled is None  # all rows are asked for
     wide = (step.input_ids, step.positions, step.kv_slots, step.sample_rows)
     narrow = (step.query_starts, step.context_lens, step.block_tables)
     assert {tensor.dtype for tensor in wide} == {torch.int64}
@@ -51,4 +58,6 @@ def test_a_batch_that_wants_no_logits_has_no_sample_rows():
     item = dataclasses.replace(scheduled([1, 2], [0], 0, 2), wants_sample=False, wants_prompt_logprobs=False)
     step, rows = build_model_input(batch_of(item), 16, CPU)
     assert step.sample_rows.shape == (0,)
+    assert step.sampled is not None
+    assert step.sampled.query_lens == (0,)
     assert rows == (LogitRows(first=0, count=0),)
