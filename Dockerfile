@@ -25,6 +25,7 @@ COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY server server
 COPY engine engine
 COPY kernels kernels
+COPY benchmarks/quire_bench benchmarks/quire_bench
 RUN /opt/quire/bin/pip install --no-cache-dir --disable-pip-version-check -c constraints.txt ${PIP_ARGS} .
 # For every instruction set: the image itself has no compiler, and starts on whatever it is given.
 RUN /opt/quire/bin/quire build-kernels --prebuilt

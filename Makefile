@@ -23,7 +23,7 @@ gpu-test: $(VENV)/.dev
 EMULATED ?= avx512_bf16 avx512_vnni avx512 avx2_vnni
 emulated-test: $(VENV)/.dev
 	set -e; for set in $(EMULATED); do \
-	  PYTHONPATH=tests $(BIN)/python -m pytest -p emulated --emulate $$set $(ARGS) tests/kernels/test_probe.py \
+	  PYTHONPATH=tests $(BIN)/python -m pytest -p support.emulated --emulate $$set $(ARGS) tests/kernels/test_probe.py \
 	    tests/kernels/test_cpu_attention*.py tests/kernels/test_cpu_[cg]*.py tests/kernels/test_cpu_layers.py; \
 	done
 

@@ -23,9 +23,9 @@ from rich.table import Table
 
 from quire_engine.batch import Batch, SampledToken, StepResult
 from quire_engine.config import SchedulerConfig
-from quire_engine.model_input import build_model_input
-from quire_engine.scheduler import Scheduler
-from quire_engine.transport import FrameDecoder, encode_frame
+from quire_engine.execution.model_input import build_model_input
+from quire_engine.process.transport import FrameDecoder, encode_frame
+from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.types import GenerationRequest, SamplingParams, StepOutput, StopParams
 
 LIMIT_MS = 1.0

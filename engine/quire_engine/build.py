@@ -15,7 +15,14 @@ import torch
 
 from quire_engine.config import EngineConfig, EnginePlan, SchedulerConfig
 from quire_engine.errors import ConfigError
-from quire_engine.kv_storage import KVStorage, block_bytes
+from quire_engine.execution.kv_storage import KVStorage, block_bytes
+from quire_engine.execution.models.checkpoint import fingerprint
+from quire_engine.execution.models.config import ModelConfig, load_model_config
+from quire_engine.execution.models.decoder import Decoder
+from quire_engine.execution.models.parameters import Parameters, WeightMemory, count_parameters
+from quire_engine.execution.models.weights import load_decoder
+from quire_engine.execution.runner import LOGITS_BYTES, Runner
+from quire_engine.execution.workspace import measure_workspace
 from quire_engine.machine import available_memory, usable_cores
 from quire_engine.memory_plan import (
     PoolSize,
@@ -26,15 +33,8 @@ from quire_engine.memory_plan import (
     plan_text,
     size_pool,
 )
-from quire_engine.models.checkpoint import fingerprint
-from quire_engine.models.config import ModelConfig, load_model_config
-from quire_engine.models.decoder import Decoder
-from quire_engine.models.parameters import Parameters, WeightMemory, count_parameters
-from quire_engine.models.weights import load_decoder
-from quire_engine.policies.gate import check_config
-from quire_engine.runner import LOGITS_BYTES, Runner
-from quire_engine.scheduler import Scheduler
-from quire_engine.workspace import measure_workspace
+from quire_engine.scheduling.policies.gate import check_config
+from quire_engine.scheduling.scheduler import Scheduler
 from quire_kernels.kernel_set import KernelSet, select
 
 __all__ = ["BuiltEngine", "build", "plan_text", "resolve_plan"]

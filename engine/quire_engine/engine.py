@@ -13,7 +13,7 @@ from typing import Protocol
 
 from quire_engine.batch import Batch, StepResult
 from quire_engine.errors import InfeasibleRequest
-from quire_engine.scheduler import Scheduler
+from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.types import Control, EngineHealth, GenerationRequest, StepOutput, TokenOutput
 
 

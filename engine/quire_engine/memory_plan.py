@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from quire_engine.config import EnginePlan, SchedulerConfig
 from quire_engine.errors import ConfigError
-from quire_engine.policies.elder import ElderRule
-from quire_engine.quality_store import quality_text
+from quire_engine.scheduling.policies.elder import ElderRule
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 CPU_POOL_SHARE = 0.25  # of what is free once the weights are loaded: the machine is rarely ours alone
@@ -99,8 +98,8 @@ def size_pool(
     return PoolSize(num_blocks=num_blocks, max_model_len=length)
 
 
-def plan_text(plan: EnginePlan) -> str:
-    """The plan in a few lines, as printed at start and by --dry-run."""
+def plan_text(plan: EnginePlan, quality: str = "") -> str:
+    """The plan in a few lines, as printed at start and by --dry-run. `quality`: what quantisation costs, if known."""
     scheduler = plan.scheduler
     bytes_per_token = plan.bytes_per_block // scheduler.block_size
     whole = scheduler.max_num_seqs * -(-scheduler.max_model_len // scheduler.block_size) * plan.bytes_per_block
@@ -132,8 +131,8 @@ def plan_text(plan: EnginePlan) -> str:
         ),
     ]
     lines.append(("longest wait", _wait_text(scheduler)))
-    if plan.quantization is not None or plan.kv_cache_dtype != "auto":
-        lines.append(("quality", quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype)))
+    if quality:
+        lines.append(("quality", quality))
     return "\n".join(f"{name:<17}{text}" for name, text in lines)
 
 

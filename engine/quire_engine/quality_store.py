@@ -39,7 +39,9 @@ class Quality:
 
 
 def quality_text(checkpoint: str, quantization: str | None, kv_cache_dtype: str = "auto") -> str:
-    """One line for the operator: the stored quality, or how to get it."""
+    """One line for the operator: the stored quality, or how to get it; nothing for a model that is not quantised."""
+    if quantization is None and kv_cache_dtype == "auto":
+        return ""
     found = stored_quality(checkpoint, quantization, kv_cache_dtype)
     return "not measured: run quire eval-quant" if found is None else str(found)
 

@@ -21,7 +21,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
-from quire_server import openapi
 from quire_server.errors import (
     ApiError,
     BadRequest,
@@ -31,8 +30,9 @@ from quire_server.errors import (
     error_body,
     internal_error,
 )
-from quire_server.guard import PUBLIC_PATHS, BearerAuth, Guard, Reply, RequestLimits
-from quire_server.metrics import Metrics
+from quire_server.http import openapi
+from quire_server.http.guard import PUBLIC_PATHS, BearerAuth, Guard, Reply, RequestLimits
+from quire_server.metrics.metrics import Metrics
 from quire_server.routes import chat, completions, health, metrics, models, tokens
 from quire_server.state import ServerState
 

@@ -12,18 +12,19 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Protocol, cast
 
+# Name: (module, what it does). `quire bench` is a client of servers: nothing here depends on its package.
 COMMANDS = {
-    "serve": "serve a model over the OpenAI HTTP API",
-    "bench": "put load on servers and say how fast they are",
-    "eval-quant": "measure what int8 and int4 cost a model",
-    "build-kernels": "compile the CPU kernels now, not at the first start",
-    "version": "print the version",
+    "serve": ("quire_server.commands.serve", "serve a model over the OpenAI HTTP API"),
+    "bench": ("quire_bench.command", "put load on servers and say how fast they are"),
+    "eval-quant": ("quire_server.commands.eval_quant", "measure what int8 and int4 cost a model"),
+    "build-kernels": ("quire_server.commands.build_kernels", "compile the CPU kernels now, not at the first start"),
+    "version": ("quire_server.commands.version", "print the version"),
 }
 BAD_USAGE = 2
 
 
 class Command(Protocol):
-    """What a module under `commands/` provides."""
+    """What a command's module provides."""
 
     def run(self, argv: Sequence[str]) -> int:
         """Do it; the process's exit code."""
@@ -44,12 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"did you mean `quire {close[0]}`?" if close else "`quire --help` lists the commands"
         print(f"quire: no command {name!r}; {hint}", file=sys.stderr)
         return BAD_USAGE
-    command = cast(Command, import_module(f"quire_server.commands.{name.replace('-', '_')}"))
+    command = cast(Command, import_module(COMMANDS[name][0]))
     return command.run(rest)
 
 
 def _usage() -> str:
-    lines = [f"  {name:<15}{text}" for name, text in COMMANDS.items()]
+    lines = [f"  {name:<15}{text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(["usage: quire COMMAND [...]", "", *lines, "", "`quire COMMAND --help` says more."])
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Literal
 
-from quire_server.metrics import Metrics, Throughput
+from quire_server.metrics.metrics import Metrics, Throughput
 
 _FIELDS = ("request_id", "client", "status")  # what call sites may attach with `extra`
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)}

@@ -19,17 +19,18 @@ from typing import Any
 from quire_engine.config import EnginePlan
 from quire_engine.errors import ModelLoadError
 from quire_engine.memory_plan import plan_text
-from quire_server import listener
+from quire_engine.quality_store import quality_text
 from quire_server.app import create_app
-from quire_server.engine_client import EngineClient, QueueLimits
-from quire_server.listener import Listening
+from quire_server.engine.engine_client import EngineClient, QueueLimits
+from quire_server.engine.supervisor import EngineState, Supervisor
+from quire_server.http import listener
+from quire_server.http.listener import Listening
 from quire_server.logs import log_throughput
-from quire_server.metrics import Metrics
-from quire_server.prompt import ChatTemplate
+from quire_server.metrics.metrics import Metrics
 from quire_server.settings import Settings
 from quire_server.state import ServerState
-from quire_server.supervisor import EngineState, Supervisor
-from quire_server.tokenizer import TextTokenizer
+from quire_server.text.prompt import ChatTemplate
+from quire_server.text.tokenizer import TextTokenizer
 
 log = logging.getLogger("quire")
 
@@ -167,7 +168,9 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
 
 def _greet(settings: Settings, state: ServerState, listening: Listening) -> None:
     """What was decided, and a call to try; the listener has said where."""
-    for line in plan_text(state.client.plan).splitlines():
+    plan = state.client.plan
+    quality = quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype)
+    for line in plan_text(plan, quality).splitlines():
         log.info("%s", line)
     log.info("try: %s", example(settings, state, listening))
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, cast
 
 from fastapi import Request
 
-from quire_server.text_threads import TextThreads
+from quire_server.text.text_threads import TextThreads
 
 if TYPE_CHECKING:
-    from quire_server.engine_client import EngineClient
-    from quire_server.metrics import Metrics
-    from quire_server.prompt import ChatTemplate
+    from quire_server.engine.engine_client import EngineClient
+    from quire_server.metrics.metrics import Metrics
     from quire_server.settings import Settings
-    from quire_server.tokenizer import TextTokenizer
+    from quire_server.text.prompt import ChatTemplate
+    from quire_server.text.tokenizer import TextTokenizer
 
 
 def _engine_serves() -> str | None:

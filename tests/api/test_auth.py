@@ -7,8 +7,8 @@ import itertools
 import httpx
 import pytest
 
-from fakes import MODEL, connect, exchange, listening, make_app, parse_reply
-from quire_server.guard import PUBLIC_PATHS
+from quire_server.http.guard import PUBLIC_PATHS
+from support.fakes import MODEL, connect, exchange, listening, make_app, parse_reply
 
 pytestmark = pytest.mark.anyio
 

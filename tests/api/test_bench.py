@@ -10,17 +10,17 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from events import until
-from fakes import FakeEngine, listening, make_app, make_state
-from quire_server.bench.arguments import parse_arguments
-from quire_server.bench.benchmark import run_benchmark
-from quire_server.bench.client import Client
-from quire_server.bench.load import open_loop
-from quire_server.bench.measures import Measures, measure
-from quire_server.bench.records import Record, Run
-from quire_server.bench.servers import BenchError, Server, discover
-from quire_server.bench.workload import Job, LoadPoint, Span, Workload, jobs
+from quire_bench.arguments import parse_arguments
+from quire_bench.benchmark import run_benchmark
+from quire_bench.client import Client
+from quire_bench.load import open_loop
+from quire_bench.measures import Measures, measure
+from quire_bench.records import Record, Run
+from quire_bench.servers import BenchError, Server, discover
+from quire_bench.workload import Job, LoadPoint, Span, Workload, jobs
 from quire_server.state import ServerState
+from support.events import until
+from support.fakes import FakeEngine, listening, make_app, make_state
 
 pytestmark = pytest.mark.anyio
 VOCAB = 200  # the fake's tokens are bytes; below 256 are no special ones

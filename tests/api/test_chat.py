@@ -5,9 +5,9 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from fakes import CHAT_TEMPLATE, IM_END, FakeEngine, connect, load_tokenizer, make_app, make_state
-from quire_server.prompt import ChatTemplate
+from quire_server.text.prompt import ChatTemplate
 from quire_server.wire.chat import ChatCompletionResponse
+from support.fakes import CHAT_TEMPLATE, IM_END, FakeEngine, connect, load_tokenizer, make_app, make_state
 
 pytestmark = pytest.mark.anyio
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 8}

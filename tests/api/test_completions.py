@@ -5,8 +5,8 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from fakes import EOS, REPLY, FakeEngine, connect, make_app
 from quire_server.wire.completions import CompletionResponse
+from support.fakes import EOS, REPLY, FakeEngine, connect, make_app
 
 pytestmark = pytest.mark.anyio
 GREEDY = {"model": "fake", "prompt": "hello", "temperature": 0}

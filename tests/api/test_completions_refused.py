@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fakes import FakeEngine, connect, make_app, make_state
+from support.fakes import FakeEngine, connect, make_app, make_state
 
 pytestmark = pytest.mark.anyio
 GREEDY = {"model": "fake", "prompt": "a", "temperature": 0, "max_tokens": 4}

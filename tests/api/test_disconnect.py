@@ -10,9 +10,9 @@ import httpx
 import pytest
 from fastapi import Request
 
-from fakes import FakeEngine, listening, make_app, make_state
-from quire_server.disconnect import unless_client_gone
 from quire_server.errors import BadRequest, ClientGone
+from quire_server.http.disconnect import unless_client_gone
+from support.fakes import FakeEngine, listening, make_app, make_state
 
 pytestmark = pytest.mark.anyio
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fastapi import HTTPException, Request
 
-from fakes import connect, make_app, make_state
+from support.fakes import connect, make_app, make_state
 
 pytestmark = pytest.mark.anyio
 

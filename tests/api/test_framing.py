@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from fakes import connect, exchange, listening, make_app, parse_reply
+from support.fakes import connect, exchange, listening, make_app, parse_reply
 
 pytestmark = pytest.mark.anyio
 

@@ -11,9 +11,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from events import choice_texts, parse_events, stream, until
-from fakes import REPLY, FakeEngine, connect, listening, make_app, make_state
 from quire_server.state import ServerState
+from support.events import choice_texts, parse_events, stream, until
+from support.fakes import REPLY, FakeEngine, connect, listening, make_app, make_state
 
 pytestmark = pytest.mark.anyio
 GREEDY = {"model": "fake", "prompt": "hello", "temperature": 0, "max_tokens": 400}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from fakes import EOS, REPLY, FakeEngine, listening, make_app
+from support.fakes import EOS, REPLY, FakeEngine, listening, make_app
 
 FOX = REPLY.decode()
 USER = [{"role": "user", "content": "hi"}]

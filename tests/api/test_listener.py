@@ -16,10 +16,10 @@ import httpx
 import pytest
 from fastapi.responses import StreamingResponse
 
-from fakes import exchange, listening, make_app, make_state
 from quire_engine.errors import ConfigError
-from quire_server import listener
-from quire_server.listener import Listening, bind, serve
+from quire_server.http import listener
+from quire_server.http.listener import Listening, bind, serve
+from support.fakes import exchange, listening, make_app, make_state
 
 pytestmark = pytest.mark.anyio
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fakes import connect, make_app
-from quire_server.guard import PUBLIC_PATHS
+from quire_server.http.guard import PUBLIC_PATHS
+from support.fakes import connect, make_app
 
 pytestmark = pytest.mark.anyio
 

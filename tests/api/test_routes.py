@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from fakes import BOS, EOS, IM_END, IM_START, MODEL, VOCAB_SIZE, connect, make_app, make_state
+from support.fakes import BOS, EOS, IM_END, IM_START, MODEL, VOCAB_SIZE, connect, make_app, make_state
 
 pytestmark = pytest.mark.anyio
 

@@ -11,60 +11,59 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {"quire_server": ROOT / "server", "quire_engine": ROOT / "engine", "quire_kernels": ROOT / "kernels"}
+PACKAGES = {
+    "quire_server": ROOT / "server",
+    "quire_engine": ROOT / "engine",
+    "quire_kernels": ROOT / "kernels",
+    "quire_bench": ROOT / "benchmarks",
+}
 
-# The half of the engine that plans: standard library only, so that it can be tested and simulated without a model.
-SCHEDULING_HALF = (
-    *("types", "errors", "config", "sequence", "batch", "invariants", "step_plan", "outputs", "roster", "planner"),
-    *("block_pool", "page_table", "prefix_cache", "kv_allocator", "policies", "scheduler", "memory_plan", "machine"),
-    *("engine", "transport", "loop", "process", "quality_store"),
-)
-# Third-party packages and where they may be imported.
+# Third-party packages and the folders, or the one file, in which they may be imported.
 ONLY_IN = {
     "fastapi": ("quire_server",),
     "starlette": ("quire_server",),
-    "uvicorn": ("quire_server",),
-    "uvloop": ("quire_server.event_loop",),
-    "httptools": ("quire_server.bench.client",),
-    "rich": ("quire_server.bench.report", "quire_server.commands.eval_quant"),
-    "matplotlib": ("quire_server.bench.plot",),
+    "uvicorn": ("quire_server.http",),
+    "uvloop": ("quire_server.http",),
+    "httptools": ("quire_bench",),
+    "rich": ("quire_bench", "quire_server.commands"),
+    "matplotlib": ("quire_bench",),
     "anyio": ("quire_server",),
     "pydantic": ("quire_server",),
     "pydantic_core": ("quire_server",),
     "pydantic_settings": ("quire_server.settings",),
     "yaml": ("quire_server.settings",),
-    "prometheus_client": ("quire_server.metrics", "quire_server.metric_values"),
-    "tokenizers": ("quire_server.tokenizer", "quire_engine.demo.make_demo"),
-    "transformers": ("quire_engine.demo.make_demo", "quire_engine.baselines.hf_generate"),
-    "jinja2": ("quire_server.template_worker",),
-    "msgspec": ("quire_server", "quire_engine.transport"),
-    "torch": ("quire_engine", "quire_kernels"),
-    "safetensors": ("quire_engine.models", "quire_engine.demo.make_demo"),
+    "prometheus_client": ("quire_server.metrics",),
+    "tokenizers": ("quire_server.text",),
+    "transformers": ("quire_engine.tools",),
+    "jinja2": ("quire_server.text",),
+    "msgspec": ("quire_server", "quire_bench", "quire_engine.process"),
+    "torch": ("quire_engine.execution", "quire_engine.tools", "quire_engine.build", "quire_kernels"),
+    "safetensors": ("quire_engine.execution",),
     "triton": ("quire_kernels",),
     "flash_attn": ("quire_kernels",),
     "typing_extensions": ("quire_server",),
 }
-# What the server may know of the engine: the boundary, and the plan as text.
-ENGINE_FACADE = {"types", "errors", "config", "transport", "memory_plan", "quality_store", "demo"}
-# Engine modules from the leaves up; a module imports only from rows above its own.
-LAYERS = (
-    {"types", "errors", "config", "invariants", "page_table", "rng", "machine", "quality_store"},
-    {"batch", "sequence", "block_pool", "prefix_cache"},
-    {"kv_allocator", "policies", "step_plan", "outputs", "transport"},
-    {"roster", "memory_plan"},
-    {"planner"},
-    {"scheduler"},
-    {"engine"},
-    {"loop"},
-    {"process"},
-)
-# Who may use the scheduler's parts: block ids go through the allocator only.
-BLOCKS = {"block_pool", "prefix_cache"}
-# A route may use these of the server; it never sees the supervisor, the listener or another route's family.
-FOR_ROUTES = (
-    *("generation", "wire", "errors", "state", "body", "openapi", "disconnect", "sampling", "rendering", "sse"),
-    "routes.answering",
-)
+# What a folder may import of its own package beside itself; "*" stands for the files at the top of the package.
+FOLDERS = {
+    "quire_engine.scheduling": {"*"},
+    "quire_engine.execution": {"*"},
+    "quire_engine.process": {"*"},
+    "quire_engine.tools": {"*", "execution"},
+    "quire_engine.demo": set(),
+    "quire_server.wire": {"errors"},
+    "quire_server.text": {"errors"},
+    "quire_server.metrics": set(),
+    "quire_server.engine": {"errors", "metrics"},
+    "quire_server.http": {"errors", "settings"},
+    "quire_server.answering": {"errors", "state", "wire", "text", "engine", "metrics", "http"},
+    "quire_server.routes": {"errors", "state", "wire", "answering", "http"},
+    "quire_server.commands": {"*", "text", "engine", "http"},
+    "quire_kernels.reference": {"*"},
+    "quire_kernels.cpu": {"*", "reference"},
+}
+# The files whose ids, counts and hashes only the allocator touches.
+BLOCKS = ("quire_engine.scheduling.block_pool", "quire_engine.scheduling.prefix_cache")
+MOST_ENTRIES = 20  # at the top of a package
 FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "imp"}
 FORBIDDEN_CALLS = {"eval", "exec", "__import__"}
 FORBIDDEN_ATTRIBUTES = {
@@ -153,17 +152,21 @@ def _parents(name: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
-def engine_part(name: str) -> str:
-    """`quire_engine.policies.fcfs` -> `policies`."""
-    return name.removeprefix("quire_engine.").split(".")[0]
+def part(name: str) -> str:
+    """`quire_engine.scheduling.policies.order` -> `scheduling`; the package itself -> the empty string."""
+    return ".".join(name.split(".")[1:2])
+
+
+def is_folder(name: str) -> bool:
+    return modules()[name].name == "__init__.py"
 
 
 def test_the_rules_see_the_source():
     assert len(modules()) > 60
-    assert "quire_engine.types" in imports("quire_engine.scheduler")
-    assert "torch" in reachable("quire_engine.runner")
-    for name in SCHEDULING_HALF:
-        assert f"quire_engine.{name}" in modules(), f"the rules name a module that is gone: {name}"
+    assert "quire_engine.types" in imports("quire_engine.scheduling.scheduler")
+    assert "torch" in reachable("quire_engine.execution.runner")
+    folders = {name for name in modules() if name.count(".") == 1 and is_folder(name)}
+    assert folders == set(FOLDERS), "every folder at the top of a package has its rule"
 
 
 def test_packages_point_one_way():
@@ -171,8 +174,10 @@ def test_packages_point_one_way():
         assert not any(within(name, ("quire_engine", "quire_server")) for name in imports(module)), module
     for module in of("quire_engine"):
         assert not any(within(name, ("quire_server",)) for name in imports(module)), module
-    for module in of("quire_server"):
+    for module in [*of("quire_server"), *of("quire_bench")]:
         assert not any(within(name, ("quire_kernels",)) for name in imports(module)), module
+    for module in of("quire_server"):
+        assert not any(within(name, ("quire_bench",)) for name in imports(module)), module
 
 
 def test_third_party_packages_stay_where_they_belong():
@@ -185,20 +190,30 @@ def test_third_party_packages_stay_where_they_belong():
             assert within(module, ONLY_IN[top]), f"{module} imports {name}"
 
 
+def test_folders_import_what_they_may():
+    for folder, allowed in FOLDERS.items():
+        package = folder.split(".")[0]
+        for module in of(folder):
+            for name in imports(module):
+                if not within(name, (package,)) or within(name, (folder,)):
+                    continue
+                at_top = name in modules() and not is_folder(name) and name.count(".") == 1
+                assert part(name) in allowed or (at_top and "*" in allowed), f"{module} imports {name}"
+
+
 def test_torch_is_not_loaded_where_it_is_not_needed():
     """Directly or through others: the server starts without it, the scheduler is tested without it."""
-    light = [*of("quire_server"), *(f"quire_engine.{name}" for name in SCHEDULING_HALF)]
-    light += of("quire_engine.policies")
-    for module in light:
-        assert "torch" not in {name.split(".")[0] for name in reachable(module)}, module
+    for module in modules():
+        if not within(module, ONLY_IN["torch"]):
+            assert "torch" not in {name.split(".")[0] for name in reachable(module)}, module
 
 
 def test_the_scheduling_half_is_standard_library():
     for module in of("quire_engine"):
-        if engine_part(module) not in SCHEDULING_HALF:
+        if within(module, ONLY_IN["torch"]) or within(module, ONLY_IN["msgspec"]):
             continue
         foreign = {name.split(".")[0] for name in imports(module)} - sys.stdlib_module_names - {"quire_engine"}
-        assert foreign <= ({"msgspec"} if module == "quire_engine.transport" else set()), (module, foreign)
+        assert not foreign, (module, foreign)
 
 
 def test_the_engine_is_synchronous():
@@ -206,56 +221,25 @@ def test_the_engine_is_synchronous():
         assert "asyncio" not in {name.split(".")[0] for name in imports(module)}, module
 
 
-def test_engine_modules_import_from_below():
-    rank = {name: number for number, layer in enumerate(LAYERS) for name in layer}
-    for module in of("quire_engine"):
-        mine = rank.get(engine_part(module))
-        if mine is None:
-            continue
-        for name in imports(module, when_loaded=True):
-            if not name.startswith("quire_engine.") or engine_part(name) == engine_part(module):
-                continue
-            assert engine_part(name) in rank, f"{module} imports {name}, which has no layer"
-            assert rank[engine_part(name)] < mine or {engine_part(name), engine_part(module)} <= LAYERS[0], (
-                f"{module} imports {name} from its own layer or above"
-            )
-
-
 def test_block_ids_go_through_the_allocator():
     for module in modules():
-        used = {engine_part(name) for name in imports(module) if name.startswith("quire_engine.")} & BLOCKS
-        assert not used or engine_part(module) in {"kv_allocator", *BLOCKS}, (module, used)
+        assert not imports(module) & set(BLOCKS) or module == "quire_engine.scheduling.kv_allocator", module
 
 
-def test_the_model_knows_no_requests():
-    """Models and kernels are called by the runner and call nothing above them."""
-    for module in of("quire_engine.models"):
-        above = {engine_part(name) for name in imports(module) if name.startswith("quire_engine.")}
-        assert above <= {"models", "model_input", "errors"}, (module, above)
-    kernel_users = {"build", "kv_storage", "models", "workspace", "runner", "quality"}
-    for module in of("quire_engine"):
-        if any(within(name, ("quire_kernels",)) for name in imports(module)):
-            assert engine_part(module) in kernel_users, module
-
-
-def test_the_server_sees_the_engines_facade_only():
-    for module in of("quire_server"):
-        seen = {engine_part(name) for name in imports(module) if name.startswith("quire_engine.")}
-        assert seen <= ENGINE_FACADE, (module, seen)
-        if "transport" in seen:
-            assert module == "quire_server.supervisor", f"{module} speaks the engine's frames"
-
-
-def test_routes_know_what_they_need():
-    for module in of("quire_server.routes"):
+def test_the_server_sees_the_engines_contract_only():
+    """The files at the top of the engine's package, what ships with it, and for the supervisor the frames."""
+    for module in [*of("quire_server"), *of("quire_bench")]:
         for name in imports(module):
-            if name in {"quire_server.routes", "quire_server.wire"} or not name.startswith("quire_server."):
-                continue
-            allowed = tuple(f"quire_server.{part}" for part in FOR_ROUTES)
-            assert within(name, allowed), f"{module} imports {name}"
-    for module in of("quire_server.wire"):
-        known = {name for name in imports(module) if name.startswith("quire_")}
-        assert all(within(name, ("quire_server.wire", "quire_server.errors")) for name in known), (module, known)
+            if within(name, ("quire_engine.process",)):
+                assert within(module, ("quire_server.engine",)), f"{module} speaks the engine's frames"
+            elif within(name, ("quire_engine",)):
+                assert name.count(".") == 1, f"{module} imports {name}"
+
+
+def test_packages_have_few_entries_at_the_top():
+    for package, root in PACKAGES.items():
+        entries = [path for path in (root / package).iterdir() if path.name != "__pycache__"]
+        assert len(entries) <= MOST_ENTRIES, package
 
 
 def test_statuses_live_in_errors_only():

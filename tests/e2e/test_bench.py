@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from e2e.served import Served
-from quire_server.bench.results import Results
+from quire_bench.results import Results
 
 pytestmark = pytest.mark.e2e
 

@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 
-from model_steps import DEVICES, Blocks, batch_of, scheduled, step_at
-from quire_engine.model_input import build_model_input
+from quire_engine.execution.model_input import build_model_input
 from quire_kernels.kernel_set import AttentionShape
 from quire_kernels.reference import REFERENCE
+from support.model_steps import DEVICES, Blocks, batch_of, scheduled, step_at
 
 NUM_LAYERS, LAYER = 3, 1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from cpu_attention import CPU, KV_TYPES, LAYER, NUM_LAYERS, Kernels, Sequences, shape_of
 from quire_kernels.cpu.attention import UNIT, unsupported
 from quire_kernels.cpu.variants import usable_variants
+from support.cpu_attention import CPU, KV_TYPES, LAYER, NUM_LAYERS, Kernels, Sequences, shape_of
 
 ROUNDING = 2.0**-8  # to bf16, relative, at most
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cpu_attention import CPU, KV_TYPES, LAYER, NUM_LAYERS, Kernels, shape_of
-from model_steps import batch_of, scheduled, step_at
-from quire_engine.model_input import build_model_input
+from quire_engine.execution.model_input import build_model_input
 from quire_kernels.cpu.variants import usable_variants
 from quire_kernels.reference import REFERENCE
+from support.cpu_attention import CPU, KV_TYPES, LAYER, NUM_LAYERS, Kernels, shape_of
+from support.model_steps import batch_of, scheduled, step_at
 
 POSITIONS = 90
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cpu_linear import kernel_set
 from quire_kernels.cpu.variants import usable_variants
+from support.cpu_linear import kernel_set
 
 PANEL = 64  # rows that share their exponents
 STEP = 2  # columns of a step

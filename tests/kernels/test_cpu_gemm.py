@@ -7,7 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from cpu_linear import (
+from quire_kernels.cpu.variants import usable_variants
+from quire_kernels.reference import REFERENCE
+from support.cpu_linear import (
     BF16_ROUNDING,
     EPS,
     FLOAT32_ROUNDING,
@@ -21,8 +23,6 @@ from cpu_linear import (
     product,
     run_ops,
 )
-from quire_kernels.cpu.variants import usable_variants
-from quire_kernels.reference import REFERENCE
 
 ALL_ROWS = 70
 

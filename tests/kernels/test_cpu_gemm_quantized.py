@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from cpu_linear import BF16_ROUNDING, EPS, KINDS, SHAPES, kernel_set, normed_rows, operands
 from quire_kernels.cpu.variants import usable_variants
+from support.cpu_linear import BF16_ROUNDING, EPS, KINDS, SHAPES, kernel_set, normed_rows, operands
 
 PANEL, GROUP = 64, 32
 

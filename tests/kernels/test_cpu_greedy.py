@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from checkpoints import shared_checkpoint
-from offline import generate
 from quire_engine.build import build
 from quire_engine.config import EngineConfig
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from quire_kernels.cpu.ops import cpu_kernel_set
+from support.checkpoints import shared_checkpoint
+from support.offline import generate
 
 BF16 = torch.bfloat16
 

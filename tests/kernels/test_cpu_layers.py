@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from checkpoints import shared_checkpoint
-from model_steps import Blocks, batch_of, random_ids, scheduled
-from quire_engine.kv_storage import KVStorage
-from quire_engine.model_input import build_model_input
-from quire_engine.models.config import load_model_config
-from quire_engine.models.decoder import Decoder
-from quire_engine.models.weights import load_decoder
+from quire_engine.execution.kv_storage import KVStorage
+from quire_engine.execution.model_input import build_model_input
+from quire_engine.execution.models.config import load_model_config
+from quire_engine.execution.models.decoder import Decoder
+from quire_engine.execution.models.weights import load_decoder
 from quire_kernels.cpu.ops import cpu_kernel_set
 from quire_kernels.kernel_set import KernelSet
+from support.checkpoints import shared_checkpoint
+from support.model_steps import Blocks, batch_of, random_ids, scheduled
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 # Rows that each of the two sequences wants logits of.

@@ -20,8 +20,8 @@ SELECTED = (
 )
 TOO_FAR = """
 import sys
-import sanitized
-from cpu_linear import kernel_set, operands
+from support import sanitized
+from support.cpu_linear import kernel_set, operands
 
 given = operands(64, 32, 3)
 kernels = kernel_set("portable", threads=1)
@@ -70,7 +70,7 @@ def test_the_kernels_touch_nothing_they_should_not(variant):
     chosen = f"({variant} and ({' or '.join(SELECTED)}))"
     if variant == usable_variants()[0].name:
         chosen += " or bound_layers"
-    options = ("-p", "sanitized", "-p", "no:cacheprovider", "-x", "-k", chosen)
+    options = ("-p", "support.sanitized", "-p", "no:cacheprovider", "-x", "-k", chosen)
     result = run_checked("-m", "pytest", *options, *map(str, sorted(Path(__file__).parent.glob("test_cpu_[acgl]*.py"))))
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     assert "[100%]" in result.stdout
@@ -87,7 +87,7 @@ def test_the_sanitizer_sees_a_read_past_the_end():
 def test_the_workers_race_for_nothing(tmp_path):
     compiler = compiler_or_skip()
     program = tmp_path / "pool_stress"
-    sources = [ROOT / "tests" / "kernels" / "pool_stress.cpp", ROOT / "kernels" / "csrc" / "pool.cpp"]
+    sources = [ROOT / "tests" / "kernels" / "pool_stress.cpp", ROOT / "kernels" / "csrc" / "runtime" / "pool.cpp"]
     flags = ["-std=c++17", "-O1", "-g", "-pthread", "-fsanitize=thread", f"-I{ROOT / 'kernels' / 'csrc'}"]
     built = subprocess.run(
         [compiler.path, *flags, *sources, "-o", program], capture_output=True, text=True, check=False

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from model_steps import DEVICES
 from quire_kernels.reference import REFERENCE, linear
+from support.model_steps import DEVICES
 
 EPS = 1e-5
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoints import shared_checkpoint
-from quire_engine.baselines import hf_generate, static
-from quire_engine.baselines.batches import Member
+from quire_bench.baselines import BASELINES, start_baseline
+from quire_bench.measures import measure
+from quire_bench.servers import BenchError
+from quire_bench.workload import Job, LoadPoint
 from quire_engine.config import EngineConfig
-from quire_server.bench.baselines import BASELINES, start_baseline
-from quire_server.bench.measures import measure
-from quire_server.bench.servers import BenchError
-from quire_server.bench.workload import Job, LoadPoint
+from quire_engine.tools.baselines import hf_generate, static
+from quire_engine.tools.baselines.batches import Member
+from support.checkpoints import shared_checkpoint
 
 MEMBERS = [Member(prompt=(5, 6, 7), output_tokens=2), Member(prompt=(9,) * 6, output_tokens=5)]
 
@@ -108,7 +108,7 @@ def test_a_model_that_is_not_there(tmp_path: Path):
 
 def test_what_libraries_print_does_not_come_between_the_replies():
     program = (
-        "import sys; from quire_engine.baselines.batches import answer\n"
+        "import sys; from quire_engine.tools.baselines.batches import answer\n"
         "def load(config):\n    print('loading')\n"
         "    return lambda members: print('working') or [[0.5]] * len(members)\n"
         "sys.exit(answer(load))"

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from checkpoints import make_checkpoint, shared_checkpoint
-from model_steps import Model, random_ids, scheduled
+from support.checkpoints import make_checkpoint, shared_checkpoint
+from support.model_steps import Model, random_ids, scheduled
 
 LENGTH = 150
 VARIANTS = {

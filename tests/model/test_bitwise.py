@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from checkpoints import VOCAB_SIZE, shared_checkpoint
-from offline import generate
 from quire_engine.build import build
 from quire_engine.config import EngineConfig
-from quire_engine.policies.gate import footprint
+from quire_engine.scheduling.policies.gate import footprint
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
+from support.checkpoints import VOCAB_SIZE, shared_checkpoint
+from support.offline import generate
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BF16 = {"family": "qwen3", "dtype": "bfloat16"}

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import quire_engine.build
-from checkpoints import VOCAB_SIZE, make_checkpoint, shared_checkpoint
-from offline import generate
 from quire_engine.build import build, plan_text, resolve_plan
 from quire_engine.config import EngineConfig
 from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.execution.workspace import largest_batch
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
-from quire_engine.workspace import largest_batch
+from support.checkpoints import VOCAB_SIZE, make_checkpoint, shared_checkpoint
+from support.offline import generate
 
 
 @pytest.fixture(autouse=True)

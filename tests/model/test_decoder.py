@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 
-from checkpoints import FAMILIES, make_checkpoint, make_model, shared_checkpoint
-from model_steps import DEVICES, Model, random_ids
-from quire_engine.models.config import load_model_config
+from quire_engine.execution.models.config import load_model_config
+from support.checkpoints import FAMILIES, make_checkpoint, make_model, shared_checkpoint
+from support.model_steps import DEVICES, Model, random_ids
 
 # What a checkpoint may vary, as (family, options).
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

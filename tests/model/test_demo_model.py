@@ -14,10 +14,10 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
+from make_demo.corpus import documents
+from make_demo.model_card import model_card
+from make_demo.train import Recipe, encode, main
 from quire_engine.demo import demo_model_path
-from quire_engine.demo.corpus import documents
-from quire_engine.demo.make_demo import Recipe, encode, main
-from quire_engine.demo.model_card import model_card
 
 PATH = demo_model_path()
 TOKENIZER = Tokenizer.from_file(str(PATH / "tokenizer.json"))

@@ -4,14 +4,14 @@ import socket
 import subprocess
 import sys
 
-from checkpoints import shared_checkpoint
 from quire_engine.config import EngineConfig
-from quire_engine.transport import encode_frame
+from quire_engine.process.transport import encode_frame
+from support.checkpoints import shared_checkpoint
 
 LOOK = """
 import gc, os, sys
-from quire_engine import process
-from quire_engine.loop import EngineLoop
+from quire_engine.process import __main__ as process
+from quire_engine.process.loop import EngineLoop
 import quire_engine.build as build
 load = build.build
 def watched(config):

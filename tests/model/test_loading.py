@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints import make_model, shared_checkpoint
-from model_steps import Model
 from quire_engine.errors import ModelLoadError
-from quire_engine.models.config import load_model_config
+from quire_engine.execution.models.config import load_model_config
+from support.checkpoints import make_model, shared_checkpoint
+from support.model_steps import Model
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 

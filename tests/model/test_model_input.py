@@ -6,8 +6,8 @@ import dataclasses
 
 import torch
 
-from model_steps import CPU, batch_of, scheduled
-from quire_engine.model_input import LogitRows, build_model_input
+from quire_engine.execution.model_input import LogitRows, build_model_input
+from support.model_steps import CPU, batch_of, scheduled
 
 
 def test_a_mixed_batch_row_by_row():

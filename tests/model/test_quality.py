@@ -6,15 +6,15 @@ from functools import cache
 
 import pytest
 
-from checkpoints import shared_checkpoint
+from make_demo.corpus import documents
 from quire_engine.demo import demo_model_path
-from quire_engine.demo.corpus import documents
 from quire_engine.errors import ConfigError
-from quire_engine.models.checkpoint import fingerprint
-from quire_engine.quality import CONTINUATION_TOKENS, Variant, measure
+from quire_engine.execution.models.checkpoint import fingerprint
 from quire_engine.quality_store import Quality
-from quire_server.quality_prompts import CHATS, TEXTS, prompt_ids
-from quire_server.tokenizer import TextTokenizer
+from quire_engine.tools.quality import CONTINUATION_TOKENS, Variant, measure
+from quire_server.text.quality_prompts import CHATS, TEXTS, prompt_ids
+from quire_server.text.tokenizer import TextTokenizer
+from support.checkpoints import shared_checkpoint
 
 INT8, INT4, KV_INT8 = Variant(quantization="int8"), Variant(quantization="int4"), Variant(kv_cache_dtype="int8")
 
@@ -87,7 +87,7 @@ def test_random_weights():
 def test_continuations_end_where_the_text_ends(monkeypatch):
     lengths = []
     monkeypatch.setattr(
-        "quire_engine.quality.equal_share", lambda ours, theirs: lengths.append((len(ours), len(theirs))) or 1.0
+        "quire_engine.tools.quality.equal_share", lambda ours, theirs: lengths.append((len(ours), len(theirs))) or 1.0
     )
     path, prompts = shared_checkpoint(), [[5, 6, 7], [8, 9]]
     list(measure(path, [Variant()], prompts, num_threads=1))

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire_engine.block_pool import BlockPool
+from quire_engine.scheduling.block_pool import BlockPool
 
 
 class PoolMachine(RuleBasedStateMachine):

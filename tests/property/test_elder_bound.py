@@ -10,10 +10,10 @@ import random
 
 from quire_engine.batch import Batch, SampledToken, StepResult
 from quire_engine.config import SchedulerConfig
-from quire_engine.policies import policies_for
-from quire_engine.policies.elder import ElderRule
-from quire_engine.scheduler import Scheduler
-from quire_engine.sequence import Group
+from quire_engine.scheduling.policies import policies_for
+from quire_engine.scheduling.policies.elder import ElderRule
+from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.scheduling.sequence import Group
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 
 NUM_RUNS = 2500
@@ -86,7 +86,7 @@ def adversarial_config(dice: random.Random) -> SchedulerConfig:
 
 def feasible_request(dice: random.Random, config: SchedulerConfig, name: int) -> GenerationRequest:
     from quire_engine.errors import InfeasibleRequest
-    from quire_engine.policies.gate import check_request
+    from quire_engine.scheduling.policies.gate import check_request
 
     while True:
         length = dice.randint(1, 24)

@@ -14,15 +14,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fake_executor import CorruptKV, FakeExecutor, Run, expected_tokens
 from quire_engine.batch import Batch
 from quire_engine.config import SchedulerConfig
 from quire_engine.errors import InfeasibleRequest
-from quire_engine.policies import Policies, policies_for
-from quire_engine.policies.itl import ItlTarget
-from quire_engine.scheduler import Scheduler
-from quire_engine.sequence import Group
+from quire_engine.scheduling.policies import Policies, policies_for
+from quire_engine.scheduling.policies.itl import ItlTarget
+from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.scheduling.sequence import Group
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
+from support.fake_executor import CorruptKV, FakeExecutor, Run, expected_tokens
 
 NUM_EXAMPLES = 300
 NUM_STEPS = 50
@@ -368,7 +368,7 @@ TestScheduler = SchedulerMachine.TestCase
 
 def test_a_wrong_block_is_noticed() -> None:
     """The executor's check can fail: two sequences that write the same block corrupt each other."""
-    from fake_executor import request
+    from support.fake_executor import request
 
     run = Run(scheduler=Scheduler(SchedulerConfig(num_blocks=8)), executor=FakeExecutor(16))
     run.add(request("a", 8, 8), request("b", 8, 8))

@@ -7,10 +7,10 @@ import random
 import numpy
 import pytest
 
-from quire_server.bench.compare import knee, ratios, summarise
-from quire_server.bench.measures import Distribution, Measures, measure, percentile
-from quire_server.bench.records import Record, Run
-from quire_server.bench.workload import LoadPoint
+from quire_bench.compare import knee, ratios, summarise
+from quire_bench.measures import Distribution, Measures, measure, percentile
+from quire_bench.records import Record, Run
+from quire_bench.workload import LoadPoint
 
 
 def answered(start: float, *arrivals: float, tokens: int | None = None, prompt: int = 10) -> Record:

@@ -11,18 +11,18 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from fakes import make_plan
-from quire_server.bench.arguments import parse_arguments
-from quire_server.bench.compare import Knee
-from quire_server.bench.limits import Limits, is_measurable, request_flop, shares, token_bytes
-from quire_server.bench.measures import Measures, measure
-from quire_server.bench.records import Record, Run
-from quire_server.bench.report import print_report
-from quire_server.bench.results import SCHEMA, Collected, Results, command_line, describe, describe_machine, versions
-from quire_server.bench.servers import BenchError, ModelFacts, ServerInfo, read_facts
-from quire_server.bench.workload import LoadPoint, Span, Workload
+from quire_bench.arguments import parse_arguments
+from quire_bench.compare import Knee
+from quire_bench.limits import Limits, is_measurable, request_flop, shares, token_bytes
+from quire_bench.measures import Measures, measure
+from quire_bench.records import Record, Run
+from quire_bench.report import print_report
+from quire_bench.results import SCHEMA, Collected, Results, command_line, describe, describe_machine, versions
+from quire_bench.servers import BenchError, ModelFacts, ServerInfo, read_facts
+from quire_bench.workload import LoadPoint, Span, Workload
 from quire_server.commands import bench as command
-from quire_server.metrics import Metrics
+from quire_server.metrics.metrics import Metrics
+from support.fakes import make_plan
 
 FACTS = ModelFacts(
     architecture="Qwen3ForCausalLM",
@@ -127,7 +127,7 @@ def test_flags_that_cannot_work(argv: str, complaint: str):
 
 
 def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("quire_server.bench.arguments.find_spec", lambda name: None)
+    monkeypatch.setattr("quire_bench.arguments.find_spec", lambda name: None)
     with pytest.raises(BenchError, match=r"quire\[bench\]"):
         parse_arguments(["--plot", "x.png"])
 
@@ -325,7 +325,7 @@ def test_tokens_without_a_chunk_are_told():
 
 def test_the_plot(tmp_path: Path):
     pytest.importorskip("matplotlib")
-    from quire_server.bench.plot import draw
+    from quire_bench.plot import draw
 
     path = tmp_path / "sweep.png"
     draw(results(), path)

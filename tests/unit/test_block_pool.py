@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quire_engine.block_pool import BlockPool
 from quire_engine.invariants import InvariantViolation
+from quire_engine.scheduling.block_pool import BlockPool
 
 
 def test_blocks_come_in_order_and_run_out() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from quire_server.body import MAX_DEPTH, LongList, check_content_type, parse_json, validate
 from quire_server.errors import BadRequest, UnsupportedMediaType, error_body
+from quire_server.http.body import MAX_DEPTH, LongList, check_content_type, parse_json, validate
 
 
 class Part(BaseModel):

@@ -8,9 +8,9 @@ import re
 
 import pytest
 
-from quire_engine.demo import facts
-from quire_engine.demo.corpus import CHATS, TEXTS, Document, document, documents
-from quire_engine.demo.exchanges import TOO_LARGE, TOPICS
+from make_demo import facts
+from make_demo.corpus import CHATS, TEXTS, Document, document, documents
+from make_demo.exchanges import TOO_LARGE, TOPICS
 
 SAMPLE = list(documents(20, 4000))
 TURNS = [

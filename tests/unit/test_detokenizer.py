@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 
 import pytest
+import sample_tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-import sample_tokenizers
-from quire_server.detokenizer import Detokenizer
-from quire_server.tokenizer import TextTokenizer
+from quire_server.text.detokenizer import Detokenizer
+from quire_server.text.tokenizer import TextTokenizer
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire_server import errors
 from quire_server.app import ROUTERS
 from quire_server.flags import option_default, parse_flags
-from quire_server.metrics import Metrics
+from quire_server.metrics.metrics import Metrics
 from quire_server.settings import ENV_PREFIX, Settings, flag_name
 from quire_server.wire import common
 

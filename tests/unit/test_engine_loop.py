@@ -5,12 +5,12 @@ import threading
 
 import pytest
 
-from fake_executor import new_run, request
-from quire_engine import loop
 from quire_engine.engine import Engine
-from quire_engine.loop import EngineLoop
-from quire_engine.transport import FrameDecoder, encode_frame
+from quire_engine.process import loop
+from quire_engine.process.loop import EngineLoop
+from quire_engine.process.transport import FrameDecoder, encode_frame
 from quire_engine.types import Control
+from support.fake_executor import new_run, request
 
 
 class Watched:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import make_checkpoint, shared_checkpoint
-from quire_engine.models.checkpoint import fingerprint
+from quire_engine.execution.models.checkpoint import fingerprint
 from quire_engine.quality_store import default_directory, stored_quality
 from quire_server.commands import eval_quant
+from support.checkpoints import make_checkpoint, shared_checkpoint
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from fake_engine_process import make_plan
-from quire_server.rendering import fingerprint
+from quire_server.answering.rendering import fingerprint
+from support.fake_engine_process import make_plan
 
 
 def test_it_does_not_depend_on_where_the_model_lies() -> None:

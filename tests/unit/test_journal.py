@@ -1,7 +1,7 @@
 """The journal: what a replay says, and whom it blames."""
 
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams, TokenLogprobs, TokenOutput
-from quire_server.journal import Journal
+from quire_server.engine.journal import Journal
 
 SCORE = TokenLogprobs(token_id=2, logprob=-1.0, rank=1)
 

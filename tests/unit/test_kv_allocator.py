@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from fake_executor import request
 from quire_engine.invariants import InvariantViolation
-from quire_engine.kv_allocator import KVAllocator
-from quire_engine.page_table import PageTable
-from quire_engine.sequence import Group, Sequence
+from quire_engine.scheduling.kv_allocator import KVAllocator
+from quire_engine.scheduling.page_table import PageTable
+from quire_engine.scheduling.sequence import Group, Sequence
+from support.fake_executor import request
 
 
 def allocator(num_blocks: int = 8, *, caching: bool = True) -> KVAllocator:

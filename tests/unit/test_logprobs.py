@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from fakes import load_tokenizer
 from quire_engine.types import TokenLogprobs
-from quire_server.logprobs import LEAST, LogprobFormat, finite
+from quire_server.text.logprobs import LEAST, LogprobFormat, finite
+from support.fakes import load_tokenizer
 
 AT = TokenLogprobs(token_id=97, logprob=-3.0, rank=7, top_ids=(98, 99), top_logprobs=(-0.5, -1.0))
 NEVER = TokenLogprobs(token_id=97, logprob=-math.inf, rank=9, top_ids=(98,), top_logprobs=(-math.inf,))

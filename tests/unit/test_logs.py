@@ -11,7 +11,7 @@ import pytest
 
 from quire_engine.types import EngineStats
 from quire_server.logs import JsonFormatter, TextFormatter, log_throughput, throughput_line
-from quire_server.metrics import Metrics
+from quire_server.metrics.metrics import Metrics
 
 HOSTILE = "line\nforged: INFO quire: \x1b[31mred\x00\u2028end"
 

@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire_engine.config import EnginePlan, SchedulerConfig
 from quire_engine.types import EngineStats, RequestTiming
-from quire_server import metrics as module
-from quire_server.metric_catalog import token_bounds
-from quire_server.metrics import Metrics
+from quire_server.metrics import metrics as module
+from quire_server.metrics.metric_catalog import token_bounds
+from quire_server.metrics.metrics import Metrics
 
 PLAN = EnginePlan(
     model="/m",

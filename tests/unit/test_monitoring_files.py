@@ -13,7 +13,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire_server.metrics import Metrics
+from quire_server.metrics.metrics import Metrics
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # Made by Prometheus itself.

@@ -6,19 +6,19 @@ import dataclasses
 
 import pytest
 
-from fake_executor import request
 from quire_engine.config import SchedulerConfig
 from quire_engine.errors import ConfigError, InfeasibleRequest
-from quire_engine.policies import policies_for
-from quire_engine.policies.capacity import WholePrompt
-from quire_engine.policies.chunk import FixedChunk
-from quire_engine.policies.elder import ElderRule
-from quire_engine.policies.gate import check_config, check_request, footprint, largest_max_tokens
-from quire_engine.policies.itl import FEWEST, ItlTarget
-from quire_engine.policies.priority import PriorityOrder
-from quire_engine.policies.victim import Youngest
-from quire_engine.sequence import Group
+from quire_engine.scheduling.policies import policies_for
+from quire_engine.scheduling.policies.capacity import WholePrompt
+from quire_engine.scheduling.policies.chunk import FixedChunk
+from quire_engine.scheduling.policies.elder import ElderRule
+from quire_engine.scheduling.policies.gate import check_config, check_request, footprint, largest_max_tokens
+from quire_engine.scheduling.policies.itl import FEWEST, ItlTarget
+from quire_engine.scheduling.policies.priority import PriorityOrder
+from quire_engine.scheduling.policies.victim import Youngest
+from quire_engine.scheduling.sequence import Group
 from quire_engine.types import GenerationRequest
+from support.fake_executor import request
 
 CONFIG = SchedulerConfig(num_blocks=60, max_model_len=4096)
 

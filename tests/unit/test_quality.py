@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from checkpoints import shared_checkpoint
 from quire_engine.errors import ConfigError
-from quire_engine.logit_comparison import Comparison, equal_share, kl
-from quire_engine.models.config import load_model_config
-from quire_engine.quality import CONTINUATION_TOKENS, MAX_PROMPT_TOKENS, bounded, random_prompts
+from quire_engine.execution.models.config import load_model_config
 from quire_engine.quality_store import Quality, quality_text, store_quality, stored_quality
+from quire_engine.tools.logit_comparison import Comparison, equal_share, kl
+from quire_engine.tools.quality import CONTINUATION_TOKENS, MAX_PROMPT_TOKENS, bounded, random_prompts
+from support.checkpoints import shared_checkpoint
 
 QUALITY = Quality(
     checkpoint="0123456789abcdef",

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from fake_executor import Run, expected_tokens, new_run, own_tokens, request
-from quire_engine.page_table import PageTable
+from quire_engine.scheduling.page_table import PageTable
+from support.fake_executor import Run, expected_tokens, new_run, own_tokens, request
 
 LENGTHS = {"a": 32, "b": 128, "c": 64, "d": 256}
 

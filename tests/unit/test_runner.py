@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from quire_engine.batch import Batch, Fork, ScheduledSequence
-from quire_engine.runner import Runner
-from quire_engine.sampler import NON_FINITE
+from quire_engine.execution.runner import Runner
+from quire_engine.execution.sampler import NON_FINITE
 from quire_engine.types import SamplingParams, StopParams
 
 VOCAB = 16

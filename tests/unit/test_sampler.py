@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from quire_engine.logit_rules import SampleRow
-from quire_engine.sampler import NO_CANDIDATE, NON_FINITE, Sampler
+from quire_engine.execution.logit_rules import SampleRow
+from quire_engine.execution.sampler import NO_CANDIDATE, NON_FINITE, Sampler
 from quire_engine.types import SamplingParams, StopParams
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

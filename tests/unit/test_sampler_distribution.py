@@ -9,9 +9,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from quire_engine import distribution
-from quire_engine.logit_rules import SampleRow, apply_rules
-from quire_engine.sampler import Sampler
+from quire_engine.execution import distribution
+from quire_engine.execution.logit_rules import SampleRow, apply_rules
+from quire_engine.execution.sampler import Sampler
 from quire_engine.types import SamplingParams, StopParams
 
 DRAWS = 20_000

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fakes import load_tokenizer, make_plan
 from quire_engine.config import SchedulerConfig
 from quire_engine.errors import InfeasibleRequest
-from quire_engine.policies.gate import check_request
+from quire_engine.scheduling.policies.gate import check_request
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
+from quire_server.answering.sampling import ModelLimits, banned_token_ids, resolve_sampling, resolve_stop, with_seed
 from quire_server.errors import BadRequest, ContextLengthExceeded
-from quire_server.sampling import ModelLimits, banned_token_ids, resolve_sampling, resolve_stop, with_seed
 from quire_server.wire.completions import CompletionRequest
+from support.fakes import load_tokenizer, make_plan
 
 
 def limits(**changes: int) -> ModelLimits:

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from fake_executor import Run, expected_tokens, new_run, own_tokens, request
 from quire_engine.batch import SampledToken, StepResult
 from quire_engine.errors import ConfigError, InfeasibleRequest
-from quire_engine.scheduler import InvariantViolation
+from quire_engine.scheduling.scheduler import InvariantViolation
 from quire_engine.types import GenerationRequest, TokenOutput
+from support.fake_executor import Run, expected_tokens, new_run, own_tokens, request
 
 
 def of(run: Run, name: str, choice: int = 0) -> list[TokenOutput]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from fake_executor import Run, expected_tokens, new_run, request
 from quire_engine.errors import InfeasibleRequest
 from quire_engine.types import GenerationRequest
+from support.fake_executor import Run, expected_tokens, new_run, request
 
 
 def served(run: Run, *wanted: GenerationRequest) -> bool:

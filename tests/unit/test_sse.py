@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
+from quire_server.answering.rendering import DONE
 from quire_server.errors import ApiError, ClientGone, EngineFailed
-from quire_server.rendering import DONE
-from quire_server.sse import KEEP_ALIVE, EventStream
+from quire_server.http.sse import KEEP_ALIVE, EventStream
 
 
 class Server:

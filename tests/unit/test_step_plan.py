@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fake_executor import request
-from quire_engine.page_table import PageTable
-from quire_engine.sequence import Group, Sequence
-from quire_engine.step_plan import StepPlan
+from quire_engine.scheduling.page_table import PageTable
+from quire_engine.scheduling.sequence import Group, Sequence
+from quire_engine.scheduling.step_plan import StepPlan
+from support.fake_executor import request
 
 
 def group(first_id: int, choices: int) -> Group:

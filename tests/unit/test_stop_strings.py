@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire_server.stop_strings import StopMatcher
+from quire_server.text.stop_strings import StopMatcher
 
 
 def search(text: str, stops: list[str], include: bool, first_examined: int = 0) -> tuple[str, str | None]:

@@ -15,13 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fake_engine_process import make_plan, next_token
 from quire_engine.config import EngineConfig
 from quire_engine.errors import ConfigError, EngineDead, ModelLoadError
 from quire_engine.types import GenerationRequest, SamplingParams, StepOutput, StopParams, TokenOutput
-from quire_server.supervisor import EngineState, RestartPolicy, Supervisor, hang_limit
+from quire_server.engine.supervisor import EngineState, RestartPolicy, Supervisor, hang_limit
+from support.fake_engine_process import make_plan, next_token
 
-FAKE = (sys.executable, str(Path(__file__).resolve().parent.parent / "fake_engine_process.py"))
+FAKE = (sys.executable, str(Path(__file__).resolve().parents[1] / "support/fake_engine_process.py"))
 
 
 class Client:

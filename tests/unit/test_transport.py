@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fake_engine_process import make_plan
 from quire_engine.config import EngineConfig
 from quire_engine.errors import ProtocolError
-from quire_engine.transport import MAX_FRAME_BYTES, Abort, FrameDecoder, Kind, StartFailed, encode_frame
+from quire_engine.process.transport import MAX_FRAME_BYTES, Abort, FrameDecoder, Kind, StartFailed, encode_frame
 from quire_engine.types import (
     Control,
     EngineHealth,
@@ -22,6 +21,7 @@ from quire_engine.types import (
     TokenLogprobs,
     TokenOutput,
 )
+from support.fake_engine_process import make_plan
 
 LOGPROBS = TokenLogprobs(token_id=3, logprob=-0.1 - 1e-17, rank=1, top_ids=(3, 4), top_logprobs=(-0.1, -2.5))
 FRAMES = [

@@ -57,7 +57,7 @@ def load_library(
 
 def _load(variant: Variant, cache_dir: Path | None, extra_flags: Sequence[str]) -> ctypes.CDLL:
     flags = (*FLAGS, *variant.flags, *extra_flags)
-    sources = _sources()
+    sources = _source_folder()
     key = _key(sources, flags)
     prebuilt = _PREBUILT / f"{variant.name}-{key}.so"
     if _is_complete(prebuilt):
@@ -86,7 +86,7 @@ def build_prebuilt(variant: Variant, directory: Path | None = None) -> Path:
     """Compile one variant into the package (or `directory`), where `load_library` finds it without a compiler."""
     directory = directory or _PREBUILT
     flags = (*FLAGS, *variant.flags)
-    sources = _sources()
+    sources = _source_folder()
     path = directory / f"{variant.name}-{_key(sources, flags)}.so"
     if not _is_complete(path):
         directory.mkdir(parents=True, exist_ok=True)
@@ -101,18 +101,19 @@ def _default_cache() -> Path:
         raise KernelBuildError(f"there is no place for the compiled kernels: {error}") from error
 
 
-def _sources() -> list[Path]:
-    """All C++ files: beside the package in a checkout, inside it when installed."""
-    for directory in (_PACKAGE / "csrc", _PACKAGE.parent / "csrc"):
-        if files := sorted([*directory.glob("*.cpp"), *directory.glob("*.h")]):
-            return files
+def _source_folder() -> Path:
+    """Where the C++ lies: beside the package in a checkout, inside it when installed."""
+    for folder in (_PACKAGE / "csrc", _PACKAGE.parent / "csrc"):
+        if next(folder.rglob("*.cpp"), None):
+            return folder
     raise KernelBuildError(f"the C++ sources are missing from {_PACKAGE}")
 
 
-def _key(sources: Sequence[Path], flags: Sequence[str]) -> str:
+def _key(sources: Path, flags: Sequence[str]) -> str:
+    """Changes with any C++ file, its place and the flags; not with where the sources lie."""
     content = hashlib.sha256("\0".join((platform.machine(), *flags)).encode())
-    for source in sources:
-        content.update(f"\0{source.name}\0".encode())
+    for source in sorted([*sources.rglob("*.cpp"), *sources.rglob("*.h")]):
+        content.update(f"\0{source.relative_to(sources)}\0".encode())
         content.update(source.read_bytes())
     return content.hexdigest()[:16]
 
@@ -121,16 +122,16 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _build(compiler: Compiler, variant: Variant, sources: Sequence[Path], flags: Sequence[str], path: Path) -> None:
+def _build(compiler: Compiler, variant: Variant, sources: Path, flags: Sequence[str], path: Path) -> None:
     """Compile into `path`. The digest of the library follows it, so that half a file is recognised."""
     started = time.perf_counter()
     print(f"quire: compiling the CPU kernels ({variant.name}) with {compiler.path} ...", file=sys.stderr, flush=True)
-    units = [source for source in sources if source.suffix == ".cpp"]
+    units = sorted(sources.rglob("*.cpp"))
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".building-")
     os.close(descriptor)
     temporary = Path(name)
     try:
-        compile_library(compiler, units, flags, temporary, jobs=len(os.sched_getaffinity(0)))
+        compile_library(compiler, units, (*flags, f"-I{sources}"), temporary, jobs=len(os.sched_getaffinity(0)))
         content = temporary.read_bytes()
         with temporary.open("ab") as file:
             file.write(hashlib.sha256(content).digest())

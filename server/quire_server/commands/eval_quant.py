@@ -21,9 +21,9 @@ from quire_engine.demo import demo_model_path
 from quire_engine.errors import ModelLoadError, QuireError
 from quire_engine.quality_store import Quality
 from quire_server.errors import ApiError
-from quire_server.quality_prompts import prompt_ids
 from quire_server.settings import DEMO_MODEL
-from quire_server.tokenizer import TextTokenizer
+from quire_server.text.quality_prompts import prompt_ids
+from quire_server.text.tokenizer import TextTokenizer
 
 DONE, FAILED, BAD_USAGE = 0, 1, 2
 WIDTH = 110  # where there is no terminal
@@ -129,7 +129,7 @@ def _question(given: argparse.Namespace, variants: object) -> bytes:
 def _measure(question: bytes) -> list[Quality]:
     """In a process of its own: this half never loads torch. Raises _Failed."""
     process = subprocess.run(
-        [sys.executable, "-m", "quire_engine.quality"],
+        [sys.executable, "-m", "quire_engine.tools.quality"],
         input=question,
         stdout=subprocess.PIPE,
         check=False,

@@ -15,11 +15,12 @@ from typing import Protocol, cast
 from quire_engine.config import EnginePlan
 from quire_engine.errors import ConfigError, ModelLoadError, QuireError
 from quire_engine.memory_plan import plan_text
+from quire_engine.quality_store import quality_text
 from quire_server import logs
-from quire_server.event_loop import loop_factory
+from quire_server.engine.supervisor import RestartPolicy, Supervisor
 from quire_server.flags import parse_flags
+from quire_server.http.event_loop import loop_factory
 from quire_server.settings import Settings, SettingsError
-from quire_server.supervisor import RestartPolicy, Supervisor
 
 DONE, FAILED, BAD_USAGE, CRASH_LOOP = 0, 1, 2, 70
 
@@ -57,7 +58,8 @@ async def _run(settings: Settings) -> int:
     starting = asyncio.create_task(supervisor.start())
     try:
         if settings.dry_run:
-            print(plan_text(await starting))
+            plan = await starting
+            print(plan_text(plan, quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype)))
             return DONE
         server = cast(Composition, await asyncio.to_thread(import_module, "quire_server.serving"))
         drained = await server.serve(settings, supervisor, starting)

@@ -11,10 +11,10 @@ from typing import Annotated
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from quire_server.body import json_body
+from quire_server.answering import prepare as answering
+from quire_server.answering.rendering import ChatRenderer
 from quire_server.errors import BadRequest
-from quire_server.rendering import ChatRenderer
-from quire_server.routes import answering
+from quire_server.http.body import json_body
 from quire_server.state import ServerState, state_of
 from quire_server.wire.chat import ChatCompletionChunk, ChatCompletionRequest, ChatCompletionResponse
 from quire_server.wire.extras import review_extras

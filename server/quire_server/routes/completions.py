@@ -11,11 +11,11 @@ from typing import Annotated
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from quire_server.body import json_body
+from quire_server.answering import prepare as answering
+from quire_server.answering.rendering import CompletionRenderer
+from quire_server.answering.sampling import COMPLETION_TOKENS
 from quire_server.errors import BadRequest
-from quire_server.rendering import CompletionRenderer
-from quire_server.routes import answering
-from quire_server.sampling import COMPLETION_TOKENS
+from quire_server.http.body import json_body
 from quire_server.state import ServerState, state_of
 from quire_server.wire.completions import CompletionChunk, CompletionRequest, CompletionResponse
 

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
 from quire_server.errors import ModelNotFound
-from quire_server.openapi import error_response
+from quire_server.http.openapi import error_response
 from quire_server.state import ServerState, state_of
 
 router = APIRouter(prefix="/v1/models", tags=["models"])

@@ -11,8 +11,8 @@ from typing import Annotated, Self
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, JsonValue, model_validator
 
-from quire_server.body import LongList, json_body
 from quire_server.errors import BadRequest, ModelNotFound
+from quire_server.http.body import LongList, json_body
 from quire_server.state import ServerState, state_of
 
 router = APIRouter(tags=["tokens"])

@@ -1,0 +1,4 @@
+"""What clients send and get, as pydantic models, one file a dialect.
+
+Imports nothing of the server but its errors.
+"""

@@ -1,0 +1,161 @@
+"""The benchmark itself: who is measured, in which order, and what is made of it.
+
+Promises: in every round and at every load point all servers are measured one after the other, with the same requests;
+whatever was started is stopped. Must not know: HTTP, how numbers are computed or shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+from quire_bench.arguments import Asked, Peer
+from quire_bench.baselines import start_baseline
+from quire_bench.limits import Limits, is_measurable, probe_limits, shares
+from quire_bench.measures import Measures, measure
+from quire_bench.own_server import own_server
+from quire_bench.results import (
+    SCHEMA,
+    Collected,
+    Results,
+    command_line,
+    describe,
+    describe_machine,
+    now,
+    versions,
+)
+from quire_bench.servers import BenchError, Server, ServerInfo, Target, discover
+from quire_bench.workload import LoadPoint, Workload, jobs, warm_up
+from quire_server.flags import parse_flags
+
+Tell = Callable[[str], None]
+_DEFAULT_VOCAB = 1000
+_MOST_WARMUP = 32
+
+
+async def run_benchmark(asked: Asked, argv: Sequence[str], tell: Tell) -> Results:
+    """All rounds of all points on all servers; `tell` gets a line per run. Raises BenchError."""
+    started, machine = now(), describe_machine()
+    async with AsyncExitStack() as stack:
+        targets = await _targets(asked, stack)
+        infos = [target.info for target in targets]
+        workload = replace(asked.workload, vocab=asked.vocab or infos[0].vocab_size or _DEFAULT_VOCAB)
+        _check_lengths(asked.points, workload, infos)
+        await _warm_up(asked, workload, targets)
+        collected = Collected(points=asked.points, servers=infos)
+        limits: Limits | str = "not asked for"
+        for round_number in range(asked.repeat):
+            if asked.probe:
+                limits = await _probed(infos, limits)
+            for point in asked.points:
+                for target in targets:
+                    run = await target.run(point, jobs(workload, point, round_number), workload.seconds)
+                    measures = measure(run)
+                    collected.add(point, target.info.name, measures)
+                    tell(_line(round_number, asked.repeat, point, target.info.name, measures))
+    if isinstance(limits, Limits):
+        _add_shares(collected, workload, limits)
+    return Results(
+        schema=SCHEMA,
+        started=started,
+        command=command_line(argv),
+        versions=versions(),
+        machine=machine,
+        workload=describe(workload, token_ids=asked.token_ids),
+        repeat=asked.repeat,
+        limits=limits if isinstance(limits, Limits) else None,
+        limits_missing=limits if isinstance(limits, str) else "",
+        servers=infos,
+        points=collected.point_results(),
+        knees=collected.knees(),
+    )
+
+
+async def _targets(asked: Asked, stack: AsyncExitStack) -> list[Target]:
+    """The first one is what the others are compared with."""
+    if asked.url is not None:
+        first = asked.url
+    else:
+        flags = [*asked.serve_flags, *(("--api-key", asked.api_key) if asked.api_key else ())]
+        first = Peer(url=await stack.enter_async_context(own_server(flags)), name="quire")
+    servers = [await _server(first, asked, api_key=asked.api_key, model=asked.model)]
+    servers += [await _server(peer, asked, api_key=None, model=None) for peer in asked.against]
+    targets: list[Target] = list(servers)
+    for server in servers:
+        stack.push_async_callback(server.close)
+    if asked.baselines:
+        model = ["--model", asked.checkpoint] if asked.checkpoint is not None else []
+        config = parse_flags([*asked.serve_flags, *model]).engine_config()
+        streams = int(max(point.value for point in asked.points))
+        for name in asked.baselines:
+            baseline = await start_baseline(name, config, streams=streams)
+            stack.push_async_callback(baseline.close)
+            targets.append(baseline)
+    names = [target.info.name for target in targets]
+    if len(set(names)) < len(names):
+        raise BenchError(f"two servers have one name ({', '.join(names)}); name them: --against URL,NAME")
+    return targets
+
+
+async def _server(peer: Peer, asked: Asked, *, api_key: str | None, model: str | None) -> Server:
+    info = await discover(peer.url, peer.name, api_key=api_key, model=model)
+    return Server(
+        info, api_key=api_key, timeout=asked.timeout, temperature=asked.temperature, token_ids=asked.token_ids
+    )
+
+
+def _check_lengths(points: Sequence[LoadPoint], workload: Workload, infos: Sequence[ServerInfo]) -> None:
+    """Before minutes go into measuring refusals."""
+    if points[0].mode == "trace":
+        longest = max(row.input_tokens + row.output_tokens for row in workload.trace[: workload.requests])
+        advice = "use a smaller --scale-len"
+    else:
+        longest = workload.prefix + workload.input.high + workload.output.high
+        advice = "use a smaller --input, --output or --prefix"
+    for info in infos:
+        if info.max_model_len is not None and longest > info.max_model_len:
+            raise BenchError(
+                f"{info.name} takes {info.max_model_len} tokens of prompt and answer, and there are requests of"
+                f" {longest}; {advice}"
+            )
+
+
+async def _warm_up(asked: Asked, workload: Workload, targets: Sequence[Target]) -> None:
+    closed = asked.points[0].mode == "concurrency"
+    streams = min(_MOST_WARMUP, int(max(point.value for point in asked.points)) if closed else 8)
+    count = streams if asked.warmup is None else asked.warmup
+    for target in targets:
+        if count == 0:
+            continue
+        point = LoadPoint(mode="concurrency", value=min(streams, count))
+        measures = measure(await target.run(point, warm_up(workload, count), None))
+        if not measures.ok:
+            raise BenchError(f"{target.info.name} answers no request: {'; '.join(measures.error_examples)}")
+
+
+async def _probed(infos: Sequence[ServerInfo], before: Limits | str) -> Limits | str:
+    if not any(is_measurable(info) for info in infos):
+        return "no server here tells its model's sizes and runs on this machine's processor"
+    found = await probe_limits()
+    if isinstance(before, Limits):
+        return before.best(found) if isinstance(found, Limits) else before
+    return found
+
+
+def _add_shares(collected: Collected, workload: Workload, limits: Limits) -> None:
+    for info in collected.servers:
+        if info.facts is None or not is_measurable(info):
+            continue
+        for point in collected.points:
+            collected.shares[point, info.name] = [
+                shares(point, workload, run, info.facts, limits) for run in collected.runs[point, info.name]
+            ]
+
+
+def _line(round_number: int, rounds: int, point: LoadPoint, name: str, run: Measures) -> str:
+    bad = ", ".join(f"{count} x {outcome}" for outcome, count in run.errors.items())
+    return (
+        f"round {round_number + 1}/{rounds}  {point}  {name}: {run.output_tok_s:.1f} tok/s, {run.ok} requests"
+        f" in {run.seconds:.1f} s{'; errors: ' + bad if bad else ''}"
+    )

@@ -1,0 +1,147 @@
+"""The safetensors files of a checkpoint directory, memory-mapped and checked before anything is read.
+
+Promises: shard names stay inside the directory; every failure is a ModelLoadError that names the file.
+Must not know: what the tensors mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from quire_engine.errors import ModelLoadError
+from quire_engine.execution.models.options import read_json_object
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_STORED = ("F32", "F16", "BF16")
+_MAX_LISTED = 8  # names in one error message
+
+
+class _Slice(Protocol):
+    def get_shape(self) -> list[int]: ...
+    def get_dtype(self) -> str: ...
+
+
+class _File(Protocol):
+    """An open safetensors file."""
+
+    def keys(self) -> list[str]: ...
+    def get_slice(self, name: str) -> _Slice: ...
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
+class _Entry(NamedTuple):
+    path: Path
+    file: _File
+
+
+class Checkpoint:
+    """Tensors by name over all files. Valid while `open_checkpoint`'s block runs."""
+
+    def __init__(self, path: Path, entries: dict[str, _Entry]) -> None:
+        self._path = path
+        self._entries = entries
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._entries)
+
+    def error(self, name: str, reason: str) -> ModelLoadError:
+        return ModelLoadError(f"{self._entries[name].path}: tensor {name} {reason}")
+
+    def drop(self, unwanted: Callable[[str], bool]) -> None:
+        """Forget tensors that are known to be redundant."""
+        self._entries = {name: entry for name, entry in self._entries.items() if not unwanted(name)}
+
+    def require(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Check that exactly these tensors are there, in these shapes and a supported dtype."""
+        if missing := shapes.keys() - self._entries.keys():
+            raise ModelLoadError(f"{self._path}: missing tensors: {_listed(missing)}")
+        if leftover := self._entries.keys() - shapes.keys():
+            raise ModelLoadError(f"{self._path}: tensors that this configuration does not use: {_listed(leftover)}")
+        for name, shape in shapes.items():
+            stored = self._entries[name].file.get_slice(name)
+            if tuple(stored.get_shape()) != shape:
+                raise self.error(name, f"has shape {stored.get_shape()}, the configuration implies {list(shape)}")
+            if stored.get_dtype() not in _STORED:
+                raise self.error(name, f"is stored as {stored.get_dtype()}; supported: {', '.join(_STORED)}")
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor as stored, on the CPU, possibly a view of the mapped file."""
+        entry = self._entries[name]
+        try:
+            return entry.file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(f"{entry.path}: cannot read {name}: {error}") from error
+
+
+@contextmanager
+def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
+    """Open all safetensors files of a directory."""
+    with ExitStack() as stack:
+        entries: dict[str, _Entry] = {}
+        for file_path, promised in _files(path).items():
+            try:
+                file: _File = stack.enter_context(safe_open(str(file_path), framework="pt", device="cpu"))
+                names = file.keys()
+            except FileNotFoundError:
+                raise ModelLoadError(f"{file_path}: missing; the checkpoint is incomplete") from None
+            except (SafetensorError, OSError) as error:
+                raise ModelLoadError(f"{file_path}: not a complete safetensors file: {error}") from error
+            if absent := promised - set(names):
+                raise ModelLoadError(f"{file_path}: lacks tensors that {_INDEX} places there: {_listed(absent)}")
+            for name in names:
+                if name in entries:
+                    raise ModelLoadError(f"{file_path}: tensor {name} is also in {entries[name].path.name}")
+                entries[name] = _Entry(file_path, file)
+        yield Checkpoint(path, entries)
+
+
+def _files(path: Path) -> dict[Path, set[str]]:
+    """The files to open and, where there is an index, the tensors that it places in each."""
+    if not path.is_dir():
+        raise ModelLoadError(f"{path}: not a directory")
+    if (path / _INDEX).exists():
+        return _indexed_files(path)
+    if (path / _SINGLE).exists():
+        return {path / _SINGLE: set()}
+    pickled = next(iter(sorted(path.glob("*.bin")) + sorted(path.glob("*.pt*"))), None)
+    if pickled is not None:
+        raise ModelLoadError(f"{pickled}: pickled weights are never loaded; convert the checkpoint to safetensors")
+    raise ModelLoadError(f"{path}: holds neither {_SINGLE} nor {_INDEX}")
+
+
+def _indexed_files(path: Path) -> dict[Path, set[str]]:
+    index = path / _INDEX
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelLoadError(f"{index}: weight_map must be a non-empty object")
+    promised: dict[Path, set[str]] = {}
+    for tensor, shard in weight_map.items():
+        # A plain file name: no separator of any system, nothing that could climb out of the directory.
+        if not isinstance(shard, str) or not shard.endswith(".safetensors") or set(shard) & set("/\\:\0"):
+            raise ModelLoadError(f"{index}: {shard!r} is not the name of a safetensors file in this directory")
+        promised.setdefault(path / shard, set()).add(tensor)
+    return promised
+
+
+def _listed(names: set[str]) -> str:
+    shown = ", ".join(sorted(names)[:_MAX_LISTED])
+    more = len(names) - _MAX_LISTED
+    return shown if more <= 0 else f"{shown} and {more} more"
+
+
+def fingerprint(path: Path) -> str:
+    """A short digest that changes when a file of the checkpoint is replaced or written to; contents are not read."""
+    digest = hashlib.sha256()
+    for file in [*sorted(path.glob("*.safetensors*")), path / "config.json"]:
+        status = file.stat()
+        digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns} {status.st_ino}\n".encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,71 @@
+"""The model: embedding, layers, final norm and head, as a sequence of kernel-set ops.
+
+Promises: one forward for prefill, decode and any mixture; it writes each row's K and V to the slot the step names.
+Must not know: files, requests, sampling, how an op is computed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire_engine.execution.model_input import ModelInput
+from quire_engine.execution.models.config import ModelConfig
+from quire_engine.execution.models.layers import Weights
+from quire_kernels.kernel_set import AttentionInput, BoundLayers, KernelSet
+
+
+class Decoder:
+    """A dense decoder-only transformer on one device."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, kernels: KernelSet, *, num_parameters: int) -> None:
+        self.config = config
+        self.num_parameters = num_parameters
+        self._weights = weights
+        self._kernels = kernels
+        self._bound: BoundLayers | None = None
+        if kernels.bind_layers is not None:
+            self._bound = kernels.bind_layers(weights.layers, weights.rope, config.norm_eps)
+
+    @property
+    def packed_bytes(self) -> int | None:
+        """Memory of all packed matrices, the head included; None: the kernel set keeps them as they are."""
+        size = self._kernels.packed_bytes
+        if size is None:
+            return None
+        layers = self._weights.layers
+        return size(self._weights.head) + sum(size(w) for x in layers for w in (x.qkv, x.o, x.gate_up, x.down))
+
+    @torch.inference_mode()
+    def forward(self, step: ModelInput, kv: Tensor) -> Tensor:
+        """The sample rows' last hidden states [S, H], before the final norm. Writes every row's K and V into `kv`."""
+        ops, eps = self._kernels, self.config.norm_eps
+        x = ops.embed(self._weights.embedding, step.input_ids)  # [T, H]
+        if self._bound is not None and self._bound.serves(kv):
+            return self._bound(x, kv, step)
+        last = len(self._weights.layers) - 1
+        rows: AttentionInput = step
+        for index, layer in enumerate(self._weights.layers):
+            qkv = ops.norm_linear(x, layer.attention_norm, eps, layer.qkv)  # [T, (Hq + 2 Hkv) * D]
+            q = ops.rope_write(qkv, self._weights.rope, layer.attention, kv, index, step)  # [T, Hq, D]
+            if index == last and step.sampled is not None:  # behind the last keys and values no other row is asked for
+                q, x, rows = q[step.sample_rows], x[step.sample_rows], step.sampled
+                if not len(x):
+                    break
+            mixed = ops.attention(q, layer.attention, kv, index, rows)  # [T, Hq * D]
+            x = ops.linear_add(mixed, layer.o, x)
+            gated = ops.norm_gate_up(x, layer.mlp_norm, eps, layer.gate_up)  # [T, I]
+            x = ops.linear_add(gated, layer.down, x)
+        return x
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [S, H], as `forward` returns them, to float32 logits [S, V]."""
+        return self._kernels.logits(hidden, self._weights.final_norm, self.config.norm_eps, self._weights.head)
+
+    @torch.inference_mode()
+    def greedy(self, hidden: Tensor) -> tuple[list[int], list[bool]] | None:
+        """The argmax of each row of `logits(hidden)` and whether the row is finite; None: take it from the logits."""
+        if self._kernels.greedy is None:
+            return None
+        return self._kernels.greedy(hidden, self._weights.final_norm, self.config.norm_eps, self._weights.head)

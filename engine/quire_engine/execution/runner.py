@@ -1,0 +1,226 @@
+"""Executes a batch: block copies, the model, the sampler.
+
+Promises: a sequence whose data make the model or the sampler fail fails alone, its batch-mates get the tokens they
+would have got anyway; logits take a bounded amount of memory. Must not know: queues, the allocator, requests.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
+from quire_engine.execution.logit_rules import asks_for_argmax
+from quire_engine.execution.model_input import LogitRows, ModelInput, build_model_input
+from quire_engine.execution.models.config import ModelConfig
+from quire_engine.execution.sampler import NON_FINITE, Sampler, SampleRow
+from quire_engine.types import TokenLogprobs
+
+_log = logging.getLogger(__name__)
+
+LOGITS_BYTES = 64 << 20  # most float32 logits materialised at once
+
+
+class Model(Protocol):
+    """The part of `models.decoder.Decoder` that a step uses."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    def forward(self, step: ModelInput, kv: Tensor) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
+    def greedy(self, hidden: Tensor) -> tuple[list[int], list[bool]] | None: ...
+
+
+class KVBlocks(Protocol):
+    """The part of `kv_storage.KVStorage` that a step uses."""
+
+    @property
+    def tensor(self) -> Tensor: ...
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What one slice of logits rows is needed for."""
+
+    rows: list[SampleRow] = field(default_factory=list)
+    sequence_ids: list[int] = field(default_factory=list)  # of `rows`
+    score_rows: list[int] = field(default_factory=list)
+    score_ids: list[int] = field(default_factory=list)  # the prompt's next tokens
+    score_items: list[ScheduledSequence] = field(default_factory=list)  # of `score_rows`
+
+
+class Runner:
+    """Owns nothing but references to the weights and the KV pool; a step leaves no other state behind."""
+
+    def __init__(
+        self,
+        decoder: Model,
+        kv: KVBlocks,
+        block_size: int,
+        device: torch.device,
+        *,
+        logits_bytes: int = LOGITS_BYTES,
+    ) -> None:
+        self._decoder = decoder
+        self._kv = kv
+        self._block_size = block_size
+        self._device = device
+        self._sampler = Sampler()
+        self._vocab_size = decoder.config.vocab_size
+        self._logits_rows = max(1, logits_bytes // (4 * self._vocab_size))
+
+    def execute(self, batch: Batch) -> StepResult:
+        """Compute the batch. An item that raises gets `errors[sequence_id]`.
+
+        Raises only what no single item can be blamed for: a failing block copy, a lost device, exhausted host
+        memory. The process is then in an unknown state and its owner should end it.
+        """
+        with torch.inference_mode():
+            if batch.copies:
+                self._kv.copy_blocks(batch.copies)
+            try:
+                return self._compute(batch)
+            except Exception as error:
+                if _is_fatal(error):
+                    raise
+                if len(batch.items) == 1:
+                    return self._failed(batch, error)
+        return self._execute_alone(batch)
+
+    def _execute_alone(self, batch: Batch) -> StepResult:
+        """Find the culprit by running items one by one. They write the same keys and values to the same slots again,
+        so repeating the healthy ones changes nothing."""
+        results = [
+            self.execute(replace(batch, items=(item,), num_tokens=item.num_tokens, copies=())) for item in batch.items
+        ]
+        whole = StepResult()
+        for result in results:
+            whole.samples.update(result.samples)
+            whole.prompt_logprobs.update(result.prompt_logprobs)
+            whole.errors.update(result.errors)
+        return whole
+
+    def _failed(self, batch: Batch, error: Exception) -> StepResult:
+        (item,) = batch.items
+        _log.error("step %d: sequence %d failed", batch.step_id, item.sequence_id, exc_info=error)
+        # The exception's own text may hold addresses or paths: the client gets its kind only.
+        text = f"the model failed on this request ({type(error).__name__})"
+        ids = [item.sequence_id, *(fork.sequence_id for fork in item.forks)]
+        return StepResult(errors=dict.fromkeys(ids, text))
+
+    def _compute(self, batch: Batch) -> StepResult:
+        for item in batch.items:
+            self._check_ids(item)
+        step, logit_rows = build_model_input(batch, self._block_size, self._device)
+        hidden = self._decoder.forward(step, self._kv.tensor)  # [S, H]
+        found = self._greedy(batch, hidden, logit_rows)
+        if found is not None:
+            return found
+        result = StepResult()
+        scores: dict[int, list[TokenLogprobs]] = {
+            item.sequence_id: [] for item in batch.items if item.wants_prompt_logprobs
+        }
+        slices = self._plan_slices(batch, logit_rows, hidden.shape[0])
+        for i, pending in enumerate(slices):
+            start = i * self._logits_rows
+            logits = self._decoder.logits(hidden[start : start + self._logits_rows])  # [s, V] float32
+            sampled = self._sampler.sample(logits, pending.rows)
+            result.samples.update(zip(pending.sequence_ids, sampled, strict=True))
+            self._score(logits, pending, scores, result)
+        for sequence_id, entries in scores.items():
+            if sequence_id not in result.errors:
+                result.prompt_logprobs[sequence_id] = tuple(entries)
+        return result
+
+    def _greedy(self, batch: Batch, hidden: Tensor, logit_rows: Sequence[LogitRows]) -> StepResult | None:
+        """A step that needs nothing but maxima, if the model can find them without the logits."""
+        for item in batch.items:
+            if item.wants_prompt_logprobs or (item.wants_sample and not asks_for_argmax(item.sampling)):
+                return None
+        found = self._decoder.greedy(hidden)
+        if found is None:
+            return None
+        tokens = [
+            SampledToken(token_id=token) if finite else SampledToken(error=NON_FINITE)
+            for token, finite in zip(*found, strict=True)
+        ]
+        result = StepResult()
+        for item, at in zip(batch.items, logit_rows, strict=True):
+            if item.wants_sample:
+                result.samples[item.sequence_id] = tokens[at.first]
+                for fork in item.forks:
+                    result.samples[fork.sequence_id] = tokens[at.first]
+        return result
+
+    def _check_ids(self, item: ScheduledSequence) -> None:
+        """A GPU answers an index out of range by ending the process, so it must not get that far."""
+        ids = item.token_ids[item.start : item.end + 1]  # the next one may be scored
+        if min(ids) < 0 or max(ids) >= self._vocab_size:
+            raise ValueError(f"a token id is outside the vocabulary of {self._vocab_size}")
+
+    def _plan_slices(self, batch: Batch, logit_rows: Sequence[LogitRows], num_rows: int) -> list[_Pending]:
+        """What to sample and to score, by the slice of logits it needs."""
+        slices = [_Pending() for _ in range(-(-num_rows // self._logits_rows))]
+        for item, at in zip(batch.items, logit_rows, strict=True):
+            if item.wants_prompt_logprobs:
+                for i in range(min(item.end, item.num_prompt_tokens - 1) - item.start):
+                    index, row = divmod(at.first + i, self._logits_rows)
+                    pending = slices[index]
+                    pending.score_rows.append(row)
+                    pending.score_ids.append(item.token_ids[item.start + i + 1])
+                    pending.score_items.append(item)
+            if item.wants_sample:
+                index, row = divmod(at.first + at.count - 1, self._logits_rows)
+                pending = slices[index]
+                choices = [(item.sequence_id, item.choice), *((f.sequence_id, f.choice) for f in item.forks)]
+                for sequence_id, choice in choices:
+                    pending.sequence_ids.append(sequence_id)
+                    pending.rows.append(
+                        SampleRow(
+                            sampling=item.sampling,
+                            stop=item.stop,
+                            choice=choice,
+                            token_ids=item.token_ids,
+                            num_prompt_tokens=item.num_prompt_tokens,
+                            position=item.end,
+                            logits_row=row,
+                        )
+                    )
+        return slices
+
+    def _score(
+        self, logits: Tensor, pending: _Pending, scores: dict[int, list[TokenLogprobs]], result: StepResult
+    ) -> None:
+        if not pending.score_rows:
+            return
+        rows = torch.tensor(pending.score_rows, device=logits.device)
+        num_top = max(item.sampling.num_prompt_logprobs or 0 for item in pending.score_items)
+        scored = self._sampler.score(logits[rows], pending.score_ids, num_top)
+        for item, entry in zip(pending.score_items, scored, strict=True):
+            if entry is None:
+                result.errors[item.sequence_id] = NON_FINITE
+                continue
+            wanted = item.sampling.num_prompt_logprobs or 0
+            scores[item.sequence_id].append(
+                replace(entry, top_ids=entry.top_ids[:wanted], top_logprobs=entry.top_logprobs[:wanted])
+            )
+
+
+def _is_fatal(error: Exception) -> bool:
+    """Whether the process cannot go on: after a CUDA error every later call fails too, even other sequences'.
+
+    Running out of GPU memory is not: the items are smaller alone, and one that still fails can be blamed.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    # torch before 2.8 raises a plain RuntimeError with this text.
+    return isinstance(error, (MemoryError, *_DEVICE_ERRORS)) or str(error).startswith("CUDA error")
+
+
+_DEVICE_ERRORS: tuple[type[Exception], ...] = (torch.AcceleratorError,) if hasattr(torch, "AcceleratorError") else ()

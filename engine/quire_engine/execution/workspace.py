@@ -1,0 +1,71 @@
+"""How much memory the largest step takes on a GPU, found by running it.
+
+Promises: leaves nothing allocated. Must not know: how the pool is sized from the answer.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quire_engine.batch import Batch, ScheduledSequence
+from quire_engine.config import EngineConfig
+from quire_engine.execution.kv_storage import KVStorage
+from quire_engine.execution.models.decoder import Decoder
+from quire_engine.execution.runner import Runner
+from quire_engine.types import SamplingParams, StopParams
+from quire_kernels.kernel_set import KernelSet
+
+
+def measure_workspace(
+    decoder: Decoder, kernels: KernelSet, config: EngineConfig, *, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Bytes beside weights and pool, at the peak of a step of `config`'s limits. Its max_model_len must be set."""
+    kv = KVStorage(kernels, decoder.config, 1, config.block_size, dtype, device)
+    runner = Runner(decoder, kv, config.block_size, device)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    result = runner.execute(largest_batch(config))
+    peak = torch.cuda.max_memory_allocated(device) - before
+    if result.errors:
+        raise RuntimeError(f"the model failed on a batch of the configured size: {next(iter(result.errors.values()))}")
+    del kv, runner
+    torch.cuda.empty_cache()
+    return peak
+
+
+def largest_batch(config: EngineConfig) -> Batch:
+    """Prompt chunks and decodes at the end of full contexts, up to every limit, all sampled the costly way.
+
+    Every sequence lives in block 0 of a pool of one block: the values are meaningless, the shapes are real.
+    """
+    length = config.max_model_len or 1
+    sizes: list[int] = []
+    left = config.max_num_batched_tokens
+    for _ in range(min(config.max_partial_prefills, config.max_num_seqs)):
+        sizes.append(min(config.prefill_chunk, length, left))
+        left -= sizes[-1]
+        if left <= 0:
+            break
+    sizes += [1] * min(left, config.max_num_seqs - len(sizes))
+    tokens = [0] * length
+    blocks = [0] * -(-length // config.block_size)
+    sampling = SamplingParams(top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, num_logprobs=20)
+    items = tuple(
+        ScheduledSequence(
+            sequence_id=i,
+            choice=0,
+            token_ids=tokens,
+            num_prompt_tokens=length,
+            start=length - size,
+            num_tokens=size,
+            block_ids=blocks,
+            wants_sample=True,
+            wants_prompt_logprobs=False,
+            forks=(),
+            sampling=sampling,
+            stop=StopParams(max_new_tokens=1),
+        )
+        for i, size in enumerate(sizes)
+    )
+    return Batch(step_id=0, items=items, num_tokens=sum(sizes))

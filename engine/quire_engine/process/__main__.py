@@ -1,0 +1,81 @@
+"""The engine child process: `python -m quire_engine.process FD PARENT_PID`.
+
+Owns its process: death with the parent, signals, the exit code. Promises: the first frame sent is READY or
+START_FAILED. Must not know: anything that the START frame does not say.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import os
+import signal
+import socket
+import sys
+
+from quire_engine.errors import ConfigError, ModelLoadError, ProtocolError
+from quire_engine.process.transport import Frame, FrameDecoder, StartFailed, encode_frame
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it went before the call above
+        sys.exit(1)
+
+
+def _receive_start(connection: socket.socket, decoder: FrameDecoder) -> list[Frame]:
+    frames: list[Frame] = []
+    while not frames:
+        data = connection.recv(1 << 16)
+        if not data:
+            sys.exit(0)
+        frames = decoder.feed(data)
+    return frames
+
+
+def main(fd: int, parent_pid: int) -> None:
+    """Build the engine that the START frame asks for and run it until the socket closes."""
+    # The parent owns shutdown: a Ctrl-C in the terminal reaches the whole process group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # SIGUSR1 from the supervisor's watchdog: say where a hung step stands before it is killed.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    _die_with_parent(parent_pid)
+    connection = socket.socket(fileno=fd)
+    decoder = FrameDecoder()
+    start, *early = _receive_start(connection, decoder)
+
+    # Nothing of what comes now is garbage until all is loaded, and looking for it takes a tenth of the time.
+    gc.disable()
+    # Imported here: torch takes most of the start, and the parent loads its own half meanwhile.
+    from quire_engine.build import build  # noqa: PLC0415
+    from quire_engine.config import EngineConfig  # noqa: PLC0415
+    from quire_engine.engine import Engine  # noqa: PLC0415
+    from quire_engine.process.loop import EngineLoop  # noqa: PLC0415
+
+    if not isinstance(start, EngineConfig):
+        raise ProtocolError(f"the first frame is a {type(start).__name__}, not the engine's configuration")
+    try:
+        built = build(start)
+    except ConfigError as error:
+        connection.sendall(encode_frame(StartFailed(kind="config", message=str(error))))
+        sys.exit(2)
+    except ModelLoadError as error:
+        connection.sendall(encode_frame(StartFailed(kind="model", message=str(error))))
+        sys.exit(1)
+    engine = Engine(built.scheduler, built.runner, check_invariants=start.check_invariants)
+    loop = EngineLoop(engine, connection, decoder)
+    # What was imported and loaded stays: collections need not look at it again in the middle of a step.
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    loop.send(built.plan)
+    loop.run(early)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

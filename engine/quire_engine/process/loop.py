@@ -1,0 +1,77 @@
+"""The engine process's one loop: drain the inbox, step, send; a heartbeat when idle.
+
+Owns the engine's end of the socket. Promises: an abort that has arrived is seen before the next step; the loop ends
+when the other side is gone. Must not know: the model, HTTP, how processes are started.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+
+from quire_engine.engine import Engine
+from quire_engine.errors import ProtocolError
+from quire_engine.process.transport import Abort, Frame, FrameDecoder, encode_frame
+from quire_engine.types import Control, GenerationRequest
+
+HEARTBEAT_SECONDS = 1.0
+_RECEIVE_BYTES = 1 << 20
+
+
+class EngineLoop:
+    """Runs an engine for the peer at the other end of a connected stream socket."""
+
+    def __init__(self, engine: Engine, connection: socket.socket, decoder: FrameDecoder) -> None:
+        self._engine = engine
+        self._connection = connection
+        self._decoder = decoder
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+        self._stopping = False
+        engine.on_step = self.send
+
+    def run(self, early_frames: list[Frame]) -> None:
+        """Until the peer closes the socket or asks for a shutdown. `early_frames` came in with the start frame."""
+        for frame in early_frames:
+            self._dispatch(frame)
+        while not self._stopping:
+            self.drain_inbox()
+            if self._engine.has_work and not self._stopping:
+                self._engine.step()
+
+    def send(self, frame: Frame) -> None:
+        """Blocks until the peer's buffer has room: the API process always reads."""
+        try:
+            self._connection.sendall(encode_frame(frame))
+        except (BrokenPipeError, ConnectionResetError):
+            self._stopping = True
+
+    def drain_inbox(self) -> None:
+        """Take in all that has arrived; wait for something when there is nothing to compute."""
+        timeout = 0.0 if self._engine.has_work else HEARTBEAT_SECONDS
+        while not self._stopping:
+            if not self._poll.poll(timeout * 1000):
+                if not self._engine.has_work:
+                    self._engine.rest()
+                    self.send(self._engine.health())
+                return
+            data = self._connection.recv(_RECEIVE_BYTES)
+            if not data:
+                self._stopping = True
+                return
+            for frame in self._decoder.feed(data):
+                self._dispatch(frame)
+            timeout = 0.0 if self._engine.has_work else HEARTBEAT_SECONDS
+
+    def _dispatch(self, frame: Frame) -> None:
+        match frame:
+            case GenerationRequest():
+                self._engine.submit(frame)
+            case Abort():
+                self._engine.abort(frame.request_id)
+            case Control(kind="shutdown"):
+                self._stopping = True
+            case Control():
+                self._engine.control(frame)
+            case _:
+                raise ProtocolError(f"a {type(frame).__name__} frame does not belong in the engine's inbox")

@@ -1,0 +1,193 @@
+"""The only door to the block pool and the prefix cache: which sequence holds which blocks.
+
+Promises: a block that two tables hold, or that can be matched, is never handed out for writing.
+Must not know: queues, budgets, policies, what the blocks' bytes are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Blocks
+
+from quire_engine.invariants import require
+from quire_engine.scheduling.block_pool import BlockPool
+from quire_engine.scheduling.prefix_cache import PrefixCache, block_hash, root_hash
+from quire_engine.scheduling.sequence import Sequence
+
+Copy = tuple[int, int]  # (source block, target block)
+
+
+class KVAllocator:
+    """Blocks for sequences: matched by content, taken, shared, copied before a write, given back.
+
+    Every method that takes blocks presumes that the caller asked for its cost first and found it in
+    `num_available`; running out is a bug and raises InvariantViolation.
+    """
+
+    def __init__(self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+        self.block_size = block_size
+        self.total_evictions = 0
+        self._pool = BlockPool(num_blocks)
+        self._cache = PrefixCache()
+        self._caching = enable_prefix_caching
+        self._num_cached = 0  # blocks that are free and matchable
+
+    @property
+    def num_blocks(self) -> int:
+        return self._pool.num_blocks
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be taken: free ones, and cached ones that nobody holds."""
+        return self._pool.num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody holds and whose content can be matched."""
+        return self._num_cached
+
+    def match(self, sequence: Sequence, max_tokens: int) -> list[int]:
+        """The blocks of the longest cached prefix of at most `max_tokens` tokens. Changes no block."""
+        if not self._caching:
+            return []
+        count = max_tokens // self.block_size
+        self._extend_hashes(sequence, count)
+        return self._cache.longest_match(sequence.block_hashes[:count])
+
+    def seat_cost(self, sequence: Sequence, matched: Blocks[int]) -> int:
+        """Available blocks that `seat` would use up."""
+        revived = sum(1 for block in matched if self._pool.refs(block) == 0)
+        return sequence.blocks_for_known - len(matched) + revived
+
+    def seat(self, sequence: Sequence, matched: Blocks[int]) -> None:
+        """Give an empty sequence its matched prefix and new blocks for the rest of its known tokens."""
+        table = sequence.table.block_ids
+        for block in matched:
+            if self._pool.refs(block) == 0:
+                self._num_cached -= 1
+            self._pool.share(block)
+            table.append(block)
+        sequence.num_committed = len(matched)
+        sequence.num_computed = len(matched) * self.block_size
+        self._grow(sequence, len(sequence.token_ids))
+
+    def write_cost(self, sequence: Sequence, end: int) -> int:
+        """Available blocks that `prepare_write` up to position `end` would use up."""
+        growth = max(0, sequence.table.num_blocks_for(end) - len(sequence.table))
+        return growth + (1 if self._must_copy(sequence) else 0)
+
+    def prepare_write(self, sequence: Sequence, end: int) -> Copy | None:
+        """Make positions num_computed .. end - 1 the sequence's own to write; a copy to do first, if one is needed.
+
+        Of the owners of a shared block the last one to write keeps it, so n owners cost n - 1 copies.
+        """
+        copy = self._copy_tail(sequence) if self._must_copy(sequence) else None
+        sequence.shares_tail = False
+        self._grow(sequence, end)
+        return copy
+
+    def commit(self, sequence: Sequence) -> None:
+        """Make the blocks matchable that the sequence's computed tokens fill. Call for applied steps only."""
+        full = sequence.num_computed // self.block_size
+        if not self._caching or full <= sequence.num_committed:
+            return
+        self._extend_hashes(sequence, full)
+        for index in range(sequence.num_committed, full):
+            self._cache.register(sequence.block_hashes[index], sequence.table.block_ids[index])
+        sequence.num_committed = full
+
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+        """Let an empty child hold the parent's blocks of the first `num_tokens` computed tokens, a partial one too."""
+        full, partial = divmod(num_tokens, self.block_size)
+        shared = parent.table.block_ids[: full + (1 if partial else 0)]
+        for block in shared:
+            self._pool.share(block)
+        child.table.block_ids.extend(shared)
+        child.num_computed = child.num_reserved = num_tokens
+        child.block_hashes = parent.block_hashes[:full]
+        child.num_committed = min(parent.num_committed, full)
+        if partial:
+            parent.shares_tail = child.shares_tail = True
+
+    def release(self, sequence: Sequence) -> None:
+        """Take every block from the sequence; matchable ones stay so until they are reused, the deepest first."""
+        for block in reversed(sequence.table.clear()):
+            if not self._pool.drop(block):
+                continue
+            if self._cache.holds(block):
+                self._pool.free_last(block)
+                self._num_cached += 1
+            else:
+                self._pool.free_first(block)
+        sequence.num_computed = sequence.num_reserved = 0
+        sequence.num_committed = 0
+        sequence.shares_tail = False
+
+    def reset_cache(self) -> int:
+        """Make every block unmatchable; returns how many were."""
+        for block in [b for b in self._pool.free_blocks() if self._cache.holds(b)]:
+            self._pool.make_first(block)
+        self._num_cached = 0
+        return self._cache.clear()
+
+    def is_writable(self, block: int) -> bool:
+        """Whether exactly one table holds the block and nothing can match it."""
+        return self._pool.refs(block) == 1 and not self._cache.holds(block)
+
+    def num_unused_slots(self, sequences: Iterable[Sequence]) -> int:
+        """Token slots in the sequences' blocks that hold no token; a shared block counts once."""
+        unused = 0
+        shared: set[int] = set()
+        for sequence in sequences:
+            spare = sequence.table.num_slots - sequence.num_computed
+            if sequence.shares_tail and spare:
+                tail = sequence.table.block_ids[sequence.num_computed // self.block_size]
+                if tail in shared:
+                    spare -= self.block_size - sequence.num_computed % self.block_size
+                shared.add(tail)
+            unused += spare
+        return unused
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Raise InvariantViolation unless counts equal the occurrences in the live tables and every set is disjoint."""
+        self._pool.check()
+        self._cache.check()
+        held = Counter(block for sequence in sequences for block in sequence.table.block_ids)
+        for block in range(self.num_blocks):
+            refs = self._pool.refs(block)
+            require(refs == held[block], f"block {block} has {refs} references and is in {held[block]} tables")
+        cached = sum(1 for block in self._pool.free_blocks() if self._cache.holds(block))
+        require(cached == self._num_cached, f"{cached} blocks are cached and unheld, {self._num_cached} are counted")
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> None:
+        table = sequence.table.block_ids
+        for _ in range(sequence.table.num_blocks_for(num_tokens) - len(table)):
+            table.append(self._take())
+        sequence.num_reserved = max(sequence.num_reserved, num_tokens)
+
+    def _take(self) -> int:
+        block = self._pool.take()
+        if self._cache.forget(block):
+            self._num_cached -= 1
+            self.total_evictions += 1
+        return block
+
+    def _must_copy(self, sequence: Sequence) -> bool:
+        if not sequence.shares_tail:
+            return False
+        return self._pool.refs(sequence.table.block_ids[sequence.num_computed // self.block_size]) > 1
+
+    def _copy_tail(self, sequence: Sequence) -> Copy:
+        index = sequence.num_computed // self.block_size
+        source = sequence.table.block_ids[index]
+        target = self._take()
+        self._pool.drop(source)  # never the last reference: a sibling holds it
+        sequence.table.block_ids[index] = target
+        return source, target
+
+    def _extend_hashes(self, sequence: Sequence, count: int) -> None:
+        hashes, size = sequence.block_hashes, self.block_size
+        for index in range(len(hashes), count):
+            parent = hashes[-1] if hashes else root_hash(sequence.group.request.cache_salt)
+            hashes.append(block_hash(parent, sequence.token_ids[index * size : (index + 1) * size]))

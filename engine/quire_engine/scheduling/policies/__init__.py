@@ -1,0 +1,43 @@
+"""The scheduler's decisions, one small file each, behind one protocol each.
+
+Promises: a policy reads groups and answers; it changes neither groups nor blocks.
+Must not know: each other, the scheduler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire_engine.config import SchedulerConfig
+from quire_engine.scheduling.policies.capacity import CapacityPolicy, WholePrompt
+from quire_engine.scheduling.policies.chunk import ChunkPolicy, FixedChunk
+from quire_engine.scheduling.policies.elder import ElderPolicy, ElderRule
+from quire_engine.scheduling.policies.fcfs import FirstComeFirstServed
+from quire_engine.scheduling.policies.itl import ItlPolicy, ItlTarget
+from quire_engine.scheduling.policies.order import OrderPolicy
+from quire_engine.scheduling.policies.priority import PriorityOrder
+from quire_engine.scheduling.policies.victim import VictimPolicy, Youngest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policies:
+    """One of each."""
+
+    order: OrderPolicy
+    victim: VictimPolicy
+    capacity: CapacityPolicy
+    chunk: ChunkPolicy
+    itl: ItlPolicy
+    elder: ElderPolicy
+
+
+def policies_for(config: SchedulerConfig) -> Policies:
+    """The policies that the settings name."""
+    return Policies(
+        order=PriorityOrder() if config.policy == "priority" else FirstComeFirstServed(),
+        victim=Youngest(),
+        capacity=WholePrompt(),
+        chunk=FixedChunk(config.prefill_chunk),
+        itl=ItlTarget(config.itl_target),
+        elder=ElderRule(age_steps=config.elder_age_steps, min_chunk=config.min_chunk),
+    )

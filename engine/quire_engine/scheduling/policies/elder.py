@@ -1,0 +1,79 @@
+"""The elder rule: why every accepted request finishes, and within how many steps.
+
+Promises: one elder at a time, kept until it ends; `wait_bound` holds whatever the other policies do.
+Must not know: blocks, queues, the order in which others are served.
+
+The scheduler's part: the elder is never preempted; it has first claim on `min_chunk` tokens of every step, on
+slots for all its choices, and on blocks (all others' blocks can be taken, and its footprint fits the pool). So each
+step either computes `min_chunk` of its tokens or brings every unfinished choice of it forward by one token, and it
+ends within W = ceil((P + n G) / min_chunk) + G steps, a full recomputation included.
+
+Why the bound holds: a group is overdue once it is older than A + W. From then on only the elder of that moment and
+overdue groups that arrived earlier come before it, each at most once. The elder of that moment is one of those that
+arrived earlier, or a younger one that was overdue first and so needs less than W. Together:
+A + W (until overdue) + W (such an elder) + the sum of W over all earlier groups + W (its own).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from quire_engine.scheduling.sequence import Group
+from quire_engine.types import GenerationRequest
+
+
+class ElderPolicy(Protocol):
+    """Names the one group whose progress is guaranteed."""
+
+    def work(self, request: GenerationRequest) -> int:
+        """Steps that the request needs at most once it is the elder."""
+        ...
+
+    def wait_bound(self, work: int, earlier_work: int) -> int:
+        """Steps from submission to the end at most, `earlier_work` being the sum over groups live at submission."""
+        ...
+
+    def choose(self, live: Iterable[Group], step: int) -> Group | None:
+        """The elder of this step; `live` is in order of arrival."""
+        ...
+
+    def forget(self, group: Group) -> None:
+        """The group has ended."""
+        ...
+
+
+class ElderRule:
+    """The overdue group of least arrival, else the group of least arrival."""
+
+    def __init__(self, *, age_steps: int, min_chunk: int) -> None:
+        self._age_steps = age_steps
+        self._min_chunk = min_chunk
+        self._elder: Group | None = None
+
+    def work(self, request: GenerationRequest) -> int:
+        return self.work_of(len(request.prompt_token_ids), request.stop.max_new_tokens, request.n)
+
+    def work_of(self, prompt: int, output: int, n: int) -> int:
+        """The same for a request of so many tokens in, and out of each of n choices."""
+        return -(-(prompt + n * output) // self._min_chunk) + output
+
+    def wait_bound(self, work: int, earlier_work: int) -> int:
+        return self._age_steps + 3 * work + earlier_work
+
+    def choose(self, live: Iterable[Group], step: int) -> Group | None:
+        if self._elder is None:
+            self._elder = self._next(live, step)
+        return self._elder
+
+    def forget(self, group: Group) -> None:
+        if group is self._elder:
+            self._elder = None
+
+    def _next(self, live: Iterable[Group], step: int) -> Group | None:
+        oldest: Group | None = None
+        for group in live:
+            oldest = oldest or group
+            if step - group.added_step > self._age_steps + group.work:
+                return group
+        return oldest

@@ -1,0 +1,133 @@
+"""Who is live, who of them runs and who waits, with the blocks each holds.
+
+Promises: a live group is in exactly one queue, in the order policy's order; leaving any way frees every block.
+Must not know: budgets, chunks, why a group enters or leaves.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from itertools import count
+
+from quire_engine.invariants import require
+from quire_engine.scheduling.kv_allocator import KVAllocator
+from quire_engine.scheduling.page_table import PageTable
+from quire_engine.scheduling.policies.order import OrderPolicy
+from quire_engine.scheduling.sequence import Group, Sequence
+from quire_engine.types import GenerationRequest
+
+
+class Roster:
+    """The groups' life: join, then enter and preempt in turns, then end."""
+
+    def __init__(self, kv: KVAllocator, order: OrderPolicy) -> None:
+        self.live: dict[str, Group] = {}  # in order of arrival
+        self.running: list[Group] = []
+        self.waiting: list[Group] = []
+        self.sequences: dict[int, Sequence] = {}  # unfinished ones, by id
+        self.num_running = 0  # sequences of running groups
+        self.total_preemptions = 0
+        self._kv = kv
+        self._order = order
+        self._arrivals = count()
+        self._sequence_ids = count()
+
+    def join(self, request: GenerationRequest, *, step: int, work: int, wait_bound: int) -> None:
+        """Make a group of the request and let it wait."""
+        resumed = request.resumed_token_ids or ((),) * request.n
+        scores_prompt = request.sampling.num_prompt_logprobs is not None
+        group = Group(
+            request=request,
+            arrival=next(self._arrivals),
+            added_step=step,
+            stop_token_ids=frozenset(request.stop.stop_token_ids),
+            work=work,
+            wait_bound=wait_bound,
+            # Whoever resumes a request had them with the first output of choice 0, if there was one.
+            prompt_logprobs_due=scores_prompt and 0 not in request.finished_choices and not resumed[0],
+        )
+        for choice in range(request.n):
+            if choice not in request.finished_choices:
+                sequence = Sequence(
+                    sequence_id=next(self._sequence_ids),
+                    choice=choice,
+                    group=group,
+                    token_ids=[*request.prompt_token_ids, *resumed[choice]],
+                    num_prompt_tokens=len(request.prompt_token_ids),
+                    table=PageTable(self._kv.block_size),
+                )
+                group.sequences.append(sequence)
+                self.sequences[sequence.sequence_id] = sequence
+        self.live[request.request_id] = group
+        insort(self.waiting, group, key=self._order.key)
+
+    def enter(self, group: Group, matched: list[int]) -> None:
+        """Run a waiting group: its leader gets the matched blocks, and new ones for the rest of what it knows."""
+        self._kv.seat(group.computing[0], matched)
+        group.state = "running"
+        self.num_running += len(group.sequences)
+        self.waiting.remove(group)
+        insort(self.running, group, key=self._order.key)
+
+    def preempt(self, group: Group) -> None:
+        """Take every block from a running group; it waits in its old place and is computed again."""
+        for sequence in group.sequences:
+            self._kv.release(sequence)
+        group.computing = []
+        group.prompt_logprobs.clear()
+        group.state = "preempted"
+        group.num_preemptions += 1
+        self.total_preemptions += 1
+        self.num_running -= len(group.sequences)
+        self.running.remove(group)
+        insort(self.waiting, group, key=self._order.key)
+
+    def end(self, sequence: Sequence) -> bool:
+        """Take a choice out of everything; True if its group ended with it."""
+        group = sequence.group
+        self._kv.release(sequence)
+        del self.sequences[sequence.sequence_id]
+        group.sequences.remove(sequence)
+        if sequence in group.computing:
+            group.computing.remove(sequence)
+        if group.state == "running":
+            self.num_running -= 1
+        if group.sequences:
+            return False
+        (self.running if group.state == "running" else self.waiting).remove(group)
+        group.state = "finished"
+        del self.live[group.request.request_id]
+        return True
+
+    def check(self) -> None:
+        """Raise InvariantViolation if queues, counts, tables and blocks disagree."""
+        self._kv.check(self.sequences.values())
+        listed = sorted(group.arrival for group in [*self.running, *self.waiting])
+        require(listed == [g.arrival for g in self.live.values()], "a live group is not in exactly one queue")
+        for queue in (self.running, self.waiting):
+            require(queue == sorted(queue, key=self._order.key), "a queue is out of order")
+        counted = sum(len(group.sequences) for group in self.running)
+        require(counted == self.num_running, f"{counted} sequences run, {self.num_running} are counted")
+        known = sum(len(group.sequences) for group in self.live.values())
+        require(known == len(self.sequences), f"{known} choices are unfinished, {len(self.sequences)} are listed")
+        for group in self.live.values():
+            require((group in self.running) == (group.state == "running"), f"{_name(group)} is in the wrong queue")
+            require(bool(group.sequences), f"{_name(group)} is live without a choice")
+            for sequence in group.sequences:
+                _check_sequence(sequence)
+
+
+def _check_sequence(sequence: Sequence) -> None:
+    group = sequence.group
+    name = f"{_name(group)}, choice {sequence.choice}"
+    known, computed, reserved = len(sequence.token_ids), sequence.num_computed, sequence.num_reserved
+    blocks = sequence.table.num_blocks_for(reserved)
+    require(len(sequence.table) == blocks, f"{name}: {len(sequence.table)} blocks for {reserved} tokens")
+    require(computed <= reserved <= known, f"{name}: {computed} tokens computed, {reserved} reserved, {known} known")
+    require(computed < known, f"{name}: nothing left to compute")
+    if group.state != "running" or sequence not in group.computing:
+        require(reserved == 0, f"{name}: holds blocks for {reserved} tokens without running")
+
+
+def _name(group: Group) -> str:
+    return f"request {group.request.request_id}"

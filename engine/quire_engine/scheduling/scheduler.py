@@ -1,0 +1,207 @@
+"""Which sequences compute how many tokens in each step, and what becomes of the tokens that come back.
+
+Owns every live request from `add` to its last output. Promises: one terminal output per choice of an accepted request,
+within its printed bound; same calls, same plans. Must not know: torch, clocks, threads, text.
+"""
+
+from __future__ import annotations
+
+from quire_engine.batch import Batch, ScheduledSequence, StepResult
+from quire_engine.config import SchedulerConfig
+from quire_engine.errors import InfeasibleRequest
+from quire_engine.invariants import InvariantViolation, require
+from quire_engine.scheduling.kv_allocator import KVAllocator
+from quire_engine.scheduling.outputs import error_output, prompt_only_output, token_output
+from quire_engine.scheduling.planner import Planner
+from quire_engine.scheduling.policies import Policies, policies_for
+from quire_engine.scheduling.policies.gate import check_config, check_request
+from quire_engine.scheduling.roster import Roster
+from quire_engine.scheduling.sequence import Group, Sequence
+from quire_engine.types import EngineStats, GenerationRequest, TokenOutput, WaitReason
+
+__all__ = ["InvariantViolation", "Scheduler"]
+
+
+class Scheduler:
+    """Iteration-level scheduling of requests over one pool of KV blocks.
+
+    A step goes: the elder claims its tokens, slots and blocks; every running decode gets one token; unfinished
+    prompts get chunks; waiting requests enter while budget, slots and blocks last. Where a decode finds no block, the
+    victim policy's choice is preempted and computed again later. A request's n choices enter, wait and are preempted
+    together. Raises ConfigError for limits that contradict each other.
+    """
+
+    def __init__(self, config: SchedulerConfig, *, policies: Policies | None = None) -> None:
+        check_config(config)
+        policies = policies or policies_for(config)
+        self._config = config
+        self._elder_rule = policies.elder
+        self._itl = policies.itl
+        self._kv = KVAllocator(
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        self._roster = Roster(self._kv, policies.order)
+        self._planner = Planner(config, policies, self._kv, self._roster)
+        self._step = 0
+        self._prefill_tokens = self._decode_tokens = 0  # of the last applied step
+        self._scheduled_at = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._roster.live)
+
+    def add(self, request: GenerationRequest, now: float) -> None:  # noqa: ARG002 - waiting counts from its arrival
+        """Accept a request: it will finish. Raises InfeasibleRequest if no schedule could serve it."""
+        if request.request_id in self._roster.live:
+            raise InfeasibleRequest("a request with this id is unfinished")
+        check_request(self._config, request)
+        work = self._elder_rule.work(request)
+        earlier = sum(group.work for group in self._roster.live.values())
+        bound = self._elder_rule.wait_bound(work, earlier)
+        self._roster.join(request, step=self._step, work=work, wait_bound=bound)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request without an output; its blocks are free at once. False if it was not live."""
+        group = self._roster.live.get(request_id)
+        if group is None:
+            return False
+        for sequence in list(group.sequences):
+            self._end(sequence)
+        return True
+
+    def fail(self, request_id: str, message: str) -> list[TokenOutput]:
+        """End a request with an error output for each unfinished choice; empty if it was not live."""
+        group = self._roster.live.get(request_id)
+        return [] if group is None else self._fail_all(group, message)
+
+    def wait_bound(self, request_id: str) -> int:
+        """Steps from submission within which the live request ends. Raises KeyError if it is not live."""
+        return self._roster.live[request_id].wait_bound
+
+    def reset_prefix_cache(self) -> int:
+        """Make every block unmatchable; returns how many were matchable."""
+        return self._kv.reset_cache()
+
+    def schedule(self, now: float) -> Batch | None:
+        """The next step's work, or None if there is none. Its result must be applied before the next call."""
+        if not self._roster.live:
+            return None
+        self._step += 1
+        self._scheduled_at = now
+        plan = self._planner.plan(self._step, now)
+        return plan.batch(self._step) if plan.slices else None
+
+    def apply(self, batch: Batch, result: StepResult, now: float) -> list[TokenOutput]:
+        """Take in a step's tokens, scores and errors. Sequences that ended since `schedule` are passed over."""
+        outputs: list[TokenOutput] = []
+        decode_tokens = 0
+        for item in batch.items:
+            if item.num_tokens == 1 and item.start >= item.num_prompt_tokens:
+                decode_tokens += 1
+            sequence = self._roster.sequences.get(item.sequence_id)
+            if sequence is None:
+                continue
+            error = result.errors.get(item.sequence_id)
+            if error is not None:
+                outputs += self._fail_slice(sequence, error)
+                continue
+            self._take_slice(sequence, item, result)
+            if item.wants_sample:
+                outputs.append(self._take_token(sequence, result, now))
+                for fork in item.forks:
+                    outputs.append(self._take_token(self._roster.sequences[fork.sequence_id], result, now))
+            elif sequence.group.max_new_tokens == 0 and item.end == item.num_prompt_tokens:
+                outputs += self._finish_prompt_only(sequence.group, now)
+        self._decode_tokens = decode_tokens
+        self._prefill_tokens = batch.num_tokens - decode_tokens
+        self._itl.learn(prompt_tokens=self._prefill_tokens, num_decodes=decode_tokens, seconds=now - self._scheduled_at)
+        return outputs
+
+    def stats(self) -> EngineStats:
+        """Gauges of this moment and counters since the start; the caller adds the times."""
+        waiting: dict[WaitReason, int] = {"kv": 0, "slots": 0, "budget": 0}
+        for group in self._roster.waiting:
+            waiting[group.wait_reason] += len(group.sequences)
+        kv, planner = self._kv, self._planner
+        used = kv.num_blocks - kv.num_available
+        return EngineStats(
+            running=self._roster.num_running,
+            waiting=waiting,
+            blocks_total=kv.num_blocks,
+            blocks_used=used,
+            blocks_cached=kv.num_cached,
+            blocks_free=kv.num_available - kv.num_cached,
+            slots_allocated=used * self._config.block_size,
+            slots_unused=kv.num_unused_slots(s for group in self._roster.running for s in group.computing),
+            prefill_tokens=self._prefill_tokens,
+            decode_tokens=self._decode_tokens,
+            total_preemptions=self._roster.total_preemptions,
+            total_prefix_query_tokens=planner.total_query_tokens,
+            total_prefix_hit_tokens=planner.total_hit_tokens,
+            total_kv_evictions=kv.total_evictions,
+        )
+
+    def check_invariants(self) -> None:
+        """Raise InvariantViolation if queues, counts, tables and blocks disagree. Call between steps."""
+        config, roster = self._config, self._roster
+        roster.check()
+        require(roster.num_running <= config.max_num_seqs, f"{roster.num_running} sequences run")
+        others = [group for group in roster.running if group is not self._planner.elder]
+        partial = sum(1 for group in others if group.is_prefilling)
+        require(partial <= config.max_partial_prefills, f"{partial} requests are in the middle of their prompts")
+        for group in roster.live.values():
+            age = self._step - group.added_step
+            require(age < group.wait_bound, f"request {group.request.request_id} is alive after {age} steps")
+            require(group.num_bypasses <= config.max_bypasses, f"{group.num_bypasses} bypasses of one request")
+
+    def _take_slice(self, sequence: Sequence, item: ScheduledSequence, result: StepResult) -> None:
+        """The slice is computed: its full blocks become matchable, a finished prompt goes to those who wait for it."""
+        group = sequence.group
+        sequence.num_computed = item.end
+        self._kv.commit(sequence)
+        if item.wants_prompt_logprobs:
+            group.prompt_logprobs.extend(result.prompt_logprobs[item.sequence_id])
+        if not group.prompt_shared and item.end == item.num_prompt_tokens:
+            for follower in group.followers():
+                self._kv.fork(sequence, follower, item.end)
+            group.share_prompt()
+
+    def _take_token(self, sequence: Sequence, result: StepResult, now: float) -> TokenOutput:
+        group, sample = sequence.group, result.samples[sequence.sequence_id]
+        if sample.error is not None:
+            self._end(sequence)
+            return error_output(sequence, sample.error)
+        if group.first_token is None:
+            group.first_token = now
+        sequence.token_ids.append(sample.token_id)
+        output = token_output(sequence, sample)
+        if output.finish is not None:
+            self._end(sequence)
+        return output
+
+    def _finish_prompt_only(self, group: Group, now: float) -> list[TokenOutput]:
+        group.first_token = now
+        outputs = [prompt_only_output(sequence) for sequence in group.sequences]
+        for sequence in list(group.sequences):
+            self._end(sequence)
+        return outputs
+
+    def _fail_slice(self, sequence: Sequence, message: str) -> list[TokenOutput]:
+        """A slice of the prompt that failed failed for every choice that waits for it."""
+        if not sequence.group.prompt_shared:
+            return self._fail_all(sequence.group, message)
+        self._end(sequence)
+        return [error_output(sequence, message)]
+
+    def _fail_all(self, group: Group, message: str) -> list[TokenOutput]:
+        failed = list(group.sequences)
+        for sequence in failed:
+            self._end(sequence)
+        return [error_output(sequence, message) for sequence in failed]
+
+    def _end(self, sequence: Sequence) -> None:
+        if self._roster.end(sequence):
+            self._elder_rule.forget(sequence.group)

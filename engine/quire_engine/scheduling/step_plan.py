@@ -1,0 +1,87 @@
+"""One step's plan while the scheduler makes it: who gets how many tokens, which blocks are copied first.
+
+Promises: the budget is never overdrawn; what a preempted group was given is taken back whole.
+Must not know: blocks' counts, queues, policies.
+"""
+
+from __future__ import annotations
+
+from quire_engine.batch import Batch, Fork, ScheduledSequence
+from quire_engine.scheduling.sequence import Group, Sequence
+
+
+class StepPlan:
+    """Slices in the order in which they were first given, which is the order of the batch."""
+
+    __slots__ = ("_copies", "budget", "num_preempted", "slices")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.slices: dict[Sequence, int] = {}
+        self.num_preempted = 0
+        self._copies: dict[Sequence, tuple[int, int]] = {}
+
+    def give(self, sequence: Sequence, num_tokens: int, copy: tuple[int, int] | None = None) -> None:
+        """Add tokens to a sequence's slice."""
+        self.slices[sequence] = self.slices.get(sequence, 0) + num_tokens
+        self.budget -= num_tokens
+        if copy is not None:
+            self._copies[sequence] = copy
+
+    def limit(self, num_tokens: int) -> None:
+        """Give at most so many more."""
+        self.budget = min(self.budget, num_tokens)
+
+    def take_back(self, group: Group) -> None:
+        """Drop the slices and copies of a group that is being preempted."""
+        self.num_preempted += 1
+        for sequence in group.sequences:
+            self.budget += self.slices.pop(sequence, 0)
+            self._copies.pop(sequence, None)
+
+    @property
+    def num_streams(self) -> int:
+        """Sequences that get the next token of a stream."""
+        return sum(1 for sequence, size in self.slices.items() if size == 1 and sequence.num_output_tokens > 0)
+
+    def planned(self, group: Group) -> int:
+        """Tokens that the group was given."""
+        return sum(self.slices.get(sequence, 0) for sequence in group.computing)
+
+    def batch(self, step_id: int) -> Batch:
+        """The plan as the runner gets it."""
+        return Batch(
+            step_id=step_id,
+            items=tuple([_item(sequence, num_tokens) for sequence, num_tokens in self.slices.items()]),
+            num_tokens=sum(self.slices.values()),
+            copies=tuple(self._copies.values()),
+        )
+
+
+def _item(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
+    group, start = sequence.group, sequence.num_computed
+    request = group.request
+    wants_sample = start + num_tokens == len(sequence.token_ids) and group.max_new_tokens > 0
+    return ScheduledSequence(
+        sequence_id=sequence.sequence_id,
+        choice=sequence.choice,
+        token_ids=sequence.token_ids,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        start=start,
+        num_tokens=num_tokens,
+        block_ids=sequence.table.block_ids,
+        wants_sample=wants_sample,
+        wants_prompt_logprobs=group.prompt_logprobs_due and start < sequence.num_prompt_tokens - 1,
+        forks=_forks(group) if wants_sample and not group.prompt_shared else (),
+        sampling=request.sampling,
+        stop=request.stop,
+    )
+
+
+def _forks(group: Group) -> tuple[Fork, ...]:
+    """The followers without output: their first token comes from the leader's row."""
+    return tuple(
+        Fork(sequence_id=follower.sequence_id, choice=follower.choice)
+        for follower in group.followers()
+        if follower.num_output_tokens == 0
+    )

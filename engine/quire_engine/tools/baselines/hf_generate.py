@@ -1,0 +1,90 @@
+"""transformers' `generate` on static batches: `python -m quire_engine.tools.baselines.hf_generate`.
+
+Promises: the checkpoint, type and device that the engine would take; prompts padded on the left, greedy, no early end.
+Must not know: our engine, kernels or scheduler.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from quire_engine.config import EngineConfig
+from quire_engine.execution.models.config import load_model_config
+from quire_engine.tools.baselines.batches import Member, RunBatch, Times, answer
+
+
+class GenerativeModel(Protocol):
+    """What is used of a transformers model."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def generate(self, **options: object) -> Tensor: ...
+
+
+class StepClock:
+    """A transformers streamer that notes when each step's tokens came."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._has_prompt = False
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        """First the prompts, then one token of each member."""
+        del value
+        if self._has_prompt:
+            self.times.append(time.perf_counter() - self._started)
+        self._has_prompt = True
+
+    def end(self) -> None:
+        """Nothing is kept back."""
+
+
+def load(config: EngineConfig) -> RunBatch:
+    """The function that runs a batch. Raises ModelLoadError, ImportError."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - optional
+
+    path = Path(config.model)
+    dtype = load_model_config(path).dtype if config.dtype == "auto" else config.dtype
+    device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
+    torch.nn.Module.to(model, device=device, dtype=getattr(torch, dtype))
+    return partial(run_batch, cast(GenerativeModel, model))
+
+
+def run_batch(model: GenerativeModel, members: Sequence[Member]) -> Times:
+    """All members go on until the longest has ended; of tokens that a member did not ask for no time is told."""
+    width = max(len(member.prompt) for member in members)
+    longest = max(member.output_tokens for member in members)
+    ids = torch.zeros(len(members), width, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    clock = StepClock()
+    for row, member in enumerate(members):
+        ids[row, width - len(member.prompt) :] = torch.tensor(member.prompt)
+        mask[row, width - len(member.prompt) :] = 1
+    with torch.inference_mode():
+        model.generate(
+            input_ids=ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            do_sample=False,
+            min_new_tokens=longest,
+            max_new_tokens=longest,
+            pad_token_id=0,
+            streamer=clock,
+        )
+    return [clock.times[: member.output_tokens] for member in members]
+
+
+if __name__ == "__main__":
+    sys.exit(answer(load))

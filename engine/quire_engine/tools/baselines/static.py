@@ -1,0 +1,56 @@
+"""Our own engine driven as static batching: `python -m quire_engine.tools.baselines.static`.
+
+Promises: the same kernels and scheduler as the server, but a batch keeps all its places until its longest member ends,
+as in servers without continuous batching. Must not know: sockets, HTTP, who measures.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from quire_engine.build import build
+from quire_engine.config import EngineConfig
+from quire_engine.engine import Engine
+from quire_engine.tools.baselines.batches import Member, RunBatch, Times, answer
+from quire_engine.types import GenerationRequest, SamplingParams, StepOutput, StopParams
+
+
+def load(config: EngineConfig) -> RunBatch:
+    """The function that runs a batch. Raises ConfigError, ModelLoadError."""
+    built = build(config)
+    return partial(run_batch, Engine(built.scheduler, built.runner))
+
+
+def run_batch(engine: Engine, members: Sequence[Member]) -> Times:
+    """Every member computes as many tokens as the longest; of those that it did not ask for no time is told."""
+    longest = max(member.output_tokens for member in members)
+    times: Times = [[] for _ in members]
+    started = time.perf_counter()
+
+    def note(step: StepOutput) -> None:
+        now = time.perf_counter() - started
+        for output in step.outputs:
+            if output.error is not None:
+                raise RuntimeError(output.error)
+            times[int(output.request_id)] += [now] * len(output.token_ids)
+
+    engine.on_step = note
+    for number, member in enumerate(members):
+        engine.submit(
+            GenerationRequest(
+                request_id=str(number),
+                prompt_token_ids=tuple(member.prompt),
+                sampling=SamplingParams(temperature=0.0),
+                stop=StopParams(max_new_tokens=longest),
+            )
+        )
+    while engine.has_work:
+        engine.step()
+    return [arrivals[: member.output_tokens] for arrivals, member in zip(times, members, strict=True)]
+
+
+if __name__ == "__main__":
+    sys.exit(answer(load))

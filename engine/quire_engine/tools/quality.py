@@ -1,0 +1,236 @@
+"""Measures what quantisation costs a checkpoint: `python -m quire_engine.tools.quality`, asked and answered in JSON.
+
+Promises: one model in memory at a time, beside it the logits of a bounded set of prompts; nothing else than results is
+written to stdout. Must not know: text, who asks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from torch import Tensor
+
+from quire_engine.batch import Batch, ScheduledSequence
+from quire_engine.config import KVCacheDType, Quantization
+from quire_engine.errors import ConfigError, QuireError
+from quire_engine.execution.kv_storage import KVStorage
+from quire_engine.execution.model_input import build_model_input
+from quire_engine.execution.models.checkpoint import fingerprint
+from quire_engine.execution.models.config import ModelConfig, load_model_config
+from quire_engine.execution.models.weights import load_decoder
+from quire_engine.machine import usable_cores
+from quire_engine.quality_store import Quality, store_quality
+from quire_engine.tools.logit_comparison import Comparison, Prompts, equal_share
+from quire_engine.types import SamplingParams, StopParams
+from quire_kernels.kernel_set import select
+
+_log = logging.getLogger(__name__)
+_CPU = torch.device("cpu")
+_BLOCK_SIZE = 16
+MAX_PROMPT_TOKENS = 256
+CONTINUATION_TOKENS = 32
+_LOGITS_BYTES = 1 << 30  # kept of the bf16 model
+_RANDOM_PROMPTS, _RANDOM_PROMPT_TOKENS = 8, 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """How a model is loaded."""
+
+    quantization: Quantization | None = None
+    kv_cache_dtype: KVCacheDType = "auto"
+
+
+def measure(
+    path: Path,
+    variants: Sequence[Variant],
+    prompts: Prompts | None,
+    *,
+    end_token_ids: Sequence[int] = (),
+    num_threads: int | None = None,
+) -> Iterator[Quality]:
+    """The quality of each variant, one after the other. Without `prompts`: fixed pseudo-random ids.
+
+    A continuation ends after one of `end_token_ids`. Raises ConfigError, ModelLoadError.
+    """
+    config = load_model_config(path)
+    kind = "random ids" if prompts is None else "text"
+    prompts = bounded(random_prompts(config.vocab_size) if prompts is None else prompts, config)
+    threads, ends = num_threads or usable_cores(), frozenset(end_token_ids)
+    checkpoint = fingerprint(path)
+    reference: list[Tensor] = []
+    continued = ask(path, config, Variant(), prompts, ends, threads, reference.append)
+    for variant in variants:
+        comparison = Comparison(prompts, reference)
+        shares = [
+            equal_share(ours, theirs)
+            for ours, theirs in zip(
+                continued, ask(path, config, variant, prompts, ends, threads, comparison.add), strict=True
+            )
+        ]
+        yield Quality(
+            checkpoint=checkpoint,
+            quantization=variant.quantization,
+            kv_cache_dtype=variant.kv_cache_dtype,
+            prompts=kind,
+            num_positions=comparison.num_positions,
+            mean_kl=comparison.mean_kl,
+            max_kl=comparison.max_kl,
+            greedy_agreement=comparison.greedy_agreement,
+            continuation_agreement=sum(shares) / len(shares),
+            bf16_perplexity=comparison.reference_perplexity,
+            perplexity=comparison.perplexity,
+            measured=datetime.now(UTC).date().isoformat(),
+        )
+
+
+def random_prompts(vocab_size: int) -> Prompts:
+    """The same for every model with this vocabulary."""
+    source = random.Random(0)
+    return [[source.randrange(vocab_size) for _ in range(_RANDOM_PROMPT_TOKENS)] for _ in range(_RANDOM_PROMPTS)]
+
+
+def bounded(prompts: Prompts, config: ModelConfig) -> Prompts:
+    """The prompts' beginnings, as long as positions and memory for logits allow. ConfigError for unusable ones."""
+    affordable = _LOGITS_BYTES // (4 * config.vocab_size * max(1, len(prompts)))
+    longest = max(0, min(MAX_PROMPT_TOKENS, config.max_position_embeddings - CONTINUATION_TOKENS, affordable))
+    cut = [list(prompt[:longest]) for prompt in prompts]
+    if not cut or any(len(prompt) < 2 for prompt in cut):
+        raise ConfigError(f"quality needs prompts of two tokens or more, of at most {longest} for this model")
+    beyond = [token for prompt in cut for token in prompt if not 0 <= token < config.vocab_size]
+    if beyond:
+        raise ConfigError(
+            f"the tokenizer is not this model's: token {beyond[0]} is not among its {config.vocab_size} tokens"
+        )
+    return cut
+
+
+@torch.inference_mode()
+def ask(  # noqa: PLR0917
+    path: Path,
+    config: ModelConfig,
+    variant: Variant,
+    prompts: Prompts,
+    ends: frozenset[int],
+    threads: int,
+    on_logits: Callable[[Tensor], None],
+) -> list[list[int]]:
+    """Load the model, hand each prompt's logits to `on_logits`, return the greedy continuations, forget the model.
+
+    The logits are [T, V] float32, those after every token of the prompt.
+    """
+    _log.info("computing with %s weights and a KV cache of %s", *_names(variant))
+    blocks_each = [-(-(len(prompt) + CONTINUATION_TOKENS) // _BLOCK_SIZE) for prompt in prompts]
+    try:
+        kernels = select(
+            _CPU,
+            torch.bfloat16,
+            "cpu",
+            threads=threads,
+            quantization=variant.quantization,
+            kv_type=variant.kv_cache_dtype,
+        )
+        kv = KVStorage(kernels, config, sum(blocks_each), _BLOCK_SIZE, torch.bfloat16, _CPU)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    decoder = load_decoder(
+        path,
+        config,
+        kernels=kernels,
+        dtype=torch.bfloat16,
+        device=_CPU,
+        max_model_len=max(len(prompt) for prompt in prompts) + CONTINUATION_TOKENS,
+    )
+
+    def compute(*items: ScheduledSequence) -> Tensor:
+        batch = Batch(step_id=0, items=items, num_tokens=sum(item.num_tokens for item in items))
+        step, _ = build_model_input(batch, _BLOCK_SIZE, _CPU)
+        return decoder.logits(decoder.forward(step, kv.tensor))
+
+    sequences, first_block = [], 0
+    for prompt, num_blocks in zip(prompts, blocks_each, strict=True):
+        blocks = range(first_block, first_block + num_blocks)
+        first_block += num_blocks
+        logits = compute(_slice(prompt, blocks, 0))
+        on_logits(logits)
+        sequences.append(([*prompt, int(logits[-1].argmax())], blocks))
+    for _ in range(CONTINUATION_TOKENS - 1):
+        going = [(ids, blocks) for ids, blocks in sequences if ids[-1] not in ends]
+        if not going:
+            break
+        rows = compute(*(_slice(ids, blocks, len(ids) - 1) for ids, blocks in going))
+        for (ids, _), token in zip(going, rows.argmax(dim=-1).tolist(), strict=True):
+            ids.append(token)
+    return [ids[len(prompt) :] for prompt, (ids, _) in zip(prompts, sequences, strict=True)]
+
+
+def _names(variant: Variant) -> tuple[str, str]:
+    kv = variant.kv_cache_dtype
+    return variant.quantization or "bf16", "bf16" if kv == "auto" else kv
+
+
+def _slice(token_ids: Sequence[int], blocks: Sequence[int], start: int) -> ScheduledSequence:
+    """All from `start` on, with the logits of every row."""
+    return ScheduledSequence(
+        sequence_id=0,
+        choice=0,
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        start=start,
+        num_tokens=len(token_ids) - start,
+        block_ids=blocks,
+        wants_sample=True,
+        wants_prompt_logprobs=True,
+        forks=(),
+        sampling=SamplingParams(),
+        stop=StopParams(max_new_tokens=1),
+    )
+
+
+def main() -> int:
+    """Answer the question on stdin with a line for each variant, or a last one with the error; the exit code."""
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print must not come between the results
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    torch.set_num_threads(1)  # the C++ kernels have workers of their own
+    asked = json.load(sys.stdin)
+    try:
+        found = measure(
+            Path(asked["model"]),
+            [Variant(**variant) for variant in asked["variants"]],
+            asked["prompts"],
+            end_token_ids=asked["end_token_ids"],
+            num_threads=asked["num_threads"],
+        )
+        for quality in found:
+            _keep(quality)
+            _write(replies, {"quality": asdict(quality)})
+    except QuireError as error:
+        _write(replies, {"error": str(error)})
+        return 1
+    return 0
+
+
+def _keep(quality: Quality) -> None:
+    try:
+        store_quality(quality)
+    except OSError as error:
+        _log.warning("the quality is not kept for later starts: %s", error)
+
+
+def _write(replies: TextIO, value: object) -> None:
+    replies.write(json.dumps(value) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

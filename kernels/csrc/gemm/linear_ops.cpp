@@ -1,0 +1,147 @@
+// Projections with what surrounds them, each in one run of the pool: norm, quantise, multiply, epilogue.
+//
+// Owns where prepared rows live. Promises: a row's result does not depend on who prepared it. Must not know: layers.
+#include <algorithm>
+
+#include "runtime/context.h"
+#include "gemm/gemm_rows.h"
+#include "gemm/norm.h"
+
+namespace quire {
+namespace {
+
+// Few values are prepared by every worker for itself, sooner than by each a part and a wait for the others.
+constexpr int64_t kRedundantValues = 4096;
+constexpr int64_t kPreparedTogether = 8;  // rows: short enough to be dealt evenly
+
+struct Input {
+  const bf16* data;  // [m, columns]
+  int64_t m;
+  const bf16* norm;  // [columns], or null: no norm
+  float eps;
+};
+
+int64_t rows_bytes(const Linear& w, int64_t m) {
+  return aligned(m * row_bytes(w)) + aligned(m * 4) + aligned(m * (w.k / kGroup) * 4);
+}
+
+// Prepared rows: data, scales and group sums, one after the other.
+struct Prepared {
+  Prepared(const Linear& w, int64_t m, char* memory)
+      : data(memory),
+        scales(reinterpret_cast<float*>(memory + aligned(m * row_bytes(w)))),
+        sums(reinterpret_cast<int32_t*>(reinterpret_cast<char*>(scales) + aligned(m * 4))) {}
+  char* data;
+  float* scales;
+  int32_t* sums;
+};
+
+// `normed` [columns] and `whole` [k] are the worker's own.
+void prepare_row(const Linear& w, const Input& in, int64_t row, const Prepared& to, bf16* normed, char* whole) {
+  const bf16* x = in.data + row * w.columns;
+  const bool apart = parts(w) > 1;
+  char* data = apart ? whole : to.data + row * row_bytes(w);
+  if (w.kind == WeightKind::kBf16) {
+    bf16* out = reinterpret_cast<bf16*>(data);
+    if (in.norm != nullptr) {
+      rms_norm_row(x, in.norm, w.columns, in.eps, out);
+    } else {
+      std::memcpy(out, x, static_cast<size_t>(w.columns) * sizeof(bf16));
+    }
+    std::memset(out + w.columns, 0, static_cast<size_t>(w.k - w.columns) * sizeof(bf16));
+  } else {
+    if (in.norm != nullptr) {
+      rms_norm_row(x, in.norm, w.columns, in.eps, normed);
+      x = normed;
+    }
+    if (w.kind == WeightKind::kInt8) {
+      to.scales[row] = quantize_row_unsigned(x, w.columns, w.k, reinterpret_cast<uint8_t*>(data));
+    } else {
+      int32_t* sums = to.sums + row * (w.k / kGroup);
+      to.scales[row] = quantize_row_signed(x, w.columns, w.k, reinterpret_cast<int8_t*>(data), sums);
+    }
+  }
+  if (apart) take_apart(w, in.m, row, whole, to.data);
+}
+
+void project(Context& context, const Linear& w, const Input& in, const Output& out) {
+  if (in.m == 0) return;
+  Pool& pool = context.pool;
+  const int64_t sums_bytes = aligned(gemm_scratch_bytes(w, in.m));
+  const int64_t row_bytes = aligned(w.k * 2);
+  const bool as_is = kPairParts == 1 && w.kind == WeightKind::kBf16 && in.norm == nullptr && w.k == w.columns;
+  const bool redundant = in.m * w.k <= kRedundantValues;
+  const int64_t prepared_bytes = as_is ? 0 : rows_bytes(w, in.m);
+  if (!redundant) context.shared.reserve(static_cast<size_t>(prepared_bytes));
+  context.reserve_own(static_cast<size_t>(sums_bytes + 2 * row_bytes + (redundant ? prepared_bytes : 0)));
+
+  pool.run([&](int worker) {
+    char* own = context.own[static_cast<size_t>(worker)].data();
+    Output to_own = out;
+    if (out.best != nullptr) to_own.best += worker * in.m;
+    if (as_is) return gemm_worker(pool.second, worker, w, {in.m, in.data, nullptr, nullptr}, to_own, own);
+    bf16* normed = reinterpret_cast<bf16*>(own + sums_bytes);
+    char* whole = own + sums_bytes + row_bytes;
+    const Prepared to(w, in.m, redundant ? whole + row_bytes : context.shared.data());
+    if (redundant) {
+      for (int64_t row = 0; row < in.m; ++row) prepare_row(w, in, row, to, normed, whole);
+    } else {
+      Piece rows;
+      while (pool.first.take(worker, in.m, kPreparedTogether, &rows)) {
+        for (int64_t row = rows.begin; row < rows.end; ++row) prepare_row(w, in, row, to, normed, whole);
+        pool.first.finish(rows.end - rows.begin);
+      }
+      pool.first.wait(in.m);
+    }
+    gemm_worker(pool.second, worker, w, {in.m, to.data, to.scales, to.sums}, to_own, own);
+  });
+}
+
+}  // namespace
+}  // namespace quire
+
+using namespace quire;
+
+// x [m, columns] bf16 -> norm -> w -> out: bf16 [m, n], float [m, n] (`as_float`), or for gate-up bf16 [m, n / 2].
+QUIRE_API int32_t quire_norm_linear(Context* context, const Linear* w, const bf16* x, int64_t m, const bf16* norm,
+                                    float eps, void* out, int32_t as_float) {
+  return guarded(context, [&] {
+    const Epilogue epilogue = w->gate_up ? Epilogue::kSiluMul : as_float ? Epilogue::kStoreFloat : Epilogue::kStore;
+    project(*context, *w, {x, m, norm, eps}, {epilogue, out, w->gate_up ? w->n / 2 : w->n, nullptr});
+  });
+}
+
+// out [m, n] = residual [m, n] + w x; `out` may be `residual`.
+QUIRE_API int32_t quire_linear_add(Context* context, const Linear* w, const bf16* x, int64_t m, const bf16* residual,
+                                   bf16* out) {
+  return guarded(context, [&] {
+    project(*context, *w, {x, m, nullptr, 0.0f}, {Epilogue::kAdd, out, w->n, residual});
+  });
+}
+
+// The column of the largest value of each row of norm -> w, of equal values the first, and whether all were finite.
+QUIRE_API int32_t quire_greedy(Context* context, const Linear* w, const bf16* x, int64_t m, const bf16* norm, float eps,
+                               int64_t* columns, uint8_t* finite) {
+  return guarded(context, [&] {
+    const int64_t workers = context->pool.size();
+    context->between.reserve(static_cast<size_t>(workers * m) * sizeof(Best));
+    Best* best = reinterpret_cast<Best*>(context->between.data());
+    std::fill(best, best + workers * m, Best{0.0f, -1, true});
+    project(*context, *w, {x, m, norm, eps}, {Epilogue::kBest, nullptr, 0, nullptr, best});
+    for (int64_t row = 0; row < m; ++row) {
+      Best first{0.0f, -1, true};
+      for (int64_t worker = 0; worker < workers; ++worker) {
+        const Best& one = best[worker * m + row];
+        first.finite = first.finite && one.finite;
+        const bool wins = first.column < 0 || one.value > first.value ||
+                          (one.value == first.value && one.column < first.column);
+        if (one.column >= 0 && wins) {
+          first.value = one.value;
+          first.column = one.column;
+        }
+      }
+      columns[row] = first.column;
+      finite[row] = first.finite;
+    }
+  });
+}

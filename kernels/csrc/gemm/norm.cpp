@@ -1,0 +1,87 @@
+#include "gemm/norm.h"
+
+#include <cmath>
+
+#include "gemm/gemm.h"
+
+namespace quire {
+namespace {
+
+// Sixteen values of a row, zeros past its end.
+inline Vec load_row(const bf16* x, int64_t at, int64_t n) {
+  if (at + kLanes <= n) return vload_bf16(x + at);
+  bf16 lanes[kLanes] = {};
+  if (at < n) std::memcpy(lanes, x + at, static_cast<size_t>(n - at) * sizeof(bf16));
+  return vload_bf16(lanes);
+}
+
+inline void store_row(bf16* out, int64_t at, int64_t n, Vec value) {
+  if (at + kLanes <= n) return vstore_bf16(out + at, value);
+  bf16 lanes[kLanes];
+  vstore_bf16(lanes, value);
+  std::memcpy(out + at, lanes, static_cast<size_t>(n - at) * sizeof(bf16));
+}
+
+inline Vec round_to_bf16(Vec value) {
+  bf16 lanes[kLanes];
+  vstore_bf16(lanes, value);
+  return vload_bf16(lanes);
+}
+
+struct Steps {
+  float scale, inverse;
+};
+
+// The step between codes. A row of zeros has none, and all its codes are 0; one with a NaN or infinity gets NaN.
+Steps steps_of(const bf16* x, int64_t n) {
+  const float most = to_float(largest_magnitude(x, n));
+  const float poison = most * 0.0f;  // the pattern of a NaN is above that of every number
+  return {most / 127.0f + poison, most > 0.0f ? 127.0f / most : 0.0f};
+}
+
+// Codes of -127..127 whatever the values are: NaN becomes an end of the range.
+inline Ints codes(Vec value, float inverse) {
+  return to_ints(vmin(vmax(vmul(value, vset(inverse)), vset(-127.0f)), vset(127.0f)));
+}
+
+}  // namespace
+
+void rms_norm_row(const bf16* x, const bf16* weight, int64_t n, float eps, bf16* out) {
+  constexpr int kChains = 4;  // independent sums hide the latency of the addition
+  Vec sums[kChains] = {vzero(), vzero(), vzero(), vzero()};
+  for (int64_t at = 0; at < n; at += kChains * kLanes) {
+    for (int c = 0; c < kChains; ++c) {
+      const Vec value = load_row(x, at + c * kLanes, n);
+      sums[c] = vfma(value, value, sums[c]);
+    }
+  }
+  const float total = lane_sum(vadd(vadd(sums[0], sums[1]), vadd(sums[2], sums[3])));
+  const Vec inverse = vset(1.0f / std::sqrt(total / static_cast<float>(n) + eps));
+  for (int64_t at = 0; at < n; at += kLanes) {
+    const Vec normed = round_to_bf16(vmul(load_row(x, at, n), inverse));
+    store_row(out, at, n, vmul(load_row(weight, at, n), normed));
+  }
+}
+
+float quantize_row_unsigned(const bf16* x, int64_t n, int64_t padded, uint8_t* out) {
+  const Steps steps = steps_of(x, n);
+  for (int64_t at = 0; at < padded; at += kLanes) {
+    store_bytes(out + at, iadd(codes(load_row(x, at, n), steps.inverse), iset(128)));
+  }
+  return steps.scale;
+}
+
+float quantize_row_signed(const bf16* x, int64_t n, int64_t padded, int8_t* out, int32_t* group_sums) {
+  static_assert(kGroup == 2 * kLanes, "a group is two vectors");
+  const Steps steps = steps_of(x, n);
+  for (int64_t at = 0; at < padded; at += kGroup) {
+    const Ints low = codes(load_row(x, at, n), steps.inverse);
+    const Ints high = codes(load_row(x, at + kLanes, n), steps.inverse);
+    store_bytes(out + at, low);
+    store_bytes(out + at + kLanes, high);
+    group_sums[at / kGroup] = 8 * lane_sum(iadd(low, high));
+  }
+  return steps.scale;
+}
+
+}  // namespace quire

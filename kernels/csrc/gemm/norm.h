@@ -1,0 +1,22 @@
+// Rows as the weights want them: RMS norm, and quantisation to bytes.
+//
+// Owns the arithmetic of one row. Promises: a row's result depends on that row alone. Must not know: threads, weights.
+#pragma once
+
+#include <cstdint>
+
+#include "simd/simd.h"
+
+namespace quire {
+
+// out[0, n) = x / sqrt(mean(x^2) + eps), rounded to bf16, times weight, rounded to bf16.
+void rms_norm_row(const bf16* x, const bf16* weight, int64_t n, float eps, bf16* out);
+
+// Symmetric quantisation of x[0, n) to n integers of -127..127 and one scale, written from out[0] on; out[n, padded) is
+// filled with zeros' code. Returns the scale; NaN or infinity anywhere in x makes it NaN.
+float quantize_row_unsigned(const bf16* x, int64_t n, int64_t padded, uint8_t* out);  // code: value + 128
+
+// As above with plain signed codes; group_sums[padded / 32] gets 8 times the sum of every 32 codes.
+float quantize_row_signed(const bf16* x, int64_t n, int64_t padded, int8_t* out, int32_t* group_sums);
+
+}  // namespace quire

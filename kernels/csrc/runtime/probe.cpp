@@ -1,0 +1,178 @@
+// What this machine can do at most: arithmetic of one instruction, and reading memory, on all workers at once.
+//
+// Promises: rates over wall time, so that workers that wait for each other count as they do in an op.
+// Must not know: models, ops. Not tuned to flatter: the best of a few plain access patterns is the limit.
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "runtime/context.h"
+#include "simd/simd.h"
+
+namespace quire {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+// Independent accumulators: enough to hide the latency of a multiply-add, few enough to stay in registers.
+constexpr int kChains = kRegisters >= 32 ? 12 : kRegisters >= 8 ? 5 : 3;
+constexpr int64_t kRounds = 1 << 14;  // between two looks at the clock: well under a millisecond
+
+// Runs step(accumulator) on all chains for `seconds`; the number of calls.
+template <typename Value, typename Step>
+double spin(double seconds, Value start, const Step& step, volatile float* sink) {
+  Value chains[kChains];
+  for (Value& chain : chains) chain = start;
+  int64_t rounds = 0;
+  const Clock::time_point begin = Clock::now();
+  do {
+    for (int64_t i = 0; i < kRounds; ++i) {
+      for (int j = 0; j < kChains; ++j) chains[j] = step(chains[j]);
+    }
+    rounds += kRounds;
+  } while (since(begin) < seconds);
+  float sum = 0;
+  for (Value& chain : chains) sum += static_cast<float>(lane_sum(chain));
+  *sink = sum;
+  return static_cast<double>(rounds) * kChains;
+}
+
+enum Kind : int32_t { kFp32 = 0, kBf16 = 1, kInt8 = 2 };
+
+double calls(Kind kind, double seconds, volatile float* sink) {
+  // Hidden from the compiler, which could otherwise fold a chain of equal steps.
+  volatile float hidden_float = 1.0f;
+  volatile int32_t hidden_int = 0x01010101;
+  switch (kind) {
+    case kFp32: {
+      const Vec x = vset(hidden_float);
+      return spin(seconds, vzero(), [x](Vec acc) { return vfma(x, x, acc); }, sink);
+    }
+    case kBf16: {
+      bf16 pairs[2 * kLanes];
+      std::fill_n(pairs, 2 * kLanes, to_bf16(hidden_float));
+      const Pairs x = pload(pairs);
+      const auto product = [x](Vec acc) { return pair_product(acc, pair_part<0>(x), pair_part<0>(x)); };
+      return spin(seconds, vzero(), product, sink);
+    }
+    default: {
+      const Ints x = quad_part<0>(iset(hidden_int));
+      return spin(seconds, izero(), [x](Ints acc) { return quad_product(acc, x, x); }, sink);
+    }
+  }
+}
+
+// Only what the hardware has instructions for; the rest is emulated, which is no limit of the machine. Bytes are
+// multiplied as 16 bits in parts.
+bool has(Kind kind) {
+#if !defined(__AVX512BF16__) && !defined(QUIRE_NEON_BF16)
+  if (kind == kBf16) return false;
+#endif
+  return kind >= kFp32 && kind <= kInt8;
+}
+
+typedef uint64_t Line __attribute__((vector_size(64)));
+
+// Reads `lines` cache lines as `kStreams` sequential streams.
+template <int kStreams, bool kPrefetch>
+uint64_t read(const Line* data, int64_t lines) {
+  constexpr int kPerStream = 8 / kStreams;
+  constexpr int64_t kAhead = 64;  // lines: 4 KiB
+  const int64_t part = lines / kStreams;
+  Line sums[8] = {};
+  for (int64_t i = 0; i + kPerStream <= part; i += kPerStream) {
+    for (int stream = 0; stream < kStreams; ++stream) {
+      const Line* from = data + stream * part + i;
+      for (int j = 0; j < kPerStream; ++j) {
+        if (kPrefetch) __builtin_prefetch(from + kAhead + j);
+        sums[stream * kPerStream + j] ^= from[j];
+      }
+    }
+  }
+  uint64_t total = 0;
+  for (const Line& sum : sums) {
+    for (int lane = 0; lane < 8; ++lane) total ^= sum[lane];
+  }
+  return total;
+}
+
+using Reader = uint64_t (*)(const Line*, int64_t);
+constexpr Reader kReaders[] = {read<1, false>, read<1, true>, read<4, false>, read<4, true>};
+
+// Private memory in huge pages where the system gives them, as packed weights are.
+class Mapping {
+ public:
+  explicit Mapping(size_t bytes) : bytes_(bytes) {
+    data_ = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (data_ == MAP_FAILED) throw std::bad_alloc();
+#if defined(MADV_HUGEPAGE)
+    madvise(data_, bytes, MADV_HUGEPAGE);
+#endif
+  }
+  ~Mapping() { munmap(data_, bytes_); }
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+  char* data() const { return static_cast<char*>(data_); }
+
+ private:
+  void* data_;
+  size_t bytes_;
+};
+
+}  // namespace
+}  // namespace quire
+
+using namespace quire;
+
+// Operations per second (a multiply and an add are two) of fp32 (0), bf16 (1) or int8 (2) multiply-adds into `result`;
+// 0 where the compiled variant has no instruction for them.
+QUIRE_API int32_t quire_probe_arithmetic(Context* context, int32_t kind, double seconds, double* result) {
+  *result = 0;
+  if (!has(static_cast<Kind>(kind))) return 0;
+  return guarded(context, [&] {
+    const int workers = context->pool.size();
+    std::vector<double> counts(static_cast<size_t>(workers));
+    const Clock::time_point start = Clock::now();
+    context->pool.run_on_all([&](int worker) {
+      volatile float sink;
+      counts[static_cast<size_t>(worker)] = calls(static_cast<Kind>(kind), seconds, &sink);
+    });
+    const double elapsed = since(start);
+    double total = 0;
+    for (const double count : counts) total += count;
+    const int products = kind == kFp32 ? 1 : kind == kBf16 ? 2 / kPairParts : 4 / kQuadParts;
+    *result = total * kLanes * products * 2 / elapsed;
+  });
+}
+
+// Bytes per second that all workers together read from memory, the best of a few patterns. Each worker has
+// `bytes_per_worker` of its own, more than any cache holds; each pattern is tried `passes` times.
+QUIRE_API int32_t quire_probe_read(Context* context, int64_t bytes_per_worker, int32_t passes, double* result) {
+  *result = 0;
+  return guarded(context, [&] {
+    const int workers = context->pool.size();
+    const int64_t lines = bytes_per_worker / static_cast<int64_t>(sizeof(Line));
+    const size_t each = static_cast<size_t>(lines) * sizeof(Line);
+    const Mapping memory(each * static_cast<size_t>(workers));
+    std::vector<uint64_t> sums(static_cast<size_t>(workers));
+    const auto own = [&](int worker) { return memory.data() + each * static_cast<size_t>(worker); };
+    // Written by the worker that reads it, so that its pages are near it.
+    context->pool.run_on_all([&](int worker) { std::memset(own(worker), worker + 1, each); });
+    for (const Reader reader : kReaders) {
+      for (int32_t pass = 0; pass < passes; ++pass) {
+        const Clock::time_point start = Clock::now();
+        context->pool.run_on_all([&](int worker) {
+          sums[static_cast<size_t>(worker)] ^= reader(reinterpret_cast<const Line*>(own(worker)), lines);
+        });
+        const double rate = static_cast<double>(each) * workers / since(start);
+        if (rate > *result) *result = rate;
+      }
+    }
+    volatile uint64_t sink = 0;
+    for (const uint64_t sum : sums) sink = sink ^ sum;
+  });
+}

@@ -1,0 +1,272 @@
+"""Replies as JSON bytes: whole ones, and the server-sent frames of streamed ones, for both endpoints.
+
+Promises: a frame of plain text costs one escape and two concatenations; id, created and model are equal in all
+frames. Must not know: sockets, the engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+
+from quire_engine.config import EnginePlan
+from quire_engine.types import GenerationRequest
+from quire_server.answering.generation import ChoiceDelta, Generation, TextOptions, Usage
+from quire_server.http.sse import DONE
+from quire_server.text.detokenizer import Detokenizer
+from quire_server.text.logprobs import CompletionArrays, LogprobFormat
+from quire_server.text.tokenizer import TextTokenizer
+
+_encode = msgspec.json.Encoder().encode
+_PLAIN_END = b',"logprobs":null,"finish_reason":null}]'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyOptions:
+    """What a reply shows beside its text."""
+
+    num_logprobs: int | None = None  # None: none; k: k alternatives beside the chosen token
+    num_prompt_logprobs: int | None = None  # of the prompt_logprobs field
+    echo: bool = False
+    token_ids: bool = False
+    names_are_ids: bool = False
+    usage_at_end: bool = False
+    usage_always: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyHead:
+    """What is the same in every part of a reply."""
+
+    id: str
+    object: str
+    created: int  # seconds since the epoch
+    model: str
+    system_fingerprint: str
+
+    def encoded(self, object_suffix: str = "") -> bytes:
+        """The fields as the beginning of a JSON object, without its end."""
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        return _encode(fields | {"object": self.object + object_suffix})[:-1]
+
+
+_VERSION = version("quire")  # reads files: not for every request
+
+
+def fingerprint(plan: EnginePlan) -> str:
+    """Changes when the same request could get another answer: with version, model, device, types or kernels.
+
+    Wherever the model lies: two servers of one kind say the same.
+    """
+    identity = (
+        *(_VERSION, Path(plan.model).name, plan.architecture, plan.num_parameters),
+        *(plan.device, plan.dtype, plan.kernels, plan.quantization, plan.kv_cache_dtype),
+    )
+    return "fp_" + hashlib.sha256(repr(identity).encode()).hexdigest()[:12]
+
+
+class CompletionRenderer:
+    """The shapes of /v1/completions. Choices carry their prompt's part: its echo, ids and log-probabilities."""
+
+    def __init__(
+        self,
+        head: ReplyHead,
+        options: ReplyOptions,
+        generation: Generation,
+        *,
+        prompt_texts: Sequence[str],
+        text_options: TextOptions,
+        tokenizer: TextTokenizer,
+    ) -> None:
+        self._head = head
+        self._options = options
+        self._generation = generation
+        self._prompt_texts = prompt_texts  # shown with echo
+        self._text_options = text_options
+        self._tokenizer = tokenizer
+        self._format = LogprobFormat(tokenizer, names_are_ids=options.names_are_ids)
+        self._prefix = b"data: " + head.encoded() + b',"choices":[{"index":'
+
+    def frames(self, deltas: Sequence[ChoiceDelta]) -> bytes:
+        usage = _usage_field(self._generation.usage) if self._options.usage_always else b""
+        return b"".join(self._frame(delta, usage) for delta in deltas)
+
+    def ending(self) -> bytes:
+        return _ending(b"data: " + self._head.encoded(), self._options, self._generation.usage)
+
+    def body(self, deltas: Sequence[ChoiceDelta]) -> bytes:
+        """The whole reply; one complete delta per choice, in order of their index."""
+        choices = []
+        for delta in deltas:
+            choice = {
+                "index": delta.index,
+                "text": self._text(delta),
+                "logprobs": self._logprobs(delta),
+                "finish_reason": delta.finish_reason,
+                "stop_reason": delta.stop_reason,
+            }
+            wanted = self._options.num_prompt_logprobs
+            if wanted is not None:
+                positions = self._generation.prompt_logprobs.get(delta.prompt, ())
+                choice["prompt_logprobs"] = self._format.prompt(positions, wanted)
+            if self._options.token_ids:
+                choice["prompt_token_ids"] = self._request(delta).prompt_token_ids
+                choice["token_ids"] = delta.token_ids
+            choices.append(choice)
+        tail = b',"choices":' + _encode(choices) + _usage_field(self._generation.usage) + b"}"
+        return self._head.encoded() + tail
+
+    def _frame(self, delta: ChoiceDelta, usage: bytes) -> bytes:
+        text = self._text(delta)
+        if not (text or delta.finish_reason or delta.logprobs or self._options.token_ids):
+            return b""
+        start = b'%b%d,"text":%b' % (self._prefix, delta.index, _encode(text))
+        if delta.finish_reason is None and self._options.num_logprobs is None and not self._options.token_ids:
+            return b"%b%b%b}\n\n" % (start, _PLAIN_END, usage)
+        fields = _closing_fields(self._logprobs(delta), delta)
+        if self._options.token_ids:
+            if delta.is_first:
+                fields["prompt_token_ids"] = self._request(delta).prompt_token_ids
+            fields["token_ids"] = delta.token_ids
+        return b"%b,%b]%b}\n\n" % (start, _encode(fields)[1:], usage)
+
+    def _text(self, delta: ChoiceDelta) -> str:
+        if self._options.echo and delta.is_first:
+            return self._prompt_texts[delta.prompt] + delta.text
+        return delta.text
+
+    def _logprobs(self, delta: ChoiceDelta) -> CompletionArrays | None:
+        wanted = self._options.num_logprobs
+        if wanted is None:
+            return None
+        if not self._options.echo:
+            return self._format.completion(delta.logprobs, (), delta.offsets, wanted)
+        shift = len(self._prompt_texts[delta.prompt])
+        offsets = [shift + offset for offset in delta.offsets]
+        if not delta.is_first:
+            return self._format.completion(delta.logprobs, (), offsets, wanted)
+        prompt_ids = self._request(delta).prompt_token_ids
+        positions = (*self._generation.prompt_logprobs.get(delta.prompt, ()), *delta.logprobs)
+        return self._format.completion(positions, prompt_ids, self._prompt_offsets(prompt_ids) + offsets, wanted)
+
+    def _prompt_offsets(self, prompt_ids: Sequence[int]) -> list[int]:
+        detokenizer = Detokenizer(
+            self._tokenizer,
+            skip_special_tokens=self._text_options.skip_special_tokens,
+            spaces_between_special_tokens=self._text_options.spaces_between_special_tokens,
+        )
+        offsets, end = [], 0
+        for piece in detokenizer.push_each(prompt_ids):
+            offsets.append(end)
+            end += len(piece)
+        return offsets
+
+    def _request(self, delta: ChoiceDelta) -> GenerationRequest:
+        return self._generation.requests[delta.prompt]
+
+
+class ChatRenderer:
+    """The shapes of /v1/chat/completions. There is one prompt, so its parts stand beside the choices."""
+
+    def __init__(
+        self, head: ReplyHead, options: ReplyOptions, generation: Generation, *, tokenizer: TextTokenizer
+    ) -> None:
+        self._head = head
+        self._options = options
+        self._generation = generation
+        self._format = LogprobFormat(tokenizer, names_are_ids=options.names_are_ids)
+        self._prefix = b"data: " + head.encoded(".chunk") + b',"choices":[{"index":'
+        self._is_first = True
+
+    def frames(self, deltas: Sequence[ChoiceDelta]) -> bytes:
+        usage = _usage_field(self._generation.usage) if self._options.usage_always else b""
+        return b"".join(self._frame(delta, usage) for delta in deltas)
+
+    def ending(self) -> bytes:
+        return _ending(b"data: " + self._head.encoded(".chunk"), self._options, self._generation.usage)
+
+    def body(self, deltas: Sequence[ChoiceDelta]) -> bytes:
+        """The whole reply; one complete delta per choice, in order of their index."""
+        choices = []
+        for delta in deltas:
+            choice = {
+                "index": delta.index,
+                "message": {"role": "assistant", "content": delta.text, "refusal": None},
+                "logprobs": self._logprobs(delta),
+                "finish_reason": delta.finish_reason,
+                "stop_reason": delta.stop_reason,
+            }
+            if self._options.token_ids:
+                choice["token_ids"] = delta.token_ids
+            choices.append(choice)
+        fields: dict[str, object] = {"choices": choices}
+        wanted = self._options.num_prompt_logprobs
+        if wanted is not None:
+            fields["prompt_logprobs"] = self._format.prompt(self._generation.prompt_logprobs.get(0, ()), wanted)
+        if self._options.token_ids:
+            fields["prompt_token_ids"] = self._generation.requests[0].prompt_token_ids
+        return self._head.encoded() + b"," + _encode(fields)[1:-1] + _usage_field(self._generation.usage) + b"}"
+
+    def _frame(self, delta: ChoiceDelta, usage: bytes) -> bytes:
+        opening = b""
+        if delta.is_first:
+            opening = b'%b%d,"delta":{"role":"assistant","content":""}%b%b%b}\n\n' % (
+                self._prefix,
+                delta.index,
+                _PLAIN_END,
+                usage,
+                self._prompt_ids(),
+            )
+        if not (delta.text or delta.finish_reason or delta.logprobs or self._options.token_ids):
+            return opening
+        content = b'{"content":' + _encode(delta.text) + b"}" if delta.text or not delta.finish_reason else b"{}"
+        start = b'%b%b%d,"delta":%b' % (opening, self._prefix, delta.index, content)
+        if delta.finish_reason is None and self._options.num_logprobs is None and not self._options.token_ids:
+            return b"%b%b%b}\n\n" % (start, _PLAIN_END, usage)
+        fields = _closing_fields(self._logprobs(delta), delta)
+        if self._options.token_ids:
+            fields["token_ids"] = delta.token_ids
+        return b"%b,%b]%b}\n\n" % (start, _encode(fields)[1:], usage)
+
+    def _logprobs(self, delta: ChoiceDelta) -> object:
+        wanted = self._options.num_logprobs
+        return None if wanted is None else self._format.chat(delta.logprobs, wanted)
+
+    def _prompt_ids(self) -> bytes:
+        """The prompt's ids, in the stream's first frame only."""
+        if not (self._options.token_ids and self._is_first):
+            return b""
+        self._is_first = False
+        return b',"prompt_token_ids":' + _encode(self._generation.requests[0].prompt_token_ids)
+
+
+def _closing_fields(logprobs: object, delta: ChoiceDelta) -> dict[str, object]:
+    """The fields of a streamed choice after its text."""
+    fields: dict[str, object] = {"logprobs": logprobs, "finish_reason": delta.finish_reason}
+    if delta.finish_reason is not None:
+        fields["stop_reason"] = delta.stop_reason
+    return fields
+
+
+def _ending(start: bytes, options: ReplyOptions, usage: Usage) -> bytes:
+    """What follows the last choice: the usage where it was asked for, and the end mark."""
+    if not options.usage_at_end:
+        return DONE
+    return start + b',"choices":[]' + _usage_field(usage) + b"}\n\n" + DONE
+
+
+def _usage_field(usage: Usage) -> bytes:
+    return (
+        b',"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,'
+        b'"prompt_tokens_details":{"cached_tokens":%d}}'
+    ) % (
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        usage.prompt_tokens + usage.completion_tokens,
+        usage.cached_tokens,
+    )

@@ -1,0 +1,173 @@
+"""From requests to the engine and from its steps to per-request streams.
+
+Owns the bounded queue (admission) and one buffer per live request. Promises: a place is reserved atomically, one
+wake-up per stream and step, and a closed stream is aborted at once. Must not know: text, HTTP, how the engine runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from quire_engine.config import EnginePlan
+from quire_engine.types import EnginePort, GenerationRequest, StepOutput, TokenOutput
+from quire_server.errors import QueueFull
+from quire_server.metrics.metrics import Metrics
+
+LONGEST_RETRY_SECONDS = 120.0  # SDKs do not retry at all above this
+_DRAIN_WINDOW_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueLimits:
+    """How much may be accepted and unfinished at once, running included."""
+
+    max_sequences: int  # a request with n choices counts n
+    max_prompt_tokens: int | None = None
+
+
+class DrainMeter:
+    """How fast accepted sequences finish, over the last seconds."""
+
+    def __init__(self) -> None:
+        self._finished: deque[tuple[float, int]] = deque()
+        self._count = 0
+
+    def finished(self, now: float, sequences: int) -> None:
+        self._finished.append((now, sequences))
+        self._count += sequences
+        self._trim(now)
+
+    def seconds_to_drain(self, now: float, sequences: int) -> float:
+        """Little's law: what is queued, over the rate at which places come free. One second when nothing is known."""
+        self._trim(now)
+        if not self._finished:
+            return 1.0
+        span = max(now - self._finished[0][0], 1.0)
+        return sequences * span / self._count
+
+    def _trim(self, now: float) -> None:
+        while self._finished and self._finished[0][0] < now - _DRAIN_WINDOW_SECONDS:
+            self._count -= self._finished.popleft()[1]
+
+
+class RequestStream:
+    """The outputs of one accepted request, in order; ends after the last choice has finished."""
+
+    def __init__(self, client: EngineClient, request: GenerationRequest) -> None:
+        self.request = request
+        self._client = client
+        self._buffer: list[TokenOutput] = []
+        self._unfinished = request.n
+        self._waiter: asyncio.Future[None] | None = None
+        self._closed = False
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> list[TokenOutput]:
+        """All that has arrived since the last call, waiting for the first of it."""
+        if not self._buffer:
+            if self._unfinished == 0 or self._closed:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+            if not self._buffer:
+                raise StopAsyncIteration
+        outputs, self._buffer = self._buffer, []
+        return outputs
+
+    def deliver(self, output: TokenOutput) -> bool:
+        """Take in one output. True: it was the request's last."""
+        self._buffer.append(output)
+        if output.finish is not None:
+            self._unfinished -= 1
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        return self._unfinished == 0
+
+    def close(self) -> None:
+        """Give up the request: abort it if it is unfinished. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        self._client.release(self.request, finished=self._unfinished == 0)
+
+
+class EngineClient:
+    """Admission, fan-out and statistics in front of one `EnginePort`."""
+
+    def __init__(self, port: EnginePort, *, plan: EnginePlan, limits: QueueLimits, metrics: Metrics) -> None:
+        self.plan = plan
+        self._port = port
+        self._limits = limits
+        self._metrics = metrics
+        self._streams: dict[str, RequestStream] = {}
+        self._sequences = 0
+        self._prompt_tokens = 0
+        self._drain = DrainMeter()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        port.on_step = self.on_step
+
+    @property
+    def in_flight(self) -> int:
+        """Accepted and unfinished requests."""
+        return len(self._streams)
+
+    async def wait_idle(self) -> None:
+        """Until no accepted request is unfinished."""
+        await self._idle.wait()
+
+    def submit(self, request: GenerationRequest) -> RequestStream:
+        """Reserve a place and hand the request to the engine. Raises QueueFull."""
+        prompt_tokens = len(request.prompt_token_ids)
+        if self._sequences + request.n > self._limits.max_sequences:
+            self._refuse("max_num_queued_reqs")
+        limit = self._limits.max_prompt_tokens
+        if limit is not None and self._streams and self._prompt_tokens + prompt_tokens > limit:
+            self._refuse("max_num_queued_tokens")
+        stream = self._streams[request.request_id] = RequestStream(self, request)
+        self._sequences += request.n
+        self._prompt_tokens += prompt_tokens
+        self._idle.clear()
+        self._port.submit(request)
+        return stream
+
+    def on_step(self, step: StepOutput) -> None:
+        """Fan one engine step out to the streams it has news for."""
+        self._metrics.observe_step(step.stats, sum(len(output.token_ids) for output in step.outputs))
+        for output in step.outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None and stream.deliver(output):
+                self.release(stream.request, finished=True)
+
+    def release(self, request: GenerationRequest, *, finished: bool) -> None:
+        """Free the request's place, once; abort it in the engine unless it has finished."""
+        if self._streams.pop(request.request_id, None) is None:
+            return
+        self._sequences -= request.n
+        self._prompt_tokens -= len(request.prompt_token_ids)
+        self._drain.finished(time.monotonic(), request.n)
+        if not finished:
+            self._port.abort(request.request_id)
+        if not self._streams:
+            self._idle.set()
+
+    def _refuse(self, reason: str) -> None:
+        self._metrics.reject(reason)
+        running = self.plan.scheduler.max_num_seqs
+        estimate = self._drain.seconds_to_drain(time.monotonic(), max(self._sequences - running, 1))
+        jitter = random.uniform(0.75, 1.25)  # spreads retries, secures nothing
+        raise QueueFull(
+            "the server is at capacity: its queue is full",
+            retry_after_seconds=min(max(estimate * jitter, 1.0), LONGEST_RETRY_SECONDS),
+        )

@@ -1,0 +1,114 @@
+"""The OpenAPI document, completed with what the framework cannot see: our bodies, our errors, our key.
+
+Promises: every status a route can answer is declared, with the schema of its envelope.
+Must not know: what the routes do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from http import HTTPStatus
+from typing import Any, cast
+
+from fastapi import APIRouter
+from fastapi.dependencies.models import Dependant
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, TypeAdapter
+from pydantic.json_schema import models_json_schema
+
+from quire_server.errors import (
+    ApiError,
+    BadRequest,
+    DeadlineExceeded,
+    ErrorBody,
+    HeadersTooLarge,
+    MethodNotAllowed,
+    ModelNotFound,
+    NotReady,
+    PayloadTooLarge,
+    QueueFull,
+    RequestTimeout,
+    Unauthorized,
+    UnsupportedMediaType,
+)
+from quire_server.http.body import body_model
+from quire_server.http.guard import PUBLIC_PATHS
+
+Document = dict[str, Any]  # JSON
+
+ANY_ROUTE: tuple[type[ApiError], ...] = (BadRequest, MethodNotAllowed, HeadersTooLarge, ApiError)
+WITH_KEY: tuple[type[ApiError], ...] = (Unauthorized,)
+WITH_BODY: tuple[type[ApiError], ...] = (
+    ModelNotFound,
+    RequestTimeout,
+    PayloadTooLarge,
+    UnsupportedMediaType,
+    QueueFull,
+    NotReady,
+    DeadlineExceeded,
+)
+_REF = "#/components/schemas/{model}"
+_METHODS = frozenset({"get", "post", "put", "patch", "delete"})
+
+
+def complete(document: Document, routers: Iterable[APIRouter], *, needs_key: bool) -> Document:
+    """Add request bodies, error replies and the key to the framework's document, in place. Returns it."""
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    for name in ("HTTPValidationError", "ValidationError"):  # ours are 400, in the envelope
+        schemas.pop(name, None)
+    schemas.update(_definitions(TypeAdapter(ErrorBody).json_schema(ref_template=_REF), "ErrorResponse"))
+    bodies = {
+        (route.path_format, method.lower()): model
+        for router in routers
+        for route in router.routes
+        if isinstance(route, APIRoute)
+        for method in route.methods or ()
+        for model in _body_models(route.dependant)
+    }
+    references, definitions = models_json_schema(
+        [(model, "validation") for model in dict.fromkeys(bodies.values())], ref_template=_REF
+    )
+    schemas.update(definitions.get("$defs", {}))
+    for path, operations in document.get("paths", {}).items():
+        for method, operation in operations.items():
+            if method not in _METHODS:
+                continue
+            model = bodies.get((path, method))
+            if model is not None:
+                schema = references[model, "validation"]
+                operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+            is_public = path in PUBLIC_PATHS
+            errors = ANY_ROUTE + (() if is_public else WITH_KEY) + (WITH_BODY if model is not None else ())
+            responses = operation.setdefault("responses", {})
+            responses.pop("422", None)
+            for error in errors:
+                responses.setdefault(str(error.status), error_response(error))
+            if needs_key and not is_public:
+                operation["security"] = [{"key": []}]
+    if needs_key:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return document
+
+
+def error_response(error: type[ApiError]) -> Document:
+    """The OpenAPI response object of one error; routes use it for statuses of their own."""
+    response: Document = {
+        "description": cast(str, error.__doc__).split(": ", 1)[-1].rstrip("."),
+        "content": {"application/json": {"schema": {"$ref": _REF.format(model="ErrorResponse")}}},
+    }
+    if error.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+        whole_seconds = {"schema": {"type": "integer", "minimum": 1}, "description": "seconds to wait"}
+        response["headers"] = {"Retry-After": whole_seconds}
+    return response
+
+
+def _definitions(schema: Document, name: str) -> Document:
+    nested: Document = schema.pop("$defs", {})
+    return {**nested, name: {**schema, "title": name}}
+
+
+def _body_models(dependant: Dependant) -> Iterator[type[BaseModel]]:
+    for dependency in dependant.dependencies:
+        model = body_model(dependency.call)
+        if model is not None:
+            yield model

@@ -1,0 +1,135 @@
+"""Server-sent events over a bare ASGI reply.
+
+Promises: no status before the first frame, so that early errors are HTTP errors; later ones are sent in-band; the
+frames' generator is closed when the client leaves or stops reading. Must not know: what the frames say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+
+import msgspec
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire_server.errors import ApiError, ClientGone, error_body, internal_error
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+STALL_SECONDS = 60.0  # a client that takes nothing for this long is given up
+
+log = logging.getLogger("quire.sse")
+
+
+class EventStream(Response):
+    """Sends each item of `frames` (whole frames, one or more) with one write; the last one ends with DONE.
+
+    `keep_alive_seconds`: a comment line after so much silence; it also sends the status, so that errors after it are
+    in-band. 0 is never.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        frames: AsyncGenerator[bytes],
+        *,
+        headers: Mapping[str, str],
+        keep_alive_seconds: float,
+        stall_seconds: float = STALL_SECONDS,
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        self._frames = frames
+        self._keep_alive_seconds = keep_alive_seconds
+        self._stall_seconds = stall_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
+        wire = _Wire(send, self.raw_headers)
+        writing = asyncio.create_task(self._write(wire))
+        leaving = asyncio.create_task(_until_disconnect(receive))
+        watching = asyncio.create_task(self._watch(wire))
+        tasks = (writing, leaving, watching)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                writing.result()
+            elif not wire.is_started:
+                raise ClientGone
+            elif watching.done():
+                watching.result()
+                log.warning("a client took nothing for %g s; its stream is given up", self._stall_seconds)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _write(self, wire: _Wire) -> None:
+        async with aclosing(self._frames) as frames:
+            try:
+                async for chunk in frames:
+                    await wire.write(chunk)
+            except ApiError as error:
+                if not wire.is_started:
+                    raise
+                await wire.write(_error_frame(error) + DONE)
+            except Exception:
+                if not wire.is_started:
+                    raise
+                log.exception("a stream failed")
+                await wire.write(_error_frame(internal_error()) + DONE)
+
+    async def _watch(self, wire: _Wire) -> None:
+        """Writes comments into a silent stream; returns when the client has stopped reading."""
+        loop = asyncio.get_running_loop()
+        period = min(self._keep_alive_seconds or self._stall_seconds, self._stall_seconds)
+        while True:
+            await asyncio.sleep(max(wire.changed_at + period - loop.time(), period / 8))
+            idle = loop.time() - wire.changed_at
+            if wire.is_writing:
+                if idle >= self._stall_seconds:
+                    return
+            elif self._keep_alive_seconds and idle >= self._keep_alive_seconds:
+                await wire.write(KEEP_ALIVE)
+
+
+class _Wire:
+    """The reply's `send`: starts it with the first write, one write at a time."""
+
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        self.is_started = False
+        self.is_ended = False
+        self.changed_at = asyncio.get_running_loop().time()  # when a write last began or ended
+        self._send = send
+        self._headers = headers
+        self._lock = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def is_writing(self) -> bool:
+        return self._lock.locked()
+
+    async def write(self, chunk: bytes) -> None:
+        async with self._lock:
+            if self.is_ended:
+                return
+            self.changed_at = self._loop.time()
+            if not self.is_started:
+                self.is_started = True
+                await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+            self.is_ended = chunk.endswith(DONE)
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": not self.is_ended})
+            self.changed_at = self._loop.time()
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _error_frame(error: ApiError) -> bytes:
+    return b"data: " + msgspec.json.encode(error_body(error)) + b"\n\n"

@@ -1,0 +1,404 @@
+"""Which metrics there are: their names, texts, buckets and aliases, and how engine state becomes values.
+
+Promises: gauges are set from the engine's state only; totals survive a restart of the engine.
+Must not know: the event loop, HTTP, who calls.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Literal
+
+from quire_engine.config import EnginePlan
+from quire_engine.types import EngineStats, WaitReason
+from quire_server.metrics.metric_values import Counter, Values
+
+Outcome = Literal["stop", "length", "abort", "error"]
+OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "abort", "error")
+WAIT_REASONS: tuple[WaitReason, ...] = ("kv", "slots", "budget")
+REJECT_REASONS = ("max_num_queued_reqs", "max_num_queued_tokens", "draining")
+
+# The usual buckets of LLM servers, so that dashboards carry over, with a finer low end for small models.
+_TTFT = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0),
+    *(7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_PER_TOKEN = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0),
+    *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_STEP = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_HOST = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 1.0)
+STALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+_ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+def token_bounds(largest: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, 20, ... up to the first that reaches `largest`."""
+    bounds = [1]
+    while bounds[-1] < largest:
+        bounds.append(bounds[-1] * 5 // 2 if str(bounds[-1])[0] == "2" else bounds[-1] * 2)
+    return tuple(bounds)
+
+
+class RequestMetrics:
+    """Counted once per prompt: a request with several prompts counts several, one with n choices counts one."""
+
+    def __init__(self, values: Values, max_model_len: int) -> None:
+        tokens = token_bounds(max_model_len)
+        self.finished = values.counter(
+            "quire_requests",
+            "Finished requests by outcome: stop, length, abort or error.",
+            ("outcome",),
+            children=[(outcome,) for outcome in OUTCOMES],
+            alias="vllm:request_success",
+            alias_label="finished_reason",
+        )
+        self.prompted = values.counter(
+            "quire_prompt_tokens", "Prompt tokens of requests that produced output.", alias="vllm:prompt_tokens"
+        )
+        self.cached = values.counter(
+            "quire_prompt_tokens_cached",
+            "Of those, tokens taken from the prefix cache.",
+            alias="vllm:prompt_tokens_cached",
+        )
+        self.generated = values.counter(
+            "quire_generation_tokens", "Tokens generated and received from the engine.", alias="vllm:generation_tokens"
+        )
+        self.ttft = values.histogram(
+            "quire_time_to_first_token_seconds",
+            "From acceptance to the request's first token, seconds.",
+            _TTFT,
+            alias="vllm:time_to_first_token_seconds",
+        )
+        self.itl = values.histogram(
+            "quire_inter_token_latency_seconds",
+            "Between two tokens of a choice, seconds.",
+            _PER_TOKEN,
+            alias="vllm:inter_token_latency_seconds",
+        )
+        self.tpot = values.histogram(
+            "quire_request_time_per_output_token_seconds",
+            "Mean time between a request's tokens, seconds; requests with one token have none.",
+            _PER_TOKEN,
+            alias="vllm:request_time_per_output_token_seconds",
+        )
+        self.e2e = values.histogram(
+            "quire_e2e_request_latency_seconds",
+            "From acceptance to the end, seconds.",
+            REQUEST_SECONDS,
+            alias="vllm:e2e_request_latency_seconds",
+        )
+        self.queue = values.histogram(
+            "quire_request_queue_time_seconds",
+            "From arrival in the engine to the first step, seconds.",
+            REQUEST_SECONDS,
+            alias="vllm:request_queue_time_seconds",
+        )
+        self.kv_wait = values.histogram(
+            "quire_request_kv_wait_seconds", "At the head of the queue for want of KV blocks, seconds.", REQUEST_SECONDS
+        )
+        self.prefill = values.histogram(
+            "quire_request_prefill_time_seconds",
+            "From the first step to the first token, seconds.",
+            REQUEST_SECONDS,
+            alias="vllm:request_prefill_time_seconds",
+        )
+        self.decode = values.histogram(
+            "quire_request_decode_time_seconds",
+            "From the first token to the last, seconds.",
+            REQUEST_SECONDS,
+            alias="vllm:request_decode_time_seconds",
+        )
+        self.inference = values.histogram(
+            "quire_request_inference_time_seconds",
+            "From the first step to the last token, seconds.",
+            REQUEST_SECONDS,
+            alias="vllm:request_inference_time_seconds",
+        )
+        self.prompt_tokens = values.histogram(
+            "quire_request_prompt_tokens", "Prompt tokens of a request.", tokens, alias="vllm:request_prompt_tokens"
+        )
+        self.generation_tokens = values.histogram(
+            "quire_request_generation_tokens",
+            "Tokens generated for a request, all choices together.",
+            tokens,
+            alias="vllm:request_generation_tokens",
+        )
+        self.max_generation_tokens = values.histogram(
+            "quire_request_max_num_generation_tokens",
+            "Tokens generated for a request's longest choice.",
+            tokens,
+            alias="vllm:request_max_num_generation_tokens",
+        )
+        self.computed_tokens = values.histogram(
+            "quire_request_prefill_kv_computed_tokens",
+            "Prompt tokens that the prefix cache did not have.",
+            tokens,
+            alias="vllm:request_prefill_kv_computed_tokens",
+        )
+        self.params_n = values.histogram(
+            "quire_request_params_n", "Choices asked for.", (1, 2, 5, 10, 20), alias="vllm:request_params_n"
+        )
+        self.params_max_tokens = values.histogram(
+            "quire_request_params_max_tokens", "max_tokens asked for.", tokens, alias="vllm:request_params_max_tokens"
+        )
+        self.preemptions = values.histogram(
+            "quire_request_num_preemptions",
+            "How often a request lost its KV blocks and was computed again.",
+            (0, 1, 2, 3, 4, 5, 10, 20),
+            alias="vllm:request_num_preemptions",
+        )
+
+
+class EngineMetrics:
+    """The engine's state as of its last message."""
+
+    def __init__(self, values: Values) -> None:
+        self._bytes_per_block = 0
+        self._num_blocks = 0
+        self.pool = values.gauge("quire_kv_pool_blocks", "KV blocks in the pool.")
+        self.running = values.gauge(
+            "quire_requests_running", "Sequences in the batch.", alias="vllm:num_requests_running"
+        )
+        self.waiting = values.gauge(
+            "quire_requests_waiting",
+            "Sequences not in the batch, by what they wait for: kv blocks, a slot or the step's token budget.",
+            ("reason",),
+            children=[(reason,) for reason in WAIT_REASONS],
+        )
+        self._alias_waiting = values.gauge(None, "Sequences not in the batch.", alias="vllm:num_requests_waiting")
+        self._alias_waiting_by_reason = values.gauge(
+            None,
+            "Sequences not in the batch, for want of capacity or deferred for another reason.",
+            ("reason",),
+            children=[("capacity",), ("deferred",)],
+            alias="vllm:num_requests_waiting_by_reason",
+        )
+        self.usage = values.gauge(
+            "quire_kv_cache_usage_ratio",
+            "KV blocks held by sequences over all blocks, 0 to 1; cached blocks nobody holds do not count.",
+            alias="vllm:kv_cache_usage_perc",
+        )
+        self.blocks = values.gauge(
+            "quire_kv_blocks",
+            "KV blocks by state: used by a sequence, cached for reuse, or free. They add up to the pool.",
+            ("state",),
+            children=[("used",), ("cached",), ("free",)],
+        )
+        self.kv_bytes = values.gauge(
+            "quire_kv_bytes",
+            "Bytes of the KV pool by state: used by a sequence, cached for reuse, or free.",
+            ("state",),
+            children=[("used",), ("cached",), ("free",)],
+        )
+        self.slots_allocated = values.gauge("quire_kv_slots_allocated", "Token slots in used KV blocks.")
+        self.slots_unused = values.gauge("quire_kv_slots_unused", "Of those, slots that hold no token: internal waste.")
+        self.efficiency = values.gauge(
+            "quire_kv_slot_efficiency_ratio",
+            "Slots that hold a token over slots in used blocks; 1 when nothing is used.",
+        )
+        self.efficiency.set(1.0)
+        self.steps = values.counter("quire_engine_steps", "Steps that computed something.")
+        self.step_seconds = values.histogram("quire_engine_step_seconds", "One step, whole, seconds.", _STEP)
+        self.host_seconds = values.histogram(
+            "quire_engine_step_host_seconds", "One step without the model: scheduling and bookkeeping, seconds.", _HOST
+        )
+        self.iteration_tokens = values.histogram(
+            "quire_engine_step_tokens",
+            "Prompt tokens computed and tokens generated in one step.",
+            _ITERATION,
+            alias="vllm:iteration_tokens_total",
+        )
+        self.computed = values.counter(
+            "quire_engine_computed_tokens",
+            "Tokens run through the model, by kind; recomputation included.",
+            ("kind",),
+            children=[("prefill",), ("decode",)],
+        )
+        self.preempted = values.counter(
+            "quire_preemptions", "Sequences that lost their KV blocks to an older one.", alias="vllm:num_preemptions"
+        )
+        self.query_tokens = values.counter(
+            "quire_prefix_cache_query_tokens",
+            "Prompt tokens looked up in the prefix cache.",
+            alias="vllm:prefix_cache_queries",
+        )
+        self.hit_tokens = values.counter(
+            "quire_prefix_cache_hit_tokens", "Of those, tokens found.", alias="vllm:prefix_cache_hits"
+        )
+        self.evictions = values.counter("quire_kv_evictions", "Cached KV blocks whose content was dropped for reuse.")
+        self.restarts = values.counter("quire_engine_restarts", "Times the engine process was replaced.")
+        self._totals = (
+            _Total(self.preempted),
+            _Total(self.query_tokens),
+            _Total(self.hit_tokens),
+            _Total(self.evictions),
+        )
+
+    def begin(self, plan: EnginePlan) -> None:
+        """An engine with this plan has started; it holds nothing yet."""
+        self._bytes_per_block = plan.bytes_per_block
+        self._num_blocks = plan.scheduler.num_blocks
+        self.pool.set(self._num_blocks)
+        self._reset()
+
+    def observe(self, stats: EngineStats, generated_tokens: int | None) -> None:
+        if stats.blocks_total == 0:  # told on behalf of an engine that is gone
+            return
+        waiting = 0
+        for reason in WAIT_REASONS:
+            count = stats.waiting.get(reason, 0)
+            self.waiting.set(count, reason)
+            waiting += count
+        self.running.set(stats.running)
+        self._alias_waiting.set(waiting)
+        self._alias_waiting_by_reason.set(waiting, "capacity")
+        self.usage.set(stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0)
+        for state, blocks in (
+            ("used", stats.blocks_used),
+            ("cached", stats.blocks_cached),
+            ("free", stats.blocks_free),
+        ):
+            self.blocks.set(blocks, state)
+            self.kv_bytes.set(blocks * self._bytes_per_block, state)
+        self.slots_allocated.set(stats.slots_allocated)
+        self.slots_unused.set(stats.slots_unused)
+        self.efficiency.set(1.0 - stats.slots_unused / stats.slots_allocated if stats.slots_allocated else 1.0)
+        for total, value in zip(
+            self._totals,
+            (
+                stats.total_preemptions,
+                stats.total_prefix_query_tokens,
+                stats.total_prefix_hit_tokens,
+                stats.total_kv_evictions,
+            ),
+            strict=True,
+        ):
+            total.advance(value)
+        if stats.step_seconds > stats.host_seconds:  # else the model did not run: the message tells of an abort
+            generated = stats.decode_tokens if generated_tokens is None else generated_tokens
+            self.steps.inc()
+            self.step_seconds.observe(stats.step_seconds)
+            self.host_seconds.observe(stats.host_seconds)
+            self.iteration_tokens.observe(stats.prefill_tokens + generated)
+            self.computed.inc(stats.prefill_tokens, "prefill")
+            self.computed.inc(stats.decode_tokens, "decode")
+
+    def restarted(self) -> None:
+        self.restarts.inc()
+        for total in self._totals:
+            total.last = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        if self._num_blocks:
+            self.observe(EngineStats(blocks_total=self._num_blocks, blocks_free=self._num_blocks), None)
+
+
+class _Total:
+    """Follows a total that falls back to 0 when the engine is replaced."""
+
+    __slots__ = ("_counter", "last")
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self.last = 0
+
+    def advance(self, total: int) -> None:
+        if total != self.last:
+            self._counter.inc(total - self.last if total > self.last else total)
+            self.last = total
+
+
+class PlanMetrics:
+    """What does not change while an engine runs, as labels of gauges whose value is 1."""
+
+    def __init__(self, values: Values) -> None:
+        self.build = values.gauge("quire_build_info", "The running version.", ("version",))
+        self.build.set(1, version("quire"))
+        self.model = values.gauge(
+            "quire_model_info",
+            "The loaded model and how it is computed.",
+            (
+                "architecture",
+                "parameters",
+                "device",
+                "dtype",
+                "quantization",
+                "kernels",
+                "num_threads",
+                "max_model_len",
+            ),
+        )
+        self.parameters = values.gauge(
+            "quire_model_parameters",
+            "Parameters that every token is multiplied with; the others, for tokens whose logits are needed.",
+            ("part",),
+            children=[("layers",), ("sampled",)],
+        )
+        self.attention_width = values.gauge(
+            "quire_model_attention_width",
+            "Query heads x head width x layers, by the same parts; 4 of these FLOP per token and token it looks at.",
+            ("part",),
+            children=[("layers",), ("sampled",)],
+        )
+        self.weights_read = values.gauge(
+            "quire_model_read_bytes", "Bytes of weights that a token alone in its step reads from memory."
+        )
+        self.cache = values.gauge(
+            "quire_cache_config_info",
+            "The KV pool's layout.",
+            ("block_size", "num_blocks", "bytes_per_block", "kv_tokens", "enable_prefix_caching"),
+        )
+        self._alias_cache = values.gauge(
+            None,
+            "The KV pool's layout.",
+            (
+                "block_size",
+                "num_gpu_blocks",
+                "kv_cache_size_tokens",
+                "kv_cache_max_concurrency",
+                "cache_dtype",
+                "enable_prefix_caching",
+            ),
+            alias="vllm:cache_config_info",
+        )
+        self.memory = values.gauge(
+            "quire_memory_bytes", "Memory reserved at start, by use.", ("kind",), children=[("weights",), ("kv",)]
+        )
+        self.load_seconds = values.gauge("quire_model_load_seconds", "Time the last start of the engine took, seconds.")
+
+    def observe(self, plan: EnginePlan) -> None:
+        scheduler = plan.scheduler
+        self.model.values.clear()
+        self.model.set(
+            1,
+            plan.architecture,
+            str(plan.num_parameters),
+            plan.device,
+            plan.dtype,
+            plan.quantization or "none",
+            plan.kernels,
+            str(plan.num_threads),
+            str(scheduler.max_model_len),
+        )
+        caching = str(scheduler.enable_prefix_caching).lower()
+        size, blocks, tokens = str(scheduler.block_size), str(scheduler.num_blocks), str(plan.kv_tokens)
+        self.parameters.set(plan.layer_parameters, "layers")
+        self.parameters.set(plan.sampled_parameters, "sampled")
+        self.attention_width.set(plan.layer_attention, "layers")
+        self.attention_width.set(plan.sampled_attention, "sampled")
+        self.weights_read.set(plan.weights_read_bytes)
+        self.cache.values.clear()
+        self.cache.set(1, size, blocks, str(plan.bytes_per_block), tokens, caching)
+        concurrency = f"{plan.kv_tokens / scheduler.max_model_len:.2f}"
+        self._alias_cache.values.clear()
+        self._alias_cache.set(1, size, blocks, tokens, concurrency, plan.dtype, caching)
+        self.memory.set(plan.weights_bytes, "weights")
+        self.memory.set(plan.kv_bytes, "kv")
+        self.load_seconds.set(plan.load_seconds)

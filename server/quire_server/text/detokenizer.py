@@ -1,0 +1,114 @@
+"""Incremental detokenization of one choice: tokens in, text out, never a piece of a character.
+
+Promises: constant work per token; all texts of `push` and `finish` joined are the text of the whole output.
+Must not know: stop strings, HTTP, other choices.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from quire_server.text.tokenizer import TextTokenizer
+
+_TAIL_TOKENS = 8  # of the prompt; a character is at most 4 bytes, so at most 3 tokens can be its unfinished start
+_REPLACEMENT = "\ufffd"
+
+
+class Detokenizer:
+    """Text of the output as it grows. An unfinished character is held until it is finished or cannot be.
+
+    The text is that of prompt and output together less that of the prompt: an output that goes on in the middle of
+    a text keeps its leading space, and one that finishes the prompt's last character begins with that character.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,  # noqa: ARG002 - see TextTokenizer.decode
+        prompt_ids: Sequence[int] = (),
+    ) -> None:
+        """`prompt_ids` may be the whole prompt; only its end and whether it has any text are looked at."""
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        at_start = all(i in self._skipped for i in prompt_ids)
+        tail = [i for i in prompt_ids[-_TAIL_TOKENS:] if i not in self._skipped]
+        kind = _ByteText if tokenizer.joins_bytes else _WindowText
+        self._text: _ByteText | _WindowText = kind(tokenizer, at_start, tail)
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that `ids` finish."""
+        return "".join(self.push_each(ids))
+
+    def push_each(self, ids: Sequence[int]) -> list[str]:
+        """As `push`, by token: "" for one that is skipped or finishes no character."""
+        return ["" if i in self._skipped else self._text.step(i) for i in ids]
+
+    def finish(self) -> str:
+        """What is left of an unfinished character, as U+FFFD. Call once, at the end."""
+        return self._text.flush()
+
+
+class _ByteText:
+    """For tokenizers whose text is the concatenation of token bytes."""
+
+    def __init__(self, tokenizer: TextTokenizer, at_start: bool, tail: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._at_start = at_start
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._decoder.decode(b"".join(map(tokenizer.token_bytes, tail)))
+        # The prompt's own text already shows its unfinished end as U+FFFD, so it must not be shown again.
+        self._prompt_pending = bool(self._decoder.getstate()[0])
+
+    def step(self, token_id: int) -> str:
+        raw = self._tokenizer.token_bytes(token_id)
+        if self._at_start and raw:
+            self._at_start = False
+            raw = self._first_bytes(token_id, raw)
+        return self._emit(self._decoder.decode(raw))
+
+    def flush(self) -> str:
+        return self._emit(self._decoder.decode(b"", final=True))
+
+    def _emit(self, text: str) -> str:
+        if text and self._prompt_pending:
+            self._prompt_pending = False
+            return text.removeprefix(_REPLACEMENT)
+        return text
+
+    def _first_bytes(self, token_id: int, raw: bytes) -> bytes:
+        """The sentencepiece style drops the space that stands before a text's first word; its decoder knows."""
+        if not self._tokenizer.drops_first_space or b" " not in raw:
+            return raw
+        return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+
+
+class _WindowText:
+    """For other decoders: what a window of recent tokens shows more than it did before the token."""
+
+    def __init__(self, tokenizer: TextTokenizer, at_start: bool, tail: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._window = [] if at_start else list(tail)
+        self._shown = self._decode()
+
+    def step(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._decode()
+        if text.endswith(_REPLACEMENT) and len(self._window) < 2 * _TAIL_TOKENS:
+            return ""
+        return self._advance(text)
+
+    def flush(self) -> str:
+        return self._advance(self._decode())
+
+    def _advance(self, text: str) -> str:
+        new = text[len(self._shown) :]
+        if len(self._window) >= _TAIL_TOKENS:
+            self._window = self._window[-_TAIL_TOKENS // 2 :]
+            text = self._decode()
+        self._shown = text
+        return new
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=False)

@@ -1,0 +1,120 @@
+"""Log-probabilities as the three reply shapes show them: chat, completions, and prompt_logprobs.
+
+Promises: every number is finite JSON (minus infinity becomes -9999); a chat token's bytes are its true bytes even
+where they are part of a character. Must not know: how they were computed, streaming.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+from quire_engine.types import TokenLogprobs
+from quire_server.text.tokenizer import TextTokenizer
+
+LEAST = -9999.0  # JSON has no infinities
+
+
+class ChatTop(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatToken(ChatTop):
+    top_logprobs: list[ChatTop]
+
+
+class ChatContent(TypedDict):
+    content: list[ChatToken]
+    refusal: None
+
+
+class CompletionArrays(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptEntry(TypedDict):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+class LogprobFormat:
+    """The token names of one request: their text, or "token_id:N", which no two tokens share."""
+
+    def __init__(self, tokenizer: TextTokenizer, *, names_are_ids: bool) -> None:
+        self._tokenizer = tokenizer
+        self._names_are_ids = names_are_ids
+
+    def name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._names_are_ids else self._tokenizer.token_text(token_id)
+
+    def chat(self, positions: Sequence[TokenLogprobs], num_top: int) -> ChatContent:
+        """Each token with exactly the `num_top` most likely ones beside it."""
+        content: list[ChatToken] = []
+        for position in positions:
+            chosen = self._chat_top(position.token_id, position.logprob)
+            top = [
+                self._chat_top(token_id, logprob)
+                for token_id, logprob in zip(position.top_ids[:num_top], position.top_logprobs, strict=False)
+            ]
+            content.append({**chosen, "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def completion(
+        self, positions: Sequence[TokenLogprobs | None], first_ids: Sequence[int], offsets: Sequence[int], num_top: int
+    ) -> CompletionArrays:
+        """Parallel lists; each top dict holds the chosen token and the `num_top` most likely.
+
+        A None position (a prompt's first token, of which nothing is predicted) takes its name from `first_ids`.
+        `offsets` are the characters of text before each token.
+        """
+        arrays: CompletionArrays = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [*offsets]}
+        for index, position in enumerate(positions):
+            if position is None:
+                arrays["tokens"].append(self.name(first_ids[index]))
+                arrays["token_logprobs"].append(None)
+                arrays["top_logprobs"].append(None)
+                continue
+            name = self.name(position.token_id)
+            arrays["tokens"].append(name)
+            arrays["token_logprobs"].append(finite(position.logprob))
+            # Most likely first, so that of two tokens that read alike the likelier keeps the name.
+            top: dict[str, float] = {}
+            for token_id, logprob in zip(position.top_ids[:num_top], position.top_logprobs, strict=False):
+                top.setdefault(self.name(token_id), finite(logprob))
+            top[name] = finite(position.logprob)
+            arrays["top_logprobs"].append(top)
+        return arrays
+
+    def prompt(self, positions: Sequence[TokenLogprobs | None], num_top: int) -> list[dict[str, PromptEntry] | None]:
+        """One dict per prompt token from token id to its entry; None for the first."""
+        return [None if position is None else self._prompt_entries(position, num_top) for position in positions]
+
+    def _prompt_entries(self, position: TokenLogprobs, num_top: int) -> dict[str, PromptEntry]:
+        entries: dict[str, PromptEntry] = {}
+        for rank, (token_id, logprob) in enumerate(
+            zip(position.top_ids[:num_top], position.top_logprobs, strict=False), start=1
+        ):
+            entries[str(token_id)] = self._prompt_entry(token_id, logprob, rank)
+        entries[str(position.token_id)] = self._prompt_entry(position.token_id, position.logprob, position.rank)
+        return entries
+
+    def _prompt_entry(self, token_id: int, logprob: float, rank: int) -> PromptEntry:
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": self.name(token_id)}
+
+    def _chat_top(self, token_id: int, logprob: float) -> ChatTop:
+        return {
+            "token": self.name(token_id),
+            "logprob": finite(logprob),
+            "bytes": list(self._tokenizer.token_bytes(token_id)),
+        }
+
+
+def finite(logprob: float) -> float:
+    """At least -9999; a NaN, which compares false, too."""
+    return logprob if logprob >= LEAST else LEAST

@@ -1,0 +1,240 @@
+"""Chat messages to prompt: the model's chat template, rendered in a process that can be killed.
+
+Promises: a template or its input can cost at most a few seconds and a bounded memory of another process; whatever
+goes wrong in it is a BadRequest. Message text is data: it is never read as template.
+Must not know: wire models, sampling, the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import re
+import secrets
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+
+from quire_engine.errors import ConfigError, ModelLoadError
+from quire_server.errors import BadRequest, ContextLengthExceeded, NotReady
+from quire_server.text.template_process import ProcessDied, TemplateProcess
+from quire_server.text.tokenizer import SPECIAL_NAMES, TextTokenizer
+
+_NUM_PROCESSES = 2  # a render takes about a millisecond; the second keeps one slow render from holding up the rest
+_RESERVED = frozenset({
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize",
+    "tokenizer", "tokenizer_kwargs", "conversation", "padding", "truncation", "max_length", "return_tensors",
+    "return_dict", "return_assistant_tokens_mask", *SPECIAL_NAMES,
+})  # fmt: skip
+_PROBE = "Xq7probe"
+
+
+class ChatTemplate:
+    """One model's chat template. Safe to call from many threads; `render` blocks, so keep it off the event loop.
+
+    Content given as text parts reaches a template that knows parts as they are; for others the parts are joined by
+    newlines, as vLLM does. A template that knows only parts gets text as one part. Null content is empty text.
+    Templates write their special tokens themselves: encode the text without adding any.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        tokenizer: TextTokenizer,
+        default_kwargs: Mapping[str, object] | None = None,
+        *,
+        max_chars: int = 2**20,
+        time_limit: float = 2.0,
+    ) -> None:
+        """`max_chars` bounds the rendered prompt, `time_limit` (seconds) each render.
+
+        Raises ModelLoadError for a source that does not compile, ConfigError for defaults it does not read.
+        """
+        self.tokenizer = tokenizer
+        self._max_chars = max_chars
+        self._patience = 2 * time_limit
+        processes = [TemplateProcess(source, time_limit) for _ in range(_NUM_PROCESSES)]
+        self._close = weakref.finalize(self, _stop_all, processes)
+        self._idle: queue.LifoQueue[TemplateProcess] = queue.LifoQueue()
+        for process in processes:
+            self._idle.put(process)
+        names = _compiled(processes[-1])
+        self.variables: frozenset[str] = frozenset(n for n in names if n not in _RESERVED and not n.startswith("_"))
+        self._defaults = dict(default_kwargs or {})
+        if unknown := self._defaults.keys() - self.variables:
+            raise ConfigError(f"chat template defaults: the template has no variable {_listed(unknown)}")
+        self._takes_text, self._takes_parts = self._probe()
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        kwargs: Mapping[str, object] | None = None,
+    ) -> str:
+        """The prompt's text. `kwargs` may set only variables that the template reads (`self.variables`).
+
+        With `continue_final_message` the text ends with the last message's content, its turn left open.
+        Raises BadRequest for input the template refuses, fails on, or cannot render within its limits.
+        """
+        if not messages:
+            raise BadRequest("messages must not be empty.", param="messages")
+        if add_generation_prompt and continue_final_message:
+            raise BadRequest(
+                "continue_final_message and add_generation_prompt cannot both be true.", param="continue_final_message"
+            )
+        if unknown := (kwargs or {}).keys() - self.variables:
+            raise BadRequest(
+                f"The chat template has no variable {_listed(unknown)}; it has: {_listed(self.variables) or 'none'}.",
+                param="chat_template_kwargs",
+            )
+        chat = [self._plain(message, i) for i, message in enumerate(messages)]
+        mark = f"Xq7{secrets.token_hex(8)} "
+        if continue_final_message:
+            _append_mark(chat[-1], mark)
+        text = self._run(chat, add_generation_prompt, {**self._defaults, **(kwargs or {})})
+        return _cut_at_mark(text, mark) if continue_final_message else text
+
+    def close(self) -> None:
+        """Ends the template processes; also done when the object or the interpreter goes away."""
+        self._close()
+
+    def _run(self, chat: list[dict[str, object]], add_generation_prompt: bool, kwargs: Mapping[str, object]) -> str:
+        variables = {
+            **kwargs,
+            **self.tokenizer.special_tokens,
+            "messages": chat,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            line = json.dumps({"variables": variables, "max_chars": self._max_chars})
+        except (TypeError, ValueError, RecursionError) as exc:
+            raise BadRequest("The messages are nested too deeply or hold values that are not JSON.") from exc
+        try:
+            process = self._idle.get(timeout=self._patience)
+        except queue.Empty as exc:
+            raise NotReady("All chat template processes are busy; retry later.", retry_after_seconds=1.0) from exc
+        try:
+            reply = process.ask(line)
+        except ProcessDied as exc:
+            raise BadRequest("The chat template did not finish within its limits.", param="messages") from exc
+        finally:
+            self._idle.put(process)
+        if "text" in reply:
+            return str(reply["text"])
+        if reply["error"] == "too_long":
+            raise ContextLengthExceeded(f"The prompt is longer than {self._max_chars} characters.", param="messages")
+        said = "refused these messages" if reply["error"] == "raised" else "failed on these messages"
+        raise BadRequest(f"The chat template {said}: {reply['message']}", param="messages")
+
+    def _probe(self) -> tuple[bool, bool]:
+        """Whether the template shows content given as text, and content given as parts, by trying."""
+        try:
+            parts = self._run([{"role": "user", "content": [_part(_PROBE)]}], True, self._defaults)
+        except BadRequest as exc:
+            if isinstance(exc.__cause__, ProcessDied):
+                return True, False
+            parts = ""
+        try:
+            text = self._run([{"role": "user", "content": _PROBE}], True, self._defaults)
+        except BadRequest:
+            text = ""
+        printed_as_object = re.search(rf"""["']text["']\s*:\s*["']{_PROBE}""", parts) is not None
+        takes_parts = _PROBE in parts and not printed_as_object
+        return _PROBE in text or not takes_parts, takes_parts
+
+    def _plain(self, message: Mapping[str, object], index: int) -> dict[str, object]:
+        """A copy of the message in the form that this template reads."""
+        plain = dict(message)
+        texts = _texts(message.get("content"), index)
+        if isinstance(texts, list):
+            plain["content"] = [_part(text) for text in texts] if self._takes_parts else "\n".join(texts)
+        else:
+            plain["content"] = texts if self._takes_text else [_part(texts)]
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        if reasoning is not None:  # templates and clients disagree on the name
+            plain["reasoning_content"] = plain["reasoning"] = reasoning
+        calls = message.get("tool_calls")
+        if isinstance(calls, list):
+            plain["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
+        return plain
+
+
+def _compiled(process: TemplateProcess) -> list[str]:
+    """Starts the process; the names that the template reads. Raises ModelLoadError."""
+    try:
+        reply = process.start()
+    except ProcessDied as exc:
+        raise ModelLoadError("the chat template could not be compiled within its limits") from exc
+    names = reply.get("variables")
+    if not isinstance(names, list):
+        raise ModelLoadError(f"the chat template does not compile: {reply.get('message')}")
+    return names
+
+
+def _stop_all(processes: Iterable[TemplateProcess]) -> None:
+    for process in processes:
+        process.stop()
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _texts(content: object, index: int) -> str | list[str]:
+    """A message's content as text or as the texts of its parts."""
+    where = f"messages[{index}].content"
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadRequest(f"{where} must be text, a list of text parts or null.", param=where)
+    texts: list[str] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get(kind) if isinstance(part, dict) and kind in ("text", "refusal") else None
+        if not isinstance(text, str):
+            raise BadRequest(f"{where} has a part that is not text; this model reads text only.", param=where)
+        texts.append(text)
+    return texts
+
+
+def _with_parsed_arguments(call: object) -> object:
+    """Clients send a call's arguments as JSON text; templates print them as JSON and expect the object."""
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(arguments, str):
+        return call
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": parsed}} if isinstance(parsed, dict) else call
+
+
+def _append_mark(message: dict[str, object], mark: str) -> None:
+    """Puts `mark` at the end of the message's text."""
+    content = message["content"]
+    if isinstance(content, str):
+        message["content"] = content + mark
+    elif isinstance(content, list) and content:
+        content[-1] = _part(content[-1]["text"] + mark)
+    else:
+        raise BadRequest("continue_final_message needs text in the last message.", param="continue_final_message")
+
+
+def _cut_at_mark(text: str, mark: str) -> str:
+    """The text before the mark. Where the template trimmed the mark's space, it would have trimmed the message's."""
+    at = text.rfind(mark.strip())
+    if at < 0:
+        raise BadRequest(
+            "continue_final_message: the chat template does not show the last message.", param="continue_final_message"
+        )
+    return text[:at] if text.startswith(mark, at) else text[:at].rstrip()
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(repr(name[:64]) for name in sorted(names))

@@ -1,0 +1,107 @@
+"""An engine process without a model, for tests of the supervisor: real scheduler, loop and frames, invented tokens.
+
+`python fake_engine_process.py FD PARENT_PID`. The model name in the START frame says how it misbehaves: "ok",
+"fail-config", "fail-model", "exit-at-start", "hang:TOKEN" or "poison:TOKEN" (a prompt with TOKEN hangs or kills it).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "engine"), str(ROOT / "tests")]
+
+from quire_engine.batch import Batch, SampledToken, StepResult  # noqa: E402
+from quire_engine.config import EngineConfig, EnginePlan, SchedulerConfig  # noqa: E402
+from quire_engine.engine import Engine  # noqa: E402
+from quire_engine.process.loop import EngineLoop  # noqa: E402
+from quire_engine.process.transport import FrameDecoder, StartFailed, encode_frame  # noqa: E402
+from quire_engine.scheduling.scheduler import Scheduler  # noqa: E402
+
+STEP_SECONDS = 0.002
+
+
+def next_token(token_ids: list[int], choice: int) -> int:
+    """Depends on the whole history, so that a wrong resume shows in every later token."""
+    value = choice + 1
+    for token in token_ids:
+        value = (value * 1103515245 + token + 12345) & 0x7FFFFFFF
+    return value % 997
+
+
+class InventingExecutor:
+    """Samples `next_token`; misbehaves as told."""
+
+    def __init__(self, behaviour: str) -> None:
+        self._kind, _, argument = behaviour.partition(":")
+        self._trigger = int(argument) if argument else -1
+
+    def execute(self, batch: Batch) -> StepResult:
+        time.sleep(STEP_SECONDS)
+        samples = {}
+        for item in batch.items:
+            prompt = item.token_ids[: item.num_prompt_tokens]
+            if self._trigger in prompt and self._kind == "poison":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            if self._trigger in prompt and self._kind == "hang":
+                time.sleep(3600)
+            if item.wants_sample:
+                tokens = list(item.token_ids[: item.end])
+                samples[item.sequence_id] = SampledToken(token_id=next_token(tokens, item.choice))
+                for fork in item.forks:
+                    samples[fork.sequence_id] = SampledToken(token_id=next_token(tokens, fork.choice))
+        return StepResult(samples=samples)
+
+
+def make_plan(model: str = "ok", **scheduler: int) -> EnginePlan:
+    """The plan that the process announces."""
+    settings = {"num_blocks": 512, "max_model_len": 1024, "max_num_seqs": 16, "max_num_batched_tokens": 128}
+    return EnginePlan(
+        model=model,
+        architecture="FakeForCausalLM",
+        num_parameters=0,
+        device="cpu",
+        dtype="float32",
+        kernels="none",
+        num_threads=1,
+        vocab_size=1000,
+        weights_bytes=0,
+        kv_bytes=0,
+        bytes_per_block=0,
+        load_seconds=0.0,
+        scheduler=SchedulerConfig(**{**settings, **scheduler}),
+    )
+
+
+def main(fd: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = socket.socket(fileno=fd)
+    decoder = FrameDecoder()
+    frames = []
+    while not frames:
+        frames = decoder.feed(connection.recv(1 << 16))
+    start, *early = frames
+    assert isinstance(start, EngineConfig)
+    if start.model == "fail-config":
+        connection.sendall(encode_frame(StartFailed(kind="config", message="no room: try --kv-memory 1GiB")))
+        sys.exit(2)
+    if start.model == "fail-model":
+        connection.sendall(encode_frame(StartFailed(kind="model", message="model.safetensors is missing")))
+        sys.exit(1)
+    if start.model == "exit-at-start":
+        sys.exit(3)
+    plan = make_plan(start.model)
+    loop = EngineLoop(
+        Engine(Scheduler(plan.scheduler), InventingExecutor(start.model), check_invariants=True), connection, decoder
+    )
+    loop.send(plan)
+    loop.run(early)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,195 @@
+"""A runner without a model: tokens are a hash of the tokens before them, and KV slots remember what was written.
+
+Promises: the same tokens for a request however it is batched, chunked, shared, preempted or resumed; any read of a slot
+that does not hold what its position needs raises. Must not know: torch, the scheduler's internals.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
+from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.types import GenerationRequest, SamplingParams, StopParams, TokenLogprobs, TokenOutput
+
+VOCAB_SIZE = 1000
+
+
+class CorruptKV(AssertionError):
+    """A sequence would have attended to a slot that holds something else."""
+
+
+def request(
+    request_id: str = "r",
+    prompt: int | tuple[int, ...] = 8,
+    max_tokens: int = 4,
+    *,
+    n: int = 1,
+    stop: tuple[int, ...] = (),
+    priority: int = 0,
+    salt: str = "",
+    arrival: float = 0.0,
+    prompt_logprobs: int | None = None,
+    resumed: tuple[tuple[int, ...], ...] = (),
+    finished: tuple[int, ...] = (),
+) -> GenerationRequest:
+    """A request; an int as `prompt` is a length and gives tokens that only this request id has."""
+    tokens = prompt if isinstance(prompt, tuple) else own_tokens(request_id, prompt)
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_token_ids=tokens,
+        sampling=SamplingParams(num_prompt_logprobs=prompt_logprobs),
+        stop=StopParams(max_new_tokens=max_tokens, stop_token_ids=stop),
+        n=n,
+        priority=priority,
+        cache_salt=salt,
+        arrival_time=arrival,
+        resumed_token_ids=resumed,
+        finished_choices=finished,
+    )
+
+
+def own_tokens(name: str, length: int) -> tuple[int, ...]:
+    """Tokens that depend on the name; two names almost surely share no first block."""
+    seed = sum((i + 1) * ord(c) for i, c in enumerate(name))
+    return tuple((seed * 7919 + position * 104729) % VOCAB_SIZE for position in range(length))
+
+
+def _extend(chain: int, token_id: int) -> int:
+    return hash((chain, token_id))
+
+
+def _sample(chain: int, choice: int) -> int:
+    return hash((chain, choice)) % VOCAB_SIZE
+
+
+def expected_tokens(wanted: GenerationRequest, choice: int) -> tuple[int, ...]:
+    """What the choice must produce, computed without any scheduler."""
+    chain = 0
+    for token_id in wanted.prompt_token_ids:
+        chain = _extend(chain, token_id)
+    tokens: list[int] = []
+    while len(tokens) < wanted.stop.max_new_tokens:
+        tokens.append(_sample(chain, choice))
+        if tokens[-1] in wanted.stop.stop_token_ids:
+            break
+        chain = _extend(chain, tokens[-1])
+    return tuple(tokens)
+
+
+class FakeExecutor:
+    """Executes batches against a pretended KV pool: slot (block, offset) holds the hash of all tokens up to there."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._slots: dict[tuple[int, int], int] = {}
+        self._chains: dict[int, list[int]] = {}  # per sequence: hash of its first 0, 1, 2, ... tokens
+        self.errors: dict[int, str] = {}  # by sequence id: fails the sequence's next slice
+        self.num_copies = 0
+
+    def execute(self, batch: Batch) -> StepResult:
+        for source, target in batch.copies:
+            self.num_copies += 1
+            for offset in range(self._block_size):
+                self._slots.pop((target, offset), None)
+                if (source, offset) in self._slots:
+                    self._slots[target, offset] = self._slots[source, offset]
+        for item in batch.items:
+            self._write(item)
+        result = StepResult()
+        for item in batch.items:
+            if item.sequence_id in self.errors:
+                result.errors[item.sequence_id] = self.errors.pop(item.sequence_id)
+                continue
+            self._read(item)
+            chain = self._chain(item)
+            if item.wants_prompt_logprobs:
+                result.prompt_logprobs[item.sequence_id] = tuple(
+                    TokenLogprobs(token_id=item.token_ids[p + 1], logprob=-float(p + 1), rank=1)
+                    for p in range(item.start, min(item.end, item.num_prompt_tokens - 1))
+                )
+            if item.wants_sample:
+                for sequence_id, choice in [
+                    (item.sequence_id, item.choice),
+                    *((fork.sequence_id, fork.choice) for fork in item.forks),
+                ]:
+                    result.samples[sequence_id] = SampledToken(token_id=_sample(chain[item.end], choice))
+        return result
+
+    def _chain(self, item: ScheduledSequence) -> list[int]:
+        chain = self._chains.setdefault(item.sequence_id, [0])
+        for position in range(len(chain) - 1, item.end):
+            chain.append(_extend(chain[-1], item.token_ids[position]))
+        return chain
+
+    def _slot(self, item: ScheduledSequence, position: int) -> tuple[int, int]:
+        return item.block_ids[position // self._block_size], position % self._block_size
+
+    def _write(self, item: ScheduledSequence) -> None:
+        chain = self._chain(item)
+        for position in range(item.start, item.end):
+            self._slots[self._slot(item, position)] = chain[position + 1]
+
+    def _read(self, item: ScheduledSequence) -> None:
+        chain = self._chain(item)
+        for position in range(item.end):
+            if self._slots.get(self._slot(item, position)) != chain[position + 1]:
+                raise CorruptKV(f"sequence {item.sequence_id}, position {position} of {item.end}")
+
+
+@dataclass
+class Run:
+    """A scheduler and an executor that step together, with everything that came out."""
+
+    scheduler: Scheduler
+    executor: FakeExecutor
+    check: bool = True  # invariants after every step
+    step: int = 0
+    log: list[Batch] = field(default_factory=list)
+    outputs: list[TokenOutput] = field(default_factory=list)
+    finish_step: dict[str, int] = field(default_factory=dict)  # of the request's last choice
+    tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    finishes: dict[tuple[str, int], TokenOutput] = field(default_factory=dict)
+
+    def add(self, *requests: GenerationRequest) -> None:
+        for wanted in requests:
+            self.scheduler.add(wanted, float(self.step))
+
+    def one_step(self) -> Batch | None:
+        """Schedule, execute, apply; the clock is the step number."""
+        batch = self.scheduler.schedule(float(self.step))
+        if batch is None:
+            return None
+        self.step += 1
+        self.log.append(batch)
+        self.take(self.scheduler.apply(batch, self.executor.execute(batch), float(self.step)))
+        if self.check:
+            self.scheduler.check_invariants()
+        return batch
+
+    def take(self, outputs: list[TokenOutput]) -> None:
+        """Collect outputs; a choice that says anything after its end fails the test."""
+        for output in outputs:
+            key = (output.request_id, output.choice)
+            assert key not in self.finishes, f"{key} spoke after its end"
+            self.tokens.setdefault(key, []).extend(output.token_ids)
+            if output.finish is not None:
+                self.finishes[key] = output
+                self.finish_step[output.request_id] = self.step
+        self.outputs += outputs
+
+    def to_end(self, limit: int = 100_000) -> None:
+        """Step until nothing is left."""
+        while self.scheduler.has_work:
+            assert self.step < limit, "it does not end"
+            self.one_step()
+
+
+def new_run(check: bool = True, **limits: object) -> Run:
+    """A run over a small scheduler; `limits` are SchedulerConfig fields. Its steps take a second, which is no ITL."""
+    from quire_engine.config import SchedulerConfig
+
+    config = SchedulerConfig(
+        **{"num_blocks": 256, "max_num_batched_tokens": 512, "itl_target": 0.0, **limits}  # type: ignore[arg-type]
+    )
+    return Run(scheduler=Scheduler(config), executor=FakeExecutor(config.block_size), check=check)
