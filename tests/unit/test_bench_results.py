@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from quire_bench import command
 from quire_bench.arguments import parse_arguments
 from quire_bench.compare import Knee
 from quire_bench.limits import Limits, is_measurable, request_flop, shares, token_bytes
@@ -20,7 +21,6 @@ from quire_bench.report import print_report
 from quire_bench.results import SCHEMA, Collected, Results, command_line, describe, describe_machine, versions
 from quire_bench.servers import BenchError, ModelFacts, ServerInfo, read_facts
 from quire_bench.workload import LoadPoint, Span, Workload
-from quire_server.commands import bench as command
 from quire_server.metrics.metrics import Metrics
 from support.fakes import make_plan
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 
 import pytest
-import sample_tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from quire_server.text.detokenizer import Detokenizer
 from quire_server.text.tokenizer import TextTokenizer
+from support import sample_tokenizers
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 

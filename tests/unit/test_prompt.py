@@ -13,12 +13,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-import sample_tokenizers
 
 from quire_engine.errors import ConfigError, ModelLoadError
 from quire_server.errors import ApiError, BadRequest, ContextLengthExceeded
 from quire_server.text.prompt import ChatTemplate
 from quire_server.text.tokenizer import TextTokenizer
+from support import sample_tokenizers
 
 TOKENIZER = TextTokenizer(
     sample_tokenizers.byte_level(), config={}, special_tokens={"bos_token": "<s>", "eos_token": "</s>"}

@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import sample_tokenizers
 from tokenizers import Tokenizer, decoders, models
 
 from quire_engine.errors import ModelLoadError
 from quire_server.errors import BadRequest
 from quire_server.text.tokenizer import TextTokenizer
+from support import sample_tokenizers
 
 HARD = "naïve 日本 😀 \u202e\x00 e\u0301 two words\n"
 
