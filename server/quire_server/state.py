@@ -1,7 +1,7 @@
 """What every route of one running server shares.
 
 Promises: plain references with a known readiness; built by the serve command, read by routes.
-Must not know: how any of its parts was built, HTTP.
+Must not know: how any of its parts was built, how they work.
 """
 
 from __future__ import annotations

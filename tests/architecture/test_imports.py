@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = {
-    "quire_server": ROOT / "server",
-    "quire_engine": ROOT / "engine",
-    "quire_kernels": ROOT / "kernels",
-    "quire_bench": ROOT / "benchmarks",
-}
+from architecture.source import PACKAGES, imports, is_folder, modules, of, reachable, tree, within
 
 # Third-party packages and the folders, or the one file, in which they may be imported.
 ONLY_IN = {
@@ -81,84 +72,9 @@ SOFT_LINES, HARD_LINES = 250, 450
 LONG_FILES_SHARE = 0.2
 
 
-@cache
-def modules() -> dict[str, Path]:
-    """All modules of the project by dotted name."""
-    found = {}
-    for package, root in PACKAGES.items():
-        for path in (root / package).rglob("*.py"):
-            parts = path.relative_to(root).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
-
-
-@cache
-def tree(module: str) -> ast.Module:
-    return ast.parse(modules()[module].read_text(encoding="utf-8"), filename=str(modules()[module]))
-
-
-@cache
-def imports(module: str, *, when_loaded: bool = False) -> frozenset[str]:
-    """Full names of what a module imports; with `when_loaded` without what it imports later or for types only."""
-    nodes = list(_loaded(tree(module))) if when_loaded else list(ast.walk(tree(module)))
-    names = set()
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module}: relative import"
-            assert node.module is not None
-            for alias in node.names:
-                submodule = f"{node.module}.{alias.name}"
-                names.add(submodule if submodule in modules() else node.module)
-    return frozenset(names)
-
-
-def _loaded(node: ast.AST) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            continue
-        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
-            continue
-        yield child
-        yield from _loaded(child)
-
-
-def of(package: str) -> list[str]:
-    return sorted(name for name in modules() if within(name, (package,)))
-
-
-def within(module: str, packages: tuple[str, ...]) -> bool:
-    return any(module == package or module.startswith(package + ".") for package in packages)
-
-
-def reachable(module: str) -> set[str]:
-    """Everything that is loaded with a module, third-party packages included; packages load their `__init__`."""
-    seen: set[str] = set()
-    todo = [module]
-    while todo:
-        name = todo.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        if name in modules():
-            todo += imports(name, when_loaded=True)
-            todo += [parent for parent in _parents(name) if parent in modules()]
-    return seen
-
-
-def _parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts))]
-
-
 def part(name: str) -> str:
     """`quire_engine.scheduling.policies.order` -> `scheduling`; the package itself -> the empty string."""
     return ".".join(name.split(".")[1:2])
-
-
-def is_folder(name: str) -> bool:
-    return modules()[name].name == "__init__.py"
 
 
 def test_the_rules_see_the_source():

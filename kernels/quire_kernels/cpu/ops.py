@@ -1,7 +1,7 @@
 """The ops of the CPU kernel set over one pool of worker threads.
 
 Promises: shapes and types are checked here, so that C++ gets only pointers that are right; activations are bfloat16.
-Must not know: how a product is computed, layers, requests.
+Must not know: how a product is computed, requests.
 """
 
 from __future__ import annotations

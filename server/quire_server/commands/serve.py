@@ -1,7 +1,7 @@
 """`quire serve`: from a command line to a running server and an exit code.
 
 Promises: exit code 0 after a drain, 2 for settings that cannot work, 1 for a model that cannot be loaded, 70 for an
-engine that keeps crashing; each with one clear line. Must not know: HTTP, text, what is in a checkpoint.
+engine that keeps crashing; each with one clear line. Must not know: routes, text, what is in a checkpoint.
 """
 
 from __future__ import annotations
