@@ -2,80 +2,21 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-import psutil
 import pytest
 
 from quire_engine.errors import ConfigError, ModelLoadError
-from quire_server.errors import ApiError, BadRequest, ContextLengthExceeded
+from quire_server.errors import BadRequest
 from quire_server.text.prompt import ChatTemplate
-from quire_server.text.tokenizer import TextTokenizer
-from support import sample_tokenizers
-
-TOKENIZER = TextTokenizer(
-    sample_tokenizers.byte_level(), config={}, special_tokens={"bos_token": "<s>", "eos_token": "</s>"}
-)
-
-CHATML = """\
-{%- if messages[0].role == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if loop.first and message.role == 'system' %}{% continue %}{% endif %}
-    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}
-        {{- '<think>\\n\\n</think>\\n\\n' }}
-    {%- endif %}
-{%- endif %}"""
-
-INST = """\
-{{ bos_token }}{% for message in messages %}
-{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
-{% endif %}
-{% if message['role'] == 'user' %}
-{{ '[INST] ' + message['content'].strip() + ' [/INST]' }}
-{% else %}
-{% generation %}{{ ' ' + message['content'] | trim + eos_token }}{% endgeneration %}
-{% endif %}
-{% endfor %}
-"""
-
-PARTS = """\
-{% for message in messages %}{{ message.role }}:
-{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }};{% endif %}{% endfor %}{% endfor %}"""
-
-TOOLS = "{{ messages | tojson }}{{ messages[0].tool_calls[0].function.arguments | tojson }}{{ tools is none }}"
-
-CHAT = [
-    {"role": "user", "content": "Hi, <b>you</b> 'and' \"me\" & naïve 日本"},
-    {"role": "assistant", "content": "Hello.  "},
-    {"role": "user", "content": " And then? "},
-]
+from support.chat_templates import CHAT, CHATML, INST, PARTS, TOKENIZER, TOOLS, templates
 
 
 @pytest.fixture
 def make() -> Iterator[object]:
-    made: list[ChatTemplate] = []
-
-    def build(source: str, **options: object) -> ChatTemplate:
-        made.append(ChatTemplate(source, TOKENIZER, **options))
-        return made[-1]
-
-    yield build
-    for template in made:
-        template.close()
+    with templates() as build:
+        yield build
 
 
 def peer(source: str, messages: list, **options: object) -> str:
@@ -261,141 +202,3 @@ def test_a_template_that_does_not_compile_is_a_load_error(source: str) -> None:
 
 
 # Limits
-
-LOOPS = {
-    "for_ever": "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}"
-    "{% endfor %}{% endfor %}{% endfor %}",
-    "doubling": "{% set s = namespace(x='xy') %}{% for i in range(40) %}{% set s.x = s.x ~ s.x %}{% endfor %}{{ s.x }}",
-    "padding": "{{ 'x'.rjust(messages | length * 10 ** 11) }}",
-    "huge_number": "{{ (messages | length * 9) ** (10 ** 9) }}",
-    "huge_range": "{% for i in range(999999999) %}x{% endfor %}",
-    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-}
-
-
-@pytest.mark.parametrize("name", LOOPS)
-def test_a_runaway_template_is_a_bad_request_in_time(make, name: str) -> None:
-    template = make("{% if messages[0].content == 'run' %}" + LOOPS[name] + "{% endif %}done")
-    start = time.monotonic()
-    with pytest.raises(BadRequest):
-        template.render([{"role": "user", "content": "run"}])
-    assert time.monotonic() - start < 3.0
-    assert template.render(CHAT) == "done"
-
-
-def test_a_template_that_always_loops_still_starts_and_refuses(make) -> None:
-    template = make(LOOPS["for_ever"], time_limit=0.3)
-    with pytest.raises(BadRequest, match="limits"):
-        template.render(CHAT)
-
-
-def test_an_endless_compilation_is_a_load_error() -> None:
-    with pytest.raises(ModelLoadError, match="limits"):
-        ChatTemplate("{{ 9 ** (10 ** 9) }}", TOKENIZER, time_limit=0.3)  # constants are folded while compiling
-
-
-def test_a_slow_render_does_not_hold_up_another(make) -> None:
-    template = make("{% if messages[0].content == 'run' %}" + LOOPS["for_ever"] + "{% endif %}done", time_limit=1.5)
-    template.render(CHAT)
-    with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(template.render, [{"role": "user", "content": "run"}])
-        time.sleep(0.2)
-        for _ in range(5):
-            assert template.render(CHAT) == "done"
-        assert not slow.done()
-        with pytest.raises(BadRequest):
-            slow.result()
-
-
-def test_when_every_process_is_busy_the_wait_is_bounded(make) -> None:
-    template = make("{% if messages[0].content == 'run' %}" + LOOPS["for_ever"] + "{% endif %}done", time_limit=0.4)
-    with ThreadPoolExecutor(12) as pool:
-        start = time.monotonic()
-        results = list(pool.map(lambda _: _status(template), range(12)))
-        assert time.monotonic() - start < 5.0
-    assert set(results) == {400, 503}
-    assert template.render(CHAT) == "done"
-
-
-def test_the_length_of_the_prompt_is_bounded(make) -> None:
-    template = make("{{ messages[0].content }}", max_chars=100)
-    assert template.render([{"role": "user", "content": "x" * 100}]) == "x" * 100
-    with pytest.raises(ContextLengthExceeded, match="100 characters"):
-        template.render([{"role": "user", "content": "x" * 101}])
-
-
-def test_deep_messages_are_a_bad_request(make) -> None:
-    deep: object = "x"
-    for _ in range(100_000):
-        deep = [deep]
-    with pytest.raises(BadRequest):
-        make(CHATML).render([{"role": "user", "content": "x", "extra": deep}])
-
-
-def test_many_threads_render_alike(make) -> None:
-    template = make(CHATML)
-    expected = [template.render([{"role": "user", "content": str(i)}]) for i in range(50)]
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda i: template.render([{"role": "user", "content": str(i)}]), range(50))) == expected
-
-
-# The processes
-
-
-def test_a_killed_process_is_replaced(make) -> None:
-    template = make("done")
-    for child in _template_processes():
-        child.kill()
-        child.wait()
-    assert template.render(CHAT) == "done"
-
-
-def test_no_process_is_left_behind() -> None:
-    before = set(_template_processes())
-    template = ChatTemplate("done", TOKENIZER)
-    assert set(_template_processes()) > before
-    template.close()
-    assert set(_template_processes()) == before
-    dropped = ChatTemplate("done", TOKENIZER)
-    del dropped
-    gc.collect()
-    assert set(_template_processes()) == before
-
-
-def test_a_process_ends_with_a_parent_that_had_no_time_to_stop_it() -> None:
-    script = (
-        "import os, sys; sys.path[:0] = sys.argv[1:]\n"
-        "import psutil, test_prompt\n"
-        "template = test_prompt.ChatTemplate('done', test_prompt.TOKENIZER)\n"
-        "print(psutil.Process().children()[0].pid, flush=True)\n"
-        "os._exit(1)\n"
-    )
-    tests = Path(__file__).parent
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tests), str(tests.parent)], capture_output=True, text=True, check=False
-    )
-    pid = int(done.stdout)
-    deadline = time.monotonic() + 5
-    while _runs(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _status(template: ChatTemplate) -> int:
-    try:
-        template.render([{"role": "user", "content": "run"}])
-    except ApiError as error:
-        return error.status
-    return 200
-
-
-def _template_processes() -> list[psutil.Process]:
-    children = psutil.Process(os.getpid()).children()
-    return [child for child in children if "template_worker.py" in " ".join(child.cmdline())]

@@ -1,0 +1,101 @@
+"""What a model is known to need, what the machine could do, and the share of it that was used."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from quire_bench.limits import is_measurable, request_flop, shares, token_bytes
+from quire_bench.servers import ModelFacts, ServerInfo, read_facts
+from quire_bench.workload import LoadPoint
+from quire_server.metrics.metrics import Metrics
+from support.bench_runs import ALONE, FACTS, LIMITS, WORKLOAD, run_with
+from support.fakes import make_plan
+
+# -- limits
+
+
+def test_facts_are_read_from_a_servers_metrics():
+    metrics = Metrics("tiny")
+    plan = make_plan()
+    parts = {"layer_parameters": 700, "sampled_parameters": 300, "layer_attention": 64, "sampled_attention": 16}
+    metrics.observe_plan(replace(plan, **parts, weights_read_bytes=900))
+    assert read_facts(metrics.render().decode()) == ModelFacts(
+        architecture=plan.architecture,
+        parameters=plan.num_parameters,
+        **parts,
+        read_bytes=900,
+        weight_type="float32",
+        kv_bytes_per_token=plan.bytes_per_block / 16,
+        device="cpu",
+        kernels="reference",
+        num_threads=1,
+    )
+    metrics.observe_plan(replace(plan, quantization="int8"))
+    quantized = read_facts(metrics.render().decode())
+    assert quantized is not None
+    assert quantized.weight_type == "int8"
+    assert read_facts("") is None
+    assert read_facts('vllm:cache_config_info{block_size="16"} 1.0\nup 1\n') is None
+
+
+def test_operations_are_those_of_every_token():
+    """Counted one by one: a token's products, what it looks at; the end for each that is sampled from."""
+    for inputs, outputs in ((4, 3), (1, 1), (7, 1)):
+        total = 0
+        for position in range(inputs + outputs - 1):
+            total += 2 * FACTS.layer_parameters + 4 * FACTS.layer_attention * (position + 1)
+            if position >= inputs - 1:
+                total += 2 * FACTS.sampled_parameters + 4 * FACTS.sampled_attention * (position + 1)
+        assert request_flop(FACTS, inputs, outputs) == total
+
+
+def test_bytes_of_a_token():
+    assert token_bytes(FACTS, 10) == 2400 + 160
+
+
+def test_shares_of_one_stream():
+    run = run_with(ttft=0.5, tpot=0.01)
+    found = shares(ALONE, WORKLOAD, run, FACTS, LIMITS)
+    assert found.prefill == pytest.approx(request_flop(FACTS, 4, 1) / 0.5 / 2e6)
+    assert found.decode_read == pytest.approx(token_bytes(FACTS, 5.5) / 0.01 / 1e6)
+    assert found.arithmetic == pytest.approx(request_flop(FACTS, 4, 3) / 0.52 / 2e6)
+
+
+def test_what_is_not_known_is_not_told():
+    run = run_with(ttft=0.5, tpot=0.01)
+    many = shares(LoadPoint(mode="concurrency", value=4), WORKLOAD, run, FACTS, LIMITS)
+    assert many.prefill is many.decode_read is None
+    assert many.arithmetic is not None
+    cached = shares(ALONE, replace(WORKLOAD, prefix=9), run, FACTS, LIMITS)
+    assert cached.arithmetic is cached.prefill is cached.decode_read is None
+
+
+def test_what_a_cache_holds_is_not_read_from_memory():
+    big = msgspec.structs.replace(LIMITS, cache_bytes=2000)
+    found = shares(ALONE, WORKLOAD, run_with(ttft=0.5, tpot=0.01), FACTS, big)
+    assert found.decode_read is None
+    assert found.prefill is not None
+
+
+def test_the_peak_is_that_of_the_weights_type():
+    assert [LIMITS.arithmetic(name) for name in ("float32", "bfloat16", "int8", "int4")] == [1e6, 2e6, 4e6, 4e6]
+    old = msgspec.structs.replace(LIMITS, bf16_per_second=0.0, int8_per_second=0.0)
+    assert {old.arithmetic(name) for name in ("float32", "bfloat16", "int8")} == {1e6}
+
+
+def test_the_best_of_each_limit_counts():
+    other = msgspec.structs.replace(LIMITS, bf16_per_second=3e6, read_bytes_per_second=5e5)
+    best = LIMITS.best(other)
+    assert (best.bf16_per_second, best.read_bytes_per_second, best.fp32_per_second) == (3e6, 1e6, 1e6)
+
+
+def test_only_this_machines_processor_is_compared_with_its_limits():
+    here = ServerInfo(name="a", address="http://127.0.0.1:8", model="m", facts=FACTS)
+    assert is_measurable(here)
+    assert not is_measurable(msgspec.structs.replace(here, address="http://10.0.0.3:8"))
+    assert not is_measurable(msgspec.structs.replace(here, facts=None))
+    gpu = msgspec.structs.replace(FACTS, device="cuda")
+    assert not is_measurable(msgspec.structs.replace(here, facts=gpu))
