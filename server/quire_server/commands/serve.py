@@ -17,7 +17,8 @@ from quire_engine.errors import ConfigError, ModelLoadError, QuireError
 from quire_engine.memory_plan import plan_text
 from quire_engine.quality_store import quality_text
 from quire_server import logs
-from quire_server.engine.supervisor import RestartPolicy, Supervisor
+from quire_server.engine.restart_policy import RestartPolicy
+from quire_server.engine.supervisor import Supervisor
 from quire_server.flags import parse_flags
 from quire_server.http.event_loop import loop_factory
 from quire_server.settings import Settings, SettingsError

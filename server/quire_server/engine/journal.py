@@ -1,27 +1,23 @@
-"""What is needed to replay live requests in a new engine process: each request and the tokens already delivered.
+"""One live request and what its client has of it.
 
-Owns the journal. Promises: a replayed request continues exactly where its client stands, and a request that takes the
-engine down twice is singled out. Must not know: processes, sockets, the event loop.
+Owns a journal entry. Promises: the request it makes for a new engine process continues exactly where the client stands.
+Must not know: why the engine ended, processes, sockets, the event loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from quire_engine.types import GenerationRequest, TokenOutput
 
-STRIKES = 2  # crashes in a row, without a token in between, that prove a request guilty
-STRIKES_WHEN_KILLED = 3  # SIGKILL comes from outside (an operator, the OOM killer): blame more slowly
-
 
 @dataclass(slots=True)
 class JournalEntry:
-    """One live request."""
+    """A request and the tokens already delivered, per choice."""
 
     request: GenerationRequest
-    tokens: list[list[int]] = field(init=False)  # delivered, per choice
-    finished: set[int] = field(init=False)
+    tokens: list[list[int]] = field(init=False)
+    finished: set[int] = field(init=False)  # choices
     prompt_scored: bool = False  # the prompt's log-probabilities were delivered
     in_flight: bool = False  # the running engine has it
     strikes: int = 0  # crashes while in flight since it last made progress
@@ -29,6 +25,15 @@ class JournalEntry:
     def __post_init__(self) -> None:
         self.tokens = [[] for _ in range(self.request.n)]
         self.finished = set()
+
+    def record(self, output: TokenOutput) -> bool:
+        """Note what is about to be delivered. True: it is the request's last output."""
+        self.tokens[output.choice].extend(output.token_ids)
+        if output.prompt_logprobs is not None:
+            self.prompt_scored = True
+        if output.finish is not None:
+            self.finished.add(output.choice)
+        return len(self.finished) == self.request.n
 
     def resumed_request(self) -> GenerationRequest:
         """The request as a fresh engine must see it to go on with the next undelivered token."""
@@ -43,52 +48,12 @@ class JournalEntry:
             finished_choices=tuple(sorted(self.finished)),
         )
 
-
-class Journal:
-    """Live requests in order of arrival."""
-
-    def __init__(self) -> None:
-        self._entries: dict[str, JournalEntry] = {}
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[JournalEntry]:
-        return iter(self._entries.values())
-
-    def add(self, request: GenerationRequest) -> JournalEntry:
-        entry = self._entries[request.request_id] = JournalEntry(request)
-        return entry
-
-    def get(self, request_id: str) -> JournalEntry | None:
-        return self._entries.get(request_id)
-
-    def remove(self, request_id: str) -> JournalEntry | None:
-        return self._entries.pop(request_id, None)
-
-    def record(self, output: TokenOutput) -> JournalEntry | None:
-        """Note what is about to be delivered. None: not a live request, the output is stale."""
-        entry = self._entries.get(output.request_id)
-        if entry is None:
-            return None
-        entry.strikes = 0
-        entry.tokens[output.choice].extend(output.token_ids)
-        entry.prompt_scored = entry.prompt_scored or output.prompt_logprobs is not None
-        if output.finish is not None:
-            entry.finished.add(output.choice)
-            if len(entry.finished) == entry.request.n:
-                del self._entries[output.request_id]
-        return entry
-
-    def crashed(self, *, killed: bool) -> list[JournalEntry]:
-        """The engine is gone: give every request it held a strike. Returns, and drops, those proven guilty."""
-        limit = STRIKES_WHEN_KILLED if killed else STRIKES
-        guilty = []
-        for entry in list(self._entries.values()):
-            if entry.in_flight:
-                entry.in_flight = False
-                entry.strikes += 1
-                if entry.strikes >= limit:
-                    guilty.append(entry)
-                    del self._entries[entry.request.request_id]
-        return guilty
+    def failure(self, message: str, *, culprit: bool) -> tuple[TokenOutput, ...]:
+        """The last outputs of the choices that no engine will finish."""
+        return tuple(
+            TokenOutput(
+                request_id=self.request.request_id, choice=choice, finish="error", error=message, culprit=culprit
+            )
+            for choice in range(self.request.n)
+            if choice not in self.finished
+        )

@@ -1,0 +1,172 @@
+"""One engine process from its start to its end, and the server's end of its socket.
+
+Owns the child process and what is known of it; a new start is a new object. Promises: frames in order, a hang ends in a
+kill, and no child stays behind. Must not know: requests, why or whether another process is started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from os import getpid
+from typing import cast
+
+from quire_engine.config import EngineConfig, EnginePlan
+from quire_engine.errors import ConfigError, EngineDead, ModelLoadError, ProtocolError
+from quire_engine.process.transport import Frame, FrameDecoder, StartFailed, encode_frame
+from quire_engine.types import EngineHealth, StepOutput
+
+log = logging.getLogger("quire.supervisor")
+
+_SOCKET_BUFFER_BYTES = 4 << 20
+_WATCH_SECONDS = 1.0
+_SECONDS_FOR_STACKS = 0.5  # from the signal that prints them to the kill
+
+
+class EngineProcess(asyncio.Protocol):
+    """A child process, launched when the object is made; it loads a model when `start` tells it which."""
+
+    def __init__(self, program: Sequence[str], on_step: Callable[[StepOutput], None]) -> None:
+        """Launch `program FD PARENT_PID`. Raises EngineDead where that is not possible."""
+        self.progressed = False  # it has delivered something
+        self._on_step = on_step
+        self._decoder = FrameDecoder()
+        self._transport: asyncio.Transport | None = None
+        loop = asyncio.get_running_loop()
+        self._answer: asyncio.Future[EnginePlan | StartFailed | None] = loop.create_future()  # to START; None: it ended
+        self._lost: asyncio.Future[None] = loop.create_future()
+        self._latest: StepOutput | EngineHealth = EngineHealth(alive=True, step_id=0, has_work=False)
+        self._heard = time.monotonic()
+        self._killed_by_us = False
+        try:
+            self._child, self._socket = _launch(program)
+        except OSError as error:
+            raise EngineDead(f"the engine process could not be launched: {error}") from error
+
+    async def start(self, config: EngineConfig) -> EnginePlan:
+        """Build the engine. Raises ConfigError or ModelLoadError as the engine does, EngineDead if it ends instead."""
+        try:
+            await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
+            self.send(config)
+            await asyncio.wait([self._answer])
+        except asyncio.CancelledError:
+            await self.reap(grace_seconds=0.0)
+            raise
+        answer = self._answer.result()
+        if isinstance(answer, EnginePlan):
+            return answer
+        await self.reap(grace_seconds=1.0)
+        if answer is None:
+            raise EngineDead(f"the engine process {self.ending} while starting")
+        raise (ConfigError if answer.kind == "config" else ModelLoadError)(answer.message)
+
+    @property
+    def pid(self) -> int | None:
+        """Process id. None: it has ended and was reaped."""
+        return self._child.pid if self._child.returncode is None else None
+
+    @property
+    def connected(self) -> bool:
+        """Whether what is sent now can arrive."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def health(self) -> EngineHealth:
+        """As of the last step or heartbeat."""
+        if isinstance(self._latest, EngineHealth):
+            return self._latest
+        return EngineHealth(alive=True, step_id=self._latest.step_id, has_work=True)
+
+    @property
+    def ending(self) -> str:
+        """How the process ended, once it is reaped."""
+        code = self._child.returncode
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+    @property
+    def killed_from_outside(self) -> bool:
+        """Ended by a SIGKILL that was not ours: an operator's, the OOM killer's."""
+        return self._child.returncode == -signal.SIGKILL and not self._killed_by_us
+
+    def send(self, frame: Frame) -> None:
+        """Does nothing once the connection is lost."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(encode_frame(frame))
+
+    async def wait_for_end(self, hang_seconds: float) -> None:
+        """Until the socket closes, or nothing has come for `hang_seconds` and the process has been killed."""
+        while True:
+            done, _ = await asyncio.wait([self._lost], timeout=_WATCH_SECONDS)
+            if done:
+                return
+            silence = time.monotonic() - self._heard
+            if silence > hang_seconds:
+                log.error("no sign of life from the engine for %.0f s; its stacks follow, then it is killed", silence)
+                self._child.send_signal(signal.SIGUSR1)
+                await asyncio.sleep(_SECONDS_FOR_STACKS)
+                self._kill()
+                return
+
+    async def reap(self, *, grace_seconds: float) -> None:
+        """Wait for the process to end, by force after `grace_seconds`. Idempotent, also after a call was cancelled."""
+        try:
+            await asyncio.to_thread(self._child.wait, grace_seconds)
+        except subprocess.TimeoutExpired:
+            self._kill()
+            await asyncio.to_thread(self._child.wait)
+        if self._transport is not None:
+            self._transport.close()
+
+    def _kill(self) -> None:
+        self._killed_by_us = True
+        self._child.kill()
+
+    # ---------------------------------------------------------------- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's has the methods, not the base class
+
+    def data_received(self, data: bytes) -> None:
+        self._heard = time.monotonic()
+        try:
+            for frame in self._decoder.feed(data):
+                match frame:
+                    case StepOutput():
+                        self._latest = frame
+                        self.progressed = self.progressed or bool(frame.outputs)
+                        self._on_step(frame)
+                    case EngineHealth():
+                        self._latest = frame
+                    case EnginePlan() | StartFailed() if not self._answer.done():
+                        self._answer.set_result(frame)
+                    case _:
+                        raise ProtocolError(f"an unexpected {type(frame).__name__} frame from the engine")
+        except ProtocolError:
+            log.exception("the engine sent bytes that are not a frame; restarting it")
+            if self._transport is not None:
+                self._transport.abort()
+
+    def connection_lost(self, _exc: Exception | None) -> None:
+        if not self._answer.done():
+            self._answer.set_result(None)
+        self._lost.set_result(None)
+
+
+def _launch(program: Sequence[str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            for end in (ours, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
+            ours.setblocking(False)
+            command = [*program, str(theirs.fileno()), str(getpid())]
+            # Popen, not asyncio's: the child is reaped by us alone, and spawning takes about a millisecond.
+            return subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL), ours
+        except BaseException:
+            ours.close()
+            raise

@@ -1,0 +1,208 @@
+"""Recovery by plain calls: what is sent again, in which order, and whom a crash is blamed on."""
+
+from collections.abc import Iterable
+
+from quire_engine.types import EngineStats, GenerationRequest, SamplingParams, StepOutput, StopParams, TokenOutput
+from quire_server.engine.recovery import Recovery
+
+
+def request(request_id: str, n: int = 1) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_token_ids=(1, 2),
+        sampling=SamplingParams(),
+        stop=StopParams(max_new_tokens=8),
+        n=n,
+    )
+
+
+def serving(*names: str) -> Recovery:
+    """An engine that is ready and has these requests."""
+    recovery = Recovery()
+    for name in names:
+        recovery.admit(request(name))
+    return recovery
+
+
+def sent(recovery: Recovery) -> list[str]:
+    """What goes to the engine now."""
+    names = []
+    while (resumed := recovery.next_request()) is not None:
+        names.append(resumed.request_id)
+    return names
+
+
+def step(*outputs: TokenOutput) -> StepOutput:
+    return StepOutput(step_id=1, outputs=outputs, stats=EngineStats())
+
+
+def progress(recovery: Recovery, *names: str) -> list[str]:
+    """A token for each. Returns whose token is delivered."""
+    delivered = recovery.record(step(*(TokenOutput(request_id=name, token_ids=(5,)) for name in names)))
+    return [output.request_id for output in delivered.outputs]
+
+
+def crash(recovery: Recovery, *, killed: bool = False) -> list[str]:
+    """Returns who is guilty."""
+    return [entry.request.request_id for entry in recovery.crashed(killed=killed)]
+
+
+def recovers(recovery: Recovery, names: Iterable[str]) -> None:
+    """Every one of them is sent alone, and gets its token."""
+    for name in names:
+        assert sent(recovery) == [name]
+        assert progress(recovery, name) == [name]
+    assert sent(recovery) == []
+
+
+def test_what_arrives_without_an_engine_is_sent_in_order_of_arrival() -> None:
+    recovery = Recovery()
+    for name in "abc":
+        recovery.enqueue(request(name))
+    assert recovery.forget("b") is False
+    assert sent(recovery) == ["a", "c"]
+    assert recovery.forget("c") is True  # the engine has it
+
+
+def test_a_replayed_request_goes_on_where_it_was() -> None:
+    recovery = serving("a")
+    progress(recovery, "a")
+    crash(recovery)
+    resumed = recovery.next_request()
+    assert resumed is not None
+    assert resumed.resumed_token_ids == ((5,),)
+
+
+def test_outputs_of_aborted_and_finished_requests_are_left_out() -> None:
+    recovery = serving("a", "b")
+    assert recovery.forget("b") is True
+    assert recovery.forget("b") is False
+    assert progress(recovery, "a", "b") == ["a"]
+    last = step(TokenOutput(request_id="a", finish="length"))
+    assert recovery.record(last) is last
+    assert len(recovery) == 0
+    assert progress(recovery, "a") == []
+
+
+def test_a_request_of_several_choices_lives_until_the_last_has_finished() -> None:
+    recovery = Recovery()
+    recovery.admit(request("a", n=2))
+    recovery.record(step(TokenOutput(request_id="a", choice=1, finish="length")))
+    assert len(recovery) == 1
+    recovery.record(step(TokenOutput(request_id="a", choice=0, finish="length")))
+    assert len(recovery) == 0
+
+
+def test_suspects_run_one_at_a_time_until_each_has_made_progress() -> None:
+    recovery = serving("a", "b", "c")
+    crash(recovery)
+    recovers(recovery, "abc")
+
+
+def test_a_newcomer_waits_behind_the_suspects_it_found() -> None:
+    recovery = serving("a", "b")
+    crash(recovery)
+    recovery.enqueue(request("new"))
+    assert sent(recovery) == ["a"]
+    progress(recovery, "a")
+    assert sent(recovery) == ["b"]
+    progress(recovery, "b")
+    assert sent(recovery) == ["new"]
+
+
+def test_a_finish_without_a_token_is_progress_too() -> None:
+    recovery = serving("a", "b")
+    crash(recovery)
+    assert sent(recovery) == ["a"]
+    recovery.record(step(TokenOutput(request_id="a", finish="error", error="it does not fit")))
+    assert sent(recovery) == ["b"]
+
+
+def test_the_second_crash_has_one_culprit() -> None:
+    recovery = serving("a", "bad", "b")
+    assert crash(recovery) == []
+    assert sent(recovery) == ["a"]
+    progress(recovery, "a")
+    assert sent(recovery) == ["bad"]
+    assert crash(recovery) == ["bad"]
+    assert len(recovery) == 2
+    recovers(recovery, "ab")
+
+
+def test_progress_clears_a_name() -> None:
+    recovery = serving("a")
+    for _ in range(5):
+        assert crash(recovery) == []
+        recovers(recovery, "a")
+
+
+def test_only_requests_the_engine_held_are_blamed() -> None:
+    recovery = Recovery()
+    recovery.enqueue(request("a"))
+    for _ in range(5):
+        assert crash(recovery) == []
+    assert sent(recovery) == ["a"]
+
+
+def test_a_kill_from_outside_is_blamed_more_slowly() -> None:
+    recovery = serving("a")
+    assert crash(recovery, killed=True) == []
+    sent(recovery)
+    assert crash(recovery, killed=True) == []
+    sent(recovery)
+    assert crash(recovery, killed=True) == ["a"]
+
+
+def test_a_suspect_aborted_before_its_turn_is_passed_over() -> None:
+    recovery = serving("a", "b", "c")
+    crash(recovery)
+    recovery.forget("a")
+    recovers(recovery, "bc")
+
+
+def test_the_next_suspect_follows_one_that_is_aborted_on_probation() -> None:
+    recovery = serving("a", "b")
+    crash(recovery)
+    assert sent(recovery) == ["a"]
+    assert recovery.forget("a") is True
+    assert sent(recovery) == ["b"]
+
+
+def test_a_crash_that_an_aborted_suspect_may_have_caused_proves_nothing() -> None:
+    recovery = serving("bad", "b")
+    crash(recovery)
+    assert sent(recovery) == ["bad"]
+    recovery.forget("bad")  # while the engine is in the middle of its step
+    assert sent(recovery) == ["b"]
+    assert crash(recovery) == []
+    recovers(recovery, "b")
+
+
+def test_the_doubt_about_an_aborted_suspect_ends_with_the_next_ones_progress() -> None:
+    recovery = serving("a", "b", "bad")
+    crash(recovery)
+    assert sent(recovery) == ["a"]
+    recovery.forget("a")
+    assert sent(recovery) == ["b"]
+    progress(recovery, "b")
+    assert sent(recovery) == ["bad"]
+    assert crash(recovery) == ["bad"]
+
+
+def test_the_doubt_about_an_aborted_suspect_ends_with_its_engine() -> None:
+    recovery = serving("a", "bad")
+    crash(recovery)
+    assert sent(recovery) == ["a"]
+    recovery.forget("a")
+    assert sent(recovery) == ["bad"]
+    assert crash(recovery) == []
+    assert sent(recovery) == ["bad"]
+    assert crash(recovery) == ["bad"]
+
+
+def test_dismissed_requests_are_gone() -> None:
+    recovery = serving("a")
+    recovery.enqueue(request("b"))
+    assert [entry.request.request_id for entry in recovery.dismiss()] == ["a", "b"]
+    assert len(recovery) == 0
+    assert recovery.next_request() is None
