@@ -144,11 +144,13 @@ class EngineClient:
 
     def on_step(self, step: StepOutput) -> None:
         """Fan one engine step out to the streams it has news for."""
-        self._metrics.observe_step(step.stats, sum(len(output.token_ids) for output in step.outputs))
+        tokens = 0
         for output in step.outputs:
+            tokens += len(output.token_ids)
             stream = self._streams.get(output.request_id)
             if stream is not None and stream.deliver(output):
                 self.release(stream.request, finished=True)
+        self._metrics.observe_step(step.stats, tokens)  # last: a fault in counting must not cost a client its tokens
 
     def release(self, request: GenerationRequest, *, finished: bool) -> None:
         """Free the request's place, once; abort it in the engine unless it has finished."""
