@@ -17,7 +17,7 @@ import pytest
 from fastapi.responses import StreamingResponse
 
 from quire_engine.errors import ConfigError
-from quire_server.http import listener
+from quire_server.http import connection
 from quire_server.http.listener import Listening, bind, serve
 from support.fakes import exchange, listening, make_app, make_state
 
@@ -139,7 +139,7 @@ async def test_stop_can_cut_replies_off(caplog: pytest.LogCaptureFixture) -> Non
 
 
 async def test_a_client_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "WRITE_STALL_SECONDS", 0.3)
+    monkeypatch.setattr(connection, "WRITE_STALL_SECONDS", 0.3)
     app = make_app()
     ended = asyncio.Event()
 
@@ -163,7 +163,7 @@ async def test_a_client_that_does_not_read_is_dropped(monkeypatch: pytest.Monkey
 
 
 async def test_a_slow_but_living_reader_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "WRITE_STALL_SECONDS", 0.5)
+    monkeypatch.setattr(connection, "WRITE_STALL_SECONDS", 0.5)
     app = make_app()
     size = 8 << 20
 

@@ -1,7 +1,7 @@
 """What the server puts up with from its engine: how long a silence, how many failures, how fast a new start.
 
-Owns the count of failures. Promises: a crash loop ends, whatever its rhythm. Must not know: processes, requests, clocks
-(the caller says what time it is).
+Owns the count of failures. Promises: what keeps failing within the window is given up; the caller says what time it is.
+Must not know: processes, requests, clocks.
 """
 
 from __future__ import annotations

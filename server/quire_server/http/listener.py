@@ -1,15 +1,13 @@
-"""The sockets: binding, one HTTP/1.1 connection's clocks and bounds, starting and stopping the server.
+"""The listening socket: binding it, starting the server on it and stopping it.
 
-Promises: no client holds a connection by being slow or silent; what does not parse is answered in our envelope.
+Promises: an address that cannot be taken is one clear line; a stop lets replies finish unless told to cut them off.
 Must not know: routes, the engine; signals (their owner calls `Listening.stop`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
-import json
 import logging
 import socket
 import stat
@@ -19,35 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
-from uvicorn.server import ServerState as ConnectionRegistry
 
 from quire_engine.errors import ConfigError
-from quire_server.errors import ApiError, BadRequest, HeadersTooLarge, NotReady, RequestTimeout, error_body
-from quire_server.http.guard import choose_request_id
+from quire_server.http.connection import ConnectionConfig, ConnectionLimits
 from quire_server.settings import Settings
 
-GRACE_SECONDS = 5.0  # for replies still being written at the stop; draining comes before it
-LINGER_SECONDS = 1.0  # a refused client may finish its sentence: closing at once would reset the refusal away
-WRITE_STALL_SECONDS = 60.0  # a client that takes nothing for so long is gone
-_WIRE_OVERHEAD = 8  # chunked framing costs at most 5 bytes per body byte; trailers and extensions are what remains
-
 log = logging.getLogger("uvicorn.error")  # scripts wait for uvicorn's own lines
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionLimits:
-    """Bounds and clocks of a connection; times in seconds."""
-
-    max_connections: int
-    max_header_bytes: int
-    max_body_bytes: int
-    header_timeout: float
-
-    @property
-    def max_wire_bytes(self) -> int:
-        """Bytes of one request, framing included."""
-        return self.max_header_bytes + _WIRE_OVERHEAD * self.max_body_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +63,7 @@ async def serve(
     on_started: Callable[[Listening], None],
 ) -> None:
     """Accept connections on a bound socket until stopped. `on_started` is called once, when the first could come."""
-    config = _Config(
+    config = ConnectionConfig(
         app,
         limits=ConnectionLimits(
             max_connections=settings.max_connections,
@@ -120,31 +95,10 @@ async def serve(
             settings.uds.unlink(missing_ok=True)
 
 
-class _Config(uvicorn.Config):
-    """uvicorn's configuration with everything it would read from elsewhere fixed, and our limits."""
-
-    def __init__(self, app: Callable[..., Any], *, limits: ConnectionLimits, keep_alive_seconds: float) -> None:
-        super().__init__(
-            app,
-            http=_Connection,
-            ws="none",
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            forwarded_allow_ips="",
-            workers=1,
-            timeout_graceful_shutdown=int(GRACE_SECONDS),
-        )
-        self.timeout_keep_alive = keep_alive_seconds  # type: ignore[assignment]  # a delay; fractions are fine
-        self.limits = limits
-
-
 class _Server(uvicorn.Server):
     """uvicorn's server without its signal handlers."""
 
-    def __init__(self, config: _Config, on_started: Callable[[], None]) -> None:
+    def __init__(self, config: ConnectionConfig, on_started: Callable[[], None]) -> None:
         super().__init__(config)
         self._on_started = on_started
 
@@ -156,130 +110,6 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             self._on_started()
-
-
-class _Connection(HttpToolsProtocol):
-    """One connection. Beyond uvicorn's: a clock on each request's head, bounds on its bytes, a clock on writing."""
-
-    def __init__(
-        self,
-        config: _Config,
-        server_state: ConnectionRegistry,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
-        self._limits = config.limits
-        self._in_head = False
-        self._head_bytes = 0  # beyond the chunk that the head began in
-        self._wire_bytes = 0
-        self._refused = False
-        self._head_clock: asyncio.TimerHandle | None = None
-        self._write_clock: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._start_head_clock()
-        if len(self.connections) > self._limits.max_connections:
-            self._refuse(NotReady("Too many connections are open; retry later.", code="too_many_connections"))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_clocks()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        if self._refused:
-            return
-        self._wire_bytes += len(data)
-        if self._in_head:
-            self._head_bytes += len(data)
-        super().data_received(data)
-        if self._refused or self.transport.is_closing():
-            return
-        if self._wire_bytes > self._limits.max_wire_bytes:
-            self.transport.abort()
-        elif self._in_head and self._head_bytes > self._limits.max_header_bytes:
-            self._refuse(HeadersTooLarge(f"The request's head is larger than {self._limits.max_header_bytes} bytes."))
-        elif self._is_between_requests() and self._head_clock is None:
-            self._start_head_clock()
-
-    def on_message_begin(self) -> None:
-        self._in_head = True
-        self._head_bytes = self._wire_bytes = 0
-        super().on_message_begin()
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # trailers come after the checks that headers go through
-            super().on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        self._in_head = False
-        self._stop_head_clock()
-        super().on_headers_complete()
-
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(BadRequest(msg, code="invalid_http", headers={"Connection": "close"}))
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._write_clock = self.loop.call_later(WRITE_STALL_SECONDS, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._write_clock is not None:
-            self._write_clock.cancel()
-            self._write_clock = None
-
-    def _is_between_requests(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
-
-    def _start_head_clock(self) -> None:
-        self._head_clock = self.loop.call_later(self._limits.header_timeout, self._head_is_late)
-
-    def _stop_head_clock(self) -> None:
-        if self._head_clock is not None:
-            self._head_clock.cancel()
-            self._head_clock = None
-
-    def _stop_clocks(self) -> None:
-        self._stop_head_clock()
-        if self._write_clock is not None:
-            self._write_clock.cancel()
-
-    def _head_is_late(self) -> None:
-        self._head_clock = None
-        if self.transport.is_closing() or self._refused:
-            return
-        if self._in_head:
-            self._refuse(RequestTimeout(f"The request's head took longer than {self._limits.header_timeout:g} s."))
-        else:
-            self.transport.close()
-
-    def _refuse(self, error: ApiError) -> None:
-        """Answer before the application could, and close once the client has had time to read it."""
-        self._refused = True
-        self._stop_head_clock()
-        self._unset_keepalive_if_required()
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-            if self.cycle.response_started:
-                self.transport.close()
-                return
-        body = json.dumps(error_body(error), separators=(",", ":"), ensure_ascii=False).encode()
-        headers = {
-            "content-type": "application/json",
-            "content-length": str(len(body)),
-            "x-request-id": choose_request_id(()),
-            **{name.lower(): value for name, value in error.headers.items()},
-            "connection": "close",
-        }
-        lines = [*self.server_state.default_headers, *((k.encode(), v.encode()) for k, v in headers.items())]
-        head = b"".join(name + b": " + value + b"\r\n" for name, value in lines)
-        self.transport.write(STATUS_LINE[error.status] + head + b"\r\n" + body)
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
-        self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
 
 def _bind_unix(path: Path) -> socket.socket:
