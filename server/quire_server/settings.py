@@ -6,118 +6,34 @@ Must not know: torch, HTTP, what the settings are used for beyond their limits.
 
 from __future__ import annotations
 
-import json
-import os
-import re
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-import yaml
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic.config import JsonDict
-from pydantic_core import ErrorDetails
-from pydantic_settings import (
-    BaseSettings,
-    InitSettingsSource,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from quire_engine.config import Device, DType, EngineConfig, KernelChoice, KVCacheDType, PolicyName, Quantization
 from quire_engine.demo import demo_model_path
+from quire_server.settings_sources import ENV_PREFIX, SettingsError, check_environment, explain, read_config
+from quire_server.settings_values import (
+    BlockSize,
+    Count,
+    JsonObject,
+    Names,
+    OptionalCount,
+    Positive,
+    PositiveSeconds,
+    Seconds,
+    Size,
+    Strings,
+)
 
 DEMO_MODEL = "quire-demo"
-ENV_PREFIX = "QUIRE_"
 GROUPS = ("Model", "Memory", "Scheduling", "Listening", "Limits", "Streaming", "Lifetime", "Observing")
 
 T = TypeVar("T")
-
-# A Kubernetes service called "quire" injects QUIRE_PORT=tcp://... and QUIRE_SERVICE_HOST into every pod beside it.
-_SERVICE_LINK = re.compile(r"QUIRE_(SERVICE_(HOST|PORT.*)|PORT_\d+_(TCP|UDP|SCTP).*)")
-
-
-class SettingsError(Exception):
-    """Settings that cannot be used. One readable line per problem."""
-
-    def __init__(self, *lines: str) -> None:
-        super().__init__("\n".join(lines))
-        self.lines = lines
-
-
-def _split(value: object) -> object:
-    """`a,b` and `["a", "b"]` from the environment; lists from flags and YAML pass."""
-    if not isinstance(value, str):
-        return value
-    if value.lstrip().startswith("["):
-        return json.loads(value)
-    return [part.strip() for part in value.split(",") if part.strip()]
-
-
-def _parse_json(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        raise ValueError("expected a JSON object such as '{\"enable_thinking\": false}'") from None
-
-
-_COUNT_SUFFIX = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
-
-
-def _parse_count(value: object) -> object:
-    """`8k` is 8000 and `8K` is 8192, as elsewhere; `auto` is None."""
-    if not isinstance(value, str):
-        return value
-    if value == "auto":
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG]?)", value.strip())
-    if match is None:
-        raise ValueError("expected a number of tokens such as 4096, 4k (4000) or 4K (4096)")
-    return int(float(match[1]) * _COUNT_SUFFIX.get(match[2], 1))
-
-
-_SIZE_UNIT = {"": 1, "b": 1} | {
-    f"{letter}{suffix}": (1000 if suffix == "b" else 1024) ** power
-    for power, letter in enumerate("kmgt", start=1)
-    for suffix in ("", "b", "ib")
-}
-
-
-def _parse_size(value: object) -> object:
-    """`2GiB` and `2G` are 2 * 2**30 bytes, `2GB` is 2 * 10**9; case does not matter."""
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", value.strip().lower())
-    if match is None or match[2] not in _SIZE_UNIT:
-        raise ValueError("expected a size such as 512MiB, 2GiB or a number of bytes")
-    return int(float(match[1]) * _SIZE_UNIT[match[2]])
-
-
-def _check_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9._/:-]{1,96}", name):
-        raise ValueError("names are 1 to 96 characters of A-Z a-z 0-9 . _ - / :")
-    return name
-
-
-def _check_block_size(size: int) -> int:
-    if size not in {8, 16, 32, 64, 128}:
-        raise ValueError("block sizes are 8, 16, 32, 64 or 128 tokens; 16 suits most models")
-    return size
-
-
-Strings = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
-Names = Annotated[tuple[Annotated[str, AfterValidator(_check_name)], ...], NoDecode, BeforeValidator(_split)]
-JsonObject = Annotated[dict[str, object], NoDecode, BeforeValidator(_parse_json)]
-Count = Annotated[int, BeforeValidator(_parse_count), Field(gt=0)]
-OptionalCount = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_parse_count)]
-Size = Annotated[int, BeforeValidator(_parse_size), Field(gt=0)]
-Positive = Annotated[int, Field(gt=0)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 def _option(default: T, group: str, description: str, unit: str = "", *, secret: bool = False) -> T:
@@ -168,9 +84,7 @@ class Settings(BaseSettings):
     kv_memory: Size | None = _option(
         None, "Memory", "size of the KV cache, such as 2GiB; default: from what is free", "bytes"
     )
-    block_size: Annotated[int, AfterValidator(_check_block_size)] = _option(
-        16, "Memory", "tokens per KV block: 8, 16, 32, 64 or 128", "tokens"
-    )
+    block_size: BlockSize = _option(16, "Memory", "tokens per KV block: 8, 16, 32, 64 or 128", "tokens")
     enable_prefix_caching: bool = _option(True, "Memory", "reuse the KV blocks of equal prompt beginnings")
 
     # -- Scheduling
@@ -258,7 +172,11 @@ class Settings(BaseSettings):
         """Flags win over the environment, which wins over the file that either of them names."""
         del dotenv_settings, file_secret_settings
         path = init_settings().get("config") or env_settings().get("config")
-        return init_settings, env_settings, InitSettingsSource(settings_cls, read_config(Path(path)) if path else {})
+        return (
+            init_settings,
+            env_settings,
+            InitSettingsSource(settings_cls, read_config(Path(path), settings_cls.model_fields) if path else {}),
+        )
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
@@ -324,97 +242,11 @@ class Settings(BaseSettings):
         )
 
 
-def read_config(path: Path) -> dict[str, object]:
-    """The settings of a YAML file; keys in kebab-case or snake_case."""
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--config {path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise SettingsError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise SettingsError(f"--config {path}: expected `name: value` lines such as `port: 8000`")
-    named = {str(key).replace("-", "_"): value for key, value in values.items()}
-    if "config" in named:
-        raise SettingsError(f"--config {path}: a configuration file cannot name another one; remove `config`")
-    unknown = [key for key in named if key not in Settings.model_fields]
-    if unknown:
-        raise SettingsError(*(f"--config {path}: unknown setting {key!r}{suggest(key)}" for key in unknown))
-    return {key: value for key, value in named.items() if value is not None}
-
-
 def load_settings(flags: Mapping[str, object]) -> Settings:
     """The settings that flags (by field name), environment and file give together. Raises SettingsError."""
-    unknown = [
-        name
-        for name in os.environ
-        if name.startswith(ENV_PREFIX)
-        and name.removeprefix(ENV_PREFIX).lower() not in Settings.model_fields
-        and not _SERVICE_LINK.fullmatch(name)
-    ]
-    if unknown:
-        raise SettingsError(*(f"unknown environment variable {name}{suggest(name, ENV_PREFIX)}" for name in unknown))
-    if os.environ.get("QUIRE_PORT", "").startswith("tcp://"):
-        raise SettingsError(
-            "QUIRE_PORT is a Kubernetes service link, not a port; set enableServiceLinks: false in the pod"
-            " or give the service another name"
-        )
+    check_environment(Settings.model_fields)
     values: dict[str, Any] = dict(flags)
     try:
         return Settings(**values)
     except ValidationError as error:
-        raise SettingsError(*(_explain(problem, flags) for problem in error.errors())) from None
-
-
-def flag_name(field: str) -> str:
-    """`max_num_seqs` -> `--max-num-seqs`."""
-    return "--" + field.replace("_", "-")
-
-
-def suggest(name: str, prefix: str = "") -> str:
-    """A did-you-mean for a name that is no setting, in the spelling of the source it came from."""
-    bare = name.removeprefix(prefix).removeprefix("--").replace("-", "_").lower()
-    candidates = [*Settings.model_fields, *_NAMED_ELSEWHERE]
-    close = get_close_matches(bare, candidates, n=1, cutoff=0.7)
-    if not close:
-        return "; `quire serve --help` lists all"
-    field = _NAMED_ELSEWHERE.get(close[0], close[0])
-    if prefix:
-        return f"; did you mean {prefix}{field.upper()}?"
-    return f"; did you mean {flag_name(field) if name.startswith('--') else field}?"
-
-
-# What other servers call some of our settings.
-_NAMED_ELSEWHERE = {
-    "shutdown_timeout": "drain_timeout",
-    "uvicorn_log_level": "log_level",
-    "disable_uvicorn_access_log": "disable_access_log",
-    "kv_cache_memory_bytes": "kv_memory",
-    "long_prefill_token_threshold": "prefill_chunk",
-    "chunked_prefill_size": "prefill_chunk",
-    "max_running_requests": "max_num_seqs",
-    "max_queued_requests": "max_num_queued_reqs",
-    "context_length": "max_model_len",
-    "model_path": "model",
-    "mem_fraction_static": "gpu_memory_utilization",
-    "schedule_policy": "scheduling_policy",
-}
-
-
-def _explain(problem: ErrorDetails, flags: Mapping[str, object]) -> str:
-    """One validation problem in the spelling of the source the value came from."""
-    message = problem["msg"].removeprefix("Value error, ")
-    if not problem["loc"]:
-        return message
-    field = str(problem["loc"][0])
-    variable = ENV_PREFIX + field.upper()
-    if field in flags:
-        source = flag_name(field)
-    elif variable in os.environ:
-        source = variable
-    else:
-        source = f"{field} in the configuration file"
-    given = "" if field == "api_key" else f" (got {str(problem['input'])[:80]!r})"
-    return f"{source}: {message[:1].lower()}{message[1:]}{given}"
+        raise SettingsError(*(explain(problem, flags) for problem in error.errors())) from None

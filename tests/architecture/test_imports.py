@@ -21,8 +21,8 @@ ONLY_IN = {
     "anyio": ("quire_server",),
     "pydantic": ("quire_server",),
     "pydantic_core": ("quire_server",),
-    "pydantic_settings": ("quire_server.settings",),
-    "yaml": ("quire_server.settings",),
+    "pydantic_settings": ("quire_server.settings", "quire_server.settings_values"),
+    "yaml": ("quire_server.settings_sources",),
     "prometheus_client": ("quire_server.metrics",),
     "tokenizers": ("quire_server.text",),
     "transformers": ("quire_engine.tools",),
@@ -65,7 +65,7 @@ FORBIDDEN_ATTRIBUTES = {
     ("os", "system"),
     ("os", "popen"),
 }
-READS_ENVIRONMENT = {"quire_server.settings"}
+READS_ENVIRONMENT = {"quire_server.settings_sources"}
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "manager", "base", "impl", "common_utils", "misc"}
 # Files may be longer than this where one thing is told in one piece, up to the second number.
 SOFT_LINES, HARD_LINES = 250, 450

@@ -14,7 +14,8 @@ from quire_server import errors
 from quire_server.app import ROUTERS
 from quire_server.flags import option_default, parse_flags
 from quire_server.metrics.metrics import Metrics
-from quire_server.settings import ENV_PREFIX, Settings, flag_name
+from quire_server.settings import Settings
+from quire_server.settings_sources import ENV_PREFIX, flag_name
 from quire_server.wire import common
 
 ROOT = Path(__file__).parents[2]

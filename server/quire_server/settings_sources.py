@@ -1,0 +1,122 @@
+"""Where settings come from: flags, `QUIRE_*` variables, a YAML file; and how each of them spells a setting's name.
+
+Owns the reading of the environment. Promises: what sets nothing is refused with the name that was probably meant, and
+a problem is told in the spelling of the source it came from. Must not know: what settings mean, torch, HTTP.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+
+import yaml
+from pydantic_core import ErrorDetails
+
+ENV_PREFIX = "QUIRE_"
+
+# A Kubernetes service called "quire" injects QUIRE_PORT=tcp://... and QUIRE_SERVICE_HOST into every pod beside it.
+_SERVICE_LINK = re.compile(r"QUIRE_(SERVICE_(HOST|PORT.*)|PORT_\d+_(TCP|UDP|SCTP).*)")
+
+
+class SettingsError(Exception):
+    """Settings that cannot be used. One readable line per problem."""
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = lines
+
+
+def flag_name(field: str) -> str:
+    """`max_num_seqs` -> `--max-num-seqs`."""
+    return "--" + field.replace("_", "-")
+
+
+def read_config(path: Path, known: Collection[str]) -> dict[str, object]:
+    """The settings of a YAML file; keys in kebab-case or snake_case. Raises SettingsError, for unknown keys too."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--config {path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise SettingsError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise SettingsError(f"--config {path}: expected `name: value` lines such as `port: 8000`")
+    named = {str(key).replace("-", "_"): value for key, value in values.items()}
+    if "config" in named:
+        raise SettingsError(f"--config {path}: a configuration file cannot name another one; remove `config`")
+    unknown = [key for key in named if key not in known]
+    if unknown:
+        raise SettingsError(*(f"--config {path}: unknown setting {key!r}{suggest(key, known)}" for key in unknown))
+    return {key: value for key, value in named.items() if value is not None}
+
+
+def check_environment(known: Collection[str]) -> None:
+    """Raises SettingsError for `QUIRE_*` variables that set nothing, or that Kubernetes has set."""
+    unknown = [
+        name
+        for name in os.environ
+        if name.startswith(ENV_PREFIX)
+        and name.removeprefix(ENV_PREFIX).lower() not in known
+        and not _SERVICE_LINK.fullmatch(name)
+    ]
+    if unknown:
+        raise SettingsError(
+            *(f"unknown environment variable {name}{suggest(name, known, ENV_PREFIX)}" for name in unknown)
+        )
+    if os.environ.get("QUIRE_PORT", "").startswith("tcp://"):
+        raise SettingsError(
+            "QUIRE_PORT is a Kubernetes service link, not a port; set enableServiceLinks: false in the pod"
+            " or give the service another name"
+        )
+
+
+def suggest(name: str, known: Collection[str], prefix: str = "") -> str:
+    """A did-you-mean for a name that is no setting, in the spelling of the source it came from."""
+    bare = name.removeprefix(prefix).removeprefix("--").replace("-", "_").lower()
+    candidates = [*known, *_NAMED_ELSEWHERE]
+    close = get_close_matches(bare, candidates, n=1, cutoff=0.7)
+    if not close:
+        return "; `quire serve --help` lists all"
+    field = _NAMED_ELSEWHERE.get(close[0], close[0])
+    if prefix:
+        return f"; did you mean {prefix}{field.upper()}?"
+    return f"; did you mean {flag_name(field) if name.startswith('--') else field}?"
+
+
+# What other servers call some of our settings.
+_NAMED_ELSEWHERE = {
+    "shutdown_timeout": "drain_timeout",
+    "uvicorn_log_level": "log_level",
+    "disable_uvicorn_access_log": "disable_access_log",
+    "kv_cache_memory_bytes": "kv_memory",
+    "long_prefill_token_threshold": "prefill_chunk",
+    "chunked_prefill_size": "prefill_chunk",
+    "max_running_requests": "max_num_seqs",
+    "max_queued_requests": "max_num_queued_reqs",
+    "context_length": "max_model_len",
+    "model_path": "model",
+    "mem_fraction_static": "gpu_memory_utilization",
+    "schedule_policy": "scheduling_policy",
+}
+
+
+def explain(problem: ErrorDetails, flags: Mapping[str, object]) -> str:
+    """One validation problem in the spelling of the source the value came from."""
+    message = problem["msg"].removeprefix("Value error, ")
+    if not problem["loc"]:
+        return message
+    field = str(problem["loc"][0])
+    variable = ENV_PREFIX + field.upper()
+    if field in flags:
+        source = flag_name(field)
+    elif variable in os.environ:
+        source = variable
+    else:
+        source = f"{field} in the configuration file"
+    given = "" if field == "api_key" else f" (got {str(problem['input'])[:80]!r})"
+    return f"{source}: {message[:1].lower()}{message[1:]}{given}"

@@ -1,0 +1,88 @@
+"""How the values of settings are written: sizes, counts, lists, names, JSON; each as a type for a field.
+
+Promises: one spelling means the same as a flag, in the environment and in YAML, and a message shows one that works.
+Must not know: which settings there are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_settings import NoDecode
+
+
+def _split_list(value: object) -> object:
+    """`a,b` and `["a", "b"]` from the environment; lists from flags and YAML pass."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("["):
+        return json.loads(value)
+    return [part.strip() for part in value.split(",") if part.strip()]
+
+
+def _parse_json(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        raise ValueError("expected a JSON object such as '{\"enable_thinking\": false}'") from None
+
+
+_COUNT_SUFFIX = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def _parse_count(value: object) -> object:
+    """`8k` is 8000 and `8K` is 8192, as elsewhere; `auto` is None."""
+    if not isinstance(value, str):
+        return value
+    if value == "auto":
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG]?)", value.strip())
+    if match is None:
+        raise ValueError("expected a number of tokens such as 4096, 4k (4000) or 4K (4096)")
+    return int(float(match[1]) * _COUNT_SUFFIX.get(match[2], 1))
+
+
+_SIZE_UNIT = {"": 1, "b": 1} | {
+    f"{letter}{suffix}": (1000 if suffix == "b" else 1024) ** power
+    for power, letter in enumerate("kmgt", start=1)
+    for suffix in ("", "b", "ib")
+}
+
+
+def _parse_size(value: object) -> object:
+    """`2GiB` and `2G` are 2 * 2**30 bytes, `2GB` is 2 * 10**9; case does not matter."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", value.strip().lower())
+    if match is None or match[2] not in _SIZE_UNIT:
+        raise ValueError("expected a size such as 512MiB, 2GiB or a number of bytes")
+    return int(float(match[1]) * _SIZE_UNIT[match[2]])
+
+
+def _check_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._/:-]{1,96}", name):
+        raise ValueError("names are 1 to 96 characters of A-Z a-z 0-9 . _ - / :")
+    return name
+
+
+def _check_block_size(size: int) -> int:
+    if size not in {8, 16, 32, 64, 128}:
+        raise ValueError("block sizes are 8, 16, 32, 64 or 128 tokens; 16 suits most models")
+    return size
+
+
+Strings = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list)]
+Names = Annotated[tuple[Annotated[str, AfterValidator(_check_name)], ...], NoDecode, BeforeValidator(_split_list)]
+JsonObject = Annotated[dict[str, object], NoDecode, BeforeValidator(_parse_json)]
+Count = Annotated[int, BeforeValidator(_parse_count), Field(gt=0)]
+OptionalCount = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_parse_count)]
+Size = Annotated[int, BeforeValidator(_parse_size), Field(gt=0)]
+Positive = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+BlockSize = Annotated[int, AfterValidator(_check_block_size)]
