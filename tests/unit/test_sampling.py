@@ -1,4 +1,4 @@
-"""Defaults, limits and seeds: from wire fields to what the engine is given."""
+"""Defaults, limits and seeds: from a request's options to what the engine is given."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from quire_engine.config import SchedulerConfig
 from quire_engine.errors import InfeasibleRequest
 from quire_engine.scheduling.policies.gate import check_request
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
+from quire_server.answering.options import GenerationOptions
 from quire_server.answering.sampling import ModelLimits, banned_token_ids, resolve_sampling, resolve_stop, with_seed
 from quire_server.errors import BadRequest, ContextLengthExceeded
 from quire_server.wire.completions import CompletionRequest
@@ -28,59 +29,51 @@ def limits(**changes: int) -> ModelLimits:
     return ModelLimits(**(values | changes))
 
 
-def fields(**values: object) -> CompletionRequest:
-    return CompletionRequest.model_validate({"prompt": "a", **values}, strict=True)
+def asked(**values: object) -> GenerationOptions:
+    return CompletionRequest.model_validate({"prompt": "a", **values}, strict=True).options()
 
 
-def resolve(request: CompletionRequest, **changes: int) -> SamplingParams:
-    return resolve_sampling(
-        request, tokenizer=load_tokenizer(), limits=limits(**changes), num_logprobs=None, num_prompt_logprobs=None
-    )
+def resolve(options: GenerationOptions, **changes: int) -> SamplingParams:
+    return resolve_sampling(options, tokenizer=load_tokenizer(), limits=limits(**changes))
 
 
-def stop_of(request: CompletionRequest, *, prompt_tokens: int = 1, default: int | None = 16, **changes: int):
+def stop_of(options: GenerationOptions, *, prompt_tokens: int = 1, **changes: int) -> StopParams:
     return resolve_stop(
-        request,
-        resolve(request),
+        options,
+        resolve(options),
         prompt_tokens=prompt_tokens,
-        prompt_param="prompt",
-        asked=request.max_tokens,
-        asked_param="max_tokens",
-        default=default,
         tokenizer=load_tokenizer(),
         limits=limits(**changes),
     )
 
 
 def test_defaults_are_openais() -> None:
-    assert resolve(fields()) == SamplingParams()
+    assert resolve(asked()) == SamplingParams()
 
 
 def test_ids_must_have_logits_and_text() -> None:
     plan = make_plan()
     assert ModelLimits.of(plan, load_tokenizer(), 20).num_token_ids == 260
     with pytest.raises(BadRequest, match="250") as error:
-        resolve(fields(logit_bias={"250": 1}), num_token_ids=250)
+        resolve(asked(logit_bias={"250": 1}), num_token_ids=250)
     assert error.value.param == "logit_bias"
-    assert resolve(fields(logit_bias={"249": 1}), num_token_ids=250).logit_bias == ((249, 1.0),)
+    assert resolve(asked(logit_bias={"249": 1}), num_token_ids=250).logit_bias == ((249, 1.0),)
 
 
-@pytest.mark.parametrize(("asked", "used", "clamped"), [(None, 16, False), (5, 5, False), (999, 411, True)])
-def test_max_tokens_is_lowered_to_the_context(asked: int | None, used: int, clamped: bool) -> None:
-    stop, clamp = stop_of(fields(max_tokens=asked), prompt_tokens=101)
-    assert stop.max_new_tokens == used
-    assert (clamp is not None) == clamped
+@pytest.mark.parametrize(("max_tokens", "used"), [(None, 16), (5, 5), (999, 411)])
+def test_max_tokens_is_lowered_to_the_context(max_tokens: int | None, used: int) -> None:
+    assert stop_of(asked(max_tokens=max_tokens), prompt_tokens=101).max_new_tokens == used
 
 
 @pytest.mark.parametrize("prompt_tokens", [512, 513, 10**6])
 def test_a_prompt_needs_room_for_an_answer(prompt_tokens: int) -> None:
     with pytest.raises(ContextLengthExceeded, match=f"512 tokens, but the prompt has {prompt_tokens}"):
-        stop_of(fields(max_tokens=1), prompt_tokens=prompt_tokens)
+        stop_of(asked(max_tokens=1), prompt_tokens=prompt_tokens)
 
 
 def test_end_of_text_stops_unless_ignored() -> None:
-    assert stop_of(fields(stop_token_ids=[5, 5, 257]))[0].stop_token_ids == (5, 257, 259)
-    assert stop_of(fields(stop_token_ids=[5], ignore_eos=True))[0].stop_token_ids == (5,)
+    assert stop_of(asked(stop_token_ids=[5, 5, 257])).stop_token_ids == (5, 257, 259)
+    assert stop_of(asked(stop_token_ids=[5], ignore_eos=True)).stop_token_ids == (5,)
 
 
 @given(

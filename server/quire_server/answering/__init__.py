@@ -1,4 +1,4 @@
 """From a validated request to its reply: options, checks, the generation, the JSON.
 
-Knows no path and no wire model of a request.
+Knows no path and no wire model.
 """

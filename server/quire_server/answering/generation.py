@@ -34,7 +34,6 @@ class TextOptions:
     include_stop: bool = False
     min_tokens: int = 0  # stop strings that these first tokens complete do not count
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
     interval: int = 1  # tokens per delta; the first and the last come at once
 
 
@@ -173,7 +172,6 @@ class _Choice:
         self._detokenizer = Detokenizer(
             tokenizer,
             skip_special_tokens=options.skip_special_tokens,
-            spaces_between_special_tokens=options.spaces_between_special_tokens,
             prompt_ids=request.prompt_token_ids,
         )
         self._matcher = StopMatcher(options.stop, options.include_stop) if options.stop else None

@@ -15,8 +15,9 @@ from pathlib import Path
 import msgspec
 
 from quire_engine.config import EnginePlan
-from quire_engine.types import GenerationRequest
-from quire_server.answering.generation import ChoiceDelta, Generation, TextOptions, Usage
+from quire_server.answering.generation import ChoiceDelta, Generation, Usage
+from quire_server.answering.options import ReplyOptions
+from quire_server.answering.prepare import Job
 from quire_server.http.sse import DONE
 from quire_server.text.detokenizer import Detokenizer
 from quire_server.text.logprobs import CompletionArrays, LogprobFormat
@@ -27,32 +28,24 @@ _PLAIN_END = b',"logprobs":null,"finish_reason":null}]'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplyOptions:
-    """What a reply shows beside its text."""
-
-    num_logprobs: int | None = None  # None: none; k: k alternatives beside the chosen token
-    num_prompt_logprobs: int | None = None  # of the prompt_logprobs field
-    echo: bool = False
-    token_ids: bool = False
-    names_are_ids: bool = False
-    usage_at_end: bool = False
-    usage_always: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyHead:
     """What is the same in every part of a reply."""
 
-    id: str
-    object: str
+    id: str  # without the dialect's prefix
     created: int  # seconds since the epoch
     model: str
     system_fingerprint: str
 
-    def encoded(self, object_suffix: str = "") -> bytes:
+    def encoded(self, prefix: str, kind: str) -> bytes:
         """The fields as the beginning of a JSON object, without its end."""
-        fields = {name: getattr(self, name) for name in self.__slots__}
-        return _encode(fields | {"object": self.object + object_suffix})[:-1]
+        fields = {
+            "id": prefix + self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+        }
+        return _encode(fields)[:-1]
 
 
 _VERSION = version("quire")  # reads files: not for every request
@@ -73,31 +66,22 @@ def fingerprint(plan: EnginePlan) -> str:
 class CompletionRenderer:
     """The shapes of /v1/completions. Choices carry their prompt's part: its echo, ids and log-probabilities."""
 
-    def __init__(
-        self,
-        head: ReplyHead,
-        options: ReplyOptions,
-        generation: Generation,
-        *,
-        prompt_texts: Sequence[str],
-        text_options: TextOptions,
-        tokenizer: TextTokenizer,
-    ) -> None:
-        self._head = head
-        self._options = options
+    def __init__(self, head: ReplyHead, job: Job, generation: Generation, *, tokenizer: TextTokenizer) -> None:
+        self._head = head.encoded("cmpl-", "text_completion")
+        self._options = job.options.reply
+        self._requests = job.requests
+        self._prompt_texts = job.prompt_texts
         self._generation = generation
-        self._prompt_texts = prompt_texts  # shown with echo
-        self._text_options = text_options
         self._tokenizer = tokenizer
-        self._format = LogprobFormat(tokenizer, names_are_ids=options.names_are_ids)
-        self._prefix = b"data: " + head.encoded() + b',"choices":[{"index":'
+        self._format = LogprobFormat(tokenizer, names_are_ids=self._options.names_are_ids)
+        self._prefix = b"data: " + self._head + b',"choices":[{"index":'
 
     def frames(self, deltas: Sequence[ChoiceDelta]) -> bytes:
         usage = _usage_field(self._generation.usage) if self._options.usage_always else b""
         return b"".join(self._frame(delta, usage) for delta in deltas)
 
     def ending(self) -> bytes:
-        return _ending(b"data: " + self._head.encoded(), self._options, self._generation.usage)
+        return _ending(b"data: " + self._head, self._options, self._generation.usage)
 
     def body(self, deltas: Sequence[ChoiceDelta]) -> bytes:
         """The whole reply; one complete delta per choice, in order of their index."""
@@ -115,11 +99,10 @@ class CompletionRenderer:
                 positions = self._generation.prompt_logprobs.get(delta.prompt, ())
                 choice["prompt_logprobs"] = self._format.prompt(positions, wanted)
             if self._options.token_ids:
-                choice["prompt_token_ids"] = self._request(delta).prompt_token_ids
+                choice["prompt_token_ids"] = self._requests[delta.prompt].prompt_token_ids
                 choice["token_ids"] = delta.token_ids
             choices.append(choice)
-        tail = b',"choices":' + _encode(choices) + _usage_field(self._generation.usage) + b"}"
-        return self._head.encoded() + tail
+        return self._head + b',"choices":' + _encode(choices) + _usage_field(self._generation.usage) + b"}"
 
     def _frame(self, delta: ChoiceDelta, usage: bytes) -> bytes:
         text = self._text(delta)
@@ -131,7 +114,7 @@ class CompletionRenderer:
         fields = _closing_fields(self._logprobs(delta), delta)
         if self._options.token_ids:
             if delta.is_first:
-                fields["prompt_token_ids"] = self._request(delta).prompt_token_ids
+                fields["prompt_token_ids"] = self._requests[delta.prompt].prompt_token_ids
             fields["token_ids"] = delta.token_ids
         return b"%b,%b]%b}\n\n" % (start, _encode(fields)[1:], usage)
 
@@ -150,15 +133,14 @@ class CompletionRenderer:
         offsets = [shift + offset for offset in delta.offsets]
         if not delta.is_first:
             return self._format.completion(delta.logprobs, (), offsets, wanted)
-        prompt_ids = self._request(delta).prompt_token_ids
+        prompt_ids = self._requests[delta.prompt].prompt_token_ids
         positions = (*self._generation.prompt_logprobs.get(delta.prompt, ()), *delta.logprobs)
         return self._format.completion(positions, prompt_ids, self._prompt_offsets(prompt_ids) + offsets, wanted)
 
     def _prompt_offsets(self, prompt_ids: Sequence[int]) -> list[int]:
         detokenizer = Detokenizer(
             self._tokenizer,
-            skip_special_tokens=self._text_options.skip_special_tokens,
-            spaces_between_special_tokens=self._text_options.spaces_between_special_tokens,
+            skip_special_tokens=self._options.skip_special_tokens,
         )
         offsets, end = [], 0
         for piece in detokenizer.push_each(prompt_ids):
@@ -166,21 +148,18 @@ class CompletionRenderer:
             end += len(piece)
         return offsets
 
-    def _request(self, delta: ChoiceDelta) -> GenerationRequest:
-        return self._generation.requests[delta.prompt]
-
 
 class ChatRenderer:
     """The shapes of /v1/chat/completions. There is one prompt, so its parts stand beside the choices."""
 
-    def __init__(
-        self, head: ReplyHead, options: ReplyOptions, generation: Generation, *, tokenizer: TextTokenizer
-    ) -> None:
-        self._head = head
-        self._options = options
+    def __init__(self, head: ReplyHead, job: Job, generation: Generation, *, tokenizer: TextTokenizer) -> None:
+        self._head = head.encoded("chatcmpl-", "chat.completion")
+        self._chunk_start = b"data: " + head.encoded("chatcmpl-", "chat.completion.chunk")
+        self._options = job.options.reply
+        self._request = job.requests[0]
         self._generation = generation
-        self._format = LogprobFormat(tokenizer, names_are_ids=options.names_are_ids)
-        self._prefix = b"data: " + head.encoded(".chunk") + b',"choices":[{"index":'
+        self._format = LogprobFormat(tokenizer, names_are_ids=self._options.names_are_ids)
+        self._prefix = self._chunk_start + b',"choices":[{"index":'
         self._is_first = True
 
     def frames(self, deltas: Sequence[ChoiceDelta]) -> bytes:
@@ -188,7 +167,7 @@ class ChatRenderer:
         return b"".join(self._frame(delta, usage) for delta in deltas)
 
     def ending(self) -> bytes:
-        return _ending(b"data: " + self._head.encoded(".chunk"), self._options, self._generation.usage)
+        return _ending(self._chunk_start, self._options, self._generation.usage)
 
     def body(self, deltas: Sequence[ChoiceDelta]) -> bytes:
         """The whole reply; one complete delta per choice, in order of their index."""
@@ -209,8 +188,8 @@ class ChatRenderer:
         if wanted is not None:
             fields["prompt_logprobs"] = self._format.prompt(self._generation.prompt_logprobs.get(0, ()), wanted)
         if self._options.token_ids:
-            fields["prompt_token_ids"] = self._generation.requests[0].prompt_token_ids
-        return self._head.encoded() + b"," + _encode(fields)[1:-1] + _usage_field(self._generation.usage) + b"}"
+            fields["prompt_token_ids"] = self._request.prompt_token_ids
+        return self._head + b"," + _encode(fields)[1:-1] + _usage_field(self._generation.usage) + b"}"
 
     def _frame(self, delta: ChoiceDelta, usage: bytes) -> bytes:
         opening = b""
@@ -242,7 +221,7 @@ class ChatRenderer:
         if not (self._options.token_ids and self._is_first):
             return b""
         self._is_first = False
-        return b',"prompt_token_ids":' + _encode(self._generation.requests[0].prompt_token_ids)
+        return b',"prompt_token_ids":' + _encode(self._request.prompt_token_ids)
 
 
 def _closing_fields(logprobs: object, delta: ChoiceDelta) -> dict[str, object]:

@@ -1,7 +1,7 @@
-"""From a request's fields to the engine's SamplingParams and StopParams.
+"""From a request's options to the engine's SamplingParams and StopParams.
 
-Promises: defaults are applied first, and what then results is checked once, against the model and the KV pool;
-whatever passes can be computed. Must not know: HTTP beyond the errors it raises, how tokens are sampled.
+Promises: what is asked for is checked once, against the model and the KV pool; whatever passes can be computed.
+Must not know: HTTP beyond the errors it raises, how tokens are sampled.
 """
 
 from __future__ import annotations
@@ -10,18 +10,14 @@ import hashlib
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from quire_engine.config import EnginePlan
 from quire_engine.types import SamplingParams, StopParams
+from quire_server.answering.options import GenerationOptions
 from quire_server.errors import BadRequest, ContextLengthExceeded
 from quire_server.text.tokenizer import TextTokenizer
-from quire_server.wire.common import GenerationFields
-
-T = TypeVar("T")
 
 GREEDY_BELOW = 1e-5  # dividing logits by less overflows; the answer would be the greedy one anyway
-COMPLETION_TOKENS = 16  # what OpenAI's completions generate when not told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,106 +61,85 @@ class ModelLimits:
         return max((self.num_blocks - full) // n * self.block_size - rest + 1, 1)
 
 
-def resolve_sampling(
-    fields: GenerationFields,
-    *,
-    tokenizer: TextTokenizer,
-    limits: ModelLimits,
-    num_logprobs: int | None,
-    num_prompt_logprobs: int | None,
-) -> SamplingParams:
+def resolve_sampling(options: GenerationOptions, *, tokenizer: TextTokenizer, limits: ModelLimits) -> SamplingParams:
     """Everything but the seed, which `with_seed` gives per prompt. Raises BadRequest."""
-    n = _or(fields.n, 1)
-    if n > limits.max_choices:
+    asked = options.sampling
+    if asked.n > limits.max_choices:
         raise BadRequest(f"'n' must be at most {limits.max_choices} on this server.", param="n")
-    for count, param in ((num_logprobs, "logprobs"), (num_prompt_logprobs, "prompt_logprobs")):
+    for count, param in ((asked.num_logprobs, "logprobs"), (asked.num_prompt_logprobs, "prompt_logprobs")):
         if count is not None and count > limits.max_logprobs:
             raise BadRequest(f"'{param}' must be at most {limits.max_logprobs} on this server.", param=param)
-    bias = tuple((int(key), float(value)) for key, value in (fields.logit_bias or {}).items())
-    allowed = tuple(dict.fromkeys(fields.allowed_token_ids or ()))
-    banned = banned_token_ids(fields.bad_words or (), tokenizer)
-    limits.check_ids([token_id for token_id, _ in bias], "logit_bias")
+    allowed = tuple(dict.fromkeys(asked.allowed_token_ids))
+    banned = banned_token_ids(asked.bad_words, tokenizer)
+    limits.check_ids([token_id for token_id, _ in asked.logit_bias], "logit_bias")
     limits.check_ids(allowed, "allowed_token_ids")
     limits.check_ids(banned, "bad_words")
     if allowed and not set(allowed).difference(banned):
         raise BadRequest("'bad_words' leaves none of 'allowed_token_ids' to choose from.", param="bad_words")
-    temperature = float(_or(fields.temperature, 1.0))
     return SamplingParams(
-        temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
-        top_p=float(_or(fields.top_p, 1.0)),
-        top_k=max(_or(fields.top_k, 0), 0),
-        min_p=float(_or(fields.min_p, 0.0)),
-        presence_penalty=float(_or(fields.presence_penalty, 0.0)),
-        frequency_penalty=float(_or(fields.frequency_penalty, 0.0)),
-        repetition_penalty=float(_or(fields.repetition_penalty, 1.0)),
-        logit_bias=bias,
+        temperature=asked.temperature if asked.temperature >= GREEDY_BELOW else 0.0,
+        top_p=asked.top_p,
+        top_k=asked.top_k,
+        min_p=asked.min_p,
+        presence_penalty=asked.presence_penalty,
+        frequency_penalty=asked.frequency_penalty,
+        repetition_penalty=asked.repetition_penalty,
+        logit_bias=asked.logit_bias,
         allowed_token_ids=allowed,
         banned_token_ids=banned,
-        min_tokens=_or(fields.min_tokens, 0),
-        num_logprobs=num_logprobs,
-        num_prompt_logprobs=num_prompt_logprobs,
+        min_tokens=options.stop.min_tokens,
+        num_logprobs=asked.num_logprobs,
+        num_prompt_logprobs=asked.num_prompt_logprobs,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Clamp:
-    """A max_tokens that was lowered: by how much is for the client to see."""
-
-    param: str
-    used: int
-
-
 def resolve_stop(
-    fields: GenerationFields,
+    options: GenerationOptions,
     sampling: SamplingParams,
     *,
     prompt_tokens: int,
-    prompt_param: str,
-    asked: int | None,
-    asked_param: str,
-    default: int | None,
     tokenizer: TextTokenizer,
     limits: ModelLimits,
-) -> tuple[StopParams, Clamp | None]:
-    """When one prompt's choices end. `asked` is the client's max_tokens; `default` None is all that fits.
+) -> StopParams:
+    """When one prompt's choices end.
 
     What was asked is lowered to the context, and refused when the pool can never hold it; a default is lowered to both.
     Raises ContextLengthExceeded, BadRequest.
     """
-    n = _or(fields.n, 1)
+    n, asked, default = options.sampling.n, options.stop.max_tokens, options.stop.default_max_tokens
     room = limits.max_model_len - prompt_tokens
     # A prompt may fill the whole context only when nothing is to be generated after it.
     if room < 0 or (room == 0 and asked != 0):
         raise ContextLengthExceeded(
             f"This model's maximum context length is {limits.max_model_len} tokens, but the prompt has"
             f" {prompt_tokens} tokens" + (" and leaves no room for an answer." if room == 0 else "."),
-            param=prompt_param,
+            param=options.prompt.param,
         )
     pool_room = limits.max_new_tokens(prompt_tokens, n)
-    wanted = asked if asked is not None else _or(default, room)
-    max_new_tokens = min(wanted, room)
+    wanted = asked if asked is not None else default
+    max_new_tokens = room if wanted is None else min(wanted, room)
     if asked is None:
         max_new_tokens = min(max_new_tokens, pool_room)
     if pool_room < 0:
         raise ContextLengthExceeded(
             f"The prompt has {prompt_tokens} tokens, but the server's KV cache holds only"
             f" {limits.num_blocks * limits.block_size}.",
-            param=prompt_param,
+            param=options.prompt.param,
         )
     if max_new_tokens > pool_room:
         raise ContextLengthExceeded(
             f"The request needs more KV cache than the server has: {prompt_tokens} prompt tokens and {n} x"
-            f" {max_new_tokens} new tokens; the largest {asked_param} that fits is {pool_room}.",
-            param=asked_param,
+            f" {max_new_tokens} new tokens; the largest {options.stop.max_tokens_param} that fits is {pool_room}.",
+            param=options.stop.max_tokens_param,
         )
     if sampling.min_tokens > max_new_tokens:
         raise BadRequest(
             f"'min_tokens' is {sampling.min_tokens}, more than the {max_new_tokens} tokens that may be generated.",
             param="min_tokens",
         )
-    stop_ids = tuple(dict.fromkeys(fields.stop_token_ids or ()))
+    stop_ids = tuple(dict.fromkeys(options.stop.token_ids))
     limits.check_ids(stop_ids, "stop_token_ids")
-    if not fields.ignore_eos:
+    if not options.stop.ignore_eos:
         stop_ids += tuple(token_id for token_id in tokenizer.eos_token_ids if token_id not in stop_ids)
     if sampling.min_tokens and sampling.allowed_token_ids:
         possible = set(sampling.allowed_token_ids).difference(sampling.banned_token_ids, stop_ids)
@@ -173,11 +148,7 @@ def resolve_stop(
                 "With 'min_tokens', some of 'allowed_token_ids' must be tokens that do not stop.",
                 param="allowed_token_ids",
             )
-    lowered = asked is not None and max_new_tokens < asked
-    return (
-        StopParams(max_new_tokens=max_new_tokens, stop_token_ids=stop_ids),
-        Clamp(param=asked_param, used=max_new_tokens) if lowered else None,
-    )
+    return StopParams(max_new_tokens=max_new_tokens, stop_token_ids=stop_ids)
 
 
 def with_seed(
@@ -215,7 +186,3 @@ def banned_token_ids(words: Iterable[str], tokenizer: TextTokenizer) -> tuple[in
             )
         banned.update(dict.fromkeys(sorted(ids)))
     return tuple(banned)
-
-
-def _or(value: T | None, default: T) -> T:
-    return default if value is None else value

@@ -102,6 +102,38 @@ def error_response(error: type[ApiError]) -> Document:
     return response
 
 
+def generation_responses(whole: type[BaseModel], chunk: type[BaseModel]) -> dict[int | str, Document]:
+    """The OpenAPI responses object of a reply that comes whole or as a stream of chunks."""
+    schema = chunk.model_json_schema(mode="serialization")
+    stream = {"schema": _inlined(schema, schema.get("$defs", {}))}
+    headers = {
+        name: {"schema": {"type": "string"}, "description": description}
+        for name, description in (
+            ("x-quire-ignored", "fields that were accepted without effect"),
+            ("x-quire-clamped", "values that were lowered, and to what"),
+        )
+    }
+    return {
+        200: {
+            "model": whole,
+            "description": "the whole reply; with 'stream', events of which each holds one chunk, then [DONE]",
+            "content": {"text/event-stream": stream},
+            "headers": headers,
+        }
+    }
+
+
+def _inlined(schema: Any, definitions: Document) -> Any:
+    """The schema with its references replaced by what they name; there is no recursive one."""
+    if isinstance(schema, dict):
+        if "$ref" in schema:
+            return _inlined(definitions[schema["$ref"].rsplit("/", 1)[1]], definitions)
+        return {key: _inlined(value, definitions) for key, value in schema.items() if key != "$defs"}
+    if isinstance(schema, list):
+        return [_inlined(item, definitions) for item in schema]
+    return schema
+
+
 def _definitions(schema: Document, name: str) -> Document:
     nested: Document = schema.pop("$defs", {})
     return {**nested, name: {**schema, "title": name}}

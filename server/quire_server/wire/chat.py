@@ -10,8 +10,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from quire_server.answering.options import Conversation, GenerationOptions
 from quire_server.errors import BadRequest
 from quire_server.wire.common import GenerationFields, LogprobCount, TokenCount, WireModel
+from quire_server.wire.extras import review_extras
+from quire_server.wire.options import generation_options, review
 from quire_server.wire.reply import FinishedBecause, PromptLogprobs, ReplyModel, UsageInfo
 
 MAX_MESSAGES = 4096
@@ -91,6 +94,39 @@ class ChatCompletionRequest(GenerationFields):
                 param="continue_final_message",
             )
         return self
+
+    def options(self) -> GenerationOptions:
+        """The neutral request. Raises BadRequest for what is not supported."""
+        ignored = review(self)
+        for message in self.messages:
+            ignored += [f"messages.{name}" for name in review_extras(message.model_extra)]
+        has_new_name = self.max_completion_tokens is not None
+        max_tokens = self.max_completion_tokens if has_new_name else self.max_tokens
+        max_tokens_param = "max_completion_tokens" if has_new_name else "max_tokens"
+        if max_tokens == 0:
+            raise BadRequest(f"'{max_tokens_param}' must be at least 1.", param=max_tokens_param)
+        continues = bool(self.continue_final_message)
+        return generation_options(
+            self,
+            source=Conversation(
+                messages=[message.for_template() for message in self.messages],
+                add_generation_prompt=not continues
+                if self.add_generation_prompt is None
+                else self.add_generation_prompt,
+                continue_final_message=continues,
+                template_variables=self.chat_template_kwargs or {},
+                reasoning_effort=self.reasoning_effort,
+            ),
+            source_param="messages",
+            add_special_tokens=bool(self.add_special_tokens),  # templates write them
+            max_tokens=max_tokens,
+            max_tokens_param=max_tokens_param,
+            default_max_tokens=None,
+            num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            num_prompt_logprobs=self.prompt_logprobs,
+            echo=False,
+            ignored=ignored,
+        )
 
 
 class TopLogprob(ReplyModel):

@@ -148,7 +148,3 @@ class GenerationFields(WireModel):
     priority: Int64 | None = Field(None, description="lower is earlier, under the priority policy")
     cache_salt: CacheSalt | None = Field(None, description="requests with different salts share no cached prefix")
     request_id: RequestName | None = None
-
-    @property
-    def wants_stream(self) -> bool:
-        return bool(self.stream)

@@ -10,12 +10,15 @@ from typing import Annotated, Literal, cast
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
+from quire_server.answering.options import GenerationOptions
 from quire_server.errors import BadRequest
 from quire_server.wire.common import MAX_LOGPROBS, MAX_PROMPTS, MAX_SEQUENCES, GenerationFields, LogprobCount
+from quire_server.wire.options import generation_options, review
 from quire_server.wire.reply import FinishedBecause, PromptLogprobs, ReplyModel, UsageInfo
 
 Prompts = list[str] | list[list[int]]
 
+_DEFAULT_MAX_TOKENS = 16  # what OpenAI's completions generate when not told
 _MAX_ID = 2**31 - 1
 _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _MAX_ID}, "minItems": 1}
 _TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS}
@@ -78,6 +81,28 @@ class CompletionRequest(GenerationFields):
         if self.best_of is not None and self.best_of != n:
             raise BadRequest("'best_of' must be null or equal to 'n'.", param="best_of")
         return self
+
+    def options(self) -> GenerationOptions:
+        """The neutral request. Raises BadRequest for what is not supported."""
+        ignored = review(self)
+        if self.max_tokens == 0 and not self.echo:
+            raise BadRequest("'max_tokens' must be at least 1, unless 'echo' is true.", param="max_tokens")
+        num_prompt_logprobs = self.prompt_logprobs
+        if self.echo and self.logprobs is not None:
+            num_prompt_logprobs = max(self.logprobs, self.prompt_logprobs or 0)
+        return generation_options(
+            self,
+            source=self.prompt,
+            source_param="prompt",
+            add_special_tokens=self.add_special_tokens is not False,
+            max_tokens=self.max_tokens,
+            max_tokens_param="max_tokens",
+            default_max_tokens=_DEFAULT_MAX_TOKENS,
+            num_logprobs=self.logprobs,
+            num_prompt_logprobs=num_prompt_logprobs,
+            echo=bool(self.echo),
+            ignored=ignored,
+        )
 
 
 class CompletionLogprobs(ReplyModel):

@@ -6,13 +6,9 @@ Must not know: which endpoint asked.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from quire_server.errors import BadRequest
-
-_REPORTABLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_MAX_REPORTED = 16
 
 _ABSENT: tuple[object, ...] = (None,)
 _OFF: tuple[object, ...] = (None, False)
@@ -99,13 +95,6 @@ def review_extras(extras: Mapping[str, object] | None) -> list[str]:
         elif not _is_among(value, IGNORED.get(name, _ABSENT)):
             ignored.append(name)
     return ignored
-
-
-def header_list(names: list[str]) -> str:
-    """Names as one header value: harmless characters, bounded length."""
-    shown = [name if _REPORTABLE.fullmatch(name) else "?" for name in names[:_MAX_REPORTED]]
-    more = len(names) - len(shown)
-    return ", ".join(shown) + (f", and {more} more" if more else "")
 
 
 def _is_among(value: object, candidates: tuple[object, ...]) -> bool:

@@ -1,0 +1,105 @@
+"""From a request's options to its reply: checked, run, and answered in one piece or as a stream.
+
+Promises: every check that a 4xx can come from happens before anything is queued. Must not know: what is checked, the
+shapes of replies, how tokens are made.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Protocol
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from quire_server.answering.generation import ChoiceDelta, Generation
+from quire_server.answering.options import GenerationOptions
+from quire_server.answering.prepare import Job, prepare
+from quire_server.answering.rendering import ReplyHead, fingerprint
+from quire_server.http.disconnect import unless_client_gone
+from quire_server.http.sse import EventStream
+from quire_server.state import state_of
+from quire_server.text.tokenizer import TextTokenizer
+
+log = logging.getLogger("quire.requests")
+
+
+class Renderer(Protocol):
+    """The JSON of one dialect's replies to one request."""
+
+    def __init__(self, head: ReplyHead, job: Job, generation: Generation, *, tokenizer: TextTokenizer) -> None: ...
+    def frames(self, deltas: Sequence[ChoiceDelta]) -> bytes: ...
+    def ending(self) -> bytes: ...
+    def body(self, deltas: Sequence[ChoiceDelta]) -> bytes: ...
+
+
+async def answer(request: Request, options: GenerationOptions, renderer: type[Renderer]) -> Response:
+    """The reply, whole or streamed. Raises BadRequest, ContextLengthExceeded, QueueFull, EngineFailed, ClientGone."""
+    state = state_of(request)
+    job = await prepare(state, options)
+    request_id = request.scope["state"]["request_id"]
+    if state.settings.enable_log_requests:
+        _log(job, request_id)
+    generation = Generation(
+        job.requests, job.text, tokenizer=state.tokenizer, client=state.client, metrics=state.metrics
+    )
+    head = ReplyHead(
+        id=options.reply.id or request_id,
+        created=int(time.time()),
+        model=options.model or state.model_names[0],
+        system_fingerprint=fingerprint(state.client.plan),
+    )
+    rendering = renderer(head, job, generation, tokenizer=state.tokenizer)
+    if options.reply.stream:
+        return EventStream(
+            _frames(generation, rendering),
+            headers=job.headers,
+            keep_alive_seconds=state.settings.sse_keep_alive_interval,
+        )
+    choices = await unless_client_gone(request, _collect(generation))
+    return Response(rendering.body(choices), media_type="application/json", headers=job.headers)
+
+
+def _log(job: Job, request_id: str) -> None:
+    for request in job.requests:
+        log.info(
+            "%d prompt tokens, n %d, max_tokens %d, %s",
+            len(request.prompt_token_ids),
+            request.n,
+            request.stop.max_new_tokens,
+            request.sampling,
+            extra={"request_id": request_id},
+        )
+
+
+async def _frames(generation: Generation, rendering: Renderer) -> AsyncGenerator[bytes]:
+    """One item per wake-up: a frame for each choice with news. The last item carries the end mark too."""
+    async with aclosing(generation.deltas()) as wakes:
+        async for deltas in wakes:
+            chunk = rendering.frames(deltas)
+            if generation.finished:
+                chunk += rendering.ending()
+            if chunk:
+                yield chunk
+
+
+async def _collect(generation: Generation) -> list[ChoiceDelta]:
+    """Every choice whole, in order of their index."""
+    whole: dict[int, ChoiceDelta] = {}
+    texts: dict[int, list[str]] = {}
+    async with aclosing(generation.deltas()) as wakes:
+        async for deltas in wakes:
+            for delta in deltas:
+                known = whole.setdefault(delta.index, delta)
+                texts.setdefault(delta.index, []).append(delta.text)
+                if known is not delta:
+                    known.token_ids += delta.token_ids
+                    known.logprobs += delta.logprobs
+                    known.offsets += delta.offsets
+                    known.finish_reason = delta.finish_reason
+                    known.stop_reason = delta.stop_reason
+    return [replace(whole[index], text="".join(texts[index])) for index in sorted(whole)]

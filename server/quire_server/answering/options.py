@@ -1,0 +1,96 @@
+"""What a generation is asked for, whichever dialect asked: the neutral request between the wire and the engine.
+
+Promises: frozen plain values; a dialect's defaults are in them, and None stands for what the server decides. Where an
+error must name a parameter, its name in the dialect is here too. Must not know: any dialect, the model, the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """Messages for the model's chat template, each as templates expect it; together one prompt."""
+
+    messages: Sequence[Mapping[str, object]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_variables: Mapping[str, object] = field(default_factory=dict)
+    reasoning_effort: str | None = None  # one more variable, without effect where the template does not know it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOptions:
+    """What is to be continued, and how it becomes token ids."""
+
+    source: Conversation | Sequence[str | Sequence[int]]  # of several texts or lists of ids each is a prompt
+    param: str  # what the dialect calls the source
+    add_special_tokens: bool = True
+    keep_tokens: int | None = None  # only so many tokens of each prompt; -1: what leaves room for the answer
+    keep_start: bool = False  # of a prompt that is cut; else its end is kept
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are chosen, as asked for; not yet checked against the model."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is off
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    bad_words: tuple[str, ...] = ()
+    num_logprobs: int | None = None  # None: none; k: of the chosen token and of the k most likely ones
+    num_prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopOptions:
+    """When a choice ends."""
+
+    max_tokens: int | None = None  # what the client asked for
+    max_tokens_param: str = "max_tokens"
+    default_max_tokens: int | None = None  # where the client asked for nothing; None: all that fits
+    min_tokens: int = 0
+    strings: tuple[str, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop: bool = False  # what stopped the choice is part of its text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyOptions:
+    """What the reply shows, and how it comes."""
+
+    id: str | None = None  # None: the HTTP request's
+    stream: bool = False
+    echo: bool = False  # the prompt is part of the text
+    skip_special_tokens: bool = True
+    num_logprobs: int | None = None  # None: none; k: k alternatives beside the chosen token
+    num_prompt_logprobs: int | None = None
+    token_ids: bool = False
+    names_are_ids: bool = False
+    usage_at_end: bool = False  # of a stream
+    usage_always: bool = False  # in every part of a stream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationOptions:
+    """One request. What has a default here can be left out by every dialect."""
+
+    prompt: PromptOptions
+    model: str | None = None  # None: the one that is served
+    sampling: SamplingOptions = SamplingOptions()
+    stop: StopOptions = StopOptions()
+    reply: ReplyOptions = ReplyOptions()
+    priority: int = 0  # lower is earlier, under the priority policy
+    ignored: tuple[str, ...] = ()  # names of fields that were accepted without effect

@@ -1,0 +1,90 @@
+"""From a dialect's fields to the neutral request: no field is dropped, and null means "not given"."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire_server.answering.options import Conversation, GenerationOptions, PromptOptions, StopOptions
+from quire_server.wire.chat import ChatCompletionRequest
+from quire_server.wire.completions import CompletionRequest
+
+Dialect = type[CompletionRequest] | type[ChatCompletionRequest]
+
+LEAST: dict[Dialect, dict[str, object]] = {
+    CompletionRequest: {"prompt": "a"},
+    ChatCompletionRequest: {"messages": [{"role": "user", "content": "a"}]},
+}
+# Of each field a value that asks for something else than leaving it out does.
+OTHERS: dict[str, object] = {
+    "model": "m", "n": 2, "stream": True, "stream_options": {"include_usage": True},
+    "temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.5, "seed": 0,
+    "presence_penalty": 1.0, "frequency_penalty": 1.0, "repetition_penalty": 2.0,
+    "logit_bias": {"1": 2}, "allowed_token_ids": [1], "bad_words": ["a"],
+    "max_tokens": 5, "min_tokens": 1, "ignore_eos": True, "stop": "a", "stop_token_ids": [1],
+    "include_stop_str_in_output": True,
+    "truncate_prompt_tokens": 3, "truncation_side": "right", "skip_special_tokens": False,
+    "prompt_logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True,
+    "priority": 1, "cache_salt": "s", "request_id": "r",
+}  # fmt: skip
+OWN: dict[Dialect, dict[str, object]] = {
+    CompletionRequest: {"prompt": [1], "echo": True, "logprobs": 0, "add_special_tokens": False},
+    ChatCompletionRequest: {
+        "messages": [{"role": "user", "content": "b"}], "max_completion_tokens": 5, "logprobs": True,
+        "top_logprobs": 2, "add_generation_prompt": False, "continue_final_message": True,
+        "chat_template_kwargs": {"a": 1}, "reasoning_effort": "low", "add_special_tokens": True,
+    },
+}  # fmt: skip
+WITHOUT_EFFECT: dict[Dialect, set[str]] = {
+    CompletionRequest: {"best_of", "spaces_between_special_tokens"},
+    ChatCompletionRequest: {"echo", "spaces_between_special_tokens"},
+}
+NEEDS: dict[str, dict[str, object]] = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}
+
+dialects = pytest.mark.parametrize("dialect", LEAST, ids=lambda dialect: dialect.__name__)
+
+
+def options(dialect: Dialect, **fields: object) -> GenerationOptions:
+    return dialect.model_validate(LEAST[dialect] | fields, strict=True).options()
+
+
+@dialects
+def test_every_field_is_in_the_options(dialect: Dialect) -> None:
+    others = OTHERS | OWN[dialect]
+    assert set(others) == set(dialect.model_fields) - WITHOUT_EFFECT[dialect]
+    for name, value in others.items():
+        without = options(dialect, **NEEDS.get(name, {}))
+        assert options(dialect, **NEEDS.get(name, {}), **{name: value}) != without, name
+
+
+@dialects
+def test_null_is_the_default(dialect: Dialect) -> None:
+    nulls = dict.fromkeys(set(dialect.model_fields) - set(LEAST[dialect]))
+    assert options(dialect, **nulls) == options(dialect)
+
+
+def test_a_dialects_defaults_are_in_its_options() -> None:
+    assert options(CompletionRequest) == GenerationOptions(
+        prompt=PromptOptions(source=["a"], param="prompt"), stop=StopOptions(default_max_tokens=16)
+    )
+    assert options(ChatCompletionRequest) == GenerationOptions(
+        prompt=PromptOptions(
+            source=Conversation(messages=[{"role": "user", "content": "a"}]), param="messages", add_special_tokens=False
+        )
+    )
+
+
+def test_the_limit_keeps_the_name_it_was_given_by() -> None:
+    assert options(ChatCompletionRequest, max_tokens=5).stop.max_tokens_param == "max_tokens"
+    both = options(ChatCompletionRequest, max_tokens=5, max_completion_tokens=6).stop
+    assert (both.max_tokens, both.max_tokens_param) == (6, "max_completion_tokens")
+
+
+@dialects
+def test_what_has_no_effect_is_named_once(dialect: Dialect) -> None:
+    asked = options(dialect, foo=1, bar=None, store=True, stream=True, stream_options={"zoo": 1})
+    assert asked.ignored == ("foo", "store", "stream_options.zoo")
+
+
+def test_what_messages_say_without_effect_is_named_once() -> None:
+    message = {"role": "user", "content": "a", "weight": 1}
+    assert options(ChatCompletionRequest, messages=[message, message]).ignored == ("messages.weight",)
