@@ -187,7 +187,7 @@ class EngineFailed(ApiError):
 
 
 class NotReady(ApiError):
-    """503: loading, draining or restarting; an integer Retry-After of 1 to 30 seconds."""
+    """503: draining or restarting; an integer Retry-After of 1 to 30 seconds."""
 
     status = 503
     default_code = "not_ready"
@@ -203,14 +203,6 @@ class NotReady(ApiError):
         super().__init__(message, code=code, headers=_retry_headers(retry_after_seconds, _LONGEST_UNREADINESS))
         if close:
             self.headers["Connection"] = "close"
-
-
-class DeadlineExceeded(ApiError):
-    """504: the request's own deadline passed before it finished."""
-
-    status = 504
-    type = "timeout_error"
-    default_code = "deadline_exceeded"
 
 
 def error_body(err: ApiError) -> ErrorBody:

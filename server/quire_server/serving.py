@@ -105,8 +105,7 @@ async def _build_state(settings: Settings, supervisor: Supervisor, starting: asy
     )
 
 
-_TROUBLE = {
-    EngineState.STARTING: "loading",
+_TROUBLE = {  # without STARTING: nobody can ask before the engine has been ready
     EngineState.READY: None,
     EngineState.RESTARTING: "engine restarting",
     EngineState.STOPPED: "engine stopped",

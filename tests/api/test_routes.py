@@ -156,7 +156,7 @@ async def test_ready_while_serving() -> None:
             assert (await client.get(path)).status_code == 200, path
 
 
-@pytest.mark.parametrize("reason", ["engine restarting", "engine dead", "loading"])
+@pytest.mark.parametrize("reason", ["engine restarting", "engine stopped", "engine dead"])
 async def test_not_ready_while_the_engine_is_in_trouble(reason: str) -> None:
     state = make_state()
     trouble: str | None = reason

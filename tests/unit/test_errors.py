@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from pathlib import Path
+
 import pytest
 
+from quire_server import errors
 from quire_server.errors import (
     ApiError,
     BadRequest,
@@ -23,6 +28,14 @@ def test_envelope_has_the_four_fields() -> None:
     assert body == {
         "error": {"message": "n is too large", "type": "invalid_request_error", "param": "n", "code": "too_large"}
     }
+
+
+def test_no_error_is_promised_that_nothing_raises() -> None:
+    own = Path(errors.__file__)
+    source = "\n".join(path.read_text() for path in own.parent.rglob("*.py") if path != own)
+    for name, kind in inspect.getmembers(errors, inspect.isclass):
+        if issubclass(kind, ApiError) and kind is not ApiError:
+            assert re.search(rf"\b({name}\(|raise {name}\b)", source), name
 
 
 @pytest.mark.parametrize(

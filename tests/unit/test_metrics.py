@@ -220,6 +220,7 @@ def test_gauges_are_the_engines_state_and_return_to_zero():
     assert scrape("quire_requests_waiting", reason="slots") == 0
     assert scrape("vllm:num_requests_waiting") == 3
     assert scrape("vllm:num_requests_waiting_by_reason", reason="capacity") == 3
+    assert "deferred" not in metrics.render().decode()  # nothing here is
     assert scrape("quire_kv_cache_usage_ratio") == scrape("vllm:kv_cache_usage_perc") == 0.25
     assert sum(scrape("quire_kv_blocks", state=state) for state in ("used", "cached", "free")) == 64
     assert sum(scrape("quire_kv_bytes", state=state) for state in ("used", "cached", "free")) == PLAN.kv_bytes

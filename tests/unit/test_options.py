@@ -22,7 +22,8 @@ OTHERS: dict[str, object] = {
     "logit_bias": {"1": 2}, "allowed_token_ids": [1], "bad_words": ["a"],
     "max_tokens": 5, "min_tokens": 1, "ignore_eos": True, "stop": "a", "stop_token_ids": [1],
     "include_stop_str_in_output": True,
-    "truncate_prompt_tokens": 3, "truncation_side": "right", "skip_special_tokens": False,
+    "truncate_prompt_tokens": 3, "truncation_side": "right",
+    "skip_special_tokens": False, "spaces_between_special_tokens": False,
     "prompt_logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True,
     "priority": 1, "cache_salt": "s", "request_id": "r",
 }  # fmt: skip
@@ -34,10 +35,7 @@ OWN: dict[Dialect, dict[str, object]] = {
         "chat_template_kwargs": {"a": 1}, "reasoning_effort": "low", "add_special_tokens": True,
     },
 }  # fmt: skip
-WITHOUT_EFFECT: dict[Dialect, set[str]] = {
-    CompletionRequest: {"best_of", "spaces_between_special_tokens"},
-    ChatCompletionRequest: {"echo", "spaces_between_special_tokens"},
-}
+WITHOUT_EFFECT: dict[Dialect, set[str]] = {CompletionRequest: {"best_of"}, ChatCompletionRequest: {"echo"}}
 NEEDS: dict[str, dict[str, object]] = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}
 
 dialects = pytest.mark.parametrize("dialect", LEAST, ids=lambda dialect: dialect.__name__)
@@ -83,6 +81,15 @@ def test_the_limit_keeps_the_name_it_was_given_by() -> None:
 def test_what_has_no_effect_is_named_once(dialect: Dialect) -> None:
     asked = options(dialect, foo=1, bar=None, store=True, stream=True, stream_options={"zoo": 1})
     assert asked.ignored == ("foo", "store", "stream_options.zoo")
+
+
+@dialects
+@pytest.mark.parametrize(("in_vain", "same"), [(True, False), (False, True)])
+def test_what_is_asked_for_in_vain_is_named(dialect: Dialect, in_vain: bool, same: bool) -> None:
+    asked = options(dialect, stream=True, stream_options={"include_obfuscation": in_vain})
+    assert asked.ignored == (("stream_options.include_obfuscation",) if in_vain else ())
+    asked = options(dialect, spaces_between_special_tokens=same)
+    assert asked.ignored == (() if same else ("spaces_between_special_tokens",))
 
 
 def test_what_messages_say_without_effect_is_named_once() -> None:

@@ -19,7 +19,6 @@ from pydantic.json_schema import models_json_schema
 from quire_server.errors import (
     ApiError,
     BadRequest,
-    DeadlineExceeded,
     ErrorBody,
     HeadersTooLarge,
     MethodNotAllowed,
@@ -45,7 +44,6 @@ WITH_BODY: tuple[type[ApiError], ...] = (
     UnsupportedMediaType,
     QueueFull,
     NotReady,
-    DeadlineExceeded,
 )
 _REF = "#/components/schemas/{model}"
 _METHODS = frozenset({"get", "post", "put", "patch", "delete"})

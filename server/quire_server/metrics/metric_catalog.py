@@ -174,9 +174,9 @@ class EngineMetrics:
         self._alias_waiting = values.gauge(None, "Sequences not in the batch.", alias="vllm:num_requests_waiting")
         self._alias_waiting_by_reason = values.gauge(
             None,
-            "Sequences not in the batch, for want of capacity or deferred for another reason.",
+            "Sequences not in the batch, for want of capacity.",
             ("reason",),
-            children=[("capacity",), ("deferred",)],
+            children=[("capacity",)],
             alias="vllm:num_requests_waiting_by_reason",
         )
         self.usage = values.gauge(
@@ -221,7 +221,7 @@ class EngineMetrics:
             children=[("prefill",), ("decode",)],
         )
         self.preempted = values.counter(
-            "quire_preemptions", "Sequences that lost their KV blocks to an older one.", alias="vllm:num_preemptions"
+            "quire_preemptions", "Requests that lost their KV blocks to an older one.", alias="vllm:num_preemptions"
         )
         self.query_tokens = values.counter(
             "quire_prefix_cache_query_tokens",

@@ -27,7 +27,6 @@ class Detokenizer:
         tokenizer: TextTokenizer,
         *,
         skip_special_tokens: bool = True,
-        spaces_between_special_tokens: bool = True,  # noqa: ARG002 - see TextTokenizer.decode
         prompt_ids: Sequence[int] = (),
     ) -> None:
         """`prompt_ids` may be the whole prompt; only its end and whether it has any text are looked at."""

@@ -121,18 +121,8 @@ class TextTokenizer:
             raise BadRequest("The text is not valid Unicode: it has a lone surrogate.") from exc
         return ids
 
-    def decode(
-        self,
-        ids: Iterable[int],
-        *,
-        skip_special_tokens: bool = True,
-        spaces_between_special_tokens: bool = True,  # noqa: ARG002 - see below
-    ) -> str:
-        """The text of a whole sequence. Ids outside the vocabulary have no text.
-
-        `spaces_between_special_tokens` is for tokenizers whose decoding puts spaces there; decoders of
-        tokenizer.json do not, so both values mean the same.
-        """
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of a whole sequence. Ids outside the vocabulary have no text."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
         shown = [i for i in ids if 0 <= i < self.vocab_size and i not in skipped]
         texts: list[str] = self._tokenizer.decode_batch([shown], skip_special_tokens=False)

@@ -100,7 +100,7 @@ LogitBias = Annotated[
 class StreamOptions(WireModel):
     include_usage: bool | None = Field(None, description="one last chunk with the usage and no choices")
     continuous_usage_stats: bool | None = Field(None, description="the usage so far in every chunk")
-    include_obfuscation: bool | None = Field(None, description="accepted, without effect")
+    include_obfuscation: bool | None = Field(None, description="true is without effect, and reported")
 
 
 class GenerationFields(WireModel):
@@ -140,7 +140,7 @@ class GenerationFields(WireModel):
         None, description="which end is cut off; left by default"
     )
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = Field(None, description="false is without effect, and reported")
     prompt_logprobs: LogprobCount | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None

@@ -1,4 +1,4 @@
-"""What to do with fields that are not ours: refuse those that would change the answer, report the rest.
+"""What to do with fields that have no effect here: refuse those that would change the answer, report the rest.
 
 Promises: nothing that asks for other text is ever accepted and dropped; a field at its default is never an error.
 Must not know: which endpoint asked.
@@ -58,12 +58,14 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "xtc_probability": (None, 0, 0.0),
 }
 
-# Fields of other servers that are accepted without effect, with the values that are not worth reporting.
+# Fields that are accepted without effect, with the values that ask for what is done anyway.
 IGNORED: Mapping[str, tuple[object, ...]] = {
+    "include_obfuscation": _OFF,
     "include_reasoning": (None, True),
     "parallel_tool_calls": (None, True),
     "separate_reasoning": (None, True),
     "service_tier": (None, "auto", "default"),
+    "spaces_between_special_tokens": (None, True),
     "store": _OFF,
     "stream_reasoning": (None, True),
     "verbosity": (None, "medium"),

@@ -24,11 +24,14 @@ from quire_server.wire.extras import review_extras
 
 def review(fields: GenerationFields) -> list[str]:
     """The names of fields without effect. Raises BadRequest for fields and combinations that are not supported."""
-    ignored = review_extras(fields.model_extra)
-    if fields.stream_options is not None:
+    spaces = {"spaces_between_special_tokens": fields.spaces_between_special_tokens}
+    ignored = review_extras(spaces | (fields.model_extra or {}))
+    stream = fields.stream_options
+    if stream is not None:
         if not fields.stream:
             raise BadRequest("'stream_options' needs 'stream': true.", param="stream_options")
-        ignored += [f"stream_options.{name}" for name in review_extras(fields.stream_options.model_extra)]
+        obfuscation = {"include_obfuscation": stream.include_obfuscation}
+        ignored += [f"stream_options.{name}" for name in review_extras(obfuscation | (stream.model_extra or {}))]
     if fields.stream and fields.prompt_logprobs is not None:
         raise BadRequest("'prompt_logprobs' cannot be streamed.", param="prompt_logprobs")
     return ignored
