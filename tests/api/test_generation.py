@@ -92,6 +92,20 @@ async def test_requests_at_once_do_not_mix() -> None:
         await asyncio.gather(*(one(client, number) for number in range(40)))
 
 
+async def test_a_prompt_that_is_done_does_not_wait_for_the_others() -> None:
+    """A stop string ends it here: the engine hears of it at once, while another prompt of the request goes on."""
+    engine = FakeEngine(replies=lambda request, choice: request.prompt_token_ids, step_seconds=0.001)
+    body = GREEDY | {"prompt": ["ab!", "cde"], "n": 2, "stop": "!", "max_tokens": 100}
+    async with connect(make_app(engine=engine)) as client:
+        posting = asyncio.create_task(client.post("/v1/completions", json=body))
+        await until(lambda: len(engine.aborted) == 1)
+        first, second = (request.request_id for request in engine.submitted)
+        assert (engine.aborted, engine.live) == ([first], (second,))
+        choices = (await posting).json()["choices"]
+    assert [choice["text"] for choice in choices] == ["ab", "ab", *[("cde" * 34)[:100]] * 2]
+    assert engine.aborted == [first]
+
+
 async def test_metrics_count_each_prompt_and_token_once() -> None:
     state = make_state(engine=FakeEngine(num_cached_tokens=2))
     async with connect(make_app(state)) as client:

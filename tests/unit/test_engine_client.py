@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from quire_engine.types import EngineStats, GenerationRequest, SamplingParams, StepOutput, StopParams, TokenOutput
-from quire_server.engine.engine_client import EngineClient, QueueLimits
+from quire_server.engine.engine_client import EngineClient, QueueLimits, RequestStream
 from support.fakes import make_plan
 
 
@@ -17,13 +17,15 @@ def test_a_fault_in_counting_costs_no_tokens() -> None:
         metrics = Mock()
         metrics.observe_step.side_effect = RuntimeError("no such counter")
         client = EngineClient(Mock(), plan=make_plan(), limits=QueueLimits(max_sequences=1), metrics=metrics)
-        stream = client.submit(
+        stream = RequestStream(client)
+        client.submit(
             GenerationRequest(
                 request_id="r",
                 prompt_token_ids=(1,),
                 sampling=SamplingParams(),
                 stop=StopParams(max_new_tokens=8),
-            )
+            ),
+            stream,
         )
         last = TokenOutput(request_id="r", token_ids=(5,), finish="length")
         with pytest.raises(RuntimeError):

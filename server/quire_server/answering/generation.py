@@ -6,10 +6,8 @@ however that ends. Must not know: HTTP, JSON, sockets.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,7 +21,6 @@ from quire_server.text.tokenizer import TextTokenizer
 
 ChoiceFinish = Literal["stop", "length", "abort"]
 Outcome = Literal["stop", "length", "abort", "error"]
-Arrivals = list[tuple[int, list[TokenOutput]]]  # (number of the prompt, its outputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,80 +74,96 @@ class Generation:
         self.usage = Usage(prompt_tokens=sum(len(request.prompt_token_ids) for request in requests))
         self.prompt_logprobs: dict[int, tuple[TokenLogprobs | None, ...]] = {}  # by prompt, once known
         self.finished = False  # every choice has its finish reason
+        self._options = options
+        self._tokenizer = tokenizer
         self._client = client
         self._metrics = metrics
-        self._interval = options.interval
-        self._cached = [0] * len(requests)
-        self._prompts = [
-            [
-                _Choice(ChoiceDelta(index=number * request.n + i, prompt=number), request, options, tokenizer)
-                for i in range(request.n)
-            ]
-            for number, request in enumerate(requests)
-        ]
 
     async def deltas(self) -> AsyncGenerator[list[ChoiceDelta]]:
         """What is new, once per wake-up and at most one delta per choice. The generator must be closed.
 
         Raises QueueFull or NotReady before the first item, EngineFailed at any time.
         """
-        streams: list[RequestStream] = []
-        records: list[RequestRecord] = []
+        stream = RequestStream(self._client)
+        prompts: dict[str, _Prompt] = {}
         failed = False
         try:
-            for request in self.requests:
-                streams.append(self._client.submit(request))
-                records.append(
-                    self._metrics.start(
-                        prompt_tokens=len(request.prompt_token_ids),
-                        max_tokens=request.stop.max_new_tokens,
-                        n=request.n,
-                    )
-                )
-            async with aclosing(_merge(streams)) as wakes:
-                async for arrivals in wakes:
-                    for prompt, outputs in arrivals:
-                        self._absorb(prompt, outputs, records[prompt])
-                        if all(choice.finish_reason for choice in self._prompts[prompt]):
-                            streams[prompt].close()
-                    deltas = [
-                        delta
-                        for prompt, _ in arrivals
-                        for choice in self._prompts[prompt]
-                        if (delta := choice.take(self._interval)) is not None
-                    ]
-                    self.finished = all(choice.finish_reason for choices in self._prompts for choice in choices)
-                    if deltas:
-                        yield deltas
-                    if self.finished:
-                        return
+            for number, request in enumerate(self.requests):
+                self._client.submit(request, stream)
+                prompts[request.request_id] = self._accepted(number, request)
+            num_open = sum(request.n for request in self.requests)
+            async for outputs in stream:
+                now = time.monotonic()
+                news: dict[_Choice, _Prompt] = {}
+                for output in outputs:
+                    prompt = prompts[output.request_id]
+                    news[self._absorb(output, prompt, now)] = prompt
+                deltas = []
+                for choice, prompt in news.items():
+                    delta = choice.take(self._options.interval)
+                    if delta is None:
+                        continue
+                    deltas.append(delta)
+                    if delta.finish_reason is not None:
+                        num_open -= 1
+                        prompt.num_open -= 1
+                        if prompt.num_open == 0:  # after stop strings, which the engine does not know
+                            stream.give_up(prompt.request_id)
+                self.finished = num_open == 0
+                if deltas:
+                    yield deltas
+                if self.finished:
+                    return
             raise EngineFailed("The engine ended the request early.")
         except EngineFailed:
             failed = True
             raise
         finally:
-            for stream in streams:
-                stream.close()
-            for record, choices in zip(records, self._prompts, strict=False):
-                record.finish(_outcome(choices, failed))
+            stream.close()
+            for prompt in prompts.values():
+                prompt.record.finish(_outcome(prompt.choices, failed))
 
-    def _absorb(self, prompt: int, outputs: Sequence[TokenOutput], record: RequestRecord) -> None:
-        now = time.monotonic()
-        for output in outputs:
-            if output.finish == "error":
-                raise EngineFailed(output.error or "The engine failed.", culprit=output.culprit)
-            if output.num_cached_tokens > self._cached[prompt]:
-                record.cached(output.num_cached_tokens)
-                self.usage.cached_tokens += output.num_cached_tokens - self._cached[prompt]
-                self._cached[prompt] = output.num_cached_tokens
-            if output.prompt_logprobs is not None:
-                self.prompt_logprobs[prompt] = output.prompt_logprobs
-            if output.timing is not None:
-                record.timing(output.timing)
-            count = self._prompts[prompt][output.choice].absorb(output)
-            if count:
-                self.usage.completion_tokens += count
-                record.tokens(output.choice, count, now)
+    def _accepted(self, number: int, request: GenerationRequest) -> _Prompt:
+        record = self._metrics.start(
+            prompt_tokens=len(request.prompt_token_ids), max_tokens=request.stop.max_new_tokens, n=request.n
+        )
+        choices = [
+            _Choice(ChoiceDelta(index=number * request.n + i, prompt=number), request, self._options, self._tokenizer)
+            for i in range(request.n)
+        ]
+        return _Prompt(request_id=request.request_id, number=number, choices=choices, record=record, num_open=request.n)
+
+    def _absorb(self, output: TokenOutput, prompt: _Prompt, now: float) -> _Choice:
+        """Take in one output; returns the choice it belongs to."""
+        if output.finish == "error":
+            raise EngineFailed(output.error or "The engine failed.", culprit=output.culprit)
+        record = prompt.record
+        if output.num_cached_tokens > prompt.num_cached_tokens:
+            record.cached(output.num_cached_tokens)
+            self.usage.cached_tokens += output.num_cached_tokens - prompt.num_cached_tokens
+            prompt.num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs[prompt.number] = output.prompt_logprobs
+        if output.timing is not None:
+            record.timing(output.timing)
+        choice = prompt.choices[output.choice]
+        count = choice.absorb(output)
+        if count:
+            self.usage.completion_tokens += count
+            record.tokens(output.choice, count, now)
+        return choice
+
+
+@dataclass(slots=True, kw_only=True)
+class _Prompt:
+    """An accepted request with its choices."""
+
+    request_id: str
+    number: int
+    choices: list[_Choice]
+    record: RequestRecord
+    num_open: int  # choices without a finish reason
+    num_cached_tokens: int = 0
 
 
 class _Choice:
@@ -184,19 +197,19 @@ class _Choice:
         hidden = 1 if output.stop_token_id is not None and not self._include_stop else 0
         pieces = self._detokenizer.push_each(output.token_ids[: len(output.token_ids) - hidden])
         pieces.extend([""] * hidden)
-        count = 0
-        for count, piece in enumerate(pieces, start=1):  # noqa: B007 - read after the loop
-            self._num_tokens += 1
-            if output.logprobs is not None:
-                self._new.offsets.append(self._num_chars)
-                self._num_chars += len(piece)
-            self._show(piece)
-            if self.finish_reason is not None:
-                break
+        count = len(pieces)
+        if self._matcher is None:
+            self._new.text += "".join(pieces)
+        else:
+            count = self._match(self._matcher, pieces)
+        self._num_tokens += count
         self._num_unsent += count
         self._new.token_ids.extend(output.token_ids[:count])
         if output.logprobs is not None:
             self._new.logprobs.extend(output.logprobs[:count])
+            for piece in pieces[:count]:
+                self._new.offsets.append(self._num_chars)
+                self._num_chars += len(piece)
         if output.finish is not None and self.finish_reason is None:
             self._end(output)
         return count
@@ -214,62 +227,36 @@ class _Choice:
         self._new = ChoiceDelta(index=delta.index, prompt=delta.prompt)
         return delta
 
-    def _show(self, piece: str) -> None:
-        if self._matcher is None:
-            self._new.text += piece
-            return
-        shown, stop = self._matcher.push(piece, examine=self._num_tokens > self._min_tokens)
-        self._new.text += shown
-        if stop is not None:
-            self._finish("stop", stop)
+    def _match(self, matcher: StopMatcher, pieces: Sequence[str]) -> int:
+        """Show what is safe to show; returns how many pieces there are up to the end of a stop string."""
+        for count, piece in enumerate(pieces, start=1):
+            shown, stop = matcher.push(piece, examine=self._num_tokens + count > self._min_tokens)
+            self._new.text += shown
+            if stop is not None:
+                self._finish("stop", stop)
+                return count
+        return len(pieces)
 
     def _end(self, output: TokenOutput) -> None:
         """The engine has ended the choice; what was held back comes out, and may itself complete a stop string."""
-        self._show(self._detokenizer.finish())
-        if self.finish_reason is not None:
-            return
+        text, stop = self._detokenizer.finish(), None
         if self._matcher is not None:
-            self._new.text += self._matcher.finish()
+            text, stop = self._matcher.push(text, examine=self._num_tokens > self._min_tokens)
+            if stop is None:
+                text += self._matcher.finish()
+        self._new.text += text
         stop_id = output.stop_token_id
-        self._finish(
-            output.finish if output.finish in {"stop", "abort"} else "length",
-            None if stop_id in self._silent_stop_ids else stop_id,
-        )
+        if stop is not None:
+            self._finish("stop", stop)
+        else:
+            self._finish(
+                output.finish if output.finish in {"stop", "abort"} else "length",
+                None if stop_id in self._silent_stop_ids else stop_id,
+            )
 
     def _finish(self, reason: ChoiceFinish, stop_reason: str | int | None) -> None:
         self.finish_reason = self._new.finish_reason = reason
         self._new.stop_reason = stop_reason
-
-
-async def _merge(streams: Sequence[RequestStream]) -> AsyncGenerator[Arrivals]:
-    """All streams as one: everything that has arrived, per wake-up."""
-    if len(streams) == 1:
-        async for outputs in streams[0]:
-            yield [(0, outputs)]
-        return
-    arrived: asyncio.Queue[tuple[int, list[TokenOutput]]] = asyncio.Queue()
-
-    async def pump(number: int, stream: RequestStream) -> None:
-        try:
-            async for outputs in stream:
-                arrived.put_nowait((number, outputs))
-        finally:
-            arrived.put_nowait((number, []))
-
-    pumps = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
-    try:
-        num_open = len(pumps)
-        while num_open:
-            wake = [await arrived.get()]
-            while not arrived.empty():
-                wake.append(arrived.get_nowait())
-            num_open -= sum(1 for _, outputs in wake if not outputs)
-            if merged := [item for item in wake if item[1]]:
-                yield merged
-    finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
 
 
 def _outcome(choices: Sequence[_Choice], failed: bool) -> Outcome:

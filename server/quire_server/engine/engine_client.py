@@ -1,7 +1,7 @@
 """From requests to the engine and from its steps to per-request streams.
 
-Owns the bounded queue (admission) and one buffer per live request. Promises: a place is reserved atomically, one
-wake-up per stream and step, and a closed stream is aborted at once. Must not know: text, HTTP, how the engine runs.
+Owns the bounded queue (admission) and one buffer per stream. Promises: a place is reserved atomically, one wake-up per
+stream and step, and what a closed stream still runs is aborted at once. Must not know: text, HTTP, how the engine runs.
 """
 
 from __future__ import annotations
@@ -55,15 +55,19 @@ class DrainMeter:
 
 
 class RequestStream:
-    """The outputs of one accepted request, in order; ends after the last choice has finished."""
+    """The outputs of accepted requests, in the order of their arrival; ends when none of the requests is live."""
 
-    def __init__(self, client: EngineClient, request: GenerationRequest) -> None:
-        self.request = request
+    def __init__(self, client: EngineClient) -> None:
         self._client = client
+        self._live: dict[str, GenerationRequest] = {}
+        self._num_unfinished: dict[str, int] = {}  # choices, by request
         self._buffer: list[TokenOutput] = []
-        self._unfinished = request.n
         self._waiter: asyncio.Future[None] | None = None
-        self._closed = False
+
+    def expect(self, request: GenerationRequest) -> None:
+        """The client has accepted a request for this stream."""
+        self._live[request.request_id] = request
+        self._num_unfinished[request.request_id] = request.n
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -71,7 +75,7 @@ class RequestStream:
     async def __anext__(self) -> list[TokenOutput]:
         """All that has arrived since the last call, waiting for the first of it."""
         if not self._buffer:
-            if self._unfinished == 0 or self._closed:
+            if not self._live:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -83,23 +87,28 @@ class RequestStream:
         outputs, self._buffer = self._buffer, []
         return outputs
 
-    def deliver(self, output: TokenOutput) -> bool:
-        """Take in one output. True: it was the request's last."""
+    def deliver(self, output: TokenOutput) -> None:
+        """Take in one output of a live request."""
         self._buffer.append(output)
-        if output.finish is not None:
-            self._unfinished -= 1
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-        return self._unfinished == 0
+        if output.finish is not None:
+            self._num_unfinished[output.request_id] -= 1
+            if self._num_unfinished[output.request_id] == 0:
+                self._client.release(self._live.pop(output.request_id), finished=True)
+
+    def give_up(self, request_id: str) -> None:
+        """Abort one request, if it is live."""
+        request = self._live.pop(request_id, None)
+        if request is not None:
+            self._client.release(request, finished=False)
 
     def close(self) -> None:
-        """Give up the request: abort it if it is unfinished. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
+        """Give up what is live. Idempotent."""
+        for request_id in list(self._live):
+            self.give_up(request_id)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-        self._client.release(self.request, finished=self._unfinished == 0)
 
 
 class EngineClient:
@@ -127,30 +136,30 @@ class EngineClient:
         """Until no accepted request is unfinished."""
         await self._idle.wait()
 
-    def submit(self, request: GenerationRequest) -> RequestStream:
-        """Reserve a place and hand the request to the engine. Raises QueueFull."""
+    def submit(self, request: GenerationRequest, stream: RequestStream) -> None:
+        """Reserve a place and hand the request to the engine; its outputs go to `stream`. Raises QueueFull."""
         prompt_tokens = len(request.prompt_token_ids)
         if self._sequences + request.n > self._limits.max_sequences:
             self._refuse("max_num_queued_reqs")
         limit = self._limits.max_prompt_tokens
         if limit is not None and self._streams and self._prompt_tokens + prompt_tokens > limit:
             self._refuse("max_num_queued_tokens")
-        stream = self._streams[request.request_id] = RequestStream(self, request)
+        stream.expect(request)
+        self._streams[request.request_id] = stream
         self._sequences += request.n
         self._prompt_tokens += prompt_tokens
         self._idle.clear()
         self._port.submit(request)
-        return stream
 
     def on_step(self, step: StepOutput) -> None:
         """Fan one engine step out to the streams it has news for."""
-        tokens = 0
+        num_tokens = 0
         for output in step.outputs:
-            tokens += len(output.token_ids)
+            num_tokens += len(output.token_ids)
             stream = self._streams.get(output.request_id)
-            if stream is not None and stream.deliver(output):
-                self.release(stream.request, finished=True)
-        self._metrics.observe_step(step.stats, tokens)  # last: a fault in counting must not cost a client its tokens
+            if stream is not None:
+                stream.deliver(output)
+        self._metrics.observe_step(step.stats, num_tokens)  # last: a fault in counting must not cost tokens
 
     def release(self, request: GenerationRequest, *, finished: bool) -> None:
         """Free the request's place, once; abort it in the engine unless it has finished."""
