@@ -55,7 +55,7 @@ class Frames:
 
 
 def serve(frames: Frames, server: Server, *, keep_alive: float = 0, stall: float = 60) -> asyncio.Task[None]:
-    reply = EventStream(frames(), headers={"x-a": "b"}, keep_alive_seconds=keep_alive, stall_seconds=stall)
+    reply = EventStream(frames(), bytes, headers={"x-a": "b"}, keep_alive_seconds=keep_alive, stall_seconds=stall)
     return asyncio.ensure_future(reply({"type": "http"}, server.receive, server.send))
 
 
@@ -68,6 +68,15 @@ def test_one_write_per_item_and_none_for_the_end() -> None:
         headers = dict(server.sent[0]["headers"])
         assert headers[b"content-type"] == b"text/event-stream; charset=utf-8"
         assert headers[b"x-a"] == b"b"
+
+    asyncio.run(run())
+
+
+def test_an_item_without_frames_is_not_written() -> None:
+    async def run() -> None:
+        server = Server()
+        await serve(Frames(b"", 0.01, b"data: 1\n\n", b"", DONE), server)
+        assert [message["body"] for message in server.sent[1:]] == [b"data: 1\n\n", DONE]
 
     asyncio.run(run())
 
@@ -116,7 +125,7 @@ def test_a_slow_client_that_reads_is_not_given_up() -> None:
             server.sent.append(message)
             await asyncio.sleep(0.04)
 
-        reply = EventStream(frames(), headers={}, keep_alive_seconds=0, stall_seconds=0.1)
+        reply = EventStream(frames(), bytes, headers={}, keep_alive_seconds=0, stall_seconds=0.1)
         await reply({"type": "http"}, server.receive, slowly)
         assert server.body.endswith(DONE)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Protocol
@@ -33,7 +33,6 @@ class Renderer(Protocol):
 
     def __init__(self, head: ReplyHead, job: Job, generation: Generation, *, tokenizer: TextTokenizer) -> None: ...
     def frames(self, deltas: Sequence[ChoiceDelta]) -> bytes: ...
-    def ending(self) -> bytes: ...
     def body(self, deltas: Sequence[ChoiceDelta]) -> bytes: ...
 
 
@@ -56,7 +55,8 @@ async def answer(request: Request, options: GenerationOptions, renderer: type[Re
     rendering = renderer(head, job, generation, tokenizer=state.tokenizer)
     if options.reply.stream:
         return EventStream(
-            _frames(generation, rendering),
+            generation.deltas(),
+            rendering.frames,
             headers=job.headers,
             keep_alive_seconds=state.settings.sse_keep_alive_interval,
         )
@@ -74,17 +74,6 @@ def _log(job: Job, request_id: str) -> None:
             request.sampling,
             extra={"request_id": request_id},
         )
-
-
-async def _frames(generation: Generation, rendering: Renderer) -> AsyncGenerator[bytes]:
-    """One item per wake-up: a frame for each choice with news. The last item carries the end mark too."""
-    async with aclosing(generation.deltas()) as wakes:
-        async for deltas in wakes:
-            chunk = rendering.frames(deltas)
-            if generation.finished:
-                chunk += rendering.ending()
-            if chunk:
-                yield chunk
 
 
 async def _collect(generation: Generation) -> list[ChoiceDelta]:

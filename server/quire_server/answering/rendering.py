@@ -77,11 +77,26 @@ class CompletionRenderer:
         self._prefix = b"data: " + self._head + b',"choices":[{"index":'
 
     def frames(self, deltas: Sequence[ChoiceDelta]) -> bytes:
+        """A frame for each choice with news; after the last news of all also the end of the stream."""
         usage = _usage_field(self._generation.usage) if self._options.usage_always else b""
-        return b"".join(self._frame(delta, usage) for delta in deltas)
-
-    def ending(self) -> bytes:
-        return _ending(b"data: " + self._head, self._options, self._generation.usage)
+        chunk = b""
+        for delta in deltas:
+            text = self._text(delta)
+            if not (text or delta.finish_reason or delta.logprobs or self._options.token_ids):
+                continue
+            chunk += b'%b%d,"text":%b' % (self._prefix, delta.index, _encode(text))
+            if delta.finish_reason is None and self._options.num_logprobs is None and not self._options.token_ids:
+                chunk += b"%b%b}\n\n" % (_PLAIN_END, usage)
+                continue
+            fields = _closing_fields(self._logprobs(delta), delta)
+            if self._options.token_ids:
+                if delta.is_first:
+                    fields["prompt_token_ids"] = self._requests[delta.prompt].prompt_token_ids
+                fields["token_ids"] = delta.token_ids
+            chunk += b",%b]%b}\n\n" % (_encode(fields)[1:], usage)
+        if self._generation.finished:
+            chunk += _ending(b"data: " + self._head, self._options, self._generation.usage)
+        return chunk
 
     def body(self, deltas: Sequence[ChoiceDelta]) -> bytes:
         """The whole reply; one complete delta per choice, in order of their index."""
@@ -103,20 +118,6 @@ class CompletionRenderer:
                 choice["token_ids"] = delta.token_ids
             choices.append(choice)
         return self._head + b',"choices":' + _encode(choices) + _usage_field(self._generation.usage) + b"}"
-
-    def _frame(self, delta: ChoiceDelta, usage: bytes) -> bytes:
-        text = self._text(delta)
-        if not (text or delta.finish_reason or delta.logprobs or self._options.token_ids):
-            return b""
-        start = b'%b%d,"text":%b' % (self._prefix, delta.index, _encode(text))
-        if delta.finish_reason is None and self._options.num_logprobs is None and not self._options.token_ids:
-            return b"%b%b%b}\n\n" % (start, _PLAIN_END, usage)
-        fields = _closing_fields(self._logprobs(delta), delta)
-        if self._options.token_ids:
-            if delta.is_first:
-                fields["prompt_token_ids"] = self._requests[delta.prompt].prompt_token_ids
-            fields["token_ids"] = delta.token_ids
-        return b"%b,%b]%b}\n\n" % (start, _encode(fields)[1:], usage)
 
     def _text(self, delta: ChoiceDelta) -> str:
         if self._options.echo and delta.is_first:
@@ -163,11 +164,32 @@ class ChatRenderer:
         self._is_first = True
 
     def frames(self, deltas: Sequence[ChoiceDelta]) -> bytes:
+        """A frame for each choice with news; after the last news of all also the end of the stream."""
         usage = _usage_field(self._generation.usage) if self._options.usage_always else b""
-        return b"".join(self._frame(delta, usage) for delta in deltas)
-
-    def ending(self) -> bytes:
-        return _ending(self._chunk_start, self._options, self._generation.usage)
+        chunk = b""
+        for delta in deltas:
+            if delta.is_first:
+                chunk += b'%b%d,"delta":{"role":"assistant","content":""}%b%b%b}\n\n' % (
+                    self._prefix,
+                    delta.index,
+                    _PLAIN_END,
+                    usage,
+                    self._prompt_ids(),
+                )
+            if not (delta.text or delta.finish_reason or delta.logprobs or self._options.token_ids):
+                continue
+            content = b'{"content":' + _encode(delta.text) + b"}" if delta.text or not delta.finish_reason else b"{}"
+            chunk += b'%b%d,"delta":%b' % (self._prefix, delta.index, content)
+            if delta.finish_reason is None and self._options.num_logprobs is None and not self._options.token_ids:
+                chunk += b"%b%b}\n\n" % (_PLAIN_END, usage)
+                continue
+            fields = _closing_fields(self._logprobs(delta), delta)
+            if self._options.token_ids:
+                fields["token_ids"] = delta.token_ids
+            chunk += b",%b]%b}\n\n" % (_encode(fields)[1:], usage)
+        if self._generation.finished:
+            chunk += _ending(self._chunk_start, self._options, self._generation.usage)
+        return chunk
 
     def body(self, deltas: Sequence[ChoiceDelta]) -> bytes:
         """The whole reply; one complete delta per choice, in order of their index."""
@@ -190,27 +212,6 @@ class ChatRenderer:
         if self._options.token_ids:
             fields["prompt_token_ids"] = self._request.prompt_token_ids
         return self._head + b"," + _encode(fields)[1:-1] + _usage_field(self._generation.usage) + b"}"
-
-    def _frame(self, delta: ChoiceDelta, usage: bytes) -> bytes:
-        opening = b""
-        if delta.is_first:
-            opening = b'%b%d,"delta":{"role":"assistant","content":""}%b%b%b}\n\n' % (
-                self._prefix,
-                delta.index,
-                _PLAIN_END,
-                usage,
-                self._prompt_ids(),
-            )
-        if not (delta.text or delta.finish_reason or delta.logprobs or self._options.token_ids):
-            return opening
-        content = b'{"content":' + _encode(delta.text) + b"}" if delta.text or not delta.finish_reason else b"{}"
-        start = b'%b%b%d,"delta":%b' % (opening, self._prefix, delta.index, content)
-        if delta.finish_reason is None and self._options.num_logprobs is None and not self._options.token_ids:
-            return b"%b%b%b}\n\n" % (start, _PLAIN_END, usage)
-        fields = _closing_fields(self._logprobs(delta), delta)
-        if self._options.token_ids:
-            fields["token_ids"] = delta.token_ids
-        return b"%b,%b]%b}\n\n" % (start, _encode(fields)[1:], usage)
 
     def _logprobs(self, delta: ChoiceDelta) -> object:
         wanted = self._options.num_logprobs

@@ -1,21 +1,24 @@
 """Server-sent events over a bare ASGI reply.
 
 Promises: no status before the first frame, so that early errors are HTTP errors; later ones are sent in-band; the
-frames' generator is closed when the client leaves or stops reading. Must not know: what the frames say.
+items' generator is closed when the client leaves or stops reading. Must not know: what the frames say.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+from typing import Generic, TypeVar
 
 import msgspec
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire_server.errors import ApiError, ClientGone, error_body, internal_error
+
+Item = TypeVar("Item")
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -24,8 +27,8 @@ STALL_SECONDS = 60.0  # a client that takes nothing for this long is given up
 log = logging.getLogger("quire.sse")
 
 
-class EventStream(Response):
-    """Sends each item of `frames` (whole frames, one or more) with one write; the last one ends with DONE.
+class EventStream(Response, Generic[Item]):
+    """Sends each item, as the whole frames that `encode` makes of it, with one write; the last one ends with DONE.
 
     `keep_alive_seconds`: a comment line after so much silence; it also sends the status, so that errors after it are
     in-band. 0 is never.
@@ -35,7 +38,8 @@ class EventStream(Response):
 
     def __init__(
         self,
-        frames: AsyncGenerator[bytes],
+        items: AsyncGenerator[Item],
+        encode: Callable[[Item], bytes],
         *,
         headers: Mapping[str, str],
         keep_alive_seconds: float,
@@ -44,7 +48,8 @@ class EventStream(Response):
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
-        self._frames = frames
+        self._items = items
+        self._encode = encode
         self._keep_alive_seconds = keep_alive_seconds
         self._stall_seconds = stall_seconds
 
@@ -69,10 +74,11 @@ class EventStream(Response):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _write(self, wire: _Wire) -> None:
-        async with aclosing(self._frames) as frames:
+        async with aclosing(self._items) as items:
             try:
-                async for chunk in frames:
-                    await wire.write(chunk)
+                async for item in items:
+                    if chunk := self._encode(item):
+                        await wire.write(chunk)
             except ApiError as error:
                 if not wire.is_started:
                     raise
