@@ -156,9 +156,10 @@ class RequestMetrics:
 
 
 class EngineMetrics:
-    """The engine's state as of its last message."""
+    """The engine's state as of its last message; the gauges have it after `show`."""
 
     def __init__(self, values: Values) -> None:
+        self._state = EngineStats()
         self._bytes_per_block = 0
         self._num_blocks = 0
         self.pool = values.gauge("quire_kv_pool_blocks", "KV blocks in the pool.")
@@ -202,7 +203,6 @@ class EngineMetrics:
             "quire_kv_slot_efficiency_ratio",
             "Slots that hold a token over slots in used blocks; 1 when nothing is used.",
         )
-        self.efficiency.set(1.0)
         self.steps = values.counter("quire_engine_steps", "Steps that computed something.")
         self.step_seconds = values.histogram("quire_engine_step_seconds", "One step, whole, seconds.", _STEP)
         self.host_seconds = values.histogram(
@@ -247,9 +247,35 @@ class EngineMetrics:
         self.pool.set(self._num_blocks)
         self._reset()
 
-    def observe(self, stats: EngineStats, generated_tokens: int | None) -> None:
+    def observe(self, stats: EngineStats, generated_tokens: int | None = None) -> None:
+        """The engine's state changed. `generated_tokens`: how many the step sent; None takes its decode tokens."""
         if stats.blocks_total == 0:  # told on behalf of an engine that is gone
             return
+        self._state = stats
+        for total, value in zip(
+            self._totals,
+            (
+                stats.total_preemptions,
+                stats.total_prefix_query_tokens,
+                stats.total_prefix_hit_tokens,
+                stats.total_kv_evictions,
+            ),
+            strict=True,
+        ):
+            if value != total.last:
+                total.advance(value)
+        if stats.step_seconds > stats.host_seconds:  # else the model did not run: the message tells of an abort
+            generated = stats.decode_tokens if generated_tokens is None else generated_tokens
+            self.steps.inc()
+            self.step_seconds.observe(stats.step_seconds)
+            self.host_seconds.observe(stats.host_seconds)
+            self.iteration_tokens.observe(stats.prefill_tokens + generated)
+            self.computed.inc(stats.prefill_tokens, "prefill")
+            self.computed.inc(stats.decode_tokens, "decode")
+
+    def show(self) -> None:
+        """Set the gauges from the last state: for every reader of the metrics, not for every step."""
+        stats = self._state
         waiting = 0
         for reason in WAIT_REASONS:
             count = stats.waiting.get(reason, 0)
@@ -269,25 +295,6 @@ class EngineMetrics:
         self.slots_allocated.set(stats.slots_allocated)
         self.slots_unused.set(stats.slots_unused)
         self.efficiency.set(1.0 - stats.slots_unused / stats.slots_allocated if stats.slots_allocated else 1.0)
-        for total, value in zip(
-            self._totals,
-            (
-                stats.total_preemptions,
-                stats.total_prefix_query_tokens,
-                stats.total_prefix_hit_tokens,
-                stats.total_kv_evictions,
-            ),
-            strict=True,
-        ):
-            total.advance(value)
-        if stats.step_seconds > stats.host_seconds:  # else the model did not run: the message tells of an abort
-            generated = stats.decode_tokens if generated_tokens is None else generated_tokens
-            self.steps.inc()
-            self.step_seconds.observe(stats.step_seconds)
-            self.host_seconds.observe(stats.host_seconds)
-            self.iteration_tokens.observe(stats.prefill_tokens + generated)
-            self.computed.inc(stats.prefill_tokens, "prefill")
-            self.computed.inc(stats.decode_tokens, "decode")
 
     def restarted(self) -> None:
         self.restarts.inc()
@@ -297,7 +304,7 @@ class EngineMetrics:
 
     def _reset(self) -> None:
         if self._num_blocks:
-            self.observe(EngineStats(blocks_total=self._num_blocks, blocks_free=self._num_blocks), None)
+            self.observe(EngineStats(blocks_total=self._num_blocks, blocks_free=self._num_blocks))
 
 
 class _Total:
@@ -310,9 +317,8 @@ class _Total:
         self.last = 0
 
     def advance(self, total: int) -> None:
-        if total != self.last:
-            self._counter.inc(total - self.last if total > self.last else total)
-            self.last = total
+        self._counter.inc(total - self.last if total > self.last else total)
+        self.last = total
 
 
 class PlanMetrics:

@@ -18,7 +18,7 @@ from prometheus_client import (
 )
 
 from quire_engine.config import EnginePlan
-from quire_engine.types import EngineStats, RequestTiming
+from quire_engine.types import RequestTiming
 from quire_server.metrics.metric_catalog import (
     REJECT_REASONS,
     REQUEST_SECONDS,
@@ -47,6 +47,7 @@ class Metrics:
         self._requests = RequestMetrics(values, max_model_len)
         self._engine = EngineMetrics(values)
         self._plan = PlanMetrics(values)
+        self.observe_step = self._engine.observe  # once per step
         self._rejected = values.counter(
             "quire_rejected",
             "Requests refused before they were queued, by reason.",
@@ -93,10 +94,6 @@ class Metrics:
         self._plan.observe(plan)
         self._engine.begin(plan)
 
-    def observe_step(self, stats: EngineStats, generated_tokens: int | None = None) -> None:
-        """The engine's state changed. `generated_tokens`: how many the step sent; None takes its decode tokens."""
-        self._engine.observe(stats, generated_tokens)
-
     def engine_restarted(self) -> None:
         """The engine process was replaced: its totals begin at 0 again, and nothing runs for now."""
         self._engine.restarted()
@@ -109,10 +106,12 @@ class Metrics:
 
     def throughput(self) -> Throughput:
         """The totals and gauges of the periodic log line."""
+        self._engine.show()
         return Throughput(self._requests, self._engine)
 
     def render(self) -> bytes:
         """The exposition, in the text format."""
+        self._engine.show()
         return generate_latest(self.registry)
 
 
