@@ -42,7 +42,10 @@ class Detokenizer:
 
     def push_each(self, ids: Sequence[int]) -> list[str]:
         """As `push`, by token: "" for one that is skipped or finishes no character."""
-        return ["" if i in self._skipped else self._text.step(i) for i in ids]
+        pieces = []
+        for token_id in ids:
+            pieces.append("" if token_id in self._skipped else self._text.step(token_id))
+        return pieces
 
     def finish(self) -> str:
         """What is left of an unfinished character, as U+FFFD. Call once, at the end."""
@@ -65,16 +68,17 @@ class _ByteText:
         if self._at_start and raw:
             self._at_start = False
             raw = self._first_bytes(token_id, raw)
-        return self._emit(self._decoder.decode(raw))
+        text = self._decoder.decode(raw)
+        return self._after_prompt(text) if self._prompt_pending else text
 
     def flush(self) -> str:
-        return self._emit(self._decoder.decode(b"", final=True))
+        text = self._decoder.decode(b"", final=True)
+        return self._after_prompt(text) if self._prompt_pending else text
 
-    def _emit(self, text: str) -> str:
-        if text and self._prompt_pending:
+    def _after_prompt(self, text: str) -> str:
+        if text:
             self._prompt_pending = False
-            return text.removeprefix(_REPLACEMENT)
-        return text
+        return text.removeprefix(_REPLACEMENT)
 
     def _first_bytes(self, token_id: int, raw: bytes) -> bytes:
         """The sentencepiece style drops the space that stands before a text's first word; its decoder knows."""

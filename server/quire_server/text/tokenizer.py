@@ -7,8 +7,9 @@ Must not know: requests, templates' content, the engine's tensors.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -50,7 +51,8 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         self._config = dict(config)
         self._surface = _surface(tokenizer)
-        self._bytes: dict[int, bytes] = {}
+        # The bytes a token stands for, even a part of a UTF-8 character; empty for an id that is no token.
+        self.token_bytes: Callable[[int], bytes] = cache(self._spelled_bytes)
         self.vocab_size: int = max(vocab.values(), default=-1) + 1
         self.special_tokens: dict[str, str] = dict(special_tokens)
         self.chat_template = chat_template
@@ -128,15 +130,6 @@ class TextTokenizer:
         texts: list[str] = self._tokenizer.decode_batch([shown], skip_special_tokens=False)
         return texts[0]
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for, even a part of a UTF-8 character; empty for an id that is no token."""
-        known = self._bytes.get(token_id)
-        if known is None:
-            if not 0 <= token_id < self.vocab_size:
-                return b""
-            known = self._bytes[token_id] = self._spelled_bytes(token_id)
-        return known
-
     def token_text(self, token_id: int) -> str:
         """The token for display; bytes that are not UTF-8 on their own are shown as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
@@ -159,7 +152,7 @@ class TextTokenizer:
         }
 
     def _spelled_bytes(self, token_id: int) -> bytes:
-        token: str | None = self._tokenizer.id_to_token(token_id)
+        token: str | None = self._tokenizer.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
         if token is None:
             return b""
         if self._surface.style == "byte_level":
