@@ -96,18 +96,13 @@ class FrameDecoder:
             end = start + _HEADER + size
             if len(self._buffer) < end:
                 break
-            frames.append(_decode(self._buffer[start + 4], self._buffer[start + _HEADER : end]))
+            kind = self._buffer[start + 4]
+            if kind not in _DECODERS:
+                raise ProtocolError(f"unknown frame kind {kind}")
+            try:
+                frames.append(_DECODERS[kind].decode(self._buffer[start + _HEADER : end]))
+            except msgspec.DecodeError as error:
+                raise ProtocolError(f"a frame of kind {Kind(kind).name} does not decode: {error}") from None
             start = end
         del self._buffer[:start]
         return frames
-
-
-def _decode(kind: int, payload: bytearray) -> Frame:
-    decoder = _DECODERS.get(kind)
-    if decoder is None:
-        raise ProtocolError(f"unknown frame kind {kind}")
-    try:
-        frame: Frame = decoder.decode(payload)
-    except msgspec.DecodeError as error:
-        raise ProtocolError(f"a frame of kind {Kind(kind).name} does not decode: {error}") from None
-    return frame
