@@ -1,9 +1,9 @@
 // Short runs on a pool with as many and more workers than cores: what one piece writes another reads after the wait,
 // and a run on all calls each worker once. Built with ThreadSanitizer, which reports what is not ordered.
-#include "runtime/pool.h"
-
 #include <cstdio>
 #include <vector>
+
+#include "runtime/pool.h"
 
 int main() {
   constexpr int64_t kNumbers = 64;

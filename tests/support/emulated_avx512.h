@@ -1,5 +1,5 @@
-// The AVX-512 and VNNI instructions that the kernels use, in those of AVX2: the intrinsics by their names without `_mm512_`,
-// and what the sources ask to know of the machine. Included first.
+// The AVX-512 and VNNI instructions that the kernels use, in those of AVX2: the intrinsics by their names without
+// `_mm512_`, and what the sources ask to know of the machine. Included first.
 //
 // Promises: the documented results, those of every lane, with floats rounded to nearest; slow. A value that an
 // instruction takes and these functions do not expect ends the program. Must not know: the kernels.
@@ -57,7 +57,9 @@ struct Elements {
   template <typename Register>
   explicit Elements(Register r) : Elements(same_bits<Elements>(r)) {}
   template <typename Register>
-  Register as() const { return same_bits<Register>(*this); }
+  Register as() const {
+    return same_bits<Register>(*this);
+  }
 };
 
 [[noreturn]] inline void unexpected() { __builtin_trap(); }
@@ -250,8 +252,8 @@ inline void vdpbf16ps(__m512& acc, __m512i a, __m512i b) {
 }
 // u unsigned bytes, s signed bytes.
 inline __m256i quads(__m256i u, __m256i s) {
-  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(255)),
-                                         _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
+  const __m256i even =
+      _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
   return _mm256_add_epi32(even, _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8)));
 }
 inline void vpdpbusd(__m256i& acc, __m256i u, __m256i s) { acc = _mm256_add_epi32(acc, quads(u, s)); }

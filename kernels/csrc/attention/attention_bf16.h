@@ -48,9 +48,8 @@ class Bf16Kv {
     const PairFactor* queries = queries_ + group.first_row * d_;
     for (int u = group.first_unit(); u < group.last_unit(); u += kBlockVecs) {
       with_count<kBlockRows>(group.rows, [&](auto rows) {
-        with_count<kBlockVecs>(std::min(kBlockVecs, group.last_unit() - u), [&](auto vecs) {
-          score_block<rows.value, vecs.value>(u, queries, s + u * kUnit);
-        });
+        with_count<kBlockVecs>(std::min(kBlockVecs, group.last_unit() - u),
+                               [&](auto vecs) { score_block<rows.value, vecs.value>(u, queries, s + u * kUnit); });
       });
     }
   }
@@ -135,9 +134,8 @@ class Bf16Kv {
                    int64_t stride) const {
     Vec acc[kRows][kVecs];
     unrolled<kRows>([&](auto r) {
-      unrolled<kVecs>([&](auto v) {
-        acc[r][v] = vmul(vload(values + r * stride + column + v * kLanes), vset(fade[r]));
-      });
+      unrolled<kVecs>(
+          [&](auto v) { acc[r][v] = vmul(vload(values + r * stride + column + v * kLanes), vset(fade[r])); });
     });
     const PairFactor* weights = weights_ + row * kTile;
     for (int64_t i = begin; i < end; ++i) {
@@ -170,9 +168,9 @@ class Bf16Kv {
 
   const int64_t d_;
   const float scale_;
-  uint32_t* edges_;               // [2][d]
-  PairFactor* weights_;           // [kBlockRows][kTile]
-  PairFactor* queries_;           // [rows][d]
+  uint32_t* edges_;      // [2][d]
+  PairFactor* weights_;  // [kBlockRows][kTile]
+  PairFactor* queries_;  // [rows][d]
   const bf16* keys_[kTileUnits] = {};
   const bf16* pairs_[kTile / 2] = {};  // values of two positions each
   // The same of the next tile, which is fetched while this one is used: a tile ahead, since less than that is used

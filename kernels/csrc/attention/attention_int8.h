@@ -207,10 +207,10 @@ class Int8Kv {
 
   const int64_t d_;
   const float scale_;
-  float* scaled_;    // [kBlockRows][kTile]
-  float* headers_;   // [rows][kHeader]
+  float* scaled_;     // [kBlockRows][kTile]
+  float* headers_;    // [rows][kHeader]
   uint8_t* weights_;  // [kBlockRows][2][kTile], high bytes then low ones
-  int8_t* queries_;  // [rows][2][d]
+  int8_t* queries_;   // [rows][2][d]
   float steps_[kBlockRows] = {};
   const char* units_[kTileUnits] = {};
   const char* quads_[kTile / 4] = {};  // values of four positions each

@@ -14,7 +14,7 @@ namespace quire {
 
 constexpr int kTileUnits = 4;
 constexpr int kTile = kTileUnits * kUnit;  // positions per step of the online softmax
-constexpr int64_t kSegment = 512;          // positions whose partial result stands alone, so that workers may share a row
+constexpr int64_t kSegment = 512;  // positions whose partial result stands alone, so that workers may share a row
 
 // Accumulators of one block of arithmetic: rows times vectors, as many as the registers hold. Few rows wait for memory,
 // which is faster in long pieces.

@@ -179,8 +179,7 @@ QUIRE_API int32_t quire_rope_write(quire::Context* context, const quire::Attenti
                                    const quire::KvPool* pool, int64_t layer, const quire::AttentionStep* step,
                                    const quire::bf16* qkv, const float* rope, int64_t rope_rows, quire::bf16* q) {
   bool valid = true;
-  const int32_t failed = quire::guarded(context, [&] {
-    valid = quire::rope_write(context, *shape, *pool, layer, *step, qkv, rope, rope_rows, q);
-  });
+  const int32_t failed = quire::guarded(
+      context, [&] { valid = quire::rope_write(context, *shape, *pool, layer, *step, qkv, rope, rope_rows, q); });
   return valid ? failed : quire::kOutOfRange;
 }

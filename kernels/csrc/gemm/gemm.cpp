@@ -8,8 +8,8 @@
 namespace quire {
 namespace {
 
-// k is cut so that a panel's slice stays in the second-level cache while the activation rows pass by; where a tile takes
-// several passes, so that its rows stay in the first-level cache from pass to pass.
+// k is cut so that a panel's slice stays in the second-level cache while the activation rows pass by; where a tile
+// takes several passes, so that its rows stay in the first-level cache from pass to pass.
 constexpr int64_t kSliceBytes = (pass_vecs(kTileRows) == kVecs ? 512 : 64) * 1024;
 
 // Over a panel, of all tiles; `vecs` tells how many vectors a pass of so many rows takes.
@@ -35,12 +35,10 @@ constexpr int kDecodingRows = 2;
 #endif
 
 // Whether decoded weights are kept for several tiles.
-bool keeps_decoded(const Tiling& tiling) {
-  return tiling.count > kDecodingTiles || tiling.rows(0) > kDecodingRows;
-}
+bool keeps_decoded(const Tiling& tiling) { return tiling.count > kDecodingTiles || tiling.rows(0) > kDecodingRows; }
 
-// What each pass over a panel fetches of the panel that follows. Many bring all of it. Of few the first waits for its own
-// panel, whose loads are then the best prefetch, and the others bring what they have time for.
+// What each pass over a panel fetches of the panel that follows. Many bring all of it. Of few the first waits for its
+// own panel, whose loads are then the best prefetch, and the others bring what they have time for.
 class Bringing {
  public:
   // `step_bytes`: of the weights that a pass meets in one turn of its loop; `few_bytes` of them for each of few passes.

@@ -1,9 +1,9 @@
 // Matrix products of activation rows with packed weights: bf16 with fp32 sums, int8 and int4 with int32 sums.
 //
-// Packed weights are panels of 64 output rows, each [steps][64][4 bytes]: a lane is an output row and a step is two bf16
-// or four int8 of k. Panels of bf16 take three quarters of that where coded.h can tell their weights in it. Every output
-// is one accumulator walked through k in order, whatever the number of activation rows, so that a row's result does not
-// depend on its neighbours (batch invariance).
+// Packed weights are panels of 64 output rows, each [steps][64][4 bytes]: a lane is an output row and a step is two
+// bf16 or four int8 of k. Panels of bf16 take three quarters of that where coded.h can tell their weights in it. Every
+// output is one accumulator walked through k in order, whatever the number of activation rows, so that a row's result
+// does not depend on its neighbours (batch invariance).
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 namespace quire {
 
 constexpr int kPanelRows = 64;
-constexpr int kGroup = 32;  // k values that share one int4 scale
+constexpr int kGroup = 32;                                             // k values that share one int4 scale
 constexpr int64_t kGroupBytes = kPanelRows + kPanelRows * kGroup / 2;  // of a panel in int4: scales, then nibbles
 
 enum class WeightKind : int32_t { kBf16 = 0, kInt8 = 1, kInt4 = 2 };
@@ -23,8 +23,8 @@ enum class WeightKind : int32_t { kBf16 = 0, kInt8 = 1, kInt4 = 2 };
 struct Linear {
   WeightKind kind;
   int32_t gate_up;
-  int64_t n, k;         // k: padded with zeros to a multiple of 32
-  int64_t columns;      // k before padding
+  int64_t n, k;     // k: padded with zeros to a multiple of 32
+  int64_t columns;  // k before padding
   const char* packed;
   const int64_t* starts;  // [panels + 1], of the panels and of their end, in bytes; multiples of 64
   const float* scales;  // int8, int4: [panels * 64], per output row, in panel order; those of int4 groups are relative
@@ -51,7 +51,7 @@ struct Best {
 
 struct Output {
   Epilogue epilogue;
-  void* data;            // kStoreFloat: float, else bf16; row stride `stride` elements
+  void* data;  // kStoreFloat: float, else bf16; row stride `stride` elements
   int64_t stride;
   const bf16* residual;  // kAdd: same shape and stride, may be `data`
   Best* best = nullptr;  // kBest: the worker's own, one for each row; `data` is not used

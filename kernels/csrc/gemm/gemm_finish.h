@@ -86,8 +86,8 @@ inline void keep_best(const Vec* value, int64_t first, int64_t columns, Best* be
   const int64_t live = std::min<int64_t>(kPanelRows, columns - first);
   if (live == kPanelRows && best->column >= 0 && !(lane_max(top) >= best->value)) return;
   for (int64_t i = 0; i < live; ++i) {
-    const bool wins = best->column < 0 || lanes[i] > best->value ||
-                      (lanes[i] == best->value && first + i < best->column);
+    const bool wins =
+        best->column < 0 || lanes[i] > best->value || (lanes[i] == best->value && first + i < best->column);
     if (!wins) continue;
     best->value = lanes[i];
     best->column = first + i;

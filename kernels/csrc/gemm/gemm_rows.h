@@ -1,8 +1,8 @@
 // Where a product's activation rows lie, and which of them make up a tile.
 //
 // Each row is [steps][4 bytes]. Where products have parts (simd.h), the rows of a tile lie together instead, as [steps]
-// [parts][rows of the tile][4 bytes]: two floats in place of a pair of bf16, two pairs of 16 bits in place of four bytes.
-// Rows for int4 never do.
+// [parts][rows of the tile][4 bytes]: two floats in place of a pair of bf16, two pairs of 16 bits in place of four
+// bytes. Rows for int4 never do.
 //
 // Owns that layout. Must not know: packed weights, threads.
 #pragma once

@@ -4,9 +4,9 @@
 // Must not know: who computes which panel, what becomes of the sums.
 #pragma once
 
-#include "weights/coded.h"
 #include "gemm/gemm_rows.h"
 #include "simd/unroll.h"
+#include "weights/coded.h"
 
 namespace quire {
 
@@ -36,7 +36,9 @@ struct Bf16Dot {
   static void store_sum(float* p, Sum s) { vstore(p, s); }
   static Lane load(const char* p) { return pload(reinterpret_cast<const bf16*>(p)); }
   template <int kPart>
-  static Part part(Lane w) { return pair_part<kPart>(w); }
+  static Part part(Lane w) {
+    return pair_part<kPart>(w);
+  }
   static Part factor(const char* p) { return pair_factor(reinterpret_cast<const PairFactor*>(p)); }
   static Sum dot(Sum sum, Part w, Part a) { return pair_product(sum, w, a); }
 };
@@ -53,7 +55,9 @@ struct Int8Dot {
   static void store_sum(float* p, Sum s) { istore(p, s); }
   static Lane load(const char* p) { return iload(p); }
   template <int kPart>
-  static Part part(Lane w) { return quad_part<kPart>(w); }
+  static Part part(Lane w) {
+    return quad_part<kPart>(w);
+  }
   static Part factor(const char* p) {
     int32_t bytes;
     std::memcpy(&bytes, p, 4);
@@ -150,9 +154,8 @@ template <typename Dot, int kRows, int kWide, typename Steps>
       });
     }
   }
-  unrolled<kRows>([&](auto r) {
-    unrolled<kWide>([&](auto v) { Dot::store_sum(sums + (r * kVecs + v) * kLanes, acc[r][v]); });
-  });
+  unrolled<kRows>(
+      [&](auto r) { unrolled<kWide>([&](auto v) { Dot::store_sum(sums + (r * kVecs + v) * kLanes, acc[r][v]); }); });
 }
 
 // `ahead()`: what the next pass over the panel fetches. Only the first meets weights that are still in memory.

@@ -3,9 +3,9 @@
 // Owns where prepared rows live. Promises: a row's result does not depend on who prepared it. Must not know: layers.
 #include <algorithm>
 
-#include "runtime/context.h"
 #include "gemm/gemm_rows.h"
 #include "gemm/norm.h"
+#include "runtime/context.h"
 
 namespace quire {
 namespace {
@@ -114,9 +114,7 @@ QUIRE_API int32_t quire_norm_linear(Context* context, const Linear* w, const bf1
 // out [m, n] = residual [m, n] + w x; `out` may be `residual`.
 QUIRE_API int32_t quire_linear_add(Context* context, const Linear* w, const bf16* x, int64_t m, const bf16* residual,
                                    bf16* out) {
-  return guarded(context, [&] {
-    project(*context, *w, {x, m, nullptr, 0.0f}, {Epilogue::kAdd, out, w->n, residual});
-  });
+  return guarded(context, [&] { project(*context, *w, {x, m, nullptr, 0.0f}, {Epilogue::kAdd, out, w->n, residual}); });
 }
 
 // The column of the largest value of each row of norm -> w, of equal values the first, and whether all were finite.
@@ -133,8 +131,8 @@ QUIRE_API int32_t quire_greedy(Context* context, const Linear* w, const bf16* x,
       for (int64_t worker = 0; worker < workers; ++worker) {
         const Best& one = best[worker * m + row];
         first.finite = first.finite && one.finite;
-        const bool wins = first.column < 0 || one.value > first.value ||
-                          (one.value == first.value && one.column < first.column);
+        const bool wins =
+            first.column < 0 || one.value > first.value || (one.value == first.value && one.column < first.column);
         if (one.column >= 0 && wins) {
           first.value = one.value;
           first.column = one.column;

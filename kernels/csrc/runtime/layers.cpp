@@ -6,8 +6,8 @@
 #include <cstring>
 
 #include "attention/attention.h"
-#include "runtime/context.h"
 #include "gemm/gemm.h"
+#include "runtime/context.h"
 
 using quire::AttentionShape;
 using quire::AttentionStep;
@@ -45,8 +45,8 @@ void keep_rows(bf16* x, int64_t width, const int64_t* chosen, int64_t count) {
 
 }  // namespace
 
-// x [rows, H] -> the same in place, or where `sampled` is given its rows alone, as the first rows of x: what follows the
-// last layer's keys and values is computed for these, whose places in the step are `sample_rows`, rising. The first
+// x [rows, H] -> the same in place, or where `sampled` is given its rows alone, as the first rows of x: what follows
+// the last layer's keys and values is computed for these, whose places in the step are `sample_rows`, rising. The first
 // result that is not 0 ends the call and leaves x undefined.
 QUIRE_API int32_t quire_layers(Context* context, const LayerArgs* layers, int64_t count, float eps, const KvPool* pool,
                                const AttentionStep* step, const float* rope, int64_t rope_rows,

@@ -18,8 +18,8 @@ struct Piece {
   int64_t next;  // where the worker's next piece begins unless another is sooner; -1: not known
 };
 
-// The numbers [0, count), dealt in pieces. Every worker has a share of its own, which it takes from the front, so that it
-// walks through memory in order and asks nobody; one that is through helps the others from the back of theirs.
+// The numbers [0, count), dealt in pieces. Every worker has a share of its own, which it takes from the front, so that
+// it walks through memory in order and asks nobody; one that is through helps the others from the back of theirs.
 // Workers that must not pass before all is done say what they finished.
 class Pieces {
  public:
@@ -88,7 +88,7 @@ class Pool {
   std::vector<std::thread> threads_;
   Call call_ = nullptr;
   const void* closure_ = nullptr;
-  std::atomic<bool> stopping_{false};  // a worker that comes late to a run may look while the pool ends
+  std::atomic<bool> stopping_{false};              // a worker that comes late to a run may look while the pool ends
   alignas(64) std::atomic<uint32_t> epoch_{0};     // counts runs; what workers watch and sleep on
   alignas(64) std::atomic<uint64_t> presence_{0};  // of workers in the run: see pool.cpp
   alignas(64) std::atomic<int> sleepers_{0};

@@ -25,8 +25,8 @@ constexpr int kRegisters = 8;
 constexpr int kRegisters = 4;
 #endif
 
-// A product of pairs or of quads is one instruction, or one for each of two parts of their elements, in order. What many
-// products share is taken apart once: weights into parts, the other side into the factors that are broadcast.
+// A product of pairs or of quads is one instruction, or one for each of two parts of their elements, in order. What
+// many products share is taken apart once: weights into parts, the other side into the factors that are broadcast.
 #if defined(QUIRE_PAIRS_IN_PARTS)
 // Two products of floats, the first elements and the second ones.
 constexpr int kPairParts = 2;
@@ -47,19 +47,23 @@ inline Vec store_factors(PairFactor* p, Vec a) { return vstore_rounded(p, a); }
 // Of the pair, or of one of its elements.
 inline PairPart pair_factor(const PairFactor* p) { return pset(p); }
 template <int kPart>
-inline PairPart pair_part(Pairs a) { return a; }
+inline PairPart pair_part(Pairs a) {
+  return a;
+}
 inline Vec pair_product(Vec acc, PairPart w, PairPart x) { return dot2(acc, w, x); }
 #endif
 
 #if defined(QUIRE_QUADS_IN_PARTS)
-// Two products of 16-bit pairs, the bytes 0 and 2 and the bytes 1 and 3. Sixteen products of bytes by nibbles stay below
-// 2^15: a group is summed in 16 bits.
+// Two products of 16-bit pairs, the bytes 0 and 2 and the bytes 1 and 3. Sixteen products of bytes by nibbles stay
+// below 2^15: a group is summed in 16 bits.
 constexpr int kQuadParts = 2;
 inline Ints nibble_start(int32_t) { return izero(); }
 #else
 constexpr int kQuadParts = 1;
 template <int kPart>
-inline Ints quad_part(Ints a) { return a; }
+inline Ints quad_part(Ints a) {
+  return a;
+}
 inline Ints quad_product(Ints acc, Ints w, Ints x) { return dot4(acc, x, w); }  // w signed, x unsigned bytes
 
 // The sums of a group's nibbles (at most 15, unsigned) times bytes of -127..127, less an offset.
@@ -97,7 +101,8 @@ inline int32_t lane_sum(Ints a) {
   return sum;
 }
 
-// The largest of the numbers' patterns without their signs, which rise with the magnitude and end with infinity and NaN.
+// The largest of the numbers' patterns without their signs, which rise with the magnitude and end with infinity and
+// NaN.
 inline bf16 largest_magnitude(const bf16* x, int64_t n) {
   bf16 largest = 0;
   int64_t at = 0;

@@ -28,9 +28,7 @@ inline Vec vadd(Vec a, Vec b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps
 inline Vec vsub(Vec a, Vec b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
 inline Vec vmul(Vec a, Vec b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
 inline Vec vdiv(Vec a, Vec b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
-inline Vec vfma(Vec a, Vec b, Vec c) {
-  return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
-}
+inline Vec vfma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
 inline Vec vmax(Vec a, Vec b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
 inline Vec vmin(Vec a, Vec b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
 inline Vec vround(Vec a) {
@@ -85,9 +83,7 @@ inline Vec vrounded(Vec a) { return {widened(narrow(a.lo)), widened(narrow(a.hi)
 template <int kPart>
 inline Vec pair_part(Pairs a) {
   const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
-  const auto half = [&](__m256i x) {
-    return kPart == 0 ? widened(x) : _mm256_castsi256_ps(_mm256_and_si256(x, high));
-  };
+  const auto half = [&](__m256i x) { return kPart == 0 ? widened(x) : _mm256_castsi256_ps(_mm256_and_si256(x, high)); };
   return {half(a.lo), half(a.hi)};
 }
 // x is the same in all lanes. Not the intrinsic: gcc 12 writes sums over the factors and then copies and spills.
@@ -129,8 +125,8 @@ inline __m256i dot4(__m256i acc, __m256i u, __m256i s) {
   asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(u), "x"(s));  // not the intrinsic: see pair_product
   return acc;
 #else
-  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(255)),
-                                         _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
+  const __m256i even =
+      _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
   const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8));
   return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
 #endif

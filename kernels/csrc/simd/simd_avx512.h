@@ -112,8 +112,8 @@ inline Ints dot4(Ints acc, Ints u, Ints s) {
   return acc;
 #else
   // 16-bit products: the byte form (maddubs) would saturate.
-  const __m512i even = _mm512_madd_epi16(_mm512_and_si512(u.v, _mm512_set1_epi16(255)),
-                                         _mm512_srai_epi16(_mm512_slli_epi16(s.v, 8), 8));
+  const __m512i even =
+      _mm512_madd_epi16(_mm512_and_si512(u.v, _mm512_set1_epi16(255)), _mm512_srai_epi16(_mm512_slli_epi16(s.v, 8), 8));
   const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(u.v, 8), _mm512_srai_epi16(s.v, 8));
   return {_mm512_add_epi32(acc.v, _mm512_add_epi32(even, odd))};
 #endif
@@ -131,9 +131,7 @@ inline Ints quad_product(Ints acc, Ints w, Ints x) {
   return acc;
 }
 
-inline Ints nibble_dot(Ints acc, Ints u, Ints s) {
-  return {_mm512_add_epi16(acc.v, _mm512_maddubs_epi16(u.v, s.v))};
-}
+inline Ints nibble_dot(Ints acc, Ints u, Ints s) { return {_mm512_add_epi16(acc.v, _mm512_maddubs_epi16(u.v, s.v))}; }
 inline Ints nibble_total(Ints acc, int32_t offset) {
   return isub({_mm512_madd_epi16(acc.v, _mm512_set1_epi16(1))}, iset(offset));
 }

@@ -5,8 +5,8 @@
 #pragma once
 
 #include "simd/bf16.h"
-#include "weights/scale.h"
 #include "simd/unroll.h"
+#include "weights/scale.h"
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -59,7 +59,9 @@ inline To bits_as(From from) {
   return loaded<To>(&from);
 }
 template <typename T, typename From>
-inline T converted(From from) { return __builtin_convertvector(from, T); }
+inline T converted(From from) {
+  return __builtin_convertvector(from, T);
+}
 
 // a * b + c, rounded once where the machine can.
 inline Float4 fma(Float4 a, Float4 b, Float4 c) {
@@ -209,9 +211,8 @@ inline Pairs pset(const bf16* pair) {
 }
 // acc + w[2i] * a[2i] + w[2i + 1] * a[2i + 1], lane by lane.
 inline Vec dot2(Vec acc, Pairs w, Pairs a) {
-  return each<Vec>([&](auto i) {
-    return vbfdotq_f32(acc.q[i], bits_as<bfloat16x8_t>(w.q[i]), bits_as<bfloat16x8_t>(a.q[i]));
-  });
+  return each<Vec>(
+      [&](auto i) { return vbfdotq_f32(acc.q[i], bits_as<bfloat16x8_t>(w.q[i]), bits_as<bfloat16x8_t>(a.q[i])); });
 }
 #else
 #define QUIRE_PAIRS_IN_PARTS 1  // see simd.h

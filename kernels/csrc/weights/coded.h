@@ -1,14 +1,14 @@
 // bf16 weights in twelve bits each, bit for bit.
 //
 // The exponents of a trained matrix take few values (Zhang et al. 2025, "70% Size, 100% Accuracy: Lossless LLM
-// Compression", find 2.6 bits of information in the eight). A coded panel keeps a weight's sign and mantissa as they are
-// and its exponent as the distance, 0 to 15, from the panel's lowest; the few weights beyond are repaired from a list.
-// A fixed width decodes with four shuffles for 128 weights, faster than memory delivers them.
+// Compression", find 2.6 bits of information in the eight). A coded panel keeps a weight's sign and mantissa as they
+// are and its exponent as the distance, 0 to 15, from the panel's lowest; the few weights beyond are repaired from a
+// list. A fixed width decodes with four shuffles for 128 weights, faster than memory delivers them.
 //
 // A coded panel: a CodedHeader with its repairs in order and one past the last step, up to a multiple of 64 bytes, then
-// [steps][192 bytes]. The 128 weights of a step are four vectors of 32. Word i of the first 64 bytes holds vectors 0 and
-// 1: sign 0, mantissa 1, sign 1, mantissa 0 from the highest bit down; the next 64 bytes hold vectors 2 and 3 likewise;
-// word i of the last 64 bytes holds the four distances, vector 0 in the lowest bits.
+// [steps][192 bytes]. The 128 weights of a step are four vectors of 32. Word i of the first 64 bytes holds vectors 0
+// and 1: sign 0, mantissa 1, sign 1, mantissa 0 from the highest bit down; the next 64 bytes hold vectors 2 and 3
+// likewise; word i of the last 64 bytes holds the four distances, vector 0 in the lowest bits.
 //
 // Owns that layout. Must not know: products, where a panel lies.
 #pragma once
@@ -21,8 +21,8 @@
 
 namespace quire {
 
-constexpr int kCodedWords = 32;    // of a vector
-constexpr int kCodedVectors = 4;   // of a step
+constexpr int kCodedWords = 32;   // of a vector
+constexpr int kCodedVectors = 4;  // of a step
 constexpr int kCodedStepWeights = kCodedWords * kCodedVectors;
 constexpr int kCodedStepBytes = 192;
 constexpr int kCodes = 16;         // exponents of a panel

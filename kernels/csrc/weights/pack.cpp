@@ -4,10 +4,10 @@
 // Must not know: files, which layer a matrix is from.
 #include <cmath>
 
-#include "runtime/context.h"
-#include "weights/encode.h"
 #include "gemm/gemm.h"
 #include "gemm/norm.h"
+#include "runtime/context.h"
+#include "weights/encode.h"
 
 namespace quire {
 namespace {
@@ -122,9 +122,7 @@ void pack_int8(const Linear& w, const Source& from, int64_t panel, char* stage, 
 constexpr float kExtremes[kLanes] = {-8.0f, -7.8f, -7.6f, -7.4f, -7.2f, -7.0f, -6.8f, -6.5f,
                                      -8.2f, -8.4f, -8.6f, -8.8f, -9.0f, -9.3f, -9.6f, -10.0f};
 
-inline Vec nibbles(Vec value, Vec inverse) {
-  return vmin(vmax(vround(vmul(value, inverse)), vset(-8.0f)), vset(7.0f));
-}
+inline Vec nibbles(Vec value, Vec inverse) { return vmin(vmax(vround(vmul(value, inverse)), vset(-8.0f)), vset(7.0f)); }
 
 // The code of the scale with the least squared error for 32 finite values, of which the largest is below 13.
 uint8_t best_scale(const float* x) {
@@ -218,8 +216,8 @@ QUIRE_API int32_t quire_lay_out(Context* context, const Linear* w, const bf16* r
   });
 }
 
-// Fills w->packed, for int8 and int4 w->scales and for int8 w->sums, from bf16 rows [n, columns]; for gate-up from `rows` and `above`,
-// [n / 2, columns] each.
+// Fills w->packed, for int8 and int4 w->scales and for int8 w->sums, from bf16 rows [n, columns]; for gate-up from
+// `rows` and `above`, [n / 2, columns] each.
 QUIRE_API int32_t quire_pack(Context* context, const Linear* w, const bf16* rows, const bf16* above) {
   return guarded(context, [&] {
     const Source from{rows, above};
