@@ -9,6 +9,7 @@
 #include "attention/attention_bf16.h"
 #include "attention/attention_int8.h"
 #include "attention/attention_walk.h"
+#include "ops.h"
 #include "runtime/context.h"
 
 namespace quire {
@@ -151,17 +152,16 @@ bool attend(Context* context, const AttentionShape& shape, const KvPool& pool, i
 }
 
 }  // namespace
-}  // namespace quire
 
-// q [rows, num_heads, head_dim] bf16 -> out, of the same shape. The rows' own keys and values are in the pool already.
-QUIRE_API int32_t quire_attention(quire::Context* context, const quire::AttentionShape* shape,
-                                  const quire::KvPool* pool, int64_t layer, const quire::AttentionStep* step,
-                                  const quire::bf16* q, quire::bf16* out) {
+QUIRE_API int32_t quire_attention(Context* context, const AttentionShape* shape, const KvPool* pool, int64_t layer,
+                                  const AttentionStep* step, const bf16* q, bf16* out) {
   bool valid = true;
-  const int32_t failed = quire::guarded(context, [&] {
-    const bool is_bf16 = pool->kind == quire::KvKind::kBf16;
-    valid = is_bf16 ? quire::attend<quire::Bf16Kv>(context, *shape, *pool, layer, *step, q, out)
-                    : quire::attend<quire::Int8Kv>(context, *shape, *pool, layer, *step, q, out);
+  const int32_t failed = guarded(context, [&] {
+    const bool is_bf16 = pool->kind == KvKind::kBf16;
+    valid = is_bf16 ? attend<Bf16Kv>(context, *shape, *pool, layer, *step, q, out)
+                    : attend<Int8Kv>(context, *shape, *pool, layer, *step, q, out);
   });
-  return valid ? failed : quire::kOutOfRange;
+  return valid ? failed : kOutOfRange;
 }
+
+}  // namespace quire

@@ -18,7 +18,6 @@ constexpr int kUnit = 16;
 
 enum class KvKind : int32_t { kBf16 = 0, kInt8 = 1 };
 
-// These three are mirrored by quire_kernels/cpu/attention.py.
 struct KvPool {
   char* data;
   KvKind kind;

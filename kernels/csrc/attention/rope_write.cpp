@@ -9,6 +9,7 @@
 
 #include "attention/attention.h"
 #include "attention/attention_quantize.h"
+#include "ops.h"
 #include "runtime/context.h"
 
 namespace quire {
@@ -171,15 +172,14 @@ bool rope_write(Context* context, const AttentionShape& shape, const KvPool& poo
 }
 
 }  // namespace
-}  // namespace quire
 
-// qkv [rows, (num_heads + 2 num_kv_heads) * head_dim] bf16, rope [rope_rows, head_dim] (cosines, then sines)
-// -> q [rows, num_heads, head_dim] bf16. Keys and values go to the rows' slots.
-QUIRE_API int32_t quire_rope_write(quire::Context* context, const quire::AttentionShape* shape,
-                                   const quire::KvPool* pool, int64_t layer, const quire::AttentionStep* step,
-                                   const quire::bf16* qkv, const float* rope, int64_t rope_rows, quire::bf16* q) {
+QUIRE_API int32_t quire_rope_write(Context* context, const AttentionShape* shape, const KvPool* pool, int64_t layer,
+                                   const AttentionStep* step, const bf16* qkv, const float* rope, int64_t rope_rows,
+                                   bf16* q) {
   bool valid = true;
-  const int32_t failed = quire::guarded(
-      context, [&] { valid = quire::rope_write(context, *shape, *pool, layer, *step, qkv, rope, rope_rows, q); });
-  return valid ? failed : quire::kOutOfRange;
+  const int32_t failed =
+      guarded(context, [&] { valid = rope_write(context, *shape, *pool, layer, *step, qkv, rope, rope_rows, q); });
+  return valid ? failed : kOutOfRange;
 }
+
+}  // namespace quire

@@ -10,27 +10,12 @@
 
 #include "runtime/pool.h"
 #include "simd/simd.h"
+#include "weights/linear.h"
 
 namespace quire {
 
-constexpr int kPanelRows = 64;
 constexpr int kGroup = 32;                                             // k values that share one int4 scale
 constexpr int64_t kGroupBytes = kPanelRows + kPanelRows * kGroup / 2;  // of a panel in int4: scales, then nibbles
-
-enum class WeightKind : int32_t { kBf16 = 0, kInt8 = 1, kInt4 = 2 };
-
-// A packed matrix. `gate_up`: a panel holds 32 gate rows, then the 32 up rows that belong to them, and n counts both.
-struct Linear {
-  WeightKind kind;
-  int32_t gate_up;
-  int64_t n, k;     // k: padded with zeros to a multiple of 32
-  int64_t columns;  // k before padding
-  const char* packed;
-  const int64_t* starts;  // [panels + 1], of the panels and of their end, in bytes; multiples of 64
-  const float* scales;  // int8, int4: [panels * 64], per output row, in panel order; those of int4 groups are relative
-  const int32_t* sums;  // int8: [panels * 64], 128 * the sum of the row's weights
-  const float* bias;    // [panels * 64] in panel order, or null
-};
 
 // Activation rows as the weights want them.
 struct Rows {
@@ -57,12 +42,6 @@ struct Output {
   Best* best = nullptr;  // kBest: the worker's own, one for each row; `data` is not used
 };
 
-inline int64_t panel_count(const Linear& w) {
-  const int64_t step = w.gate_up ? kPanelRows / 2 : kPanelRows;
-  const int64_t rows = w.gate_up ? w.n / 2 : w.n;
-  return (rows + step - 1) / step;
-}
-
 // Of one whose weights lie as they are.
 inline int64_t plain_panel_bytes(const Linear& w) {
   switch (w.kind) {
@@ -71,8 +50,6 @@ inline int64_t plain_panel_bytes(const Linear& w) {
     default: return w.k / kGroup * kGroupBytes;
   }
 }
-
-inline const char* panel_at(const Linear& w, int64_t panel) { return w.packed + w.starts[panel]; }
 
 // Whether a panel of bf16 is in the layout of coded.h.
 inline bool is_coded(const Linear& w, int64_t panel) {

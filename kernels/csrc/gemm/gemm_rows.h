@@ -33,7 +33,7 @@ struct Tiling {
 // Where the rows' values are, `steps` of `kParts` parts.
 template <int kParts>
 struct Placing : Tiling {
-  Placing(int64_t m, int64_t steps) : Tiling(m, kTileRows), steps(steps) {}
+  Placing(int64_t m, int64_t num_steps) : Tiling(m, kTileRows), steps(num_steps) {}
 
   // In bytes from the first row's first step.
   int64_t offset(int64_t tile, int64_t step) const {

@@ -5,6 +5,7 @@
 
 #include "gemm/gemm_rows.h"
 #include "gemm/norm.h"
+#include "ops.h"
 #include "runtime/context.h"
 
 namespace quire {
@@ -98,11 +99,7 @@ void project(Context& context, const Linear& w, const Input& in, const Output& o
 }
 
 }  // namespace
-}  // namespace quire
 
-using namespace quire;
-
-// x [m, columns] bf16 -> norm -> w -> out: bf16 [m, n], float [m, n] (`as_float`), or for gate-up bf16 [m, n / 2].
 QUIRE_API int32_t quire_norm_linear(Context* context, const Linear* w, const bf16* x, int64_t m, const bf16* norm,
                                     float eps, void* out, int32_t as_float) {
   return guarded(context, [&] {
@@ -111,13 +108,11 @@ QUIRE_API int32_t quire_norm_linear(Context* context, const Linear* w, const bf1
   });
 }
 
-// out [m, n] = residual [m, n] + w x; `out` may be `residual`.
 QUIRE_API int32_t quire_linear_add(Context* context, const Linear* w, const bf16* x, int64_t m, const bf16* residual,
                                    bf16* out) {
   return guarded(context, [&] { project(*context, *w, {x, m, nullptr, 0.0f}, {Epilogue::kAdd, out, w->n, residual}); });
 }
 
-// The column of the largest value of each row of norm -> w, of equal values the first, and whether all were finite.
 QUIRE_API int32_t quire_greedy(Context* context, const Linear* w, const bf16* x, int64_t m, const bf16* norm, float eps,
                                int64_t* columns, uint8_t* finite) {
   return guarded(context, [&] {
@@ -143,3 +138,5 @@ QUIRE_API int32_t quire_greedy(Context* context, const Linear* w, const bf16* x,
     }
   });
 }
+
+}  // namespace quire

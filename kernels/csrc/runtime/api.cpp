@@ -1,12 +1,12 @@
 // The C interface that does not belong to an op: contexts, and what this library was compiled for.
 //
 // Owns the life of a context. Promises: a null context instead of an exception. Must not know: any op.
+#include "ops.h"
 #include "runtime/context.h"
 #include "simd/simd.h"
 
-using quire::Context;
+namespace quire {
 
-// The instruction set in use, as quire_kernels/cpu/variants.py names it.
 QUIRE_API const char* quire_variant() {
 #if defined(QUIRE_AVX512) && defined(__AVX512BF16__) && defined(__AVX512VNNI__)
   return "avx512_bf16";
@@ -25,7 +25,6 @@ QUIRE_API const char* quire_variant() {
 #endif
 }
 
-// `threads` workers, the calling thread included; worker i > 0 is pinned to cpus[i] if `cpus` is given.
 QUIRE_API Context* quire_create(int32_t threads, const int32_t* cpus) {
   try {
     return new Context(threads, cpus);
@@ -37,3 +36,5 @@ QUIRE_API Context* quire_create(int32_t threads, const int32_t* cpus) {
 QUIRE_API void quire_destroy(Context* context) { delete context; }
 
 QUIRE_API int32_t quire_threads(const Context* context) { return context->pool.size(); }
+
+}  // namespace quire

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "ops.h"
 #include "runtime/context.h"
 
 namespace quire {
@@ -40,8 +41,8 @@ void Committer::stop() {
   if (thread_.joinable()) thread_.join();
 }
 
-}  // namespace quire
-
-QUIRE_API int32_t quire_commit(quire::Context* context, char* data, int64_t bytes) {
-  return quire::guarded(context, [&] { context->committer.start(data, bytes); });
+QUIRE_API int32_t quire_commit(Context* context, char* data, int64_t bytes) {
+  return guarded(context, [&] { context->committer.start(data, bytes); });
 }
+
+}  // namespace quire

@@ -1,5 +1,4 @@
-// Pages of a large mapping, committed before they are used: a first write can cost milliseconds, in the middle of a
-// step.
+// Pages of a large mapping, committed before their use: a first write can cost milliseconds, in the middle of a step.
 //
 // Owns the thread. Promises: it runs only where a core has nothing else to do, changes no byte, and survives that the
 // mapping is gone. Must not know: what the memory is for.

@@ -16,9 +16,6 @@
 #include "runtime/commit.h"
 #include "runtime/pool.h"
 
-// One of these before every function that Python calls; all return 0, or 1 when memory ran out.
-#define QUIRE_API extern "C" __attribute__((visibility("default")))
-
 namespace quire {
 
 // Memory that only grows, aligned for vectors. Growing forgets what it held.

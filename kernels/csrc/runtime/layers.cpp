@@ -5,35 +5,10 @@
 #include <algorithm>
 #include <cstring>
 
-#include "attention/attention.h"
-#include "gemm/gemm.h"
+#include "ops.h"
 #include "runtime/context.h"
 
-using quire::AttentionShape;
-using quire::AttentionStep;
-using quire::bf16;
-using quire::Context;
-using quire::KvPool;
-using quire::Linear;
-
-QUIRE_API int32_t quire_norm_linear(Context*, const Linear*, const bf16*, int64_t, const bf16*, float, void*, int32_t);
-QUIRE_API int32_t quire_linear_add(Context*, const Linear*, const bf16*, int64_t, const bf16*, bf16*);
-QUIRE_API int32_t quire_rope_write(Context*, const AttentionShape*, const KvPool*, int64_t, const AttentionStep*,
-                                   const bf16*, const float*, int64_t, bf16*);
-QUIRE_API int32_t quire_attention(Context*, const AttentionShape*, const KvPool*, int64_t, const AttentionStep*,
-                                  const bf16*, bf16*);
-
-// Mirrored by quire_kernels/cpu/layers.py.
-struct LayerArgs {
-  const bf16* attention_norm;
-  const Linear* qkv;
-  const AttentionShape* attention;
-  const Linear* o;
-  const bf16* mlp_norm;
-  const Linear* gate_up;
-  const Linear* down;
-};
-
+namespace quire {
 namespace {
 
 // Row chosen[i] to place i; `chosen` rises, so no row is overwritten before it is read.
@@ -45,9 +20,6 @@ void keep_rows(bf16* x, int64_t width, const int64_t* chosen, int64_t count) {
 
 }  // namespace
 
-// x [rows, H] -> the same in place, or where `sampled` is given its rows alone, as the first rows of x: what follows
-// the last layer's keys and values is computed for these, whose places in the step are `sample_rows`, rising. The first
-// result that is not 0 ends the call and leaves x undefined.
 QUIRE_API int32_t quire_layers(Context* context, const LayerArgs* layers, int64_t count, float eps, const KvPool* pool,
                                const AttentionStep* step, const float* rope, int64_t rope_rows,
                                const AttentionStep* sampled, const int64_t* sample_rows, bf16* x) {
@@ -57,7 +29,7 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerArgs* layers, int64_
     wide = std::max({wide, layers[i].qkv->n, layers[i].gate_up->n / 2});
     heads = std::max<int64_t>(heads, layers[i].attention->num_heads * layers[i].attention->head_dim);
   }
-  const int64_t wide_bytes = quire::aligned(rows * wide * 2), head_bytes = quire::aligned(rows * heads * 2);
+  const int64_t wide_bytes = aligned(rows * wide * 2), head_bytes = aligned(rows * heads * 2);
   try {
     context->between.reserve(static_cast<size_t>(wide_bytes + 2 * head_bytes));
   } catch (const std::bad_alloc&) {
@@ -88,3 +60,5 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerArgs* layers, int64_
   }
   return failed;
 }
+
+}  // namespace quire

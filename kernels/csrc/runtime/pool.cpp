@@ -46,8 +46,7 @@ void pin(int cpu) {
 }
 
 // The run goes on without a worker that is late, and has to wait for one that loses its core amid a piece. So none
-// takes the core from a thread that the caller has just given something to do: that one is through before it would be
-// resumed.
+// takes the core from a thread that the caller has just given work: that one is through before it would be resumed.
 void let_others_finish() {
   const sched_param priority{};
   sched_setscheduler(0, SCHED_BATCH, &priority);  // refused in some containers: then as any other thread
@@ -98,8 +97,8 @@ bool Pieces::take(int worker, int64_t count, int64_t grain, Piece* piece) {
   for (int64_t i = 0; i < workers; ++i) {
     const bool own = i == 0;
     const int64_t whose = (worker + i) % workers;
-    const int64_t first = (pieces * whose + workers - 1) / workers,
-                  last = (pieces * (whose + 1) + workers - 1) / workers;
+    const int64_t first = (pieces * whose + workers - 1) / workers;
+    const int64_t last = (pieces * (whose + 1) + workers - 1) / workers;
     std::atomic<uint64_t>& share = shares_[static_cast<size_t>(whose)].taken;
     uint64_t taken = share.load(std::memory_order_relaxed);
     for (;;) {

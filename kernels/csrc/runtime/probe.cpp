@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstring>
 
+#include "ops.h"
 #include "runtime/context.h"
 #include "simd/simd.h"
 
@@ -124,12 +125,7 @@ class Mapping {
 };
 
 }  // namespace
-}  // namespace quire
 
-using namespace quire;
-
-// Operations per second (a multiply and an add are two) of fp32 (0), bf16 (1) or int8 (2) multiply-adds into `result`;
-// 0 where the compiled variant has no instruction for them.
 QUIRE_API int32_t quire_probe_arithmetic(Context* context, int32_t kind, double seconds, double* result) {
   *result = 0;
   if (!has(static_cast<Kind>(kind))) return 0;
@@ -149,8 +145,6 @@ QUIRE_API int32_t quire_probe_arithmetic(Context* context, int32_t kind, double 
   });
 }
 
-// Bytes per second that all workers together read from memory, the best of a few patterns. Each worker has
-// `bytes_per_worker` of its own, more than any cache holds; each pattern is tried `passes` times.
 QUIRE_API int32_t quire_probe_read(Context* context, int64_t bytes_per_worker, int32_t passes, double* result) {
   *result = 0;
   return guarded(context, [&] {
@@ -176,3 +170,5 @@ QUIRE_API int32_t quire_probe_read(Context* context, int64_t bytes_per_worker, i
     for (const uint64_t sum : sums) sink = sink ^ sum;
   });
 }
+
+}  // namespace quire

@@ -101,8 +101,7 @@ inline int32_t lane_sum(Ints a) {
   return sum;
 }
 
-// The largest of the numbers' patterns without their signs, which rise with the magnitude and end with infinity and
-// NaN.
+// The largest of the numbers' patterns without signs, which rise with the magnitude and end with infinity and NaN.
 inline bf16 largest_magnitude(const bf16* x, int64_t n) {
   bf16 largest = 0;
   int64_t at = 0;

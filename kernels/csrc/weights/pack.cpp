@@ -6,6 +6,7 @@
 
 #include "gemm/gemm.h"
 #include "gemm/norm.h"
+#include "ops.h"
 #include "runtime/context.h"
 #include "weights/encode.h"
 
@@ -192,13 +193,9 @@ void pack_int4(const Linear& w, const Source& from, int64_t panel, char* out, fl
 }
 
 }  // namespace
-}  // namespace quire
-
-using namespace quire;
 
 QUIRE_API int64_t quire_panel_count(const Linear* w) { return panel_count(*w); }
 
-// Fills w->starts from the rows that quire_pack gets after it.
 QUIRE_API int32_t quire_lay_out(Context* context, const Linear* w, const bf16* rows, const bf16* above) {
   return guarded(context, [&] {
     const Source from{rows, above};
@@ -216,8 +213,6 @@ QUIRE_API int32_t quire_lay_out(Context* context, const Linear* w, const bf16* r
   });
 }
 
-// Fills w->packed, for int8 and int4 w->scales and for int8 w->sums, from bf16 rows [n, columns]; for gate-up from
-// `rows` and `above`, [n / 2, columns] each.
 QUIRE_API int32_t quire_pack(Context* context, const Linear* w, const bf16* rows, const bf16* above) {
   return guarded(context, [&] {
     const Source from{rows, above};
@@ -240,3 +235,5 @@ QUIRE_API int32_t quire_pack(Context* context, const Linear* w, const bf16* rows
     });
   });
 }
+
+}  // namespace quire

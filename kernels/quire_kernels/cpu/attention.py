@@ -10,13 +10,13 @@ import ctypes
 import logging
 import math
 import weakref
-from ctypes import c_float, c_int32, c_int64, c_void_p
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from quire_kernels.cpu.memory import map_huge
+from quire_kernels.cpu.signatures import PoolArgs, ShapeArgs, StepArgs
 from quire_kernels.kernel_set import AttentionInput, AttentionShape
 from quire_kernels.reference import REFERENCE
 
@@ -32,52 +32,6 @@ _KINDS: dict[torch.dtype, int] = {torch.bfloat16: 0, torch.uint8: 1}
 _OUT_OF_RANGE = 2
 _DIMS, _REFERENCE_DIMS = 5, 6  # of the pools
 _REMEMBERED_SHAPES = 1024  # layers of all loaded models
-
-
-class _Pool(ctypes.Structure):
-    """`struct KvPool` of attention.h."""
-
-    _fields_ = (
-        ("data", c_void_p),
-        ("kind", c_int32),
-        ("units", c_int32),
-        ("num_blocks", c_int64),
-        ("num_layers", c_int64),
-        ("num_kv_heads", c_int64),
-        ("head_dim", c_int64),
-    )
-
-
-class _Shape(ctypes.Structure):
-    """`struct AttentionShape` of attention.h."""
-
-    _fields_ = (
-        ("num_heads", c_int32),
-        ("num_kv_heads", c_int32),
-        ("head_dim", c_int32),
-        ("scale", c_float),
-        ("norm_eps", c_float),
-        ("window", c_int64),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-    )
-    norms: tuple[Tensor | None, ...]  # what the last two point into
-
-
-class _Step(ctypes.Structure):
-    """`struct AttentionStep` of attention.h."""
-
-    _fields_ = (
-        ("rows", c_int64),
-        ("sequences", c_int64),
-        ("table_width", c_int64),
-        ("positions", c_void_p),
-        ("slots", c_void_p),
-        ("query_starts", c_void_p),
-        ("context_lens", c_void_p),
-        ("block_tables", c_void_p),
-    )
-    tensors: tuple[Tensor, ...]  # what the addresses point into
 
 
 def unsupported(*, head_dim: int, block_size: int, dtype: torch.dtype = torch.bfloat16) -> str | None:
@@ -104,9 +58,9 @@ class CpuAttention:
         self._rope_write = context.library.quire_rope_write
         self._attention = context.library.quire_attention
         self._dtype = torch.bfloat16 if kv_type == "bf16" else torch.uint8
-        self._step: tuple[AttentionInput, _Step] | None = None
-        self._pool: tuple[weakref.ref[Tensor], _Pool] | None = None  # a pool is large: not kept alive from here
-        self._shapes: dict[int, tuple[AttentionShape, _Shape]] = {}
+        self._step: tuple[AttentionInput, StepArgs] | None = None
+        self._pool: tuple[weakref.ref[Tensor], PoolArgs] | None = None  # a pool is large: not kept alive from here
+        self._shapes: dict[int, tuple[AttentionShape, ShapeArgs]] = {}
 
     def new_kv(  # noqa: PLR0917 - the op's contract
         self,
@@ -195,7 +149,7 @@ class CpuAttention:
     def _unit_elements(self, head_dim: int) -> int:
         return 2 * UNIT * head_dim if self._dtype == torch.bfloat16 else 2 * UNIT * head_dim + 2 * UNIT * 4
 
-    def shape_args(self, shape: AttentionShape) -> _Shape:
+    def shape_args(self, shape: AttentionShape) -> ShapeArgs:
         """The layer's constants as C++ reads them; they live as long as what is returned."""
         found = self._shapes.get(id(shape))  # cannot be another's: the entry keeps its shape alive
         if found is None:
@@ -209,7 +163,7 @@ class CpuAttention:
             for norm in norms:
                 if norm is not None:
                     _require(norm, (shape.head_dim,), torch.float32, "a head norm")
-            arguments = _Shape(
+            arguments = ShapeArgs(
                 num_heads=shape.num_heads,
                 num_kv_heads=shape.num_kv_heads,
                 head_dim=shape.head_dim,
@@ -219,7 +173,7 @@ class CpuAttention:
                 q_norm=None if norms[0] is None else norms[0].data_ptr(),
                 k_norm=None if norms[1] is None else norms[1].data_ptr(),
             )
-            arguments.norms = norms
+            arguments.kept = norms
             found = self._shapes[id(shape)] = shape, arguments
         return found[1]
 
@@ -231,7 +185,7 @@ class CpuAttention:
             units = kv.shape[4] if kv.dtype == torch.bfloat16 else kv.shape[4] - 2 * UNIT * 4
             self._pool = (
                 weakref.ref(kv),
-                _Pool(
+                PoolArgs(
                     data=kv.data_ptr(),
                     kind=_KINDS[kv.dtype],
                     units=kv.shape[3],
@@ -255,7 +209,7 @@ class CpuAttention:
         return ctypes.addressof(self._step[1])
 
 
-def describe(step: AttentionInput) -> _Step:
+def describe(step: AttentionInput) -> StepArgs:
     """The step as C++ reads it. ValueError for tensors that do not fit together."""
     num_rows, num_sequences = step.positions.shape[0], step.context_lens.shape[0]
     _require(step.positions, (num_rows,), torch.int64, "positions")
@@ -265,7 +219,7 @@ def describe(step: AttentionInput) -> _Step:
     _require(step.block_tables, (num_sequences, step.block_tables.shape[-1]), torch.int32, "block_tables")
     tensors = (step.positions, step.kv_slots, step.query_starts, step.context_lens, step.block_tables)
     positions, slots, starts, lengths, tables = (tensor.data_ptr() for tensor in tensors)
-    arguments = _Step(
+    arguments = StepArgs(
         rows=num_rows,
         sequences=num_sequences,
         table_width=step.block_tables.shape[1],
@@ -275,7 +229,7 @@ def describe(step: AttentionInput) -> _Step:
         context_lens=lengths,
         block_tables=tables,
     )
-    arguments.tensors = tensors
+    arguments.kept = tensors
     return arguments
 
 

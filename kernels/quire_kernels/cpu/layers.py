@@ -8,25 +8,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import byref, c_void_p
+from ctypes import byref
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from quire_kernels.cpu.attention import CpuAttention, describe, raise_for
+from quire_kernels.cpu.signatures import LayerArgs
 from quire_kernels.kernel_set import LayerWeights, StepInput
 
 if TYPE_CHECKING:
     from quire_kernels.cpu.ops import Context
-
-
-class _Layer(ctypes.Structure):
-    """`struct LayerArgs` of layers.cpp."""
-
-    _fields_ = tuple(
-        (name, c_void_p) for name in ("attention_norm", "qkv", "attention", "o", "mlp_norm", "gate_up", "down")
-    )
 
 
 class CpuLayers:
@@ -43,9 +36,9 @@ class CpuLayers:
         self._eps = eps
         self._run = context.library.quire_layers
         self._width = self._check()
-        self._args = (_Layer * len(self._layers))(
+        self._args = (LayerArgs * len(self._layers))(
             *(
-                _Layer(
+                LayerArgs(
                     attention_norm=layer.attention_norm.data_ptr(),
                     qkv=layer.qkv.address,
                     attention=ctypes.addressof(shape),

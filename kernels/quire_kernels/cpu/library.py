@@ -155,7 +155,7 @@ def _open(path: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
         declare(library)
-    except (OSError, AttributeError) as error:
+    except (OSError, AttributeError, ValueError) as error:
         raise KernelBuildError(f"the compiled kernels cannot be loaded: {error}") from error
     return library
 

@@ -11,7 +11,7 @@ import ctypes
 import json
 import os
 import sys
-from ctypes import POINTER, byref, c_double, c_int32, c_int64, c_void_p
+from ctypes import byref, c_double, c_int32
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -46,8 +46,6 @@ def measure(
 ) -> Limits:
     """Takes about `seconds` per kind of arithmetic and a second for the memory. Raises KernelBuildError."""
     library = library or load_library()
-    library.quire_probe_arithmetic.argtypes = (c_void_p, c_int32, c_double, POINTER(c_double))
-    library.quire_probe_read.argtypes = (c_void_p, c_int64, c_int32, POINTER(c_double))
     if bytes_per_worker is None:
         bytes_per_worker = min(_BYTES_PER_WORKER, _MOST_BYTES // threads)
     cpus = sorted(os.sched_getaffinity(0))

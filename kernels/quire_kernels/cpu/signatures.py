@@ -1,17 +1,17 @@
-"""The C interface of the kernels as ctypes sees it: structures and argument types, one table.
+"""The C interface of the kernels as ctypes sees it: every structure and every function's types, one table of each.
 
-Promises: mirrors kernels/csrc exactly; every op returns 0, or 1 when memory ran out.
+Promises: mirrors kernels/csrc/ops.h exactly; a library whose structures lie otherwise in memory is refused.
 Must not know: tensors, how the library is found.
 """
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 
 
 class LinearArgs(ctypes.Structure):
-    """`struct Linear` of gemm.h: a packed matrix."""
+    """`struct Linear`: a packed matrix."""
 
     _fields_ = (
         ("kind", c_int32),
@@ -27,31 +27,136 @@ class LinearArgs(ctypes.Structure):
     )
 
 
-# name: (result, arguments). Pointers are plain addresses: their shapes are checked where the tensors are known.
+class PoolArgs(ctypes.Structure):
+    """`struct KvPool`."""
+
+    _fields_ = (
+        ("data", c_void_p),
+        ("kind", c_int32),
+        ("units", c_int32),
+        ("num_blocks", c_int64),
+        ("num_layers", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+    )
+
+
+class ShapeArgs(ctypes.Structure):
+    """`struct AttentionShape`: a layer's constants."""
+
+    _fields_ = (
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("scale", c_float),
+        ("norm_eps", c_float),
+        ("window", c_int64),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+    )
+    kept: tuple[object, ...]  # what the addresses point into
+
+
+class StepArgs(ctypes.Structure):
+    """`struct AttentionStep`."""
+
+    _fields_ = (
+        ("rows", c_int64),
+        ("sequences", c_int64),
+        ("table_width", c_int64),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("query_starts", c_void_p),
+        ("context_lens", c_void_p),
+        ("block_tables", c_void_p),
+    )
+    kept: tuple[object, ...]  # what the addresses point into
+
+
+class LayerArgs(ctypes.Structure):
+    """`struct LayerArgs`: what a layer consists of."""
+
+    _fields_ = (
+        ("attention_norm", c_void_p),
+        ("qkv", c_void_p),
+        ("attention", c_void_p),
+        ("o", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("gate_up", c_void_p),
+        ("down", c_void_p),
+    )
+
+
+class _Layout(ctypes.Structure):
+    """`struct Layout`: where a field lies; without a field's name the whole structure, without any name the end."""
+
+    _fields_ = (("structure", c_char_p), ("field", c_char_p), ("offset", c_int64), ("size", c_int64))
+
+
+# By their names in C++.
+STRUCTURES: dict[str, type[ctypes.Structure]] = {
+    "Linear": LinearArgs,
+    "KvPool": PoolArgs,
+    "AttentionShape": ShapeArgs,
+    "AttentionStep": StepArgs,
+    "LayerArgs": LayerArgs,
+}
+
+# name: (result, arguments), in the order of ops.h, which names the arguments. Pointers are plain addresses: shapes are
+# checked where the tensors are known.
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "quire_layouts": (POINTER(_Layout), ()),
     "quire_variant": (c_char_p, ()),
     "quire_create": (c_void_p, (c_int32, c_void_p)),
     "quire_destroy": (None, (c_void_p,)),
     "quire_threads": (c_int32, (c_void_p,)),
-    "quire_commit": (c_int32, (c_void_p, c_void_p, c_int64)),
     "quire_panel_count": (c_int64, (c_void_p,)),
-    "quire_lay_out": (c_int32, (c_void_p, c_void_p, c_void_p, c_void_p)),
-    "quire_pack": (c_int32, (c_void_p, c_void_p, c_void_p, c_void_p)),
+    "quire_commit": (c_int32, (c_void_p, c_void_p, c_int64)),
+    "quire_lay_out": (c_int32, (c_void_p,) * 4),
+    "quire_pack": (c_int32, (c_void_p,) * 4),
     "quire_norm_linear": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_float, c_void_p, c_int32)),
     "quire_greedy": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_float, c_void_p, c_void_p)),
     "quire_linear_add": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p)),
-    # (context, shape, pool, layer, step, qkv, rope, rows of rope, q)
     "quire_rope_write": (c_int32, (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 3, c_int64, c_void_p)),
-    # (context, shape, pool, layer, step, q, out)
     "quire_attention": (c_int32, (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 3)),
-    # (context, layers, their count, eps, pool, step, rope, rows of rope, sampled rows' step or null, their places, x)
     "quire_layers": (c_int32, (c_void_p, c_void_p, c_int64, c_float, *(c_void_p,) * 3, c_int64, *(c_void_p,) * 3)),
+    "quire_probe_arithmetic": (c_int32, (c_void_p, c_int32, c_double, c_void_p)),
+    "quire_probe_read": (c_int32, (c_void_p, c_int64, c_int32, c_void_p)),
 }
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Give every function of the library its types. AttributeError if one is missing."""
+    """Give every function of the library its types.
+
+    AttributeError if one is missing, ValueError if a structure lies in memory otherwise than its mirror here.
+    """
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(library, name)
         function.restype = result
         function.argtypes = arguments
+    compare_structures(library)
+
+
+def compare_structures(library: ctypes.CDLL) -> None:
+    """ValueError naming the first structure that the library and STRUCTURES describe differently."""
+    compiled = _compiled_layouts(library)
+    for name in sorted(compiled.keys() | STRUCTURES.keys()):
+        here = _layout(STRUCTURES[name]) if name in STRUCTURES else None
+        if compiled.get(name) != here:
+            raise ValueError(f"struct {name} is {compiled.get(name)} in C++ and {here} in Python")
+
+
+def _layout(structure: type[ctypes.Structure]) -> dict[str, tuple[int, int]]:
+    """Offset and size of every field, and under no name of the whole."""
+    fields = {name: getattr(structure, name) for name, *_ in structure._fields_}
+    return {"": (0, ctypes.sizeof(structure))} | {name: (field.offset, field.size) for name, field in fields.items()}
+
+
+def _compiled_layouts(library: ctypes.CDLL) -> dict[str, dict[str, tuple[int, int]]]:
+    layouts: dict[str, dict[str, tuple[int, int]]] = {}
+    for entry in library.quire_layouts():
+        if entry.structure is None:
+            break
+        field = (entry.field or b"").decode()
+        layouts.setdefault(entry.structure.decode(), {})[field] = entry.offset, entry.size
+    return layouts

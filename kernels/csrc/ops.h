@@ -1,0 +1,102 @@
+// The C interface: every function that Python or another op calls, and the structures that they take, declared once.
+//
+// Owns the signatures; quire_kernels/cpu/signatures.py mirrors them. Promises: whatever defines or calls one of these
+// includes this file, so that a changed argument does not compile. Must not know: how an op computes.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/attention.h"
+#include "simd/bf16.h"
+#include "weights/linear.h"
+
+// Before every function that Python calls, where it is declared and where it is defined: a definition that differs from
+// its declaration is then an error, and no overload.
+#define QUIRE_API extern "C" __attribute__((visibility("default")))
+
+namespace quire {
+
+struct Context;
+
+// What one layer of quire_layers consists of.
+struct LayerArgs {
+  const bf16* attention_norm;
+  const Linear* qkv;
+  const AttentionShape* attention;
+  const Linear* o;
+  const bf16* mlp_norm;
+  const Linear* gate_up;
+  const Linear* down;
+};
+
+// Where a field of a structure lies, in bytes; without a field's name, the whole structure; without any, the end.
+struct Layout {
+  const char* structure;
+  const char* field;
+  int64_t offset, size;
+};
+
+// How this library's structures lie in memory, for Python to compare with its own before it calls anything.
+QUIRE_API const Layout* quire_layouts();
+
+// The instruction set in use, as quire_kernels/cpu/variants.py names it.
+QUIRE_API const char* quire_variant();
+
+// `threads` workers, the calling thread included; worker i > 0 is pinned to cpus[i] if `cpus` is given. Null where the
+// system refuses them.
+QUIRE_API Context* quire_create(int32_t threads, const int32_t* cpus);
+QUIRE_API void quire_destroy(Context* context);
+QUIRE_API int32_t quire_threads(const Context* context);
+
+QUIRE_API int64_t quire_panel_count(const Linear* w);
+
+// All that follow return 0, or 1 when memory ran out; those that take an AttentionStep also kOutOfRange.
+
+// Commits the pages of [data, data + bytes), in order, whenever a core is idle.
+QUIRE_API int32_t quire_commit(Context* context, char* data, int64_t bytes);
+
+// Fills w->starts from the rows that quire_pack gets after it.
+QUIRE_API int32_t quire_lay_out(Context* context, const Linear* w, const bf16* rows, const bf16* above);
+
+// Fills w->packed, for int8 and int4 w->scales and for int8 w->sums, from bf16 rows [n, columns]; for gate-up from
+// `rows` and `above`, [n / 2, columns] each.
+QUIRE_API int32_t quire_pack(Context* context, const Linear* w, const bf16* rows, const bf16* above);
+
+// x [m, columns] bf16 -> norm -> w -> out: bf16 [m, n], float [m, n] (`as_float`), or for gate-up bf16 [m, n / 2].
+QUIRE_API int32_t quire_norm_linear(Context* context, const Linear* w, const bf16* x, int64_t m, const bf16* norm,
+                                    float eps, void* out, int32_t as_float);
+
+// The column of the largest value of each row of norm -> w, of equal values the first, and whether all were finite.
+QUIRE_API int32_t quire_greedy(Context* context, const Linear* w, const bf16* x, int64_t m, const bf16* norm, float eps,
+                               int64_t* columns, uint8_t* finite);
+
+// out [m, n] = residual [m, n] + w x; `out` may be `residual`.
+QUIRE_API int32_t quire_linear_add(Context* context, const Linear* w, const bf16* x, int64_t m, const bf16* residual,
+                                   bf16* out);
+
+// qkv [rows, (num_heads + 2 num_kv_heads) * head_dim] bf16, rope [rope_rows, head_dim] (cosines, then sines)
+// -> q [rows, num_heads, head_dim] bf16. Keys and values go to the rows' slots.
+QUIRE_API int32_t quire_rope_write(Context* context, const AttentionShape* shape, const KvPool* pool, int64_t layer,
+                                   const AttentionStep* step, const bf16* qkv, const float* rope, int64_t rope_rows,
+                                   bf16* q);
+
+// q [rows, num_heads, head_dim] bf16 -> out, of the same shape. The rows' own keys and values are in the pool already.
+QUIRE_API int32_t quire_attention(Context* context, const AttentionShape* shape, const KvPool* pool, int64_t layer,
+                                  const AttentionStep* step, const bf16* q, bf16* out);
+
+// x [rows, H] -> the same in place, or where `sampled` is given its rows alone, as the first rows of x: what follows
+// the last layer's keys and values is computed for these, whose places in the step are `sample_rows`, rising. The first
+// result that is not 0 ends the call and leaves x undefined.
+QUIRE_API int32_t quire_layers(Context* context, const LayerArgs* layers, int64_t count, float eps, const KvPool* pool,
+                               const AttentionStep* step, const float* rope, int64_t rope_rows,
+                               const AttentionStep* sampled, const int64_t* sample_rows, bf16* x);
+
+// Operations per second (a multiply and an add are two) of fp32 (0), bf16 (1) or int8 (2) multiply-adds into `result`;
+// 0 where the compiled variant has no instruction for them.
+QUIRE_API int32_t quire_probe_arithmetic(Context* context, int32_t kind, double seconds, double* result);
+
+// Bytes per second that all workers together read from memory, the best of a few patterns. Each worker has
+// `bytes_per_worker` of its own, more than any cache holds; each pattern is tried `passes` times.
+QUIRE_API int32_t quire_probe_read(Context* context, int64_t bytes_per_worker, int32_t passes, double* result);
+
+}  // namespace quire

@@ -1,0 +1,82 @@
+// How the structures of ops.h lie in memory, in the words of the compiler that built this library.
+//
+// Owns the list of their fields. Promises: every field by name, offset and size. Must not know: what they mean.
+#include <cstddef>
+#include <type_traits>
+
+#include "ops.h"
+
+namespace quire {
+namespace {
+
+template <typename Structure>
+constexpr int64_t size_of() {
+  static_assert(std::is_standard_layout_v<Structure> && std::is_trivially_copyable_v<Structure>, "Python writes it");
+  return static_cast<int64_t>(sizeof(Structure));
+}
+
+#define QUIRE_STRUCTURE(structure) {#structure, nullptr, 0, size_of<structure>()}
+#define QUIRE_FIELD(structure, field) {#structure, #field, offsetof(structure, field), sizeof(structure::field)}
+
+constexpr Layout kLayouts[] = {
+    QUIRE_STRUCTURE(Linear),
+    QUIRE_FIELD(Linear, kind),
+    QUIRE_FIELD(Linear, gate_up),
+    QUIRE_FIELD(Linear, n),
+    QUIRE_FIELD(Linear, k),
+    QUIRE_FIELD(Linear, columns),
+    QUIRE_FIELD(Linear, packed),
+    QUIRE_FIELD(Linear, starts),
+    QUIRE_FIELD(Linear, scales),
+    QUIRE_FIELD(Linear, sums),
+    QUIRE_FIELD(Linear, bias),
+
+    QUIRE_STRUCTURE(KvPool),
+    QUIRE_FIELD(KvPool, data),
+    QUIRE_FIELD(KvPool, kind),
+    QUIRE_FIELD(KvPool, units),
+    QUIRE_FIELD(KvPool, num_blocks),
+    QUIRE_FIELD(KvPool, num_layers),
+    QUIRE_FIELD(KvPool, num_kv_heads),
+    QUIRE_FIELD(KvPool, head_dim),
+
+    QUIRE_STRUCTURE(AttentionShape),
+    QUIRE_FIELD(AttentionShape, num_heads),
+    QUIRE_FIELD(AttentionShape, num_kv_heads),
+    QUIRE_FIELD(AttentionShape, head_dim),
+    QUIRE_FIELD(AttentionShape, scale),
+    QUIRE_FIELD(AttentionShape, norm_eps),
+    QUIRE_FIELD(AttentionShape, window),
+    QUIRE_FIELD(AttentionShape, q_norm),
+    QUIRE_FIELD(AttentionShape, k_norm),
+
+    QUIRE_STRUCTURE(AttentionStep),
+    QUIRE_FIELD(AttentionStep, rows),
+    QUIRE_FIELD(AttentionStep, sequences),
+    QUIRE_FIELD(AttentionStep, table_width),
+    QUIRE_FIELD(AttentionStep, positions),
+    QUIRE_FIELD(AttentionStep, slots),
+    QUIRE_FIELD(AttentionStep, query_starts),
+    QUIRE_FIELD(AttentionStep, context_lens),
+    QUIRE_FIELD(AttentionStep, block_tables),
+
+    QUIRE_STRUCTURE(LayerArgs),
+    QUIRE_FIELD(LayerArgs, attention_norm),
+    QUIRE_FIELD(LayerArgs, qkv),
+    QUIRE_FIELD(LayerArgs, attention),
+    QUIRE_FIELD(LayerArgs, o),
+    QUIRE_FIELD(LayerArgs, mlp_norm),
+    QUIRE_FIELD(LayerArgs, gate_up),
+    QUIRE_FIELD(LayerArgs, down),
+
+    {nullptr, nullptr, 0, 0},
+};
+
+#undef QUIRE_STRUCTURE
+#undef QUIRE_FIELD
+
+}  // namespace
+
+QUIRE_API const Layout* quire_layouts() { return kLayouts; }
+
+}  // namespace quire
