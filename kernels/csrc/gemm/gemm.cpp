@@ -2,8 +2,11 @@
 
 #include <algorithm>
 
+#include "gemm/gemm_bringing.h"
 #include "gemm/gemm_finish.h"
 #include "gemm/gemm_tile.h"
+#include "weights/coded.h"
+#include "weights/kinds.h"
 
 namespace quire {
 namespace {
@@ -37,26 +40,6 @@ constexpr int kDecodingRows = 2;
 // Whether decoded weights are kept for several tiles.
 bool keeps_decoded(const Tiling& tiling) { return tiling.count > kDecodingTiles || tiling.rows(0) > kDecodingRows; }
 
-// What each pass over a panel fetches of the panel that follows. Many bring all of it. Of few the first waits for its
-// own panel, whose loads are then the best prefetch, and the others bring what they have time for.
-class Bringing {
- public:
-  // `step_bytes`: of the weights that a pass meets in one turn of its loop; `few_bytes` of them for each of few passes.
-  Bringing(int64_t passes, int64_t step_bytes, int64_t few_bytes)
-      : all(passes > 3), first_(all ? 0 : 1), per_step_(all ? step_bytes / passes : few_bytes) {}
-
-  // For `count` turns of a pass, `after` them; nothing when the worker's panels end here.
-  Ahead of(int64_t pass, int64_t count, const char* after, bool ends) const {
-    const int64_t lines = !ends && pass >= first_ ? (per_step_ + 63) / 64 : 0;
-    return {after, after + (pass - first_) * count * per_step_, per_step_, lines};
-  }
-
-  const bool all;
-
- private:
-  const int64_t first_, per_step_;
-};
-
 // Reads coded steps and writes their weights to `out` [count][64] pairs.
 class KeptSteps {
  public:
@@ -86,12 +69,86 @@ void decode(CodedSteps steps, int64_t count, char* out, Cold cold, const char* f
   }
 }
 
-template <typename Dot>
+// Where the tiles find the weights of one panel: as they lie, or decoded from the layout of coded.h by every tile, by
+// the first one for all, or before any. `decoded`: memory for a slice of them.
+template <typename Kind>
+class PanelSource {
+ public:
+  PanelSource(const Linear& w, int64_t panel, bool keeps, char* decoded)
+      : start_(panel_at(w, panel)), decoded_(decoded), from_(place(w, panel, keeps)) {}
+
+  int64_t step_bytes() const { return from_ == From::kPlain ? kStepBytes : kCodedStepBytes; }
+
+  // Where a step lies.
+  const char* at(int64_t step) const {
+    if constexpr (Kind::kMayBeCoded) {
+      if (from_ != From::kPlain) return CodedSteps(start_, step).at();
+    }
+    return start_ + step * kStepBytes;
+  }
+
+  // Before the tiles of the `count` steps from `step` on, which `follows` follows. How cold the first tile finds them.
+  Cold open(int64_t step, int64_t count, Cold cold, const char* follows) const {
+    if constexpr (Kind::kMayBeCoded && kDecodesBefore) {
+      if (from_ == From::kDecodedBefore) {
+        decode(CodedSteps(start_, step), count, decoded_, cold, follows);
+        return Cold::kNo;
+      }
+    }
+    return cold;
+  }
+
+  // Calls multiply(most, steps): what reads the weights from `step` on for a tile, which has up to `most` rows.
+  template <typename F>
+  void steps_of(int64_t tile, int64_t step, const F& multiply) const {
+    if (const char* plain = plain_at(tile, step)) {
+      return multiply(std::integral_constant<int, kTileRows>{}, PlainSteps<Kind>(plain));
+    }
+    if constexpr (Kind::kMayBeCoded) {
+      const CodedSteps coded(start_, step);
+      if constexpr (!kDecodesBefore) {
+        if (from_ == From::kDecodedByFirst) {
+          return multiply(std::integral_constant<int, kTileRows>{}, KeptSteps(coded, decoded_));
+        }
+      }
+      multiply(std::integral_constant<int, kDecodingRows>{}, coded);
+    }
+  }
+
+ private:
+  enum class From { kPlain, kDecodedByEvery, kDecodedByFirst, kDecodedBefore };
+
+  static From place(const Linear& w, int64_t panel, bool keeps) {
+    if constexpr (Kind::kMayBeCoded) {
+      if (Kind::is_coded(w, panel)) {
+        if (!keeps) return From::kDecodedByEvery;
+        return kDecodesBefore ? From::kDecodedBefore : From::kDecodedByFirst;
+      }
+    }
+    return From::kPlain;
+  }
+
+  // The weights that a tile needs not decode; null: it must.
+  const char* plain_at(int64_t tile, int64_t step) const {
+    switch (from_) {
+      case From::kPlain: return start_ + step * kStepBytes;
+      case From::kDecodedByEvery: return nullptr;
+      case From::kDecodedByFirst: return tile > 0 ? decoded_ : nullptr;
+      default: return decoded_;
+    }
+  }
+
+  const char* start_;
+  char* decoded_;
+  From from_;
+};
+
+// Kinds whose products are steps alike, in slices of k.
+template <typename Kind>
 void gemm_stepped(Pieces& panels, int worker, const Linear& w, const Rows& rows, const Output& out, float* partial,
                   char* decoded) {
-  constexpr bool kMayBeCoded = Dot::kKind == WeightKind::kBf16;
-  const int64_t steps = w.k / Dot::kValuesPerStep;
-  const Placing<Dot::kParts> placing(rows.m, steps);
+  const int64_t steps = w.k / Kind::kValuesPerStep;
+  const Placing<Kind::kParts> placing(rows.m, steps);
   const bool whole = steps <= kSlice;
   const bool keeps = keeps_decoded(placing);
   const int64_t num_panels = panel_count(w);
@@ -101,57 +158,42 @@ void gemm_stepped(Pieces& panels, int worker, const Linear& w, const Rows& rows,
   Piece piece;
   while (panels.take(worker, num_panels, 1, &piece)) {
     const int64_t panel = piece.begin;
-    const char* start = panel_at(w, panel);
-    const bool coded = kMayBeCoded && is_coded(w, panel);
-    const int64_t step_bytes = coded ? kCodedStepBytes : kStepBytes;
-    const Bringing bringing(num_passes, step_bytes, kStepBytes / 4);
+    const PanelSource<Kind> source(w, panel, keeps, decoded);
+    const Bringing bringing(num_passes, source.step_bytes(), kStepBytes / 4);
     const Cold cold = panel == fetched ? Cold::kNo : from_memory;
     if (w.scales != nullptr) prefetch<kPanelRows * 4>(w.scales + panel * kPanelRows);
     if (w.sums != nullptr) prefetch<kPanelRows * 4>(w.sums + panel * kPanelRows);
     for (int64_t step = 0; step < steps; step += kSlice) {
       const int64_t count = std::min(kSlice, steps - step);
       const bool last_slice = step + count == steps;
-      const char* from = coded ? CodedSteps(start, step).at() : start + step * kStepBytes;
+      const char* from = source.at(step);
       // With nothing known to follow, the start of this panel, which is in the cache.
       const bool ends = last_slice && piece.next < 0;
-      const char* after = ends ? from : last_slice ? panel_at(w, piece.next) : from + count * step_bytes;
-      const bool before = coded && keeps && kDecodesBefore;
-      if constexpr (kMayBeCoded) {
-        if (before) decode(CodedSteps(start, step), count, decoded, cold, after);
-      }
+      const char* after = ends ? from : last_slice ? panel_at(w, piece.next) : from + count * source.step_bytes();
+      const Cold first = source.open(step, count, cold, after);
       int64_t passes = 0;
       for (int64_t t = 0; t < placing.count; ++t) {
         const int64_t m = placing.first(t), live = placing.rows(t);
         float* sums = partial + (whole ? 0 : m * kPanelRows);
         const char* a = static_cast<const char*>(rows.data) + placing.offset(t, step);
         const auto ahead = [&] { return bringing.of(passes++, count, after, ends); };
-        const auto multiply = [&](auto most, const auto& weights) {
-          const Cold waits = t == 0 && !before ? cold : Cold::kNo;
-          any_tile<Dot, most>(live, a, placing, weights, count, sums, step > 0, waits, ahead);
-        };
-        constexpr std::integral_constant<int, kTileRows> any{};
-        if (!coded || before || (keeps && t > 0)) {
-          multiply(any, PlainSteps<Dot>(coded ? decoded : from));
-        } else if constexpr (kMayBeCoded) {
-          const CodedSteps weights(start, step);
-          if constexpr (!kDecodesBefore) {
-            keeps ? multiply(any, KeptSteps(weights, decoded)) : multiply(any, weights);
-          } else {
-            multiply(std::integral_constant<int, kDecodingRows>{}, weights);
-          }
-        }
-        if (last_slice) finish_tile<Dot::kKind>(w, rows, out, m, live, panel, sums);
+        source.steps_of(t, step, [&](auto most, const auto& weights) {
+          any_tile<Kind, most>(live, a, placing, weights, count, sums, step > 0, t == 0 ? first : Cold::kNo, ahead);
+        });
+        if (last_slice) finish_tile<Kind>(w, rows, out, m, live, panel, sums);
       }
     }
     if (bringing.all) fetched = piece.next;
   }
 }
 
-void gemm_int4(Pieces& panels, int worker, const Linear& w, const Rows& rows, const Output& out, float* sums) {
+// Kinds whose products are groups with scales of their own: tiles walk through all of k.
+template <typename Kind>
+void gemm_grouped(Pieces& panels, int worker, const Linear& w, const Rows& rows, const Output& out, float* sums) {
   const int64_t groups = w.k / kGroup, num_panels = panel_count(w);
-  const Tiling tiling(rows.m, kInt4Rows);
-  const int64_t num_passes = count_passes(tiling, int4_vecs);
-  const Bringing bringing(num_passes, kGroupBytes, kStepBytes);
+  const Tiling tiling(rows.m, Kind::kTileRows);
+  const int64_t num_passes = count_passes(tiling, Kind::pass_vecs);
+  const Bringing bringing(num_passes, Kind::kGroupBytes, kStepBytes);
   const Cold from_memory = num_passes == 1 ? Cold::kOnce : Cold::kShared;
   int64_t fetched = -1;
   Piece piece;
@@ -167,43 +209,51 @@ void gemm_int4(Pieces& panels, int worker, const Linear& w, const Rows& rows, co
       const int64_t m = tiling.first(t), live = tiling.rows(t);
       const int8_t* a = static_cast<const int8_t*>(rows.data) + m * w.k;
       const int32_t* group_sums = rows.sums + m * groups;
-      with_count<kInt4Rows>(static_cast<int>(live), [&](auto number) {
-        constexpr int kWide = int4_vecs(number);
+      with_count<Kind::kTileRows>(static_cast<int>(live), [&](auto number) {
+        constexpr int kWide = Kind::pass_vecs(number);
         for (int pass = 0; pass < kVecs / kWide; ++pass) {
           const Cold waits = passes == 0 ? cold : Cold::kNo;
           const Ahead ahead = bringing.of(passes++, groups, after, ends);
-          tile_int4<number, kWide>(a, w.k, group_sums, at, pass * kWide * kLanes, sums, waits, ahead);
+          Kind::template tile<number, kWide>(a, w.k, group_sums, at, pass * kWide * kLanes, sums, waits, ahead);
         }
       });
-      finish_tile<WeightKind::kInt4>(w, rows, out, m, live, panel, sums);
+      finish_tile<Kind>(w, rows, out, m, live, panel, sums);
     }
     if (bringing.all) fetched = piece.next;
   }
 }
 
+template <typename Kind>
 int64_t sums_bytes(const Linear& w, int64_t m) {
-  const int64_t steps = w.kind == WeightKind::kBf16 ? w.k / Bf16Dot::kValuesPerStep : w.k / Int8Dot::kValuesPerStep;
-  const bool whole = w.kind == WeightKind::kInt4 || steps <= kSlice;
+  const bool whole = Kind::kGrouped || w.k / Kind::kValuesPerStep <= kSlice;
   return (whole ? kTileRows : m) * kPanelRows * static_cast<int64_t>(sizeof(float));
 }
 
+template <typename Kind>
 int64_t decoded_bytes(const Linear& w, int64_t m) {
-  if (w.kind != WeightKind::kBf16 || !keeps_decoded(Tiling(m, kTileRows))) return 0;
-  return std::min(kSliceBytes, w.k / Bf16Dot::kValuesPerStep * kStepBytes);
+  if (!Kind::kMayBeCoded || !keeps_decoded(Tiling(m, kTileRows))) return 0;
+  return std::min(kSliceBytes, w.k / Kind::kValuesPerStep * kStepBytes);
 }
 
 }  // namespace
 
-int64_t gemm_scratch_bytes(const Linear& w, int64_t m) { return sums_bytes(w, m) + decoded_bytes(w, m); }
+int64_t gemm_scratch_bytes(const Linear& w, int64_t m) {
+  return with_kind(w.kind, [&](auto kind) {
+    using Kind = decltype(kind);
+    return sums_bytes<Kind>(w, m) + decoded_bytes<Kind>(w, m);
+  });
+}
 
 void gemm_worker(Pieces& panels, int worker, const Linear& w, const Rows& rows, const Output& out, char* scratch) {
-  float* sums = reinterpret_cast<float*>(scratch);
-  char* decoded = scratch + sums_bytes(w, rows.m);
-  switch (w.kind) {
-    case WeightKind::kBf16: return gemm_stepped<Bf16Dot>(panels, worker, w, rows, out, sums, decoded);
-    case WeightKind::kInt8: return gemm_stepped<Int8Dot>(panels, worker, w, rows, out, sums, decoded);
-    default: return gemm_int4(panels, worker, w, rows, out, sums);
-  }
+  with_kind(w.kind, [&](auto kind) {
+    using Kind = decltype(kind);
+    float* sums = reinterpret_cast<float*>(scratch);
+    if constexpr (Kind::kGrouped) {
+      gemm_grouped<Kind>(panels, worker, w, rows, out, sums);
+    } else {
+      gemm_stepped<Kind>(panels, worker, w, rows, out, sums, scratch + sums_bytes<Kind>(w, rows.m));
+    }
+  });
 }
 
 }  // namespace quire

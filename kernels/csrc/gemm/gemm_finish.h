@@ -5,43 +5,28 @@
 
 #include <algorithm>
 
-#include "gemm/gemm_tile.h"
+#include "gemm/gemm.h"
+#include "simd/simd.h"
+#include "simd/unroll.h"
 
 namespace quire {
 
 // Turns sums of one panel into values. What all rows share is read once for a tile.
-template <WeightKind kKind>
+template <typename Kind>
 class Scaled {
  public:
-  Scaled(const Linear& w, const Rows& rows, int64_t panel) : row_scales_(rows.scales) {
-    const int64_t lane = panel * kPanelRows;
-    bias_ = w.bias == nullptr ? nullptr : w.bias + lane;
-    unrolled<kVecs>([&](auto v) {
-      if constexpr (kKind != WeightKind::kBf16) scales_[v] = vload(w.scales + lane + v * kLanes);
-      if constexpr (kKind == WeightKind::kInt8) offsets_[v] = iload(w.sums + lane + v * kLanes);
-    });
-  }
+  Scaled(const Linear& w, const Rows& rows, int64_t panel)
+      : scale_(w, rows, panel), bias_(w.bias == nullptr ? nullptr : w.bias + panel * kPanelRows) {}
 
   void row(int64_t row, const float* sums, Vec (&value)[kVecs]) const {
-    unrolled<kVecs>([&](auto v) {
-      if constexpr (kKind == WeightKind::kBf16) {
-        value[v] = vload(sums + v * kLanes);
-      } else if constexpr (kKind == WeightKind::kInt8) {
-        const Vec exact = to_vec(isub(iload(sums + v * kLanes), offsets_[v]));
-        value[v] = vmul(exact, vmul(scales_[v], vset(row_scales_[row])));
-      } else {
-        value[v] = vmul(vload(sums + v * kLanes), vmul(scales_[v], vset(row_scales_[row])));
-      }
-    });
+    unrolled<kVecs>([&](auto v) { value[v] = scale_.value(v, row, sums + v * kLanes); });
     if (bias_ == nullptr) return;
     unrolled<kVecs>([&](auto v) { value[v] = vadd(value[v], vload(bias_ + v * kLanes)); });
   }
 
  private:
-  const float* row_scales_;
+  typename Kind::Scale scale_;
   const float* bias_;
-  Vec scales_[kVecs];
-  Ints offsets_[kVecs];
 };
 
 // Stores up to 16 columns. The last ones of a matrix whose n is no multiple of 16 go through a full vector of memory.
@@ -94,13 +79,13 @@ inline void keep_best(const Vec* value, int64_t first, int64_t columns, Best* be
   }
 }
 
-template <WeightKind kKind, Epilogue kEpilogue>
+template <typename Kind, Epilogue kEpilogue>
 void finish(const Linear& w, const Rows& rows, const Output& out, int64_t row, int64_t live, int64_t panel,
             const float* sums) {
   constexpr bool kGated = kEpilogue == Epilogue::kSiluMul;
   constexpr int kOut = kGated ? kVecs / 2 : kVecs;
   const int64_t first = panel * kOut * kLanes, columns = kGated ? w.n / 2 : w.n;
-  const Scaled<kKind> scaled(w, rows, panel);
+  const Scaled<Kind> scaled(w, rows, panel);
   for (int64_t r = row; r < row + live; ++r, sums += kPanelRows) {
     Vec value[kVecs];
     scaled.row(r, sums, value);
@@ -124,15 +109,15 @@ void finish(const Linear& w, const Rows& rows, const Output& out, int64_t row, i
 }
 
 // The rows [row, row + live) of one panel, sums [live][64].
-template <WeightKind kKind>
+template <typename Kind>
 inline void finish_tile(const Linear& w, const Rows& rows, const Output& out, int64_t row, int64_t live, int64_t panel,
                         const float* sums) {
   switch (out.epilogue) {
-    case Epilogue::kStore: return finish<kKind, Epilogue::kStore>(w, rows, out, row, live, panel, sums);
-    case Epilogue::kStoreFloat: return finish<kKind, Epilogue::kStoreFloat>(w, rows, out, row, live, panel, sums);
-    case Epilogue::kAdd: return finish<kKind, Epilogue::kAdd>(w, rows, out, row, live, panel, sums);
-    case Epilogue::kSiluMul: return finish<kKind, Epilogue::kSiluMul>(w, rows, out, row, live, panel, sums);
-    default: return finish<kKind, Epilogue::kBest>(w, rows, out, row, live, panel, sums);
+    case Epilogue::kStore: return finish<Kind, Epilogue::kStore>(w, rows, out, row, live, panel, sums);
+    case Epilogue::kStoreFloat: return finish<Kind, Epilogue::kStoreFloat>(w, rows, out, row, live, panel, sums);
+    case Epilogue::kAdd: return finish<Kind, Epilogue::kAdd>(w, rows, out, row, live, panel, sums);
+    case Epilogue::kSiluMul: return finish<Kind, Epilogue::kSiluMul>(w, rows, out, row, live, panel, sums);
+    default: return finish<Kind, Epilogue::kBest>(w, rows, out, row, live, panel, sums);
   }
 }
 

@@ -9,7 +9,8 @@
 
 #include <algorithm>
 
-#include "gemm/gemm.h"
+#include "simd/simd.h"
+#include "weights/linear.h"
 
 namespace quire {
 
@@ -51,37 +52,20 @@ struct Placing : Tiling {
   static constexpr int64_t kStride = kParts * 4;  // of a row's step
 };
 
-inline int parts(const Linear& w) {
-  switch (w.kind) {
-    case WeightKind::kBf16: return kPairParts;
-    case WeightKind::kInt8: return kQuadParts;
-    default: return 1;
-  }
+template <typename Kind>
+int64_t row_bytes(const Linear& w) {
+  return w.k / Kind::kValuesPerStep * Kind::kParts * 4;
 }
 
-inline int64_t row_bytes(const Linear& w) { return w.k * (w.kind == WeightKind::kBf16 ? 2 : 1) * parts(w); }
-
-// Row `row` of `m`, whose values are `x`, into its places in `data`. Only where steps have parts.
-inline void take_apart(const Linear& w, int64_t m, int64_t row, const void* x, char* data) {
-  constexpr int kTaken = 2;  // parts; the rows of one tile lie together however many there are
-  const bool floats = w.kind == WeightKind::kBf16;
-  const Placing<kTaken> placing(m, floats ? w.k / 2 : w.k / 4);
+// Row `row` of `m`, whose steps are `x`, into its places in `data`. Only where steps have parts.
+template <typename Kind>
+void take_apart(const Linear& w, int64_t m, int64_t row, const char* x, char* data) {
+  const int64_t steps = w.k / Kind::kValuesPerStep;
+  const Placing<Kind::kParts> placing(m, steps);
   const int64_t tile = placing.of(row), rows = placing.rows(tile);
   char* to = data + placing.offset(tile, 0) + (row - placing.first(tile)) * 4;
-  if (floats) {
-    const bf16* values = static_cast<const bf16*>(x);
-    for (int64_t i = 0; i < w.k; ++i, to += rows * 4) {
-      const float value = to_float(values[i]);
-      std::memcpy(to, &value, 4);
-    }
-    return;
-  }
-  const uint8_t* bytes = static_cast<const uint8_t*>(x);
-  for (int64_t i = 0; i < w.k; i += 4) {
-    for (int64_t part = 0; part < kTaken; ++part, to += rows * 4) {
-      const uint16_t both[2] = {bytes[i + part], bytes[i + part + 2]};
-      std::memcpy(to, both, 4);
-    }
+  for (int64_t step = 0; step < steps; ++step, x += 4) {
+    for (int part = 0; part < Kind::kParts; ++part, to += rows * 4) Kind::store_part(x, part, to);
   }
 }
 

@@ -3,10 +3,11 @@
 // Owns where prepared rows live. Promises: a row's result does not depend on who prepared it. Must not know: layers.
 #include <algorithm>
 
+#include "gemm/gemm.h"
 #include "gemm/gemm_rows.h"
-#include "gemm/norm.h"
 #include "ops.h"
 #include "runtime/context.h"
+#include "weights/kinds.h"
 
 namespace quire {
 namespace {
@@ -22,15 +23,17 @@ struct Input {
   float eps;
 };
 
+template <typename Kind>
 int64_t rows_bytes(const Linear& w, int64_t m) {
-  return aligned(m * row_bytes(w)) + aligned(m * 4) + aligned(m * (w.k / kGroup) * 4);
+  return aligned(m * row_bytes<Kind>(w)) + aligned(m * 4) + aligned(m * (w.k / kGroup) * 4);
 }
 
 // Prepared rows: data, scales and group sums, one after the other.
+template <typename Kind>
 struct Prepared {
   Prepared(const Linear& w, int64_t m, char* memory)
       : data(memory),
-        scales(reinterpret_cast<float*>(memory + aligned(m * row_bytes(w)))),
+        scales(reinterpret_cast<float*>(memory + aligned(m * row_bytes<Kind>(w)))),
         sums(reinterpret_cast<int32_t*>(reinterpret_cast<char*>(scales) + aligned(m * 4))) {}
   char* data;
   float* scales;
@@ -38,43 +41,26 @@ struct Prepared {
 };
 
 // `normed` [columns] and `whole` [k] are the worker's own.
-void prepare_row(const Linear& w, const Input& in, int64_t row, const Prepared& to, bf16* normed, char* whole) {
-  const bf16* x = in.data + row * w.columns;
-  const bool apart = parts(w) > 1;
-  char* data = apart ? whole : to.data + row * row_bytes(w);
-  if (w.kind == WeightKind::kBf16) {
-    bf16* out = reinterpret_cast<bf16*>(data);
-    if (in.norm != nullptr) {
-      rms_norm_row(x, in.norm, w.columns, in.eps, out);
-    } else {
-      std::memcpy(out, x, static_cast<size_t>(w.columns) * sizeof(bf16));
-    }
-    std::memset(out + w.columns, 0, static_cast<size_t>(w.k - w.columns) * sizeof(bf16));
-  } else {
-    if (in.norm != nullptr) {
-      rms_norm_row(x, in.norm, w.columns, in.eps, normed);
-      x = normed;
-    }
-    if (w.kind == WeightKind::kInt8) {
-      to.scales[row] = quantize_row_unsigned(x, w.columns, w.k, reinterpret_cast<uint8_t*>(data));
-    } else {
-      int32_t* sums = to.sums + row * (w.k / kGroup);
-      to.scales[row] = quantize_row_signed(x, w.columns, w.k, reinterpret_cast<int8_t*>(data), sums);
-    }
-  }
-  if (apart) take_apart(w, in.m, row, whole, to.data);
+template <typename Kind>
+void prepare_row(const Linear& w, const Input& in, int64_t row, const Prepared<Kind>& to, bf16* normed, char* whole) {
+  constexpr bool kApart = Kind::kParts > 1;
+  char* data = kApart ? whole : to.data + row * row_bytes<Kind>(w);
+  const RawRow raw{in.data + row * w.columns, in.norm, w.columns, in.eps};
+  Kind::prepare(w, raw, normed, data, to.scales + row, to.sums + row * (w.k / kGroup));
+  if constexpr (kApart) take_apart<Kind>(w, in.m, row, whole, to.data);
 }
 
-void project(Context& context, const Linear& w, const Input& in, const Output& out) {
+template <typename Kind>
+void project_as(Context& context, const Linear& w, const Input& in, const Output& out) {
   if (in.m == 0) return;
   Pool& pool = context.pool;
   const int64_t sums_bytes = aligned(gemm_scratch_bytes(w, in.m));
-  const int64_t row_bytes = aligned(w.k * 2);
-  const bool as_is = kPairParts == 1 && w.kind == WeightKind::kBf16 && in.norm == nullptr && w.k == w.columns;
+  const int64_t whole_bytes = aligned(w.k * 2);
+  const bool as_is = Kind::kTakesRowsAsIs && in.norm == nullptr && w.k == w.columns;
   const bool redundant = in.m * w.k <= kRedundantValues;
-  const int64_t prepared_bytes = as_is ? 0 : rows_bytes(w, in.m);
+  const int64_t prepared_bytes = as_is ? 0 : rows_bytes<Kind>(w, in.m);
   if (!redundant) context.shared.reserve(static_cast<size_t>(prepared_bytes));
-  context.reserve_own(static_cast<size_t>(sums_bytes + 2 * row_bytes + (redundant ? prepared_bytes : 0)));
+  context.reserve_own(static_cast<size_t>(sums_bytes + 2 * whole_bytes + (redundant ? prepared_bytes : 0)));
 
   pool.run([&](int worker) {
     char* own = context.own[static_cast<size_t>(worker)].data();
@@ -82,20 +68,24 @@ void project(Context& context, const Linear& w, const Input& in, const Output& o
     if (out.best != nullptr) to_own.best += worker * in.m;
     if (as_is) return gemm_worker(pool.second, worker, w, {in.m, in.data, nullptr, nullptr}, to_own, own);
     bf16* normed = reinterpret_cast<bf16*>(own + sums_bytes);
-    char* whole = own + sums_bytes + row_bytes;
-    const Prepared to(w, in.m, redundant ? whole + row_bytes : context.shared.data());
+    char* whole = own + sums_bytes + whole_bytes;
+    const Prepared<Kind> to(w, in.m, redundant ? whole + whole_bytes : context.shared.data());
     if (redundant) {
-      for (int64_t row = 0; row < in.m; ++row) prepare_row(w, in, row, to, normed, whole);
+      for (int64_t row = 0; row < in.m; ++row) prepare_row<Kind>(w, in, row, to, normed, whole);
     } else {
       Piece rows;
       while (pool.first.take(worker, in.m, kPreparedTogether, &rows)) {
-        for (int64_t row = rows.begin; row < rows.end; ++row) prepare_row(w, in, row, to, normed, whole);
+        for (int64_t row = rows.begin; row < rows.end; ++row) prepare_row<Kind>(w, in, row, to, normed, whole);
         pool.first.finish(rows.end - rows.begin);
       }
       pool.first.wait(in.m);
     }
     gemm_worker(pool.second, worker, w, {in.m, to.data, to.scales, to.sums}, to_own, own);
   });
+}
+
+void project(Context& context, const Linear& w, const Input& in, const Output& out) {
+  with_kind(w.kind, [&](auto kind) { project_as<decltype(kind)>(context, w, in, out); });
 }
 
 }  // namespace

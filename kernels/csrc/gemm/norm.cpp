@@ -2,18 +2,10 @@
 
 #include <cmath>
 
-#include "gemm/gemm.h"
+#include "weights/linear.h"
 
 namespace quire {
 namespace {
-
-// Sixteen values of a row, zeros past its end.
-inline Vec load_row(const bf16* x, int64_t at, int64_t n) {
-  if (at + kLanes <= n) return vload_bf16(x + at);
-  bf16 lanes[kLanes] = {};
-  if (at < n) std::memcpy(lanes, x + at, static_cast<size_t>(n - at) * sizeof(bf16));
-  return vload_bf16(lanes);
-}
 
 inline void store_row(bf16* out, int64_t at, int64_t n, Vec value) {
   if (at + kLanes <= n) return vstore_bf16(out + at, value);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "simd/simd.h"
 
@@ -11,6 +12,29 @@ namespace quire {
 
 // out[0, n) = x / sqrt(mean(x^2) + eps), rounded to bf16, times weight, rounded to bf16.
 void rms_norm_row(const bf16* x, const bf16* weight, int64_t n, float eps, bf16* out);
+
+// An activation row before it is prepared.
+struct RawRow {
+  const bf16* x;     // [n]
+  const bf16* norm;  // [n], or null: no norm
+  int64_t n;
+  float eps;
+
+  // What is to be prepared: `into`, now normed, or x itself.
+  const bf16* normed(bf16* into) const {
+    if (norm == nullptr) return x;
+    rms_norm_row(x, norm, n, eps, into);
+    return into;
+  }
+};
+
+// Sixteen values of a row, zeros past its end.
+inline Vec load_row(const bf16* x, int64_t at, int64_t n) {
+  if (at + kLanes <= n) return vload_bf16(x + at);
+  bf16 lanes[kLanes] = {};
+  if (at < n) std::memcpy(lanes, x + at, static_cast<size_t>(n - at) * sizeof(bf16));
+  return vload_bf16(lanes);
+}
 
 // Symmetric quantisation of x[0, n) to n integers of -127..127 and one scale, written from out[0] on; out[n, padded) is
 // filled with zeros' code. Returns the scale; NaN or infinity anywhere in x makes it NaN.

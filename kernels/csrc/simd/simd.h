@@ -72,6 +72,13 @@ inline Ints nibble_dot(Ints acc, Ints u, Ints s) { return dot4(acc, u, s); }
 inline Ints nibble_total(Ints acc, int32_t) { return acc; }
 #endif
 
+// Four bytes in every lane.
+inline Ints quad_factor(const char* p) {
+  int32_t bytes;
+  std::memcpy(&bytes, p, 4);
+  return iset(bytes);
+}
+
 // Halves added to each other until one lane is left.
 inline float lane_sum(Vec a) {
 #if defined(QUIRE_AVX512) || defined(QUIRE_AVX2)

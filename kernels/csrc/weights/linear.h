@@ -1,15 +1,22 @@
-// A packed matrix: 64 output rows to a panel, of each kind of weight.
+// A packed matrix, and the activation rows that meet it in a product.
 //
-// Owns the geometry that all kinds share. Promises: a panel is contiguous, begins at a multiple of 64 bytes and needs
-// nothing of another. Must not know: what lies in a panel, who computes which.
+// Owns the geometry that all kinds of weights share: panels of 64 output rows, each [steps][64][4 bytes] or, for int4,
+// groups of such steps; a lane is an output row. Promises: a panel is contiguous, begins at a multiple of 64 bytes and
+// needs nothing of another. Must not know: what a step's bytes mean, who computes which panel.
 #pragma once
 
 #include <cstdint>
 
+#include "simd/bf16.h"
+
 namespace quire {
 
 constexpr int kPanelRows = 64;
+constexpr int kVecs = kPanelRows / kLanes;  // vectors of a step, and accumulators per activation row
+constexpr int64_t kStepBytes = kPanelRows * 4;
+constexpr int kGroup = 32;  // k values that share one int4 scale; k is padded to a multiple of it
 
+// Each has its traits, which kinds.h lists.
 enum class WeightKind : int32_t { kBf16 = 0, kInt8 = 1, kInt4 = 2 };
 
 // `gate_up`: a panel holds 32 gate rows, then the 32 up rows that belong to them, and n counts both.
@@ -23,6 +30,14 @@ struct Linear {
   const float* scales;  // int8, int4: [panels * 64], per output row, in panel order; those of int4 groups are relative
   const int32_t* sums;  // int8: [panels * 64], 128 * the sum of the row's weights
   const float* bias;    // [panels * 64] in panel order, or null
+};
+
+// Activation rows as the weights want them.
+struct Rows {
+  int64_t m;
+  const void* data;     // bf16, or for int8 bytes offset by 128, as gemm_rows.h places them; int4: signed bytes [m, k]
+  const float* scales;  // int8, int4: [m]
+  const int32_t* sums;  // int4: [m, k / 32], 8 * the sum of the group
 };
 
 inline int64_t panel_count(const Linear& w) {

@@ -1,0 +1,29 @@
+// All kinds of weights, and the one place that tells them apart.
+//
+// A kind is a type of static members, of which everything else is a template:
+//   panels    panel_bytes, of one whose weights lie as they are; packed_bytes, of one as it will be packed; pack
+//   rows      prepare, an activation row as the products want it, unless kTakesRowsAsIs; store_part, to take it apart
+//   products  kValuesPerStep and kParts, and zero, load_sum, store_sum, load, part, factor, dot: a step of gemm_tile.h;
+//             or where kGrouped, kGroupBytes and a tile of its own
+//   finish    Scale, from sums to values
+//
+// Promises: a new kind is its own header, its number in WeightKind and its line here. Must not know: what they do.
+#pragma once
+
+#include "weights/bf16_weights.h"
+#include "weights/int4_weights.h"
+#include "weights/int8_weights.h"
+
+namespace quire {
+
+// f with the traits of a kind.
+template <typename F>
+inline auto with_kind(WeightKind kind, const F& f) {
+  switch (kind) {
+    case WeightKind::kBf16: return f(Bf16Weights{});
+    case WeightKind::kInt8: return f(Int8Weights{});
+    default: return f(Int4Weights{});
+  }
+}
+
+}  // namespace quire
