@@ -43,7 +43,7 @@ bool keeps_decoded(const Tiling& tiling) { return tiling.count > kDecodingTiles 
 // Reads coded steps and writes their weights to `out` [count][64] pairs.
 class KeptSteps {
  public:
-  static constexpr int64_t kBytes = CodedSteps::kBytes;
+  [[maybe_unused]] static constexpr int64_t kBytes = CodedSteps::kBytes;
   KeptSteps(const CodedSteps& steps, char* out) : steps_(steps), out_(out) {}
   const char* at() const { return steps_.at(); }
   void next(Pairs (&weights)[kVecs], int = 0) {
@@ -57,8 +57,8 @@ class KeptSteps {
   char* out_;
 };
 
-// `count` steps of a panel to `out`; `follows`: what will be read next.
-void decode(CodedSteps steps, int64_t count, char* out, Cold cold, const char* follows) {
+// `count` steps of a panel to `out`; `follows`: what will be read next. For kDecodesBefore.
+[[maybe_unused]] void decode(CodedSteps steps, int64_t count, char* out, Cold cold, const char* follows) {
   KeptSteps kept(steps, out);
   const int64_t turn = count - kPrefetchBytes / CodedSteps::kBytes;
   for (int64_t step = 0; step < count; ++step) {

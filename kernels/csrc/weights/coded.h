@@ -144,7 +144,8 @@ class CodedSteps {
   __m256i joined(__m256i kept, __m256i distances) const {
     const __m256i mask = _mm256_set1_epi16(static_cast<int16_t>(kSignAndMantissa));
     const __m256i codes = _mm256_set1_epi16((kCodes - 1) << kExponentShift);
-    const __m256i exponents = _mm256_add_epi16(_mm256_and_si256(distances, codes), _mm256_set1_epi16(lowest_));
+    const __m256i exponents =
+        _mm256_add_epi16(_mm256_and_si256(distances, codes), _mm256_set1_epi16(static_cast<int16_t>(lowest_)));
     return _mm256_or_si256(_mm256_and_si256(kept, mask), exponents);
   }
 
