@@ -35,7 +35,8 @@ from quire_engine.memory_plan import (
 )
 from quire_engine.scheduling.policies.gate import check_config
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_kernels.kernel_set import KernelSet, select
+from quire_kernels.kernel_set import KernelSet, KVFormat
+from quire_kernels.select import select
 
 __all__ = ["BuiltEngine", "build", "plan_text", "resolve_plan"]
 
@@ -136,8 +137,7 @@ def build(config: EngineConfig) -> BuiltEngine:
     """Load the model, size the pool and put the parts together. Raises ConfigError, ModelLoadError."""
     started = time.perf_counter()
     resolved = _resolve(config)
-    # The C++ kernels have workers of their own; torch's would only wait beside them.
-    torch.set_num_threads(1 if resolved.kernels.name == "cpu" else resolved.num_threads)
+    torch.set_num_threads(1 if resolved.kernels.own_threads else resolved.num_threads)
     pool = _pool_before_load(resolved)
     decoder = load_decoder(
         Path(config.model),
@@ -175,18 +175,15 @@ def _resolve(config: EngineConfig) -> _Resolved:
             device,
             dtype,
             config.kernels,
-            threads=num_threads,
+            kv=KVFormat(head_dim=model.head_dim, block_size=config.block_size, kv_type=config.kv_cache_dtype),
             quantization=config.quantization,
-            kv_type=config.kv_cache_dtype,
+            threads=num_threads,
         )
     except ValueError as error:
         raise ConfigError(f"kernels={config.kernels}: {error}") from None
     weights = parameters.memory(dtype.itemsize, kernels.packed_bits)
-    if device.type == "cpu" and kernels.name == "reference":
-        if config.kernels == "auto" and dtype is not torch.bfloat16:
-            _log.warning("%s runs on the slow reference kernels; --dtype bfloat16 takes the fast ones", dtype)
-        if config.num_threads is None:
-            num_threads = _torch_threads(weights.total)
+    if device.type == "cpu" and not kernels.own_threads and config.num_threads is None:
+        num_threads = _torch_threads(weights.total)
     resolved = _Resolved(
         asked=config,
         model=model,
@@ -204,7 +201,7 @@ def _resolve(config: EngineConfig) -> _Resolved:
 
 
 def _torch_threads(weights_bytes: int) -> int:
-    """For the reference kernels: one thread per quarter GiB of weights.
+    """For kernels that compute on torch's: one thread per quarter GiB of weights.
 
     For less, torch's threads wait for each other longer than they compute, and for a hundred times longer when another
     process takes one of their cores.

@@ -1,4 +1,4 @@
-"""The record of model operations that one implementation provides, and the choice among them.
+"""The record of model operations that one implementation provides, and what the operations take.
 
 Promises: the model calls these ops and no others; `reference` (plain torch) is the specification of each.
 On a CPU every output row is computed in an order that does not depend on the other rows of the call
@@ -7,7 +7,6 @@ On a CPU every output row is computed in an order that does not depend on the ot
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -20,7 +19,14 @@ Quantization = Literal["int8", "int4"]
 # What the KV pool holds: the model's dtype, or int8 with a scale for every token and head.
 KVType = Literal["auto", "int8"]
 
-_log = logging.getLogger(__name__)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVFormat:
+    """What decides whether an implementation can hold a model's keys and values."""
+
+    head_dim: int
+    block_size: int  # tokens
+    kv_type: KVType = "auto"
 
 
 class AttentionInput(Protocol):
@@ -95,10 +101,6 @@ class LayerWeights(Protocol):
 class BoundLayers(Protocol):
     """All layers of one model as one op: the six of each, in order."""
 
-    def serves(self, kv: Tensor) -> bool:
-        """Whether it works on this pool; otherwise the ops are called one by one."""
-        ...
-
     def __call__(self, x: Tensor, kv: Tensor, step: StepInput) -> Tensor:
         """x [T, H] -> the sampled rows [S, H] after the last layer. May reuse x's memory."""
         ...
@@ -157,48 +159,4 @@ class KernelSet:
     packed_bytes: Callable[[LinearWeight], int] | None = None  # of one matrix; with `packed_bits`
     greedy: Callable[[Tensor, Tensor, float, LinearWeight], tuple[list[int], list[bool]]] | None = None
     bind_layers: Callable[[Sequence[LayerWeights], Tensor, float], BoundLayers] | None = None
-
-
-def select(
-    device: torch.device,
-    dtype: torch.dtype,
-    choice: str = "auto",
-    *,
-    threads: int | None = None,
-    quantization: Quantization | None = None,
-    kv_type: KVType = "auto",
-) -> KernelSet:
-    """The kernel set for a device and dtype. `choice` is "auto", "reference" or "cpu" (C++; bfloat16 on a CPU).
-
-    `threads` (None: one per usable core), `quantization` and `kv_type` concern "cpu" alone. ValueError if there is no
-    such set.
-    """
-    # Imported here because the sets are built from this module's types.
-    from quire_kernels.reference import REFERENCE  # noqa: PLC0415
-
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"no kernel set computes in {dtype}; use float32, bfloat16 or float16")
-    if choice not in ("auto", "reference", "cpu"):
-        raise ValueError(f"no kernel set named {choice!r} for {device.type}; use 'auto', 'reference' or 'cpu'")
-    fits = device.type == "cpu" and dtype is torch.bfloat16
-    if choice == "cpu" and not fits:
-        raise ValueError(f"the C++ kernels compute in bfloat16 on a CPU, not in {dtype} on {device.type}; use 'auto'")
-    only_cpu = quantization or (f"a KV cache of {kv_type}" if kv_type != "auto" else None)
-    if only_cpu is not None and (choice == "reference" or not fits):
-        raise ValueError(
-            f"{only_cpu} needs the C++ kernels, which compute in bfloat16 on a CPU: this is {dtype} on"
-            f" {device.type} with the kernels {choice!r}"
-        )
-    if choice == "reference" or not fits:
-        return REFERENCE
-
-    from quire_kernels.cpu.compiler import KernelBuildError  # noqa: PLC0415
-    from quire_kernels.cpu.ops import cpu_kernel_set  # noqa: PLC0415
-
-    try:
-        return cpu_kernel_set(threads, quantization, kv_type="bf16" if kv_type == "auto" else kv_type)
-    except KernelBuildError as error:
-        if choice == "cpu" or only_cpu is not None:
-            raise ValueError(f"the C++ kernels are not available: {error}") from error
-        _log.warning("serving with the slow reference kernels: %s", error)
-        return REFERENCE
+    own_threads: bool = False  # it computes with workers of its own; torch's would only wait beside them

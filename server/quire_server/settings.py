@@ -192,10 +192,6 @@ class Settings(BaseSettings):
                 f"min_chunk ({self.min_chunk}) is larger than prefill_chunk ({self.prefill_chunk});"
                 f" set --prefill-chunk {self.min_chunk} or more, or --min-chunk {self.prefill_chunk} or less"
             )
-        if self.kernels == "cpu" and self.device == "cuda":
-            raise ValueError("the cpu kernels do not run on a GPU; set --kernels auto or --device cpu")
-        if self.device == "cuda" and (self.quantization or self.kv_cache_dtype != "auto"):
-            raise ValueError("int8 and int4 need the C++ kernels of a CPU; leave them out or set --device cpu")
         if self.chat_template is not None and not self.chat_template.is_file():
             raise ValueError(f"there is no chat template at {self.chat_template}; set --chat-template to a Jinja file")
         if any(not key for key in self.api_key):

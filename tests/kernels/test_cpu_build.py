@@ -15,10 +15,12 @@ import torch
 from quire_kernels.cpu import build, compiler, library, variants
 from quire_kernels.cpu.compiler import KernelBuildError
 from quire_kernels.cpu.variants import VARIANTS, compilable_variants, usable_variants
-from quire_kernels.kernel_set import select
+from quire_kernels.kernel_set import KVFormat
 from quire_kernels.reference import REFERENCE
+from quire_kernels.select import select
 
 CPU = torch.device("cpu")
+KV = KVFormat(head_dim=64, block_size=16)
 TINY = 'extern "C" __attribute__((visibility("default"))) int answer() { return %d; }\n'
 PORTABLE = VARIANTS[-1]
 
@@ -135,12 +137,15 @@ def test_without_a_compiler_the_reference_serves_after_one_warning(sources, tmp_
     monkeypatch.setattr(compiler.shutil, "which", lambda _: None)
     monkeypatch.setattr(library, "_default_cache", lambda: tmp_path / "cache")
     with caplog.at_level(logging.WARNING):
-        assert select(CPU, torch.bfloat16) is REFERENCE
+        assert select(CPU, torch.bfloat16, kv=KV) is REFERENCE
     (record,) = caplog.records
-    assert "slow reference kernels: no C++ compiler on the PATH" in record.getMessage()
+    assert (
+        "slower reference kernels: the cpu kernels are not available: no C++ compiler on the PATH"
+        in record.getMessage()
+    )
     for asked in ({"choice": "cpu"}, {"quantization": "int8"}):
         with pytest.raises(ValueError, match=r"not available: no C\+\+ compiler"):
-            select(CPU, torch.bfloat16, **asked)
+            select(CPU, torch.bfloat16, kv=KV, **asked)
     assert len(caplog.records) == 1
 
 
@@ -252,19 +257,3 @@ print(kernels.quire_create(256, None))
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=200)
     assert (result.returncode, result.stdout) == (0, "None\n"), result.stderr
-
-
-def test_quantisation_is_refused_where_it_cannot_be():
-    with pytest.raises(ValueError, match="int8 needs the C\\+\\+ kernels"):
-        select(CPU, torch.float32, quantization="int8")
-    with pytest.raises(ValueError, match="int4 needs the C\\+\\+ kernels"):
-        select(torch.device("cuda"), torch.bfloat16, quantization="int4")
-    with pytest.raises(ValueError, match="'reference'"):
-        select(CPU, torch.bfloat16, "reference", quantization="int8")
-    with pytest.raises(ValueError, match="bfloat16 on a CPU"):
-        select(CPU, torch.float16, "cpu")
-
-
-def test_the_cpu_set_is_chosen_by_name():
-    assert select(CPU, torch.bfloat16, "cpu", threads=1).name == "cpu"
-    assert select(CPU, torch.bfloat16, threads=1, quantization="int4").name == "cpu"

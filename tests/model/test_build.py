@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from quire_engine.config import EngineConfig
 from quire_engine.errors import ConfigError, ModelLoadError
 from quire_engine.execution.workspace import largest_batch
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
+from quire_kernels.reference import REFERENCE
+from quire_kernels.select import PROVIDERS, select
 from support.checkpoints import VOCAB_SIZE, make_checkpoint, shared_checkpoint
 from support.offline import generate
 
@@ -155,10 +159,82 @@ def test_packed_weights_are_counted_as_they_are_held(quantization, bits):
     assert f"in {quantization}" in plan_text(plan) or quantization is None
 
 
-def test_int8_without_the_cpu_kernels_is_refused():
-    for asked in ({"quantization": "int8"}, {"kv_cache_dtype": "int8"}):
-        with pytest.raises(ConfigError, match="int8 needs the C"):
-            resolve_plan(config(kernels="reference", **asked))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"kernels": "reference", "quantization": "int8"},
+            r"not in int8 \(leave quantization out\); set kernels to auto",
+        ),
+        ({"kernels": "reference", "kv_cache_dtype": "int8"}, r"\(set kv_cache_dtype to auto\); set kernels to auto"),
+        ({"kernels": "cpu", "dtype": "float32"}, r"\(set dtype to bfloat16\); set kernels to auto"),
+        ({"quantization": "int4", "dtype": "float16"}, r"\(set dtype to bfloat16\); .*\(leave quantization out\)$"),
+        ({"kernels": "cpu", "device": "cuda"}, r"\(set device to cpu\); set kernels to auto"),
+        ({"quantization": "int8", "device": "cuda"}, r"\(set device to cpu\); .*\(leave quantization out\)$"),
+        ({"kv_cache_dtype": "int8", "device": "cuda"}, r"\(set device to cpu\); .*\(set kv_cache_dtype to auto\)$"),
+        ({"kernels": "cpu", "block_size": 8}, r"not block_size 8 \(set block_size to 16\); set kernels to auto"),
+        ({"block_size": 24, "quantization": "int8"}, "not block_size 24"),
+    ],
+)
+def test_what_no_kernels_can_serve_together_is_refused_with_the_fix(changes, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for resolve in (resolve_plan, build):
+        with pytest.raises(ConfigError, match=message) as failure:
+            resolve(config(**{"dtype": "bfloat16", **changes}))
+        assert str(failure.value).startswith(f"kernels={changes.get('kernels', 'auto')}: the ")
+
+
+@pytest.mark.parametrize(
+    ("path_options", "changes", "reason"),
+    [
+        ({"head_dim": 24}, {}, "not head_dim 24"),
+        ({"head_dim": 8}, {}, "not head_dim 8"),
+        ({}, {"block_size": 8}, "not block_size 8"),
+        ({}, {"dtype": "float32"}, "in bfloat16, not in torch.float32"),
+    ],
+)
+def test_the_reference_serves_as_a_whole_what_the_cpu_kernels_cannot(path_options, changes, reason, caplog):
+    """Never products by one and attention by the other: the plan names one set, and its numbers are that set's."""
+    path = str(shared_checkpoint("qwen3", **path_options))
+    asked = {"model": path, "dtype": "bfloat16", "max_num_seqs": 4, **changes}
+    built = build(config(**asked))
+    assert built.plan.kernels == "reference"
+    (record,) = caplog.records
+    assert record.getMessage().startswith("serving with the slower reference kernels: the cpu kernels ")
+    assert reason in record.getMessage()
+    ours = generate(built, [request()])["a", 0]
+    assert ours == generate(build(config(**asked, kernels="reference")), [request()])["a", 0]
+    assert ours.finish == "length"
+    assert len(caplog.records) == 1
+
+
+def test_new_kernels_need_no_change_of_the_composition(monkeypatch):
+    """A set under a name that nothing here knows, with workers of its own."""
+
+    class Provider:
+        name = "abacus"
+        devices = ("cpu",)
+
+        def why_not(self, device, dtype, quantization, kv):
+            return None
+
+        def make(self, device, dtype, quantization, kv, *, threads):
+            assert (device, dtype, quantization, kv.head_dim, threads) == (
+                torch.device("cpu"),
+                torch.float32,
+                None,
+                32,
+                3,
+            )
+            return replace(REFERENCE, name=self.name, own_threads=True)
+
+    monkeypatch.setattr(quire_engine.build, "select", partial(select, providers=(Provider(), *PROVIDERS)))
+    for asked in ("auto", "abacus"):
+        built = build(config(kernels=asked, num_threads=3))
+        assert (built.plan.kernels, built.plan.num_threads, torch.get_num_threads()) == ("abacus", 3, 1)
+        assert generate(built, [request()])["a", 0].finish == "length"
+    assert build(config(kernels="reference", num_threads=2)).plan.kernels == "reference"
+    assert torch.get_num_threads() == 2
 
 
 def test_a_quarter_of_the_free_memory_is_the_default(monkeypatch):

@@ -97,7 +97,7 @@ def test_continuations_end_where_the_text_ends(monkeypatch):
     assert lengths == [(1, 1)] * 2
 
 
-def test_heads_that_no_int8_pool_can_hold():
+def test_heads_that_the_kernels_cannot_serve():
     path = shared_checkpoint("qwen3", head_dim=24)
-    with pytest.raises(ConfigError, match="int8 KV pool"):
-        list(measure(path, [KV_INT8], None, num_threads=1))
+    with pytest.raises(ConfigError, match="head_dim 24"):
+        list(measure(path, [INT8], None, num_threads=1))

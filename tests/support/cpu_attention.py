@@ -10,8 +10,8 @@ import torch
 
 from quire_engine.execution.model_input import build_model_input
 from quire_kernels.cpu.attention import CpuAttention
+from quire_kernels.cpu.context import Context
 from quire_kernels.cpu.library import load_library
-from quire_kernels.cpu.ops import Context
 from quire_kernels.kernel_set import AttentionShape
 from support.model_steps import Blocks, batch_of, scheduled
 

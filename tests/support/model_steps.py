@@ -21,7 +21,8 @@ from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.decoder import Decoder
 from quire_engine.execution.models.weights import load_decoder
 from quire_engine.types import SamplingParams, StopParams
-from quire_kernels.kernel_set import select
+from quire_kernels.kernel_set import KVFormat
+from quire_kernels.select import select
 
 CPU = torch.device("cpu")
 CUDA = pytest.param(
@@ -88,7 +89,7 @@ class Model:
     ) -> None:
         self.device, self.block_size = torch.device(device), block_size
         config = load_model_config(path)
-        kernels = select(self.device, dtype, "reference")
+        kernels = select(self.device, dtype, "reference", kv=KVFormat(head_dim=config.head_dim, block_size=block_size))
         self.decoder: Decoder = load_decoder(
             path, config, kernels=kernels, dtype=dtype, device=self.device, max_model_len=max_model_len
         )

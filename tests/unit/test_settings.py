@@ -97,7 +97,6 @@ def test_sizes(text: str, size: int):
         (["--served-model-name", "a b"], "--served-model-name"),
         (["--default-chat-template-kwargs", "{"], "JSON object"),
         (["--chat-template", "/nowhere/x.jinja"], "--chat-template"),
-        (["--kernels", "cpu", "--device", "cuda"], "--kernels auto"),
         (["--min-chunk", "600", "--max-num-batched-tokens", "4k"], "--prefill-chunk 600"),
         (["--api-key", ""], "empty"),
         (["one", "two"], "unexpected argument 'two'"),

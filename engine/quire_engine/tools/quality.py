@@ -32,7 +32,8 @@ from quire_engine.machine import usable_cores
 from quire_engine.quality_store import Quality, store_quality
 from quire_engine.tools.logit_comparison import Comparison, Prompts, equal_share
 from quire_engine.types import SamplingParams, StopParams
-from quire_kernels.kernel_set import select
+from quire_kernels.kernel_set import KVFormat
+from quire_kernels.select import select
 
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
@@ -136,9 +137,9 @@ def ask(  # noqa: PLR0917
             _CPU,
             torch.bfloat16,
             "cpu",
-            threads=threads,
+            kv=KVFormat(head_dim=config.head_dim, block_size=_BLOCK_SIZE, kv_type=variant.kv_cache_dtype),
             quantization=variant.quantization,
-            kv_type=variant.kv_cache_dtype,
+            threads=threads,
         )
         kv = KVStorage(kernels, config, sum(blocks_each), _BLOCK_SIZE, torch.bfloat16, _CPU)
     except ValueError as error:

@@ -7,49 +7,31 @@ Must not know: how the library is found, matrices, who owns which block.
 from __future__ import annotations
 
 import ctypes
-import logging
 import math
 import weakref
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from quire_kernels.cpu.context import Context
+from quire_kernels.cpu.kv_layout import UNIT, unsupported
 from quire_kernels.cpu.memory import map_huge
 from quire_kernels.cpu.signatures import PoolArgs, ShapeArgs, StepArgs
 from quire_kernels.kernel_set import AttentionInput, AttentionShape
-from quire_kernels.reference import REFERENCE
-
-if TYPE_CHECKING:
-    from quire_kernels.cpu.ops import Context
-
-_log = logging.getLogger(__name__)
-UNIT = 16  # positions; attention.h says kUnit
-MAX_HEAD_DIM = 256
 
 KVType = Literal["bf16", "int8"]
+_CPU = torch.device("cpu")
 _KINDS: dict[torch.dtype, int] = {torch.bfloat16: 0, torch.uint8: 1}
 _OUT_OF_RANGE = 2
-_DIMS, _REFERENCE_DIMS = 5, 6  # of the pools
+_DIMS = 5  # of a pool
 _REMEMBERED_SHAPES = 1024  # layers of all loaded models
-
-
-def unsupported(*, head_dim: int, block_size: int, dtype: torch.dtype = torch.bfloat16) -> str | None:
-    """Why these kernels cannot serve a pool of such heads and blocks; None if they can."""
-    if dtype != torch.bfloat16:
-        return f"activations are {dtype}, not bfloat16"
-    if head_dim % UNIT or not UNIT <= head_dim <= MAX_HEAD_DIM:
-        return f"head_dim {head_dim} is not a multiple of {UNIT} up to {MAX_HEAD_DIM}"
-    if block_size % UNIT or block_size < UNIT:
-        return f"block_size {block_size} is not a multiple of {UNIT}"
-    return None
 
 
 class CpuAttention:
     """The attention ops of one kernel set.
 
-    Pools that the C++ cannot serve are the reference's, and so are then the ops on them; but not where int8 was asked
-    for. The arguments of the last step and pool and of every layer's shape are kept, since all layers share them.
+    The arguments of the last step and pool and of every layer's shape are kept, since all layers share them.
     """
 
     def __init__(self, context: Context, kv_type: KVType = "bf16") -> None:
@@ -72,13 +54,11 @@ class CpuAttention:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
-        """[blocks, layers, kv heads, units, elements of a unit], bf16 or bytes; else the reference's pool.
+        """[blocks, layers, kv heads, units, elements of a unit], bf16 or bytes. ValueError for what C++ cannot serve.
 
-        The pages of a C++ pool are committed from now on, in order, whenever a core is idle.
-        ValueError for an int8 pool that the kernels cannot serve.
+        The pages are committed from now on, in order, whenever a core is idle.
         """
-        if not self._served(block_size, head_dim, dtype):
-            return REFERENCE.new_kv(num_blocks, num_layers, num_kv_heads, block_size, head_dim, dtype, device)
+        _check_pool(block_size, head_dim, dtype, device)
         sizes = (num_blocks, num_layers, num_kv_heads, block_size // UNIT, self._unit_elements(head_dim))
         num_bytes = math.prod(sizes) * self._dtype.itemsize
         memory = map_huge(num_bytes)[:num_bytes]
@@ -89,16 +69,13 @@ class CpuAttention:
     def kv_block_bytes(
         self, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
     ) -> int:
-        if not self._served(block_size, head_dim, dtype):
-            return REFERENCE.kv_block_bytes(num_layers, num_kv_heads, block_size, head_dim, dtype)
+        _check_pool(block_size, head_dim, dtype)
         units = num_layers * num_kv_heads * (block_size // UNIT)
         return units * self._unit_elements(head_dim) * self._dtype.itemsize
 
     def rope_write(  # noqa: PLR0917 - the op's contract
         self, qkv: Tensor, rope: Tensor, shape: AttentionShape, kv: Tensor, layer: int, step: AttentionInput
     ) -> Tensor:
-        if not self.owns(kv):
-            return REFERENCE.rope_write(qkv, rope, shape, kv, layer, step)
         width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         _require(qkv, (step.positions.shape[0], width), torch.bfloat16, "qkv")
         _require(rope, (rope.shape[0], shape.head_dim), torch.float32, "rope")
@@ -118,8 +95,6 @@ class CpuAttention:
         return q
 
     def attention(self, q: Tensor, shape: AttentionShape, kv: Tensor, layer: int, step: AttentionInput) -> Tensor:
-        if not self.owns(kv):
-            return REFERENCE.attention(q, shape, kv, layer, step)
         _require(q, (step.positions.shape[0], shape.num_heads, shape.head_dim), torch.bfloat16, "q")
         out = torch.empty_like(q)
         failed = self._attention(
@@ -133,18 +108,6 @@ class CpuAttention:
         )
         raise_for(failed)
         return out.flatten(1)
-
-    def owns(self, kv: Tensor) -> bool:
-        """Whether the pool is one of C++'s, not the reference's."""
-        return kv.dim() != _REFERENCE_DIMS
-
-    def _served(self, block_size: int, head_dim: int, dtype: torch.dtype) -> bool:
-        reason = unsupported(head_dim=head_dim, block_size=block_size, dtype=dtype)
-        if reason is not None and self._dtype != torch.bfloat16:
-            raise ValueError(f"there is no int8 KV pool for this model: {reason}")
-        if reason is not None:
-            _log.warning("attention runs without the C++ kernels: %s", reason)
-        return reason is None
 
     def _unit_elements(self, head_dim: int) -> int:
         return 2 * UNIT * head_dim if self._dtype == torch.bfloat16 else 2 * UNIT * head_dim + 2 * UNIT * 4
@@ -231,6 +194,14 @@ def describe(step: AttentionInput) -> StepArgs:
     )
     arguments.kept = tensors
     return arguments
+
+
+def _check_pool(block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device = _CPU) -> None:
+    if dtype != torch.bfloat16 or device.type != "cpu":
+        raise ValueError(f"the C++ kernels compute in bfloat16 on a CPU, not in {dtype} on {device.type}")
+    reason = unsupported(head_dim=head_dim, block_size=block_size)
+    if reason is not None:
+        raise ValueError(f"the C++ kernels {reason}")
 
 
 def _require(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:

@@ -9,17 +9,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import byref
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from quire_kernels.cpu.attention import CpuAttention, describe, raise_for
+from quire_kernels.cpu.context import Context
 from quire_kernels.cpu.signatures import LayerArgs
 from quire_kernels.kernel_set import LayerWeights, StepInput
-
-if TYPE_CHECKING:
-    from quire_kernels.cpu.ops import Context
 
 
 class CpuLayers:
@@ -50,10 +47,6 @@ class CpuLayers:
                 for layer, shape in zip(self._layers, self._shapes, strict=True)
             )
         )
-
-    def serves(self, kv: Tensor) -> bool:
-        """Whether the pool is one of C++'s; the reference's needs the ops one by one."""
-        return self._attention.owns(kv)
 
     def __call__(self, x: Tensor, kv: Tensor, step: StepInput) -> Tensor:
         """x [T, H] -> the sampled rows [S, H] after all layers; x's memory is reused."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-import weakref
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from quire_kernels.cpu.attention import CpuAttention, KVType
+from quire_kernels.cpu.context import Context
 from quire_kernels.cpu.layers import CpuLayers
 from quire_kernels.cpu.library import load_library
 from quire_kernels.cpu.memory import Arena
@@ -58,23 +58,8 @@ def cpu_kernel_set(
         packed_bits=_BITS[quantization],
         packed_bytes=lambda weight: weight.num_bytes,
         bind_layers=partial(CpuLayers, context, attention),
+        own_threads=True,
     )
-
-
-class Context:
-    """The workers that the ops share. They end with the last op that holds this."""
-
-    def __init__(self, library: ctypes.CDLL, threads: int) -> None:
-        self.library = library
-        cpus = sorted(os.sched_getaffinity(0))
-        # A pinned worker keeps its caches, but where every core computes it also shares its core with whoever is woken
-        # there, such as the server's other process: then the system had better move it.
-        pinned = (ctypes.c_int32 * threads)(*cpus[:threads]) if threads < len(cpus) else None
-        handle = library.quire_create(threads, pinned)
-        if not handle:
-            raise MemoryError(f"starting {threads} worker threads")
-        self.handle: int = handle
-        weakref.finalize(self, library.quire_destroy, handle)
 
 
 class LinearOps:

@@ -41,7 +41,7 @@ class Decoder:
         """The sample rows' last hidden states [S, H], before the final norm. Writes every row's K and V into `kv`."""
         ops, eps = self._kernels, self.config.norm_eps
         x = ops.embed(self._weights.embedding, step.input_ids)  # [T, H]
-        if self._bound is not None and self._bound.serves(kv):
+        if self._bound is not None:
             return self._bound(x, kv, step)
         last = len(self._weights.layers) - 1
         rows: AttentionInput = step

@@ -1,0 +1,41 @@
+"""The reference kernels as one choice.
+
+Promises: they serve every model on every device, in the dtypes that torch computes in.
+Must not know: other providers.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quire_kernels.kernel_set import KernelSet, KVFormat, Quantization
+from quire_kernels.reference import REFERENCE
+
+
+class ReferenceProvider:
+    name = REFERENCE.name
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+    def why_not(
+        self, device: torch.device, dtype: torch.dtype, quantization: Quantization | None, kv: KVFormat
+    ) -> str | None:
+        del device
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"compute in float32, bfloat16 or float16, not in {dtype}"
+        if quantization is not None:
+            return f"hold weights in the model's dtype, not in {quantization} (leave quantization out)"
+        if kv.kv_type != "auto":
+            return f"hold keys and values in the model's dtype, not in {kv.kv_type} (set kv_cache_dtype to auto)"
+        return None
+
+    def make(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        quantization: Quantization | None,
+        kv: KVFormat,
+        *,
+        threads: int | None,
+    ) -> KernelSet:
+        del device, dtype, quantization, kv, threads
+        return REFERENCE
