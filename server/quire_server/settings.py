@@ -84,7 +84,7 @@ class Settings(BaseSettings):
     kv_memory: Size | None = _option(
         None, "Memory", "size of the KV cache, such as 2GiB; default: from what is free", "bytes"
     )
-    block_size: BlockSize = _option(16, "Memory", "tokens per KV block: 8, 16, 32, 64 or 128", "tokens")
+    block_size: BlockSize = _option(16, "Memory", "tokens per KV block: 16, 32, 64 or 128", "tokens")
     enable_prefix_caching: bool = _option(True, "Memory", "reuse the KV blocks of equal prompt beginnings")
 
     # -- Scheduling

@@ -92,7 +92,7 @@ def test_sizes(text: str, size: int):
         (["--gpu-memory-utilization", "0"], "--gpu-memory-utilization"),
         (["--gpu-memory-utilization", "1.1"], "less than or equal to 1"),
         (["--drain-timeout", "nan"], "--drain-timeout"),
-        (["--block-size", "12"], "8, 16, 32, 64 or 128"),
+        (["--block-size", "8"], "16, 32, 64 or 128"),
         (["--device", "tpu"], "choose from"),
         (["--served-model-name", "a b"], "--served-model-name"),
         (["--default-chat-template-kwargs", "{"], "JSON object"),
