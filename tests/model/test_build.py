@@ -190,7 +190,7 @@ def test_what_no_kernels_can_serve_together_is_refused_with_the_fix(changes, mes
         ({"head_dim": 24}, {}, "not head_dim 24"),
         ({"head_dim": 8}, {}, "not head_dim 8"),
         ({}, {"block_size": 8}, "not block_size 8"),
-        ({}, {"dtype": "float32"}, "in bfloat16, not in torch.float32"),
+        ({}, {"dtype": "float32"}, "in bfloat16, not in float32"),
     ],
 )
 def test_the_reference_serves_as_a_whole_what_the_cpu_kernels_cannot(path_options, changes, reason, caplog):

@@ -13,6 +13,7 @@ import pytest
 from quire_engine.execution.models.checkpoint import fingerprint
 from quire_engine.quality_store import default_directory, stored_quality
 from quire_server.commands import eval_quant
+from quire_server.engine import json_child
 from support.checkpoints import make_checkpoint, shared_checkpoint
 
 
@@ -73,7 +74,7 @@ def test_a_model_that_cannot_be_loaded(home: Path, tmp_path: Path):
 
 
 def test_a_process_that_dies_is_told(monkeypatch, capsys):
-    monkeypatch.setattr(eval_quant.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], -9, stdout=b""))
+    monkeypatch.setattr(json_child.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], -9, stdout=b""))
     assert eval_quant.run([str(shared_checkpoint())]) == 1
     assert "exit code -9" in capsys.readouterr().err
 

@@ -1,28 +1,26 @@
 """Measures what quantisation costs a checkpoint: `python -m quire_engine.tools.quality`, asked and answered in JSON.
 
-Promises: one model in memory at a time, beside it the logits of a bounded set of prompts; nothing else than results is
-written to stdout. Must not know: text, who asks.
+Promises: one model in memory at a time, beside it the logits of a bounded set of prompts.
+Must not know: text, who asks.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire_engine.batch import Batch, ScheduledSequence
 from quire_engine.config import KVCacheDType, Quantization
-from quire_engine.errors import ConfigError, QuireError
+from quire_engine.errors import ConfigError
 from quire_engine.execution.kv_storage import KVStorage
 from quire_engine.execution.model_input import build_model_input
 from quire_engine.execution.models.checkpoint import fingerprint
@@ -30,6 +28,7 @@ from quire_engine.execution.models.config import ModelConfig, load_model_config
 from quire_engine.execution.models.weights import load_decoder
 from quire_engine.machine import usable_cores
 from quire_engine.quality_store import Quality, store_quality
+from quire_engine.tools.json_child import converse
 from quire_engine.tools.logit_comparison import Comparison, Prompts, equal_share
 from quire_engine.types import SamplingParams, StopParams
 from quire_kernels.kernel_set import KVFormat
@@ -198,14 +197,9 @@ def _slice(token_ids: Sequence[int], blocks: Sequence[int], start: int) -> Sched
     )
 
 
-def main() -> int:
-    """Answer the question on stdin with a line for each variant, or a last one with the error; the exit code."""
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print must not come between the results
-    logging.basicConfig(format="%(message)s", level=logging.INFO)
-    torch.set_num_threads(1)  # the C++ kernels have workers of their own
-    asked = json.load(sys.stdin)
-    try:
+def answers(questions: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The quality of each variant that a question names, kept for later starts. Raises ConfigError, ModelLoadError."""
+    for asked in questions:
         found = measure(
             Path(asked["model"]),
             [Variant(**variant) for variant in asked["variants"]],
@@ -215,11 +209,7 @@ def main() -> int:
         )
         for quality in found:
             _keep(quality)
-            _write(replies, {"quality": asdict(quality)})
-    except QuireError as error:
-        _write(replies, {"error": str(error)})
-        return 1
-    return 0
+            yield asdict(quality)
 
 
 def _keep(quality: Quality) -> None:
@@ -229,9 +219,7 @@ def _keep(quality: Quality) -> None:
         _log.warning("the quality is not kept for later starts: %s", error)
 
 
-def _write(replies: TextIO, value: object) -> None:
-    replies.write(json.dumps(value) + "\n")
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    torch.set_num_threads(1)  # the C++ kernels have workers of their own
+    sys.exit(converse(answers))

@@ -22,7 +22,7 @@ class CpuProvider:
     ) -> str | None:
         del device, quantization
         if dtype is not torch.bfloat16:
-            return f"compute in bfloat16, not in {dtype} (set dtype to bfloat16)"
+            return f"compute in bfloat16, not in {str(dtype).removeprefix('torch.')} (set dtype to bfloat16)"
         return unsupported(head_dim=kv.head_dim, block_size=kv.block_size)
 
     def make(

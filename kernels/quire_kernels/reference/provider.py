@@ -21,7 +21,7 @@ class ReferenceProvider:
     ) -> str | None:
         del device
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return f"compute in float32, bfloat16 or float16, not in {dtype}"
+            return f"compute in float32, bfloat16 or float16, not in {str(dtype).removeprefix('torch.')}"
         if quantization is not None:
             return f"hold weights in the model's dtype, not in {quantization} (leave quantization out)"
         if kv.kv_type != "auto":

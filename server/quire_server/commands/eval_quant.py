@@ -7,7 +7,6 @@ one clear line. Must not know: torch, how a model is loaded or compared.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from rich.table import Table
 from quire_engine.demo import demo_model_path
 from quire_engine.errors import ModelLoadError, QuireError
 from quire_engine.quality_store import Quality
+from quire_server.engine.json_child import ask
 from quire_server.errors import ApiError
 from quire_server.settings import DEMO_MODEL
 from quire_server.text.quality_prompts import prompt_ids
@@ -36,18 +36,9 @@ MEANING = (
 )
 
 
-class _Failed(QuireError):
-    """The model cannot be measured."""
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_USAGE, f"quire eval-quant: {message}\n")
-
-
-class _Reply(msgspec.Struct):
-    quality: Quality | None = None
-    error: str = ""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -59,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
     if {"quantization": None, "kv_cache_dtype": "auto"} in variants:
         return _complain("--quantization none leaves nothing to measure; add --kv-cache-dtype int8", BAD_USAGE)
     try:
-        found = _measure(_question(given, variants))
+        found = ask("quality", _question(given, variants), Quality)
     except (QuireError, ApiError) as error:
         return _complain(str(error), FAILED)
     except KeyboardInterrupt:
@@ -103,7 +94,7 @@ def _names(text: str) -> list[str | None]:
     return [None if name == "none" else name for name in names]
 
 
-def _question(given: argparse.Namespace, variants: object) -> bytes:
+def _question(given: argparse.Namespace, variants: object) -> dict[str, object]:
     """What the measuring process reads. Raises ModelLoadError, BadRequest."""
     path = demo_model_path() if given.model == DEMO_MODEL else Path(given.model)
     if not path.is_dir():
@@ -117,31 +108,13 @@ def _question(given: argparse.Namespace, variants: object) -> bytes:
         prompts, ends = prompt_ids(tokenizer), tokenizer.eos_token_ids
     else:
         print("there is no tokenizer.json: measuring on pseudo-random tokens", file=sys.stderr)
-    return msgspec.json.encode({
+    return {
         "model": str(path),
         "variants": variants,
         "prompts": prompts,
         "end_token_ids": ends,
         "num_threads": given.num_threads,
-    })  # fmt: skip
-
-
-def _measure(question: bytes) -> list[Quality]:
-    """In a process of its own: this half never loads torch. Raises _Failed."""
-    process = subprocess.run(
-        [sys.executable, "-m", "quire_engine.tools.quality"],
-        input=question,
-        stdout=subprocess.PIPE,
-        check=False,
-        process_group=0,  # a Ctrl-C in the terminal is ours, and ends it by the way
-    )
-    replies = [msgspec.json.decode(line, type=_Reply) for line in process.stdout.splitlines()]
-    for reply in replies:
-        if reply.error:
-            raise _Failed(reply.error)
-    if process.returncode:
-        raise _Failed(f"the measuring process ended early (exit code {process.returncode}); was there enough memory?")
-    return [reply.quality for reply in replies if reply.quality is not None]
+    }
 
 
 def print_table(model: str, found: Sequence[Quality], console: Console | None = None) -> None:

@@ -17,6 +17,7 @@ from quire_engine.errors import ConfigError, ModelLoadError, QuireError
 from quire_engine.memory_plan import plan_text
 from quire_engine.quality_store import quality_text
 from quire_server import logs
+from quire_server.engine.json_child import ask
 from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.engine.supervisor import Supervisor
 from quire_server.flags import parse_flags
@@ -36,33 +37,38 @@ def run(argv: Sequence[str]) -> int:
             print(f"quire serve: {line}", file=sys.stderr)
         return BAD_USAGE
     logs.configure(settings.log_level, settings.log_format)
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        try:
-            return runner.run(_run(settings))
-        except ConfigError as error:
-            print(f"quire serve: {error}", file=sys.stderr)
-            return BAD_USAGE
-        except QuireError as error:
-            print(f"quire serve: {error}", file=sys.stderr)
-            return FAILED
-        except KeyboardInterrupt:  # before the server took over the signals
-            return DONE
+    try:
+        if not settings.model_path.is_dir():
+            raise ModelLoadError(
+                f"{settings.model}: no such directory; models are not downloaded, name the directory of a checkpoint"
+            )
+        if settings.dry_run:
+            return _show_plan(settings)
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            return runner.run(_serve(settings))
+    except ConfigError as error:
+        print(f"quire serve: {error}", file=sys.stderr)
+        return BAD_USAGE
+    except QuireError as error:
+        print(f"quire serve: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:  # before the server took over the signals
+        return DONE
 
 
-async def _run(settings: Settings) -> int:
+def _show_plan(settings: Settings) -> int:
+    """What serving would take, without loading the model."""
+    (plan,) = ask("dry_run", settings.engine_config(), EnginePlan)
+    print(plan_text(plan, quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype)))
+    return DONE
+
+
+async def _serve(settings: Settings) -> int:
     """Start the engine process first: it needs the longest, and this half is imported and loaded meanwhile."""
-    if not settings.model_path.is_dir():
-        raise ModelLoadError(
-            f"{settings.model}: no such directory; models are not downloaded, name the directory of a checkpoint"
-        )
     policy = RestartPolicy(max_restarts=settings.max_engine_restarts, window_seconds=settings.engine_restart_window)
     supervisor = Supervisor(settings.engine_config(), policy)
     starting = asyncio.create_task(supervisor.start())
     try:
-        if settings.dry_run:
-            plan = await starting
-            print(plan_text(plan, quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype)))
-            return DONE
         server = cast(Composition, await asyncio.to_thread(import_module, "quire_server.serving"))
         drained = await server.serve(settings, supervisor, starting)
         return DONE if drained else CRASH_LOOP

@@ -1,0 +1,46 @@
+"""The server's side of a conversation with one of the engine's tools, in a process of its own.
+
+Promises: this half never loads torch; a Ctrl-C in the terminal is ours, and ends the child by the way.
+Must not know: what a tool is asked, what its replies mean.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Literal, TypeVar
+
+import msgspec
+
+from quire_engine.errors import ConfigError, EngineDead, ModelLoadError
+
+T = TypeVar("T")
+
+
+class _Refusal(msgspec.Struct):
+    """Of other replies it has no field."""
+
+    error: str = ""
+    kind: Literal["config", "model"] = "model"
+
+
+def ask(tool: str, question: object, reply_type: type[T]) -> list[T]:
+    """All replies of `quire_engine.tools.TOOL` to one question, once it has ended.
+
+    Raises ConfigError or ModelLoadError as the tool does, EngineDead if it crashes.
+    """
+    process = subprocess.run(
+        [sys.executable, "-m", f"quire_engine.tools.{tool}"],
+        input=msgspec.json.encode(question) + b"\n",
+        stdout=subprocess.PIPE,
+        check=False,
+        process_group=0,
+    )
+    lines = process.stdout.splitlines()
+    for line in lines:
+        refusal = msgspec.json.decode(line, type=_Refusal)
+        if refusal.error:
+            raise (ConfigError if refusal.kind == "config" else ModelLoadError)(refusal.error)
+    if process.returncode:
+        raise EngineDead(f"the {tool} process ended early (exit code {process.returncode}); was there enough memory?")
+    return [msgspec.json.decode(line, type=reply_type) for line in lines]

@@ -1,0 +1,111 @@
+"""`quire serve --dry-run`: the plan of the configuration, without a weight being read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+import quire_engine.build
+from quire_engine.build import resolve_plan
+from quire_engine.config import EngineConfig
+from quire_engine.execution.models.checkpoint import Checkpoint
+from quire_engine.execution.models.config import load_model_config
+from quire_engine.execution.models.weights import expected_shapes
+from quire_engine.memory_plan import plan_text
+from quire_engine.tools.dry_run import answers
+from quire_server.settings import Settings
+from support.checkpoints import make_checkpoint, shared_checkpoint
+
+# Runs a command and prints the most memory that a process of it had, after what it printed.
+MEASURED = (
+    "import resource, subprocess, sys; code = subprocess.call(sys.argv[1:]);"
+    "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024); sys.exit(code)"
+)
+
+
+def dry_run(*argv: str, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *before, "-m", "quire_server.cli", "serve", "--dry-run", *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ.copy(), check=False)
+
+
+def make_sparse_checkpoint(path: Path) -> Path:
+    """A model of over a gigabyte whose weights are a hole in its file."""
+    config = json.loads((shared_checkpoint("llama") / "config.json").read_text())
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 128, "num_attention_heads": 16}
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({**config, **sizes, "num_hidden_layers": 10, "dtype": "bfloat16"}))
+    header, end = {}, 0
+    for name, shape in expected_shapes(load_model_config(path)).items():
+        start, end = end, end + 2 * int.__mul__(*shape, *[1] * (2 - len(shape)))
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with (path / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return path
+
+
+def test_the_plan_is_that_of_the_configuration(monkeypatch):
+    monkeypatch.setattr(quire_engine.build, "load_decoder", None)
+    monkeypatch.setattr(Checkpoint, "tensor", None)
+    asked = EngineConfig(model=str(shared_checkpoint()), device="cpu", kv_memory=1 << 20, num_threads=1)
+    assert list(answers(iter([asdict(asked)] * 2))) == [asdict(resolve_plan(asked))] * 2
+
+
+def test_the_plan_is_printed():
+    path = shared_checkpoint()
+    result = dry_run(
+        str(path), "--device", "cpu", "--kv-memory", "1MiB", "--num-threads", "1", "--kernels", "reference"
+    )
+    assert result.returncode == 0, result.stderr
+    settings = Settings(model=str(path), device="cpu", kv_memory=1 << 20, num_threads=1, kernels="reference")
+    assert result.stdout == plan_text(resolve_plan(settings.engine_config())) + "\n"
+    assert "estimated" in result.stdout
+
+
+def test_what_quantisation_costs_is_part_of_it():
+    result = dry_run(str(shared_checkpoint()), "--dtype", "bfloat16", "--quantization", "int4", "--kv-memory", "1MiB")
+    assert "not measured: run quire eval-quant" in result.stdout
+
+
+def test_no_weight_is_read(tmp_path: Path):
+    path = make_sparse_checkpoint(tmp_path / "model")
+    result = dry_run(str(path), "--kv-memory", "64MiB", before=("-c", MEASURED, sys.executable))
+    assert result.returncode == 0, result.stderr
+    *plan, most = result.stdout.splitlines()
+    assert "599,828,480 parameters" in plan[0]
+    assert int(most) < 0.7 * 2 * 599_828_480
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "said"),
+    [
+        (["--kernels", "cpu", "--dtype", "float32"], 2, "(set dtype to bfloat16)"),
+        (["--kernels", "reference", "--kv-memory", "1KiB"], 2, "kv_memory to 16384 or more"),
+        (["--kernels", "reference", "--max-model-len", "513"], 2, "set max_model_len to 512 or less"),
+        (["--max-num-seqs", "600"], 2, "--max-num-seqs"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_one_line_and_exit_code_2(argv, code, said):
+    assert_one_line(dry_run(str(shared_checkpoint()), *argv), code, said)
+
+
+def test_a_model_that_cannot_be_read_is_one_line_and_exit_code_1(tmp_path: Path):
+    path = make_checkpoint(tmp_path / "model")
+    (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-1])
+    assert_one_line(dry_run(str(path)), 1, "not a complete safetensors file")
+    assert_one_line(dry_run(str(tmp_path / "nowhere")), 1, "no such directory")
+
+
+def assert_one_line(result: subprocess.CompletedProcess[str], code: int, said: str) -> None:
+    assert result.returncode == code, result.stderr
+    assert said in result.stderr
+    assert result.stderr.startswith("quire serve: ")
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stdout == ""
