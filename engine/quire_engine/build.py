@@ -6,7 +6,6 @@ works; `resolve_plan` and `build` share one arithmetic. Must not know: requests,
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,23 +15,14 @@ import torch
 from quire_engine.config import EngineConfig, EnginePlan, SchedulerConfig
 from quire_engine.errors import ConfigError
 from quire_engine.execution.kv_storage import KVStorage, block_bytes
+from quire_engine.execution.memory import PoolMemory, pool_memory
 from quire_engine.execution.models.checkpoint import fingerprint
 from quire_engine.execution.models.config import ModelConfig, load_model_config
-from quire_engine.execution.models.decoder import Decoder
 from quire_engine.execution.models.parameters import Parameters, WeightMemory, count_parameters
 from quire_engine.execution.models.weights import load_decoder
-from quire_engine.execution.runner import LOGITS_BYTES, Runner
-from quire_engine.execution.workspace import measure_workspace
-from quire_engine.machine import available_memory, usable_cores
-from quire_engine.memory_plan import (
-    PoolSize,
-    bytes_text,
-    check_model_len,
-    cpu_pool_bytes,
-    gpu_pool_bytes,
-    plan_text,
-    size_pool,
-)
+from quire_engine.execution.runner import Runner
+from quire_engine.machine import usable_cores
+from quire_engine.memory_plan import PoolSize, check_model_len, plan_text, size_pool
 from quire_engine.scheduling.policies.gate import check_config
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_kernels.kernel_set import KernelSet, KVFormat
@@ -40,7 +30,6 @@ from quire_kernels.select import select
 
 __all__ = ["BuiltEngine", "build", "plan_text", "resolve_plan"]
 
-_log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -65,18 +54,17 @@ class _Resolved:
     num_threads: int
     parameters: Parameters
     weights: WeightMemory
+    memory: PoolMemory
     bytes_per_block: int
 
     def pool(self, pool_bytes: int) -> PoolSize:
-        on_cpu_by_default = self.device.type == "cpu" and self.asked.kv_memory is None
         return size_pool(
             pool_bytes=pool_bytes,
             bytes_per_block=self.bytes_per_block,
             block_size=self.asked.block_size,
             max_model_len=self.asked.max_model_len,
             positions=self.model.max_position_embeddings,
-            # Host memory is shared: take no more than the running sequences can fill.
-            max_useful_seqs=self.asked.max_num_seqs if on_cpu_by_default else None,
+            max_useful_seqs=self.memory.max_useful_seqs,
         )
 
     def plan(self, pool: PoolSize, *, load_seconds: float = 0.0) -> EnginePlan:
@@ -130,27 +118,29 @@ def resolve_plan(config: EngineConfig) -> EnginePlan:
     On a GPU the workspace of a step is estimated here and measured by `build`, so the pools differ a little.
     """
     resolved = _resolve(config)
-    return resolved.plan(_pool_before_load(resolved))
+    return resolved.plan(resolved.pool(resolved.memory.before_load(resolved.weights.total)))
 
 
 def build(config: EngineConfig) -> BuiltEngine:
     """Load the model, size the pool and put the parts together. Raises ConfigError, ModelLoadError."""
     started = time.perf_counter()
     resolved = _resolve(config)
+    memory = resolved.memory
     torch.set_num_threads(1 if resolved.kernels.own_threads else resolved.num_threads)
-    pool = _pool_before_load(resolved)
+    pool = resolved.pool(memory.before_load(resolved.weights.total))
     decoder = load_decoder(
         Path(config.model),
         resolved.model,
         kernels=resolved.kernels,
         dtype=resolved.dtype,
         device=resolved.device,
-        max_model_len=_longest(resolved, pool),
+        max_model_len=memory.positions(pool),
     )
     loaded = resolved.parameters.memory(resolved.dtype.itemsize, resolved.kernels.packed_bits, decoder.packed_bytes)
     resolved = replace(resolved, weights=loaded)
-    if resolved.device.type == "cuda":
-        pool = _pool_after_load(resolved, decoder)
+    pool_bytes = memory.after_load(decoder)
+    if pool_bytes is not None:
+        pool = resolved.pool(pool_bytes)
     kv = KVStorage(
         resolved.kernels, resolved.model, pool.num_blocks, config.block_size, resolved.dtype, resolved.device
     )
@@ -193,6 +183,7 @@ def _resolve(config: EngineConfig) -> _Resolved:
         num_threads=num_threads,
         parameters=parameters,
         weights=weights,
+        memory=pool_memory(config, model, kernels, dtype=dtype, device=device),
         bytes_per_block=block_bytes(kernels, model, config.block_size, dtype),
     )
     # The limits that do not depend on the pool, before minutes go into loading.
@@ -224,63 +215,3 @@ def _dtype(asked: str, model: ModelConfig) -> torch.dtype:
     if name not in _DTYPES:
         raise ConfigError(f"dtype={name} is unknown; set dtype to auto, {', '.join(_DTYPES)}")
     return _DTYPES[name]
-
-
-def _pool_before_load(resolved: _Resolved) -> PoolSize:
-    asked = resolved.asked
-    if resolved.device.type == "cpu":
-        free = available_memory() - resolved.weights.total
-        if free <= 0:
-            raise ConfigError(
-                f"the weights need {bytes_text(resolved.weights.total)} of memory and {bytes_text(available_memory())}"
-                " are available; set dtype to bfloat16 or use a smaller model"
-            )
-        return resolved.pool(cpu_pool_bytes(free, asked.kv_memory))
-    free, total = torch.cuda.mem_get_info(resolved.device)
-    return resolved.pool(
-        gpu_pool_bytes(
-            total=total,
-            free=free - resolved.weights.total,
-            utilization=asked.gpu_memory_utilization,
-            workspace=_workspace_estimate(resolved),
-            kv_memory=asked.kv_memory,
-        )
-    )
-
-
-def _pool_after_load(resolved: _Resolved, decoder: Decoder) -> PoolSize:
-    """A GPU's pool, from what is really left and what the largest step really takes."""
-    workspace = measure_workspace(
-        decoder,
-        resolved.kernels,
-        replace(resolved.asked, max_model_len=resolved.asked.max_model_len or resolved.model.max_position_embeddings),
-        dtype=resolved.dtype,
-        device=resolved.device,
-    )
-    free, total = torch.cuda.mem_get_info(resolved.device)
-    _log.info("a step takes up to %s of GPU memory beside the weights", bytes_text(workspace))
-    return resolved.pool(
-        gpu_pool_bytes(
-            total=total,
-            free=free,
-            utilization=resolved.asked.gpu_memory_utilization,
-            workspace=workspace,
-            kv_memory=resolved.asked.kv_memory,
-        )
-    )
-
-
-def _workspace_estimate(resolved: _Resolved) -> int:
-    """Bytes: a step's widest activations in float32 a few times over, and the logits with the sampler's copies."""
-    model = resolved.model
-    width = (
-        model.hidden_size + 2 * model.intermediate_size + (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    )
-    return 4 * resolved.asked.max_num_batched_tokens * width * 4 + 8 * LOGITS_BYTES
-
-
-def _longest(resolved: _Resolved, pool: PoolSize) -> int:
-    """Positions to prepare for. On a GPU the length may still grow when the workspace is measured."""
-    if resolved.device.type == "cpu":
-        return pool.max_model_len
-    return resolved.asked.max_model_len or resolved.model.max_position_embeddings

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import quire_engine.build
+import quire_engine.execution.memory.cpu
 from quire_engine.build import build, plan_text, resolve_plan
 from quire_engine.config import EngineConfig
 from quire_engine.errors import ConfigError, ModelLoadError
@@ -142,7 +143,7 @@ def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused():
 
 
 def test_weights_larger_than_the_memory_are_refused(monkeypatch):
-    monkeypatch.setattr(quire_engine.build, "available_memory", lambda: 100_000)
+    monkeypatch.setattr(quire_engine.execution.memory.cpu, "available_memory", lambda: 100_000)
     with pytest.raises(ConfigError, match="the weights need 594 KiB"):
         build(config())
 
@@ -239,7 +240,7 @@ def test_new_kernels_need_no_change_of_the_composition(monkeypatch):
 
 def test_a_quarter_of_the_free_memory_is_the_default(monkeypatch):
     weights = resolve_plan(config()).weights_bytes
-    monkeypatch.setattr(quire_engine.build, "available_memory", lambda: weights + (4 << 20))
+    monkeypatch.setattr(quire_engine.execution.memory.cpu, "available_memory", lambda: weights + (4 << 20))
     assert resolve_plan(config()).kv_bytes == 1 << 20
 
 

@@ -30,7 +30,7 @@ MEASURED = (
 
 
 def dry_run(*argv: str, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *before, "-m", "quire_server.cli", "serve", "--dry-run", *argv]
+    command = [sys.executable, *before, "-m", "quire_server.cli", "serve", "--dry-run", "--device", "cpu", *argv]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ.copy(), check=False)
 
 

@@ -1,4 +1,4 @@
-"""How much memory the largest step takes on a GPU, found by running it.
+"""How much memory the largest step takes on a GPU, estimated or found by running it.
 
 Promises: leaves nothing allocated. Must not know: how the pool is sized from the answer.
 """
@@ -10,10 +10,19 @@ import torch
 from quire_engine.batch import Batch, ScheduledSequence
 from quire_engine.config import EngineConfig
 from quire_engine.execution.kv_storage import KVStorage
+from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.decoder import Decoder
-from quire_engine.execution.runner import Runner
+from quire_engine.execution.runner import LOGITS_BYTES, Runner
 from quire_engine.types import SamplingParams, StopParams
 from quire_kernels.kernel_set import KernelSet
+
+
+def estimate_workspace(model: ModelConfig, config: EngineConfig) -> int:
+    """Bytes: a step's widest activations in float32 a few times over, and the logits with the sampler's copies."""
+    width = (
+        model.hidden_size + 2 * model.intermediate_size + (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    )
+    return 4 * config.max_num_batched_tokens * width * 4 + 8 * LOGITS_BYTES
 
 
 def measure_workspace(
