@@ -16,12 +16,18 @@ from quire_bench.baselines import BASELINES, start_baseline
 from quire_bench.measures import measure
 from quire_bench.servers import BenchError
 from quire_bench.workload import Job, LoadPoint
+from quire_engine.build import build
 from quire_engine.config import EngineConfig
 from quire_engine.tools.baselines import hf_generate, static
 from quire_engine.tools.baselines.batches import Member
+from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from support.checkpoints import shared_checkpoint
+from support.model_steps import random_ids
+from support.offline import generate
 
 MEMBERS = [Member(prompt=(5, 6, 7), output_tokens=2), Member(prompt=(9,) * 6, output_tokens=5)]
+
+NUM_TOKENS = 24
 
 
 @pytest.fixture(autouse=True)
@@ -67,16 +73,35 @@ def test_generate_ends_by_length_only():
     assert [len(times) for times in run(members)] == [40] * 8
 
 
-def test_the_same_greedy_tokens_as_the_server(monkeypatch):
-    """Padding on the left with a mask must not change what a row computes."""
+def test_the_same_greedy_tokens_as_our_engine(monkeypatch):
+    """By transformers in a batch padded on the left, alone, and by our engine in one batch without padding."""
     run = hf_generate.load(config())
-    model = run.args[0]
-    calls = []
+    model, calls = run.args[0], []
     original = model.generate
     monkeypatch.setattr(model, "generate", lambda **options: calls.append(original(**options)) or calls[-1])
-    run([Member(prompt=(5, 6, 7), output_tokens=6), Member(prompt=tuple(range(20, 31)), output_tokens=6)])
-    run([Member(prompt=(5, 6, 7), output_tokens=6)])
-    assert calls[0][0, -6:].tolist() == calls[1][0, -6:].tolist()
+    prompts = [(5, 6, 7), tuple(range(20, 31)), (9,) * 6, tuple(random_ids(50, seed=3))]
+    run([Member(prompt=prompt, output_tokens=NUM_TOKENS) for prompt in prompts])
+    for prompt in prompts:
+        run([Member(prompt=prompt, output_tokens=NUM_TOKENS)])
+    padded, *alone = [tokens[:, -NUM_TOKENS:].tolist() for tokens in calls]
+    assert [[row] for row in padded] == alone
+
+    built = build(config(kernels="reference", dtype="float32"))
+    requests = [
+        GenerationRequest(
+            request_id=str(number),
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(temperature=0.0, num_logprobs=2),
+            stop=StopParams(max_new_tokens=NUM_TOKENS),
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    ours = [generated for _, generated in sorted(generate(built, requests).items())]
+    assert [generated.token_ids for generated in ours] == padded
+    # No choice was so close that another order of summation could have made the other one.
+    margins = [each.top_logprobs[0] - each.top_logprobs[1] for generated in ours for each in generated.logprobs]
+    assert len(margins) == len(prompts) * NUM_TOKENS
+    assert min(margins) > 0.01
 
 
 def measured(name: str, jobs: list[Job], **changes):
