@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from quire_engine.batch import Batch, SampledToken, StepResult
-from quire_engine.config import SchedulerConfig
 from quire_engine.execution.model_input import build_model_input
+from quire_engine.limits import SchedulerConfig, SchedulerLimits
 from quire_engine.process.transport import FrameDecoder, encode_frame
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.types import GenerationRequest, SamplingParams, StepOutput, StopParams
@@ -47,8 +47,7 @@ def run(sequences: int, steps: int, prompt_tokens: int) -> dict[str, list[float]
     config = SchedulerConfig(
         num_blocks=sequences * (prompt_tokens + steps) // 16 + 2 * sequences,
         max_model_len=prompt_tokens + 2 * steps + 64,
-        max_num_seqs=sequences,
-        max_num_batched_tokens=max(512, 2 * sequences),
+        limits=SchedulerLimits(max_num_seqs=sequences, max_num_batched_tokens=max(512, 2 * sequences)),
     )
     scheduler = Scheduler(config)
     for i in range(sequences):
@@ -76,7 +75,7 @@ def run(sequences: int, steps: int, prompt_tokens: int) -> dict[str, list[float]
         decoding = scheduler.stats().decode_tokens == sequences
         batch = timed("schedule", partial(scheduler.schedule, 0.0))
         assert batch is not None
-        timed("model input", partial(build_model_input, batch, config.block_size, CPU))
+        timed("model input", partial(build_model_input, batch, config.limits.block_size, CPU))
         output = timed("apply", partial(applied, batch, invent(batch)))
         frame = timed("encode frame", partial(encode_frame, output))
         timed("decode frame", partial(decoder.feed, frame))

@@ -103,11 +103,8 @@ async def start_baseline(name: str, config: EngineConfig, *, streams: int) -> Ba
         stdout=asyncio.subprocess.PIPE,
         limit=_LINE_BYTES,
     )
-    config = replace(
-        config,
-        max_num_seqs=streams,
-        max_num_batched_tokens=max(config.max_num_batched_tokens, streams + config.min_chunk),
-    )
+    tokens = max(config.limits.max_num_batched_tokens, streams + config.limits.min_chunk)
+    config = replace(config, limits=replace(config.limits, max_num_seqs=streams, max_num_batched_tokens=tokens))
     baseline = Baseline(name, config, process)
     try:
         await baseline.ask(asdict(config))

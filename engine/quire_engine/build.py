@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from quire_engine.config import EngineConfig, EnginePlan, SchedulerConfig
+from quire_engine.config import EngineConfig, EnginePlan
 from quire_engine.errors import ConfigError
 from quire_engine.execution.kv_storage import KVStorage, block_bytes
 from quire_engine.execution.memory import PoolMemory, pool_memory
@@ -21,9 +21,9 @@ from quire_engine.execution.models.config import ModelConfig, load_model_config
 from quire_engine.execution.models.parameters import Parameters, WeightMemory, count_parameters
 from quire_engine.execution.models.weights import load_decoder
 from quire_engine.execution.runner import Runner
+from quire_engine.limits import SchedulerConfig
 from quire_engine.machine import usable_cores
 from quire_engine.memory_plan import PoolSize, check_model_len, plan_text, size_pool
-from quire_engine.scheduling.policies.gate import check_config
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_kernels.kernel_set import KernelSet, KVFormat
 from quire_kernels.select import select
@@ -61,7 +61,7 @@ class _Resolved:
         return size_pool(
             pool_bytes=pool_bytes,
             bytes_per_block=self.bytes_per_block,
-            block_size=self.asked.block_size,
+            block_size=self.asked.limits.block_size,
             max_model_len=self.asked.max_model_len,
             positions=self.model.max_position_embeddings,
             max_useful_seqs=self.memory.max_useful_seqs,
@@ -82,7 +82,9 @@ class _Resolved:
             kv_bytes=pool.num_blocks * self.bytes_per_block,
             bytes_per_block=self.bytes_per_block,
             load_seconds=load_seconds,
-            scheduler=self.scheduler(pool),
+            scheduler=SchedulerConfig(
+                num_blocks=pool.num_blocks, max_model_len=pool.max_model_len, limits=asked.limits
+            ),
             quantization=asked.quantization,
             kv_cache_dtype=asked.kv_cache_dtype,
             checkpoint=fingerprint(Path(asked.model)),
@@ -91,24 +93,6 @@ class _Resolved:
             weights_read_bytes=self.weights.read,
             layer_attention=self.model.num_heads * self.model.head_dim * (self.model.num_layers - 1),
             sampled_attention=self.model.num_heads * self.model.head_dim,
-        )
-
-    def scheduler(self, pool: PoolSize) -> SchedulerConfig:
-        asked = self.asked
-        return SchedulerConfig(
-            num_blocks=pool.num_blocks,
-            block_size=asked.block_size,
-            max_model_len=pool.max_model_len,
-            max_num_seqs=asked.max_num_seqs,
-            max_num_batched_tokens=asked.max_num_batched_tokens,
-            prefill_chunk=asked.prefill_chunk,
-            itl_target=asked.itl_target,
-            max_partial_prefills=asked.max_partial_prefills,
-            min_chunk=asked.min_chunk,
-            max_bypasses=asked.max_bypasses,
-            elder_age_steps=asked.elder_age_steps,
-            enable_prefix_caching=asked.enable_prefix_caching,
-            policy=asked.policy,
         )
 
 
@@ -142,17 +126,18 @@ def build(config: EngineConfig) -> BuiltEngine:
     if pool_bytes is not None:
         pool = resolved.pool(pool_bytes)
     kv = KVStorage(
-        resolved.kernels, resolved.model, pool.num_blocks, config.block_size, resolved.dtype, resolved.device
+        resolved.kernels, resolved.model, pool.num_blocks, config.limits.block_size, resolved.dtype, resolved.device
     )
     plan = resolved.plan(pool, load_seconds=time.perf_counter() - started)
     return BuiltEngine(
         plan=plan,
-        runner=Runner(decoder, kv, config.block_size, resolved.device),
+        runner=Runner(decoder, kv, config.limits.block_size, resolved.device),
         scheduler=Scheduler(plan.scheduler),
     )
 
 
 def _resolve(config: EngineConfig) -> _Resolved:
+    config.limits.check()
     path = Path(config.model)
     model = load_model_config(path)
     check_model_len(config.max_model_len, model.max_position_embeddings)
@@ -165,7 +150,7 @@ def _resolve(config: EngineConfig) -> _Resolved:
             device,
             dtype,
             config.kernels,
-            kv=KVFormat(head_dim=model.head_dim, block_size=config.block_size, kv_type=config.kv_cache_dtype),
+            kv=KVFormat(head_dim=model.head_dim, block_size=config.limits.block_size, kv_type=config.kv_cache_dtype),
             quantization=config.quantization,
             threads=num_threads,
         )
@@ -174,7 +159,7 @@ def _resolve(config: EngineConfig) -> _Resolved:
     weights = parameters.memory(dtype.itemsize, kernels.packed_bits)
     if device.type == "cpu" and not kernels.own_threads and config.num_threads is None:
         num_threads = _torch_threads(weights.total)
-    resolved = _Resolved(
+    return _Resolved(
         asked=config,
         model=model,
         device=device,
@@ -184,11 +169,8 @@ def _resolve(config: EngineConfig) -> _Resolved:
         parameters=parameters,
         weights=weights,
         memory=pool_memory(config, model, kernels, dtype=dtype, device=device),
-        bytes_per_block=block_bytes(kernels, model, config.block_size, dtype),
+        bytes_per_block=block_bytes(kernels, model, config.limits.block_size, dtype),
     )
-    # The limits that do not depend on the pool, before minutes go into loading.
-    check_config(resolved.scheduler(PoolSize(num_blocks=1, max_model_len=1)))
-    return resolved
 
 
 def _torch_threads(weights_bytes: int) -> int:

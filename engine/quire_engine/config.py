@@ -6,34 +6,17 @@ Must not know: torch, flags, environment variables.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from quire_engine.limits import SchedulerConfig, SchedulerLimits
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KernelChoice = Literal["auto", "reference", "cpu"]
-PolicyName = Literal["fcfs", "priority"]
 Quantization = Literal["int8", "int4"]
 KVCacheDType = Literal["auto", "int8"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """The scheduler's limits, all resolved. Tokens and blocks, never bytes."""
-
-    num_blocks: int
-    block_size: int = 16
-    max_model_len: int = 2048
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    prefill_chunk: int = 512  # most tokens of one sequence in one step
-    itl_target: float = 0.1  # seconds that a step with decodes should take at most; 0: any
-    max_partial_prefills: int = 2  # sequences that may be in the middle of their prompt at once
-    min_chunk: int = 16  # c_min: the elder's first claim on the step budget
-    max_bypasses: int = 8  # times a blocked queue head may be overtaken
-    elder_age_steps: int = 64  # a group older than this (plus its own work) is overdue
-    enable_prefix_caching: bool = True
-    policy: PolicyName = "fcfs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,21 +30,16 @@ class EngineConfig:
     quantization: Quantization | None = None  # of the weights, at load
     kv_cache_dtype: KVCacheDType = "auto"  # auto: the model's dtype
     max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    prefill_chunk: int = 512
-    itl_target: float = 0.1
-    max_partial_prefills: int = 2
-    min_chunk: int = 16
-    max_bypasses: int = 8
-    elder_age_steps: int = 64
-    block_size: int = 16
+    limits: SchedulerLimits = field(default_factory=SchedulerLimits)
     kv_memory: int | None = None  # bytes; overrides gpu_memory_utilization
     gpu_memory_utilization: float = 0.9  # of the GPU; on a CPU the pool is a share of the free memory
-    enable_prefix_caching: bool = True
-    policy: PolicyName = "fcfs"
     num_threads: int | None = None  # CPU compute threads; None: all usable cores
     check_invariants: bool = False  # after every step, not only when idle
+
+
+def engine_config(plain: Mapping[str, Any]) -> EngineConfig:
+    """What `dataclasses.asdict` made plain values of, as it comes out of JSON."""
+    return EngineConfig(**{**plain, "limits": SchedulerLimits(**plain["limits"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,4 +72,4 @@ class EnginePlan:
 
     @property
     def kv_tokens(self) -> int:
-        return self.scheduler.num_blocks * self.scheduler.block_size
+        return self.scheduler.num_slots

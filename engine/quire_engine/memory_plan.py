@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire_engine.config import EnginePlan, SchedulerConfig
+from quire_engine.config import EnginePlan
 from quire_engine.errors import ConfigError
-from quire_engine.scheduling.policies.elder import ElderRule
+from quire_engine.limits import SchedulerConfig
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 CPU_POOL_SHARE = 0.25  # of what is free once the weights are loaded: the machine is rarely ours alone
@@ -100,15 +100,15 @@ def size_pool(
 
 def plan_text(plan: EnginePlan, quality: str = "") -> str:
     """The plan in a few lines, as printed at start and by --dry-run. `quality`: what quantisation costs, if known."""
-    scheduler = plan.scheduler
-    bytes_per_token = plan.bytes_per_block // scheduler.block_size
-    whole = scheduler.max_num_seqs * -(-scheduler.max_model_len // scheduler.block_size) * plan.bytes_per_block
+    scheduler, limits = plan.scheduler, plan.scheduler.limits
+    bytes_per_token = plan.bytes_per_block // limits.block_size
+    whole = limits.max_num_seqs * limits.num_blocks_for(scheduler.max_model_len) * plan.bytes_per_block
     fits = [f"{_num_fitting(plan, scheduler.max_model_len):,} sequences of {scheduler.max_model_len:,} tokens"]
     if scheduler.max_model_len > 1024:
         fits.append(f"{_num_fitting(plan, 1024):,} of 1,024 tokens")
     loaded = f", loaded in {plan.load_seconds:.1f} s" if plan.load_seconds else ", estimated"
     quantized = f" in {plan.quantization}" if plan.quantization else ""
-    pace = f" about {scheduler.itl_target:g} s beside running streams;" if scheduler.itl_target else ""
+    pace = f" about {limits.itl_target:g} s beside running streams;" if limits.itl_target else ""
     lines = [
         ("model", f"{plan.model} ({plan.architecture}, {plan.num_parameters:,} parameters)"),
         ("device", f"{plan.device}, {plan.dtype}, {plan.kernels} kernels, {plan.num_threads} threads"),
@@ -118,16 +118,16 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
             f"{bytes_text(plan.kv_bytes)} = {scheduler.num_blocks:,} blocks of {bytes_text(plan.bytes_per_block)}"
             f" = {plan.kv_tokens:,} tokens of {bytes_text(bytes_per_token)}",
         ),
-        ("fits", f"{' or '.join(fits)}; at most {scheduler.max_num_seqs} run at once"),
+        ("fits", f"{' or '.join(fits)}; at most {limits.max_num_seqs} run at once"),
         (
             "reserved vs live",
-            f"{bytes_text(whole)} to reserve {scheduler.max_num_seqs} sequences at full length;"
-            f" live ones hold what they use, rounded up to {scheduler.block_size} tokens",
+            f"{bytes_text(whole)} to reserve {limits.max_num_seqs} sequences at full length;"
+            f" live ones hold what they use, rounded up to {limits.block_size} tokens",
         ),
         (
             "step",
-            f"at most {scheduler.max_num_batched_tokens} tokens, {scheduler.prefill_chunk} of one prompt;{pace}"
-            f" prefix caching {'on' if scheduler.enable_prefix_caching else 'off'}; {scheduler.policy}",
+            f"at most {limits.max_num_batched_tokens} tokens, {limits.prefill_chunk} of one prompt;{pace}"
+            f" prefix caching {'on' if limits.enable_prefix_caching else 'off'}; {limits.scheduling_policy}",
         ),
     ]
     lines.append(("longest wait", _wait_text(scheduler)))
@@ -139,17 +139,18 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
 def _wait_text(config: SchedulerConfig) -> str:
     """The bound of the elder rule for requests of one size, as `Scheduler.wait_bound` gives it for each."""
     prompt, output = min(512, config.max_model_len // 2), min(128, config.max_model_len // 4)
-    rule = ElderRule(age_steps=config.elder_age_steps, min_chunk=config.min_chunk)
-    work = rule.work_of(prompt, output, 1)
-    alone, behind = rule.wait_bound(work, 0), rule.wait_bound(work, (config.max_num_seqs - 1) * work)
+    limits = config.limits
+    work = limits.work(num_prompt=prompt, max_new_tokens=output, n=1)
+    others = limits.max_num_seqs - 1
+    alone, behind = limits.wait_bound(work, 0), limits.wait_bound(work, others * work)
     return (
         f"{prompt} tokens in, {output} out end within {alone:,} steps whatever comes later;"
-        f" behind {config.max_num_seqs - 1} such requests within {behind:,}"
+        f" behind {others} such requests within {behind:,}"
     )
 
 
 def _num_fitting(plan: EnginePlan, length: int) -> int:
-    return plan.scheduler.num_blocks // -(-length // plan.scheduler.block_size)
+    return plan.scheduler.num_blocks // plan.scheduler.limits.num_blocks_for(length)
 
 
 def bytes_text(count: int) -> str:

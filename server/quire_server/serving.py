@@ -91,7 +91,7 @@ async def _build_state(settings: Settings, supervisor: Supervisor, starting: asy
     metrics.observe_plan(plan)
     supervisor.on_restart = metrics.engine_restarted
     limits = QueueLimits(
-        max_sequences=plan.scheduler.max_num_seqs + settings.max_num_queued_reqs,
+        max_sequences=plan.scheduler.limits.max_num_seqs + settings.max_num_queued_reqs,
         max_prompt_tokens=settings.max_num_queued_tokens,
     )
     return ServerState(

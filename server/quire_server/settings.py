@@ -10,13 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.config import JsonDict
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from quire_engine.config import Device, DType, EngineConfig, KernelChoice, KVCacheDType, PolicyName, Quantization
+from quire_engine.config import Device, DType, EngineConfig, KernelChoice, KVCacheDType, Quantization
 from quire_engine.demo import demo_model_path
-from quire_server.settings_sources import ENV_PREFIX, SettingsError, check_environment, explain, read_config
+from quire_engine.errors import ConfigError
+from quire_engine.limits import LIMIT_NAMES, PolicyName, SchedulerLimits, out_of_range
+from quire_server.settings_sources import ENV_PREFIX, SettingsError, check_environment, explain, read_config, with_flags
 from quire_server.settings_values import (
     BlockSize,
     Count,
@@ -31,6 +33,7 @@ from quire_server.settings_values import (
 )
 
 DEMO_MODEL = "quire-demo"
+LIMITS = SchedulerLimits()  # the defaults; what the values may be is checked by the record too
 GROUPS = ("Model", "Memory", "Scheduling", "Listening", "Limits", "Streaming", "Lifetime", "Observing")
 
 T = TypeVar("T")
@@ -84,29 +87,40 @@ class Settings(BaseSettings):
     kv_memory: Size | None = _option(
         None, "Memory", "size of the KV cache, such as 2GiB; default: from what is free", "bytes"
     )
-    block_size: BlockSize = _option(16, "Memory", "tokens per KV block: 16, 32, 64 or 128", "tokens")
-    enable_prefix_caching: bool = _option(True, "Memory", "reuse the KV blocks of equal prompt beginnings")
+    block_size: BlockSize = _option(LIMITS.block_size, "Memory", "tokens per KV block: 16, 32, 64 or 128", "tokens")
+    enable_prefix_caching: bool = _option(
+        LIMITS.enable_prefix_caching, "Memory", "reuse the KV blocks of equal prompt beginnings"
+    )
 
     # -- Scheduling
-    max_num_seqs: Positive = _option(64, "Scheduling", "sequences computed in one step at most")
-    max_num_batched_tokens: Count = _option(512, "Scheduling", "tokens computed in one step at most", "tokens")
-    prefill_chunk: Count = _option(512, "Scheduling", "tokens of one prompt computed in one step at most", "tokens")
-    itl_target: Seconds = _option(
-        0.1, "Scheduling", "prompts beside running streams are computed in steps of about this time; 0 is any", "s"
+    max_num_seqs: int = _option(LIMITS.max_num_seqs, "Scheduling", "sequences computed in one step at most")
+    max_num_batched_tokens: Count = _option(
+        LIMITS.max_num_batched_tokens, "Scheduling", "tokens computed in one step at most", "tokens"
     )
-    max_num_partial_prefills: Positive = _option(
-        2, "Scheduling", "sequences that may be in the middle of their prompt at once"
+    prefill_chunk: Count = _option(
+        LIMITS.prefill_chunk, "Scheduling", "tokens of one prompt computed in one step at most", "tokens"
     )
-    min_chunk: Positive = _option(
-        16, "Scheduling", "the oldest request's claim on each step, before all others", "tokens"
+    itl_target: float = _option(
+        LIMITS.itl_target,
+        "Scheduling",
+        "prompts beside running streams are computed in steps of about this time; 0 is any",
+        "s",
     )
-    max_bypasses: Annotated[int, Field(ge=0)] = _option(
-        8, "Scheduling", "times a request that waits for memory may be overtaken by smaller ones"
+    max_num_partial_prefills: int = _option(
+        LIMITS.max_num_partial_prefills, "Scheduling", "sequences that may be in the middle of their prompt at once"
     )
-    elder_age_steps: Positive = _option(
-        64, "Scheduling", "age from which a waiting request is overdue and served first", "steps"
+    min_chunk: int = _option(
+        LIMITS.min_chunk, "Scheduling", "the oldest request's claim on each step, before all others", "tokens"
     )
-    scheduling_policy: PolicyName = _option("fcfs", "Scheduling", "order of waiting requests; priority: lower first")
+    max_bypasses: int = _option(
+        LIMITS.max_bypasses, "Scheduling", "times a request that waits for memory may be overtaken by smaller ones"
+    )
+    elder_age_steps: int = _option(
+        LIMITS.elder_age_steps, "Scheduling", "age from which a waiting request is overdue and served first", "steps"
+    )
+    scheduling_policy: PolicyName = _option(
+        LIMITS.scheduling_policy, "Scheduling", "order of waiting requests; priority: lower first"
+    )
     max_num_queued_reqs: Annotated[int, Field(ge=0)] = _option(
         256, "Scheduling", "choices that may wait beyond the --max-num-seqs that run; more get 429"
     )
@@ -178,20 +192,20 @@ class Settings(BaseSettings):
             InitSettingsSource(settings_cls, read_config(Path(path), settings_cls.model_fields) if path else {}),
         )
 
+    @field_validator(*LIMIT_NAMES)
+    @classmethod
+    def _check_limit(cls, value: object, info: ValidationInfo) -> object:
+        wrong = out_of_range(str(info.field_name), value)
+        if wrong is not None:
+            raise ValueError(wrong)
+        return value
+
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        if self.max_num_seqs + self.min_chunk > self.max_num_batched_tokens:
-            raise ValueError(
-                f"max_num_seqs ({self.max_num_seqs}) + min_chunk ({self.min_chunk}) must fit in max_num_batched_tokens"
-                f" ({self.max_num_batched_tokens}): every running sequence and the oldest prompt advance in each step;"
-                f" set --max-num-batched-tokens {self.max_num_seqs + self.min_chunk} or more, or --max-num-seqs"
-                f" {max(1, self.max_num_batched_tokens - self.min_chunk)} or less"
-            )
-        if self.min_chunk > self.prefill_chunk:
-            raise ValueError(
-                f"min_chunk ({self.min_chunk}) is larger than prefill_chunk ({self.prefill_chunk});"
-                f" set --prefill-chunk {self.min_chunk} or more, or --min-chunk {self.prefill_chunk} or less"
-            )
+        try:
+            self.limits.check()
+        except ConfigError as error:
+            raise ValueError(with_flags(str(error))) from None
         if self.chat_template is not None and not self.chat_template.is_file():
             raise ValueError(f"there is no chat template at {self.chat_template}; set --chat-template to a Jinja file")
         if any(not key for key in self.api_key):
@@ -210,6 +224,11 @@ class Settings(BaseSettings):
         """The checkpoint's directory."""
         return demo_model_path() if self.model == DEMO_MODEL else Path(self.model)
 
+    @property
+    def limits(self) -> SchedulerLimits:
+        """The settings that are limits of the scheduler: a field of each name there is one here."""
+        return SchedulerLimits(**{name: getattr(self, name) for name in LIMIT_NAMES})
+
     def engine_config(self) -> EngineConfig:
         """What the engine is asked for; it resolves the rest against the model and the machine."""
         return EngineConfig(
@@ -220,19 +239,9 @@ class Settings(BaseSettings):
             quantization=self.quantization,
             kv_cache_dtype=self.kv_cache_dtype,
             max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            prefill_chunk=self.prefill_chunk,
-            itl_target=self.itl_target,
-            max_partial_prefills=self.max_num_partial_prefills,
-            min_chunk=self.min_chunk,
-            max_bypasses=self.max_bypasses,
-            elder_age_steps=self.elder_age_steps,
-            block_size=self.block_size,
+            limits=self.limits,
             kv_memory=self.kv_memory,
             gpu_memory_utilization=self.gpu_memory_utilization,
-            enable_prefix_caching=self.enable_prefix_caching,
-            policy=self.scheduling_policy,
             num_threads=self.num_threads,
             check_invariants=self.check_invariants,
         )

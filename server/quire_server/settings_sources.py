@@ -34,6 +34,11 @@ def flag_name(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
+def with_flags(advice: str) -> str:
+    """`set max_num_seqs to 3 or less`, as the engine says it, in the spelling of the command line."""
+    return re.sub(r"\b([a-z_]+) to (?=\d)", lambda found: f"{flag_name(found[1])} ", advice)
+
+
 def read_config(path: Path, known: Collection[str]) -> dict[str, object]:
     """The settings of a YAML file; keys in kebab-case or snake_case. Raises SettingsError, for unknown keys too."""
     try:

@@ -79,7 +79,7 @@ def _check_block_size(size: int) -> int:
 Strings = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list)]
 Names = Annotated[tuple[Annotated[str, AfterValidator(_check_name)], ...], NoDecode, BeforeValidator(_split_list)]
 JsonObject = Annotated[dict[str, object], NoDecode, BeforeValidator(_parse_json)]
-Count = Annotated[int, BeforeValidator(_parse_count), Field(gt=0)]
+Count = Annotated[int, BeforeValidator(_parse_count)]
 OptionalCount = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_parse_count)]
 Size = Annotated[int, BeforeValidator(_parse_size), Field(gt=0)]
 Positive = Annotated[int, Field(gt=0)]

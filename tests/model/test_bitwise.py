@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from quire_engine.build import build
-from quire_engine.config import EngineConfig
-from quire_engine.scheduling.policies.gate import footprint
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from support.checkpoints import VOCAB_SIZE, shared_checkpoint
+from support.limits import engine_config
 from support.offline import generate
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -50,7 +49,7 @@ def engine(model="qwen3", device="cpu", **changes):
         "enable_prefix_caching": False,
     }
     checkpoint, computed = MODELS[model]
-    return build(EngineConfig(model=str(shared_checkpoint(**checkpoint)), **{**settings, **computed, **changes}))
+    return build(engine_config(model=str(shared_checkpoint(**checkpoint)), **{**settings, **computed, **changes}))
 
 
 def mixed_requests(count, seed=0, *, longest=90, max_new=12):
@@ -208,7 +207,7 @@ def test_preempted_equals_solo(caching, model, device, expected):
     requests, results = expected(model, device)
     plan = engine(model, device).plan
     largest = max(
-        footprint(plan.scheduler, num_prompt=len(r.prompt_token_ids), max_new_tokens=r.stop.max_new_tokens, n=r.n)
+        plan.scheduler.limits.footprint(num_prompt=len(r.prompt_token_ids), max_new_tokens=r.stop.max_new_tokens, n=r.n)
         for r in requests
     )
     blocks = int(1.2 * largest)

@@ -11,13 +11,13 @@ import torch
 import quire_engine.build
 import quire_engine.execution.memory.cpu
 from quire_engine.build import build, plan_text, resolve_plan
-from quire_engine.config import EngineConfig
 from quire_engine.errors import ConfigError, ModelLoadError
 from quire_engine.execution.workspace import largest_batch
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from quire_kernels.reference import REFERENCE
 from quire_kernels.select import PROVIDERS, select
 from support.checkpoints import VOCAB_SIZE, make_checkpoint, shared_checkpoint
+from support.limits import engine_config
 from support.offline import generate
 
 
@@ -29,7 +29,7 @@ def _keep_threads():
 
 
 def config(**changes):
-    return EngineConfig(**{"model": str(shared_checkpoint()), "device": "cpu", "num_threads": 1, **changes})
+    return engine_config(**{"model": str(shared_checkpoint()), "device": "cpu", "num_threads": 1, **changes})
 
 
 def request(**changes):
@@ -279,12 +279,12 @@ def test_the_engine_does_not_need_the_files_once_it_is_built(tmp_path):
 def test_the_largest_batch_reaches_the_limits_and_keeps_them(limits):
     asked = config(**{"max_model_len": 512, **limits})
     largest = largest_batch(asked)
-    assert largest.num_tokens == sum(item.num_tokens for item in largest.items) <= asked.max_num_batched_tokens
-    assert len(largest.items) <= asked.max_num_seqs
+    assert largest.num_tokens == sum(item.num_tokens for item in largest.items) <= asked.limits.max_num_batched_tokens
+    assert len(largest.items) <= asked.limits.max_num_seqs
     assert {item.end for item in largest.items} == {asked.max_model_len}
-    assert largest.num_tokens == asked.max_num_batched_tokens or (
-        len(largest.items) == asked.max_num_seqs
-        and largest.items[0].num_tokens == min(asked.prefill_chunk, asked.max_model_len)
+    assert largest.num_tokens == asked.limits.max_num_batched_tokens or (
+        len(largest.items) == asked.limits.max_num_seqs
+        and largest.items[0].num_tokens == min(asked.limits.prefill_chunk, asked.max_model_len)
     )
 
 

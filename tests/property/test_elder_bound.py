@@ -9,12 +9,13 @@ import dataclasses
 import random
 
 from quire_engine.batch import Batch, SampledToken, StepResult
-from quire_engine.config import SchedulerConfig
+from quire_engine.limits import SchedulerConfig
 from quire_engine.scheduling.policies import policies_for
 from quire_engine.scheduling.policies.elder import ElderRule
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.sequence import Group
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
+from support.limits import scheduler_config
 
 NUM_RUNS = 2500
 
@@ -69,7 +70,7 @@ class NoElder(ElderRule):
 
 def adversarial_config(dice: random.Random) -> SchedulerConfig:
     min_chunk, max_num_seqs = dice.randint(1, 6), dice.randint(1, 6)
-    return SchedulerConfig(
+    return scheduler_config(
         num_blocks=dice.randint(3, 24),
         block_size=dice.randint(1, 5),
         max_model_len=64,
@@ -77,7 +78,7 @@ def adversarial_config(dice: random.Random) -> SchedulerConfig:
         min_chunk=min_chunk,
         max_num_batched_tokens=max_num_seqs + min_chunk + dice.randint(0, 10),
         prefill_chunk=min_chunk + dice.randint(0, 8),
-        max_partial_prefills=dice.randint(1, 3),
+        max_num_partial_prefills=dice.randint(1, 3),
         max_bypasses=dice.randint(0, 4),
         elder_age_steps=dice.randint(0, 8),
         enable_prefix_caching=dice.random() < 0.5,
@@ -120,12 +121,12 @@ def worst_ratio(seed: int, *, with_elder: bool) -> float:
     config = adversarial_config(dice)
     elder_rule = ElderRule if with_elder else NoElder
     policies = dataclasses.replace(
-        policies_for(config),
-        order=LatestFirst() if dice.random() < 0.5 else policies_for(config).order,
+        policies_for(config.limits),
+        order=LatestFirst() if dice.random() < 0.5 else policies_for(config.limits).order,
         victim=AnyVictim(dice),
-        chunk=AnyChunk(dice, config.prefill_chunk),
+        chunk=AnyChunk(dice, config.limits.prefill_chunk),
         itl=AnyItl(dice),
-        elder=elder_rule(age_steps=config.elder_age_steps, min_chunk=config.min_chunk),
+        elder=elder_rule(config.limits.elder_age_steps),
     )
     scheduler = Scheduler(config, policies=policies)
     arrivals = sorted(dice.randint(0, 60) for _ in range(dice.randint(2, 24)))

@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from quire_engine.batch import Batch
-from quire_engine.config import SchedulerConfig
 from quire_engine.errors import InfeasibleRequest
+from quire_engine.limits import SchedulerConfig, SchedulerLimits
 from quire_engine.scheduling.policies import Policies, policies_for
 from quire_engine.scheduling.policies.itl import ItlTarget
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.sequence import Group
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from support.fake_executor import CorruptKV, FakeExecutor, Run, expected_tokens
+from support.limits import scheduler_config
 
 NUM_EXAMPLES = 300
 NUM_STEPS = 50
@@ -31,7 +32,7 @@ NUM_STEPS = 50
 @st.composite
 def configs(draw: st.DrawFn) -> SchedulerConfig:
     min_chunk, max_num_seqs = draw(st.integers(1, 6)), draw(st.integers(2, 6))
-    return SchedulerConfig(
+    return scheduler_config(
         num_blocks=draw(st.integers(5, 24)),
         block_size=draw(st.integers(1, 5)),
         max_model_len=draw(st.integers(24, 48)),
@@ -40,26 +41,29 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         max_num_batched_tokens=max_num_seqs + min_chunk + draw(st.integers(0, 12)),
         prefill_chunk=min_chunk + draw(st.integers(0, 8)),
         itl_target=draw(st.sampled_from([0.0, 0.2, 0.8])),
-        max_partial_prefills=draw(st.integers(1, 3)),
+        max_num_partial_prefills=draw(st.integers(1, 3)),
         max_bypasses=draw(st.integers(0, 4)),
         elder_age_steps=draw(st.integers(0, 8)),
         enable_prefix_caching=draw(st.booleans()),
-        policy=draw(st.sampled_from(["fcfs", "priority"])),
+        scheduling_policy=draw(st.sampled_from(["fcfs", "priority"])),
     )
 
 
-def policies(config: SchedulerConfig) -> Policies:
+def policies(limits: SchedulerLimits) -> Policies:
     """The usual ones; a step takes a second, and with a target few prompt tokens fit beside decodes."""
-    return dataclasses.replace(policies_for(config), itl=ItlTarget(config.itl_target, fewest=1))
+    return dataclasses.replace(policies_for(limits), itl=ItlTarget(limits.itl_target, fewest=1))
 
 
 def fits(config: SchedulerConfig, prompt: int, max_tokens: int, n: int) -> bool:
     """I9's model: blocks of the shared prompt and of every choice, counted one by one."""
-    if prompt == 0 or prompt + max_tokens > config.max_model_len or n > min(config.max_num_seqs, config.min_chunk):
+    if prompt == 0 or prompt + max_tokens > config.max_model_len or n > config.limits.max_choices:
         return False
     computed = prompt + max(0, max_tokens - 1)
     blocks = {
-        (p // config.block_size, choice if (p // config.block_size + 1) * config.block_size > prompt else "shared")
+        (
+            p // config.limits.block_size,
+            choice if (p // config.limits.block_size + 1) * config.limits.block_size > prompt else "shared",
+        )
         for choice in range(n if max_tokens > 1 else 1)
         for p in range(computed)
     }
@@ -95,7 +99,7 @@ def shrunk_to_fit(config: SchedulerConfig, wanted: GenerationRequest) -> Generat
     """The nearest feasible request: fewer choices, then fewer tokens, then a shorter prompt."""
     prompt, tokens, n = wanted.prompt_token_ids or (1,), wanted.stop.max_new_tokens, wanted.n
     while not fits(config, len(prompt), tokens, n):
-        if n > min(config.max_num_seqs, config.min_chunk):
+        if n > config.limits.max_choices:
             n -= 1
         elif tokens > 2:
             tokens -= 1
@@ -125,7 +129,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, config: SchedulerConfig) -> None:
         self.config = config
         self.run, self.twin = (
-            Run(scheduler=Scheduler(config, policies=policies(config)), executor=FakeExecutor(config.block_size))
+            Run(
+                scheduler=Scheduler(config, policies=policies(config.limits)),
+                executor=FakeExecutor(config.limits.block_size),
+            )
             for _ in range(2)
         )
         self.requests: dict[str, GenerationRequest] = {}
@@ -204,10 +211,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         filled: dict[int, int] = {}
         for sequence in roster.sequences.values():
             for index, block in enumerate(sequence.table.block_ids):
-                inside = min(self.config.block_size, max(0, sequence.num_computed - index * self.config.block_size))
+                inside = min(
+                    self.config.limits.block_size, max(0, sequence.num_computed - index * self.config.limits.block_size)
+                )
                 filled[block] = max(inside, filled.get(block, 0))
         assert stats.blocks_used == len(filled)
-        assert stats.slots_allocated == len(filled) * self.config.block_size
+        assert stats.slots_allocated == len(filled) * self.config.limits.block_size
         assert stats.slots_unused == stats.slots_allocated - sum(filled.values())
 
     # ---- the step, watched
@@ -280,14 +289,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_plan(self, batch: Batch, before: dict[str, object]) -> None:
         config, scheduler = self.config, self.run.scheduler
         assert batch.items
-        assert batch.num_tokens == sum(item.num_tokens for item in batch.items) <= config.max_num_batched_tokens  # I5
-        assert scheduler.stats().running <= config.max_num_seqs
+        assert (
+            batch.num_tokens == sum(item.num_tokens for item in batch.items) <= config.limits.max_num_batched_tokens
+        )  # I5
+        assert scheduler.stats().running <= config.limits.max_num_seqs
         assert len({item.sequence_id for item in batch.items}) == len(batch.items)
         written = Counter[int]()
         for item in batch.items:
-            assert 1 <= item.num_tokens <= config.prefill_chunk
+            assert 1 <= item.num_tokens <= config.limits.prefill_chunk
             assert item.wants_sample == (item.end == len(item.token_ids) and item.stop.max_new_tokens > 0)
-            blocks = range(item.start // config.block_size, -(-item.end // config.block_size))
+            blocks = range(item.start // config.limits.block_size, -(-item.end // config.limits.block_size))
             written.update(item.block_ids[index] for index in blocks)
         for block, writers in written.items():
             assert writers == 1, f"block {block} has {writers} writers"
@@ -305,7 +316,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if group.state != "running":
                 name = group.request.request_id
                 self.bypasses[name] += sum(key(other) > key(group) for other in entered)
-                assert self.bypasses[name] <= self.config.max_bypasses  # I20
+                assert self.bypasses[name] <= self.config.limits.max_bypasses  # I20
 
     def check_elder(self, before: dict[str, object]) -> None:
         elder = self.run.scheduler._planner.elder

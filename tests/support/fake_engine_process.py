@@ -17,11 +17,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "engine"), str(ROOT / "tests")]
 
 from quire_engine.batch import Batch, SampledToken, StepResult  # noqa: E402
-from quire_engine.config import EngineConfig, EnginePlan, SchedulerConfig  # noqa: E402
+from quire_engine.config import EngineConfig, EnginePlan  # noqa: E402
 from quire_engine.engine import Engine  # noqa: E402
 from quire_engine.process.loop import EngineLoop  # noqa: E402
 from quire_engine.process.transport import FrameDecoder, StartFailed, encode_frame  # noqa: E402
 from quire_engine.scheduling.scheduler import Scheduler  # noqa: E402
+from support.limits import scheduler_config  # noqa: E402
 
 STEP_SECONDS = 0.002
 
@@ -74,7 +75,7 @@ def make_plan(model: str = "ok", **scheduler: int) -> EnginePlan:
         kv_bytes=0,
         bytes_per_block=0,
         load_seconds=0.0,
-        scheduler=SchedulerConfig(**{**settings, **scheduler}),
+        scheduler=scheduler_config(**{**settings, **scheduler}),
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams, TokenLogprobs, TokenOutput
+from support.limits import scheduler_config
 
 VOCAB_SIZE = 1000
 
@@ -186,10 +187,6 @@ class Run:
 
 
 def new_run(check: bool = True, **limits: object) -> Run:
-    """A run over a small scheduler; `limits` are SchedulerConfig fields. Its steps take a second, which is no ITL."""
-    from quire_engine.config import SchedulerConfig
-
-    config = SchedulerConfig(
-        **{"num_blocks": 256, "max_num_batched_tokens": 512, "itl_target": 0.0, **limits}  # type: ignore[arg-type]
-    )
-    return Run(scheduler=Scheduler(config), executor=FakeExecutor(config.block_size), check=check)
+    """A run over a small scheduler; `limits` are as in `scheduler_config`. Its steps take a second, which is no ITL."""
+    config = scheduler_config(**{"num_blocks": 256, "max_num_batched_tokens": 512, "itl_target": 0.0, **limits})
+    return Run(scheduler=Scheduler(config), executor=FakeExecutor(config.limits.block_size), check=check)

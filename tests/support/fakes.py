@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import httpx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from quire_engine.config import EnginePlan, SchedulerConfig
+from quire_engine.config import EnginePlan
 from quire_engine.types import (
     Control,
     EngineHealth,
@@ -29,6 +29,7 @@ from quire_engine.types import (
     TokenLogprobs,
     TokenOutput,
 )
+from support.limits import scheduler_config
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -257,7 +258,7 @@ def make_plan(*, max_model_len: int = 512, max_num_seqs: int = 64) -> EnginePlan
         kv_bytes=100 * 16 * 4,
         bytes_per_block=64,
         load_seconds=0.0,
-        scheduler=SchedulerConfig(num_blocks=100, max_model_len=max_model_len, max_num_seqs=max_num_seqs),
+        scheduler=scheduler_config(num_blocks=100, max_model_len=max_model_len, max_num_seqs=max_num_seqs),
     )
 
 

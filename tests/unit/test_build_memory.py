@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from quire_engine.config import EnginePlan, SchedulerConfig
+from quire_engine.config import EnginePlan
 from quire_engine.errors import ConfigError
+from quire_engine.limits import SchedulerConfig
 from quire_engine.machine import available_memory, usable_cores
 from quire_engine.memory_plan import (
     bytes_text,
@@ -163,7 +164,7 @@ PLAN = EnginePlan(
     kv_bytes=640 * 65536,
     bytes_per_block=65536,
     load_seconds=1.25,
-    scheduler=SchedulerConfig(num_blocks=640, max_model_len=2048, max_num_seqs=64),
+    scheduler=SchedulerConfig(num_blocks=640, max_model_len=2048),
 )
 
 

@@ -10,6 +10,7 @@ import pytest
 from fastapi.routing import APIRoute
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire_engine.limits import LIMIT_NAMES
 from quire_server import errors
 from quire_server.app import ROUTERS
 from quire_server.flags import option_default, parse_flags
@@ -112,14 +113,19 @@ def test_exit_codes():
 
 def test_every_setting_is_used():
     """Nothing has a flag that does nothing."""
-    source = "\n".join(
-        path.read_text()
-        for path in (ROOT / "server").rglob("*.py")
-        if path.name not in {"flags.py"}  # it only lists them
+    server, scheduling = (
+        "\n".join(
+            path.read_text()
+            for path in folder.rglob("*.py")
+            if path.name not in {"flags.py"}  # it only lists them
+        )
+        for folder in (ROOT / "server", ROOT / "engine/quire_engine/scheduling")
     )
     for name in Settings.model_fields:
-        if name != "config":  # read before there are settings
-            assert re.search(rf"\b(settings|self)\.{name}\b", source), f"{name} is never read"
+        if name in LIMIT_NAMES:  # they are handed on together
+            assert re.search(rf"limits\.{name}\b", scheduling), f"{name} limits nothing"
+        elif name != "config":  # read before there are settings
+            assert re.search(rf"\b(settings|self)\.{name}\b", server), f"{name} is never read"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)

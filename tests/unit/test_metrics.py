@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire_engine.config import EnginePlan, SchedulerConfig
+from quire_engine.config import EnginePlan
+from quire_engine.limits import SchedulerConfig
 from quire_engine.types import EngineStats, RequestTiming
 from quire_server.metrics import metrics as module
 from quire_server.metrics.metric_catalog import token_bounds

@@ -1,18 +1,16 @@
-"""Each decision by itself, and the gate's numbers against brute force."""
+"""Each decision of the scheduler by itself."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
-from quire_engine.config import SchedulerConfig
-from quire_engine.errors import ConfigError, InfeasibleRequest
+from quire_engine.errors import InfeasibleRequest
+from quire_engine.limits import SchedulerConfig, SchedulerLimits
 from quire_engine.scheduling.policies import policies_for
 from quire_engine.scheduling.policies.capacity import WholePrompt
 from quire_engine.scheduling.policies.chunk import FixedChunk
 from quire_engine.scheduling.policies.elder import ElderRule
-from quire_engine.scheduling.policies.gate import check_config, check_request, footprint, largest_max_tokens
+from quire_engine.scheduling.policies.gate import check_request
 from quire_engine.scheduling.policies.itl import FEWEST, ItlTarget
 from quire_engine.scheduling.policies.priority import PriorityOrder
 from quire_engine.scheduling.policies.victim import Youngest
@@ -35,10 +33,10 @@ def group(arrival: int, *, added: int = 0, work: int = 1, priority: int = 0) -> 
 
 def test_orders() -> None:
     first, second, urgent = group(0), group(1), group(2, priority=-1)
-    fcfs = policies_for(CONFIG).order
+    fcfs = policies_for(CONFIG.limits).order
     assert sorted([urgent, second, first], key=fcfs.key) == [first, second, urgent]
     assert sorted([second, first, urgent], key=PriorityOrder().key) == [urgent, first, second]
-    assert isinstance(policies_for(dataclasses.replace(CONFIG, policy="priority")).order, PriorityOrder)
+    assert isinstance(policies_for(SchedulerLimits(scheduling_policy="priority")).order, PriorityOrder)
 
 
 def test_the_youngest_is_the_victim_and_never_the_elder() -> None:
@@ -106,7 +104,7 @@ def test_an_itl_target_of_0_is_none() -> None:
 
 
 def test_the_elder_is_kept_until_it_ends() -> None:
-    rule = ElderRule(age_steps=10, min_chunk=4)
+    rule = ElderRule(10)
     a, b = group(0, work=100), group(1, work=5)
     assert rule.choose([a, b], step=1) is a
     assert rule.choose([a, b], step=90) is a
@@ -117,72 +115,10 @@ def test_the_elder_is_kept_until_it_ends() -> None:
 
 
 def test_an_overdue_group_goes_before_an_older_one_that_is_not() -> None:
-    rule = ElderRule(age_steps=10, min_chunk=4)
+    rule = ElderRule(10)
     a, b, c = group(0, work=100), group(1, added=1, work=5), group(2, added=1, work=5)
     assert rule.choose([a, b, c], step=17) is b
-    assert ElderRule(age_steps=10, min_chunk=4).choose([a, b, c], step=16) is a
-
-
-def test_work_and_bound() -> None:
-    rule = ElderRule(age_steps=64, min_chunk=16)
-    work = rule.work(request("r", 100, 20, n=3))
-    assert work == 10 + 20
-    assert rule.wait_bound(work, earlier_work=7) == 64 + 3 * 30 + 7
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"max_num_batched_tokens": 79}, "at least 80"),
-        ({"min_chunk": 600}, "at most 512"),
-        ({"itl_target": -1.0}, "itl_target is -1"),
-        ({"num_blocks": 0}, "num_blocks is 0"),
-        ({"block_size": 0}, "block_size is 0"),
-        ({"max_partial_prefills": 0}, "max_partial_prefills is 0"),
-        ({"max_bypasses": -1}, "max_bypasses is -1"),
-        ({"elder_age_steps": -1}, "elder_age_steps is -1"),
-    ],
-)
-def test_impossible_limits_are_refused(change: dict[str, float], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        check_config(dataclasses.replace(CONFIG, **change))
-
-
-def test_the_smallest_sufficient_budget_is_accepted() -> None:
-    check_config(dataclasses.replace(CONFIG, max_num_batched_tokens=80))
-
-
-@pytest.mark.parametrize(
-    ("prompt", "max_tokens", "n", "blocks"),
-    [
-        (200, 8, 1, 13),
-        (200, 8, 4, 16),
-        (200, 9, 4, 16),
-        (200, 10, 4, 20),
-        (200, 1, 16, 13),
-        (16, 0, 4, 1),
-        (16, 2, 4, 5),
-    ],
-)
-def test_footprint(prompt: int, max_tokens: int, n: int, blocks: int) -> None:
-    assert footprint(CONFIG, num_prompt=prompt, max_new_tokens=max_tokens, n=n) == blocks
-
-
-def test_the_largest_max_tokens_is_the_largest() -> None:
-    for block_size in (1, 3, 4):
-        config = dataclasses.replace(CONFIG, num_blocks=7, block_size=block_size, max_model_len=25)
-        for prompt in range(1, 30):
-            for n in (1, 2, 3):
-                feasible = [tokens for tokens in range(40) if accepted(config, request("r", prompt, tokens, n=n))]
-                assert largest_max_tokens(config, num_prompt=prompt, n=n) == max(feasible, default=-1)
-
-
-def accepted(config: SchedulerConfig, wanted: GenerationRequest) -> bool:
-    try:
-        check_request(config, wanted)
-    except InfeasibleRequest:
-        return False
-    return True
+    assert ElderRule(10).choose([a, b, c], step=16) is a
 
 
 @pytest.mark.parametrize(

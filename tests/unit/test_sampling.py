@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire_engine.config import SchedulerConfig
 from quire_engine.errors import InfeasibleRequest
 from quire_engine.scheduling.policies.gate import check_request
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
@@ -15,18 +14,18 @@ from quire_server.answering.sampling import ModelLimits, banned_token_ids, resol
 from quire_server.errors import BadRequest, ContextLengthExceeded
 from quire_server.wire.completions import CompletionRequest
 from support.fakes import load_tokenizer, make_plan
+from support.limits import scheduler_config
 
 
 def limits(**changes: int) -> ModelLimits:
     values = {
         "num_token_ids": 260,
-        "max_model_len": 512,
-        "num_blocks": 100,
-        "block_size": 16,
-        "max_choices": 16,
         "max_logprobs": 20,
     }
-    return ModelLimits(**(values | changes))
+    scheduler = {"max_model_len": 512, "num_blocks": 100}
+    for name, value in changes.items():
+        (values if name in values else scheduler)[name] = value
+    return ModelLimits(**values, scheduler=scheduler_config(**scheduler))
 
 
 def asked(**values: object) -> GenerationOptions:
@@ -86,7 +85,7 @@ def test_end_of_text_stops_unless_ignored() -> None:
 def test_what_the_server_accepts_the_scheduler_accepts_too(
     prompt: int, n: int, max_tokens: int, num_blocks: int, block_size: int
 ) -> None:
-    config = SchedulerConfig(num_blocks=num_blocks, block_size=block_size, max_model_len=10**6)
+    pool = {"num_blocks": num_blocks, "block_size": block_size, "max_model_len": 10**6}
     request = GenerationRequest(
         request_id="a",
         prompt_token_ids=(1,) * prompt,
@@ -95,12 +94,16 @@ def test_what_the_server_accepts_the_scheduler_accepts_too(
         n=n,
     )
     try:
-        check_request(config, request)
+        check_request(scheduler_config(**pool), request)
         feasible = True
     except InfeasibleRequest:
         feasible = False
-    room = limits(num_blocks=num_blocks, block_size=block_size).max_new_tokens(prompt, n)
-    assert (max_tokens <= room) == feasible
+    try:
+        stop = stop_of(asked(max_tokens=max_tokens, n=n), prompt_tokens=prompt, **pool)
+        accepted = stop.max_new_tokens == max_tokens
+    except ContextLengthExceeded:
+        accepted = False
+    assert accepted == feasible
 
 
 def test_seeds() -> None:

@@ -357,7 +357,7 @@ def test_prompt_scores_belong_to_choice_0_alone() -> None:
 
 
 def test_priority_goes_first_and_equal_ones_in_order() -> None:
-    run = new_run(max_num_seqs=1, policy="priority", elder_age_steps=1000)
+    run = new_run(max_num_seqs=1, scheduling_policy="priority", elder_age_steps=1000)
     run.add(request("old", 8, 3, priority=5))
     run.one_step()
     run.add(*(request(name, 8, 3, priority=p) for name, p in [("late", 1), ("b", 0), ("c", 0)]))
@@ -462,7 +462,7 @@ def test_a_prompt_alone_takes_the_whole_step() -> None:
 
 
 def test_resumed_output_counts_as_an_unfinished_prefill() -> None:
-    run = new_run(max_partial_prefills=1)
+    run = new_run(max_num_partial_prefills=1)
     whole = [request(name, 8, 60, n=2) for name in "ab"]
     run.add(request("elder", 8, 60))
     run.one_step()

@@ -120,7 +120,7 @@ def test_pressure_preempts_one_not_everybody() -> None:
 
 
 def test_a_stream_of_small_requests_does_not_starve_a_large_one() -> None:
-    run = new_run(num_blocks=16, max_num_seqs=4, policy="priority", elder_age_steps=16)
+    run = new_run(num_blocks=16, max_num_seqs=4, scheduling_policy="priority", elder_age_steps=16)
     large = request("large", 200, 20, priority=9)
     run.add(*(request(f"first{i}", 30, 6) for i in range(4)), large)
     bound = run.scheduler.wait_bound("large")

@@ -99,6 +99,10 @@ def test_sizes(text: str, size: int):
         (["--chat-template", "/nowhere/x.jinja"], "--chat-template"),
         (["--min-chunk", "600", "--max-num-batched-tokens", "4k"], "--prefill-chunk 600"),
         (["--api-key", ""], "empty"),
+        (["--max-bypasses", "-1"], "--max-bypasses: must be at least 0"),
+        (["--prefill-chunk", "0"], "--prefill-chunk: must be at least 1"),
+        (["--itl-target", "nan"], "--itl-target: must be at least 0"),
+        (["--itl-target", "inf"], "--itl-target: must be at least 0"),
         (["one", "two"], "unexpected argument 'two'"),
     ],
 )
@@ -237,6 +241,12 @@ def test_every_flag_can_be_given_its_own_default(tmp_path: Path):
     assert set(Settings.model_fields) <= {action.dest for action in parser._actions}
 
 
+def flat(config: EngineConfig) -> dict[str, object]:
+    """The fields of a configuration and of its limits."""
+    values = dataclasses.asdict(config)
+    return {**values.pop("limits"), **values}
+
+
 def test_engine_config_takes_every_engine_setting():
     changed = {
         "model": "/m",
@@ -262,11 +272,10 @@ def test_engine_config_takes_every_engine_setting():
         "num_threads": 2,
         "check_invariants": True,
     }
-    got = dataclasses.asdict(Settings(**changed).engine_config())
-    default = dataclasses.asdict(EngineConfig(model=""))
+    got = flat(Settings(**changed).engine_config())
+    default = flat(EngineConfig(model=""))
     assert all(got[name] != default[name] for name in default), "a field of EngineConfig is not set from Settings"
-    renamed = {"max_num_partial_prefills": "max_partial_prefills", "scheduling_policy": "policy"}
-    assert got == {renamed.get(name, name): value for name, value in changed.items()}
+    assert got == changed
 
 
 def test_engine_defaults_agree():

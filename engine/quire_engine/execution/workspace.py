@@ -22,15 +22,15 @@ def estimate_workspace(model: ModelConfig, config: EngineConfig) -> int:
     width = (
         model.hidden_size + 2 * model.intermediate_size + (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     )
-    return 4 * config.max_num_batched_tokens * width * 4 + 8 * LOGITS_BYTES
+    return 4 * config.limits.max_num_batched_tokens * width * 4 + 8 * LOGITS_BYTES
 
 
 def measure_workspace(
     decoder: Decoder, kernels: KernelSet, config: EngineConfig, *, dtype: torch.dtype, device: torch.device
 ) -> int:
     """Bytes beside weights and pool, at the peak of a step of `config`'s limits. Its max_model_len must be set."""
-    kv = KVStorage(kernels, decoder.config, 1, config.block_size, dtype, device)
-    runner = Runner(decoder, kv, config.block_size, device)
+    kv = KVStorage(kernels, decoder.config, 1, config.limits.block_size, dtype, device)
+    runner = Runner(decoder, kv, config.limits.block_size, device)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -48,17 +48,17 @@ def largest_batch(config: EngineConfig) -> Batch:
 
     Every sequence lives in block 0 of a pool of one block: the values are meaningless, the shapes are real.
     """
-    length = config.max_model_len or 1
+    limits, length = config.limits, config.max_model_len or 1
     sizes: list[int] = []
-    left = config.max_num_batched_tokens
-    for _ in range(min(config.max_partial_prefills, config.max_num_seqs)):
-        sizes.append(min(config.prefill_chunk, length, left))
+    left = limits.max_num_batched_tokens
+    for _ in range(min(limits.max_num_partial_prefills, limits.max_num_seqs)):
+        sizes.append(min(limits.prefill_chunk, length, left))
         left -= sizes[-1]
         if left <= 0:
             break
-    sizes += [1] * min(left, config.max_num_seqs - len(sizes))
+    sizes += [1] * min(left, limits.max_num_seqs - len(sizes))
     tokens = [0] * length
-    blocks = [0] * -(-length // config.block_size)
+    blocks = [0] * limits.num_blocks_for(length)
     sampling = SamplingParams(top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, num_logprobs=20)
     items = tuple(
         ScheduledSequence(

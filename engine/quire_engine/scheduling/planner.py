@@ -6,8 +6,8 @@ overdrawn; every running decode advances or is preempted. Must not know: tokens'
 
 from __future__ import annotations
 
-from quire_engine.config import SchedulerConfig
 from quire_engine.invariants import InvariantViolation
+from quire_engine.limits import SchedulerLimits
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.policies import Policies
 from quire_engine.scheduling.roster import Roster
@@ -19,11 +19,11 @@ from quire_engine.types import WaitReason
 class Planner:
     """The phases of a step, in order: elder, decodes, prefills, admission, and what is left to the prefills."""
 
-    def __init__(self, config: SchedulerConfig, policies: Policies, kv: KVAllocator, roster: Roster) -> None:
+    def __init__(self, limits: SchedulerLimits, policies: Policies, kv: KVAllocator, roster: Roster) -> None:
         self.elder: Group | None = None
         self.total_query_tokens = 0
         self.total_hit_tokens = 0
-        self._config = config
+        self._limits = limits
         self._policies = policies
         self._kv = kv
         self._roster = roster
@@ -32,7 +32,7 @@ class Planner:
 
     def plan(self, step: int, now: float) -> StepPlan:
         """The plan of step number `step`. Blocks are taken, groups moved; nothing else changes."""
-        plan = StepPlan(self._config.max_num_batched_tokens)
+        plan = StepPlan(self._limits.max_num_batched_tokens)
         self.elder = self._policies.elder.choose(self._roster.live.values(), step)
         if self.elder is not None:
             self._serve_elder(self.elder, plan, now)
@@ -53,7 +53,7 @@ class Planner:
         if elder.state != "running":
             self._seat_elder(elder, plan, now)
         self._give_decodes(elder, plan)
-        claim = self._config.min_chunk - plan.planned(elder)
+        claim = self._limits.min_chunk - plan.planned(elder)
         for sequence in elder.computing:
             num_tokens = min(elder.pending(sequence), claim)
             if num_tokens > 0 and sequence not in plan.slices:
@@ -83,7 +83,7 @@ class Planner:
         many groups are looked past at a time. After a preemption nobody enters: what was freed is spoken for.
         """
         closed: WaitReason | None = "kv" if plan.num_preempted else None
-        limit = self._config.max_bypasses
+        limit = self._limits.max_bypasses
         entered: list[Group] = []
         passed_over: list[Group] = []
         for group in list(self._roster.waiting):
@@ -159,15 +159,17 @@ class Planner:
 
     def _try_to_enter(self, group: Group, plan: StepPlan, num_partial: int, now: float) -> WaitReason | None:
         """Run the group and give it its first tokens, or say why not."""
-        config = self._config
-        if self._roster.num_running + len(group.sequences) > config.max_num_seqs:
+        limits = self._limits
+        if self._roster.num_running + len(group.sequences) > limits.max_num_seqs:
             return "slots"
         matched = self._match(group)
         leader = group.computing[0]
-        pending = group.target(leader) - len(matched) * config.block_size
+        pending = group.target(leader) - len(matched) * limits.block_size
         first = self._policies.chunk.size(pending=pending, planned=0, budget=plan.budget, others=True)
         goes_on = first < pending or any(follower.num_output_tokens > 0 for follower in group.followers())
-        if plan.budget < min(pending, config.min_chunk) or (goes_on and num_partial >= config.max_partial_prefills):
+        if plan.budget < min(pending, limits.min_chunk):
+            return "budget"
+        if goes_on and num_partial >= limits.max_num_partial_prefills:
             return "budget"
         need = self._kv.seat_cost(leader, matched) + group.blocks_beside_leader(leader)
         if not self._policies.capacity.fits(group, need=need, available=self._kv.num_available):
@@ -178,7 +180,7 @@ class Planner:
 
     def _seat_elder(self, elder: Group, plan: StepPlan, now: float) -> None:
         """Bring the elder in, at the cost of as many others as it takes."""
-        while self._roster.num_running + len(elder.sequences) > self._config.max_num_seqs:
+        while self._roster.num_running + len(elder.sequences) > self._limits.max_num_seqs:
             self._preempt_for_elder(plan)
         matched = self._match(elder)
         while self._kv.seat_cost(elder.computing[0], matched) > self._kv.num_available:
@@ -197,7 +199,7 @@ class Planner:
         leader = group.computing[0]
         group.first_scheduled = now
         group.num_cached_tokens = min(leader.num_computed, leader.num_prompt_tokens)
-        if group.reads_cache and self._config.enable_prefix_caching:
+        if group.reads_cache and self._limits.enable_prefix_caching:
             self.total_query_tokens += len(leader.token_ids)
             self.total_hit_tokens += leader.num_computed
 

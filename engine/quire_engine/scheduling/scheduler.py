@@ -7,14 +7,14 @@ within its printed bound; same calls, same plans. Must not know: torch, clocks, 
 from __future__ import annotations
 
 from quire_engine.batch import Batch, ScheduledSequence, StepResult
-from quire_engine.config import SchedulerConfig
 from quire_engine.errors import InfeasibleRequest
 from quire_engine.invariants import InvariantViolation, require
+from quire_engine.limits import SchedulerConfig
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.outputs import error_output, prompt_only_output, token_output
 from quire_engine.scheduling.planner import Planner
 from quire_engine.scheduling.policies import Policies, policies_for
-from quire_engine.scheduling.policies.gate import check_config, check_request
+from quire_engine.scheduling.policies.gate import check_request
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.types import EngineStats, GenerationRequest, TokenOutput, WaitReason
@@ -32,18 +32,19 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig, *, policies: Policies | None = None) -> None:
-        check_config(config)
-        policies = policies or policies_for(config)
+        config.check()
+        limits = config.limits
+        policies = policies or policies_for(limits)
         self._config = config
         self._elder_rule = policies.elder
         self._itl = policies.itl
         self._kv = KVAllocator(
             num_blocks=config.num_blocks,
-            block_size=config.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
+            block_size=limits.block_size,
+            enable_prefix_caching=limits.enable_prefix_caching,
         )
         self._roster = Roster(self._kv, policies.order)
-        self._planner = Planner(config, policies, self._kv, self._roster)
+        self._planner = Planner(limits, policies, self._kv, self._roster)
         self._step = 0
         self._prefill_tokens = self._decode_tokens = 0  # of the last applied step
         self._scheduled_at = 0.0
@@ -58,10 +59,12 @@ class Scheduler:
         if request.request_id in self._roster.live:
             raise InfeasibleRequest("a request with this id is unfinished")
         check_request(self._config, request)
-        work = self._elder_rule.work(request)
+        limits = self._config.limits
+        work = limits.work(
+            num_prompt=len(request.prompt_token_ids), max_new_tokens=request.stop.max_new_tokens, n=request.n
+        )
         earlier = sum(group.work for group in self._roster.live.values())
-        bound = self._elder_rule.wait_bound(work, earlier)
-        self._roster.join(request, step=self._step, work=work, wait_bound=bound)
+        self._roster.join(request, step=self._step, work=work, wait_bound=limits.wait_bound(work, earlier))
 
     def abort(self, request_id: str) -> bool:
         """End a request without an output; its blocks are free at once. False if it was not live."""
@@ -134,7 +137,7 @@ class Scheduler:
             blocks_used=used,
             blocks_cached=kv.num_cached,
             blocks_free=kv.num_available - kv.num_cached,
-            slots_allocated=used * self._config.block_size,
+            slots_allocated=used * self._config.limits.block_size,
             slots_unused=kv.num_unused_slots(s for group in self._roster.running for s in group.computing),
             prefill_tokens=self._prefill_tokens,
             decode_tokens=self._decode_tokens,
@@ -146,16 +149,16 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Raise InvariantViolation if queues, counts, tables and blocks disagree. Call between steps."""
-        config, roster = self._config, self._roster
+        limits, roster = self._config.limits, self._roster
         roster.check()
-        require(roster.num_running <= config.max_num_seqs, f"{roster.num_running} sequences run")
+        require(roster.num_running <= limits.max_num_seqs, f"{roster.num_running} sequences run")
         others = [group for group in roster.running if group is not self._planner.elder]
         partial = sum(1 for group in others if group.is_prefilling)
-        require(partial <= config.max_partial_prefills, f"{partial} requests are in the middle of their prompts")
+        require(partial <= limits.max_num_partial_prefills, f"{partial} requests are in the middle of their prompts")
         for group in roster.live.values():
             age = self._step - group.added_step
             require(age < group.wait_bound, f"request {group.request.request_id} is alive after {age} steps")
-            require(group.num_bypasses <= config.max_bypasses, f"{group.num_bypasses} bypasses of one request")
+            require(group.num_bypasses <= limits.max_bypasses, f"{group.num_bypasses} bypasses of one request")
 
     def _take_slice(self, sequence: Sequence, item: ScheduledSequence, result: StepResult) -> None:
         """The slice is computed: its full blocks become matchable, a finished prompt goes to those who wait for it."""

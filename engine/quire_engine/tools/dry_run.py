@@ -12,14 +12,14 @@ from dataclasses import asdict
 from typing import Any
 
 from quire_engine.build import resolve_plan
-from quire_engine.config import EngineConfig
+from quire_engine.config import engine_config
 from quire_engine.tools.json_child import converse
 
 
 def answers(questions: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """A plan for each configuration. Raises ConfigError, ModelLoadError."""
     for asked in questions:
-        yield asdict(resolve_plan(EngineConfig(**asked)))
+        yield asdict(resolve_plan(engine_config(asked)))
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ async def _encode_prompts(
         else:
             limits.check_ids(prompt, options.prompt.param)
             whole = prompt
-        token_ids = _cut(whole, options, limits.max_model_len)
+        token_ids = _cut(whole, options, limits.scheduler.max_model_len)
         prompts.append(token_ids)
         if not options.reply.echo:
             continue
@@ -155,7 +155,7 @@ def _headers(state: ServerState, options: GenerationOptions, max_new_tokens: int
 
 
 def _is_by_priority(state: ServerState) -> bool:
-    return state.client.plan.scheduler.policy == "priority"
+    return state.client.plan.scheduler.limits.scheduling_policy == "priority"
 
 
 def _knows_effort(state: ServerState) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from quire_engine.config import EnginePlan
+from quire_engine.limits import SchedulerConfig
 from quire_engine.types import SamplingParams, StopParams
 from quire_server.answering.options import GenerationOptions
 from quire_server.errors import BadRequest, ContextLengthExceeded
@@ -25,21 +26,14 @@ class ModelLimits:
     """What a request is checked against."""
 
     num_token_ids: int  # ids below are known to the tokenizer and have logits
-    max_model_len: int
-    num_blocks: int
-    block_size: int
-    max_choices: int
+    scheduler: SchedulerConfig
     max_logprobs: int
 
     @classmethod
     def of(cls, plan: EnginePlan, tokenizer: TextTokenizer, max_logprobs: int) -> ModelLimits:
-        scheduler = plan.scheduler
         return cls(
             num_token_ids=min(plan.vocab_size, tokenizer.vocab_size),
-            max_model_len=scheduler.max_model_len,
-            num_blocks=scheduler.num_blocks,
-            block_size=scheduler.block_size,
-            max_choices=min(scheduler.max_num_seqs, scheduler.min_chunk),
+            scheduler=plan.scheduler,
             max_logprobs=max_logprobs,
         )
 
@@ -50,22 +44,13 @@ class ModelLimits:
                 f"Token id {wrong} in '{param}' is outside the vocabulary of {self.num_token_ids} ids.", param=param
             )
 
-    def max_new_tokens(self, prompt_tokens: int, n: int) -> int:
-        """The most tokens per choice that the KV pool holds; -1 if not even the prompt fits.
-
-        Full prompt blocks are shared, the rest is per choice, and a choice's last token is never stored.
-        """
-        full, rest = divmod(prompt_tokens, self.block_size)
-        if full + (rest > 0) > self.num_blocks:
-            return -1
-        return max((self.num_blocks - full) // n * self.block_size - rest + 1, 1)
-
 
 def resolve_sampling(options: GenerationOptions, *, tokenizer: TextTokenizer, limits: ModelLimits) -> SamplingParams:
     """Everything but the seed, which `with_seed` gives per prompt. Raises BadRequest."""
     asked = options.sampling
-    if asked.n > limits.max_choices:
-        raise BadRequest(f"'n' must be at most {limits.max_choices} on this server.", param="n")
+    max_choices = limits.scheduler.limits.max_choices
+    if asked.n > max_choices:
+        raise BadRequest(f"'n' must be at most {max_choices} on this server.", param="n")
     for count, param in ((asked.num_logprobs, "logprobs"), (asked.num_prompt_logprobs, "prompt_logprobs")):
         if count is not None and count > limits.max_logprobs:
             raise BadRequest(f"'{param}' must be at most {limits.max_logprobs} on this server.", param=param)
@@ -107,29 +92,29 @@ def resolve_stop(
     Raises ContextLengthExceeded, BadRequest.
     """
     n, asked, default = options.sampling.n, options.stop.max_tokens, options.stop.default_max_tokens
-    room = limits.max_model_len - prompt_tokens
+    room = limits.scheduler.max_model_len - prompt_tokens
     # A prompt may fill the whole context only when nothing is to be generated after it.
     if room < 0 or (room == 0 and asked != 0):
         raise ContextLengthExceeded(
-            f"This model's maximum context length is {limits.max_model_len} tokens, but the prompt has"
+            f"This model's maximum context length is {limits.scheduler.max_model_len} tokens, but the prompt has"
             f" {prompt_tokens} tokens" + (" and leaves no room for an answer." if room == 0 else "."),
             param=options.prompt.param,
         )
-    pool_room = limits.max_new_tokens(prompt_tokens, n)
+    largest = limits.scheduler.largest_max_tokens(num_prompt=prompt_tokens, n=n)
     wanted = asked if asked is not None else default
     max_new_tokens = room if wanted is None else min(wanted, room)
     if asked is None:
-        max_new_tokens = min(max_new_tokens, pool_room)
-    if pool_room < 0:
+        max_new_tokens = min(max_new_tokens, largest)
+    if largest < 0:
         raise ContextLengthExceeded(
             f"The prompt has {prompt_tokens} tokens, but the server's KV cache holds only"
-            f" {limits.num_blocks * limits.block_size}.",
+            f" {limits.scheduler.num_slots}.",
             param=options.prompt.param,
         )
-    if max_new_tokens > pool_room:
+    if max_new_tokens > largest:
         raise ContextLengthExceeded(
             f"The request needs more KV cache than the server has: {prompt_tokens} prompt tokens and {n} x"
-            f" {max_new_tokens} new tokens; the largest {options.stop.max_tokens_param} that fits is {pool_room}.",
+            f" {max_new_tokens} new tokens; the largest {options.stop.max_tokens_param} that fits is {largest}.",
             param=options.stop.max_tokens_param,
         )
     if sampling.min_tokens > max_new_tokens:

@@ -175,7 +175,7 @@ class EngineClient:
 
     def _refuse(self, reason: str) -> None:
         self._metrics.reject(reason)
-        running = self.plan.scheduler.max_num_seqs
+        running = self.plan.scheduler.limits.max_num_seqs
         estimate = self._drain.seconds_to_drain(time.monotonic(), max(self._sequences - running, 1))
         jitter = random.uniform(0.75, 1.25)  # spreads retries, secures nothing
         raise QueueFull(

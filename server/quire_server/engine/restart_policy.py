@@ -26,7 +26,7 @@ class RestartPolicy:
 
     def hang_limit(self, plan: EnginePlan) -> float:
         """Seconds of silence that mean a hang: `hang_seconds`, or what the model's largest step may take if more."""
-        full_step = 2.0 * plan.num_parameters * plan.scheduler.max_num_batched_tokens / _SLOWEST_FLOPS
+        full_step = 2.0 * plan.num_parameters * plan.scheduler.limits.max_num_batched_tokens / _SLOWEST_FLOPS
         return max(self.hang_seconds, full_step)
 
 

@@ -393,8 +393,8 @@ class PlanMetrics:
             str(plan.num_threads),
             str(scheduler.max_model_len),
         )
-        caching = str(scheduler.enable_prefix_caching).lower()
-        size, blocks, tokens = str(scheduler.block_size), str(scheduler.num_blocks), str(plan.kv_tokens)
+        caching = str(scheduler.limits.enable_prefix_caching).lower()
+        size, blocks, tokens = str(scheduler.limits.block_size), str(scheduler.num_blocks), str(plan.kv_tokens)
         self.parameters.set(plan.layer_parameters, "layers")
         self.parameters.set(plan.sampled_parameters, "sampled")
         self.attention_width.set(plan.layer_attention, "layers")

@@ -18,7 +18,7 @@ class CpuMemory:
 
     def __init__(self, asked: EngineConfig) -> None:
         self._kv_memory = asked.kv_memory
-        self.max_useful_seqs = asked.max_num_seqs if asked.kv_memory is None else None
+        self.max_useful_seqs = asked.limits.max_num_seqs if asked.kv_memory is None else None
 
     def before_load(self, weights_bytes: int) -> int:
         available = available_memory()

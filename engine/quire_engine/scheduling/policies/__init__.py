@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire_engine.config import SchedulerConfig
+from quire_engine.limits import SchedulerLimits
 from quire_engine.scheduling.policies.capacity import CapacityPolicy, WholePrompt
 from quire_engine.scheduling.policies.chunk import ChunkPolicy, FixedChunk
 from quire_engine.scheduling.policies.elder import ElderPolicy, ElderRule
@@ -31,13 +31,13 @@ class Policies:
     elder: ElderPolicy
 
 
-def policies_for(config: SchedulerConfig) -> Policies:
+def policies_for(limits: SchedulerLimits) -> Policies:
     """The policies that the settings name."""
     return Policies(
-        order=PriorityOrder() if config.policy == "priority" else FirstComeFirstServed(),
+        order=PriorityOrder() if limits.scheduling_policy == "priority" else FirstComeFirstServed(),
         victim=Youngest(),
         capacity=WholePrompt(),
-        chunk=FixedChunk(config.prefill_chunk),
-        itl=ItlTarget(config.itl_target),
-        elder=ElderRule(age_steps=config.elder_age_steps, min_chunk=config.min_chunk),
+        chunk=FixedChunk(limits.prefill_chunk),
+        itl=ItlTarget(limits.itl_target),
+        elder=ElderRule(limits.elder_age_steps),
     )

@@ -20,19 +20,10 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from quire_engine.scheduling.sequence import Group
-from quire_engine.types import GenerationRequest
 
 
 class ElderPolicy(Protocol):
     """Names the one group whose progress is guaranteed."""
-
-    def work(self, request: GenerationRequest) -> int:
-        """Steps that the request needs at most once it is the elder."""
-        ...
-
-    def wait_bound(self, work: int, earlier_work: int) -> int:
-        """Steps from submission to the end at most, `earlier_work` being the sum over groups live at submission."""
-        ...
 
     def choose(self, live: Iterable[Group], step: int) -> Group | None:
         """The elder of this step; `live` is in order of arrival."""
@@ -46,20 +37,9 @@ class ElderPolicy(Protocol):
 class ElderRule:
     """The overdue group of least arrival, else the group of least arrival."""
 
-    def __init__(self, *, age_steps: int, min_chunk: int) -> None:
+    def __init__(self, age_steps: int) -> None:
         self._age_steps = age_steps
-        self._min_chunk = min_chunk
         self._elder: Group | None = None
-
-    def work(self, request: GenerationRequest) -> int:
-        return self.work_of(len(request.prompt_token_ids), request.stop.max_new_tokens, request.n)
-
-    def work_of(self, prompt: int, output: int, n: int) -> int:
-        """The same for a request of so many tokens in, and out of each of n choices."""
-        return -(-(prompt + n * output) // self._min_chunk) + output
-
-    def wait_bound(self, work: int, earlier_work: int) -> int:
-        return self._age_steps + 3 * work + earlier_work
 
     def choose(self, live: Iterable[Group], step: int) -> Group | None:
         if self._elder is None:

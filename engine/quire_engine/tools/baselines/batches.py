@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from quire_engine.config import EngineConfig
+from quire_engine.config import EngineConfig, engine_config
 from quire_engine.tools.json_child import converse
 
 
@@ -34,7 +34,7 @@ def answer(load: Callable[[EngineConfig], RunBatch]) -> int:
 
 
 def _answers(load: Callable[[EngineConfig], RunBatch], lines: Iterator[Any]) -> Iterator[dict[str, Any]]:
-    run = load(EngineConfig(**next(lines)))
+    run = load(engine_config(next(lines)))
     yield {"ready": True}
     for batch in lines:
         yield {"times": run([Member(prompt=prompt, output_tokens=count) for prompt, count in batch])}

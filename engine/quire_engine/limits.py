@@ -1,0 +1,126 @@
+"""The limits that scheduling keeps: what an operator sets (`SchedulerLimits`), and with a pool (`SchedulerConfig`).
+
+Owns their defaults, their rules and the arithmetic that follows from them. Promises: tokens, blocks, steps and
+seconds, never bytes. Must not know: torch, flags, what is running.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from quire_engine.errors import ConfigError
+
+PolicyName = Literal["fcfs", "priority"]
+
+_MAY_BE_0 = {"least": 0}  # the other numbers are 1 or more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """One field for each limit, by the name of its flag. Defaults stand here and nowhere else."""
+
+    block_size: int = 16  # tokens per KV block
+    enable_prefix_caching: bool = True
+    max_num_seqs: int = 64  # sequences computed in one step
+    max_num_batched_tokens: int = 512  # tokens computed in one step
+    prefill_chunk: int = 512  # most tokens of one sequence in one step
+    itl_target: float = field(default=0.1, metadata=_MAY_BE_0)  # seconds of a step with decodes at most; 0: any
+    max_num_partial_prefills: int = 2  # groups that may be in the middle of their prompt at once
+    min_chunk: int = 16  # the elder's first claim on the step's tokens
+    max_bypasses: int = field(default=8, metadata=_MAY_BE_0)  # times a blocked queue head may be overtaken
+    elder_age_steps: int = field(default=64, metadata=_MAY_BE_0)  # older than this and its own work is overdue
+    scheduling_policy: PolicyName = "fcfs"
+
+    @property
+    def max_choices(self) -> int:
+        """Choices of one request: all run at once, and the elder's decodes are a part of its first claim."""
+        return min(self.max_num_seqs, self.min_chunk)
+
+    def check(self) -> None:
+        """Raise ConfigError, naming the setting and a value that works."""
+        for name in LIMIT_NAMES:
+            wrong = out_of_range(name, getattr(self, name))
+            if wrong is not None:
+                raise ConfigError(f"{name} is {getattr(self, name)}, {wrong}")
+        needed, left = self.max_num_seqs + self.min_chunk, self.max_num_batched_tokens - self.min_chunk
+        if needed > self.max_num_batched_tokens:
+            fewer = f", or max_num_seqs to {left} or less" if left > 0 else ""
+            raise ConfigError(
+                f"max_num_seqs ({self.max_num_seqs}) + min_chunk ({self.min_chunk}) must fit in max_num_batched_tokens"
+                f" ({self.max_num_batched_tokens}): every running sequence and the oldest prompt advance in each step;"
+                f" set max_num_batched_tokens to {needed} or more{fewer}"
+            )
+        if self.min_chunk > self.prefill_chunk:
+            raise ConfigError(
+                f"min_chunk ({self.min_chunk}) is larger than prefill_chunk ({self.prefill_chunk});"
+                f" set prefill_chunk to {self.min_chunk} or more, or min_chunk to {self.prefill_chunk} or less"
+            )
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens of one sequence."""
+        return -(-num_tokens // self.block_size)
+
+    def footprint(self, *, num_prompt: int, max_new_tokens: int, n: int) -> int:
+        """Blocks that a request holds at most: its prompt's full blocks once, the rest once per choice.
+
+        The last token of a choice is never computed, so it needs no slot.
+        """
+        if max_new_tokens <= 1:
+            return self.num_blocks_for(num_prompt)
+        full, partial = divmod(num_prompt, self.block_size)
+        return full + n * self.num_blocks_for(partial + max_new_tokens - 1)
+
+    def work(self, *, num_prompt: int, max_new_tokens: int, n: int) -> int:
+        """Steps that a request needs at most once it is the elder, a full recomputation included."""
+        return -(-(num_prompt + n * max_new_tokens) // self.min_chunk) + max_new_tokens
+
+    def wait_bound(self, work: int, earlier_work: int) -> int:
+        """Steps from submission to the end at most; `earlier_work` is the sum over the groups live at submission.
+
+        Why it holds is told where the elder is chosen, in `scheduling.policies.elder`.
+        """
+        return self.elder_age_steps + 3 * work + earlier_work
+
+
+LIMIT_NAMES = tuple(limit.name for limit in fields(SchedulerLimits))
+_LEAST = {limit.name: limit.metadata.get("least", 1) for limit in fields(SchedulerLimits)}
+
+
+def out_of_range(name: str, value: object) -> str | None:
+    """What the value of a limit must be, if it is not that; how limits go together is for `SchedulerLimits.check`."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    least = _LEAST[name]
+    return None if least <= value < math.inf else f"must be at least {least}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """The limits, and what was resolved of the pool that the scheduler hands out."""
+
+    num_blocks: int
+    max_model_len: int = 2048
+    limits: SchedulerLimits = field(default_factory=SchedulerLimits)
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the pool holds."""
+        return self.num_blocks * self.limits.block_size
+
+    def check(self) -> None:
+        """Raise ConfigError, naming the setting and a value that works."""
+        for name, value in (("num_blocks", self.num_blocks), ("max_model_len", self.max_model_len)):
+            if value < 1:
+                raise ConfigError(f"{name} is {value}, must be at least 1")
+        self.limits.check()
+
+    def largest_max_tokens(self, *, num_prompt: int, n: int) -> int:
+        """The largest max_new_tokens with which such a request can be served; -1 if not even 0 is."""
+        limits = self.limits
+        if num_prompt > self.max_model_len or limits.num_blocks_for(num_prompt) > self.num_blocks:
+            return -1
+        full, partial = divmod(num_prompt, limits.block_size)
+        by_blocks = max(1, (self.num_blocks - full) // n * limits.block_size - partial + 1)
+        return min(by_blocks, self.max_model_len - num_prompt)
