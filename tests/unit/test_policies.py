@@ -12,7 +12,7 @@ from quire_engine.scheduling.policies.chunk import FixedChunk
 from quire_engine.scheduling.policies.elder import ElderRule
 from quire_engine.scheduling.policies.gate import check_request
 from quire_engine.scheduling.policies.itl import FEWEST, ItlTarget
-from quire_engine.scheduling.policies.priority import PriorityOrder
+from quire_engine.scheduling.policies.order import PriorityOrder
 from quire_engine.scheduling.policies.victim import Youngest
 from quire_engine.scheduling.sequence import Group
 from quire_engine.types import GenerationRequest

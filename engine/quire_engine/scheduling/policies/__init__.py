@@ -1,4 +1,4 @@
-"""The scheduler's decisions, one small file each, behind one protocol each.
+"""The scheduler's decisions, one small file each.
 
 Promises: a policy reads groups and answers; it changes neither groups nor blocks.
 Must not know: each other, the scheduler.
@@ -9,14 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire_engine.limits import SchedulerLimits
-from quire_engine.scheduling.policies.capacity import CapacityPolicy, WholePrompt
-from quire_engine.scheduling.policies.chunk import ChunkPolicy, FixedChunk
-from quire_engine.scheduling.policies.elder import ElderPolicy, ElderRule
-from quire_engine.scheduling.policies.fcfs import FirstComeFirstServed
-from quire_engine.scheduling.policies.itl import ItlPolicy, ItlTarget
-from quire_engine.scheduling.policies.order import OrderPolicy
-from quire_engine.scheduling.policies.priority import PriorityOrder
-from quire_engine.scheduling.policies.victim import VictimPolicy, Youngest
+from quire_engine.scheduling.policies.capacity import WholePrompt
+from quire_engine.scheduling.policies.chunk import FixedChunk
+from quire_engine.scheduling.policies.elder import ElderRule
+from quire_engine.scheduling.policies.itl import ItlTarget
+from quire_engine.scheduling.policies.order import FirstComeFirstServed, OrderPolicy, PriorityOrder
+from quire_engine.scheduling.policies.victim import Youngest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +22,11 @@ class Policies:
     """One of each."""
 
     order: OrderPolicy
-    victim: VictimPolicy
-    capacity: CapacityPolicy
-    chunk: ChunkPolicy
-    itl: ItlPolicy
-    elder: ElderPolicy
+    victim: Youngest
+    capacity: WholePrompt
+    chunk: FixedChunk
+    itl: ItlTarget
+    elder: ElderRule
 
 
 def policies_for(limits: SchedulerLimits) -> Policies:

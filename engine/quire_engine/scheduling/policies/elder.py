@@ -17,25 +17,12 @@ A + W (until overdue) + W (such an elder) + the sum of W over all earlier groups
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 from quire_engine.scheduling.sequence import Group
 
 
-class ElderPolicy(Protocol):
-    """Names the one group whose progress is guaranteed."""
-
-    def choose(self, live: Iterable[Group], step: int) -> Group | None:
-        """The elder of this step; `live` is in order of arrival."""
-        ...
-
-    def forget(self, group: Group) -> None:
-        """The group has ended."""
-        ...
-
-
 class ElderRule:
-    """The overdue group of least arrival, else the group of least arrival."""
+    """Names the group whose progress is guaranteed: the overdue one of least arrival, else the one of least arrival."""
 
     def __init__(self, age_steps: int) -> None:
         self._age_steps = age_steps

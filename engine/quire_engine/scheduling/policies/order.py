@@ -1,7 +1,7 @@
-"""Who is served first, and so who enters first: the order of groups.
+"""Who is served first, and so who enters first and who is preempted last: the order of groups.
 
-Promises: a total order that never changes during a group's life, so that a preempted group keeps its place.
-Must not know: blocks, budgets, what is running.
+Promises: a total order that never changes during a group's life, so that a preempted group keeps its place; that the
+last are served in bounded time is the elder rule's work. Must not know: blocks, budgets, what is running.
 """
 
 from __future__ import annotations
@@ -15,3 +15,17 @@ class OrderPolicy(Protocol):
     """Sorts groups; a smaller key goes first. Keys of two live groups must differ."""
 
     def key(self, group: Group) -> tuple[int, ...]: ...
+
+
+class FirstComeFirstServed:
+    """By arrival."""
+
+    def key(self, group: Group) -> tuple[int, ...]:
+        return (group.arrival,)
+
+
+class PriorityOrder:
+    """By (priority, arrival): lower numbers go first, equal ones in order of submission."""
+
+    def key(self, group: Group) -> tuple[int, ...]:
+        return (group.request.priority, group.arrival)
