@@ -26,8 +26,7 @@ def computed(kv: KVAllocator, tokens: list[int], salt: str = "") -> Sequence:
     """A sequence whose tokens are all computed and committed."""
     one = sequence(tokens, salt)
     kv.seat(one, kv.match(one, len(tokens) - 1))
-    one.num_computed = len(tokens)
-    kv.commit(one)
+    kv.commit(one, len(tokens))
     return one
 
 
@@ -72,8 +71,7 @@ def test_only_computed_blocks_are_matched() -> None:
     first = sequence(list(range(8)))
     kv.seat(first, [])
     assert kv.match(sequence(list(range(8))), 7) == []
-    first.num_computed = 7
-    kv.commit(first)
+    kv.commit(first, 7)
     assert len(kv.match(sequence(list(range(8))), 8)) == 1
 
 
@@ -121,8 +119,8 @@ def test_fork_shares_everything_and_the_last_owner_writes_in_place() -> None:
     tail = parent.table.block_ids[1]
     costs, copies = [], []
     for one in family:
-        costs.append(kv.write_cost(one, 7))
-        copies.append(kv.prepare_write(one, 7))
+        costs.append(kv.reserve_cost(one, 7))
+        copies.append(kv.reserve(one, 7))
     assert costs == [1, 1, 0]
     assert [copy[0] if copy else None for copy in copies] == [tail, tail, None]
     assert children[1].table.block_ids[1] == tail
@@ -130,12 +128,23 @@ def test_fork_shares_everything_and_the_last_owner_writes_in_place() -> None:
     kv.check(family)
 
 
+def test_what_is_reserved_costs_nothing_to_reserve_again() -> None:
+    kv = allocator()
+    one = computed(kv, list(range(6)))
+    assert (kv.reserve_cost(one, 8), kv.reserve_cost(one, 9)) == (0, 1)
+    assert kv.num_available == 6, "asking takes nothing"
+    assert kv.reserve(one, 9) is None
+    assert (kv.reserve_cost(one, 9), kv.reserve_cost(one, 6), one.num_reserved) == (0, 0, 9)
+    assert kv.reserve(one, 7) is None
+    assert (kv.num_available, one.num_reserved) == (5, 9)
+
+
 def test_fork_at_a_block_boundary_copies_nothing() -> None:
     kv = allocator()
     parent, child = computed(kv, list(range(8))), sequence(list(range(8)))
     kv.fork(parent, child, 8)
-    assert kv.prepare_write(child, 9) is None
-    assert kv.prepare_write(parent, 9) is None
+    assert kv.reserve(child, 9) is None
+    assert kv.reserve(parent, 9) is None
     assert parent.table.block_ids[:2] == child.table.block_ids[:2]
     assert parent.table.block_ids[2] != child.table.block_ids[2]
 
@@ -144,10 +153,10 @@ def test_fork_of_a_longer_parent_shares_the_prompt_only() -> None:
     kv = allocator()
     parent, child = sequence(list(range(14))), sequence(list(range(6)))
     kv.seat(parent, [])
-    parent.num_computed = 6
+    kv.commit(parent, 6)
     kv.fork(parent, child, 6)
     assert child.table.block_ids == parent.table.block_ids[:2]
-    assert kv.prepare_write(parent, 14) is not None, "the parent writes where the child still reads"
+    assert kv.reserve(parent, 14) is not None, "the parent writes where the child still reads"
     kv.check([parent, child])
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from quire_engine.errors import InfeasibleRequest
 from quire_engine.limits import SchedulerConfig, SchedulerLimits
+from quire_engine.scheduling.page_table import PageTable
 from quire_engine.scheduling.policies import policies_for
 from quire_engine.scheduling.policies.capacity import WholePrompt
 from quire_engine.scheduling.policies.chunk import FixedChunk
@@ -14,7 +15,7 @@ from quire_engine.scheduling.policies.gate import check_request
 from quire_engine.scheduling.policies.itl import FEWEST, ItlTarget
 from quire_engine.scheduling.policies.order import PriorityOrder
 from quire_engine.scheduling.policies.victim import Youngest
-from quire_engine.scheduling.sequence import Group
+from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.types import GenerationRequest
 from support.fake_executor import request
 
@@ -22,13 +23,20 @@ CONFIG = SchedulerConfig(num_blocks=60, max_model_len=4096)
 
 
 def group(arrival: int, *, added: int = 0, work: int = 1, priority: int = 0) -> Group:
-    return Group(
-        request=request(str(arrival), priority=priority),
-        arrival=arrival,
-        added_step=added,
-        stop_token_ids=frozenset(),
-        work=work,
+    wanted = request(str(arrival), priority=priority)
+    one = Group(request=wanted, arrival=arrival, added_step=added, stop_token_ids=frozenset(), work=work)
+    tokens = list(wanted.prompt_token_ids)
+    one.add_choice(
+        Sequence(
+            sequence_id=arrival,
+            choice=0,
+            group=one,
+            token_ids=tokens,
+            num_prompt_tokens=len(tokens),
+            table=PageTable(4),
+        )
     )
+    return one
 
 
 def test_orders() -> None:
@@ -49,7 +57,8 @@ def test_the_youngest_is_the_victim_and_never_the_elder() -> None:
 def test_a_preempted_group_needs_one_block_more() -> None:
     one = group(0)
     assert WholePrompt().fits(one, need=5, available=5)
-    one.state = "preempted"
+    one.enter(1.0)
+    one.preempt()
     assert not WholePrompt().fits(one, need=5, available=5)
     assert WholePrompt().fits(one, need=5, available=6)
 
@@ -103,21 +112,15 @@ def test_an_itl_target_of_0_is_none() -> None:
     assert policy.prompt_tokens(8) >= 1 << 20
 
 
-def test_the_elder_is_kept_until_it_ends() -> None:
-    rule = ElderRule(10)
+def test_the_elder_is_the_oldest() -> None:
     a, b = group(0, work=100), group(1, work=5)
-    assert rule.choose([a, b], step=1) is a
-    assert rule.choose([a, b], step=90) is a
-    rule.forget(b)
-    assert rule.choose([a], step=91) is a
-    rule.forget(a)
-    assert rule.choose([], step=92) is None
+    assert ElderRule(10).choose([a, b], step=1) is a
+    assert ElderRule(10).choose([], step=92) is None
 
 
 def test_an_overdue_group_goes_before_an_older_one_that_is_not() -> None:
-    rule = ElderRule(10)
     a, b, c = group(0, work=100), group(1, added=1, work=5), group(2, added=1, work=5)
-    assert rule.choose([a, b, c], step=17) is b
+    assert ElderRule(10).choose([a, b, c], step=17) is b
     assert ElderRule(10).choose([a, b, c], step=16) is a
 
 

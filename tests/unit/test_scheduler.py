@@ -356,6 +356,31 @@ def test_prompt_scores_belong_to_choice_0_alone() -> None:
     assert [(o.choice, o.finish, o.prompt_logprobs) for o in outputs] == [(0, "error", None), (1, None, None)]
 
 
+def test_the_elder_is_kept_until_it_ends_though_another_is_overdue() -> None:
+    run = new_run(elder_age_steps=2)
+    run.add(request("old", 8, 60), request("short", 8, 12))
+    planner = run.scheduler._planner
+    for _ in range(10):
+        run.one_step()
+        assert planner.elder is not None
+        assert planner.elder.request.request_id == "old"
+    run.add(request("later", 8, 4), request("last", 8, 60))
+    run.scheduler.abort("old")
+    run.one_step()
+    assert planner.elder.request.request_id == "short", "the next is the oldest that is left"
+    run.to_end()
+
+
+def test_asking_whether_a_group_can_enter_does_not_change_it() -> None:
+    run = new_run(num_blocks=4)
+    run.add(request("holder", 40, 8), request("family", 40, 8, n=2), request("other", 40, 8))
+    for _ in range(3):
+        run.one_step()
+        for group in run.scheduler._roster.waiting:
+            assert group.wait_reason == "kv"
+            assert (group.state, group.computing, group.prompt_shared) == ("waiting", [], len(group.sequences) == 1)
+
+
 def test_priority_goes_first_and_equal_ones_in_order() -> None:
     run = new_run(max_num_seqs=1, scheduling_policy="priority", elder_age_steps=1000)
     run.add(request("old", 8, 3, priority=5))

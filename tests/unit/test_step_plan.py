@@ -13,7 +13,7 @@ def group(first_id: int, choices: int) -> Group:
         request=request(str(first_id), 8, 4, n=choices), arrival=first_id, added_step=0, stop_token_ids=frozenset()
     )
     for choice in range(choices):
-        one.sequences.append(
+        one.add_choice(
             Sequence(
                 sequence_id=first_id + choice,
                 choice=choice,
@@ -23,7 +23,8 @@ def group(first_id: int, choices: int) -> Group:
                 table=PageTable(4),
             )
         )
-    one.computing = list(one.sequences)
+    one.enter(1.0)
+    one.share_prompt()
     return one
 
 

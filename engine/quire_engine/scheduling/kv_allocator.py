@@ -72,24 +72,29 @@ class KVAllocator:
         sequence.num_computed = len(matched) * self.block_size
         self._grow(sequence, len(sequence.token_ids))
 
-    def write_cost(self, sequence: Sequence, end: int) -> int:
-        """Available blocks that `prepare_write` up to position `end` would use up."""
+    def reserve_cost(self, sequence: Sequence, end: int) -> int:
+        """Available blocks that `reserve` up to position `end` would use up."""
+        if end <= sequence.num_reserved and not sequence.shares_tail:
+            return 0
         growth = max(0, sequence.table.num_blocks_for(end) - len(sequence.table))
         return growth + (1 if self._must_copy(sequence) else 0)
 
-    def prepare_write(self, sequence: Sequence, end: int) -> Copy | None:
+    def reserve(self, sequence: Sequence, end: int) -> Copy | None:
         """Make positions num_computed .. end - 1 the sequence's own to write; a copy to do first, if one is needed.
 
         Of the owners of a shared block the last one to write keeps it, so n owners cost n - 1 copies.
         """
+        if end <= sequence.num_reserved and not sequence.shares_tail:
+            return None
         copy = self._copy_tail(sequence) if self._must_copy(sequence) else None
         sequence.shares_tail = False
         self._grow(sequence, end)
         return copy
 
-    def commit(self, sequence: Sequence) -> None:
-        """Make the blocks matchable that the sequence's computed tokens fill. Call for applied steps only."""
-        full = sequence.num_computed // self.block_size
+    def commit(self, sequence: Sequence, num_computed: int) -> None:
+        """So many of the sequence's tokens are computed now: make the blocks matchable that they fill."""
+        sequence.num_computed = num_computed
+        full = num_computed // self.block_size
         if not self._caching or full <= sequence.num_committed:
             return
         self._extend_hashes(sequence, full)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from quire_engine.batch import SampledToken
 from quire_engine.scheduling.sequence import Group, Sequence
-from quire_engine.types import FinishReason, RequestTiming, TokenLogprobs, TokenOutput
+from quire_engine.types import FinishReason, RequestTiming, TokenOutput
 
 
 def token_output(sequence: Sequence, sample: SampledToken) -> TokenOutput:
@@ -20,14 +20,13 @@ def token_output(sequence: Sequence, sample: SampledToken) -> TokenOutput:
         finish, stop_token_id = "stop", sample.token_id
     elif sequence.num_output_tokens == group.max_new_tokens:
         finish = "length"
-    is_first = not sequence.has_output
-    sequence.has_output = True
+    is_first = sequence.note_output()
     return TokenOutput(
         request_id=group.request.request_id,
         choice=sequence.choice,
         token_ids=(sample.token_id,),
         logprobs=None if sample.logprobs is None else (sample.logprobs,),
-        prompt_logprobs=_take_prompt_logprobs(sequence),
+        prompt_logprobs=group.take_prompt_logprobs() if sequence.choice == 0 else None,
         finish=finish,
         stop_token_id=stop_token_id,
         num_cached_tokens=group.num_cached_tokens,
@@ -41,7 +40,7 @@ def prompt_only_output(sequence: Sequence) -> TokenOutput:
     return TokenOutput(
         request_id=group.request.request_id,
         choice=sequence.choice,
-        prompt_logprobs=_take_prompt_logprobs(sequence),
+        prompt_logprobs=group.take_prompt_logprobs() if sequence.choice == 0 else None,
         finish="length",
         num_cached_tokens=group.num_cached_tokens,
         timing=_timing(group),
@@ -60,14 +59,6 @@ def error_output(sequence: Sequence, message: str) -> TokenOutput:
         num_cached_tokens=group.num_cached_tokens,
         timing=_timing(group),
     )
-
-
-def _take_prompt_logprobs(sequence: Sequence) -> tuple[TokenLogprobs | None, ...] | None:
-    group = sequence.group
-    if not group.prompt_logprobs_due or sequence.choice != 0:
-        return None
-    group.prompt_logprobs_due = False
-    return (None, *group.prompt_logprobs)
 
 
 def _timing(group: Group) -> RequestTiming | None:

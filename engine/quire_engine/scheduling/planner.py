@@ -33,7 +33,8 @@ class Planner:
     def plan(self, step: int, now: float) -> StepPlan:
         """The plan of step number `step`. Blocks are taken, groups moved; nothing else changes."""
         plan = StepPlan(self._limits.max_num_batched_tokens)
-        self.elder = self._policies.elder.choose(self._roster.live.values(), step)
+        if self.elder is None or self.elder.state == "finished":
+            self.elder = self._policies.elder.choose(self._roster.live.values(), step)
         if self.elder is not None:
             self._serve_elder(self.elder, plan, now)
         prefilling = self._serve_decodes(plan)
@@ -90,11 +91,11 @@ class Planner:
             if closed is None and plan.budget == 0:
                 closed = "budget"
             if closed is not None:
-                group.wait_reason = closed
+                group.wait_for(closed)
                 continue
             obstacle = self._try_to_enter(group, plan, num_partial, now)
             if obstacle is not None:
-                group.wait_reason = obstacle
+                group.wait_for(obstacle)
                 passed_over.append(group)
                 if group.num_bypasses >= limit or len(passed_over) > limit:
                     closed = obstacle
@@ -102,7 +103,7 @@ class Planner:
             entered.append(group)
             num_partial += self._stays_partial(group, plan)
             for other in passed_over:
-                other.num_bypasses += 1
+                other.be_bypassed()
                 if other.num_bypasses >= limit:
                     closed = other.wait_reason
         return entered
@@ -140,13 +141,10 @@ class Planner:
     def _give(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Plan tokens of a sequence and take the blocks to write them; False if its group was preempted instead."""
         end = sequence.num_computed + plan.slices.get(sequence, 0) + num_tokens
-        if end <= sequence.num_reserved and not sequence.shares_tail:
-            plan.give(sequence, num_tokens)
-            return True
-        cost = self._kv.write_cost(sequence, end)
+        cost = self._kv.reserve_cost(sequence, end)
         if cost > self._kv.num_available and not self._make_room(sequence.group, cost, plan):
             return False
-        plan.give(sequence, num_tokens, self._kv.prepare_write(sequence, end))
+        plan.give(sequence, num_tokens, self._kv.reserve(sequence, end))
         return True
 
     def _stays_partial(self, group: Group, plan: StepPlan) -> bool:
@@ -163,7 +161,7 @@ class Planner:
         if self._roster.num_running + len(group.sequences) > limits.max_num_seqs:
             return "slots"
         matched = self._match(group)
-        leader = group.computing[0]
+        leader = group.leader
         pending = group.target(leader) - len(matched) * limits.block_size
         first = self._policies.chunk.size(pending=pending, planned=0, budget=plan.budget, others=True)
         goes_on = first < pending or any(follower.num_output_tokens > 0 for follower in group.followers())
@@ -171,7 +169,7 @@ class Planner:
             return "budget"
         if goes_on and num_partial >= limits.max_num_partial_prefills:
             return "budget"
-        need = self._kv.seat_cost(leader, matched) + group.blocks_beside_leader(leader)
+        need = self._kv.seat_cost(leader, matched) + group.blocks_beside_leader()
         if not self._policies.capacity.fits(group, need=need, available=self._kv.num_available):
             return "kv"
         self._enter(group, matched, now)
@@ -183,25 +181,20 @@ class Planner:
         while self._roster.num_running + len(elder.sequences) > self._limits.max_num_seqs:
             self._preempt_for_elder(plan)
         matched = self._match(elder)
-        while self._kv.seat_cost(elder.computing[0], matched) > self._kv.num_available:
+        while self._kv.seat_cost(elder.leader, matched) > self._kv.num_available:
             self._preempt_for_elder(plan)
         self._enter(elder, matched, now)
 
     def _match(self, group: Group) -> list[int]:
         """The cached prefix that the group would enter with; at least one token is left to compute."""
-        leader = group.elect_leader()
+        leader = group.leader
         return self._kv.match(leader, group.target(leader) - 1) if group.reads_cache else []
 
     def _enter(self, group: Group, matched: list[int], now: float) -> None:
-        self._roster.enter(group, matched)
-        if group.first_scheduled is not None:
-            return
-        leader = group.computing[0]
-        group.first_scheduled = now
-        group.num_cached_tokens = min(leader.num_computed, leader.num_prompt_tokens)
-        if group.reads_cache and self._limits.enable_prefix_caching:
-            self.total_query_tokens += len(leader.token_ids)
-            self.total_hit_tokens += leader.num_computed
+        if group.first_scheduled is None and group.reads_cache and self._limits.enable_prefix_caching:
+            self.total_query_tokens += len(group.leader.token_ids)
+            self.total_hit_tokens += len(matched) * self._limits.block_size
+        self._roster.enter(group, matched, now)
 
     # ---- making room ----------------------------------------------------------------------------------------------
 
@@ -234,5 +227,5 @@ class Planner:
         if blocked is self._kv_blocked:
             return
         if self._kv_blocked is not None:
-            self._kv_blocked.kv_wait_seconds += now - self._kv_blocked_since
+            self._kv_blocked.note_kv_wait(now - self._kv_blocked_since)
         self._kv_blocked, self._kv_blocked_since = blocked, now

@@ -56,15 +56,15 @@ class Roster:
                     num_prompt_tokens=len(request.prompt_token_ids),
                     table=PageTable(self._kv.block_size),
                 )
-                group.sequences.append(sequence)
+                group.add_choice(sequence)
                 self.sequences[sequence.sequence_id] = sequence
         self.live[request.request_id] = group
         insort(self.waiting, group, key=self._order.key)
 
-    def enter(self, group: Group, matched: list[int]) -> None:
+    def enter(self, group: Group, matched: list[int], now: float) -> None:
         """Run a waiting group: its leader gets the matched blocks, and new ones for the rest of what it knows."""
-        self._kv.seat(group.computing[0], matched)
-        group.state = "running"
+        self._kv.seat(group.leader, matched)
+        group.enter(now)
         self.num_running += len(group.sequences)
         self.waiting.remove(group)
         insort(self.running, group, key=self._order.key)
@@ -73,31 +73,24 @@ class Roster:
         """Take every block from a running group; it waits in its old place and is computed again."""
         for sequence in group.sequences:
             self._kv.release(sequence)
-        group.computing = []
-        group.prompt_logprobs.clear()
-        group.state = "preempted"
-        group.num_preemptions += 1
+        group.preempt()
         self.total_preemptions += 1
         self.num_running -= len(group.sequences)
         self.running.remove(group)
         insort(self.waiting, group, key=self._order.key)
 
-    def end(self, sequence: Sequence) -> bool:
-        """Take a choice out of everything; True if its group ended with it."""
+    def end(self, sequence: Sequence) -> None:
+        """Take a choice out of everything, and its group with the last one."""
         group = sequence.group
         self._kv.release(sequence)
         del self.sequences[sequence.sequence_id]
-        group.sequences.remove(sequence)
-        if sequence in group.computing:
-            group.computing.remove(sequence)
+        queue = self.waiting
         if group.state == "running":
+            queue = self.running
             self.num_running -= 1
-        if group.sequences:
-            return False
-        (self.running if group.state == "running" else self.waiting).remove(group)
-        group.state = "finished"
-        del self.live[group.request.request_id]
-        return True
+        if group.end(sequence):
+            queue.remove(group)
+            del self.live[group.request.request_id]
 
     def check(self) -> None:
         """Raise InvariantViolation if queues, counts, tables and blocks disagree."""

@@ -36,7 +36,6 @@ class Scheduler:
         limits = config.limits
         policies = policies or policies_for(limits)
         self._config = config
-        self._elder_rule = policies.elder
         self._itl = policies.itl
         self._kv = KVAllocator(
             num_blocks=config.num_blocks,
@@ -72,7 +71,7 @@ class Scheduler:
         if group is None:
             return False
         for sequence in list(group.sequences):
-            self._end(sequence)
+            self._roster.end(sequence)
         return True
 
     def fail(self, request_id: str, message: str) -> list[TokenOutput]:
@@ -163,10 +162,9 @@ class Scheduler:
     def _take_slice(self, sequence: Sequence, item: ScheduledSequence, result: StepResult) -> None:
         """The slice is computed: its full blocks become matchable, a finished prompt goes to those who wait for it."""
         group = sequence.group
-        sequence.num_computed = item.end
-        self._kv.commit(sequence)
+        self._kv.commit(sequence, item.end)
         if item.wants_prompt_logprobs:
-            group.prompt_logprobs.extend(result.prompt_logprobs[item.sequence_id])
+            group.add_prompt_logprobs(result.prompt_logprobs[item.sequence_id])
         if not group.prompt_shared and item.end == item.num_prompt_tokens:
             for follower in group.followers():
                 self._kv.fork(sequence, follower, item.end)
@@ -175,36 +173,31 @@ class Scheduler:
     def _take_token(self, sequence: Sequence, result: StepResult, now: float) -> TokenOutput:
         group, sample = sequence.group, result.samples[sequence.sequence_id]
         if sample.error is not None:
-            self._end(sequence)
+            self._roster.end(sequence)
             return error_output(sequence, sample.error)
-        if group.first_token is None:
-            group.first_token = now
+        group.note_token(now)
         sequence.token_ids.append(sample.token_id)
         output = token_output(sequence, sample)
         if output.finish is not None:
-            self._end(sequence)
+            self._roster.end(sequence)
         return output
 
     def _finish_prompt_only(self, group: Group, now: float) -> list[TokenOutput]:
-        group.first_token = now
+        group.note_token(now)
         outputs = [prompt_only_output(sequence) for sequence in group.sequences]
         for sequence in list(group.sequences):
-            self._end(sequence)
+            self._roster.end(sequence)
         return outputs
 
     def _fail_slice(self, sequence: Sequence, message: str) -> list[TokenOutput]:
         """A slice of the prompt that failed failed for every choice that waits for it."""
         if not sequence.group.prompt_shared:
             return self._fail_all(sequence.group, message)
-        self._end(sequence)
+        self._roster.end(sequence)
         return [error_output(sequence, message)]
 
     def _fail_all(self, group: Group, message: str) -> list[TokenOutput]:
         failed = list(group.sequences)
         for sequence in failed:
-            self._end(sequence)
+            self._roster.end(sequence)
         return [error_output(sequence, message) for sequence in failed]
-
-    def _end(self, sequence: Sequence) -> None:
-        if self._roster.end(sequence):
-            self._elder_rule.forget(sequence.group)

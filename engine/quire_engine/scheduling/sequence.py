@@ -1,14 +1,16 @@
 """What the scheduler knows about a live request: a group, and one sequence per unfinished choice.
 
-Promises: plain mutable records; only the scheduler (and the allocator, for blocks) writes to them.
-Must not know: torch, the block pool, the policies.
+Promises: a group changes only by its own methods, the transitions of its life; a sequence's tables and counts of
+computed tokens are written by the allocator alone. Must not know: torch, the block pool, the policies.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from quire_engine.invariants import require
 from quire_engine.scheduling.page_table import PageTable
 from quire_engine.types import GenerationRequest, TokenLogprobs, WaitReason
 
@@ -25,16 +27,22 @@ class Sequence:
     token_ids: list[int]  # prompt, then output
     num_prompt_tokens: int
     table: PageTable
+    has_output: bool = False  # its first output was sent in this engine's life
+    # The allocator's:
     num_computed: int = 0
     num_reserved: int = 0  # tokens that its blocks were taken for
     block_hashes: list[bytes] = field(default_factory=list)  # of its leading full blocks, as far as needed yet
     num_committed: int = 0  # leading blocks already offered to the prefix cache
     shares_tail: bool = False  # its last block may be a sibling's too: look before the next write
-    has_output: bool = False  # its first output was sent in this engine's life
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def note_output(self) -> bool:
+        """An output is sent; True if it is the first."""
+        is_first, self.has_output = not self.has_output, True
+        return is_first
 
     @property
     def blocks_for_known(self) -> int:
@@ -44,15 +52,19 @@ class Sequence:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Group:
-    """One request: the unit of admission, preemption and waiting."""
+    """One request: the unit of admission, preemption and waiting.
+
+    It waits, and then runs and is preempted in turns until its last choice ends. Running, it first computes the prompt
+    once, by its leader; then `share_prompt` lets every choice compute.
+    """
 
     request: GenerationRequest
     arrival: int  # position in the order of submission; kept for life
     added_step: int
     stop_token_ids: frozenset[int]
     sequences: list[Sequence] = field(default_factory=list)  # unfinished choices
-    computing: list[Sequence] = field(default_factory=list)  # of those, the ones that get slices now
-    prompt_shared: bool = True  # False: the leader computes the prompt, the others wait for its blocks
+    computing: list[Sequence] = field(default_factory=list)  # of those, the ones that get slices now; none if waiting
+    prompt_shared: bool = True  # False: the leader (is to) compute the prompt, the others wait for its blocks
     state: GroupState = "waiting"
     work: int = 0  # steps it needs at most as the elder
     wait_bound: int = 0  # steps from submission to its end, at most
@@ -80,7 +92,7 @@ class Group:
         return self.request.sampling.num_prompt_logprobs is None
 
     def target(self, sequence: Sequence) -> int:
-        """Tokens of a computing sequence that can be computed now.
+        """Tokens of a computing sequence, or of a waiting group's leader, that can be computed now.
 
         The leader stops at the end of the prompt while others wait for it, so that they share whole blocks of
         prompt and nothing else.
@@ -91,32 +103,100 @@ class Group:
         """Tokens of a computing sequence that are known and not computed; 1 is a decode."""
         return self.target(sequence) - sequence.num_computed
 
-    def elect_leader(self) -> Sequence:
-        """Start (again) from nothing computed: one sequence computes the prompt for all.
+    @property
+    def leader(self) -> Sequence:
+        """The sequence that computes the prompt for all, until it is shared.
 
         A choice without output leads if there is one: the token after the prompt is then sampled from the
         leader's last row for every such choice at once, and the others join behind the prompt.
         """
-        leader = next((s for s in self.sequences if s.num_output_tokens == 0), self.sequences[0])
-        self.computing = [leader]
-        self.prompt_shared = len(self.sequences) == 1
-        return leader
+        return next((s for s in self.sequences if s.num_output_tokens == 0), self.sequences[0])
 
     def followers(self) -> list[Sequence]:
         """The sequences that wait for the leader's prompt."""
-        return [] if self.prompt_shared else [s for s in self.sequences if s is not self.computing[0]]
-
-    def share_prompt(self) -> None:
-        """From now on every unfinished choice computes."""
-        self.computing = list(self.sequences)
-        self.prompt_shared = True
+        if self.prompt_shared:
+            return []
+        leader = self.leader
+        return [s for s in self.sequences if s is not leader]
 
     @property
     def is_prefilling(self) -> bool:
         """Between steps: in the middle of its known tokens."""
         return not self.prompt_shared or any(self.pending(s) > 1 for s in self.computing)
 
-    def blocks_beside_leader(self, leader: Sequence) -> int:
+    def blocks_beside_leader(self) -> int:
         """Blocks that the other choices need for their known tokens, beyond the prompt's full blocks."""
+        leader = self.leader
         shared = self.num_prompt_tokens // leader.table.block_size
         return sum(s.blocks_for_known - shared for s in self.sequences if s is not leader)
+
+    # ---- transitions ----------------------------------------------------------------------------------------------
+
+    def add_choice(self, sequence: Sequence) -> None:
+        """One more choice of a group that has not run."""
+        self.sequences.append(sequence)
+        self.prompt_shared = len(self.sequences) == 1
+
+    def wait_for(self, reason: WaitReason) -> None:
+        """It did not enter in this step, and why."""
+        self.wait_reason = reason
+
+    def be_bypassed(self) -> None:
+        """A group behind it entered, and it could not."""
+        self.num_bypasses += 1
+
+    def note_kv_wait(self, seconds: float) -> None:
+        """It was the queue's head for so long and found no blocks."""
+        self.kv_wait_seconds += seconds
+
+    def enter(self, now: float) -> None:
+        """Run: the leader, which has its blocks and perhaps a cached prefix in them, computes for all."""
+        require(self.state in {"waiting", "preempted"}, f"a group that is {self.state} enters")
+        leader = self.leader
+        self.state = "running"
+        self.computing = [leader]
+        if self.first_scheduled is None:
+            self.first_scheduled = now
+            self.num_cached_tokens = min(leader.num_computed, leader.num_prompt_tokens)
+
+    def share_prompt(self) -> None:
+        """The leader has computed the prompt: from now on every unfinished choice computes."""
+        self.computing = list(self.sequences)
+        self.prompt_shared = True
+
+    def note_token(self, now: float) -> None:
+        """A token came, or the end of a prompt after which none is wanted."""
+        if self.first_token is None:
+            self.first_token = now
+
+    def add_prompt_logprobs(self, scores: Iterable[TokenLogprobs]) -> None:
+        """The next scores of the prompt."""
+        self.prompt_logprobs.extend(scores)
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """The whole prompt's scores, once, if they are due; the first token has none."""
+        if not self.prompt_logprobs_due:
+            return None
+        self.prompt_logprobs_due = False
+        return (None, *self.prompt_logprobs)
+
+    def preempt(self) -> None:
+        """Wait again, with nothing computed."""
+        require(self.state == "running", f"a group that is {self.state} is preempted")
+        self.state = "preempted"
+        self.computing = []
+        self.prompt_shared = len(self.sequences) == 1
+        self.prompt_logprobs.clear()
+        self.num_preemptions += 1
+
+    def end(self, sequence: Sequence) -> bool:
+        """A choice ends; True if the group does with it."""
+        self.sequences.remove(sequence)
+        if sequence in self.computing:
+            self.computing.remove(sequence)
+        if self.state != "running":
+            self.prompt_shared = len(self.sequences) == 1
+        if self.sequences:
+            return False
+        self.state = "finished"
+        return True

@@ -1,6 +1,6 @@
 """The elder rule: why every accepted request finishes, and within how many steps.
 
-Promises: one elder at a time, kept until it ends; `wait_bound` holds whatever the other policies do.
+Promises: `SchedulerLimits.wait_bound` holds whatever the other policies do, if the elder is kept until it ends.
 Must not know: blocks, queues, the order in which others are served.
 
 The scheduler's part: the elder is never preempted; it has first claim on `min_chunk` tokens of every step, on
@@ -26,18 +26,9 @@ class ElderRule:
 
     def __init__(self, age_steps: int) -> None:
         self._age_steps = age_steps
-        self._elder: Group | None = None
 
     def choose(self, live: Iterable[Group], step: int) -> Group | None:
-        if self._elder is None:
-            self._elder = self._next(live, step)
-        return self._elder
-
-    def forget(self, group: Group) -> None:
-        if group is self._elder:
-            self._elder = None
-
-    def _next(self, live: Iterable[Group], step: int) -> Group | None:
+        """The next elder, of `live` in order of arrival; the caller keeps it until it ends."""
         oldest: Group | None = None
         for group in live:
             oldest = oldest or group
