@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 def invent(batch: Batch) -> StepResult:
     return StepResult(
         samples={
-            item.sequence_id: SampledToken(token_id=7 + item.end % 100) for item in batch.items if item.wants_sample
+            item.sequence_id: (SampledToken(token_id=7 + item.end % 100),) for item in batch.items if item.wants_sample
         }
     )
 

@@ -1,12 +1,11 @@
 """One step's work, from the scheduler to the runner, and its result on the way back.
 
-Promises: plain Python values; a `Batch` is valid until the scheduler's next call.
+Promises: plain Python values; a `Batch` is a snapshot, which nothing that the scheduler does later shows in.
 Must not know: torch, queues, policies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire_engine.types import SamplingParams, StopParams, TokenLogprobs
@@ -22,19 +21,21 @@ class Fork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledSequence:
-    """A slice of one sequence to compute: `token_ids[start : start + num_tokens]`.
+    """A slice of one sequence to compute: the `token_ids` at positions start .. end - 1.
 
-    `token_ids` (prompt, then output) and `block_ids` are the scheduler's own lists, lent for the step: read only.
-    Position p lives in block `block_ids[p // block_size]` at offset `p % block_size`.
+    Position p lives in block `block_ids[p // block_size]` at offset `p % block_size`. All tuples are values of this
+    step alone: they stay as they are when the sequence grows, is preempted or ends. The prompt is the request's own
+    and costs nothing to carry; the output is copied for those only who need it, so that a step's cost does not grow
+    with what the sequences have already said.
     """
 
     sequence_id: int
     choice: int
-    token_ids: Sequence[int]
-    num_prompt_tokens: int
+    prompt_token_ids: tuple[int, ...]  # the whole prompt
+    output_token_ids: tuple[int, ...]  # all that is known, where `sampling.has_penalties`; else none
+    token_ids: tuple[int, ...]  # the slice's, of prompt and output
     start: int
-    num_tokens: int
-    block_ids: Sequence[int]
+    block_ids: tuple[int, ...]
     wants_sample: bool  # the slice ends at the last known token: sample the next one
     wants_prompt_logprobs: bool  # the slice's rows are scored against the prompt's next tokens
     forks: tuple[Fork, ...]  # with wants_sample: choices that sample from the same row
@@ -42,8 +43,21 @@ class ScheduledSequence:
     stop: StopParams
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def is_decode(self) -> bool:
+        """One token of output, not a part of the prompt."""
+        return len(self.token_ids) == 1 and self.start >= len(self.prompt_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
     def end(self) -> int:
-        return self.start + self.num_tokens
+        return self.start + len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +72,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledToken:
-    """The next token of one sequence, or the reason why there is none (`error`, one line for the client)."""
+    """A next token of one sequence, or the reason why there is none (`error`, one line for the client)."""
 
     token_id: int = -1
     logprobs: TokenLogprobs | None = None
@@ -69,11 +83,11 @@ class SampledToken:
 class StepResult:
     """The runner's answer: plain ints and floats, after one device-to-host copy.
 
-    `samples` has an entry for every item that wants a sample and for each of its forks; `prompt_logprobs[id]`
-    holds one entry per position p of the slice whose next token p + 1 is a prompt token;
-    `errors[id]` fails that sequence, whatever it wanted.
+    `samples` has an entry for every item that wants a sample and for each of its forks: its next tokens in order, one
+    or more, or a lone error; `prompt_logprobs[id]` holds one entry per position p of the slice whose next token p + 1
+    is a prompt token; `errors[id]` fails that sequence, whatever it wanted.
     """
 
-    samples: dict[int, SampledToken] = field(default_factory=dict)
+    samples: dict[int, tuple[SampledToken, ...]] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)

@@ -111,7 +111,7 @@ def answer(batch: Batch) -> StepResult:
     for item in batch.items:
         if item.wants_sample:
             for sequence_id in [item.sequence_id, *(fork.sequence_id for fork in item.forks)]:
-                result.samples[sequence_id] = SampledToken(token_id=len(item.token_ids) % 2)
+                result.samples[sequence_id] = (SampledToken(token_id=item.end % 2),)
     return result
 
 

@@ -81,7 +81,8 @@ def requests(draw: st.DrawFn) -> GenerationRequest:
     return GenerationRequest(
         request_id="",
         prompt_token_ids=tuple(p if p < 9 + family else p + 50 * family for p in range(length)),
-        sampling=SamplingParams(num_prompt_logprobs=draw(st.sampled_from([None, None, None, 1]))),
+        # With a penalty the batch carries the output, for the executor to check the blocks against.
+        sampling=SamplingParams(num_prompt_logprobs=draw(st.sampled_from([None, None, None, 1])), presence_penalty=1.0),
         stop=StopParams(
             max_new_tokens=draw(st.sampled_from([0, 1, 2, 5, 8, 12, 16, 20])),
             stop_token_ids=tuple(range(draw(st.sampled_from([0, 0, 60])))),
@@ -297,7 +298,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         written = Counter[int]()
         for item in batch.items:
             assert 1 <= item.num_tokens <= config.limits.prefill_chunk
-            assert item.wants_sample == (item.end == len(item.token_ids) and item.stop.max_new_tokens > 0)
+            assert item.wants_sample == (
+                item.end == item.num_prompt_tokens + len(item.output_token_ids) and item.stop.max_new_tokens > 0
+            )
             blocks = range(item.start // config.limits.block_size, -(-item.end // config.limits.block_size))
             written.update(item.block_ids[index] for index in blocks)
         for block, writers in written.items():
@@ -385,7 +388,7 @@ def test_a_wrong_block_is_noticed() -> None:
     run.add(request("a", 8, 8), request("b", 8, 8))
     run.one_step()
     first, second = run.scheduler._roster.sequences.values()
-    second.table.block_ids[0] = first.table.block_ids[0]
+    second.table.replace(0, first.table.block_ids[0])
     batch = run.scheduler.schedule(1.0)
     assert batch is not None
     with pytest.raises(CorruptKV):

@@ -41,27 +41,31 @@ class InventingExecutor:
     def __init__(self, behaviour: str) -> None:
         self._kind, _, argument = behaviour.partition(":")
         self._trigger = int(argument) if argument else -1
+        self._token_ids: dict[int, list[int]] = {}  # of each sequence; no cached prefix leaves a hole
 
     def execute(self, batch: Batch) -> StepResult:
         time.sleep(STEP_SECONDS)
         samples = {}
         for item in batch.items:
-            prompt = item.token_ids[: item.num_prompt_tokens]
+            prompt = item.prompt_token_ids
             if self._trigger in prompt and self._kind == "poison":
                 os.kill(os.getpid(), signal.SIGSEGV)
             if self._trigger in prompt and self._kind == "hang":
                 time.sleep(3600)
+            tokens = self._token_ids.setdefault(item.sequence_id, list(prompt))
+            tokens[item.start : item.end] = item.token_ids
             if item.wants_sample:
-                tokens = list(item.token_ids[: item.end])
-                samples[item.sequence_id] = SampledToken(token_id=next_token(tokens, item.choice))
+                known = tokens[: item.end]
+                samples[item.sequence_id] = (SampledToken(token_id=next_token(known, item.choice)),)
                 for fork in item.forks:
-                    samples[fork.sequence_id] = SampledToken(token_id=next_token(tokens, fork.choice))
+                    samples[fork.sequence_id] = (SampledToken(token_id=next_token(known, fork.choice)),)
         return StepResult(samples=samples)
 
 
 def make_plan(model: str = "ok", **scheduler: int) -> EnginePlan:
     """The plan that the process announces."""
     settings = {"num_blocks": 512, "max_model_len": 1024, "max_num_seqs": 16, "max_num_batched_tokens": 128}
+    settings["enable_prefix_caching"] = False
     return EnginePlan(
         model=model,
         architecture="FakeForCausalLM",

@@ -39,7 +39,8 @@ def request(
     return GenerationRequest(
         request_id=request_id,
         prompt_token_ids=tokens,
-        sampling=SamplingParams(num_prompt_logprobs=prompt_logprobs),
+        # With a penalty the batch carries the output, for the executor to check the blocks against.
+        sampling=SamplingParams(num_prompt_logprobs=prompt_logprobs, presence_penalty=1.0),
         stop=StopParams(max_new_tokens=max_tokens, stop_token_ids=stop),
         n=n,
         priority=priority,
@@ -106,7 +107,7 @@ class FakeExecutor:
             chain = self._chain(item)
             if item.wants_prompt_logprobs:
                 result.prompt_logprobs[item.sequence_id] = tuple(
-                    TokenLogprobs(token_id=item.token_ids[p + 1], logprob=-float(p + 1), rank=1)
+                    TokenLogprobs(token_id=item.prompt_token_ids[p + 1], logprob=-float(p + 1), rank=1)
                     for p in range(item.start, min(item.end, item.num_prompt_tokens - 1))
                 )
             if item.wants_sample:
@@ -114,13 +115,13 @@ class FakeExecutor:
                     (item.sequence_id, item.choice),
                     *((fork.sequence_id, fork.choice) for fork in item.forks),
                 ]:
-                    result.samples[sequence_id] = SampledToken(token_id=_sample(chain[item.end], choice))
+                    result.samples[sequence_id] = (SampledToken(token_id=_sample(chain[item.end], choice)),)
         return result
 
     def _chain(self, item: ScheduledSequence) -> list[int]:
         chain = self._chains.setdefault(item.sequence_id, [0])
         for position in range(len(chain) - 1, item.end):
-            chain.append(_extend(chain[-1], item.token_ids[position]))
+            chain.append(_extend(chain[-1], _token_at(item, position)))
         return chain
 
     def _slot(self, item: ScheduledSequence, position: int) -> tuple[int, int]:
@@ -129,6 +130,7 @@ class FakeExecutor:
     def _write(self, item: ScheduledSequence) -> None:
         chain = self._chain(item)
         for position in range(item.start, item.end):
+            assert item.token_ids[position - item.start] == _token_at(item, position)
             self._slots[self._slot(item, position)] = chain[position + 1]
 
     def _read(self, item: ScheduledSequence) -> None:
@@ -136,6 +138,11 @@ class FakeExecutor:
         for position in range(item.end):
             if self._slots.get(self._slot(item, position)) != chain[position + 1]:
                 raise CorruptKV(f"sequence {item.sequence_id}, position {position} of {item.end}")
+
+
+def _token_at(item: ScheduledSequence, position: int) -> int:
+    behind_prompt = position - item.num_prompt_tokens
+    return item.prompt_token_ids[position] if behind_prompt < 0 else item.output_token_ids[behind_prompt]
 
 
 @dataclass

@@ -18,7 +18,7 @@ def test_num_blocks_for(num_tokens: int, blocks: int) -> None:
 
 def test_slots_are_physical() -> None:
     table = PageTable(4)
-    table.block_ids.extend([9, 2])
+    table.extend([9, 2])
     assert table.position_to_slot(3) == (9, 3)
     assert table.position_to_slot(4) == (2, 0)
     assert table.num_slots == 8
@@ -27,10 +27,20 @@ def test_slots_are_physical() -> None:
         table.position_to_slot(8)
 
 
-def test_clearing_leaves_a_lent_list_alone() -> None:
+def test_what_was_given_stays_as_it_was() -> None:
     table = PageTable(4)
-    table.block_ids.append(3)
-    lent = table.block_ids
-    assert table.clear() == [3]
-    assert lent == [3]
-    assert table.block_ids == []
+    assert table.block_ids == ()
+    table.extend([3, 4])
+    before = table.block_ids
+    table.extend([5])
+    longer = table.block_ids
+    table.replace(1, 9)
+    assert table.block_ids == (3, 9, 5)
+    assert table.clear() == (3, 9, 5)
+    assert (before, longer, table.block_ids, len(table)) == ((3, 4), (3, 4, 5), (), 0)
+
+
+def test_an_unchanged_table_is_not_copied_again() -> None:
+    table = PageTable(4)
+    table.extend(range(1000))
+    assert table.block_ids is table.block_ids

@@ -24,7 +24,7 @@ CONFIG = SchedulerConfig(num_blocks=60, max_model_len=4096)
 
 def group(arrival: int, *, added: int = 0, work: int = 1, priority: int = 0) -> Group:
     wanted = request(str(arrival), priority=priority)
-    one = Group(request=wanted, arrival=arrival, added_step=added, stop_token_ids=frozenset(), work=work)
+    one = Group(request=wanted, arrival=arrival, added_step=added, work=work)
     tokens = list(wanted.prompt_token_ids)
     one.add_choice(
         Sequence(

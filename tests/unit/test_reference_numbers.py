@@ -91,7 +91,7 @@ def test_f6_a_long_prompt_takes_four_chunks_and_stops_nobody() -> None:
 
 def test_f7_position_to_block() -> None:
     table = PageTable(16)
-    table.block_ids.extend([40, 7, 23])
+    table.extend([40, 7, 23])
     assert table.position_to_block(37) == (2, 5)
     assert table.position_to_slot(37) == (23, 5)
 

@@ -55,14 +55,15 @@ class Blocks:
 
 
 def item(sequence_id, tokens, *, prompt=None, start=0, sample=True, score=False, forks=(), **sampling):
+    num_prompt = len(tokens) if prompt is None else prompt
     return ScheduledSequence(
         sequence_id=sequence_id,
         choice=0,
-        token_ids=tokens,
-        num_prompt_tokens=len(tokens) if prompt is None else prompt,
+        prompt_token_ids=tuple(tokens[:num_prompt]),
+        output_token_ids=tuple(tokens[num_prompt:]),
+        token_ids=tuple(tokens[start:] if sample else tokens[start:-1]),
         start=start,
-        num_tokens=len(tokens) - start if sample else len(tokens) - start - 1,
-        block_ids=list(range(8)),
+        block_ids=tuple(range(8)),
         wants_sample=sample,
         wants_prompt_logprobs=score,
         forks=forks,
@@ -80,7 +81,7 @@ def runner(model, kv=None, **limits):
 
 
 def tokens_of(result):
-    return {sequence_id: sample.token_id for sequence_id, sample in result.samples.items()}
+    return {sequence_id: sample.token_id for sequence_id, (sample,) in result.samples.items()}
 
 
 def test_every_item_and_fork_that_wants_a_sample_gets_one():
@@ -102,9 +103,9 @@ def test_forks_draw_as_the_choices_they_are():
         return item(1, [2, 8], forks=(Fork(sequence_id=2, choice=choice),), temperature=50.0, seed=3)
 
     model = NextToken()
-    tokens = [runner(model).execute(batch(draw(choice))).samples[2].token_id for choice in range(12)]
+    tokens = [runner(model).execute(batch(draw(choice))).samples[2][0].token_id for choice in range(12)]
     assert len(set(tokens)) > 4
-    assert tokens[0] == runner(model).execute(batch(draw(1))).samples[1].token_id
+    assert tokens[0] == runner(model).execute(batch(draw(1))).samples[1][0].token_id
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 100])
@@ -183,8 +184,8 @@ def test_non_finite_logits_fail_their_rows_only():
     result = runner(NextToken()).execute(
         batch(item(1, [NAN]), item(2, [3]), item(3, [3, NAN, 5], score=True), item(4, [3, 4], score=True))
     )
-    assert result.samples[1].error == NON_FINITE
-    assert result.samples[2].token_id == 4
+    assert result.samples[1][0].error == NON_FINITE
+    assert result.samples[2][0].token_id == 4
     assert result.errors == {3: NON_FINITE}
     assert set(result.prompt_logprobs) == {4}
 
@@ -209,8 +210,8 @@ def test_logits_are_not_computed_where_maxima_are_enough():
     forks = (Fork(sequence_id=7, choice=1),)
     result = runner(model).execute(batch(item(1, [3, 4, 5]), item(2, [2, 8], forks=forks), item(3, [6, NAN])))
     assert model.logit_rows == []
-    assert [result.samples[i].token_id for i in (1, 2, 7)] == [6, 9, 9]
-    assert result.samples[3].error == NON_FINITE
+    assert [result.samples[i][0].token_id for i in (1, 2, 7)] == [6, 9, 9]
+    assert result.samples[3][0].error == NON_FINITE
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ def sample_row(logits_row=0, *, prompt=(1, 2, 3), output=(), choice=0, stop_ids=
         sampling=SamplingParams(**sampling),
         stop=StopParams(max_new_tokens=16, stop_token_ids=stop_ids),
         choice=choice,
-        token_ids=[*prompt, *output],
-        num_prompt_tokens=len(prompt),
+        prompt_token_ids=prompt,
+        output_token_ids=output,
         position=len(prompt) + len(output),
         logits_row=logits_row,
     )
@@ -75,8 +75,8 @@ def sample_row_at(row, logits_row):
         sampling=row.sampling,
         stop=row.stop,
         choice=row.choice,
-        token_ids=row.token_ids,
-        num_prompt_tokens=row.num_prompt_tokens,
+        prompt_token_ids=row.prompt_token_ids,
+        output_token_ids=row.output_token_ids,
         position=row.position,
         logits_row=logits_row,
     )

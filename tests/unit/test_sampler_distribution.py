@@ -26,8 +26,8 @@ def frequencies(logits, seed=0, **sampling):
             sampling=SamplingParams(seed=seed + i, **sampling),
             stop=StopParams(max_new_tokens=1),
             choice=0,
-            token_ids=[1, 2],
-            num_prompt_tokens=2,
+            prompt_token_ids=(1, 2),
+            output_token_ids=(),
             position=2,
             logits_row=0,
         )
@@ -135,8 +135,8 @@ def penalised(logits, *, prompt, output, **sampling):
         sampling=SamplingParams(**sampling),
         stop=StopParams(max_new_tokens=1),
         choice=0,
-        token_ids=[*prompt, *output, 777],  # a token past the position is not looked at
-        num_prompt_tokens=len(prompt),
+        prompt_token_ids=prompt,
+        output_token_ids=output,
         position=len(prompt) + len(output),
         logits_row=0,
     )

@@ -336,7 +336,7 @@ def test_an_error_in_one_sample_ends_one_choice() -> None:
     run.add(request("a", 20, 6, n=2))
     batch = run.scheduler.schedule(0.0)
     assert batch is not None
-    samples = {0: SampledToken(error="all masked"), 1: SampledToken(token_id=4)}
+    samples = {0: (SampledToken(error="all masked"),), 1: (SampledToken(token_id=4),)}
     outputs = run.scheduler.apply(batch, StepResult(samples=samples), 1.0)
     assert [(o.choice, o.finish, o.error, o.token_ids) for o in outputs] == [
         (0, "error", "all masked", ()),
@@ -351,7 +351,7 @@ def test_prompt_scores_belong_to_choice_0_alone() -> None:
     batch = run.scheduler.schedule(0.0)
     assert batch is not None
     result = run.executor.execute(batch)
-    result.samples[0] = SampledToken(error="all masked")
+    result.samples[0] = (SampledToken(error="all masked"),)
     outputs = run.scheduler.apply(batch, result, 1.0)
     assert [(o.choice, o.finish, o.prompt_logprobs) for o in outputs] == [(0, "error", None), (1, None, None)]
 
@@ -533,14 +533,42 @@ def test_the_bound_is_printed_while_the_request_lives() -> None:
         run.scheduler.wait_bound("a")
 
 
-def test_the_plan_does_not_change_under_a_lent_table() -> None:
-    run = new_run()
-    run.add(request("a", 20, 5))
-    batch = run.scheduler.schedule(0.0)
-    assert batch is not None
-    blocks = list(batch.items[0].block_ids)
-    run.scheduler.abort("a")
-    assert list(batch.items[0].block_ids) == blocks
+def test_a_batch_stays_as_it_was_made() -> None:
+    """Whatever comes: sequences that grow, copy a block, are preempted, end and are aborted."""
+    run = new_run(num_blocks=10, max_num_seqs=8)
+    run.add(*(request(f"r{i}", 20, 60, n=1 + i % 2) for i in range(6)))
+    made = []
+    while run.scheduler.has_work:
+        batch = run.scheduler.schedule(float(run.step))
+        assert batch is not None
+        made.append((batch, repr(batch)))
+        run.step += 1
+        run.take(run.scheduler.apply(batch, run.executor.execute(batch), float(run.step)))
+        if run.step == 30:
+            run.scheduler.abort("r3")
+    assert run.scheduler.stats().total_preemptions > 0
+    assert run.executor.num_copies > 0
+    assert all(repr(batch) == text for batch, text in made)
+
+
+def test_several_tokens_of_one_step_go_out_together_up_to_the_last_wanted() -> None:
+    def sampled(*token_ids: int) -> StepResult:
+        return StepResult(samples={0: tuple(SampledToken(token_id=token) for token in token_ids)})
+
+    for tokens, wanted, finish in [
+        ((5, 6), (5, 6), None),
+        ((5, 9, 6), (5, 9), "stop"),
+        ((5, 6, 7, 8), (5, 6, 7), "length"),
+    ]:
+        run = new_run()
+        run.add(request("a", 20, 3, stop=(9,)))
+        batch = run.scheduler.schedule(0.0)
+        assert batch is not None
+        (output,) = run.scheduler.apply(batch, sampled(*tokens), 1.0)
+        assert (output.token_ids, output.finish) == (wanted, finish)
+        assert output.stop_token_id == (9 if finish == "stop" else None)
+        assert run.scheduler.has_work == (finish is None)
+        run.scheduler.check_invariants()
 
 
 def test_a_corrupted_scheduler_is_noticed() -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from quire_engine.scheduling.page_table import PageTable
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.step_plan import StepPlan
+from quire_engine.types import SamplingParams
 from support.fake_executor import request
 
 
-def group(first_id: int, choices: int) -> Group:
-    one = Group(
-        request=request(str(first_id), 8, 4, n=choices), arrival=first_id, added_step=0, stop_token_ids=frozenset()
-    )
+def group(first_id: int, choices: int, **sampling: float) -> Group:
+    wanted = dataclasses.replace(request(str(first_id), 8, 4, n=choices), sampling=SamplingParams(**sampling))
+    one = Group(request=wanted, arrival=first_id, added_step=0)
     for choice in range(choices):
         one.add_choice(
             Sequence(
@@ -52,3 +54,16 @@ def test_a_preempted_group_gives_back_tokens_and_copies() -> None:
     assert [item.sequence_id for item in batch.items] == [5]
     assert batch.copies == ((6, 7),)
     assert (plan.budget, batch.num_tokens, plan.num_preempted) == (18, 2, 1)
+
+
+def test_the_output_travels_for_those_whose_penalties_read_it() -> None:
+    for penalty, carried in [(0.0, ()), (0.5, (7, 8))]:
+        one = group(0, 1, frequency_penalty=penalty)
+        (sequence,) = one.sequences
+        sequence.token_ids += [7, 8]
+        plan = StepPlan(20)
+        plan.give(sequence, 9)
+        (item,) = plan.batch(step_id=1).items
+        assert item.output_token_ids == carried
+        assert item.token_ids == (*range(8), 7)
+        assert item.prompt_token_ids == one.request.prompt_token_ids

@@ -25,14 +25,14 @@ class SampleRow:
     sampling: SamplingParams
     stop: StopParams
     choice: int
-    token_ids: Sequence[int]  # prompt, then output: everything before the token to choose; read only
-    num_prompt_tokens: int
-    position: int  # of the token to choose; the tokens before it are token_ids[:position]
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]  # everything between prompt and position; may be left out without penalties
+    position: int  # of the token to choose
     logits_row: int
 
     @property
     def masks_stop_tokens(self) -> bool:
-        return self.position - self.num_prompt_tokens < self.sampling.min_tokens and bool(self.stop.stop_token_ids)
+        return self.position - len(self.prompt_token_ids) < self.sampling.min_tokens and bool(self.stop.stop_token_ids)
 
     @property
     def is_greedy(self) -> bool:
@@ -57,12 +57,7 @@ def asks_for_argmax(sampling: SamplingParams) -> bool:
 
 def _changes_logits(sampling: SamplingParams) -> bool:
     return bool(
-        sampling.logit_bias
-        or sampling.allowed_token_ids
-        or sampling.banned_token_ids
-        or sampling.repetition_penalty != 1.0
-        or sampling.presence_penalty
-        or sampling.frequency_penalty
+        sampling.logit_bias or sampling.allowed_token_ids or sampling.banned_token_ids or sampling.has_penalties
     )
 
 
@@ -79,9 +74,9 @@ def id_error(row: SampleRow, vocab_size: int) -> str | None:
         ("banned_token_ids", sampling.banned_token_ids),
     ]
     if sampling.repetition_penalty != 1.0:
-        named.append(("the prompt", row.token_ids))
-    elif sampling.presence_penalty or sampling.frequency_penalty:
-        named.append(("the output", row.token_ids[row.num_prompt_tokens : row.position]))
+        named.append(("the prompt", row.prompt_token_ids))
+    if sampling.has_penalties:
+        named.append(("the output", row.output_token_ids))
     for name, ids in named:
         for token in ids:
             if not 0 <= token < vocab_size:
@@ -128,9 +123,9 @@ def apply_rules(logits: Tensor, rows: Sequence[SampleRow]) -> None:
         if row.masks_stop_tokens:
             masked.add(i, (token for token in row.stop.stop_token_ids if 0 <= token < vocab_size), -torch.inf)
         if sampling.repetition_penalty != 1.0:
-            repeated.add(i, sorted(set(row.token_ids[: row.position])), sampling.repetition_penalty)
+            repeated.add(i, sorted({*row.prompt_token_ids, *row.output_token_ids}), sampling.repetition_penalty)
         if sampling.presence_penalty or sampling.frequency_penalty:
-            for token, count in Counter(row.token_ids[row.num_prompt_tokens : row.position]).items():
+            for token, count in Counter(row.output_token_ids).items():
                 generated.add_one(i, token, sampling.presence_penalty + sampling.frequency_penalty * count)
         for token, bias in dict(sampling.logit_bias).items():
             biased.add_one(i, token, bias)

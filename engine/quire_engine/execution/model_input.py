@@ -55,21 +55,22 @@ def build_model_input(batch: Batch, block_size: int, device: torch.device) -> tu
     a sample gets its last row's, else none.
     """
     input_ids, positions, slots, samples = array("q"), array("q"), array("q"), array("q")
-    starts, kv_lens, logit_rows = [0], [], []
+    starts, query_lens, kv_lens, logit_rows = [0], [], [], []
     for item in batch.items:
-        first = starts[-1]
-        starts.append(first + item.num_tokens)
-        kv_lens.append(item.end)
-        if item.num_tokens == 1:  # a decode: most items of most steps
+        num_tokens = item.num_tokens
+        query_lens.append(num_tokens)
+        starts.append(starts[-1] + num_tokens)
+        kv_lens.append(item.start + num_tokens)
+        if num_tokens == 1:  # a decode: most items of most steps
             index, offset = divmod(item.start, block_size)
-            input_ids.append(item.token_ids[item.start])
+            input_ids.append(item.token_ids[0])
             positions.append(item.start)
             slots.append(item.block_ids[index] * block_size + offset)
         else:
-            input_ids.extend(item.token_ids[item.start : item.end])
+            input_ids.extend(item.token_ids)
             positions.extend(range(item.start, item.end))
             _extend_slots(slots, item, block_size)
-        count = item.num_tokens if item.wants_prompt_logprobs else int(item.wants_sample)
+        count = num_tokens if item.wants_prompt_logprobs else int(item.wants_sample)
         logit_rows.append(LogitRows(first=len(samples), count=count))
         samples.extend(range(starts[-1] - count, starts[-1]))
 
@@ -80,7 +81,6 @@ def build_model_input(batch: Batch, block_size: int, device: torch.device) -> tu
         used = -(-kv_len // block_size)
         tables.extend(item.block_ids[:used])
         tables.extend((0,) * (width - used))
-    query_lens = tuple(item.num_tokens for item in batch.items)
     step = ModelInput(
         input_ids=_tensor(input_ids, device),
         positions=_tensor(positions, device),
@@ -88,7 +88,7 @@ def build_model_input(batch: Batch, block_size: int, device: torch.device) -> tu
         query_starts=_tensor(array("i", starts), device),
         context_lens=_tensor(array("i", kv_lens), device),
         block_tables=_tensor(tables, device).view(len(kv_lens), width),
-        query_lens=query_lens,
+        query_lens=tuple(query_lens),
         kv_lens=tuple(kv_lens),
         max_query_len=max(query_lens, default=0),
         max_context_len=most,

@@ -131,7 +131,7 @@ class Runner:
             start = i * self._logits_rows
             logits = self._decoder.logits(hidden[start : start + self._logits_rows])  # [s, V] float32
             sampled = self._sampler.sample(logits, pending.rows)
-            result.samples.update(zip(pending.sequence_ids, sampled, strict=True))
+            result.samples.update(zip(pending.sequence_ids, ((token,) for token in sampled), strict=True))
             self._score(logits, pending, scores, result)
         for sequence_id, entries in scores.items():
             if sequence_id not in result.errors:
@@ -147,7 +147,7 @@ class Runner:
         if found is None:
             return None
         tokens = [
-            SampledToken(token_id=token) if finite else SampledToken(error=NON_FINITE)
+            (SampledToken(token_id=token) if finite else SampledToken(error=NON_FINITE),)
             for token, finite in zip(*found, strict=True)
         ]
         result = StepResult()
@@ -160,7 +160,9 @@ class Runner:
 
     def _check_ids(self, item: ScheduledSequence) -> None:
         """A GPU answers an index out of range by ending the process, so it must not get that far."""
-        ids = item.token_ids[item.start : item.end + 1]  # the next one may be scored
+        ids = item.token_ids
+        if item.wants_prompt_logprobs:
+            ids += item.prompt_token_ids[item.end : item.end + 1]  # scored by the last row
         if min(ids) < 0 or max(ids) >= self._vocab_size:
             raise ValueError(f"a token id is outside the vocabulary of {self._vocab_size}")
 
@@ -173,7 +175,7 @@ class Runner:
                     index, row = divmod(at.first + i, self._logits_rows)
                     pending = slices[index]
                     pending.score_rows.append(row)
-                    pending.score_ids.append(item.token_ids[item.start + i + 1])
+                    pending.score_ids.append(item.prompt_token_ids[item.start + i + 1])
                     pending.score_items.append(item)
             if item.wants_sample:
                 index, row = divmod(at.first + at.count - 1, self._logits_rows)
@@ -186,8 +188,8 @@ class Runner:
                             sampling=item.sampling,
                             stop=item.stop,
                             choice=choice,
-                            token_ids=item.token_ids,
-                            num_prompt_tokens=item.num_prompt_tokens,
+                            prompt_token_ids=item.prompt_token_ids,
+                            output_token_ids=item.output_token_ids,
                             position=item.end,
                             logits_row=row,
                         )

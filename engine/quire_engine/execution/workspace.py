@@ -57,17 +57,17 @@ def largest_batch(config: EngineConfig) -> Batch:
         if left <= 0:
             break
     sizes += [1] * min(left, limits.max_num_seqs - len(sizes))
-    tokens = [0] * length
-    blocks = [0] * limits.num_blocks_for(length)
+    prompt = (0,) * length
+    blocks = (0,) * limits.num_blocks_for(length)
     sampling = SamplingParams(top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, num_logprobs=20)
     items = tuple(
         ScheduledSequence(
             sequence_id=i,
             choice=0,
-            token_ids=tokens,
-            num_prompt_tokens=length,
+            prompt_token_ids=prompt,
+            output_token_ids=(),
+            token_ids=prompt[:size],
             start=length - size,
-            num_tokens=size,
             block_ids=blocks,
             wants_sample=True,
             wants_prompt_logprobs=False,

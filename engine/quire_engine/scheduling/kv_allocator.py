@@ -62,32 +62,30 @@ class KVAllocator:
 
     def seat(self, sequence: Sequence, matched: Blocks[int]) -> None:
         """Give an empty sequence its matched prefix and new blocks for the rest of its known tokens."""
-        table = sequence.table.block_ids
         for block in matched:
             if self._pool.refs(block) == 0:
                 self._num_cached -= 1
             self._pool.share(block)
-            table.append(block)
+        sequence.table.extend(matched)
         sequence.num_committed = len(matched)
         sequence.num_computed = len(matched) * self.block_size
         self._grow(sequence, len(sequence.token_ids))
 
     def reserve_cost(self, sequence: Sequence, end: int) -> int:
         """Available blocks that `reserve` up to position `end` would use up."""
-        if end <= sequence.num_reserved and not sequence.shares_tail:
-            return 0
-        growth = max(0, sequence.table.num_blocks_for(end) - len(sequence.table))
-        return growth + (1 if self._must_copy(sequence) else 0)
+        table = sequence.table
+        growth = max(0, table.num_blocks_for(end) - len(table))
+        return growth + 1 if sequence.shares_tail and self._must_copy(sequence) else growth
 
     def reserve(self, sequence: Sequence, end: int) -> Copy | None:
         """Make positions num_computed .. end - 1 the sequence's own to write; a copy to do first, if one is needed.
 
         Of the owners of a shared block the last one to write keeps it, so n owners cost n - 1 copies.
         """
-        if end <= sequence.num_reserved and not sequence.shares_tail:
-            return None
-        copy = self._copy_tail(sequence) if self._must_copy(sequence) else None
-        sequence.shares_tail = False
+        copy = None
+        if sequence.shares_tail:
+            copy = self._copy_tail(sequence) if self._must_copy(sequence) else None
+            sequence.shares_tail = False
         self._grow(sequence, end)
         return copy
 
@@ -108,7 +106,7 @@ class KVAllocator:
         shared = parent.table.block_ids[: full + (1 if partial else 0)]
         for block in shared:
             self._pool.share(block)
-        child.table.block_ids.extend(shared)
+        child.table.extend(shared)
         child.num_computed = child.num_reserved = num_tokens
         child.block_hashes = parent.block_hashes[:full]
         child.num_committed = min(parent.num_committed, full)
@@ -166,9 +164,10 @@ class KVAllocator:
         require(cached == self._num_cached, f"{cached} blocks are cached and unheld, {self._num_cached} are counted")
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> None:
-        table = sequence.table.block_ids
-        for _ in range(sequence.table.num_blocks_for(num_tokens) - len(table)):
-            table.append(self._take())
+        table = sequence.table
+        missing = table.num_blocks_for(num_tokens) - len(table)
+        if missing > 0:
+            table.extend([self._take() for _ in range(missing)])
         sequence.num_reserved = max(sequence.num_reserved, num_tokens)
 
     def _take(self) -> int:
@@ -179,8 +178,7 @@ class KVAllocator:
         return block
 
     def _must_copy(self, sequence: Sequence) -> bool:
-        if not sequence.shares_tail:
-            return False
+        """Whether a sibling still holds the block that the sequence would write to next."""
         return self._pool.refs(sequence.table.block_ids[sequence.num_computed // self.block_size]) > 1
 
     def _copy_tail(self, sequence: Sequence) -> Copy:
@@ -188,7 +186,7 @@ class KVAllocator:
         source = sequence.table.block_ids[index]
         target = self._take()
         self._pool.drop(source)  # never the last reference: a sibling holds it
-        sequence.table.block_ids[index] = target
+        sequence.table.replace(index, target)
         return source, target
 
     def _extend_hashes(self, sequence: Sequence, count: int) -> None:

@@ -8,27 +8,28 @@ from __future__ import annotations
 
 from quire_engine.batch import SampledToken
 from quire_engine.scheduling.sequence import Group, Sequence
-from quire_engine.types import FinishReason, RequestTiming, TokenOutput
+from quire_engine.types import FinishReason, RequestTiming, TokenLogprobs, TokenOutput
 
 
-def token_output(sequence: Sequence, sample: SampledToken) -> TokenOutput:
-    """The output for the token that was just appended to the sequence; it says so if the token is the last."""
-    group = sequence.group
-    finish: FinishReason | None = None
-    stop_token_id = None
-    if sample.token_id in group.stop_token_ids:
-        finish, stop_token_id = "stop", sample.token_id
-    elif sequence.num_output_tokens == group.max_new_tokens:
-        finish = "length"
-    is_first = sequence.note_output()
+def token_output(
+    sequence: Sequence, samples: tuple[SampledToken, ...], known: int, finish: FinishReason | None
+) -> TokenOutput:
+    """The output for the tokens of `samples` that were just appended behind the `known` ones.
+
+    With a `finish` the last of them ends the sequence.
+    """
+    group, token_ids = sequence.group, sequence.token_ids
+    is_first = not sequence.has_output
+    if is_first:
+        sequence.note_output()
     return TokenOutput(
         request_id=group.request.request_id,
         choice=sequence.choice,
-        token_ids=(sample.token_id,),
-        logprobs=None if sample.logprobs is None else (sample.logprobs,),
-        prompt_logprobs=group.take_prompt_logprobs() if sequence.choice == 0 else None,
+        token_ids=tuple(token_ids[known:]),
+        logprobs=None if samples[0].logprobs is None else _logprobs(samples[: len(token_ids) - known]),
+        prompt_logprobs=_prompt_logprobs(sequence),
         finish=finish,
-        stop_token_id=stop_token_id,
+        stop_token_id=token_ids[-1] if finish == "stop" else None,
         num_cached_tokens=group.num_cached_tokens,
         timing=_timing(group) if is_first or finish is not None else None,
     )
@@ -40,7 +41,7 @@ def prompt_only_output(sequence: Sequence) -> TokenOutput:
     return TokenOutput(
         request_id=group.request.request_id,
         choice=sequence.choice,
-        prompt_logprobs=group.take_prompt_logprobs() if sequence.choice == 0 else None,
+        prompt_logprobs=_prompt_logprobs(sequence),
         finish="length",
         num_cached_tokens=group.num_cached_tokens,
         timing=_timing(group),
@@ -59,6 +60,15 @@ def error_output(sequence: Sequence, message: str) -> TokenOutput:
         num_cached_tokens=group.num_cached_tokens,
         timing=_timing(group),
     )
+
+
+def _logprobs(samples: tuple[SampledToken, ...]) -> tuple[TokenLogprobs, ...]:
+    return tuple([sample.logprobs for sample in samples if sample.logprobs is not None])
+
+
+def _prompt_logprobs(sequence: Sequence) -> tuple[TokenLogprobs | None, ...] | None:
+    group = sequence.group
+    return group.take_prompt_logprobs() if group.prompt_logprobs_due and sequence.choice == 0 else None
 
 
 def _timing(group: Group) -> RequestTiming | None:

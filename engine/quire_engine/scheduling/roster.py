@@ -40,7 +40,6 @@ class Roster:
             request=request,
             arrival=next(self._arrivals),
             added_step=step,
-            stop_token_ids=frozenset(request.stop.stop_token_ids),
             work=work,
             wait_bound=wait_bound,
             # Whoever resumes a request had them with the first output of choice 0, if there was one.

@@ -6,7 +6,7 @@ within its printed bound; same calls, same plans. Must not know: torch, clocks, 
 
 from __future__ import annotations
 
-from quire_engine.batch import Batch, ScheduledSequence, StepResult
+from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
 from quire_engine.errors import InfeasibleRequest
 from quire_engine.invariants import InvariantViolation, require
 from quire_engine.limits import SchedulerConfig
@@ -17,7 +17,7 @@ from quire_engine.scheduling.policies import Policies, policies_for
 from quire_engine.scheduling.policies.gate import check_request
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group, Sequence
-from quire_engine.types import EngineStats, GenerationRequest, TokenOutput, WaitReason
+from quire_engine.types import EngineStats, FinishReason, GenerationRequest, TokenOutput, WaitReason
 
 __all__ = ["InvariantViolation", "Scheduler"]
 
@@ -100,10 +100,10 @@ class Scheduler:
         """Take in a step's tokens, scores and errors. Sequences that ended since `schedule` are passed over."""
         outputs: list[TokenOutput] = []
         decode_tokens = 0
+        sequences, samples = self._roster.sequences, result.samples
         for item in batch.items:
-            if item.num_tokens == 1 and item.start >= item.num_prompt_tokens:
-                decode_tokens += 1
-            sequence = self._roster.sequences.get(item.sequence_id)
+            decode_tokens += item.is_decode
+            sequence = sequences.get(item.sequence_id)
             if sequence is None:
                 continue
             error = result.errors.get(item.sequence_id)
@@ -112,9 +112,10 @@ class Scheduler:
                 continue
             self._take_slice(sequence, item, result)
             if item.wants_sample:
-                outputs.append(self._take_token(sequence, result, now))
+                outputs.append(self._take_tokens(sequence, samples[item.sequence_id], now))
                 for fork in item.forks:
-                    outputs.append(self._take_token(self._roster.sequences[fork.sequence_id], result, now))
+                    follower = sequences[fork.sequence_id]
+                    outputs.append(self._take_tokens(follower, samples[fork.sequence_id], now))
             elif sequence.group.max_new_tokens == 0 and item.end == item.num_prompt_tokens:
                 outputs += self._finish_prompt_only(sequence.group, now)
         self._decode_tokens = decode_tokens
@@ -170,20 +171,29 @@ class Scheduler:
                 self._kv.fork(sequence, follower, item.end)
             group.share_prompt()
 
-    def _take_token(self, sequence: Sequence, result: StepResult, now: float) -> TokenOutput:
-        group, sample = sequence.group, result.samples[sequence.sequence_id]
-        if sample.error is not None:
+    def _take_tokens(self, sequence: Sequence, samples: tuple[SampledToken, ...], now: float) -> TokenOutput:
+        """Append the sampled tokens up to the one that ends the sequence; those behind it were never wanted."""
+        if samples[-1].error is not None:
             self._roster.end(sequence)
-            return error_output(sequence, sample.error)
-        group.note_token(now)
-        sequence.token_ids.append(sample.token_id)
-        output = token_output(sequence, sample)
-        if output.finish is not None:
-            self._roster.end(sequence)
-        return output
+            return error_output(sequence, samples[-1].error)
+        group, token_ids = sequence.group, sequence.token_ids
+        if group.first_token is None:
+            group.note_first_token(now)
+        known = len(token_ids)
+        finish: FinishReason | None = None
+        for sample in samples:
+            token_ids.append(sample.token_id)
+            if sample.token_id in group.stop_token_ids:
+                finish = "stop"
+            elif sequence.num_output_tokens == group.max_new_tokens:
+                finish = "length"
+            if finish is not None:
+                self._roster.end(sequence)
+                break
+        return token_output(sequence, samples, known, finish)
 
     def _finish_prompt_only(self, group: Group, now: float) -> list[TokenOutput]:
-        group.note_token(now)
+        group.note_first_token(now)
         outputs = [prompt_only_output(sequence) for sequence in group.sequences]
         for sequence in list(group.sequences):
             self._roster.end(sequence)

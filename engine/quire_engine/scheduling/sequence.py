@@ -39,10 +39,9 @@ class Sequence:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
-    def note_output(self) -> bool:
-        """An output is sent; True if it is the first."""
-        is_first, self.has_output = not self.has_output, True
-        return is_first
+    def note_output(self) -> None:
+        """Its first output is sent."""
+        self.has_output = True
 
     @property
     def blocks_for_known(self) -> int:
@@ -61,7 +60,6 @@ class Group:
     request: GenerationRequest
     arrival: int  # position in the order of submission; kept for life
     added_step: int
-    stop_token_ids: frozenset[int]
     sequences: list[Sequence] = field(default_factory=list)  # unfinished choices
     computing: list[Sequence] = field(default_factory=list)  # of those, the ones that get slices now; none if waiting
     prompt_shared: bool = True  # False: the leader (is to) compute the prompt, the others wait for its blocks
@@ -77,14 +75,18 @@ class Group:
     kv_wait_seconds: float = 0.0
     prompt_logprobs_due: bool = False
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    # Of the request, read for every sequence in every step:
+    num_prompt_tokens: int = field(init=False)
+    max_new_tokens: int = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+    has_penalties: bool = field(init=False)
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
-
-    @property
-    def max_new_tokens(self) -> int:
-        return self.request.stop.max_new_tokens
+    def __post_init__(self) -> None:
+        request = self.request
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.max_new_tokens = request.stop.max_new_tokens
+        self.stop_token_ids = frozenset(request.stop.stop_token_ids)
+        self.has_penalties = request.sampling.has_penalties
 
     @property
     def reads_cache(self) -> bool:
@@ -164,19 +166,16 @@ class Group:
         self.computing = list(self.sequences)
         self.prompt_shared = True
 
-    def note_token(self, now: float) -> None:
-        """A token came, or the end of a prompt after which none is wanted."""
-        if self.first_token is None:
-            self.first_token = now
+    def note_first_token(self, now: float) -> None:
+        """Its first token came, or the end of a prompt after which none is wanted."""
+        self.first_token = now
 
     def add_prompt_logprobs(self, scores: Iterable[TokenLogprobs]) -> None:
         """The next scores of the prompt."""
         self.prompt_logprobs.extend(scores)
 
-    def take_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
-        """The whole prompt's scores, once, if they are due; the first token has none."""
-        if not self.prompt_logprobs_due:
-            return None
+    def take_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...]:
+        """The whole prompt's scores, to be sent once; the first token has none."""
         self.prompt_logprobs_due = False
         return (None, *self.prompt_logprobs)
 

@@ -65,10 +65,10 @@ def _item(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
     return ScheduledSequence(
         sequence_id=sequence.sequence_id,
         choice=sequence.choice,
-        token_ids=sequence.token_ids,
-        num_prompt_tokens=sequence.num_prompt_tokens,
+        prompt_token_ids=request.prompt_token_ids,
+        output_token_ids=_output(sequence) if group.has_penalties else (),
+        token_ids=tuple(sequence.token_ids[start : start + num_tokens]),
         start=start,
-        num_tokens=num_tokens,
         block_ids=sequence.table.block_ids,
         wants_sample=wants_sample,
         wants_prompt_logprobs=group.prompt_logprobs_due and start < sequence.num_prompt_tokens - 1,
@@ -76,6 +76,10 @@ def _item(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
         sampling=request.sampling,
         stop=request.stop,
     )
+
+
+def _output(sequence: Sequence) -> tuple[int, ...]:
+    return tuple(sequence.token_ids[sequence.num_prompt_tokens :])
 
 
 def _forks(group: Group) -> tuple[Fork, ...]:
