@@ -98,20 +98,30 @@ def test_a_row_does_not_depend_on_what_its_neighbours_hold(poison, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("columns", "rows"), [(3072, 200), (64, 3001)])  # sums, and rows, wide enough to be divided
+@pytest.mark.parametrize(
+    ("columns", "rows"),
+    [
+        (3072, 200),  # sums that are long enough to be divided
+        (64, 3001),  # columns that are
+        (16, 33),  # and a remainder of less than a vector, which alone is summed otherwise
+        (64, 100),
+        (256, 512 + 17),
+    ],
+)
 def test_a_row_does_not_depend_on_the_number_of_threads(columns, rows, dtype):
     x, *_, residual = _operands(columns, rows, dtype, num_rows=20)
     threads = torch.get_num_threads()
     results = []
     try:
-        for count in (1, 2, 3):
+        for count in (1, 2, 3, 4, 8):
             torch.set_num_threads(count)
             results.append({name: op(x, residual) for name, op in _ops(columns, rows, dtype).items()})
+            assert torch.get_num_threads() == count
     finally:
         torch.set_num_threads(threads)
-    for name, result in results[0].items():
-        assert torch.equal(result, results[1][name]), name
-        assert torch.equal(result, results[2][name]), name
+    for count, others in zip((2, 3, 4, 8), results[1:], strict=True):
+        for name, result in results[0].items():
+            assert torch.equal(result, others[name]), f"{name} by {count} threads"
 
 
 def test_embedding_picks_rows():

@@ -1,17 +1,25 @@
 """Embedding, RMSNorm and projections.
 
-Promises: on a CPU a row's result does not depend on the number, the content or the order of the other rows.
-Must not know: sequences, positions, the pool.
+Promises: on a CPU a row's result does not depend on the number, the content or the order of the other rows, nor on
+the number of threads. Must not know: sequences, positions, the pool.
 
 A matrix product of a varying number of rows is not row-invariant in torch: the library picks another algorithm, with
 another order of summation, for another shape. So on a CPU every product is computed in tiles of exactly `TILE` rows,
 the last one padded: one shape, one order. Within that shape a row's place and its neighbours have no influence
-(checked bitwise by tests/kernels), nor has the number of threads.
+(checked bitwise by tests/kernels).
+
+Nor is a product of one shape the same for any number of threads, because libraries divide it. Where they cut the
+columns, a thread that is left with less than a vector of them sums these in another order: MKL's float32 does so even
+for sums of 16 terms, so no size is small enough to be safe. Where columns are few they may cut the sums themselves, as
+oneDNN's rules for AMX allow from 256 terms on. Only what one thread computes is never divided. So the columns are cut
+here, into shares that do not depend on the threads, and each share is computed by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -20,6 +28,8 @@ from torch import Tensor
 
 # Decode batches are small, so a small tile; at 16 rows a product costs about as much as at one.
 TILE = 16
+# Of the columns of a result. Small matrices are one share, which costs nothing; large ones keep many threads busy.
+SHARE = 512
 
 
 class Linear(NamedTuple):
@@ -43,12 +53,12 @@ def embed(table: Tensor, ids: Tensor) -> Tensor:
 
 
 def norm_linear(x: Tensor, norm: Tensor, eps: float, w: Linear) -> Tensor:
-    return _by_tiles(lambda rows: F.linear(rms_norm(rows, norm, eps), w.weight, w.bias), x)
+    return _by_tiles(lambda rows: _project(rms_norm(rows, norm, eps), w), x)
 
 
 def norm_gate_up(x: Tensor, norm: Tensor, eps: float, w: Linear) -> Tensor:
     def project(rows: Tensor) -> Tensor:
-        gate, up = F.linear(rms_norm(rows, norm, eps), w.weight, w.bias).float().chunk(2, dim=-1)  # [R, I] each
+        gate, up = _project(rms_norm(rows, norm, eps), w).float().chunk(2, dim=-1)  # [R, I] each
         # silu by its definition: F.silu rounds the last elements of an array differently from the others.
         return (gate / (1.0 + torch.exp(-gate)) * up).to(x.dtype)
 
@@ -56,7 +66,7 @@ def norm_gate_up(x: Tensor, norm: Tensor, eps: float, w: Linear) -> Tensor:
 
 
 def linear_add(x: Tensor, w: Linear, residual: Tensor) -> Tensor:
-    return residual.add_(_by_tiles(lambda rows: F.linear(rows, w.weight, w.bias), x))
+    return residual.add_(_by_tiles(lambda rows: _project(rows, w), x))
 
 
 def logits(x: Tensor, norm: Tensor, eps: float, w: Linear) -> Tensor:
@@ -68,6 +78,34 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     mean_square = (wide * wide).mean(dim=-1, keepdim=True)
     return weight * (wide / torch.sqrt(mean_square + eps)).to(x.dtype)
+
+
+def _project(rows: Tensor, w: Linear) -> Tensor:
+    """rows [R, K] @ weight.T + bias: [R, N]; on a CPU in shares of columns, each computed by one thread."""
+    columns = w.weight.shape[0]
+    threads = torch.get_num_threads()
+    if rows.device.type != "cpu" or (threads == 1 and columns <= SHARE):
+        return F.linear(rows, w.weight, w.bias)
+
+    def share(start: int) -> Tensor:
+        part = slice(start, start + SHARE)
+        return F.linear(rows, w.weight[part], None if w.bias is None else w.bias[part])
+
+    starts = range(0, columns, SHARE)
+    if threads == 1:
+        return torch.cat([share(start) for start in starts], dim=1)
+    torch.set_num_threads(1)
+    try:
+        compute = map if columns <= SHARE else _workers(threads).map
+        return torch.cat(list(compute(share, starts)), dim=1)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@cache
+def _workers(threads: int) -> ThreadPoolExecutor:
+    """As many threads, whose products are not divided further: torch's number of threads is each thread's own."""
+    return ThreadPoolExecutor(threads, "reference", initializer=torch.set_num_threads, initargs=(1,))
 
 
 def _by_tiles(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
