@@ -1,4 +1,4 @@
-"""The engine: one scheduler and one executor behind the five methods of `EnginePort`, stepped by its owner.
+"""The engine: one scheduler and one executor behind `EnginePort`, stepped by its owner.
 
 Promises: every submitted request ends in exactly one terminal output per choice unless it is aborted; nothing happens
 between calls. Must not know: processes, sockets, threads, text.
@@ -14,7 +14,7 @@ from typing import Protocol
 from quire_engine.batch import Batch, StepResult
 from quire_engine.errors import InfeasibleRequest
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import Control, EngineHealth, GenerationRequest, StepOutput, TokenOutput
+from quire_engine.types import EngineHealth, GenerationRequest, StepOutput, TokenOutput
 
 
 class StepExecutor(Protocol):
@@ -65,11 +65,6 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         if self._scheduler.abort(request_id):
-            self._stats_changed = True
-
-    def control(self, command: Control) -> None:
-        if command.kind == "reset_prefix_cache":
-            self._scheduler.reset_prefix_cache()
             self._stats_changed = True
 
     def health(self) -> EngineHealth:

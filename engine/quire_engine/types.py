@@ -141,13 +141,6 @@ class StepOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Control:
-    """A command to the engine that is not a request."""
-
-    kind: Literal["reset_prefix_cache", "shutdown"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHealth:
     """What a heartbeat carries. A step counter that does not move while there is work means a hang."""
 
@@ -157,7 +150,7 @@ class EngineHealth:
 
 
 class EnginePort(Protocol):
-    """The five methods by which everything talks to an engine, in this process or in a child.
+    """The methods by which everything talks to an engine, in this process or in a child.
 
     `submit` never blocks and never raises for request data that passed the server's validation: what the
     scheduler refuses comes back as a TokenOutput with finish == "error". `on_step` is set once by the owner
@@ -168,5 +161,4 @@ class EnginePort(Protocol):
 
     def submit(self, request: GenerationRequest) -> None: ...
     def abort(self, request_id: str) -> None: ...
-    def control(self, command: Control) -> None: ...
     def health(self) -> EngineHealth: ...

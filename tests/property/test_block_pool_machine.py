@@ -46,14 +46,6 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.free_last(block)
             self.free.append(block)
 
-    @precondition(lambda self: self.free)
-    @rule(data=st.data())
-    def make_first(self, data: st.DataObject) -> None:
-        block = data.draw(st.sampled_from(self.free))
-        self.pool.make_first(block)
-        self.free.remove(block)
-        self.free.insert(0, block)
-
     @invariant()
     def same(self) -> None:
         if hasattr(self, "pool"):

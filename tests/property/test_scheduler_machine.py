@@ -124,7 +124,7 @@ def truly_resumed(wanted: GenerationRequest) -> GenerationRequest:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Submit, step, abort, fail, reset; the twin does all of it too."""
+    """Submit, step, abort, fail; the twin does all of it too."""
 
     @initialize(config=configs())
     def start(self, config: SchedulerConfig) -> None:
@@ -182,11 +182,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def model_fails_a_slice(self, data: st.DataObject) -> None:
         self.step_both(fail_item=data.draw(st.integers(0, 10)))
-
-    @rule()
-    def reset_cache(self) -> None:
-        assert self.run.scheduler.reset_prefix_cache() == self.twin.scheduler.reset_prefix_cache()
-        assert self.run.scheduler.stats().blocks_cached == 0
 
     def teardown(self) -> None:
         if not hasattr(self, "run"):

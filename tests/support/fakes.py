@@ -20,7 +20,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from quire_engine.config import EnginePlan
 from quire_engine.types import (
-    Control,
     EngineHealth,
     EngineStats,
     GenerationRequest,
@@ -82,7 +81,6 @@ class FakeEngine:
         self.num_cached_tokens = num_cached_tokens
         self.submitted: list[GenerationRequest] = []
         self.aborted: list[str] = []
-        self.controls: list[Control] = []
         self.step_id = 0
         self._live: dict[str, _Live] = {}
         self._gate = asyncio.Event()
@@ -110,9 +108,6 @@ class FakeEngine:
         if self._live.pop(request_id, None) is not None:
             self.aborted.append(request_id)
             self.on_step(StepOutput(step_id=self.step_id, outputs=(), stats=self._stats()))
-
-    def control(self, command: Control) -> None:
-        self.controls.append(command)
 
     def health(self) -> EngineHealth:
         return EngineHealth(alive=True, step_id=self.step_id, has_work=bool(self._live))

@@ -47,13 +47,6 @@ def test_sharing_a_free_block_takes_it_off_the_list() -> None:
     pool.check()
 
 
-def test_make_first_moves_a_free_block() -> None:
-    pool = BlockPool(3)
-    pool.make_first(2)
-    assert list(pool.free_blocks()) == [2, 0, 1]
-    assert pool.num_free == 3
-
-
 def test_double_release_is_a_violation() -> None:
     pool = BlockPool(2)
     block = pool.take()

@@ -8,8 +8,7 @@ import pytest
 from quire_engine.engine import Engine
 from quire_engine.process import loop
 from quire_engine.process.loop import EngineLoop
-from quire_engine.process.transport import FrameDecoder, encode_frame
-from quire_engine.types import Control
+from quire_engine.process.transport import FrameDecoder, Shutdown, encode_frame
 from support.fake_executor import new_run, request
 
 
@@ -73,7 +72,7 @@ def test_the_loop_rests_when_nothing_comes(monkeypatch):
         thread.start()
         theirs.recv(1 << 16)  # the first sign of life
         theirs.recv(1 << 16)
-        theirs.sendall(encode_frame(Control(kind="shutdown")))
+        theirs.sendall(encode_frame(Shutdown()))
         thread.join(timeout=10)
         assert not thread.is_alive()
     assert watched.events == ["sent", "sent", "check"]

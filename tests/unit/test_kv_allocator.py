@@ -160,20 +160,6 @@ def test_fork_of_a_longer_parent_shares_the_prompt_only() -> None:
     kv.check([parent, child])
 
 
-def test_reset_makes_everything_unmatchable_and_keeps_held_blocks() -> None:
-    kv = allocator()
-    held = computed(kv, list(range(8)))
-    kv.release(computed(kv, list(range(100, 108))))
-    assert kv.reset_cache() == 4
-    assert kv.num_cached == 0
-    assert kv.match(sequence(list(range(8))), 8) == []
-    kv.check([held])
-    kv.release(held)
-    assert kv.num_cached == 0
-    assert kv.total_evictions == 0
-    kv.check([])
-
-
 def test_check_sees_a_table_that_lost_a_block() -> None:
     kv = allocator()
     one = computed(kv, list(range(8)))

@@ -57,14 +57,6 @@ def test_a_forgotten_block_is_no_longer_matched() -> None:
     cache.check()
 
 
-def test_clear_counts() -> None:
-    cache = PrefixCache()
-    cache.register(b"x", 1)
-    cache.register(b"y", 2)
-    assert cache.clear() == 2
-    assert not cache.holds(1)
-
-
 def test_a_block_has_one_content() -> None:
     cache = PrefixCache()
     cache.register(b"x", 1)

@@ -168,16 +168,6 @@ def test_salts_keep_tenants_apart() -> None:
     assert [of(run, name)[0].num_cached_tokens for name in "abc"] == [0, 0, 48]
 
 
-def test_resetting_the_cache() -> None:
-    run, prompt = new_run(), own_tokens("p", 64)
-    run.add(request("a", prompt, 2))
-    run.to_end()
-    assert run.scheduler.reset_prefix_cache() == 4
-    run.add(request("b", prompt, 2))
-    run.to_end()
-    assert of(run, "b")[0].num_cached_tokens == 0
-
-
 def test_choices_fork_from_one_row() -> None:
     run, wanted = new_run(), request("r", 50, 6, n=3)
     run.add(wanted)

@@ -8,9 +8,16 @@ from hypothesis import strategies as st
 
 from quire_engine.config import EngineConfig
 from quire_engine.errors import ProtocolError
-from quire_engine.process.transport import MAX_FRAME_BYTES, Abort, FrameDecoder, Kind, StartFailed, encode_frame
+from quire_engine.process.transport import (
+    MAX_FRAME_BYTES,
+    Abort,
+    FrameDecoder,
+    Kind,
+    Shutdown,
+    StartFailed,
+    encode_frame,
+)
 from quire_engine.types import (
-    Control,
     EngineHealth,
     EngineStats,
     GenerationRequest,
@@ -36,7 +43,7 @@ FRAMES = [
         finished_choices=(1,),
     ),
     Abort(request_id="r"),
-    Control(kind="reset_prefix_cache"),
+    Shutdown(),
     make_plan(),
     StartFailed(kind="config", message="no"),
     EngineHealth(alive=True, step_id=7, has_work=False),

@@ -11,8 +11,8 @@ import socket
 
 from quire_engine.engine import Engine
 from quire_engine.errors import ProtocolError
-from quire_engine.process.transport import Abort, Frame, FrameDecoder, encode_frame
-from quire_engine.types import Control, GenerationRequest
+from quire_engine.process.transport import Abort, Frame, FrameDecoder, Shutdown, encode_frame
+from quire_engine.types import GenerationRequest
 
 HEARTBEAT_SECONDS = 1.0
 _RECEIVE_BYTES = 1 << 20
@@ -69,9 +69,7 @@ class EngineLoop:
                 self._engine.submit(frame)
             case Abort():
                 self._engine.abort(frame.request_id)
-            case Control(kind="shutdown"):
+            case Shutdown():
                 self._stopping = True
-            case Control():
-                self._engine.control(frame)
             case _:
                 raise ProtocolError(f"a {type(frame).__name__} frame does not belong in the engine's inbox")

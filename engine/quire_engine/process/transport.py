@@ -14,7 +14,7 @@ import msgspec
 
 from quire_engine.config import EngineConfig, EnginePlan
 from quire_engine.errors import ProtocolError
-from quire_engine.types import Control, EngineHealth, GenerationRequest, StepOutput
+from quire_engine.types import EngineHealth, GenerationRequest, StepOutput
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 _HEADER = 5
@@ -28,15 +28,20 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shutdown:
+    """End, whatever is running."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StartFailed:
     """The engine could not be built; one line for the operator."""
 
-    kind: Literal["config", "model", "crash"]
+    kind: Literal["config", "model"]
     message: str
 
 
 Frame: TypeAlias = (
-    EngineConfig | GenerationRequest | Abort | Control | EnginePlan | StartFailed | StepOutput | EngineHealth
+    EngineConfig | GenerationRequest | Abort | Shutdown | EnginePlan | StartFailed | StepOutput | EngineHealth
 )
 
 
@@ -46,7 +51,7 @@ class Kind(IntEnum):
     START = 1
     SUBMIT = 2
     ABORT = 3
-    CONTROL = 4
+    SHUTDOWN = 4
     READY = 5
     START_FAILED = 6
     STEP = 7
@@ -57,7 +62,7 @@ _TYPES: dict[Kind, type] = {
     Kind.START: EngineConfig,
     Kind.SUBMIT: GenerationRequest,
     Kind.ABORT: Abort,
-    Kind.CONTROL: Control,
+    Kind.SHUTDOWN: Shutdown,
     Kind.READY: EnginePlan,
     Kind.START_FAILED: StartFailed,
     Kind.STEP: StepOutput,

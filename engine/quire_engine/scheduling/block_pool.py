@@ -58,11 +58,6 @@ class BlockPool:
         """Put an unreferenced block where it is reused last: its content may be wanted again."""
         self._link(block, before=self.num_blocks)
 
-    def make_first(self, block: int) -> None:
-        """Move a free block to where it is reused next."""
-        self._unlink(block)
-        self.free_first(block)
-
     def free_blocks(self) -> Iterator[int]:
         """The free blocks in the order in which they would be reused."""
         block = self._next[self.num_blocks]

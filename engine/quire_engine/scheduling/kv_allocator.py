@@ -127,13 +127,6 @@ class KVAllocator:
         sequence.num_committed = 0
         sequence.shares_tail = False
 
-    def reset_cache(self) -> int:
-        """Make every block unmatchable; returns how many were."""
-        for block in [b for b in self._pool.free_blocks() if self._cache.holds(b)]:
-            self._pool.make_first(block)
-        self._num_cached = 0
-        return self._cache.clear()
-
     def is_writable(self, block: int) -> bool:
         """Whether exactly one table holds the block and nothing can match it."""
         return self._pool.refs(block) == 1 and not self._cache.holds(block)

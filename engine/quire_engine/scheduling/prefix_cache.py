@@ -66,13 +66,6 @@ class PrefixCache:
         del self._block_of[content]
         return True
 
-    def clear(self) -> int:
-        """Forget everything; returns how many blocks were matchable."""
-        count = len(self._block_of)
-        self._block_of.clear()
-        self._hash_of.clear()
-        return count
-
     def check(self) -> None:
         """Raise InvariantViolation unless both maps mirror each other."""
         require(len(self._block_of) == len(self._hash_of), "the prefix cache's two maps differ in size")

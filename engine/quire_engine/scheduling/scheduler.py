@@ -83,10 +83,6 @@ class Scheduler:
         """Steps from submission within which the live request ends. Raises KeyError if it is not live."""
         return self._roster.live[request_id].wait_bound
 
-    def reset_prefix_cache(self) -> int:
-        """Make every block unmatchable; returns how many were matchable."""
-        return self._kv.reset_cache()
-
     def schedule(self, now: float) -> Batch | None:
         """The next step's work, or None if there is none. Its result must be applied before the next call."""
         if not self._roster.live:

@@ -16,8 +16,8 @@ from enum import Enum
 
 from quire_engine.config import EngineConfig, EnginePlan
 from quire_engine.errors import ConfigError, EngineDead, ModelLoadError
-from quire_engine.process.transport import Abort
-from quire_engine.types import Control, EngineHealth, EngineStats, GenerationRequest, StepOutput
+from quire_engine.process.transport import Abort, Shutdown
+from quire_engine.types import EngineHealth, EngineStats, GenerationRequest, StepOutput
 from quire_server.engine.journal import JournalEntry
 from quire_server.engine.process import EngineProcess
 from quire_server.engine.recovery import Recovery
@@ -41,7 +41,7 @@ def _discard(_: StepOutput) -> None:
 
 
 class Supervisor:
-    """One engine process after another, behind the five methods of `EnginePort`."""
+    """One engine process after another, behind `EnginePort`."""
 
     def __init__(
         self,
@@ -82,10 +82,6 @@ class Supervisor:
             self._process.send(Abort(request_id=request_id))
         self._send_waiting()
 
-    def control(self, command: Control) -> None:
-        if self._process is not None:
-            self._process.send(command)
-
     def health(self) -> EngineHealth:
         process = self._receiver()
         if process is None:
@@ -125,7 +121,7 @@ class Supervisor:
             await asyncio.gather(self._watch, return_exceptions=True)
             self._watch = None
         if self._process is not None:
-            self._process.send(Control(kind="shutdown"))
+            self._process.send(Shutdown())
             await self._process.reap(grace_seconds=2.0)
         for entry in self._recovery.dismiss():
             self._fail(entry, "the server is shutting down")
