@@ -102,7 +102,6 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
     """The plan in a few lines, as printed at start and by --dry-run. `quality`: what quantisation costs, if known."""
     scheduler, limits = plan.scheduler, plan.scheduler.limits
     bytes_per_token = plan.bytes_per_block // limits.block_size
-    whole = limits.max_num_seqs * limits.num_blocks_for(scheduler.max_model_len) * plan.bytes_per_block
     fits = [f"{_num_fitting(plan, scheduler.max_model_len):,} sequences of {scheduler.max_model_len:,} tokens"]
     if scheduler.max_model_len > 1024:
         fits.append(f"{_num_fitting(plan, 1024):,} of 1,024 tokens")
@@ -119,11 +118,7 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
             f" = {plan.kv_tokens:,} tokens of {bytes_text(bytes_per_token)}",
         ),
         ("fits", f"{' or '.join(fits)}; at most {limits.max_num_seqs} run at once"),
-        (
-            "reserved vs live",
-            f"{bytes_text(whole)} to reserve {limits.max_num_seqs} sequences at full length;"
-            f" live ones hold what they use, rounded up to {limits.block_size} tokens",
-        ),
+        ("reserved vs live", _live_text(plan)),
         (
             "step",
             f"at most {limits.max_num_batched_tokens} tokens, {limits.prefill_chunk} of one prompt;{pace}"
@@ -136,9 +131,28 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
     return "\n".join(f"{name:<17}{text}" for name, text in lines)
 
 
+def _live_text(plan: EnginePlan) -> str:
+    """What typical sequences hold in blocks they take as they grow, and what reserving their length would cost."""
+    scheduler, limits = plan.scheduler, plan.scheduler.limits
+    tokens = max(1, sum(_typical_request(scheduler)))
+    count = min(limits.max_num_seqs, _num_fitting(plan, tokens))
+    live, reserved = (
+        count * limits.num_blocks_for(length) * plan.bytes_per_block for length in (tokens, scheduler.max_model_len)
+    )
+    return (
+        f"{count:,} sequences of {tokens:,} tokens hold {bytes_text(live)};"
+        f" reserved at full length they would take {bytes_text(reserved)}"
+    )
+
+
+def _typical_request(config: SchedulerConfig) -> tuple[int, int]:
+    """Tokens in and out of a request as they often come, in a context that holds it."""
+    return min(512, config.max_model_len // 2), min(128, config.max_model_len // 4)
+
+
 def _wait_text(config: SchedulerConfig) -> str:
     """The bound of the elder rule for requests of one size, as `Scheduler.wait_bound` gives it for each."""
-    prompt, output = min(512, config.max_model_len // 2), min(128, config.max_model_len // 4)
+    prompt, output = _typical_request(config)
     limits = config.limits
     work = limits.work(num_prompt=prompt, max_new_tokens=output, n=1)
     others = limits.max_num_seqs - 1

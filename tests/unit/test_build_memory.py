@@ -176,9 +176,15 @@ def test_the_plan_reads_in_numbers_an_operator_can_check():
         "4.71 MiB, loaded in 1.2 s",
         "40.0 MiB = 640 blocks of 64.0 KiB = 10,240 tokens of 4.00 KiB",
         "5 sequences of 2,048 tokens or 10 of 1,024 tokens; at most 64 run at once",
-        "512 MiB to reserve 64 sequences at full length",
+        "16 sequences of 640 tokens hold 40.0 MiB; reserved at full length they would take 128 MiB",
     ):
         assert expected in text
+    roomy = dataclasses.replace(PLAN, scheduler=SchedulerConfig(num_blocks=64 * 128, max_model_len=2048))
+    assert "64 sequences of 640 tokens hold 160 MiB; reserved at full length they would take 512 MiB" in plan_text(
+        roomy
+    )
+    tiny = dataclasses.replace(PLAN, scheduler=SchedulerConfig(num_blocks=1, max_model_len=1))
+    assert "1 sequences of 1 tokens hold 64.0 KiB; reserved" in plan_text(tiny)
     assert "4.71 MiB, estimated\n" in plan_text(dataclasses.replace(PLAN, load_seconds=0.0))
 
 
