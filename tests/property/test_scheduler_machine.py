@@ -1,13 +1,15 @@
 """The scheduler under arbitrary calls, against a plain-Python model of what may be seen from outside.
 
-I1-I10, I12, I15-I17 and I20 of the scheduler's design are asserted by name; a twin that gets the same calls must make
+The invariants are those of `Scheduler.check_invariants`, by their numbers; a twin that gets the same calls must make
 the same plans. For a long run raise NUM_EXAMPLES.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -388,3 +390,9 @@ def test_a_wrong_block_is_noticed() -> None:
     assert batch is not None
     with pytest.raises(CorruptKV):
         run.executor.execute(batch)
+
+
+def test_every_number_that_is_cited_is_defined_and_every_defined_one_cited() -> None:
+    defined = set(re.findall(r"^ +(I\d+)\b", Scheduler.check_invariants.__doc__ or "", re.MULTILINE))
+    cited = set(re.findall(r"\bI\d+\b", Path(__file__).read_text(encoding="utf-8")))
+    assert cited == defined

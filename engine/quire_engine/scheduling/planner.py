@@ -2,6 +2,20 @@
 
 Owns the elder and the account of waiting for blocks. Promises: the step's budget, slots and blocks are never
 overdrawn; every running decode advances or is preempted. Must not know: tokens' values, results, outputs.
+
+One step, `Planner.plan`, shares out `max_num_batched_tokens` tokens:
+ 1. the elder stays the elder until it ends; then `ElderRule.choose` names the overdue group of least arrival;
+ 2. `_seat_elder`: an elder that waits enters, at the cost of as many others as it takes;
+ 3. `_serve_elder`: it gets its decodes, and tokens of its prompt up to `min_chunk` in all;
+ 4. `_serve_decodes`: every other running sequence that has one token to compute gets it;
+ 5. where streams run, `ItlTarget.prompt_tokens` limits what is left for the prompts;
+ 6. `_serve_prefills`: the running groups' unfinished prompts get chunks, the size of `FixedChunk`;
+ 7. `_admit`: waiting groups enter in order, with their first chunk, while slots, budget and blocks last; a group that
+    cannot lets at most `max_bypasses` others pass; after a preemption nobody enters;
+ 8. `_give_rest`: what nobody took goes to the prompts;
+ 9. `_give`, in all of these: blocks are reserved before tokens are given; where they are short, `_make_room` preempts
+    the youngest but the elder, or the group itself;
+10. `_note_kv_wait`: the group at the queue's head is accounted its wait for blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +31,7 @@ from quire_engine.types import WaitReason
 
 
 class Planner:
-    """The phases of a step, in order: elder, decodes, prefills, admission, and what is left to the prefills."""
+    """Makes the plans of all steps, over one roster and one allocator."""
 
     def __init__(self, limits: SchedulerLimits, policies: Policies, kv: KVAllocator, roster: Roster) -> None:
         self.elder: Group | None = None

@@ -25,10 +25,8 @@ __all__ = ["InvariantViolation", "Scheduler"]
 class Scheduler:
     """Iteration-level scheduling of requests over one pool of KV blocks.
 
-    A step goes: the elder claims its tokens, slots and blocks; every running decode gets one token; unfinished
-    prompts get chunks; waiting requests enter while budget, slots and blocks last. Where a decode finds no block, the
-    victim policy's choice is preempted and computed again later. A request's n choices enter, wait and are preempted
-    together. Raises ConfigError for limits that contradict each other.
+    How a step is planned is told at the head of `planner`; what holds at all times in `check_invariants`. A request's n
+    choices enter, wait and are preempted together. Raises ConfigError for limits that contradict each other.
     """
 
     def __init__(self, config: SchedulerConfig, *, policies: Policies | None = None) -> None:
@@ -144,7 +142,28 @@ class Scheduler:
         )
 
     def check_invariants(self) -> None:
-        """Raise InvariantViolation if queues, counts, tables and blocks disagree. Call between steps."""
+        """Raise InvariantViolation if queues, counts, tables and blocks disagree. Call between steps.
+
+        What holds at all times, by the numbers that the tests cite; those with a star are looked at here:
+
+        I1*  references: a block's count is the number of live tables that hold it.
+        I2*  partition: free, cached and used blocks are disjoint and make up the pool.
+        I3   exclusive writes: no step writes to a block that is shared or can be matched.
+        I4*  tables: a table has just the blocks for its reserved tokens, of which there are no more than known ones.
+        I5*  limits: a step's tokens and slices, the running sequences and the unfinished prompts keep to them.
+        I6   no stall: a running decode gets its token in every step, unless its group is preempted in it.
+        I7   elder: it is never preempted, and what is left of its work falls with every step.
+        I8   no idling: no step is empty while a request is unfinished.
+        I9   gate: a request that cannot be served is refused by `add`, never later.
+        I10  determinism: same calls, same plans and same outputs.
+        I12  solo tokens: a choice's tokens are those it gets alone, however it is batched, cut, shared or preempted.
+        I15  no leak: no block is used when no request is left.
+        I16  gauges: `stats` equals the state, counted anew.
+        I17* wait bound: a request ends within the steps that `wait_bound` named at its submission.
+        I20* bypasses: no group is overtaken more than `max_bypasses` times.
+
+        The numbers between belong to what this scheduler does not do.
+        """
         limits, roster = self._config.limits, self._roster
         roster.check()
         require(roster.num_running <= limits.max_num_seqs, f"{roster.num_running} sequences run")
