@@ -67,6 +67,7 @@ class Batch:
     step_id: int
     items: tuple[ScheduledSequence, ...]
     num_tokens: int
+    num_decodes: int = 0  # items that are
     copies: tuple[tuple[int, int], ...] = ()  # (source block, target block), done before any write of the step
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from pathlib import Path
@@ -10,7 +11,6 @@ import pytest
 from fastapi.routing import APIRoute
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire_engine.limits import LIMIT_NAMES
 from quire_server import errors
 from quire_server.app import ROUTERS
 from quire_server.flags import option_default, parse_flags
@@ -96,11 +96,26 @@ def test_routes():
     assert documented == served
 
 
+# Where SERVING.md says each bound of the wire: its row, and what stands around the number there.
+BOUNDS = {
+    "MAX_CHOICES": r"choices \(`n`\) \| {}, and",
+    "MAX_PROMPTS": r"prompts of one completion \| {}, prompts times choices",
+    "MAX_SEQUENCES": r"prompts of one completion \| [0-9]+, prompts times choices {} ",
+    "MAX_LOGPROBS": r"`logprobs`, `top_logprobs`, `prompt_logprobs` \| {}, and",
+    "MAX_STOPS": r"`stop` \| {} strings",
+    "MAX_STOP_CHARS": r"`stop` \| [0-9]+ strings of {} characters",
+    "MAX_BIASED_TOKENS": r"`logit_bias`, `stop_token_ids` \| {} tokens",
+    "MAX_ALLOWED_TOKENS": r"`allowed_token_ids` \| {} tokens",
+    "MAX_BAD_WORDS": r"`bad_words` \| {} words",
+}
+
+
 def test_limits():
     section = TEXT.split("\n## Limits\n")[1]
-    for name, value in vars(common).items():
-        if name.startswith("MAX_"):
-            assert re.search(rf"\b{value}\b", section), f"{name} = {value} is not among the limits"
+    assert set(BOUNDS) == {name for name in vars(common) if name.startswith("MAX_")}
+    for name, place in BOUNDS.items():
+        said = place.format(getattr(common, name))
+        assert re.search(rf"^\| {said}", section, re.MULTILINE), f"{name} = {getattr(common, name)} is not in its row"
 
 
 def test_exit_codes():
@@ -111,21 +126,49 @@ def test_exit_codes():
         assert f"\n| {code} | " in TEXT
 
 
-def test_every_setting_is_used():
-    """Nothing has a flag that does nothing."""
-    server, scheduling = (
-        "\n".join(
-            path.read_text()
-            for path in folder.rglob("*.py")
-            if path.name not in {"flags.py"}  # it only lists them
-        )
-        for folder in (ROOT / "server", ROOT / "engine/quire_engine/scheduling")
+def reads(name: str, source: ast.Module) -> int:
+    """How often an attribute of this name is read for something else than to be handed on under the same name."""
+    handed_on = {
+        id(node.value)
+        for node in ast.walk(source)
+        if isinstance(node, ast.keyword) and node.arg == name and isinstance(node.value, ast.Attribute)
+    }
+    return sum(
+        isinstance(node, ast.Attribute)
+        and node.attr == name
+        and isinstance(node.ctx, ast.Load)
+        and id(node) not in handed_on
+        for node in ast.walk(source)
     )
+
+
+NOT_USE = {"flags.py", "limits.py"}  # they list and check settings
+
+
+def sources() -> list[ast.Module]:
+    """What runs: of `settings` its properties alone, not what declares, checks, lists and hands on its fields."""
+    paths = [path for folder in ("server", "engine", "kernels") for path in (ROOT / folder).rglob("*.py")]
+    trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in paths if path.name not in NOT_USE}
+    properties: list[ast.stmt] = [
+        node
+        for node in ast.walk(trees.pop("server/quire_server/settings.py"))
+        if isinstance(node, ast.FunctionDef)
+        and any(isinstance(mark, ast.Name) and mark.id == "property" for mark in node.decorator_list)
+    ]
+    return [*trees.values(), ast.Module(body=properties, type_ignores=[])]
+
+
+def test_every_setting_is_used():
+    """Nothing has a flag that does nothing: a setting that is only copied from record to record counts as not used."""
+    trees = sources()
     for name in Settings.model_fields:
-        if name in LIMIT_NAMES:  # they are handed on together
-            assert re.search(rf"limits\.{name}\b", scheduling), f"{name} limits nothing"
-        elif name != "config":  # read before there are settings
-            assert re.search(rf"\b(settings|self)\.{name}\b", server), f"{name} is never read"
+        assert any(reads(name, tree) for tree in trees), f"{name} is never read"
+
+
+def test_a_copy_is_not_a_use():
+    assert reads("port", ast.parse("bind(settings.port)")) == 1
+    assert reads("port", ast.parse("Limits(port=settings.port)")) == 0
+    assert reads("port", ast.parse("settings.port = 3")) == 0
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)

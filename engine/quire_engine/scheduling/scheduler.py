@@ -93,10 +93,8 @@ class Scheduler:
     def apply(self, batch: Batch, result: StepResult, now: float) -> list[TokenOutput]:
         """Take in a step's tokens, scores and errors. Sequences that ended since `schedule` are passed over."""
         outputs: list[TokenOutput] = []
-        decode_tokens = 0
         sequences, samples = self._roster.sequences, result.samples
         for item in batch.items:
-            decode_tokens += item.is_decode
             sequence = sequences.get(item.sequence_id)
             if sequence is None:
                 continue
@@ -112,9 +110,11 @@ class Scheduler:
                     outputs.append(self._take_tokens(follower, samples[fork.sequence_id], now))
             elif sequence.group.max_new_tokens == 0 and item.end == item.num_prompt_tokens:
                 outputs += self._finish_prompt_only(sequence.group, now)
-        self._decode_tokens = decode_tokens
-        self._prefill_tokens = batch.num_tokens - decode_tokens
-        self._itl.learn(prompt_tokens=self._prefill_tokens, num_decodes=decode_tokens, seconds=now - self._scheduled_at)
+        self._decode_tokens = batch.num_decodes
+        self._prefill_tokens = batch.num_tokens - batch.num_decodes
+        self._itl.learn(
+            prompt_tokens=self._prefill_tokens, num_decodes=batch.num_decodes, seconds=now - self._scheduled_at
+        )
         return outputs
 
     def stats(self) -> EngineStats:
@@ -194,13 +194,13 @@ class Scheduler:
         group, token_ids = sequence.group, sequence.token_ids
         if group.first_token is None:
             group.note_first_token(now)
-        known = len(token_ids)
+        known, longest = len(token_ids), sequence.num_prompt_tokens + group.max_new_tokens
         finish: FinishReason | None = None
         for sample in samples:
             token_ids.append(sample.token_id)
             if sample.token_id in group.stop_token_ids:
                 finish = "stop"
-            elif sequence.num_output_tokens == group.max_new_tokens:
+            elif len(token_ids) == longest:
                 finish = "length"
             if finish is not None:
                 self._roster.end(sequence)

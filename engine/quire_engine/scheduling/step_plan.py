@@ -50,10 +50,12 @@ class StepPlan:
 
     def batch(self, step_id: int) -> Batch:
         """The plan as the runner gets it."""
+        items = tuple([_item(sequence, num_tokens) for sequence, num_tokens in self.slices.items()])
         return Batch(
             step_id=step_id,
-            items=tuple([_item(sequence, num_tokens) for sequence, num_tokens in self.slices.items()]),
+            items=items,
             num_tokens=sum(self.slices.values()),
+            num_decodes=sum([item.is_decode for item in items]),
             copies=tuple(self._copies.values()),
         )
 
