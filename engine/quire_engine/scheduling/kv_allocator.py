@@ -74,7 +74,7 @@ class KVAllocator:
     def reserve_cost(self, sequence: Sequence, end: int) -> int:
         """Available blocks that `reserve` up to position `end` would use up."""
         table = sequence.table
-        growth = max(0, table.num_blocks_for(end) - len(table))
+        growth = table.num_blocks_for(end) - len(table) if end > table.num_slots else 0
         return growth + 1 if sequence.shares_tail and self._must_copy(sequence) else growth
 
     def reserve(self, sequence: Sequence, end: int) -> Copy | None:
@@ -158,9 +158,8 @@ class KVAllocator:
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> None:
         table = sequence.table
-        missing = table.num_blocks_for(num_tokens) - len(table)
-        if missing > 0:
-            table.extend([self._take() for _ in range(missing)])
+        if num_tokens > table.num_slots:
+            table.extend([self._take() for _ in range(table.num_blocks_for(num_tokens) - len(table))])
         sequence.num_reserved = max(sequence.num_reserved, num_tokens)
 
     def _take(self) -> int:

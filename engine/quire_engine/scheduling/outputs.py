@@ -27,7 +27,7 @@ def token_output(
         choice=sequence.choice,
         token_ids=tuple(token_ids[known:]),
         logprobs=None if samples[0].logprobs is None else _logprobs(samples[: len(token_ids) - known]),
-        prompt_logprobs=_prompt_logprobs(sequence) if group.prompt_logprobs_due else None,
+        prompt_logprobs=group.take_prompt_logprobs() if group.prompt_logprobs_due and sequence.choice == 0 else None,
         finish=finish,
         stop_token_id=token_ids[-1] if finish == "stop" else None,
         num_cached_tokens=group.num_cached_tokens,
@@ -41,7 +41,7 @@ def prompt_only_output(sequence: Sequence) -> TokenOutput:
     return TokenOutput(
         request_id=group.request.request_id,
         choice=sequence.choice,
-        prompt_logprobs=_prompt_logprobs(sequence) if group.prompt_logprobs_due else None,
+        prompt_logprobs=group.take_prompt_logprobs() if group.prompt_logprobs_due and sequence.choice == 0 else None,
         finish="length",
         num_cached_tokens=group.num_cached_tokens,
         timing=_timing(group),
@@ -64,11 +64,6 @@ def error_output(sequence: Sequence, message: str) -> TokenOutput:
 
 def _logprobs(samples: tuple[SampledToken, ...]) -> tuple[TokenLogprobs, ...]:
     return tuple([sample.logprobs for sample in samples if sample.logprobs is not None])
-
-
-def _prompt_logprobs(sequence: Sequence) -> tuple[TokenLogprobs | None, ...] | None:
-    """Those that are due go out with choice 0."""
-    return sequence.group.take_prompt_logprobs() if sequence.choice == 0 else None
 
 
 def _timing(group: Group) -> RequestTiming | None:

@@ -176,7 +176,7 @@ class Planner:
             return "slots"
         matched = self._match(group)
         leader = group.leader
-        pending = group.target(leader) - len(matched) * limits.block_size
+        pending = group.pending(leader) - len(matched) * limits.block_size
         first = self._policies.chunk.size(pending=pending, planned=0, budget=plan.budget, others=True)
         goes_on = first < pending or any(follower.num_output_tokens > 0 for follower in group.followers())
         if plan.budget < min(pending, limits.min_chunk):
@@ -202,7 +202,7 @@ class Planner:
     def _match(self, group: Group) -> list[int]:
         """The cached prefix that the group would enter with; at least one token is left to compute."""
         leader = group.leader
-        return self._kv.match(leader, group.target(leader) - 1) if group.reads_cache else []
+        return self._kv.match(leader, group.pending(leader) - 1) if group.reads_cache else []
 
     def _enter(self, group: Group, matched: list[int], now: float) -> None:
         if group.first_scheduled is None and group.reads_cache and self._limits.enable_prefix_caching:

@@ -93,14 +93,13 @@ class Scheduler:
     def apply(self, batch: Batch, result: StepResult, now: float) -> list[TokenOutput]:
         """Take in a step's tokens, scores and errors. Sequences that ended since `schedule` are passed over."""
         outputs: list[TokenOutput] = []
-        sequences, samples = self._roster.sequences, result.samples
+        sequences, samples, errors = self._roster.sequences, result.samples, result.errors
         for item in batch.items:
             sequence = sequences.get(item.sequence_id)
             if sequence is None:
                 continue
-            error = result.errors.get(item.sequence_id)
-            if error is not None:
-                outputs += self._fail_slice(sequence, error)
+            if item.sequence_id in errors:
+                outputs += self._fail_slice(sequence, errors[item.sequence_id])
                 continue
             self._take_slice(sequence, item, result)
             if item.wants_sample:
@@ -132,7 +131,7 @@ class Scheduler:
             blocks_cached=kv.num_cached,
             blocks_free=kv.num_available - kv.num_cached,
             slots_allocated=used * self._config.limits.block_size,
-            slots_unused=kv.num_unused_slots(s for group in self._roster.running for s in group.computing),
+            slots_unused=kv.num_unused_slots([s for group in self._roster.running for s in group.computing]),
             prefill_tokens=self._prefill_tokens,
             decode_tokens=self._decode_tokens,
             total_preemptions=self._roster.total_preemptions,
@@ -194,13 +193,13 @@ class Scheduler:
         group, token_ids = sequence.group, sequence.token_ids
         if group.first_token is None:
             group.note_first_token(now)
-        known, longest = len(token_ids), sequence.num_prompt_tokens + group.max_new_tokens
+        known, most = len(token_ids), sequence.num_prompt_tokens + group.max_new_tokens
         finish: FinishReason | None = None
         for sample in samples:
             token_ids.append(sample.token_id)
             if sample.token_id in group.stop_token_ids:
                 finish = "stop"
-            elif len(token_ids) == longest:
+            elif len(token_ids) == most:
                 finish = "length"
             if finish is not None:
                 self._roster.end(sequence)

@@ -93,17 +93,14 @@ class Group:
         """Scores of the prompt need every row of it computed."""
         return self.request.sampling.num_prompt_logprobs is None
 
-    def target(self, sequence: Sequence) -> int:
-        """Tokens of a computing sequence, or of a waiting group's leader, that can be computed now.
+    def pending(self, sequence: Sequence) -> int:
+        """Tokens that a computing sequence, or a waiting group's leader, can compute now; 1 is a decode.
 
         The leader stops at the end of the prompt while others wait for it, so that they share whole blocks of
         prompt and nothing else.
         """
-        return len(sequence.token_ids) if self.prompt_shared else sequence.num_prompt_tokens
-
-    def pending(self, sequence: Sequence) -> int:
-        """Tokens of a computing sequence that are known and not computed; 1 is a decode."""
-        return self.target(sequence) - sequence.num_computed
+        target = len(sequence.token_ids) if self.prompt_shared else sequence.num_prompt_tokens
+        return target - sequence.num_computed
 
     @property
     def leader(self) -> Sequence:
