@@ -19,7 +19,8 @@ from quire_bench.servers import BenchError, Server, discover
 from quire_bench.workload import Job, LoadPoint, Span, Workload, jobs
 from quire_server.state import ServerState
 from support.events import until
-from support.fakes import FakeEngine, listening, make_app, make_state
+from support.fake_engine import FakeEngine
+from support.fakes import listening, make_app, make_state
 
 pytestmark = pytest.mark.anyio
 VOCAB = 200  # the fake's tokens are bytes; below 256 are no special ones

@@ -7,7 +7,9 @@ import pytest
 
 from quire_server.text.prompt import ChatTemplate
 from quire_server.wire.chat import ChatCompletionResponse
-from support.fakes import CHAT_TEMPLATE, IM_END, FakeEngine, connect, load_tokenizer, make_app, make_state
+from support.fake_engine import FakeEngine
+from support.fake_tokenizer import CHAT_TEMPLATE, IM_END, load_tokenizer
+from support.fakes import connect, make_app, make_state
 
 pytestmark = pytest.mark.anyio
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 8}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from support.completing import FOX, complete, run, script
-from support.fakes import EOS, FakeEngine, connect, make_app
+from support.fake_engine import FakeEngine
+from support.fake_tokenizer import EOS
+from support.fakes import connect, make_app
 
 pytestmark = pytest.mark.anyio
 

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from support.fakes import FakeEngine, connect, make_app, make_state
+from support.fake_engine import FakeEngine
+from support.fakes import connect, make_app, make_state
 
 pytestmark = pytest.mark.anyio
 GREEDY = {"model": "fake", "prompt": "a", "temperature": 0, "max_tokens": 4}

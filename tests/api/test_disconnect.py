@@ -12,7 +12,8 @@ from fastapi import Request
 
 from quire_server.errors import BadRequest, ClientGone
 from quire_server.http.disconnect import unless_client_gone
-from support.fakes import FakeEngine, listening, make_app, make_state
+from support.fake_engine import FakeEngine
+from support.fakes import listening, make_app, make_state
 
 pytestmark = pytest.mark.anyio
 

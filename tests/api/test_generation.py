@@ -13,7 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire_server.state import ServerState
 from support.events import choice_texts, parse_events, stream, until
-from support.fakes import REPLY, FakeEngine, connect, listening, make_app, make_state
+from support.fake_engine import REPLY, FakeEngine
+from support.fakes import connect, listening, make_app, make_state
 
 pytestmark = pytest.mark.anyio
 GREEDY = {"model": "fake", "prompt": "hello", "temperature": 0, "max_tokens": 400}

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from support.fakes import EOS, REPLY, FakeEngine, listening, make_app
+from support.fake_engine import REPLY, FakeEngine
+from support.fake_tokenizer import EOS
+from support.fakes import listening, make_app
 
 FOX = REPLY.decode()
 USER = [{"role": "user", "content": "hi"}]

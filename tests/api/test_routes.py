@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from support.fakes import BOS, EOS, IM_END, IM_START, MODEL, VOCAB_SIZE, connect, make_app, make_state
+from support.fake_tokenizer import BOS, EOS, IM_END, IM_START, VOCAB_SIZE
+from support.fakes import MODEL, connect, make_app, make_state
 
 pytestmark = pytest.mark.anyio
 

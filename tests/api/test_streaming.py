@@ -10,7 +10,9 @@ import pytest
 from quire_server.wire.chat import ChatCompletionChunk
 from quire_server.wire.completions import CompletionChunk
 from support.events import choice_texts, finishes, parse_events, stream, text_of, until
-from support.fakes import EOS, REPLY, FakeEngine, connect, make_app
+from support.fake_engine import REPLY, FakeEngine
+from support.fake_tokenizer import EOS
+from support.fakes import connect, make_app
 
 pytestmark = pytest.mark.anyio
 COMPLETION = "/v1/completions"

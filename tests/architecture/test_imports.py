@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from architecture.source import PACKAGES, imports, is_folder, modules, of, reachable, tree, within
+from architecture.source import PACKAGES, ROOT, imports, is_folder, modules, of, reachable, tree, within
 
 # Third-party packages and the folders, or the one file, in which they may be imported.
 ONLY_IN = {
@@ -69,8 +69,10 @@ FORBIDDEN_ATTRIBUTES = {
 READS_ENVIRONMENT = {"quire_server.settings_sources"}
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "manager", "base", "impl", "common_utils", "misc"}
 # Files may be longer than this where one thing is told in one piece, up to the second number.
-SOFT_LINES, HARD_LINES = 250, 450
+SOFT_LINES, HARD_LINES = 250, 320
 LONG_FILES_SHARE = 0.2
+# Tables are as long as what they list: a metric or an exchange is one entry, and half a table would only need a search.
+TABLES = {"server/quire_server/metrics/metric_catalog.py", "benchmarks/make_demo/exchanges.py"}
 
 
 def part(name: str) -> str:
@@ -220,8 +222,11 @@ def test_names_say_something():
 
 
 def test_files_are_short():
-    lengths = {module: len(path.read_text().splitlines()) for module, path in modules().items()}
-    longest = max(lengths, key=lambda name: lengths[name])
-    assert lengths[longest] <= HARD_LINES, f"{longest} has {lengths[longest]} lines"
-    long = sorted(module for module, lines in lengths.items() if lines > SOFT_LINES)
-    assert len(long) <= LONG_FILES_SHARE * len(lengths), long
+    """The hard limit is for every file, tests and benchmarks too; the soft one for the packages."""
+    paths = {*modules().values(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")}
+    lengths = {path.relative_to(ROOT).as_posix(): len(path.read_text("utf-8").splitlines()) for path in paths}
+    too_long = {name: lines for name, lines in lengths.items() if lines > HARD_LINES}
+    assert set(too_long) == TABLES, too_long  # a table that became short is no exception any more
+    packages = [path.relative_to(ROOT).as_posix() for path in modules().values()]
+    long = sorted(name for name in packages if lengths[name] > SOFT_LINES)
+    assert len(long) <= LONG_FILES_SHARE * len(packages), long

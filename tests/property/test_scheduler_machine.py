@@ -18,111 +18,26 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from quire_engine.batch import Batch
 from quire_engine.errors import InfeasibleRequest
-from quire_engine.limits import SchedulerConfig, SchedulerLimits
-from quire_engine.scheduling.policies import Policies, policies_for
-from quire_engine.scheduling.policies.itl import ItlTarget
+from quire_engine.limits import SchedulerConfig
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.sequence import Group
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams
+from quire_engine.types import GenerationRequest
+from support import scheduler_model
 from support.fake_executor import CorruptKV, FakeExecutor, Run, expected_tokens
-from support.limits import scheduler_config
+from support.scheduler_model import (
+    check_prompt_logprobs,
+    configs,
+    feasible,
+    filled_slots,
+    policies,
+    requests,
+    shrunk_to_fit,
+    truly_resumed,
+    work_left,
+)
 
 NUM_EXAMPLES = 300
 NUM_STEPS = 50
-
-
-@st.composite
-def configs(draw: st.DrawFn) -> SchedulerConfig:
-    min_chunk, max_num_seqs = draw(st.integers(1, 6)), draw(st.integers(2, 6))
-    return scheduler_config(
-        num_blocks=draw(st.integers(5, 24)),
-        block_size=draw(st.integers(1, 5)),
-        max_model_len=draw(st.integers(24, 48)),
-        max_num_seqs=max_num_seqs,
-        min_chunk=min_chunk,
-        max_num_batched_tokens=max_num_seqs + min_chunk + draw(st.integers(0, 12)),
-        prefill_chunk=min_chunk + draw(st.integers(0, 8)),
-        itl_target=draw(st.sampled_from([0.0, 0.2, 0.8])),
-        max_num_partial_prefills=draw(st.integers(1, 3)),
-        max_bypasses=draw(st.integers(0, 4)),
-        elder_age_steps=draw(st.integers(0, 8)),
-        enable_prefix_caching=draw(st.booleans()),
-        scheduling_policy=draw(st.sampled_from(["fcfs", "priority"])),
-    )
-
-
-def policies(limits: SchedulerLimits) -> Policies:
-    """The usual ones; a step takes a second, and with a target few prompt tokens fit beside decodes."""
-    return dataclasses.replace(policies_for(limits), itl=ItlTarget(limits.itl_target, fewest=1))
-
-
-def fits(config: SchedulerConfig, prompt: int, max_tokens: int, n: int) -> bool:
-    """I9's model: blocks of the shared prompt and of every choice, counted one by one."""
-    if prompt == 0 or prompt + max_tokens > config.max_model_len or n > config.limits.max_choices:
-        return False
-    computed = prompt + max(0, max_tokens - 1)
-    blocks = {
-        (
-            p // config.limits.block_size,
-            choice if (p // config.limits.block_size + 1) * config.limits.block_size > prompt else "shared",
-        )
-        for choice in range(n if max_tokens > 1 else 1)
-        for p in range(computed)
-    }
-    return len(blocks) <= config.num_blocks
-
-
-def feasible(config: SchedulerConfig, wanted: GenerationRequest) -> bool:
-    return fits(config, len(wanted.prompt_token_ids), wanted.stop.max_new_tokens, wanted.n)
-
-
-@st.composite
-def requests(draw: st.DrawFn) -> GenerationRequest:
-    """Prompts of three families that share their first tokens."""
-    length, family = draw(st.integers(0, 24)), draw(st.integers(0, 2))
-    return GenerationRequest(
-        request_id="",
-        prompt_token_ids=tuple(p if p < 9 + family else p + 50 * family for p in range(length)),
-        # With a penalty the batch carries the output, for the executor to check the blocks against.
-        sampling=SamplingParams(num_prompt_logprobs=draw(st.sampled_from([None, None, None, 1])), presence_penalty=1.0),
-        stop=StopParams(
-            max_new_tokens=draw(st.sampled_from([0, 1, 2, 5, 8, 12, 16, 20])),
-            stop_token_ids=tuple(range(draw(st.sampled_from([0, 0, 60])))),
-        ),
-        n=draw(st.sampled_from([1, 1, 1, 2, 3, 4])),
-        priority=draw(st.integers(0, 2)),
-        cache_salt=draw(st.sampled_from(["", "", "tenant"])),
-        # How many tokens each choice resumes with, and who has ended: made true once the request is feasible.
-        resumed_token_ids=draw(st.sampled_from([(), (), ((0,) * 3, (), (0,) * 6, (0,)), ((), (0,), (), (0,) * 4)])),
-        finished_choices=draw(st.sampled_from([(), (), (1,), (0,)])),
-    )
-
-
-def shrunk_to_fit(config: SchedulerConfig, wanted: GenerationRequest) -> GenerationRequest:
-    """The nearest feasible request: fewer choices, then fewer tokens, then a shorter prompt."""
-    prompt, tokens, n = wanted.prompt_token_ids or (1,), wanted.stop.max_new_tokens, wanted.n
-    while not fits(config, len(prompt), tokens, n):
-        if n > config.limits.max_choices:
-            n -= 1
-        elif tokens > 2:
-            tokens -= 1
-        elif len(prompt) > 4:
-            prompt = prompt[:-1]
-        else:
-            n -= 1
-    return dataclasses.replace(
-        wanted, prompt_token_ids=prompt, stop=dataclasses.replace(wanted.stop, max_new_tokens=tokens), n=n
-    )
-
-
-def truly_resumed(wanted: GenerationRequest) -> GenerationRequest:
-    """With resumed tokens that the request would have produced; without, where nothing is left to resume."""
-    finished = tuple(choice for choice in wanted.finished_choices if choice < wanted.n)
-    if not wanted.resumed_token_ids or len(finished) == wanted.n or wanted.stop.max_new_tokens == 0:
-        return dataclasses.replace(wanted, resumed_token_ids=(), finished_choices=())
-    full = [expected_tokens(wanted, choice) for choice in range(wanted.n)]
-    resumed = tuple(t[: min(len(k), len(t) - 1)] for t, k in zip(full, wanted.resumed_token_ids, strict=False))
-    return dataclasses.replace(wanted, resumed_token_ids=resumed, finished_choices=finished)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -206,13 +121,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stats, roster = self.run.scheduler.stats(), self.run.scheduler._roster
         assert stats.running + sum(stats.waiting.values()) == sum(len(c) for c in self.unfinished.values())
         assert set(roster.live) == set(self.unfinished)
-        filled: dict[int, int] = {}
-        for sequence in roster.sequences.values():
-            for index, block in enumerate(sequence.table.block_ids):
-                inside = min(
-                    self.config.limits.block_size, max(0, sequence.num_computed - index * self.config.limits.block_size)
-                )
-                filled[block] = max(inside, filled.get(block, 0))
+        filled = filled_slots(roster, self.config.limits.block_size)
         assert stats.blocks_used == len(filled)
         assert stats.slots_allocated == len(filled) * self.config.limits.block_size
         assert stats.slots_unused == stats.slots_allocated - sum(filled.values())
@@ -275,14 +184,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             "decodes": {s.sequence_id: g for g in roster.running for s in g.computing if g.pending(s) == 1},
             "waiting": list(roster.waiting),
             "elder": elder,
-            "elder_work": self.work_left(elder),
+            "elder_work": work_left(elder),
         }
-
-    def work_left(self, elder: Group | None) -> int:
-        if elder is None:
-            return 0
-        whole = elder.num_prompt_tokens + elder.max_new_tokens
-        return sum(whole - sequence.num_computed for sequence in elder.sequences)
 
     def check_plan(self, batch: Batch, before: dict[str, object]) -> None:
         config, scheduler = self.config, self.run.scheduler
@@ -324,7 +227,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         assert elder.state == "running", "I7: the elder was preempted"
         if elder is before["elder"]:
-            assert self.work_left(elder) < before["elder_work"]  # I7
+            assert work_left(elder) < before["elder_work"]  # I7
 
     def compare(self, batch: Batch, twin: Batch | None) -> None:
         """I10: the same calls make the same plans and the same outputs."""
@@ -349,23 +252,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             stopped = bool(tokens) and tokens[-1] in wanted.stop.stop_token_ids
             assert output.finish == ("stop" if stopped else "length")
             assert output.stop_token_id == (tokens[-1] if stopped else None)
-            self.check_prompt_logprobs(wanted, choice)
+            check_prompt_logprobs(wanted, choice, self.run.outputs)
         for name in [name for name, choices in self.unfinished.items() if not choices]:
             del self.unfinished[name]
         for name in self.unfinished:
             assert self.run.step < self.deadline[name], "I17: it is alive after the printed bound"
-
-    def check_prompt_logprobs(self, wanted: GenerationRequest, choice: int) -> None:
-        own = [o for o in self.run.outputs if (o.request_id, o.choice) == (wanted.request_id, choice)]
-        given = [index for index, output in enumerate(own) if output.prompt_logprobs is not None]
-        resumed = wanted.resumed_token_ids and wanted.resumed_token_ids[0]
-        if wanted.sampling.num_prompt_logprobs is None or choice != 0 or resumed:
-            assert given == []
-            return
-        assert given == [0]
-        first, *rest = own[0].prompt_logprobs
-        assert first is None
-        assert tuple(entry.token_id for entry in rest) == wanted.prompt_token_ids[1:]
 
 
 SchedulerMachine.TestCase.settings = settings(
@@ -394,5 +285,6 @@ def test_a_wrong_block_is_noticed() -> None:
 
 def test_every_number_that_is_cited_is_defined_and_every_defined_one_cited() -> None:
     defined = set(re.findall(r"^ +(I\d+)\b", Scheduler.check_invariants.__doc__ or "", re.MULTILINE))
-    cited = set(re.findall(r"\bI\d+\b", Path(__file__).read_text(encoding="utf-8")))
+    text = "".join(Path(path).read_text(encoding="utf-8") for path in (__file__, scheduler_model.__file__))
+    cited = set(re.findall(r"\bI\d+\b", text))
     assert cited == defined

@@ -5,7 +5,8 @@ from __future__ import annotations
 import httpx
 
 from quire_server.wire.completions import CompletionResponse
-from support.fakes import REPLY, FakeEngine, connect, make_app
+from support.fake_engine import REPLY, FakeEngine
+from support.fakes import connect, make_app
 
 GREEDY = {"model": "fake", "prompt": "hello", "temperature": 0}
 FOX = REPLY.decode()

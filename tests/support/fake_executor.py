@@ -197,3 +197,17 @@ def new_run(check: bool = True, **limits: object) -> Run:
     """A run over a small scheduler; `limits` are as in `scheduler_config`. Its steps take a second, which is no ITL."""
     config = scheduler_config(**{"num_blocks": 256, "max_num_batched_tokens": 512, "itl_target": 0.0, **limits})
     return Run(scheduler=Scheduler(config), executor=FakeExecutor(config.limits.block_size), check=check)
+
+
+def outputs_of(run: Run, name: str, choice: int = 0) -> list[TokenOutput]:
+    """What one choice of a request said, in order."""
+    return [o for o in run.outputs if (o.request_id, o.choice) == (name, choice)]
+
+
+def produced_alone(run: Run, *wanted: GenerationRequest) -> bool:
+    """Every choice has exactly the tokens that it would have alone."""
+    return all(
+        tuple(run.tokens[one.request_id, choice]) == expected_tokens(one, choice)
+        for one in wanted
+        for choice in range(one.n)
+    )

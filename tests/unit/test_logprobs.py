@@ -8,7 +8,7 @@ import pytest
 
 from quire_engine.types import TokenLogprobs
 from quire_server.text.logprobs import LEAST, LogprobFormat, finite
-from support.fakes import load_tokenizer
+from support.fake_tokenizer import load_tokenizer
 
 AT = TokenLogprobs(token_id=97, logprob=-3.0, rank=7, top_ids=(98, 99), top_logprobs=(-0.5, -1.0))
 NEVER = TokenLogprobs(token_id=97, logprob=-math.inf, rank=9, top_ids=(98,), top_logprobs=(-math.inf,))

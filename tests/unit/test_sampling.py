@@ -13,7 +13,8 @@ from quire_server.answering.options import GenerationOptions
 from quire_server.answering.sampling import ModelLimits, banned_token_ids, resolve_sampling, resolve_stop, with_seed
 from quire_server.errors import BadRequest, ContextLengthExceeded
 from quire_server.wire.completions import CompletionRequest
-from support.fakes import load_tokenizer, make_plan
+from support.fake_tokenizer import load_tokenizer
+from support.fakes import make_plan
 from support.limits import scheduler_config
 
 

@@ -8,16 +8,7 @@ from __future__ import annotations
 import pytest
 
 from quire_engine.errors import InfeasibleRequest
-from quire_engine.types import GenerationRequest
-from support.fake_executor import Run, expected_tokens, new_run, request
-
-
-def served(run: Run, *wanted: GenerationRequest) -> bool:
-    return all(
-        tuple(run.tokens[one.request_id, choice]) == expected_tokens(one, choice)
-        for one in wanted
-        for choice in range(one.n)
-    )
+from support.fake_executor import expected_tokens, new_run, produced_alone, request
 
 
 def test_a_request_the_pool_can_never_hold_is_refused_not_retried() -> None:
@@ -28,7 +19,7 @@ def test_a_request_the_pool_can_never_hold_is_refused_not_retried() -> None:
     roomy = new_run(num_blocks=64)
     roomy.add(wanted)
     roomy.to_end(limit=40)
-    assert served(roomy, wanted)
+    assert produced_alone(roomy, wanted)
 
 
 def test_requests_near_the_pools_size_are_not_recomputed_for_ever() -> None:
@@ -36,7 +27,7 @@ def test_requests_near_the_pools_size_are_not_recomputed_for_ever() -> None:
     wanted = [request(f"r{i}", 200, 120) for i in range(4)]
     run.add(*wanted)
     run.to_end(limit=4 * 130)
-    assert served(run, *wanted)
+    assert produced_alone(run, *wanted)
 
 
 def test_a_head_that_cannot_enter_does_not_strand_the_others() -> None:
@@ -44,7 +35,7 @@ def test_a_head_that_cannot_enter_does_not_strand_the_others() -> None:
     wanted = [request("holder", 100, 60), request("head", 250, 4), *(request(f"r{i}", 16, 4) for i in range(3))]
     run.add(*wanted)
     run.to_end(limit=100)
-    assert served(run, *wanted)
+    assert produced_alone(run, *wanted)
     assert max(run.finish_step[f"r{i}"] for i in range(3)) < run.finish_step["head"]
 
 
@@ -53,7 +44,7 @@ def test_waiting_and_running_together_may_exceed_the_slots() -> None:
     wanted = [request(f"r{i}", 60, 40, n=1 + i % 2) for i in range(8)]
     run.add(*wanted)
     run.to_end(limit=500)
-    assert served(run, *wanted)
+    assert produced_alone(run, *wanted)
 
 
 def test_chunked_prefills_do_not_ping_pong() -> None:
@@ -62,7 +53,7 @@ def test_chunked_prefills_do_not_ping_pong() -> None:
     wanted = [*(request(f"decode{i}", 16, 60) for i in range(4)), *(request(f"long{i}", 300, 10) for i in range(2))]
     run.add(*wanted)
     run.to_end(limit=400)
-    assert served(run, *wanted)
+    assert produced_alone(run, *wanted)
     assert run.scheduler.stats().total_preemptions <= 10
 
 
@@ -142,7 +133,7 @@ def test_throughput_does_not_collapse_after_preemptions() -> None:
         run = new_run(num_blocks=num_blocks, max_num_seqs=16, enable_prefix_caching=False)
         run.add(*wanted)
         run.to_end()
-        assert served(run, *wanted)
+        assert produced_alone(run, *wanted)
         computed[num_blocks] = sum(batch.num_tokens for batch in run.log)
     assert computed[128] == 16 * 127
     assert computed[64] <= 2 * computed[128]

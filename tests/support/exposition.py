@@ -1,0 +1,72 @@
+"""What a scrape shows, and what is told to the metrics: a plan, timings, a busy engine.
+
+Promises: a sample that is exposed twice fails the test that scrapes it.
+Must not know: which metrics there are.
+"""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire_engine.config import EnginePlan
+from quire_engine.limits import SchedulerConfig
+from quire_engine.types import EngineStats, RequestTiming
+from quire_server.metrics.metrics import Metrics
+
+PLAN = EnginePlan(
+    model="/m",
+    architecture="Qwen3ForCausalLM",
+    num_parameters=1000,
+    device="cpu",
+    dtype="float32",
+    kernels="reference",
+    num_threads=1,
+    vocab_size=100,
+    weights_bytes=4000,
+    kv_bytes=64 * 1024,
+    bytes_per_block=1024,
+    load_seconds=0.5,
+    scheduler=SchedulerConfig(num_blocks=64, max_model_len=256),
+)
+
+
+class Scrape:
+    """The samples of one exposition, by name and labels other than the constant ones."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.text = metrics.render().decode()
+        self.families = list(text_string_to_metric_families(self.text))
+        self.samples: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        for family in self.families:
+            for sample in family.samples:
+                labels = tuple(
+                    sorted((key, value) for key, value in sample.labels.items() if key not in {"model_name", "engine"})
+                )
+                assert (sample.name, labels) not in self.samples, "a sample is exposed twice"
+                self.samples[sample.name, labels] = sample.value
+
+    def __call__(self, name: str, **labels: str) -> float:
+        return self.samples[name, tuple(sorted(labels.items()))]
+
+
+def timing(**changes: float) -> RequestTiming:
+    values = {"queue_seconds": 0.1, "kv_wait_seconds": 0.0, "prefill_seconds": 0.2, "num_preemptions": 0}
+    return RequestTiming(**(values | changes))
+
+
+def busy(**changes: object) -> EngineStats:
+    values: dict[str, object] = {
+        "running": 3,
+        "waiting": {"kv": 2, "budget": 1},
+        "blocks_total": 64,
+        "blocks_used": 16,
+        "blocks_cached": 8,
+        "blocks_free": 40,
+        "slots_allocated": 256,
+        "slots_unused": 64,
+        "prefill_tokens": 10,
+        "decode_tokens": 3,
+        "step_seconds": 0.02,
+        "host_seconds": 0.001,
+    }
+    return EngineStats(**(values | changes))

@@ -1,0 +1,165 @@
+"""A fake engine for tests of the server: on the event loop, with scripted tokens.
+
+Promises: the same request gets the same token ids every time; time passes only as far as a test asks for.
+Must not know: torch, sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from quire_engine.types import (
+    EngineHealth,
+    EngineStats,
+    GenerationRequest,
+    RequestTiming,
+    StepOutput,
+    TokenLogprobs,
+    TokenOutput,
+)
+from support.fake_tokenizer import VOCAB_SIZE
+
+REPLY = b"The quick brown fox jumps over the lazy dog. "
+
+
+def default_reply(request: GenerationRequest, choice: int) -> Sequence[int]:
+    """Token ids of one choice, repeated for ever: the fox, entered at another place by each choice and seed."""
+    start = (choice + request.sampling.seed) % len(REPLY) if not request.sampling.is_greedy else 0
+    return tuple(REPLY[start:] + REPLY[:start])
+
+
+class FakeEngine:
+    """An `EnginePort` on the event loop: each step gives every unfinished choice its next scripted token.
+
+    `replies(request, choice)` gives the token ids (cyclic); `hold()` stops time and `release()` lets it go on;
+    `fail_after=n` makes every request fail at its n-th token with `error`; `aborted` lists what was aborted while live.
+    """
+
+    def __init__(
+        self,
+        *,
+        step_seconds: float = 0.0,
+        replies: Callable[[GenerationRequest, int], Sequence[int]] = default_reply,
+        fail_after: int | None = None,
+        error: str = "the step failed",
+        culprit: bool = False,
+        num_cached_tokens: int = 0,
+    ) -> None:
+        self.on_step: Callable[[StepOutput], None] = lambda _step: None
+        self.step_seconds = step_seconds
+        self.replies = replies
+        self.fail_after = fail_after
+        self.error = error
+        self.culprit = culprit
+        self.num_cached_tokens = num_cached_tokens
+        self.submitted: list[GenerationRequest] = []
+        self.aborted: list[str] = []
+        self.step_id = 0
+        self._live: dict[str, _Live] = {}
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._stepping: asyncio.Task[None] | None = None
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """Ids of unfinished requests."""
+        return tuple(self._live)
+
+    def hold(self) -> None:
+        self._gate.clear()
+
+    def release(self) -> None:
+        self._gate.set()
+
+    def submit(self, request: GenerationRequest) -> None:
+        self.submitted.append(request)
+        self._live[request.request_id] = _Live(request)
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.get_running_loop().create_task(self._steps())
+
+    def abort(self, request_id: str) -> None:
+        if self._live.pop(request_id, None) is not None:
+            self.aborted.append(request_id)
+            self.on_step(StepOutput(step_id=self.step_id, outputs=(), stats=self._stats()))
+
+    def health(self) -> EngineHealth:
+        return EngineHealth(alive=True, step_id=self.step_id, has_work=bool(self._live))
+
+    async def _steps(self) -> None:
+        while self._live:
+            await asyncio.sleep(self.step_seconds)
+            await self._gate.wait()
+            self.step_id += 1
+            outputs = [output for live in list(self._live.values()) for output in self._advance(live)]
+            self.on_step(StepOutput(step_id=self.step_id, outputs=tuple(outputs), stats=self._stats()))
+
+    def _advance(self, live: _Live) -> list[TokenOutput]:
+        outputs = [self._next_token(live, choice) for choice in sorted(live.unfinished)]
+        for output in outputs:
+            if output.finish is not None:
+                live.unfinished.discard(output.choice)
+        if not live.unfinished:
+            self._live.pop(live.request.request_id, None)
+        return outputs
+
+    def _next_token(self, live: _Live, choice: int) -> TokenOutput:
+        request, position = live.request, live.num_tokens[choice]
+        first = position == 0
+        timing = RequestTiming(queue_seconds=0.001, kv_wait_seconds=0.0, prefill_seconds=0.002, num_preemptions=0)
+        base = {
+            "request_id": request.request_id,
+            "choice": choice,
+            "num_cached_tokens": self.num_cached_tokens,
+            "prompt_logprobs": self._prompt_logprobs(request) if first else None,
+        }
+        if self.fail_after is not None and position >= self.fail_after:
+            return TokenOutput(**base, finish="error", error=self.error, culprit=self.culprit, timing=timing)
+        if request.stop.max_new_tokens == 0:
+            return TokenOutput(**base, finish="length", timing=timing)
+        script = self.replies(request, choice)
+        token = script[position % len(script)]
+        live.num_tokens[choice] = position + 1
+        stopped = token in request.stop.stop_token_ids and position >= request.sampling.min_tokens
+        finish = "stop" if stopped else "length" if position + 1 >= request.stop.max_new_tokens else None
+        wanted = request.sampling.num_logprobs
+        return TokenOutput(
+            **base,
+            token_ids=(token,),
+            logprobs=None if wanted is None else (fake_logprobs(token, wanted),),
+            finish=finish,
+            stop_token_id=token if stopped else None,
+            timing=timing if first or finish else None,
+        )
+
+    def _prompt_logprobs(self, request: GenerationRequest) -> tuple[TokenLogprobs | None, ...] | None:
+        wanted = request.sampling.num_prompt_logprobs
+        if wanted is None:
+            return None
+        return (None, *(fake_logprobs(token, wanted) for token in request.prompt_token_ids[1:]))
+
+    def _stats(self) -> EngineStats:
+        running = sum(len(live.unfinished) for live in self._live.values())
+        used = min(running, 100)
+        return EngineStats(
+            running=running, waiting={}, blocks_total=100, blocks_used=used, blocks_free=100 - used, step_seconds=0.001
+        )
+
+
+class _Live:
+    """A request in the fake engine."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self.request = request
+        self.unfinished = set(range(request.n)) - set(request.finished_choices)
+        self.num_tokens = [0] * request.n
+        for choice, tokens in enumerate(request.resumed_token_ids):
+            self.num_tokens[choice] = len(tokens)
+
+
+def fake_logprobs(token: int, wanted: int) -> TokenLogprobs:
+    """The token itself first, then its successors, each half as likely as the one before."""
+    ids = tuple((token + step) % VOCAB_SIZE for step in range(wanted))
+    return TokenLogprobs(
+        token_id=token, logprob=-0.7, rank=1, top_ids=ids, top_logprobs=tuple(-0.7 * (1 + i) for i in range(wanted))
+    )

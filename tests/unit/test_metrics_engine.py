@@ -1,0 +1,127 @@
+"""Metrics of the engine: gauges are its state, totals go on over its restarts, its plan becomes labels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from quire_engine.types import EngineStats
+from quire_server.metrics.metrics import Metrics
+from support.exposition import PLAN, Scrape, busy
+
+
+def test_gauges_are_the_engines_state_and_return_to_zero():
+    metrics = Metrics("tiny")
+    metrics.observe_plan(PLAN)
+    metrics.observe_step(busy())
+    scrape = Scrape(metrics)
+    assert scrape("quire_requests_running") == 3
+    assert scrape("quire_requests_waiting", reason="kv") == 2
+    assert scrape("quire_requests_waiting", reason="slots") == 0
+    assert scrape("vllm:num_requests_waiting") == 3
+    assert scrape("vllm:num_requests_waiting_by_reason", reason="capacity") == 3
+    assert "deferred" not in metrics.render().decode()  # nothing here is
+    assert scrape("quire_kv_cache_usage_ratio") == scrape("vllm:kv_cache_usage_perc") == 0.25
+    assert sum(scrape("quire_kv_blocks", state=state) for state in ("used", "cached", "free")) == 64
+    assert sum(scrape("quire_kv_bytes", state=state) for state in ("used", "cached", "free")) == PLAN.kv_bytes
+    assert scrape("quire_kv_slot_efficiency_ratio") == 0.75
+    metrics.observe_step(EngineStats(blocks_total=64, blocks_cached=24, blocks_free=40))  # after an abort
+    scrape = Scrape(metrics)
+    for name in ("quire_requests_running", "vllm:num_requests_running", "vllm:num_requests_waiting"):
+        assert scrape(name) == 0
+    assert scrape("quire_requests_waiting", reason="kv") == 0
+    assert scrape("quire_kv_cache_usage_ratio") == 0
+    assert scrape("quire_kv_slots_allocated") == scrape("quire_kv_slots_unused") == 0
+    assert scrape("quire_kv_slot_efficiency_ratio") == 1
+
+
+def test_an_engine_that_has_just_started_holds_nothing():
+    metrics = Metrics("tiny")
+    metrics.observe_plan(PLAN)
+    scrape = Scrape(metrics)
+    assert scrape("quire_kv_pool_blocks") == scrape("quire_kv_blocks", state="free") == 64
+    metrics.observe_step(busy(total_preemptions=3))
+    metrics.observe_step(EngineStats())  # the supervisor ends requests of an engine that is gone
+    scrape = Scrape(metrics)
+    assert scrape("quire_requests_running") == 3
+    metrics.engine_restarted()
+    metrics.observe_step(busy(total_preemptions=1, running=0))
+    scrape = Scrape(metrics)
+    assert scrape("quire_requests_running") == 0
+    assert scrape("quire_preemptions_total") == 4
+    metrics.engine_restarted()
+    scrape = Scrape(metrics)
+    assert scrape("quire_kv_blocks", state="free") == 64
+    assert scrape("quire_kv_blocks", state="used") == scrape("quire_requests_waiting", reason="kv") == 0
+
+
+def test_a_message_without_a_step_counts_no_step():
+    metrics = Metrics("tiny")
+    metrics.observe_step(busy())
+    metrics.observe_step(busy(step_seconds=0.001, host_seconds=0.001))  # tells of an abort; token counts are stale
+    scrape = Scrape(metrics)
+    assert scrape("quire_engine_steps_total") == 1
+    assert scrape("quire_engine_step_tokens_sum") == 13
+    assert scrape("quire_engine_computed_tokens_total", kind="prefill") == 10
+    assert scrape("quire_engine_computed_tokens_total", kind="decode") == 3
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "noticed"])
+def test_totals_go_on_over_an_engine_restart(told: bool):
+    metrics = Metrics("tiny")
+    before = busy(total_preemptions=5, total_prefix_query_tokens=100, total_prefix_hit_tokens=40, total_kv_evictions=7)
+    metrics.observe_step(before)
+    metrics.observe_step(before)
+    if told:
+        metrics.engine_restarted()
+    metrics.observe_step(
+        busy(total_preemptions=2, total_prefix_query_tokens=90, total_prefix_hit_tokens=1, total_kv_evictions=0)
+    )
+    scrape = Scrape(metrics)
+    assert scrape("quire_preemptions_total") == scrape("vllm:num_preemptions_total") == 7
+    assert scrape("quire_prefix_cache_query_tokens_total") == scrape("vllm:prefix_cache_queries_total") == 190
+    assert scrape("quire_prefix_cache_hit_tokens_total") == scrape("vllm:prefix_cache_hits_total") == 41
+    assert scrape("quire_kv_evictions_total") == 7
+    assert scrape("quire_engine_restarts_total") == int(told)
+
+
+def test_a_restart_that_overtakes_the_old_totals_is_counted_whole():
+    metrics = Metrics("tiny")
+    metrics.observe_step(busy(total_preemptions=5))
+    metrics.engine_restarted()
+    metrics.observe_step(busy(total_preemptions=8))
+    assert Scrape(metrics)("quire_preemptions_total") == 13
+
+
+def test_plan_becomes_labels():
+    metrics = Metrics("tiny")
+    metrics.observe_plan(PLAN)
+    metrics.observe_plan(PLAN)
+    text = Scrape(metrics).text
+    assert "vllm:cache_config_info{" in text
+    line = next(line for line in text.splitlines() if line.startswith("vllm:cache_config_info{"))
+    for label in ('block_size="16"', 'num_gpu_blocks="64"', 'kv_cache_size_tokens="1024"', 'model_name="tiny"'):
+        assert label in line
+    assert 'kv_cache_max_concurrency="4.00"' in line
+    assert text.count("\nquire_model_info{") == 1
+
+
+def test_what_a_token_costs():
+    metrics = Metrics("tiny")
+    metrics.observe_plan(
+        replace(
+            PLAN,
+            layer_parameters=700,
+            sampled_parameters=300,
+            layer_attention=64,
+            sampled_attention=16,
+            weights_read_bytes=2000,
+        )
+    )
+    scrape = Scrape(metrics)
+    assert scrape("quire_model_parameters", part="layers") == 700
+    assert scrape("quire_model_parameters", part="sampled") == 300
+    assert scrape("quire_model_read_bytes") == 2000
+    assert scrape("quire_model_attention_width", part="layers") == 64
+    assert scrape("quire_model_attention_width", part="sampled") == 16

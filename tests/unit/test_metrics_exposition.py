@@ -1,0 +1,87 @@
+"""The exposition: both names equal, every family described once, and Prometheus' own tools accept it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+
+import pytest
+
+from quire_server.metrics.metric_catalog import token_bounds
+from quire_server.metrics.metrics import Metrics
+from support.exposition import PLAN, Scrape, busy, timing
+
+
+def test_aliases_can_be_switched_off():
+    on, off = Scrape(Metrics("tiny")), Scrape(Metrics("tiny", vllm_aliases=False))
+    assert "vllm:" in on.text
+    assert "vllm:" not in off.text
+    ours = {family.name for family in on.families if not family.name.startswith("vllm:")}
+    assert ours == {family.name for family in off.families}
+
+
+def test_every_alias_equals_its_original():
+    metrics = Metrics("tiny")
+    record = metrics.start(prompt_tokens=3, max_tokens=2, n=1)
+    record.tokens(0, 1, time.monotonic())
+    record.tokens(0, 1, time.monotonic() + 0.1)
+    record.timing(timing())
+    record.finish("stop")
+    metrics.observe_step(busy())
+    scrape = Scrape(metrics)
+    compared = 0
+    for (name, labels), value in scrape.samples.items():
+        if name.startswith("vllm:") and ("quire_" + name.removeprefix("vllm:"), labels) in scrape.samples:
+            assert scrape.samples["quire_" + name.removeprefix("vllm:"), labels] == value, name
+            compared += 1
+    assert compared > 200
+
+
+def test_histogram_buckets_are_cumulative_and_end_in_infinity():
+    metrics = Metrics("tiny")
+    record = metrics.start(prompt_tokens=3, max_tokens=2, n=1)
+    record.tokens(0, 1, time.monotonic())
+    for family in Scrape(metrics).families:
+        if family.type != "histogram":
+            continue
+        buckets = [sample for sample in family.samples if sample.name.endswith("_bucket")]
+        counts = [sample.value for sample in buckets if sample.labels.get("handler") is None]
+        assert counts == sorted(counts)
+        assert not buckets or buckets[-1].labels["le"] == "+Inf"
+
+
+@pytest.mark.parametrize(("largest", "last"), [(1, 1), (2, 2), (3, 5), (2048, 5000), (5000, 5000), (131072, 200000)])
+def test_token_bounds(largest: int, last: int):
+    bounds = token_bounds(largest)
+    assert bounds[-1] == last
+    assert list(bounds) == sorted(set(bounds))
+    assert {str(bound).rstrip("0") for bound in bounds} <= {"1", "2", "5"}
+
+
+def test_every_family_is_described_once_and_in_one_piece():
+    text = Scrape(Metrics("tiny")).text
+    helps = [line.split()[2] for line in text.splitlines() if line.startswith("# HELP")]
+    types = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert helps == types
+    assert len(helps) == len(set(helps))
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
+def test_promtool_finds_nothing_but_the_names_others_chose():
+    metrics = Metrics("tiny")
+    metrics.observe_plan(PLAN)
+    metrics.http_request("/health", "GET", 200, 0.01)
+    own = subprocess.run(
+        ["promtool", "check", "metrics"],
+        input=Metrics("tiny", vllm_aliases=False).render(),
+        capture_output=True,
+        check=False,
+    )
+    assert (own.returncode, own.stdout, own.stderr) == (0, b"", b"")
+    both = subprocess.run(["promtool", "check", "metrics"], input=metrics.render(), capture_output=True, check=False)
+    complaints = (both.stdout + both.stderr).decode().splitlines()
+    assert all(line.startswith("vllm:") for line in complaints)
+    assert [line for line in complaints if "':'" not in line] == [
+        'vllm:iteration_tokens_total non-counter metrics should not have "_total" suffix'
+    ]
