@@ -12,6 +12,7 @@ from quire_engine.errors import ConfigError
 from quire_engine.execution.memory import pool_memory
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.workspace import estimate_workspace
+from quire_engine.limits import SchedulerLimits
 from quire_engine.memory_plan import PoolSize
 from quire_kernels.reference import REFERENCE
 from support.checkpoints import shared_checkpoint
@@ -28,7 +29,7 @@ def memory_of(device: str, **changes):
 
 def test_host_memory_is_decided_before_the_load(monkeypatch):
     monkeypatch.setattr(quire_engine.execution.memory.cpu, "available_memory", lambda: 5 * GIB)
-    memory, *_ = memory_of("cpu", max_num_seqs=7)
+    memory, *_ = memory_of("cpu", limits=SchedulerLimits(max_num_seqs=7))
     assert memory.before_load(GIB) == GIB  # a quarter of the rest
     assert memory.max_useful_seqs == 7
     assert memory.positions(PLANNED) == 48
