@@ -43,8 +43,6 @@ def test_a_program_that_cannot_be_launched_is_one_clear_line() -> None:
 
     run(body)
 
-    run(body)
-
 
 def test_stop_during_the_start_leaves_nothing_running() -> None:
     async def body() -> None:
@@ -89,6 +87,8 @@ def test_stop_leaves_no_process_that_was_about_to_be_replaced() -> None:
             finally:
                 with suppress(psutil.NoSuchProcess):
                     child.kill()
+
+    run(body)
 
 
 def test_the_child_dies_with_its_parent() -> None:
