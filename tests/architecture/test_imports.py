@@ -52,6 +52,7 @@ FOLDERS = {
     "quire_server.commands": {"*", "text", "engine", "http"},
     "quire_kernels.reference": {"*"},
     "quire_kernels.cpu": {"*", "reference"},
+    "quire_kernels.triton": {"*", "reference"},
 }
 # The files whose ids, counts and hashes only the allocator touches.
 BLOCKS = ("quire_engine.scheduling.block_pool", "quire_engine.scheduling.prefix_cache")

@@ -1,0 +1,157 @@
+"""Rotary embedding, the KV pool, paged attention and copies of blocks by Triton: what a kernel set takes as its ops.
+
+Promises: nothing here waits for the device: launches follow from shapes and from what the step knows on the host.
+Must not know: who owns which block, how rows were scheduled, products.
+
+A step's decode rows (alone in their sequence) and its prefill rows are two launches over all its sequences; a program
+whose sequence is the other launch's ends at once, so nothing is sorted, built or copied for a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire_kernels.kernel_set import AttentionInput, AttentionShape
+from quire_kernels.reference import REFERENCE
+from quire_kernels.triton import pool
+from quire_kernels.triton.decode_attention import attend_decode
+from quire_kernels.triton.pool import KVType, PoolSizes
+from quire_kernels.triton.prefill_attention import attend_prefill
+from quire_kernels.triton.rope_write import rope_write
+from quire_kernels.triton.tiling import decode_tiling, prefill_tiling
+
+_log = logging.getLogger(__name__)
+
+
+class _Plan(NamedTuple):
+    """What a step's launches follow from."""
+
+    longest_decode: int  # the longest context of a sequence with one row; 0: there is none
+    prefills: bool  # whether a sequence has several rows
+
+
+class TritonAttention:
+    """The attention ops of one kernel set.
+
+    Pools that the kernels cannot serve are the reference's, and so are then the ops on them; but not where fp8 was
+    asked for. With `deterministic`, decode takes tiles as high as prefill's, so that both use the same instructions,
+    and prefill joins parts of the keys as decode does: a row has the same bits whichever of the two computes it.
+    """
+
+    def __init__(self, kv_type: KVType = "auto", *, deterministic: bool = False) -> None:
+        self._fp8 = kv_type == "fp8"
+        self._deterministic = deterministic
+        self._pool: tuple[weakref.ref[Tensor], PoolSizes] | None = None  # a pool is large: not kept alive from here
+        self._step: tuple[AttentionInput, _Plan] | None = None
+
+    def new_kv(  # noqa: PLR0917 - the op's contract
+        self,
+        num_blocks: int,
+        num_layers: int,
+        num_kv_heads: int,
+        block_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """`pool` describes it. ValueError for an fp8 pool that the kernels cannot serve."""
+        reason = pool.unsupported(head_dim=head_dim, block_size=block_size, dtype=dtype)
+        if reason is not None and not self._fp8:
+            _log.warning("attention runs without the Triton kernels: %s", reason)
+        return pool.new_kv(num_blocks, num_layers, num_kv_heads, block_size, head_dim, dtype, device, fp8=self._fp8)
+
+    def kv_block_bytes(
+        self, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
+    ) -> int:
+        return pool.kv_block_bytes(num_layers, num_kv_heads, block_size, head_dim, dtype, fp8=self._fp8)
+
+    def rope_write(  # noqa: PLR0917 - the op's contract
+        self, qkv: Tensor, rope: Tensor, shape: AttentionShape, kv: Tensor, layer: int, step: AttentionInput
+    ) -> Tensor:
+        sizes = self._sizes(shape, kv, layer, qkv.dtype)
+        if sizes is None:
+            return REFERENCE.rope_write(qkv, rope, shape, kv, layer, step)
+        rows, dtype, device = len(step.positions), qkv.dtype, kv.device
+        _require(qkv, (rows, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim), dtype, device, "qkv")
+        _require(rope, (len(rope), shape.head_dim), torch.float32, device, "rope")
+        _require(step.positions, (rows,), torch.int64, device, "positions")
+        _require(step.kv_slots, (rows,), torch.int64, device, "kv_slots")
+        for norm in (shape.q_norm, shape.k_norm):
+            if norm is not None:
+                _require(norm, (shape.head_dim,), dtype, device, "a head norm")
+        return rope_write(qkv, rope, shape, kv, sizes, layer, step)
+
+    def attention(self, q: Tensor, shape: AttentionShape, kv: Tensor, layer: int, step: AttentionInput) -> Tensor:
+        sizes = self._sizes(shape, kv, layer, q.dtype)
+        if sizes is None:
+            return REFERENCE.attention(q, shape, kv, layer, step)
+        _require(q, (len(step.positions), shape.num_heads, shape.head_dim), q.dtype, kv.device, "q")
+        plan = self._plan(step)
+        out = torch.empty_like(q)
+        deterministic = self._deterministic
+        if plan.longest_decode:
+            attend_decode(
+                q,
+                out,
+                shape,
+                kv,
+                sizes,
+                layer,
+                step,
+                longest=plan.longest_decode,
+                tiling=decode_tiling(shape, sizes, deterministic=deterministic),
+            )
+        if plan.prefills:
+            attend_prefill(
+                q,
+                out,
+                shape,
+                kv,
+                sizes,
+                layer,
+                step,
+                tiling=prefill_tiling(shape, sizes, deterministic=deterministic),
+                joined=deterministic,
+            )
+        return out.flatten(1)
+
+    def _sizes(self, shape: AttentionShape, kv: Tensor, layer: int, dtype: torch.dtype) -> PoolSizes | None:
+        """The pool's sizes; None for one that is the reference's. ValueError if it was made for another model."""
+        if self._pool is None or self._pool[0]() is not kv:
+            self._pool = weakref.ref(kv), pool.pool_sizes(kv, head_dim=shape.head_dim)
+        sizes = self._pool[1]
+        if (sizes.num_kv_heads, sizes.head_dim) != (shape.num_kv_heads, shape.head_dim) or not (
+            0 <= layer < sizes.num_layers
+        ):
+            raise ValueError("kv was made for another model")
+        if shape.num_heads % shape.num_kv_heads:
+            raise ValueError(f"{shape.num_heads} heads do not divide into {shape.num_kv_heads} groups")
+        if not sizes.fp8 and kv.dtype != dtype:
+            raise ValueError(f"kv holds {kv.dtype}, the rows are {dtype}")
+        served = pool.unsupported(head_dim=sizes.head_dim, block_size=sizes.page, dtype=dtype, fp8=sizes.fp8) is None
+        return sizes if served else None
+
+    def _plan(self, step: AttentionInput) -> _Plan:
+        """What follows from the step alone: found once for all layers."""
+        if self._step is None or self._step[0] is not step:
+            num_sequences = len(step.query_lens)
+            device = step.positions.device
+            _require(step.query_starts, (num_sequences + 1,), torch.int32, device, "query_starts")
+            _require(step.context_lens, (num_sequences,), torch.int32, device, "context_lens")
+            _require(step.block_tables, (num_sequences, *step.block_tables.shape[1:]), torch.int32, device, "tables")
+            alone = (length for rows, length in zip(step.query_lens, step.kv_lens, strict=True) if rows == 1)
+            self._step = step, _Plan(max(alone, default=0), step.max_query_len > 1)
+        return self._step[1]
+
+
+def _require(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, name: str) -> None:
+    if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous() or tensor.device != device:
+        raise ValueError(
+            f"{name} must be a contiguous {dtype} tensor of shape {shape} on {device}, "
+            f"not {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
+        )

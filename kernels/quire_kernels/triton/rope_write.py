@@ -1,0 +1,151 @@
+"""Norms and rotary embedding of the query and key heads, and the write of K and V into the pool, in one launch.
+
+Promises: a (row, head) sees itself alone, so its bits depend on nothing else; rounded where the reference rounds.
+Must not know: how frequencies are derived, sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire_kernels.kernel_set import AttentionInput, AttentionShape
+from quire_kernels.triton.e4m3 import LARGEST, encode_e4m3
+from quire_kernels.triton.pool import PoolSizes
+
+_LARGEST = tl.constexpr(LARGEST)
+_ELEMENTS = 2048  # of one program: 16 for each of its threads
+
+
+@triton.jit
+def _rms_norm(first, second, chosen, norm, half, held, eps, HEAD_DIM: tl.constexpr):  # noqa: PLR0917
+    """Both halves of heads [HEADS, HALF], normed where `chosen` [HEADS, 1] says so; rounded as the reference rounds."""
+    square = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+    root = tl.sqrt_rn(square / HEAD_DIM + eps)[:, None]
+    dtype: tl.constexpr = norm.dtype.element_ty
+    low = tl.load(norm + half, mask=held, other=0.0).to(tl.float32)[None, :]
+    high = tl.load(norm + HEAD_DIM // 2 + half, mask=held, other=0.0).to(tl.float32)[None, :]
+    normed_low = (tl.div_rn(first, root).to(dtype).to(tl.float32) * low).to(dtype).to(tl.float32)
+    normed_high = (tl.div_rn(second, root).to(dtype).to(tl.float32) * high).to(dtype).to(tl.float32)
+    return tl.where(chosen, normed_low, first), tl.where(chosen, normed_high, second)
+
+
+@triton.jit(do_not_specialize=("layer",), do_not_specialize_on_alignment=("positions", "kv_slots"))
+def rope_write_heads(  # noqa: PLR0917
+    qkv,  # [T, (GROUP + 2) * KV_HEADS * HEAD_DIM] in heads: queries, keys, values
+    rope,  # [P, HEAD_DIM] float32: cosines, then sines
+    positions,  # [T] int64
+    kv_slots,  # [T] int64
+    q_norm,  # [HEAD_DIM]
+    k_norm,  # [HEAD_DIM]
+    q,  # [T, GROUP * KV_HEADS, HEAD_DIM]
+    kv,  # the pool
+    layer,
+    eps,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    NORM_Q: tl.constexpr,
+    NORM_K: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    KV_HEAD: tl.constexpr,
+    KV_HALF: tl.constexpr,
+    KV_LAYER: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """HEADS heads of one row. Programs: (rows, groups of heads)."""
+    row = tl.program_id(0).to(tl.int64)
+    heads, half = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, HALF)
+    is_query = heads < GROUP * KV_HEADS
+    is_value = heads >= (GROUP + 1) * KV_HEADS
+    exists = heads < (GROUP + 2) * KV_HEADS
+    held = half < HEAD_DIM // 2
+    there = exists[:, None] & held[None, :]
+    place = qkv + row * ((GROUP + 2) * KV_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + half[None, :]
+    first = tl.load(place, mask=there, other=0.0).to(tl.float32)
+    second = tl.load(place + HEAD_DIM // 2, mask=there, other=0.0).to(tl.float32)
+    plain_first, plain_second = first, second
+    if NORM_Q:
+        first, second = _rms_norm(first, second, is_query[:, None], q_norm, half, held, eps, HEAD_DIM)
+    if NORM_K:
+        is_key = (heads >= GROUP * KV_HEADS) & (heads < (GROUP + 1) * KV_HEADS)
+        first, second = _rms_norm(first, second, is_key[:, None], k_norm, half, held, eps, HEAD_DIM)
+
+    angles = rope + tl.load(positions + row) * HEAD_DIM + half
+    cos = tl.load(angles, mask=held, other=0.0)[None, :]
+    sin = tl.load(angles + HEAD_DIM // 2, mask=held, other=0.0)[None, :]
+    turned_first = tl.where(is_value[:, None], plain_first, first * cos - second * sin)
+    turned_second = tl.where(is_value[:, None], plain_second, second * cos + first * sin)
+    dtype: tl.constexpr = q.dtype.element_ty
+    turned_first, turned_second = turned_first.to(dtype), turned_second.to(dtype)
+    at_query = q + row * (GROUP * KV_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + half[None, :]
+    asked = is_query[:, None] & held[None, :]
+    tl.store(at_query, turned_first, mask=asked)
+    tl.store(at_query + HEAD_DIM // 2, turned_second, mask=asked)
+
+    slot = tl.load(kv_slots + row)
+    key_head = (heads - GROUP * KV_HEADS) % KV_HEADS
+    run = slot // PAGE * KV_BLOCK + layer * KV_LAYER + is_value.to(tl.int32) * KV_HALF + key_head * KV_HEAD
+    written = (exists & (heads >= GROUP * KV_HEADS))[:, None] & held[None, :]
+    into = kv + (run + slot % PAGE * HEAD_DIM)[:, None] + half[None, :]
+    if FP8:
+        low, high = turned_first.to(tl.float32), turned_second.to(tl.float32)
+        most = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
+        inverse = tl.where(most > 1e-30, tl.div_rn(tl.full([HEADS], _LARGEST, tl.float32), most), 0.0)[:, None]
+        # The largest of numbers hides NaN, their sum does not: it reaches the scale, and with it whoever reads.
+        broken = tl.sum(low * 0.0, 1) + tl.sum(high * 0.0, 1)
+        tl.store(into, encode_e4m3(low * inverse), mask=written)
+        tl.store(into + HEAD_DIM // 2, encode_e4m3(high * inverse), mask=written)
+        at_scale = (kv + run + PAGE * HEAD_DIM).to(tl.pointer_type(tl.float32)) + slot % PAGE
+        tl.store(
+            at_scale,
+            tl.div_rn(most, tl.full([HEADS], _LARGEST, tl.float32)) + broken,
+            mask=exists & (heads >= GROUP * KV_HEADS),
+        )
+    else:
+        tl.store(into, turned_first, mask=written)
+        tl.store(into + HEAD_DIM // 2, turned_second, mask=written)
+
+
+def rope_write_options(shape: AttentionShape, sizes: PoolSizes) -> dict[str, Any]:
+    """What the kernel is compiled for and launched with."""
+    half = triton.next_power_of_2(sizes.head_dim // 2)
+    return {
+        "GROUP": shape.num_heads // shape.num_kv_heads,
+        "HEADS": max(1, _ELEMENTS // (2 * half)),
+        "HALF": half,
+        "NORM_Q": shape.q_norm is not None,
+        "NORM_K": shape.k_norm is not None,
+        **sizes.constants(),
+        "num_warps": 4,
+    }
+
+
+def rope_write(  # noqa: PLR0917 - the op's contract
+    qkv: Tensor, rope: Tensor, shape: AttentionShape, kv: Tensor, sizes: PoolSizes, layer: int, step: AttentionInput
+) -> Tensor:
+    """q [T, Hq, D]. Arguments are as the op wants them."""
+    q = qkv.new_empty(qkv.shape[0], shape.num_heads, shape.head_dim)
+    options = rope_write_options(shape, sizes)
+    num_heads = shape.num_heads + 2 * shape.num_kv_heads
+    if len(q):
+        rope_write_heads[len(q), triton.cdiv(num_heads, options["HEADS"])](
+            qkv,
+            rope,
+            step.positions,
+            step.kv_slots,
+            qkv if shape.q_norm is None else shape.q_norm,
+            qkv if shape.k_norm is None else shape.k_norm,
+            q,
+            kv,
+            layer,
+            shape.norm_eps,
+            **options,
+        )
+    return q

@@ -1,0 +1,97 @@
+"""The one walk over keys that decode and prefill share: an online softmax, and how parts of it are joined.
+
+Promises: a row's result depends on its query, its position and its keys alone, bit for bit, whatever rows share the
+tile: keys are taken in tiles counted from position 0, and a tile that a row does not see leaves its state as it was.
+Must not know: which sequence a row is of, where results go.
+
+The state of a row is `peak`, the largest score seen (in powers of two; -inf: none), `total` and `values`, the sums of
+the weights and of the weighted values relative to that peak (Milakov & Gimelshein 2018, arXiv:1805.02867).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire_kernels.triton.e4m3 import DECODED, decode_e4m3
+
+# Keys of one part: decode computes parts apart and joins them in order, so a border never depends on the batch.
+SPLIT = 256
+LOG2_E = 1.4426950408889634
+_DECODED = tl.constexpr(DECODED)
+
+
+@triton.jit
+def walk_keys(  # noqa: PLR0917
+    query,  # [ROWS, BLOCK_D]
+    seen,  # [ROWS] int32, the position of each row; -1: none
+    kv,  # the pool, at the layer and head
+    table,  # the sequence's row of the block tables
+    begin,  # first position, a multiple of TILE
+    end,  # behind the last position; all before it are in the pool
+    scale,  # of the scores, in powers of two
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    KV_HALF: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """The state of each row over the positions begin .. end - 1 that it sees."""
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    values = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    dims = tl.arange(0, BLOCK_D)
+    if FP8:
+        scales = (kv + PAGE * HEAD_DIM).to(tl.pointer_type(tl.float32))
+    for at in range(begin, end, TILE):
+        positions = at + tl.arange(0, TILE)
+        present = positions < end
+        block = tl.load(table + positions // PAGE, mask=present, other=0).to(tl.int64)
+        offset = positions % PAGE
+        place = (kv + block * KV_BLOCK + offset * HEAD_DIM)[:, None] + dims[None, :]
+        # What lies past the end or the head is not read: 0 times a stale NaN is not 0.
+        there = present[:, None]
+        if HEAD_DIM != BLOCK_D:
+            there = there & (dims < HEAD_DIM)[None, :]
+        k = tl.load(place, mask=there, other=0)
+        v = tl.load(place + KV_HALF, mask=there, other=0)
+        if FP8:
+            k = decode_e4m3(k).to(query.dtype)
+            v = decode_e4m3(v).to(query.dtype)
+            at_scale = scales + block * (KV_BLOCK // 4) + offset
+            k_scale = tl.load(at_scale, mask=present, other=0.0) * _DECODED
+            v_scale = tl.load(at_scale + KV_HALF // 4, mask=present, other=0.0) * _DECODED
+        scores = tl.dot(query, tl.trans(k)) * scale
+        if FP8:
+            scores = scores * k_scale[None, :]
+        distance = seen[:, None] - positions[None, :]
+        visible = distance >= 0
+        if WINDOW > 0:
+            visible = visible & (distance < WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+        highest = tl.maximum(peak, tl.max(scores, 1))
+        # A row that has seen nothing has no peak: any finite number keeps its weights at exactly 0.
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        fade = tl.exp2(peak - base)
+        weights = tl.exp2(scores - base[:, None])
+        total = tl.fma(total, fade, tl.sum(weights, 1))
+        if FP8:
+            weights = weights * v_scale[None, :]
+        values = tl.dot(weights.to(query.dtype), v, values * fade[:, None])
+        peak = highest
+    return peak, total, values
+
+
+@triton.jit
+def join_parts(peak, total, values, part_peak, part_total, part_values):  # noqa: PLR0917
+    """The state of rows after a further part. Spelled with fma so that every caller is compiled to the same sums."""
+    highest = tl.maximum(peak, part_peak)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    fade, gain = tl.exp2(peak - base), tl.exp2(part_peak - base)
+    total = tl.fma(part_total, gain, total * fade)
+    values = tl.fma(part_values, gain[:, None], values * fade[:, None])
+    return highest, total, values
