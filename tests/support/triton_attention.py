@@ -6,6 +6,7 @@ Must not know: how the kernels compute.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -15,8 +16,9 @@ from quire_kernels.kernel_set import AttentionShape
 from quire_kernels.reference import REFERENCE
 from quire_kernels.reference.paged_kv import write_kv
 from quire_kernels.triton.attention import TritonAttention
-from support.model_steps import CPU, Blocks, batch_of, scheduled
+from support.model_steps import Blocks, batch_of, scheduled
 
+DEVICE = torch.device(os.environ.get("QUIRE_TRITON_DEVICE", "cpu"))  # the simulators' tensors are the CPU's
 LAYER, NUM_LAYERS = 1, 3
 TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 LARGEST = 448.0  # of e4m3
@@ -52,14 +54,13 @@ class Sequences:
         *,
         page: int = 16,
         seed: int = 0,
-        device: torch.device = CPU,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def normal(length: int, heads: int) -> torch.Tensor:
-            return torch.randn(length, heads, shape.head_dim, generator=generator).to(device, dtype)
+            return torch.randn(length, heads, shape.head_dim, generator=generator).to(DEVICE, dtype)
 
-        self.shape, self.dtype, self.page, self.device = shape, dtype, page, device
+        self.shape, self.dtype, self.page = shape, dtype, page
         self.q = [normal(length, shape.num_heads) for length in lengths]
         self.k = [normal(length, shape.num_kv_heads) for length in lengths]
         self.v = [normal(length, shape.num_kv_heads) for length in lengths]
@@ -72,7 +73,7 @@ class Sequences:
             scheduled([0] * (start + rows), blocks.take(start + rows), start, rows, all_logits=False)
             for _, start, rows in slices
         ]
-        step, _ = build_model_input(batch_of(*items), self.page, self.device)
+        step, _ = build_model_input(batch_of(*items), self.page, DEVICE)
         return num_blocks, step
 
     def pool(
@@ -81,10 +82,10 @@ class Sequences:
         """All that the slices need, in a pool where every other byte is part of a NaN: block 0, free slots, layers."""
         num_blocks, step = self.step(slices, seed=seed)
         sizes = (num_blocks, NUM_LAYERS, self.shape.num_kv_heads, self.page, self.shape.head_dim)
-        kv = TritonAttention("fp8" if fp8 else "auto").new_kv(*sizes, self.dtype, self.device)
+        kv = TritonAttention("fp8" if fp8 else "auto").new_kv(*sizes, self.dtype, DEVICE)
         kv.view(torch.uint8).fill_(0xFF)
         for (sequence, start, rows), table in zip(slices, step.block_tables, strict=True):
-            positions = torch.arange(start + rows, device=self.device)
+            positions = torch.arange(start + rows, device=DEVICE)
             slots = table[positions // self.page].long() * self.page + positions % self.page
             keys, values = self.k[sequence][: start + rows], self.v[sequence][: start + rows]
             if fp8:
@@ -112,9 +113,9 @@ class Sequences:
         """The same rows by the reference, in float32."""
         num_blocks, step = self.step(slices)
         sizes = (num_blocks, 1, self.shape.num_kv_heads, self.page, self.shape.head_dim)
-        kv = REFERENCE.new_kv(*sizes, torch.float32, self.device)
+        kv = REFERENCE.new_kv(*sizes, torch.float32, DEVICE)
         for (sequence, start, rows), table in zip(slices, step.block_tables, strict=True):
-            positions = torch.arange(start + rows, device=self.device)
+            positions = torch.arange(start + rows, device=DEVICE)
             slots = table[positions // self.page].long() * self.page + positions % self.page
             held = [x[sequence][: start + rows] for x in (self.k, self.v)]
             write_kv(kv, 0, slots, *((from_e4m3(*as_e4m3(x)) if fp8 else x.float()) for x in held))

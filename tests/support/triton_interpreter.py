@@ -1,10 +1,12 @@
-"""What Triton's interpreter needs to compute as a GPU does: products of bf16 and fp16, exactly, with float32 results.
+"""What Triton's interpreter needs to compute as a GPU does: bf16, which numpy lacks, and products of halves.
 
-Promises: applied once, before kernels run; a row of a product does not depend on the others, since sums are exact to
-the last bit of float32 but for rounding. Must not know: any kernel.
+Promises: applied once, before kernels run; a row of a product does not depend on the others, since sums are kept in
+float64 and rounded once. Must not know: any kernel.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import triton.language as tl
@@ -14,22 +16,39 @@ _HALVES = (tl.bfloat16, tl.float16)
 
 
 def repair() -> None:
-    """Replace the interpreter's product: it takes the bits of bf16, which numpy lacks, for integers."""
+    """The interpreter takes bf16's bits for integers in a product, and cuts them off instead of rounding."""
     np.seterr(invalid="ignore", divide="ignore")  # as a GPU: padding may be NaN where nobody looks
     builder = interpreter.InterpreterBuilder
-    original = builder.create_dot
+    dot, convert = builder.create_dot, interpreter._convert_float
 
-    def create_dot(self, a, b, d, *rest):
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
         if a.dtype.scalar not in _HALVES:
-            return original(self, a, b, d, *rest)
+            return dot(self, a, b, d, *rest)
         product = np.matmul(_wide(a), _wide(b)).astype(d.data.dtype)
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
+    def convert_float(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+        if (source, target) == (tl.float32, tl.bfloat16):
+            return _to_bfloat16(data)
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return _from_bfloat16(data)
+        return convert(data, source, target, rounding)
+
     builder.create_dot = create_dot
+    interpreter._convert_float = convert_float
 
 
-def _wide(handle) -> np.ndarray:
-    """float64: sums of products of halves round there so rarely otherwise that float32 does not show their order."""
-    if handle.dtype.scalar == tl.bfloat16:
-        return (handle.data.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return handle.data.astype(np.float64)
+def _to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """The bits of float32 rounded to nearest, ties to even."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(x), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+
+
+def _from_bfloat16(bits: np.ndarray) -> np.ndarray:
+    return (bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def _wide(handle: Any) -> np.ndarray:
+    data = _from_bfloat16(handle.data) if handle.dtype.scalar == tl.bfloat16 else handle.data
+    return data.astype(np.float64)

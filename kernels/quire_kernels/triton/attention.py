@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from quire_kernels.kernel_set import AttentionInput, AttentionShape
 from quire_kernels.reference import REFERENCE
 from quire_kernels.triton import pool
+from quire_kernels.triton.copy_blocks import copy_blocks
 from quire_kernels.triton.decode_attention import attend_decode
 from quire_kernels.triton.pool import KVType, PoolSizes
 from quire_kernels.triton.prefill_attention import attend_prefill
@@ -41,11 +43,12 @@ class TritonAttention:
     Pools that the kernels cannot serve are the reference's, and so are then the ops on them; but not where fp8 was
     asked for. With `deterministic`, decode takes tiles as high as prefill's, so that both use the same instructions,
     and prefill joins parts of the keys as decode does: a row has the same bits whichever of the two computes it.
+    `warp_groups`: whether the GPU is of compute capability 9.x or 10.x, which multiply in groups of four warps.
     """
 
-    def __init__(self, kv_type: KVType = "auto", *, deterministic: bool = False) -> None:
+    def __init__(self, kv_type: KVType = "auto", *, warp_groups: bool = True, deterministic: bool = False) -> None:
         self._fp8 = kv_type == "fp8"
-        self._deterministic = deterministic
+        self._warp_groups, self._deterministic = warp_groups, deterministic
         self._pool: tuple[weakref.ref[Tensor], PoolSizes] | None = None  # a pool is large: not kept alive from here
         self._step: tuple[AttentionInput, _Plan] | None = None
 
@@ -93,7 +96,7 @@ class TritonAttention:
         _require(q, (len(step.positions), shape.num_heads, shape.head_dim), q.dtype, kv.device, "q")
         plan = self._plan(step)
         out = torch.empty_like(q)
-        deterministic = self._deterministic
+        deterministic, warp_groups = self._deterministic, self._warp_groups
         if plan.longest_decode:
             attend_decode(
                 q,
@@ -104,7 +107,7 @@ class TritonAttention:
                 layer,
                 step,
                 longest=plan.longest_decode,
-                tiling=decode_tiling(shape, sizes, deterministic=deterministic),
+                tiling=decode_tiling(shape, sizes, warp_groups=warp_groups, deterministic=deterministic),
             )
         if plan.prefills:
             attend_prefill(
@@ -115,10 +118,14 @@ class TritonAttention:
                 sizes,
                 layer,
                 step,
-                tiling=prefill_tiling(shape, sizes, deterministic=deterministic),
+                tiling=prefill_tiling(shape, sizes, warp_groups=warp_groups, deterministic=deterministic),
                 joined=deterministic,
             )
         return out.flatten(1)
+
+    def copy_blocks(self, kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (source, target) each; all sources are read before any target is written."""
+        copy_blocks(kv, pairs)
 
     def _sizes(self, shape: AttentionShape, kv: Tensor, layer: int, dtype: torch.dtype) -> PoolSizes | None:
         """The pool's sizes; None for one that is the reference's. ValueError if it was made for another model."""

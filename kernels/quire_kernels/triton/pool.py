@@ -24,7 +24,6 @@ KVType = Literal["auto", "fp8"]
 
 DTYPES = (torch.bfloat16, torch.float16)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
-MAX_GROUP = 64  # query heads that share a key head
 _SCALE_BYTES = 4
 _REFERENCE_DIMS, _FP8_DIMS = 6, 5
 

@@ -39,20 +39,26 @@ def block_d(shape: AttentionShape) -> int:
     return max(16, _power_of_two(shape.head_dim))
 
 
-def prefill_tiling(shape: AttentionShape, sizes: PoolSizes, *, deterministic: bool) -> Tiling:
-    """64 rows make warp group products on Hopper; two states (deterministic) or decoded keys (fp8) leave less room."""
-    if deterministic:
-        return Tiling(32 if shape.head_dim > 128 else 64, 32 if shape.head_dim > 128 or sizes.fp8 else 64, 8)
-    if shape.head_dim > 128:
-        return Tiling(64, 32, 8)
-    return Tiling(64 if sizes.fp8 else 128, 64, 8)
+def prefill_tiling(shape: AttentionShape, sizes: PoolSizes, *, warp_groups: bool, deterministic: bool) -> Tiling:
+    """As much as fits: fp8 needs registers to decode, a deterministic walk for a second state.
+
+    With warp groups (Hopper and its data centre successors) products take 64 rows from shared memory; elsewhere their
+    operands lie in registers too.
+    """
+    large = shape.head_dim > 128
+    rows = 64 if large or sizes.fp8 or deterministic else 128
+    keys = 32 if large else 64
+    if not warp_groups:
+        rows = 32 if large and deterministic else rows
+        keys //= 2
+    return Tiling(rows, keys, 8)
 
 
-def decode_tiling(shape: AttentionShape, sizes: PoolSizes, *, deterministic: bool) -> Tiling:
-    """The rows are those of one key head, and the least that tensor cores take; deterministic: just as prefill's."""
+def decode_tiling(shape: AttentionShape, sizes: PoolSizes, *, warp_groups: bool, deterministic: bool) -> Tiling:
+    """The heads of one key head, and the least rows that tensor cores take; deterministic: the tiles of prefill."""
     heads = _power_of_two(shape.num_heads // shape.num_kv_heads)
     if deterministic:
-        tiling = prefill_tiling(shape, sizes, deterministic=True)
+        tiling = prefill_tiling(shape, sizes, warp_groups=warp_groups, deterministic=True)
         return Tiling(max(heads, tiling.rows), tiling.keys, tiling.warps)
     return Tiling(max(heads, 16), 32 if shape.head_dim > 128 else 64, 4)
 

@@ -11,12 +11,30 @@ import importlib.util
 import os
 import sys
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-SIMULATED = INTERPRETED or "ttsem" in sys.modules
+import pytest
+import torch
 
-if importlib.util.find_spec("triton") is None or not (SIMULATED or os.environ.get("QUIRE_TRITON_DEVICE")):
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+SANITIZED = "ttsem" in sys.modules
+
+if importlib.util.find_spec("triton") is None or not (
+    INTERPRETED or SANITIZED or os.environ.get("QUIRE_TRITON_DEVICE")
+):
     collect_ignore_glob = ["test_*.py"]
 elif INTERPRETED:
     from support.triton_interpreter import repair
 
     repair()
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory():
+    """Memory that nobody wrote is NaN: what `torch.empty` gives is filled."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def simulator() -> str:
+    return "sanitizer" if SANITIZED else "interpreter" if INTERPRETED else "device"

@@ -9,7 +9,7 @@ import torch
 
 from quire_kernels.triton import decode_attention
 from quire_kernels.triton.attention import TritonAttention
-from support.triton_attention import LAYER, Sequences, shape_of
+from support.triton_attention import DEVICE, LAYER, Sequences, shape_of
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -28,6 +28,16 @@ def test_decode_computes_its_definition(*, heads, kv_heads, head_dim, window, pa
     lengths = [1, 63, 256, 257, 530]
     sequences = Sequences(lengths, shape_of(heads, kv_heads, head_dim, window), dtype, page=page)
     sequences.check([(i, length - 1, 1) for i, length in enumerate(lengths)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "window", "page"), [(3, 1, 48, None, 4), (4, 2, 128, 90, 16)]
+)
+def test_decode_from_an_fp8_pool(*, heads, kv_heads, head_dim, window, page, dtype):
+    lengths = [1, 65, 530]
+    sequences = Sequences(lengths, shape_of(heads, kv_heads, head_dim, window), dtype, page=page)
+    sequences.check([(i, length - 1, 1) for i, length in enumerate(lengths)], fp8=True)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -62,7 +72,7 @@ def test_a_step_may_hold_sequences_without_rows():
     some = replace(
         step,
         positions=step.positions[-1:],
-        query_starts=torch.tensor([0, 0, 0, 1], dtype=torch.int32),
+        query_starts=torch.tensor([0, 0, 0, 1], dtype=torch.int32, device=DEVICE),
         query_lens=(0, 0, 1),
         max_query_len=1,
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire_kernels.triton.attention import TritonAttention
-from support.triton_attention import LAYER, Sequences, shape_of
+from support.triton_attention import DEVICE, LAYER, Sequences, shape_of
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -28,6 +28,13 @@ def test_prefill_computes_its_definition(*, heads, kv_heads, head_dim, window, p
     sequences.check([(0, 0, 150), (1, 89, 1), (2, 0, 2), (3, 230, 70), (4, 4, 3)])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_prefill_from_an_fp8_pool(dtype, deterministic):
+    sequences = Sequences([70, 300], shape_of(3, 1, 48, 100), dtype)
+    sequences.check([(0, 0, 70), (1, 280, 20)], fp8=True, deterministic=deterministic)
+
+
 def test_many_sequences_find_their_tiles():
     """More sequences than one look at the row offsets covers; all but the first and the last are without rows."""
     sequences = Sequences([20, 30], shape_of(2, 1, 32))
@@ -41,7 +48,7 @@ def test_many_sequences_find_their_tiles():
 
     many = replace(
         step,
-        query_starts=torch.tensor([0, *[20] * (between + 1), 47], dtype=torch.int32),
+        query_starts=torch.tensor([0, *[20] * (between + 1), 47], dtype=torch.int32, device=DEVICE),
         context_lens=spread(step.context_lens),
         block_tables=spread(step.block_tables),
         query_lens=(20, *[0] * between, 27),
