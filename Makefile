@@ -5,13 +5,13 @@ BIN := $(VENV)/bin
 ARGS ?=
 CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 
-.PHONY: serve test test-e2e gpu-test emulated-test check format bench clean
+.PHONY: serve test test-e2e gpu-test kernel-sim emulated-test check format bench clean
 
 serve: $(VENV)/.serve
 	$(BIN)/quire serve $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not e2e and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not e2e and not gpu and not sim" $(ARGS)
 
 test-e2e: $(VENV)/.dev
 	PYTHON=$(BIN)/python tests/e2e/peers.sh
@@ -19,6 +19,11 @@ test-e2e: $(VENV)/.dev
 
 gpu-test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+# The GPU's kernels without a GPU, at length: in Triton's interpreter, then with every access checked. About ten minutes.
+kernel-sim: $(VENV)/.dev
+	$(BIN)/python -m pytest -m sim $(ARGS)
+	PYTHON=$(BIN)/python FOLDER=.venv-sim tests/kernels/triton/sanitize.sh $(ARGS)
 
 # The kernels for instruction sets that this x86-64 CPU may lack, a minute or two each.
 EMULATED ?= avx512_bf16 avx512_vnni avx512 avx2_vnni
@@ -55,4 +60,4 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@ $(VENV)/.serve
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-sim .mypy_cache .ruff_cache .pytest_cache .hypothesis

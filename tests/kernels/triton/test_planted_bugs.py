@@ -55,7 +55,6 @@ BUGS = (
     ),
     Bug("a row that sees the next", "softmax.py", "visible = distance >= 0", "visible = distance >= -1", BOTH),
     Bug("a window one too wide", "softmax.py", "distance < WINDOW", "distance <= WINDOW", BOTH),
-    Bug("a tile of another sequence", "prefill_attention.py", "// ROWS + index <= tile", "// ROWS <= tile", BOTH),
 )
 
 
@@ -64,13 +63,9 @@ def test_a_planted_bug_is_found(bug, simulator, tmp_path, monkeypatch):
     if simulator not in bug.found_by:
         pytest.skip(f"for {' and '.join(bug.found_by)}")
     ops = _planted(bug, tmp_path, monkeypatch).TritonAttention()
-    failures = (AssertionError,)
-    if simulator == "sanitizer":
-        from ttsem.sanitize import KernelFault
-
-        failures = (AssertionError, KernelFault)
-    with pytest.raises(failures):
+    with pytest.raises(Exception) as found:  # noqa: PT011 - the sanitizer's own class is its main program's
         _try(ops)
+    assert found.type.__name__ in ("AssertionError", "KernelFault")
 
 
 def test_the_copy_itself_is_sound(tmp_path, monkeypatch):
