@@ -180,13 +180,12 @@ def attend_decode(  # noqa: PLR0917
     if shape.window is not None:
         max_parts = min(max_parts, -(-shape.window // SPLIT) + 1)
     num_sequences = len(step.context_lens)
-    together = num_sequences
-    values = sums = q  # never looked at where every row is one part
+    together, kept = num_sequences, (1, 1, 1)  # never looked at where every row is one part; of one type: one kernel
     if max_parts > 1:
         together = max(1, min(num_sequences, SCRATCH_BYTES // (4 * shape.num_heads * max_parts * shape.head_dim)))
         kept = (together, shape.num_heads, max_parts)
-        values = torch.empty(*kept, shape.head_dim, dtype=torch.float32, device=q.device)
-        sums = torch.empty(2, *kept, dtype=torch.float32, device=q.device)
+    values = torch.empty(*kept, shape.head_dim, dtype=torch.float32, device=q.device)
+    sums = torch.empty(2, *kept, dtype=torch.float32, device=q.device)
     constants, joining = tiling.constants(shape, sizes), _join_constants(shape)
     for first in range(0, num_sequences, together):
         served = min(together, num_sequences - first)
