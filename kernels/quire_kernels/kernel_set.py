@@ -107,6 +107,26 @@ class BoundLayers(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceRows:
+    """R tokens to choose: parameters in device memory, and on the host which of them any row asks for.
+
+    What no row asks for is not launched; that alone changes no row's token.
+    """
+
+    logits_rows: Tensor  # [R] int64, the row of logits of each; several may share one
+    temperature: Tensor  # [R] float32; 0: the greatest logit
+    top_k: Tensor  # [R] int32; 0, or the vocabulary: all
+    top_p: Tensor  # [R] float64; 1: all
+    min_p: Tensor  # [R] float32; 0: all
+    seed: Tensor  # [R] int64, bits modulo 2^64
+    choice: Tensor  # [R] int64
+    position: Tensor  # [R] int64, of the token to choose
+    draws: bool  # some temperature is not 0
+    limits_k: bool
+    limits_p: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSet:
     """Six ops a layer. T rows, H hidden, K in, N out, D head_dim; activations in the model's dtype.
 
@@ -136,6 +156,12 @@ class KernelSet:
     greedy(x [S, K], norm [K], eps, w) -> (S ids, S bools), or None
         The argmax of each row of `logits`, of equal values the first, and whether the row was finite: for an
         implementation that finds it without writing the logits down.
+    choose(logits [S, V] float32, rows) -> (ids [R] int64, finite [R] bool, possible [R] bool), or None
+        All on the device, without waiting for it. Temperature, top-k, top-p, min-p and one draw from the counter-based
+        generator (Philox4x32-10, key seed, counter position then choice), as the engine's sampler does on a CPU. The
+        logits are the model's after penalties and masks, and are not changed. finite: every logit is a finite number
+        (where masks have put infinities, who masks must have asked before); possible: a token was left to choose. An
+        id is a token of the vocabulary even where one is false.
     bind_layers(layers, rope, eps) -> BoundLayers, or None
         For an implementation that would lose time between the ops. Bitwise the same as calling them one by one, those
         that follow the last layer's rope_write with the sampled rows alone.
@@ -158,5 +184,6 @@ class KernelSet:
     packed_bits: float | None = None
     packed_bytes: Callable[[LinearWeight], int] | None = None  # of one matrix; with `packed_bits`
     greedy: Callable[[Tensor, Tensor, float, LinearWeight], tuple[list[int], list[bool]]] | None = None
+    choose: Callable[[Tensor, ChoiceRows], tuple[Tensor, Tensor, Tensor]] | None = None
     bind_layers: Callable[[Sequence[LayerWeights], Tensor, float], BoundLayers] | None = None
     own_threads: bool = False  # it computes with workers of its own; torch's would only wait beside them

@@ -17,7 +17,7 @@ _HALVES = (tl.bfloat16, tl.float16)
 
 def repair() -> None:
     """The interpreter takes bf16's bits for integers in a product, and cuts them off instead of rounding."""
-    np.seterr(invalid="ignore", divide="ignore")  # as a GPU: padding may be NaN where nobody looks
+    np.seterr(invalid="ignore", divide="ignore", over="ignore")  # as a GPU: padding may be NaN where nobody looks
     builder = interpreter.InterpreterBuilder
     dot, convert = builder.create_dot, interpreter._convert_float
 
@@ -36,6 +36,26 @@ def repair() -> None:
 
     builder.create_dot = create_dot
     interpreter._convert_float = convert_float
+    _patch_once_a_launch()
+
+
+def _patch_once_a_launch() -> None:
+    """The interpreter puts its functions into the language again whenever a kernel calls a function: half the time."""
+    launch = interpreter.GridExecutor.__call__
+    patched: set[int] = set()
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> None:
+        patched.clear()
+        launch(self, *args, **kwargs)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        where = id(self.fn.__globals__)
+        if where not in patched:
+            patched.add(where)
+            interpreter._patch_lang(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter.GridExecutor.__call__, interpreter.InterpretedFunction.__call__ = run, call
 
 
 def _to_bfloat16(x: np.ndarray) -> np.ndarray:

@@ -1,0 +1,136 @@
+"""Projections: by torch (cuBLASLt on a GPU), or by a persistent Triton kernel whose rows do not know of each other.
+
+Promises: `TiledProduct` adds up every output element in one order over k, whatever the number of rows: bitwise, a row
+alone is that row in a batch. Must not know: what the matrices mean, norms.
+
+Every element of a tile is the sum over k in steps of BLOCK_K, added to one float32 accumulator by the matrix
+instruction. BLOCK_N and BLOCK_K belong to the weight; BLOCK_M is 64 rows a warpgroup, one warpgroup for few rows and
+two for many, so a warp issues the same instruction on the same operands in either: m64 n(BLOCK_N) k16 (wgmma) on
+sm_90, m16n8k16 (mma.sync) on sm_80. A 16-row tile would read no less memory when decoding and would be mma.sync on
+sm_90, which need not add the 16 products of a step in wgmma's order: never mix the two. On sm_100 (tcgen05) 64 and 128
+rows are two shapes of one instruction; that they agree is for that GPU to show.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire_kernels.reference.linear import Linear
+
+_FEW_ROWS = 64
+_BLOCK_K = 64
+_SIMULATED_PROGRAMS = 3  # off the GPU; few, so that a program has several tiles
+
+
+@triton.jit
+def product_kernel(  # noqa: PLR0917
+    x, weight, bias, residual, out, num_rows, num_columns, depth,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out [M, N] = x [M, K] @ weight [N, K].T (+ bias [N]) (+ residual [M, N]), rounded as the reference rounds."""
+    row_tiles = tl.cdiv(num_rows, BLOCK_M)
+    num_tiles = row_tiles * tl.cdiv(num_columns, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        # Programs that run together share columns, so that a weight is read from memory once.
+        rows = (tile % row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+        columns = (tile // row_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+        row_inside, column_inside = rows < num_rows, columns < num_columns
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for k in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
+            ks = k + tl.arange(0, BLOCK_K)
+            a = tl.load(
+                x + rows.to(tl.int64)[:, None] * depth + ks[None, :],
+                mask=row_inside[:, None] & (ks < depth)[None, :],
+                other=0.0,
+            )
+            b = tl.load(
+                weight + columns.to(tl.int64)[:, None] * depth + ks[None, :],
+                mask=column_inside[:, None] & (ks < depth)[None, :],
+                other=0.0,
+            )
+            total = tl.dot(a, tl.trans(b), total)
+        if HAS_BIAS:
+            total += tl.load(bias + columns, mask=column_inside, other=0.0).to(tl.float32)[None, :]
+        value = total.to(x.dtype.element_ty)
+        at = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
+        inside = row_inside[:, None] & column_inside[None, :]
+        if HAS_RESIDUAL:
+            before = tl.load(residual + at, mask=inside, other=0.0)
+            value = (before.to(tl.float32) + value.to(tl.float32)).to(x.dtype.element_ty)
+        tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+class TorchProduct:
+    """What torch's libraries compute: fastest, in an order of summation that may change with the number of rows."""
+
+    def linear(self, x: Tensor, w: Linear) -> Tensor:
+        """x [T, K] -> [T, N]."""
+        return F.linear(x, w.weight, w.bias)
+
+    def linear_add(self, x: Tensor, w: Linear, residual: Tensor) -> Tensor:
+        """residual [T, N] += the projection of x, in the product's own launch where there is no bias."""
+        if w.bias is not None:
+            return residual.add_(F.linear(x, w.weight, w.bias))
+        return residual.addmm_(x, w.weight.t())
+
+    def logits(self, x: Tensor, w: Linear) -> Tensor:
+        """x [S, K] -> [S, V] float32, rounded to x's dtype on the way."""
+        return F.linear(x, w.weight, w.bias).float()
+
+
+class TiledProduct:
+    """One order of summation for each weight."""
+
+    def linear(self, x: Tensor, w: Linear) -> Tensor:
+        """x [T, K] -> [T, N]."""
+        return _product(x, w, None, x.new_empty(x.shape[0], w.weight.shape[0]))
+
+    def linear_add(self, x: Tensor, w: Linear, residual: Tensor) -> Tensor:
+        """residual [T, N] += the projection of x. Every element is read and written by one thread."""
+        return _product(x, w, residual, residual)
+
+    def logits(self, x: Tensor, w: Linear) -> Tensor:
+        """x [S, K] -> [S, V] float32, rounded to x's dtype on the way."""
+        return _product(x, w, None, torch.empty(x.shape[0], w.weight.shape[0], dtype=torch.float32, device=x.device))
+
+
+def _product(x: Tensor, w: Linear, residual: Tensor | None, out: Tensor) -> Tensor:
+    (num_rows, depth), num_columns = x.shape, w.weight.shape[0]
+    if w.weight.shape[1] != depth or w.weight.dtype != x.dtype or out.shape != (num_rows, num_columns):
+        raise ValueError(
+            f"{x.dtype} rows of {depth} do not fit {w.weight.dtype} {list(w.weight.shape)} and {list(out.shape)}"
+        )
+    if not (w.weight.is_contiguous() and out.is_contiguous()):
+        raise ValueError("weights and results must be contiguous")
+    if num_rows:
+        few = num_rows <= _FEW_ROWS
+        block_m, block_n = (64 if few else 128), _columns_of_a_tile(num_columns)
+        stages = 4 if block_m + block_n <= 192 else 3  # 96 KiB of shared memory, which every GPU since Ampere has
+        tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, block_n)
+        product_kernel[(min(tiles, _num_programs(x.device)),)](
+            x.contiguous(), w.weight, w.weight if w.bias is None else w.bias, out if residual is None else residual,
+            out, num_rows, num_columns, depth,
+            HAS_BIAS=w.bias is not None, HAS_RESIDUAL=residual is not None,
+            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=_BLOCK_K, STAGES=stages,
+            num_warps=4 if few else 8,
+        )  # fmt: skip
+    return out
+
+
+def _columns_of_a_tile(num_columns: int) -> int:
+    """Wide tiles where there are enough of them for every multiprocessor; by the weight alone, for its bits' sake."""
+    return 128 if num_columns >= 16384 else 64 if num_columns >= 4096 else 32
+
+
+@cache
+def _num_programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _SIMULATED_PROGRAMS
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count  # what their shared memory holds at once

@@ -1,0 +1,53 @@
+"""silu(gate) * up: the reference's definition, elementwise, nothing touched beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire_kernels.triton import activation
+from support.guarded import between_guards, guarded
+from support.planted import planted
+
+
+def _gate_up(num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    values = 4 * torch.randn(num_rows, 2 * width, generator=torch.Generator().manual_seed(width))
+    values[0, :4] = torch.tensor([0.0, -200.0, 200.0, -89.0])  # where an exponential overflows or vanishes
+    return between_guards(values.to(dtype))
+
+
+def _check(module, width: int, dtype: torch.dtype) -> None:
+    gate_up = _gate_up(3, width, dtype)
+    with guarded():
+        result = module.silu_mul(gate_up)
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    expected = (gate / (1.0 + torch.exp(-gate)) * up).to(dtype)
+    assert torch.allclose(result.float(), expected.float(), rtol=1e-2 if dtype is torch.bfloat16 else 1.2e-3)
+    assert (result == expected).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [24, 1024, 1500])
+def test_it_is_the_reference_activation(width, dtype):
+    _check(activation, width, dtype)
+
+
+def test_a_row_does_not_depend_on_the_others():
+    gate_up = _gate_up(3, 100, torch.bfloat16)
+    together = activation.silu_mul(gate_up)
+    for row in range(3):
+        assert torch.equal(activation.silu_mul(gate_up[row : row + 1]), together[row : row + 1])
+    assert activation.silu_mul(gate_up[:0]).shape == (0, 100)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("value.to(out.dtype.element_ty), mask=inside)", "value.to(out.dtype.element_ty))"),
+        ("row * 2 * width + width + columns", "row * 2 * width + columns"),
+    ],
+    ids=["unmasked store", "the gate for up"],
+)
+def test_planted_bugs_are_found(old, new, tmp_path):
+    with pytest.raises(AssertionError):
+        _check(planted(activation, old, new, tmp_path), 1500, torch.bfloat16)
