@@ -21,7 +21,7 @@ from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.decoder import Decoder
 from quire_engine.execution.models.weights import load_decoder
 from quire_engine.types import SamplingParams, StopParams
-from quire_kernels.kernel_set import KVFormat
+from quire_kernels.kernel_set import KernelSet, KVFormat
 from quire_kernels.select import select
 
 CPU = torch.device("cpu")
@@ -86,10 +86,12 @@ class Model:
         block_size: int = 16,
         num_blocks: int = 200,
         max_model_len: int = 512,
+        kernels: KernelSet | None = None,
     ) -> None:
+        """`kernels`: the reference's where none are given."""
         self.device, self.block_size = torch.device(device), block_size
         config = load_model_config(path)
-        kernels = select(self.device, dtype, "reference", kv=KVFormat(head_dim=config.head_dim, block_size=block_size))
+        kernels = kernels or select(self.device, dtype, "reference", kv=KVFormat(head_dim=config.head_dim, block_size=block_size))
         self.decoder: Decoder = load_decoder(
             path, config, kernels=kernels, dtype=dtype, device=self.device, max_model_len=max_model_len
         )
