@@ -98,9 +98,7 @@ class Report:
     spills: int  # loads and stores of local memory
     shared: int  # bytes
     blocks: int  # on a multiprocessor at once
-    matrix: tuple[
-        str, ...
-    ]  # matrix instructions with shape and types: HMMA (mma.sync), HGMMA (wgmma), UTCHMMA (tcgen05)
+    matrix: tuple[str, ...]  # with shape and types: HMMA (mma.sync), HGMMA (wgmma), UTCHMMA (tcgen05)
     load_bytes: dict[str, int]  # bytes a thread loads from global memory, by width, each instruction counted once
     instructions: int
 
@@ -184,7 +182,7 @@ def report(case: str, launch: Launch, capability: int) -> Report:
         spills=families["LDL"] + families["STL"],
         shared=shared,
         blocks=min(gpu.registers // per_warp // warps, gpu.shared // (shared + 1024), gpu.warps // warps, gpu.blocks),
-        matrix=tuple(sorted({op for op in ops if re.match(r"[A-Z]*MMA\.", op)})),
+        matrix=tuple(sorted({op for op in ops if re.match(r"[A-Z]*MMA\b", op)})),
         load_bytes=_load_bytes(ops),
         instructions=len(ops),
     )
@@ -218,27 +216,27 @@ def _disassembled(cubin: bytes) -> tuple[str, str]:
     return resources.stdout + resources.stderr, code.stdout
 
 
-def reports(case: str, call: Callable[[], object], capabilities: list[int]) -> Iterator[Report]:
-    """Every kernel that `call` launches, on every GPU."""
+def reports(case: str, call: Callable[[int], object], capability: int) -> Iterator[Report]:
+    """Every kernel that `call` launches on a GPU of that capability."""
     with noted_launches() as launches:
-        call()
+        call(capability)
     if not launches:
         raise ValueError(f"{case} launches nothing")
     for launch in launches:
-        for capability in capabilities:
-            yield report(case, launch, capability)
+        yield report(case, launch, capability)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("module", help="has CASES: names and calls")
+    parser.add_argument("module", help="has CASES: names, and calls given a GPU's capability")
     parser.add_argument("cases", nargs="*", help="all of them where none is named")
     parser.add_argument("--capabilities", nargs="+", type=int, default=[80, 90, 100])
     arguments = parser.parse_args()
-    calls: dict[str, Callable[[], object]] = importlib.import_module(arguments.module).CASES
+    calls: dict[str, Callable[[int], object]] = importlib.import_module(arguments.module).CASES
     for case in arguments.cases or calls:
-        for found in reports(case, calls[case], arguments.capabilities):
-            print(json.dumps(asdict(found)), flush=True)
+        for capability in arguments.capabilities:
+            for found in reports(case, calls[case], capability):
+                print(json.dumps(asdict(found)), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,18 @@ Must not know: how a kernel is compiled.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 
-from quire_kernels.kernel_set import ChoiceRows
+from quire_kernels.kernel_set import AttentionShape, ChoiceRows
 from quire_kernels.reference.linear import Linear
 from quire_kernels.triton.activation import silu_mul
+from quire_kernels.triton.attention import TritonAttention
 from quire_kernels.triton.choose import choose
+from quire_kernels.triton.copy_blocks import copy_blocks
 from quire_kernels.triton.norm import rms_norm
+from quire_kernels.triton.pool import KVType
 from quire_kernels.triton.product import TiledProduct
 
 _VOCABULARY = 151_936  # Qwen3's
@@ -30,9 +34,13 @@ def _linear(num_outputs: int, num_inputs: int, dtype: torch.dtype, bias: bool = 
     return Linear(_empty(num_outputs, num_inputs, dtype=dtype), _empty(num_outputs, dtype=dtype) if bias else None)
 
 
-def _norms() -> None:
+def _norms(_: int) -> None:
     for width in _HIDDEN:
         rms_norm(_empty(8, width), _empty(width), 1e-6)
+
+
+def _product_of_few_rows(_: int) -> None:
+    TiledProduct().linear(_empty(8, 1024), _linear(4096, 1024, _BF16, bias=True))
 
 
 def _products(dtype: torch.dtype) -> None:
@@ -63,13 +71,63 @@ def choice_rows(num_rows: int, *, draws: bool = True, limits_k: bool = True, lim
     )
 
 
-CASES: dict[str, Callable[[], object]] = {
+def _step(*lengths: tuple[int, int]) -> SimpleNamespace:
+    """What the ops look at of a step of sequences with (rows, context)."""
+    rows = sum(count for count, _ in lengths)
+    return SimpleNamespace(
+        positions=_empty(rows, dtype=torch.int64),
+        kv_slots=_empty(rows, dtype=torch.int64),
+        query_starts=_empty(len(lengths) + 1, dtype=torch.int32),
+        context_lens=_empty(len(lengths), dtype=torch.int32),
+        block_tables=_empty(len(lengths), 256, dtype=torch.int32),
+        query_lens=[count for count, _ in lengths],
+        kv_lens=[context for _, context in lengths],
+        max_query_len=max(count for count, _ in lengths),
+        max_context_len=max(context for _, context in lengths),
+    )
+
+
+def _attention(
+    capability: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    kv_type: KVType = "auto",
+    deterministic: bool = False,
+    **shape: int,
+) -> None:
+    """rope_write and both attention kernels of a mixed step: decode rows short and long, and a chunk of a prompt."""
+    ops = TritonAttention(kv_type, deterministic=deterministic)
+    norms = {name: _empty(head_dim) for name in ("q_norm", "k_norm")}
+    layer = AttentionShape(
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5, **norms, **shape
+    )
+    kv = ops.new_kv(8, 2, kv_heads, 16, head_dim, _BF16, torch.device("cpu"))
+    step = _step((1, 100), (1, 3000), (512, 1024))
+    rows = len(step.positions)
+    qkv, rope = _empty(rows, (heads + 2 * kv_heads) * head_dim), _empty(4096, head_dim, dtype=torch.float32)
+    ops.rope_write(qkv, rope, layer, kv, 1, step)
+    ops.attention(_empty(rows, heads, head_dim), layer, kv, 1, step)
+
+
+CASES: dict[str, Callable[[int], object]] = {
     "norm": _norms,
-    "activation": lambda: silu_mul(_empty(8, 2 * 3072)),
-    "product bf16": lambda: _products(_BF16),
-    "product fp16": lambda: _products(torch.float16),
-    "greedy": lambda: choose(
+    "activation": lambda _: silu_mul(_empty(8, 2 * 3072)),
+    "product quick": _product_of_few_rows,
+    "product bf16": lambda _: _products(_BF16),
+    "product fp16": lambda _: _products(torch.float16),
+    "attention 16/8x128": lambda gpu: _attention(gpu, 16, 8, 128),
+    "attention 32/8x128 fp8": lambda gpu: _attention(gpu, 32, 8, 128, kv_type="fp8"),
+    "attention 32/8x128 deterministic": lambda gpu: _attention(gpu, 32, 8, 128, deterministic=True),
+    "attention 24/8x128 fp8 deterministic": lambda gpu: _attention(gpu, 24, 8, 128, kv_type="fp8", deterministic=True),
+    "attention 14/2x64": lambda gpu: _attention(gpu, 14, 2, 64),
+    "attention 32/32x80": lambda gpu: _attention(gpu, 32, 32, 80),
+    "attention 16/8x256 window": lambda gpu: _attention(gpu, 16, 8, 256, window=1024),
+    "attention 16/8x256 deterministic": lambda gpu: _attention(gpu, 16, 8, 256, deterministic=True),
+    "copies": lambda _: copy_blocks(_empty(8, 2, 2, 8, 16, 128), [(1, 2), (3, 4)]),
+    "greedy": lambda _: choose(
         _empty(8, _VOCABULARY, dtype=torch.float32), choice_rows(8, draws=False, limits_k=False, limits_p=False)
     ),
-    "draw": lambda: choose(_empty(8, _VOCABULARY, dtype=torch.float32), choice_rows(8)),
+    "draw": lambda _: choose(_empty(8, _VOCABULARY, dtype=torch.float32), choice_rows(8)),
 }
