@@ -15,6 +15,13 @@ from types import ModuleType
 _numbers = itertools.count()
 
 
+def noticed() -> tuple[type[Exception], ...]:
+    """What a planted bug may raise: a test's assertion, or the sanitizer's fault where that one runs the kernels."""
+    sanitizers = (sys.modules.get(name) for name in ("ttsem.sanitize", "__main__"))  # it is run as the program
+    faults = (getattr(module, "KernelFault", None) for module in sanitizers)
+    return (AssertionError, *(fault for fault in faults if fault is not None))
+
+
 def planted(module: ModuleType, old: str, new: str, folder: Path, *, within: ModuleType | None = None) -> ModuleType:
     """A copy of `module` in which `new` stands in place of `old`; with `within`, a copy of that, which imports it."""
     source = _source(module)

@@ -106,14 +106,18 @@ def digit_kernel(  # noqa: PLR0917
         return
     mine = counts + row * COUNTS
     peak, total = row_peak(peaks, row, chunks, CHUNKS), 1.0
+    # The first digit has none before it, and its bins are being filled by the other programs.
+    prefix = tl.zeros([], tl.int32)
     if MASS:
         mine += K_DIGITS * BINS
         total = exp_total(sums, row, chunks, CHUNKS)
-        prefix, _ = narrow(mine, wanted_mass(mine, limit), digit)
         shift = BITS * (P_DIGITS - 1 - digit)
+        if digit > 0:
+            prefix, _ = narrow(mine, wanted_mass(mine, limit), digit)
     else:
-        prefix, _ = narrow(mine, limit.to(tl.int64), digit)
         shift = BITS * (K_DIGITS - 1 - digit)
+        if digit > 0:
+            prefix, _ = narrow(mine, limit.to(tl.int64), digit)
     held = tl.zeros([_PART, BINS], tl.int64)
     for start in tl.range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, num_tokens), 4 * _PART):
         ids = start + tl.arange(0, 4 * _PART)

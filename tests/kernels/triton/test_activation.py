@@ -7,7 +7,7 @@ import torch
 
 from quire_kernels.triton import activation
 from support.guarded import between_guards, guarded
-from support.planted import planted
+from support.planted import noticed, planted
 
 
 def _gate_up(num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -49,5 +49,5 @@ def test_a_row_does_not_depend_on_the_others():
     ids=["unmasked store", "the gate for up"],
 )
 def test_planted_bugs_are_found(old, new, tmp_path):
-    with pytest.raises(AssertionError):
+    with pytest.raises(noticed()):
         _check(planted(activation, old, new, tmp_path), 1500, torch.bfloat16)

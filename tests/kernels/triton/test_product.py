@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
 from quire_kernels.reference.linear import Linear
 from quire_kernels.triton import product
 from support.guarded import between_guards, guarded
-from support.planted import planted
+from support.planted import noticed, planted
 
 TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
 PRODUCTS = {"torch": product.TorchProduct, "tiled": product.TiledProduct}
@@ -112,15 +114,19 @@ def test_what_does_not_fit_is_refused():
     [
         ("value.to(out.dtype.element_ty), mask=inside)", "value.to(out.dtype.element_ty), mask=row_inside[:, None])"),
         ("mask=column_inside[:, None] & (ks < depth)[None, :]", "mask=column_inside[:, None]"),
-        ("tl.range(tl.program_id(0), num_tiles, tl.num_programs(0))", "tl.range(tl.program_id(0), num_tiles, 99)"),
+        (
+            "tl.range(tl.program_id(0), num_tiles, tl.num_programs(0))",
+            "tl.range(tl.program_id(0), num_tiles - 1, tl.num_programs(0))",
+        ),
     ],
     ids=["unmasked columns", "unmasked depth", "tiles left out"],
 )
 def test_planted_bugs_are_found(old, new, tmp_path):
-    with pytest.raises(AssertionError):
+    with pytest.raises(noticed()):
         _check(planted(product, old, new, tmp_path).TiledProduct(), 75, 133, torch.bfloat16)
 
 
+@pytest.mark.skipif("ttsem" in sys.modules, reason="the sanitizer adds up term by term, whatever the step over k")
 def test_a_planted_dependence_on_the_number_of_rows_is_found(tmp_path):
     module = planted(product, "BLOCK_K=_BLOCK_K,", "BLOCK_K=_BLOCK_K if few else 32,", tmp_path)
     with pytest.raises(AssertionError, match="rows"):
