@@ -6,12 +6,14 @@ written, and writing before or after it is found at the end. Must not know: any 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
 
+DEVICE = torch.device(os.environ.get("QUIRE_TRITON_DEVICE", "cpu"))  # of the Triton kernels' tests
 _GUARD = 1024  # elements on either side: programs run over by less than a tile's row
 _POISON = -77
 
@@ -23,8 +25,8 @@ def poison(dtype: torch.dtype) -> float | int | bool:
 
 
 def between_guards(x: torch.Tensor) -> torch.Tensor:
-    """A copy of x with poison before and after it: reading past its ends gives NaN."""
-    room = _room(x.shape, x.dtype, x.device)
+    """A copy of x on the tests' device, with poison before and after it: reading past its ends gives NaN."""
+    room = _room(x.shape, x.dtype, DEVICE)
     return _middle(room, x.shape).copy_(x)
 
 

@@ -91,7 +91,9 @@ class Model:
         """`kernels`: the reference's where none are given."""
         self.device, self.block_size = torch.device(device), block_size
         config = load_model_config(path)
-        kernels = kernels or select(self.device, dtype, "reference", kv=KVFormat(head_dim=config.head_dim, block_size=block_size))
+        kernels = kernels or select(
+            self.device, dtype, "reference", kv=KVFormat(head_dim=config.head_dim, block_size=block_size)
+        )
         self.decoder: Decoder = load_decoder(
             path, config, kernels=kernels, dtype=dtype, device=self.device, max_model_len=max_model_len
         )

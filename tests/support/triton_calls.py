@@ -98,7 +98,7 @@ def _attention(
     **shape: int,
 ) -> None:
     """rope_write and both attention kernels of a mixed step: decode rows short and long, and a chunk of a prompt."""
-    ops = TritonAttention(kv_type, deterministic=deterministic)
+    ops = TritonAttention(kv_type, warp_groups=capability in (90, 100), deterministic=deterministic)
     norms = {name: _empty(head_dim) for name in ("q_norm", "k_norm")}
     layer = AttentionShape(
         num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5, **norms, **shape

@@ -15,6 +15,7 @@ from quire_engine.batch import SampledToken
 from quire_engine.execution.sampler import Sampler, SampleRow
 from quire_engine.types import SamplingParams, StopParams
 from quire_kernels.kernel_set import ChoiceRows
+from support.guarded import DEVICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ def choice_rows(wishes: Sequence[Wish], logits_rows: Sequence[int] | None = None
     """As a runner would pack them."""
 
     def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype)
+        return torch.tensor(values, dtype=dtype, device=DEVICE)
 
     return ChoiceRows(
         logits_rows=column(range(len(wishes)) if logits_rows is None else logits_rows, torch.int64),
@@ -92,4 +93,4 @@ def sampled(
         )
         for i, w in enumerate(wishes)
     ]
-    return Sampler().sample(logits, rows)
+    return Sampler().sample(logits.cpu(), rows)

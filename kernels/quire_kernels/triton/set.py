@@ -26,9 +26,13 @@ from quire_kernels.triton.pool import KVType
 from quire_kernels.triton.product import TiledProduct, TorchProduct
 
 
-def make_triton_set(*, kv_type: KVType = "auto", deterministic: bool = False) -> KernelSet:
-    """The set for bfloat16 and float16 models. `kv_type`: what the pool holds. `deterministic`: see the module."""
-    attention = TritonAttention(kv_type, deterministic=deterministic)
+def make_triton_set(*, kv_type: KVType = "auto", deterministic: bool = False, warp_groups: bool = True) -> KernelSet:
+    """The set for bfloat16 and float16 models.
+
+    `kv_type`: what the pool holds. `deterministic`: see the module. `warp_groups`: whether the GPU is of compute
+    capability 9.x or 10.x, whose matrix instructions are for groups of four warps.
+    """
+    attention = TritonAttention(kv_type, warp_groups=warp_groups, deterministic=deterministic)
     linear = LinearOps(TiledProduct() if deterministic else TorchProduct())
     return KernelSet(
         name="triton",

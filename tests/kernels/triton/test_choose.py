@@ -13,7 +13,7 @@ import triton.language as tl
 from quire_engine.execution.rng import uniform
 from quire_kernels.triton import candidates, choose
 from quire_kernels.triton.candidates import uniform_of
-from support.guarded import between_guards, guarded
+from support.guarded import DEVICE, between_guards, guarded
 from support.planted import noticed, planted
 from support.triton_choices import Wish, choice_rows, random_wishes, sampled, signed
 
@@ -80,8 +80,10 @@ def _uniform_kernel(seeds, choices, positions, out):
 def test_the_generator_is_the_engines():
     cases = [(0, 0, 0), (2**64 - 1, 2**33 + 5, 2**40 + 7), (-3, 1, 2**31), (2**63, 2**32 - 1, 2**32)]
     cases += [(w.seed, w.choice, w.position) for w in random_wishes(20, 100, 3)]
-    columns = [torch.tensor([signed(number) for number in column]) for column in zip(*cases, strict=True)]
-    out = torch.empty(len(cases), dtype=torch.float64)
+    columns = [
+        torch.tensor([signed(number) for number in column], device=DEVICE) for column in zip(*cases, strict=True)
+    ]
+    out = torch.empty(len(cases), dtype=torch.float64, device=DEVICE)
     _uniform_kernel[(len(cases),)](*columns, out)
     assert out.tolist() == [uniform(*case) for case in cases]
 
@@ -107,7 +109,7 @@ def test_choices_of_a_request_share_a_row_of_logits():
 
 
 def test_of_equal_logits_the_first_is_the_greatest():
-    logits = torch.zeros(3, 1030)
+    logits = torch.zeros(3, 1030, device=DEVICE)
     logits[1, [700, 1029, 600]] = 2.0
     logits[2, 1029] = 1e-30
     ids, finite, possible = choose.choose(logits, choice_rows([Wish(temperature=0.0)] * 3), chunk=512)
@@ -151,7 +153,7 @@ def test_launches_are_as_many_as_said_and_nothing_waits(draws, limits_k, limits_
         patch.object(torch.Tensor, "tolist", side_effect=AssertionError("waits")),
         patch.object(torch.Tensor, "__bool__", side_effect=AssertionError("waits")),
     ):
-        choose.choose(torch.zeros(3, 5000), rows)
+        choose.choose(torch.zeros(3, 5000, device=DEVICE), rows)
     assert len(launched) == count
 
 

@@ -7,7 +7,7 @@ import torch
 
 from quire_kernels.reference import linear
 from quire_kernels.triton import norm
-from support.guarded import between_guards, guarded
+from support.guarded import DEVICE, between_guards, guarded
 from support.planted import noticed, planted
 
 EPS = 1e-6
@@ -54,8 +54,8 @@ def test_no_rows_and_rows_apart_in_memory():
 
 
 def test_squares_of_large_float16_values_do_not_overflow():
-    x = torch.full((1, 8), 1000.0, dtype=torch.float16)
-    assert torch.equal(norm.rms_norm(x, torch.ones(8, dtype=torch.float16), EPS), torch.ones_like(x))
+    x = torch.full((1, 8), 1000.0, dtype=torch.float16, device=DEVICE)
+    assert torch.equal(norm.rms_norm(x, torch.ones_like(x[0]), EPS), torch.ones_like(x))
 
 
 def test_a_weight_that_does_not_fit_is_refused():

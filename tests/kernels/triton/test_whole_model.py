@@ -12,13 +12,14 @@ from quire_engine.demo import demo_model_path
 from quire_kernels.kernel_set import KernelSet
 from quire_kernels.triton import activation
 from quire_kernels.triton.set import make_triton_set
+from support.guarded import DEVICE
 from support.model_steps import Model, scheduled
 
 PROMPTS = ((5, 9, 77, 30, 12), tuple(range(20, 53)), (7, 8, 9))
 
 
 def _model(kernels: KernelSet | None, dtype: torch.dtype = torch.bfloat16) -> Model:
-    return Model(demo_model_path(), dtype=dtype, num_blocks=32, max_model_len=256, kernels=kernels)
+    return Model(demo_model_path(), dtype=dtype, device=str(DEVICE), num_blocks=32, max_model_len=256, kernels=kernels)
 
 
 def _logits(model: Model, *lengths: tuple[int, int, int]) -> list[torch.Tensor]:
@@ -39,7 +40,7 @@ def test_tokens_are_the_references(dtype):
 
 def test_greedy_is_the_argmax_of_the_logits():
     model = _model(make_triton_set())
-    hidden = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    hidden = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
     hidden[1, 7] = float("nan")
     ids, finite = model.decoder.greedy(hidden)
     assert finite == [True, False, True]
