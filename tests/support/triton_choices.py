@@ -86,8 +86,8 @@ def sampled(
             ),
             stop=StopParams(max_new_tokens=1),
             choice=w.choice,
-            token_ids=(),
-            num_prompt_tokens=0,
+            prompt_token_ids=(),
+            output_token_ids=(),
             position=w.position,
             logits_row=i if logits_rows is None else logits_rows[i],
         )
