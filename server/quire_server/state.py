@@ -50,9 +50,6 @@ class ServerState:
         """Tokens of prompt and answer together."""
         return self.client.plan.scheduler.max_model_len
 
-    def ready(self) -> bool:
-        return self.unready_reason() is None
-
     def unready_reason(self) -> str | None:
         """A few words for a probe's reply, such as "draining" or "engine restarting"; None when serving."""
         return "draining" if self.draining else self.engine_trouble()
