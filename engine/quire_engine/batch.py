@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from quire_engine.types import SamplingParams, StopParams, TokenLogprobs
 
+PENDING = -1  # a token id that the step launched before samples: its executor has it, the host not yet
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fork:
@@ -26,11 +28,13 @@ class ScheduledSequence:
     Position p lives in block `block_ids[p // block_size]` at offset `p % block_size`. All tuples are values of this
     step alone: they stay as they are when the sequence grows, is preempted or ends. The prompt is the request's own
     and costs nothing to carry; the output is copied for those only who need it, so that a step's cost does not grow
-    with what the sequences have already said.
+    with what the sequences have already said. A step that is launched before the last one's tokens are known has
+    PENDING for them: at most one a sequence, the last of its ids.
     """
 
     sequence_id: int
     choice: int
+    run: int = 0  # how often its group had been preempted: a result of an earlier run is void
     prompt_token_ids: tuple[int, ...]  # the whole prompt
     output_token_ids: tuple[int, ...]  # all that is known, where `sampling.has_penalties`; else none
     token_ids: tuple[int, ...]  # the slice's, of prompt and output
@@ -86,9 +90,11 @@ class StepResult:
 
     `samples` has an entry for every item that wants a sample and for each of its forks: its next tokens in order, one
     or more, or a lone error; `prompt_logprobs[id]` holds one entry per position p of the slice whose next token p + 1
-    is a prompt token; `errors[id]` fails that sequence, whatever it wanted.
+    is a prompt token; `errors[id]` fails that sequence, whatever it wanted. Items in `starved` were not computed:
+    the device had no memory for them even alone; they may be tried again.
     """
 
     samples: dict[int, tuple[SampledToken, ...]] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    starved: set[int] = field(default_factory=set)  # sequence ids

@@ -7,6 +7,7 @@ between calls. Must not know: processes, sockets, threads, text.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
@@ -18,9 +19,20 @@ from quire_engine.types import EngineHealth, GenerationRequest, StepOutput, Toke
 
 
 class StepExecutor(Protocol):
-    """Computes one batch; the model's `Runner`, or a fake in tests."""
+    """Computes batches, in the order in which they are launched; one of the model's runners, or a fake in tests."""
 
-    def execute(self, batch: Batch) -> StepResult: ...
+    @property
+    def max_in_flight(self) -> int:
+        """Steps that may be launched and not collected: 1, or 2 for an executor that computes beside its caller."""
+        ...
+
+    def launch(self, batch: Batch) -> None:
+        """Begin a step, or compute it. With another in flight its ids may be PENDING: that step's samples."""
+        ...
+
+    def collect(self) -> StepResult:
+        """The result of the step launched first among those in flight; waits for it."""
+        ...
 
 
 def _discard(_: StepOutput) -> None:
@@ -28,7 +40,7 @@ def _discard(_: StepOutput) -> None:
 
 
 class Engine:
-    """Continuous batching, one step at a time."""
+    """Continuous batching, a step at a time; where the executor computes beside it, planned one step ahead."""
 
     def __init__(
         self,
@@ -44,6 +56,7 @@ class Engine:
         self._check_every_step = check_invariants
         self._clock = clock
         self._step_id = 0
+        self._in_flight: deque[Batch] = deque()  # launched and not collected, in order
         self._unsent: list[TokenOutput] = []  # refusals, sent with the next StepOutput
         self._stats_changed = False
         self._checked = True  # nothing has happened since the last look at the books
@@ -51,7 +64,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do or to tell."""
-        return self._scheduler.has_work or bool(self._unsent) or self._stats_changed
+        return self._scheduler.has_work or bool(self._in_flight) or bool(self._unsent) or self._stats_changed
 
     def submit(self, request: GenerationRequest) -> None:
         try:
@@ -76,18 +89,25 @@ class Engine:
             self._check()
 
     def step(self) -> None:
-        """Schedule, execute, apply; then tell `on_step` what came of it, if anything did."""
+        """Schedule and launch a step; collect and apply the earliest that need not stay in flight; tell `on_step`.
+
+        With an executor that computes beside it the step that is collected is the one launched a call before, so the
+        executor has the next one already when it ends. That one was planned as if every sequence went on: what it
+        computes for those that turn out to have ended is dropped.
+        """
         started = self._clock()
         outputs, self._unsent = self._unsent, []
-        batch = self._scheduler.schedule(started)
         execute_seconds = 0.0
+        if self._in_flight and self._scheduler.needs_results:
+            execute_seconds += self._collect(outputs)
+        batch = self._scheduler.schedule(started)
         if batch is not None:
-            execute_started = self._clock()
-            result = self._executor.execute(batch)
-            finished = self._clock()
-            execute_seconds = finished - execute_started
-            outputs += self._scheduler.apply(batch, result, finished)
-            self._step_id = batch.step_id
+            launched = self._clock()
+            self._executor.launch(batch)
+            execute_seconds += self._clock() - launched
+            self._in_flight.append(batch)
+        if self._in_flight and (batch is None or len(self._in_flight) == self._executor.max_in_flight):
+            execute_seconds += self._collect(outputs)
         self._checked = False
         if self._check_every_step:
             self._check()
@@ -97,6 +117,16 @@ class Engine:
         step_seconds = self._clock() - started
         stats = replace(self._scheduler.stats(), step_seconds=step_seconds, host_seconds=step_seconds - execute_seconds)
         self.on_step(StepOutput(step_id=self._step_id, outputs=tuple(outputs), stats=stats))
+
+    def _collect(self, outputs: list[TokenOutput]) -> float:
+        """Take in the earliest step in flight; the seconds that it was waited for."""
+        batch = self._in_flight.popleft()
+        started = self._clock()
+        result = self._executor.collect()
+        finished = self._clock()
+        outputs += self._scheduler.apply(batch, result, finished)
+        self._step_id = batch.step_id
+        return finished - started
 
     def _check(self) -> None:
         self._scheduler.check_invariants()

@@ -102,12 +102,17 @@ class SchedulerConfig:
 
     num_blocks: int
     max_model_len: int = 2048
+    plans_ahead: bool = False  # a step is planned before the results of the one before it are known
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
 
     @property
     def num_slots(self) -> int:
         """Tokens that the pool holds."""
         return self.num_blocks * self.limits.block_size
+
+    def work(self, *, num_prompt: int, max_new_tokens: int, n: int) -> int:
+        """`SchedulerLimits.work`; the end of a request is seen a step later where steps are planned ahead."""
+        return self.limits.work(num_prompt=num_prompt, max_new_tokens=max_new_tokens, n=n) + int(self.plans_ahead)
 
     def check(self) -> None:
         """Raise ConfigError, naming the setting and a value that works."""

@@ -154,7 +154,7 @@ def _wait_text(config: SchedulerConfig) -> str:
     """The bound of the elder rule for requests of one size, as `Scheduler.wait_bound` gives it for each."""
     prompt, output = _typical_request(config)
     limits = config.limits
-    work = limits.work(num_prompt=prompt, max_new_tokens=output, n=1)
+    work = config.work(num_prompt=prompt, max_new_tokens=output, n=1)
     others = limits.max_num_seqs - 1
     alone, behind = limits.wait_bound(work, 0), limits.wait_bound(work, others * work)
     return (

@@ -42,8 +42,17 @@ class InventingExecutor:
         self._kind, _, argument = behaviour.partition(":")
         self._trigger = int(argument) if argument else -1
         self._token_ids: dict[int, list[int]] = {}  # of each sequence; no cached prefix leaves a hole
+        self._result = StepResult()
 
-    def execute(self, batch: Batch) -> StepResult:
+    max_in_flight = 1
+
+    def launch(self, batch: Batch) -> None:
+        self._result = self._execute(batch)
+
+    def collect(self) -> StepResult:
+        return self._result
+
+    def _execute(self, batch: Batch) -> StepResult:
         time.sleep(STEP_SECONDS)
         samples = {}
         for item in batch.items:

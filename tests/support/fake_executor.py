@@ -6,9 +6,10 @@ that does not hold what its position needs raises. Must not know: torch, the sch
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass, field, replace
 
-from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
+from quire_engine.batch import PENDING, Batch, SampledToken, ScheduledSequence, StepResult
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams, TokenLogprobs, TokenOutput
 from support.limits import scheduler_config
@@ -31,6 +32,7 @@ def request(
     salt: str = "",
     arrival: float = 0.0,
     prompt_logprobs: int | None = None,
+    penalty: float = 1.0,  # with one the batch carries the output, for the executor to check the blocks against
     resumed: tuple[tuple[int, ...], ...] = (),
     finished: tuple[int, ...] = (),
 ) -> GenerationRequest:
@@ -39,8 +41,7 @@ def request(
     return GenerationRequest(
         request_id=request_id,
         prompt_token_ids=tokens,
-        # With a penalty the batch carries the output, for the executor to check the blocks against.
-        sampling=SamplingParams(num_prompt_logprobs=prompt_logprobs, presence_penalty=1.0),
+        sampling=SamplingParams(num_prompt_logprobs=prompt_logprobs, presence_penalty=penalty),
         stop=StopParams(max_new_tokens=max_tokens, stop_token_ids=stop),
         n=n,
         priority=priority,
@@ -82,24 +83,42 @@ def expected_tokens(wanted: GenerationRequest, choice: int) -> tuple[int, ...]:
 class FakeExecutor:
     """Executes batches against a pretended KV pool: slot (block, offset) holds the hash of all tokens up to there."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, *, max_in_flight: int = 1) -> None:
+        self.max_in_flight = max_in_flight
+        self.log: list[Batch] = []  # all that were launched
+        self._launched: deque[Batch] = deque()  # computed when they are collected: as late as can be
+        self._sampled: dict[int, int] = {}  # by sequence id, in the last step
         self._block_size = block_size
         self._slots: dict[tuple[int, int], int] = {}
         self._chains: dict[int, list[int]] = {}  # per sequence: hash of its first 0, 1, 2, ... tokens
         self.errors: dict[int, str] = {}  # by sequence id: fails the sequence's next slice
+        self._void: set[tuple[int, int]] = set()  # runs of sequences; of requests, where it is their prompt
+        self.starved: set[int] = set()  # sequence ids: there is no memory for their next slice
         self.num_copies = 0
 
+    def launch(self, batch: Batch) -> None:
+        self.log.append(batch)
+        self._launched.append(batch)
+        assert len(self._launched) <= self.max_in_flight
+
+    def collect(self) -> StepResult:
+        return self.execute(self._launched.popleft())
+
     def execute(self, batch: Batch) -> StepResult:
-        for source, target in batch.copies:
-            self.num_copies += 1
-            for offset in range(self._block_size):
-                self._slots.pop((target, offset), None)
-                if (source, offset) in self._slots:
-                    self._slots[target, offset] = self._slots[source, offset]
-        for item in batch.items:
+        batch = replace(batch, items=tuple(self._known(item) for item in batch.items))
+        self.copy(batch)
+        result = StepResult(starved={i.sequence_id for i in batch.items if i.sequence_id in self.starved})
+        self.starved -= result.starved
+        # What was planned behind a slice that is not computed is computed on anything, and must be passed over.
+        starved = [item for item in batch.items if item.sequence_id in result.starved]
+        void = [item for item in batch.items if self._void & {_run(item), _request_run(item)} and item not in starved]
+        items = [item for item in batch.items if item not in starved and item not in void]
+        self._void = {_request_run(item) if item.start < item.num_prompt_tokens else _run(item) for item in starved}
+        for item in void:
+            self._spoil(item, result)
+        for item in items:
             self._write(item)
-        result = StepResult()
-        for item in batch.items:
+        for item in items:
             if item.sequence_id in self.errors:
                 result.errors[item.sequence_id] = self.errors.pop(item.sequence_id)
                 continue
@@ -116,12 +135,41 @@ class FakeExecutor:
                     *((fork.sequence_id, fork.choice) for fork in item.forks),
                 ]:
                     result.samples[sequence_id] = (SampledToken(token_id=_sample(chain[item.end], choice)),)
+        self._sampled = {sequence_id: samples[0].token_id for sequence_id, samples in result.samples.items()}
         return result
+
+    def _spoil(self, item: ScheduledSequence, result: StepResult) -> None:
+        for position in range(item.start, item.end):
+            self._slots.pop(self._slot(item, position), None)
+        if item.wants_prompt_logprobs:
+            result.prompt_logprobs[item.sequence_id] = ()
+        if item.wants_sample:
+            ids = (item.sequence_id, *(fork.sequence_id for fork in item.forks))
+            result.samples.update(dict.fromkeys(ids, (SampledToken(token_id=0),)))
+
+    def copy(self, batch: Batch) -> None:
+        """The blocks that are copied before the step's first write."""
+        for source, target in batch.copies:
+            self.num_copies += 1
+            for offset in range(self._block_size):
+                self._slots.pop((target, offset), None)
+                if (source, offset) in self._slots:
+                    self._slots[target, offset] = self._slots[source, offset]
+
+    def _known(self, item: ScheduledSequence) -> ScheduledSequence:
+        """With the tokens that were PENDING at its launch. Of a sequence whose last step failed they are anything."""
+        if PENDING not in item.token_ids:
+            return item
+        assert item.token_ids == (PENDING,), "only a decode may wait for its token"
+        token = self._sampled.get(item.sequence_id, 0)
+        return replace(item, token_ids=(token,))
 
     def _chain(self, item: ScheduledSequence) -> list[int]:
         chain = self._chains.setdefault(item.sequence_id, [0])
+        del chain[item.start + 1 :]  # what an earlier run made of it may be void
         for position in range(len(chain) - 1, item.end):
-            chain.append(_extend(chain[-1], _token_at(item, position)))
+            inside = position >= item.start
+            chain.append(_extend(chain[-1], item.token_ids[position - item.start] if inside else _at(item, position)))
         return chain
 
     def _slot(self, item: ScheduledSequence, position: int) -> tuple[int, int]:
@@ -130,7 +178,8 @@ class FakeExecutor:
     def _write(self, item: ScheduledSequence) -> None:
         chain = self._chain(item)
         for position in range(item.start, item.end):
-            assert item.token_ids[position - item.start] == _token_at(item, position)
+            if position < item.num_prompt_tokens or item.output_token_ids:
+                assert item.token_ids[position - item.start] == _at(item, position)
             self._slots[self._slot(item, position)] = chain[position + 1]
 
     def _read(self, item: ScheduledSequence) -> None:
@@ -140,7 +189,16 @@ class FakeExecutor:
                 raise CorruptKV(f"sequence {item.sequence_id}, position {position} of {item.end}")
 
 
-def _token_at(item: ScheduledSequence, position: int) -> int:
+def _run(item: ScheduledSequence) -> tuple[int, int]:
+    return item.sequence_id, item.run
+
+
+def _request_run(item: ScheduledSequence) -> tuple[int, int]:
+    """Which request, by the one object that its prompt is, and which of its runs."""
+    return id(item.prompt_token_ids), item.run
+
+
+def _at(item: ScheduledSequence, position: int) -> int:
     behind_prompt = position - item.num_prompt_tokens
     return item.prompt_token_ids[position] if behind_prompt < 0 else item.output_token_ids[behind_prompt]
 

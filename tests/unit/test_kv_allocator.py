@@ -26,6 +26,7 @@ def computed(kv: KVAllocator, tokens: list[int], salt: str = "") -> Sequence:
     """A sequence whose tokens are all computed and committed."""
     one = sequence(tokens, salt)
     kv.seat(one, kv.match(one, len(tokens) - 1))
+    kv.advance(one, len(tokens))
     kv.commit(one, len(tokens))
     return one
 
@@ -71,6 +72,7 @@ def test_only_computed_blocks_are_matched() -> None:
     first = sequence(list(range(8)))
     kv.seat(first, [])
     assert kv.match(sequence(list(range(8))), 7) == []
+    kv.advance(first, 7)
     kv.commit(first, 7)
     assert len(kv.match(sequence(list(range(8))), 8)) == 1
 
@@ -153,6 +155,7 @@ def test_fork_of_a_longer_parent_shares_the_prompt_only() -> None:
     kv = allocator()
     parent, child = sequence(list(range(14))), sequence(list(range(6)))
     kv.seat(parent, [])
+    kv.advance(parent, 6)
     kv.commit(parent, 6)
     kv.fork(parent, child, 6)
     assert child.table.block_ids == parent.table.block_ids[:2]

@@ -128,3 +128,32 @@ def test_prompt_scores_belong_to_choice_0_alone() -> None:
     result.samples[0] = (SampledToken(error="all masked"),)
     outputs = run.scheduler.apply(batch, result, 1.0)
     assert [(o.choice, o.finish, o.prompt_logprobs) for o in outputs] == [(0, "error", None), (1, None, None)]
+
+
+def test_a_group_that_the_device_has_no_memory_for_is_preempted_and_tried_again() -> None:
+    run = new_run()
+    a, b = request("a", 20, 6, n=2), request("b", 20, 6)
+    run.add(a, b)
+    run.one_step()
+    run.executor.starved |= {run.log[0].items[0].sequence_id}
+    run.to_end()
+    assert produced_alone(run, a, b)
+    timings = [run.finishes[name, 0].timing for name in "ab"]
+    assert [timing.num_preemptions for timing in timings if timing] == [1, 0]
+
+
+def test_a_group_that_the_device_never_has_memory_for_ends_with_an_error() -> None:
+    run = new_run()
+    a, b = request("a", 20, 6, n=2), request("b", 20, 6)
+    run.add(a, b)
+    while ("a", 0) not in run.finishes:
+        run.executor.starved |= {0}
+        run.one_step()
+        assert run.step < 20
+    ends = [run.finishes["a", choice] for choice in range(2)]
+    assert [(end.finish, end.error) for end in ends] == [
+        ("error", "the device has no memory left to compute this request")
+    ] * 2
+    run.executor.starved.clear()
+    run.to_end()
+    assert produced_alone(run, b)

@@ -56,7 +56,9 @@ class _Pending:
 
 
 class Runner:
-    """Owns nothing but references to the weights and the KV pool; a step leaves no other state behind."""
+    """Owns references to the weights and the KV pool, and a step's result until it is asked for; nothing else."""
+
+    max_in_flight = 1
 
     def __init__(
         self,
@@ -72,8 +74,17 @@ class Runner:
         self._block_size = block_size
         self._device = device
         self._sampler = Sampler()
+        self._result = StepResult()
         self._vocab_size = decoder.config.vocab_size
         self._logits_rows = max(1, logits_bytes // (4 * self._vocab_size))
+
+    def launch(self, batch: Batch) -> None:
+        """Compute the batch; `collect` has the result."""
+        self._result = self.execute(batch)
+
+    def collect(self) -> StepResult:
+        """What the last batch came to."""
+        return self._result
 
     def execute(self, batch: Batch) -> StepResult:
         """Compute the batch. An item that raises gets `errors[sequence_id]`.

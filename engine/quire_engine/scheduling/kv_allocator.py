@@ -89,9 +89,12 @@ class KVAllocator:
         self._grow(sequence, end)
         return copy
 
+    def advance(self, sequence: Sequence, end: int) -> None:
+        """The tokens up to position `end` are computed, or will be before anything that is scheduled from now on."""
+        sequence.num_computed = end
+
     def commit(self, sequence: Sequence, num_computed: int) -> None:
-        """So many of the sequence's tokens are computed now: make the blocks matchable that they fill."""
-        sequence.num_computed = num_computed
+        """So many of the sequence's tokens are computed for certain: make the blocks matchable that they fill."""
         full = num_computed // self.block_size
         if not self._caching or full <= sequence.num_committed:
             return

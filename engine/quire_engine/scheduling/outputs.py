@@ -12,21 +12,18 @@ from quire_engine.types import FinishReason, RequestTiming, TokenLogprobs, Token
 
 
 def token_output(
-    sequence: Sequence, samples: tuple[SampledToken, ...], known: int, finish: FinishReason | None
+    sequence: Sequence, samples: tuple[SampledToken, ...], token_ids: tuple[int, ...], finish: FinishReason | None
 ) -> TokenOutput:
-    """The output for the tokens of `samples` that were just appended behind the `known` ones.
-
-    With a `finish` the last of them ends the sequence.
-    """
-    group, token_ids = sequence.group, sequence.token_ids
+    """The output for `token_ids`, the first of `samples`. With a `finish` the last of them ends the sequence."""
+    group = sequence.group
     is_first = not sequence.has_output
     if is_first:
         sequence.note_output()
     return TokenOutput(
         request_id=group.request.request_id,
         choice=sequence.choice,
-        token_ids=tuple(token_ids[known:]),
-        logprobs=None if samples[0].logprobs is None else _logprobs(samples[: len(token_ids) - known]),
+        token_ids=token_ids,
+        logprobs=None if samples[0].logprobs is None else _logprobs(samples[: len(token_ids)]),
         prompt_logprobs=group.take_prompt_logprobs() if group.prompt_logprobs_due and sequence.choice == 0 else None,
         finish=finish,
         stop_token_id=token_ids[-1] if finish == "stop" else None,

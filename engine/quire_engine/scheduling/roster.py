@@ -116,8 +116,8 @@ def _check_sequence(sequence: Sequence) -> None:
     blocks = sequence.table.num_blocks_for(reserved)
     require(len(sequence.table) == blocks, f"{name}: {len(sequence.table)} blocks for {reserved} tokens")
     require(computed <= reserved <= known, f"{name}: {computed} tokens computed, {reserved} reserved, {known} known")
-    require(computed < known, f"{name}: nothing left to compute")
-    if group.state != "running" or sequence not in group.computing:
+    require(computed < known or sequence.is_launched, f"{name}: nothing left to compute")
+    if group.state != "running" or (sequence not in group.computing and not sequence.is_launched):
         require(reserved == 0, f"{name}: holds blocks for {reserved} tokens without running")
 
 

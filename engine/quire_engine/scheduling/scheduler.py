@@ -21,6 +21,8 @@ from quire_engine.types import EngineStats, FinishReason, GenerationRequest, Tok
 
 __all__ = ["InvariantViolation", "Scheduler"]
 
+MAX_STARVED = 3  # times that a request is preempted for want of the device's memory, and tried again
+
 
 class Scheduler:
     """Iteration-level scheduling of requests over one pool of KV blocks.
@@ -44,12 +46,18 @@ class Scheduler:
         self._planner = Planner(limits, policies, self._kv, self._roster)
         self._step = 0
         self._prefill_tokens = self._decode_tokens = 0  # of the last applied step
-        self._scheduled_at = 0.0
+        self._scheduled_at: dict[int, float] = {}  # by step, of those not applied
+        self._applied_at = 0.0
 
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self._roster.live)
+
+    @property
+    def needs_results(self) -> bool:
+        """Whether the next plan has to know the tokens in flight: the host counts those that penalties speak of."""
+        return any(group.has_penalties for group in self._roster.running)
 
     def add(self, request: GenerationRequest, now: float) -> None:  # noqa: ARG002 - waiting counts from its arrival
         """Accept a request: it will finish. Raises InfeasibleRequest if no schedule could serve it."""
@@ -57,7 +65,7 @@ class Scheduler:
             raise InfeasibleRequest("a request with this id is unfinished")
         check_request(self._config, request)
         limits = self._config.limits
-        work = limits.work(
+        work = self._config.work(
             num_prompt=len(request.prompt_token_ids), max_new_tokens=request.stop.max_new_tokens, n=request.n
         )
         earlier = sum(group.work for group in self._roster.live.values())
@@ -82,38 +90,55 @@ class Scheduler:
         return self._roster.live[request_id].wait_bound
 
     def schedule(self, now: float) -> Batch | None:
-        """The next step's work, or None if there is none. Its result must be applied before the next call."""
+        """The next step's work, or None if there is none. Its result must be applied before the next call.
+
+        With `plans_ahead` the next step may be planned first: this one is taken to go well, and every sequence in it to
+        go on. What turns out otherwise is passed over when the next one's result is applied. None then also where
+        nothing can be told before a result is applied.
+        """
         if not self._roster.live:
             return None
         self._step += 1
-        self._scheduled_at = now
         plan = self._planner.plan(self._step, now)
-        return plan.batch(self._step) if plan.slices else None
+        if not plan.slices:
+            return None
+        batch = plan.batch(self._step)
+        self._scheduled_at[self._step] = now
+        if self._config.plans_ahead:
+            self._follow(batch)
+        return batch
 
     def apply(self, batch: Batch, result: StepResult, now: float) -> list[TokenOutput]:
-        """Take in a step's tokens, scores and errors. Sequences that ended since `schedule` are passed over."""
+        """Take in a step's tokens, scores and errors.
+
+        Sequences that ended or were preempted since `schedule` are passed over: what was computed for them is void.
+        """
+        if not self._config.plans_ahead:
+            self._follow(batch)
         outputs: list[TokenOutput] = []
         sequences, samples, errors = self._roster.sequences, result.samples, result.errors
         for item in batch.items:
             sequence = sequences.get(item.sequence_id)
-            if sequence is None:
+            if sequence is None or item.run != sequence.group.num_preemptions:
                 continue
             if item.sequence_id in errors:
-                outputs += self._fail_slice(sequence, errors[item.sequence_id])
+                outputs += self._fail_slice(sequence, item, errors[item.sequence_id])
                 continue
-            self._take_slice(sequence, item, result)
+            if item.sequence_id in result.starved:
+                outputs += self._try_later(sequence.group)
+                continue
+            end = item.end
+            self._kv.commit(sequence, end)
+            if item.wants_prompt_logprobs:
+                sequence.group.add_prompt_logprobs(result.prompt_logprobs[item.sequence_id])
             if item.wants_sample:
-                outputs.append(self._take_tokens(sequence, samples[item.sequence_id], now))
+                outputs.append(self._take_tokens(sequence, samples[item.sequence_id], end, now))
                 for fork in item.forks:
                     follower = sequences[fork.sequence_id]
-                    outputs.append(self._take_tokens(follower, samples[fork.sequence_id], now))
-            elif sequence.group.max_new_tokens == 0 and item.end == item.num_prompt_tokens:
+                    outputs.append(self._take_tokens(follower, samples[fork.sequence_id], end, now))
+            elif sequence.group.max_new_tokens == 0 and end == item.num_prompt_tokens:
                 outputs += self._finish_prompt_only(sequence.group, now)
-        self._decode_tokens = batch.num_decodes
-        self._prefill_tokens = batch.num_tokens - batch.num_decodes
-        self._itl.learn(
-            prompt_tokens=self._prefill_tokens, num_decodes=batch.num_decodes, seconds=now - self._scheduled_at
-        )
+        self._note_step(batch, now)
         return outputs
 
     def stats(self) -> EngineStats:
@@ -131,7 +156,7 @@ class Scheduler:
             blocks_cached=kv.num_cached,
             blocks_free=kv.num_available - kv.num_cached,
             slots_allocated=used * self._config.limits.block_size,
-            slots_unused=kv.num_unused_slots([s for group in self._roster.running for s in group.computing]),
+            slots_unused=kv.num_unused_slots([s for group in self._roster.running for s in group.sequences]),
             prefill_tokens=self._prefill_tokens,
             decode_tokens=self._decode_tokens,
             total_preemptions=self._roster.total_preemptions,
@@ -151,7 +176,7 @@ class Scheduler:
         I4*  tables: a table has just the blocks for its reserved tokens, of which there are no more than known ones.
         I5*  limits: a step's tokens and slices, the running sequences and the unfinished prompts keep to them.
         I6   no stall: a running decode gets its token in every step, unless its group is preempted in it.
-        I7   elder: it is never preempted, and what is left of its work falls with every step.
+        I7   elder: it is never preempted for another, and what is left of its work falls with every step.
         I8   no idling: no step is empty while a request is unfinished.
         I9   gate: a request that cannot be served is refused by `add`, never later.
         I10  determinism: same calls, same plans and same outputs.
@@ -174,37 +199,60 @@ class Scheduler:
             require(age < group.wait_bound, f"request {group.request.request_id} is alive after {age} steps")
             require(group.num_bypasses <= limits.max_bypasses, f"{group.num_bypasses} bypasses of one request")
 
-    def _take_slice(self, sequence: Sequence, item: ScheduledSequence, result: StepResult) -> None:
-        """The slice is computed: its full blocks become matchable, a finished prompt goes to those who wait for it."""
-        group = sequence.group
-        self._kv.commit(sequence, item.end)
-        if item.wants_prompt_logprobs:
-            group.add_prompt_logprobs(result.prompt_logprobs[item.sequence_id])
-        if not group.prompt_shared and item.end == item.num_prompt_tokens:
-            for follower in group.followers():
-                self._kv.fork(sequence, follower, item.end)
-            group.share_prompt()
+    def _follow(self, batch: Batch) -> None:
+        """Take a plan for computed: its sequences go on, a finished prompt goes to those who wait for it."""
+        sequences = self._roster.sequences
+        for item in batch.items:
+            sequence = sequences.get(item.sequence_id)
+            if sequence is None or item.run != sequence.group.num_preemptions:
+                continue
+            group, end = sequence.group, item.end
+            self._kv.advance(sequence, end)
+            if not group.prompt_shared and end == item.num_prompt_tokens:
+                for follower in group.followers():
+                    self._kv.fork(sequence, follower, end)
+                group.share_prompt()
+            if item.wants_sample:
+                group.launch(sequence, samples=True)
+                for fork in item.forks:
+                    group.launch(sequences[fork.sequence_id], samples=True)
+            elif group.max_new_tokens == 0 and end == item.num_prompt_tokens:
+                for each in group.sequences:
+                    group.launch(each, samples=False)
 
-    def _take_tokens(self, sequence: Sequence, samples: tuple[SampledToken, ...], now: float) -> TokenOutput:
-        """Append the sampled tokens up to the one that ends the sequence; those behind it were never wanted."""
+    def _note_step(self, batch: Batch, now: float) -> None:
+        """What the step computed and how long it took: from its plan, or from the end of the step before it."""
+        self._decode_tokens = batch.num_decodes
+        self._prefill_tokens = batch.num_tokens - batch.num_decodes
+        began = max(self._scheduled_at.pop(batch.step_id, now), self._applied_at)
+        self._applied_at = now
+        self._itl.learn(prompt_tokens=self._prefill_tokens, num_decodes=batch.num_decodes, seconds=now - began)
+
+    def _take_tokens(self, sequence: Sequence, samples: tuple[SampledToken, ...], at: int, now: float) -> TokenOutput:
+        """Put the sampled tokens in their places from position `at` on, up to the one that ends the sequence.
+
+        Those behind that one were never wanted; of several, the others were not awaited and nothing is in flight.
+        """
         if samples[-1].error is not None:
             self._roster.end(sequence)
             return error_output(sequence, samples[-1].error)
         group, token_ids = sequence.group, sequence.token_ids
         if group.first_token is None:
             group.note_first_token(now)
-        known, most = len(token_ids), sequence.num_prompt_tokens + group.max_new_tokens
+        most = sequence.num_prompt_tokens + group.max_new_tokens
+        taken: list[int] = []
         finish: FinishReason | None = None
         for sample in samples:
-            token_ids.append(sample.token_id)
+            taken.append(sample.token_id)
             if sample.token_id in group.stop_token_ids:
                 finish = "stop"
-            elif len(token_ids) == most:
+            elif at + len(taken) == most:
                 finish = "length"
             if finish is not None:
                 self._roster.end(sequence)
                 break
-        return token_output(sequence, samples, known, finish)
+        token_ids[at : at + 1] = taken
+        return token_output(sequence, samples, tuple(taken), finish)
 
     def _finish_prompt_only(self, group: Group, now: float) -> list[TokenOutput]:
         group.note_first_token(now)
@@ -213,12 +261,20 @@ class Scheduler:
             self._roster.end(sequence)
         return outputs
 
-    def _fail_slice(self, sequence: Sequence, message: str) -> list[TokenOutput]:
+    def _fail_slice(self, sequence: Sequence, item: ScheduledSequence, message: str) -> list[TokenOutput]:
         """A slice of the prompt that failed failed for every choice that waits for it."""
-        if not sequence.group.prompt_shared:
+        if item.start < item.num_prompt_tokens:
             return self._fail_all(sequence.group, message)
         self._roster.end(sequence)
         return [error_output(sequence, message)]
+
+    def _try_later(self, group: Group) -> list[TokenOutput]:
+        """Preempt a group that the device has no memory to compute; that it had none again and again is an error."""
+        group.note_starved()
+        if group.num_starved > MAX_STARVED:
+            return self._fail_all(group, "the device has no memory left to compute this request")
+        self._roster.preempt(group)
+        return []
 
     def _fail_all(self, group: Group, message: str) -> list[TokenOutput]:
         failed = list(group.sequences)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from quire_engine.batch import PENDING
 from quire_engine.invariants import require
 from quire_engine.scheduling.page_table import PageTable
 from quire_engine.types import GenerationRequest, TokenLogprobs, WaitReason
@@ -24,10 +25,11 @@ class Sequence:
     sequence_id: int
     choice: int
     group: Group
-    token_ids: list[int]  # prompt, then output
+    token_ids: list[int]  # prompt, then output; PENDING for those of steps in flight
     num_prompt_tokens: int
     table: PageTable
     has_output: bool = False  # its first output was sent in this engine's life
+    is_launched: bool = False  # all of its tokens are computed, or in flight: nothing is left to schedule
     # The allocator's:
     num_computed: int = 0
     num_reserved: int = 0  # tokens that its blocks were taken for
@@ -42,6 +44,12 @@ class Sequence:
     def note_output(self) -> None:
         """Its first output is sent."""
         self.has_output = True
+
+    def forget_pending(self) -> None:
+        """Whatever is in flight for it will not be taken: it is to be scheduled again."""
+        while self.token_ids[-1] == PENDING:
+            self.token_ids.pop()
+        self.is_launched = False
 
     @property
     def blocks_for_known(self) -> int:
@@ -70,6 +78,7 @@ class Group:
     wait_reason: WaitReason = "budget"
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_starved: int = 0  # of its preemptions, those because the device had no memory to compute it
     first_scheduled: float | None = None
     first_token: float | None = None
     kv_wait_seconds: float = 0.0
@@ -140,6 +149,10 @@ class Group:
         """It did not enter in this step, and why."""
         self.wait_reason = reason
 
+    def note_starved(self) -> None:
+        """The device had no memory for its slice."""
+        self.num_starved += 1
+
     def be_bypassed(self) -> None:
         """A group behind it entered, and it could not."""
         self.num_bypasses += 1
@@ -159,9 +172,17 @@ class Group:
             self.num_cached_tokens = min(leader.num_computed, leader.num_prompt_tokens)
 
     def share_prompt(self) -> None:
-        """The leader has computed the prompt: from now on every unfinished choice computes."""
+        """The leader has computed the prompt, or it is in flight: from now on every unfinished choice computes."""
         self.computing = list(self.sequences)
         self.prompt_shared = True
+
+    def launch(self, sequence: Sequence, *, samples: bool) -> None:
+        """All it knows is computed or in flight, and with `samples` its next token, of which the last is its end."""
+        if samples:
+            sequence.token_ids.append(PENDING)
+        if len(sequence.token_ids) == self.num_prompt_tokens + self.max_new_tokens:
+            sequence.is_launched = True
+            self.computing.remove(sequence)
 
     def note_first_token(self, now: float) -> None:
         """Its first token came, or the end of a prompt after which none is wanted."""
@@ -181,6 +202,8 @@ class Group:
         require(self.state == "running", f"a group that is {self.state} is preempted")
         self.state = "preempted"
         self.computing = []
+        for sequence in self.sequences:
+            sequence.forget_pending()
         self.prompt_shared = len(self.sequences) == 1
         self.prompt_logprobs.clear()
         self.num_preemptions += 1

@@ -67,6 +67,7 @@ def _item(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
     return ScheduledSequence(
         sequence_id=sequence.sequence_id,
         choice=sequence.choice,
+        run=group.num_preemptions,
         prompt_token_ids=request.prompt_token_ids,
         output_token_ids=_output(sequence) if group.has_penalties else (),
         token_ids=tuple(sequence.token_ids[start : start + num_tokens]),
