@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from quire_engine.config import EngineConfig, EnginePlan
+from quire_engine.engine import StepExecutor
 from quire_engine.errors import ConfigError
 from quire_engine.execution.kv_storage import KVStorage, block_bytes
 from quire_engine.execution.memory import PoolMemory, pool_memory
@@ -21,6 +22,7 @@ from quire_engine.execution.models.config import ModelConfig, load_model_config
 from quire_engine.execution.models.parameters import Parameters, WeightMemory, count_parameters
 from quire_engine.execution.models.weights import load_decoder
 from quire_engine.execution.runner import Runner
+from quire_engine.execution.threaded import ThreadedRunner
 from quire_engine.limits import SchedulerConfig
 from quire_engine.machine import usable_cores
 from quire_engine.memory_plan import PoolSize, check_model_len, plan_text, size_pool
@@ -38,7 +40,7 @@ class BuiltEngine:
     """An engine's parts, ready for their first step."""
 
     plan: EnginePlan
-    runner: Runner
+    runner: StepExecutor
     scheduler: Scheduler
 
 
@@ -56,6 +58,10 @@ class _Resolved:
     weights: WeightMemory
     memory: PoolMemory
     bytes_per_block: int
+
+    @property
+    def plans_ahead(self) -> bool:
+        return self.asked.async_scheduling == "on"
 
     def pool(self, pool_bytes: int) -> PoolSize:
         return size_pool(
@@ -83,7 +89,10 @@ class _Resolved:
             bytes_per_block=self.bytes_per_block,
             load_seconds=load_seconds,
             scheduler=SchedulerConfig(
-                num_blocks=pool.num_blocks, max_model_len=pool.max_model_len, limits=asked.limits
+                num_blocks=pool.num_blocks,
+                max_model_len=pool.max_model_len,
+                plans_ahead=self.plans_ahead,
+                limits=asked.limits,
             ),
             quantization=asked.quantization,
             kv_cache_dtype=asked.kv_cache_dtype,
@@ -129,9 +138,10 @@ def build(config: EngineConfig) -> BuiltEngine:
         resolved.kernels, resolved.model, pool.num_blocks, config.limits.block_size, resolved.dtype, resolved.device
     )
     plan = resolved.plan(pool, load_seconds=time.perf_counter() - started)
+    runner = Runner(decoder, kv, config.limits.block_size, resolved.device)
     return BuiltEngine(
         plan=plan,
-        runner=Runner(decoder, kv, config.limits.block_size, resolved.device),
+        runner=ThreadedRunner(runner) if resolved.plans_ahead else runner,
         scheduler=Scheduler(plan.scheduler),
     )
 

@@ -17,6 +17,7 @@ DType = Literal["auto", "bfloat16", "float16", "float32"]
 KernelChoice = Literal["auto", "reference", "cpu"]
 Quantization = Literal["int8", "int4"]
 KVCacheDType = Literal["auto", "int8"]
+AsyncScheduling = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class EngineConfig:
     kv_memory: int | None = None  # bytes; overrides gpu_memory_utilization
     gpu_memory_utilization: float = 0.9  # of the GPU; on a CPU the pool is a share of the free memory
     num_threads: int | None = None  # CPU compute threads; None: all usable cores
+    async_scheduling: AsyncScheduling = "auto"  # plan a step while the one before it is computed
     check_invariants: bool = False  # after every step, not only when idle
 
 

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 from pydantic.config import JsonDict
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from quire_engine.config import Device, DType, EngineConfig, KernelChoice, KVCacheDType, Quantization
+from quire_engine.config import AsyncScheduling, Device, DType, EngineConfig, KernelChoice, KVCacheDType, Quantization
 from quire_engine.demo import demo_model_path
 from quire_engine.errors import ConfigError
 from quire_engine.limits import LIMIT_NAMES, PolicyName, SchedulerLimits, out_of_range
@@ -120,6 +120,9 @@ class Settings(BaseSettings):
     )
     scheduling_policy: PolicyName = _option(
         LIMITS.scheduling_policy, "Scheduling", "order of waiting requests; priority: lower first"
+    )
+    async_scheduling: AsyncScheduling = _option(
+        "auto", "Scheduling", "plan each step while the one before it is computed; auto: on a GPU"
     )
     max_num_queued_reqs: Annotated[int, Field(ge=0)] = _option(
         256, "Scheduling", "choices that may wait beyond the --max-num-seqs that run; more get 429"
@@ -243,6 +246,7 @@ class Settings(BaseSettings):
             kv_memory=self.kv_memory,
             gpu_memory_utilization=self.gpu_memory_utilization,
             num_threads=self.num_threads,
+            async_scheduling=self.async_scheduling,
             check_invariants=self.check_invariants,
         )
 

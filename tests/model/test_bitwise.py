@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quire_engine.batch import PENDING
 from quire_engine.build import build
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from support.checkpoints import VOCAB_SIZE, shared_checkpoint
@@ -234,6 +235,27 @@ def test_other_block_sizes_and_thread_counts_equal_solo(model, expected):
     }
     assert generate(engine(model, block_size=32, num_threads=2), requests[:8]) == results
     torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("model", ["qwen3", "bf16"])
+@pytest.mark.parametrize("tight", [{}, {"kv_memory": 40 * 4096, "max_model_len": 128, "max_num_seqs": 12}])
+def test_planned_ahead(model, tight):
+    """Half of the requests have penalties, whose tokens must be known; the others are planned before they are."""
+    requests = mixed_requests(24, seed=5)
+    plain = [
+        replace(r, sampling=replace(r.sampling, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0))
+        for r in requests
+    ]
+    pending = []
+    results = generate(
+        engine(model, async_scheduling="on", **tight),
+        plain,
+        on_batch=lambda batch: pending.append(any(PENDING in item.token_ids for item in batch.items)),
+    )
+    assert results == generate(engine(model, **tight), plain)
+    assert sum(pending) > len(pending) / 2
+    known = generate(engine(model, async_scheduling="on", **tight), requests)
+    assert known == generate(engine(model, **tight), requests)
 
 
 @pytest.mark.parametrize("model", ["qwen3", *CPP])

@@ -1,4 +1,4 @@
-"""Generation without a server: the scheduler and the runner in a plain loop.
+"""Generation without a server: an engine in a plain loop.
 
 Promises: audits the scheduler after every step; raises when it stops before all requests have ended.
 Must not know: processes, text.
@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 
 from quire_engine.batch import Batch
 from quire_engine.build import BuiltEngine
-from quire_engine.types import GenerationRequest, TokenLogprobs
+from quire_engine.engine import Engine, StepExecutor
+from quire_engine.types import GenerationRequest, StepOutput, TokenLogprobs
+
+MAX_STEPS = 100_000
 
 
 @dataclass(slots=True)
@@ -27,25 +30,26 @@ class Generated:
     num_preemptions: int = field(default=0, compare=False)
 
 
+class _Watched:
+    """An executor whose batches are shown as they are launched."""
+
+    def __init__(self, executor: StepExecutor, on_batch: Callable[[Batch], None]) -> None:
+        self.max_in_flight, self.collect = executor.max_in_flight, executor.collect
+        self._executor, self._on_batch = executor, on_batch
+
+    def launch(self, batch: Batch) -> None:
+        self._on_batch(batch)
+        self._executor.launch(batch)
+
+
 def generate(
     built: BuiltEngine, requests: Iterable[GenerationRequest], *, on_batch: Callable[[Batch], None] | None = None
 ) -> dict[tuple[str, int], Generated]:
     """Run all requests to their end, submitted at once; results by request id and choice."""
     results: dict[tuple[str, int], Generated] = {}
-    step = 0
-    for request in requests:
-        built.scheduler.add(request, 0.0)
-        results |= {(request.request_id, choice): Generated() for choice in range(request.n)}
-    while built.scheduler.has_work:
-        batch = built.scheduler.schedule(float(step))
-        if batch is None:
-            raise AssertionError("nothing is scheduled although requests are unfinished")
-        if on_batch is not None:
-            on_batch(batch)
-        outputs = built.scheduler.apply(batch, built.runner.execute(batch), float(step))
-        built.scheduler.check_invariants()
-        step += 1
-        for output in outputs:
+
+    def take(step: StepOutput) -> None:
+        for output in step.outputs:
             result = results[output.request_id, output.choice]
             if result.finish is not None:
                 raise AssertionError(f"{output.request_id} was sent an output after its last one")
@@ -57,4 +61,15 @@ def generate(
             result.num_cached_tokens = max(result.num_cached_tokens, output.num_cached_tokens)
             if output.timing is not None:
                 result.num_preemptions = output.timing.num_preemptions
-    return results
+
+    executor = built.runner if on_batch is None else _Watched(built.runner, on_batch)
+    engine = Engine(built.scheduler, executor, check_invariants=True)
+    engine.on_step = take
+    for request in requests:
+        engine.submit(request)
+        results |= {(request.request_id, choice): Generated() for choice in range(request.n)}
+    for _ in range(MAX_STEPS):
+        if not engine.has_work:
+            return results
+        engine.step()
+    raise AssertionError(f"requests are unfinished after {MAX_STEPS} steps")
