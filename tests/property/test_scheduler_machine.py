@@ -195,7 +195,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )  # I5
         assert scheduler.stats().running <= config.limits.max_num_seqs
         assert len({item.sequence_id for item in batch.items}) == len(batch.items)
-        written = Counter[int]()
+        written, shared = Counter[int](), set[int]()
         for item in batch.items:
             assert 1 <= item.num_tokens <= config.limits.prefill_chunk
             assert item.wants_sample == (
@@ -203,9 +203,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
             blocks = range(item.start // config.limits.block_size, -(-item.end // config.limits.block_size))
             written.update(item.block_ids[index] for index in blocks)
+            if item.end == item.num_prompt_tokens:  # the other choices hold it from now on, and read it after this step
+                shared.update(item.block_ids[index] for index in blocks)
         for block, writers in written.items():
             assert writers == 1, f"block {block} has {writers} writers"
-            assert scheduler._kv.is_writable(block), f"I3: block {block} is shared or cached and would be written"
+            assert not scheduler._kv._cache.holds(block), f"I3: block {block} is cached and would be written"
+            assert scheduler._kv.is_writable(block) or block in shared, f"I3: block {block} is shared and written"
         scheduled = {item.sequence_id for item in batch.items}
         for sequence_id, group in before["decodes"].items():
             assert sequence_id in scheduled or group.state == "preempted", "I6: a running decode stood still"

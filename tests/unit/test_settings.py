@@ -270,6 +270,7 @@ def test_engine_config_takes_every_engine_setting():
         "enable_prefix_caching": False,
         "scheduling_policy": "priority",
         "num_threads": 2,
+        "async_scheduling": "on",
         "check_invariants": True,
     }
     got = flat(Settings(**changed).engine_config())

@@ -90,11 +90,10 @@ class Scheduler:
         return self._roster.live[request_id].wait_bound
 
     def schedule(self, now: float) -> Batch | None:
-        """The next step's work, or None if there is none. Its result must be applied before the next call.
+        """The next step's work, or None if there is none, or none that can be told before a result is applied.
 
-        With `plans_ahead` the next step may be planned first: this one is taken to go well, and every sequence in it to
-        go on. What turns out otherwise is passed over when the next one's result is applied. None then also where
-        nothing can be told before a result is applied.
+        Its result is applied before the next call, or with `plans_ahead` before the one after that. The plan is taken
+        to go well, and every sequence in it to go on; what turns out otherwise is passed over in the next one's result.
         """
         if not self._roster.live:
             return None
@@ -104,8 +103,7 @@ class Scheduler:
             return None
         batch = plan.batch(self._step)
         self._scheduled_at[self._step] = now
-        if self._config.plans_ahead:
-            self._follow(batch)
+        self._follow(batch)
         return batch
 
     def apply(self, batch: Batch, result: StepResult, now: float) -> list[TokenOutput]:
@@ -113,8 +111,6 @@ class Scheduler:
 
         Sequences that ended or were preempted since `schedule` are passed over: what was computed for them is void.
         """
-        if not self._config.plans_ahead:
-            self._follow(batch)
         outputs: list[TokenOutput] = []
         sequences, samples, errors = self._roster.sequences, result.samples, result.errors
         for item in batch.items:
@@ -127,7 +123,7 @@ class Scheduler:
             if item.sequence_id in result.starved:
                 outputs += self._try_later(sequence.group)
                 continue
-            end = item.end
+            end = item.start + len(item.token_ids)
             self._kv.commit(sequence, end)
             if item.wants_prompt_logprobs:
                 sequence.group.add_prompt_logprobs(result.prompt_logprobs[item.sequence_id])
@@ -138,7 +134,12 @@ class Scheduler:
                     outputs.append(self._take_tokens(follower, samples[fork.sequence_id], end, now))
             elif sequence.group.max_new_tokens == 0 and end == item.num_prompt_tokens:
                 outputs += self._finish_prompt_only(sequence.group, now)
-        self._note_step(batch, now)
+        self._decode_tokens = batch.num_decodes
+        self._prefill_tokens = batch.num_tokens - batch.num_decodes
+        # A step that was planned ahead began when the one before it ended.
+        began = max(self._scheduled_at.pop(batch.step_id, now), self._applied_at)
+        self._applied_at = now
+        self._itl.learn(prompt_tokens=self._prefill_tokens, num_decodes=batch.num_decodes, seconds=now - began)
         return outputs
 
     def stats(self) -> EngineStats:
@@ -219,14 +220,6 @@ class Scheduler:
             elif group.max_new_tokens == 0 and end == item.num_prompt_tokens:
                 for each in group.sequences:
                     group.launch(each, samples=False)
-
-    def _note_step(self, batch: Batch, now: float) -> None:
-        """What the step computed and how long it took: from its plan, or from the end of the step before it."""
-        self._decode_tokens = batch.num_decodes
-        self._prefill_tokens = batch.num_tokens - batch.num_decodes
-        began = max(self._scheduled_at.pop(batch.step_id, now), self._applied_at)
-        self._applied_at = now
-        self._itl.learn(prompt_tokens=self._prefill_tokens, num_decodes=batch.num_decodes, seconds=now - began)
 
     def _take_tokens(self, sequence: Sequence, samples: tuple[SampledToken, ...], at: int, now: float) -> TokenOutput:
         """Put the sampled tokens in their places from position `at` on, up to the one that ends the sequence.
