@@ -1,4 +1,4 @@
-"""What a kernel set says of itself before it is made: `Provider`.
+"""What is required of a kernel set, and what one says of itself before it is made: `Requirements` and `Provider`.
 
 Promises: asking one imports nothing heavy and compiles nothing; only `make` does.
 Must not know: which providers there are, the engine, the server, the environment.
@@ -6,11 +6,23 @@ Must not know: which providers there are, the engine, the server, the environmen
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from quire_kernels.kernel_set import KernelSet, KVFormat, Quantization
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requirements:
+    """What a model, a device and an operator require of a kernel set."""
+
+    device: torch.device
+    dtype: torch.dtype  # of the activations
+    kv: KVFormat
+    quantization: Quantization | None = None  # of the weights
+    threads: int | None = None  # of workers of its own, if it has such; None is one per usable core
 
 
 class Unavailable(RuntimeError):
@@ -23,26 +35,13 @@ class Provider(Protocol):
     name: str  # of the kernel set, and what an operator asks for
     devices: tuple[str, ...]  # the kinds of device it computes on, by torch's names
 
-    def why_not(
-        self, device: torch.device, dtype: torch.dtype, quantization: Quantization | None, kv: KVFormat
-    ) -> str | None:
-        """Why it cannot serve such a model on one of its `devices`; None if it can.
+    def why_not(self, required: Requirements) -> str | None:
+        """Why it cannot serve this on one of its `devices`; None if it can.
 
         For an operator: a clause that completes "the NAME kernels", with what would work in parentheses.
         """
         ...
 
-    def make(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        quantization: Quantization | None,
-        kv: KVFormat,
-        *,
-        threads: int | None,
-    ) -> KernelSet:
-        """What `why_not` has nothing against; imports what it takes. Raises Unavailable.
-
-        `threads`: of workers of its own, if it has such; None is one per usable core.
-        """
+    def make(self, required: Requirements) -> KernelSet:
+        """What `why_not` has nothing against; imports what it takes. Raises Unavailable."""
         ...

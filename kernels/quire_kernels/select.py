@@ -13,7 +13,7 @@ import torch
 
 from quire_kernels.cpu.provider import CpuProvider
 from quire_kernels.kernel_set import KernelSet, KVFormat, Quantization
-from quire_kernels.provider import Provider, Unavailable
+from quire_kernels.provider import Provider, Requirements, Unavailable
 from quire_kernels.reference.provider import ReferenceProvider
 
 _log = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ def select(
 
     `threads`: of a set with workers of its own; None is one per usable core.
     """
+    required = Requirements(device=device, dtype=dtype, kv=kv, quantization=quantization, threads=threads)
     names = (AUTO, *(each.name for each in providers))
     if choice not in names:
         raise ValueError(f"there are no {choice} kernels; set kernels to one of {', '.join(names)}")
@@ -44,10 +45,10 @@ def select(
     for each in providers:
         if choice not in (AUTO, each.name):
             continue
-        reason = _why_not(each, device, dtype, quantization, kv)
+        reason = _why_not(each, required)
         if reason is None:
             try:
-                kernels = each.make(device, dtype, quantization, kv, threads=threads)
+                kernels = each.make(required)
             except Unavailable as error:
                 reason = str(error)
             else:
@@ -58,18 +59,13 @@ def select(
         if device.type in each.devices:  # kernels for other devices are no loss
             passed_over.append(refusals[-1])
     others = (each for each in providers if choice not in (AUTO, each.name))
-    if any(_why_not(each, device, dtype, quantization, kv) is None for each in others):
+    if any(_why_not(each, required) is None for each in others):
         refusals.append("set kernels to auto to take others")
     raise ValueError("; ".join(refusals))
 
 
-def _why_not(
-    provider: Provider,
-    device: torch.device,
-    dtype: torch.dtype,
-    quantization: Quantization | None,
-    kv: KVFormat,
-) -> str | None:
-    if device.type not in provider.devices:
-        return f"compute on {' or '.join(provider.devices)}, not on {device.type} (set device to {provider.devices[0]})"
-    return provider.why_not(device, dtype, quantization, kv)
+def _why_not(provider: Provider, required: Requirements) -> str | None:
+    device, served = required.device.type, provider.devices
+    if device not in served:
+        return f"compute on {' or '.join(served)}, not on {device} (set device to {served[0]})"
+    return provider.why_not(required)

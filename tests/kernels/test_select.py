@@ -13,7 +13,7 @@ import torch
 
 from quire_engine.config import KernelChoice
 from quire_kernels.kernel_set import KVFormat
-from quire_kernels.provider import Unavailable
+from quire_kernels.provider import Requirements, Unavailable
 from quire_kernels.reference import REFERENCE
 from quire_kernels.select import AUTO, PROVIDERS, select
 
@@ -32,15 +32,15 @@ class Abacus:
         self.made = []
         self.lacks = None
 
-    def why_not(self, device, dtype, quantization, kv):
-        if dtype is not torch.float32:
-            return f"slide float32 only, not {dtype} (set dtype to float32)"
-        return None if kv.head_dim <= 64 else f"have 64 beads, not {kv.head_dim}"
+    def why_not(self, required):
+        if required.dtype is not torch.float32:
+            return f"slide float32 only, not {required.dtype} (set dtype to float32)"
+        return None if required.kv.head_dim <= 64 else f"have 64 beads, not {required.kv.head_dim}"
 
-    def make(self, device, dtype, quantization, kv, *, threads):
+    def make(self, required):
         if self.lacks:
             raise Unavailable(f"lack {self.lacks}")
-        self.made.append((device, dtype, quantization, kv, threads))
+        self.made.append(required)
         return replace(REFERENCE, name="abacus", own_threads=True)
 
 
@@ -131,7 +131,8 @@ def test_a_further_provider_is_one_entry(caplog):
     providers = (abacus, *PROVIDERS)
     for choice in (AUTO, "abacus"):
         kernels = select(CPU, torch.float32, choice, kv=KV, threads=3, providers=providers)
-        assert (kernels.name, abacus.made.pop()) == ("abacus", (CPU, torch.float32, None, KV, 3))
+        asked = Requirements(device=CPU, dtype=torch.float32, kv=KV, threads=3)
+        assert (kernels.name, abacus.made.pop()) == ("abacus", asked)
     assert not caplog.records
     assert select(CPU, torch.float32, "reference", kv=KV, providers=providers) is REFERENCE
     assert select(CUDA, torch.float32, kv=KV, providers=providers) is REFERENCE

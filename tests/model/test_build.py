@@ -216,17 +216,12 @@ def test_new_kernels_need_no_change_of_the_composition(monkeypatch):
         name = "abacus"
         devices = ("cpu",)
 
-        def why_not(self, device, dtype, quantization, kv):
+        def why_not(self, required):
             return None
 
-        def make(self, device, dtype, quantization, kv, *, threads):
-            assert (device, dtype, quantization, kv.head_dim, threads) == (
-                torch.device("cpu"),
-                torch.float32,
-                None,
-                32,
-                3,
-            )
+        def make(self, required):
+            assert (required.device, required.dtype) == (torch.device("cpu"), torch.float32)
+            assert (required.quantization, required.kv.head_dim, required.threads) == (None, 32, 3)
             return replace(REFERENCE, name=self.name, own_threads=True)
 
     monkeypatch.setattr(quire_engine.build, "select", partial(select, providers=(Provider(), *PROVIDERS)))

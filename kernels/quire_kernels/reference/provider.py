@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from quire_kernels.kernel_set import KernelSet, KVFormat, Quantization
+from quire_kernels.kernel_set import KernelSet
+from quire_kernels.provider import Requirements
 from quire_kernels.reference import REFERENCE
 
 
@@ -16,10 +17,8 @@ class ReferenceProvider:
     name = REFERENCE.name
     devices: tuple[str, ...] = ("cpu", "cuda")
 
-    def why_not(
-        self, device: torch.device, dtype: torch.dtype, quantization: Quantization | None, kv: KVFormat
-    ) -> str | None:
-        del device
+    def why_not(self, required: Requirements) -> str | None:
+        dtype, quantization, kv = required.dtype, required.quantization, required.kv
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"compute in float32, bfloat16 or float16, not in {str(dtype).removeprefix('torch.')}"
         if quantization is not None:
@@ -28,14 +27,6 @@ class ReferenceProvider:
             return f"hold keys and values in the model's dtype, not in {kv.kv_type} (set kv_cache_dtype to auto)"
         return None
 
-    def make(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        quantization: Quantization | None,
-        kv: KVFormat,
-        *,
-        threads: int | None,
-    ) -> KernelSet:
-        del device, dtype, quantization, kv, threads
+    def make(self, required: Requirements) -> KernelSet:
+        del required
         return REFERENCE
