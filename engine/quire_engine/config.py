@@ -14,9 +14,9 @@ from quire_engine.limits import SchedulerConfig, SchedulerLimits
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
-KernelChoice = Literal["auto", "reference", "cpu"]
+KernelChoice = Literal["auto", "reference", "cpu", "triton"]
 Quantization = Literal["int8", "int4"]
-KVCacheDType = Literal["auto", "int8"]
+KVCacheDType = Literal["auto", "int8", "fp8"]
 AsyncScheduling = Literal["auto", "on", "off"]
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 # How the C++ kernels may hold weights: 8 bits per value, or 4 with a scale for every 32.
 Quantization = Literal["int8", "int4"]
-# What the KV pool holds: the model's dtype, or int8 with a scale for every token and head.
-KVType = Literal["auto", "int8"]
+# What the KV pool holds: the model's dtype, or int8 or fp8 (e4m3) with a scale for every token and head.
+KVType = Literal["auto", "int8", "fp8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,11 +15,12 @@ from quire_kernels.cpu.provider import CpuProvider
 from quire_kernels.kernel_set import KernelSet, KVFormat, Quantization
 from quire_kernels.provider import Provider, Requirements, Unavailable
 from quire_kernels.reference.provider import ReferenceProvider
+from quire_kernels.triton.provider import TritonProvider
 
 _log = logging.getLogger(__name__)
 
 AUTO = "auto"
-PROVIDERS: tuple[Provider, ...] = (CpuProvider(), ReferenceProvider())  # the fastest first
+PROVIDERS: tuple[Provider, ...] = (CpuProvider(), TritonProvider(), ReferenceProvider())  # the fastest first
 
 
 def select(

@@ -63,7 +63,10 @@ class Settings(BaseSettings):
         None, "Model", "weights held as int8 or int4, converted at load; C++ kernels on a CPU only"
     )
     kv_cache_dtype: KVCacheDType = _option(
-        "auto", "Model", "type of the KV cache: the model's, or int8 with a scale for every token and head; CPU only"
+        "auto",
+        "Model",
+        "type of the KV cache: the model's, int8 (C++ kernels) or fp8 (Triton kernels)"
+        " with a scale for every token and head",
     )
     num_threads: Positive | None = _option(None, "Model", "CPU compute threads; default: all usable cores")
     max_model_len: OptionalCount = _option(

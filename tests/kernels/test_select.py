@@ -19,7 +19,7 @@ from quire_kernels.select import AUTO, PROVIDERS, select
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 KV = KVFormat(head_dim=64, block_size=16)
-KV_INT8 = replace(KV, kv_type="int8")
+KV_INT8, KV_FP8 = replace(KV, kv_type="int8"), replace(KV, kv_type="fp8")
 
 
 class Abacus:
@@ -61,12 +61,12 @@ def test_the_cpu_kernels_are_the_default_for_bf16_on_a_cpu_only():
     assert select(CPU, torch.bfloat16, kv=KV, threads=1, quantization="int4").name == "cpu"
     assert select(CPU, torch.bfloat16, kv=KV_INT8, threads=1).name == "cpu"
     assert select(CPU, torch.float32, kv=KV) is REFERENCE
-    assert select(CUDA, torch.bfloat16, kv=KV) is REFERENCE
+    assert select(CUDA, torch.float32, kv=KV) is REFERENCE
 
 
 def test_an_unknown_name_or_dtype_is_refused():
     assert refusal(CPU, torch.float32, "fast", kv=KV) == (
-        "there are no fast kernels; set kernels to one of auto, cpu, reference"
+        "there are no fast kernels; set kernels to one of auto, cpu, triton, reference"
     )
     assert "not in float64" in refusal(CPU, torch.float64, kv=KV)
 
@@ -93,6 +93,8 @@ def test_an_unknown_name_or_dtype_is_refused():
         (CPU, torch.bfloat16, "cpu", {"kv": replace(KV, block_size=8)}, "not block_size 8 (set block_size to 16)"),
         (CPU, torch.bfloat16, "reference", {"quantization": "int8"}, "(leave quantization out); set kernels to auto"),
         (CPU, torch.bfloat16, "reference", {"kv": KV_INT8}, "(set kv_cache_dtype to auto); set kernels to auto"),
+        (CPU, torch.bfloat16, "cpu", {"kv": KV_FP8}, "not in fp8 (set kv_cache_dtype to int8)"),
+        (CPU, torch.bfloat16, "triton", {}, "the triton kernels compute on cuda, not on cpu (set device to cuda); set"),
     ],
 )
 def test_what_the_named_kernels_cannot_serve_is_refused(device, dtype, choice, options, said):
@@ -107,6 +109,8 @@ def test_what_the_named_kernels_cannot_serve_is_refused(device, dtype, choice, o
         (CUDA, torch.bfloat16, {"kv": KV_INT8}),
         (CPU, torch.bfloat16, {"quantization": "int4", "kv": replace(KV, head_dim=24)}),
         (CPU, torch.bfloat16, {"kv": replace(KV_INT8, block_size=8)}),
+        (CPU, torch.bfloat16, {"kv": KV_FP8}),
+        (CUDA, torch.float32, {"kv": KV_FP8}),
     ],
 )
 def test_what_no_kernels_can_serve_is_refused_with_the_reason_of_each(device, dtype, options):
@@ -121,7 +125,6 @@ def test_auto_leaves_faster_kernels_out_with_a_warning_that_says_why(kv, caplog)
     with caplog.at_level(logging.WARNING):
         assert select(CPU, torch.bfloat16, kv=kv) is REFERENCE
         select(CPU, torch.bfloat16, "reference", kv=kv)
-        select(CUDA, torch.bfloat16, kv=kv)  # no kernels of a GPU are passed over
     (record,) = caplog.records
     assert record.getMessage().startswith("serving with the slower reference kernels: the cpu kernels take ")
 
@@ -167,8 +170,10 @@ def test_a_set_is_loaded_only_when_it_is_made():
         "select(cpu, torch.float32, kv=kv)\n"
         "try:\n    select(cpu, torch.float32, 'cpu', kv=kv)\nexcept ValueError:\n    pass\n"
         "print('quire_kernels.cpu.ops' in sys.modules, 'quire_kernels.cpu.library' in sys.modules)\n"
+        "try:\n    select(torch.device('cuda'), torch.float32, 'triton', kv=kv)\nexcept ValueError:\n    pass\n"
+        "print('triton' in sys.modules)\n"
         "select(cpu, torch.bfloat16, 'cpu', kv=kv, threads=1)\n"
         "print('quire_kernels.cpu.ops' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
-    assert done.stdout.split() == ["False", "False", "True"]
+    assert done.stdout.split() == ["False", "False", "False", "True"]

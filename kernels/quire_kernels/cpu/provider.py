@@ -21,6 +21,8 @@ class CpuProvider:
         dtype, kv = required.dtype, required.kv
         if dtype is not torch.bfloat16:
             return f"compute in bfloat16, not in {str(dtype).removeprefix('torch.')} (set dtype to bfloat16)"
+        if kv.kv_type not in ("auto", "int8"):
+            return f"hold keys and values in bfloat16 or int8, not in {kv.kv_type} (set kv_cache_dtype to int8)"
         return unsupported(head_dim=kv.head_dim, block_size=kv.block_size)
 
     def make(self, required: Requirements) -> KernelSet:
@@ -28,10 +30,9 @@ class CpuProvider:
         from quire_kernels.cpu.compiler import KernelBuildError  # noqa: PLC0415
         from quire_kernels.cpu.ops import cpu_kernel_set  # noqa: PLC0415
 
-        kv_type = required.kv.kv_type
         try:
             return cpu_kernel_set(
-                required.threads, required.quantization, kv_type="bf16" if kv_type == "auto" else kv_type
+                required.threads, required.quantization, kv_type="int8" if required.kv.kv_type == "int8" else "bf16"
             )
         except KernelBuildError as error:
             raise Unavailable(f"are not available: {error}") from error
