@@ -96,6 +96,7 @@ class _Resolved:
             ),
             quantization=asked.quantization,
             kv_cache_dtype=asked.kv_cache_dtype,
+            deterministic=asked.deterministic or self.device.type == "cpu",
             checkpoint=fingerprint(Path(asked.model)),
             layer_parameters=self.parameters.linear - self.parameters.tail + self.parameters.small,
             sampled_parameters=self.parameters.tail + self.parameters.head,
@@ -162,6 +163,7 @@ def _resolve(config: EngineConfig) -> _Resolved:
             config.kernels,
             kv=KVFormat(head_dim=model.head_dim, block_size=config.limits.block_size, kv_type=config.kv_cache_dtype),
             quantization=config.quantization,
+            deterministic=config.deterministic,
             threads=num_threads,
         )
     except ValueError as error:

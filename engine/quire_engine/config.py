@@ -30,6 +30,7 @@ class EngineConfig:
     kernels: KernelChoice = "auto"
     quantization: Quantization | None = None  # of the weights, at load
     kv_cache_dtype: KVCacheDType = "auto"  # auto: the model's dtype
+    deterministic: bool = False  # on a GPU: a row's bits do not depend on its batch; on a CPU they never do
     max_model_len: int | None = None
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
     kv_memory: int | None = None  # bytes; overrides gpu_memory_utilization
@@ -63,6 +64,7 @@ class EnginePlan:
     scheduler: SchedulerConfig
     quantization: Quantization | None = None
     kv_cache_dtype: KVCacheDType = "auto"
+    deterministic: bool = False  # a row's bits do not depend on its batch
     checkpoint: str = ""  # changes when a file of the model does
     # What a token costs; 0: unknown.
     layer_parameters: int = 0  # multiplied with every token

@@ -22,6 +22,7 @@ class Requirements:
     dtype: torch.dtype  # of the activations
     kv: KVFormat
     quantization: Quantization | None = None  # of the weights
+    deterministic: bool = False  # a row's bits must not depend on the other rows of a call
     threads: int | None = None  # of workers of its own, if it has such; None is one per usable core
 
 

@@ -30,14 +30,18 @@ def select(
     *,
     kv: KVFormat,
     quantization: Quantization | None = None,
+    deterministic: bool = False,
     threads: int | None = None,
     providers: Sequence[Provider] = PROVIDERS,
 ) -> KernelSet:
     """The kernel set for such a model: the fastest ("auto"), or the one of that name. ValueError if it cannot serve.
 
-    `threads`: of a set with workers of its own; None is one per usable core.
+    `deterministic`: no row's bits may depend on the other rows of a call, as is always so on a CPU. `threads`: of a
+    set with workers of its own; None is one per usable core.
     """
-    required = Requirements(device=device, dtype=dtype, kv=kv, quantization=quantization, threads=threads)
+    required = Requirements(
+        device=device, dtype=dtype, kv=kv, quantization=quantization, deterministic=deterministic, threads=threads
+    )
     names = (AUTO, *(each.name for each in providers))
     if choice not in names:
         raise ValueError(f"there are no {choice} kernels; set kernels to one of {', '.join(names)}")

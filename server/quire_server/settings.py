@@ -68,6 +68,11 @@ class Settings(BaseSettings):
         "type of the KV cache: the model's, int8 (C++ kernels) or fp8 (Triton kernels)"
         " with a scale for every token and head",
     )
+    deterministic: bool = _option(
+        False,
+        "Model",
+        "a request gets the same bits alone and in any batch; costs speed on a GPU, on a CPU it is always so",
+    )
     num_threads: Positive | None = _option(None, "Model", "CPU compute threads; default: all usable cores")
     max_model_len: OptionalCount = _option(
         None, "Model", "longest prompt + output; 8k is 8000, 8K is 8192; default: the model's own", "tokens"
@@ -244,6 +249,7 @@ class Settings(BaseSettings):
             kernels=self.kernels,
             quantization=self.quantization,
             kv_cache_dtype=self.kv_cache_dtype,
+            deterministic=self.deterministic,
             max_model_len=self.max_model_len,
             limits=self.limits,
             kv_memory=self.kv_memory,

@@ -129,6 +129,14 @@ def test_auto_leaves_faster_kernels_out_with_a_warning_that_says_why(kv, caplog)
     assert record.getMessage().startswith("serving with the slower reference kernels: the cpu kernels take ")
 
 
+def test_on_a_cpu_all_are_deterministic_and_on_a_gpu_the_reference_is_not():
+    for choice in ("cpu", "reference"):
+        assert select(CPU, torch.bfloat16, choice, kv=KV, threads=1, deterministic=True).name == choice
+    assert "order that depends on the others (leave deterministic out)" in refusal(
+        CUDA, torch.float32, "reference", kv=KV, deterministic=True
+    )
+
+
 def test_a_further_provider_is_one_entry(caplog):
     abacus = Abacus()
     providers = (abacus, *PROVIDERS)

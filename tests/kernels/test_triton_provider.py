@@ -88,9 +88,9 @@ def test_the_set_is_made_for_the_gpus_instructions(capability, warp_groups, gpu,
     monkeypatch.setattr(triton_set, "make_triton_set", lambda **options: made.update(options) or REFERENCE)
     gpu(*capability)
     TritonProvider().make(replace(REQUIRED, kv=replace(KV, kv_type="fp8")))
-    assert made == {"kv_type": "fp8", "warp_groups": warp_groups}
-    TritonProvider().make(REQUIRED)
-    assert made == {"kv_type": "auto", "warp_groups": warp_groups}
+    assert made == {"kv_type": "fp8", "deterministic": False, "warp_groups": warp_groups}
+    TritonProvider().make(replace(REQUIRED, deterministic=True))
+    assert made == {"kv_type": "auto", "deterministic": True, "warp_groups": warp_groups}
 
 
 @needs_triton

@@ -57,6 +57,7 @@ def test_a_built_engine_follows_the_plan_of_the_dry_run():
 
 def test_sizes_are_those_of_the_checkpoint_and_the_pool():
     plan = build(config(max_num_seqs=3, max_model_len=100, dtype="bfloat16", kernels="reference")).plan
+    assert plan.deterministic, "on a CPU, asked for or not"
     assert plan.weights_bytes == 2 * plan.num_parameters
     assert plan.bytes_per_block == 2 * 2 * 2 * 16 * 32 * 2  # layers, K and V, heads, slots, width, bytes
     assert plan.scheduler.num_blocks == 3 * 7  # no more than three sequences of 100 tokens can use
@@ -173,6 +174,10 @@ def test_packed_weights_are_counted_as_they_are_held(quantization, bits):
         ({"kernels": "cpu", "device": "cuda"}, r"\(set device to cpu\); set kernels to auto"),
         ({"quantization": "int8", "device": "cuda"}, r"\(set device to cpu\); .*\(leave quantization out\)$"),
         ({"kv_cache_dtype": "int8", "device": "cuda"}, r"\(set device to cpu\); .*\(set kv_cache_dtype to auto\)$"),
+        (
+            {"kernels": "reference", "device": "cuda", "deterministic": True},
+            r"depends on the others \(leave deterministic out\)",
+        ),
         ({"kernels": "cpu", "block_size": 8}, r"not block_size 8 \(set block_size to 16\); set kernels to auto"),
         ({"block_size": 24, "quantization": "int8"}, "not block_size 24"),
     ],

@@ -179,6 +179,7 @@ def test_the_plan_reads_in_numbers_an_operator_can_check():
         "16 sequences of 640 tokens hold 40.0 MiB; reserved at full length they would take 128 MiB",
     ):
         assert expected in text
+    assert "2 threads, deterministic" in plan_text(dataclasses.replace(PLAN, deterministic=True))
     roomy = dataclasses.replace(PLAN, scheduler=SchedulerConfig(num_blocks=64 * 128, max_model_len=2048))
     assert "64 sequences of 640 tokens hold 160 MiB; reserved at full length they would take 512 MiB" in plan_text(
         roomy

@@ -21,6 +21,7 @@ def test_it_does_not_depend_on_where_the_model_lies() -> None:
         {"kernels": "cpu"},
         {"quantization": "int8"},
         {"kv_cache_dtype": "int8"},
+        {"deterministic": True},
     ],
     ids=str,
 )

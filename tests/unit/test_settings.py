@@ -255,6 +255,7 @@ def test_engine_config_takes_every_engine_setting():
         "kernels": "cpu",
         "quantization": "int4",
         "kv_cache_dtype": "int8",
+        "deterministic": True,
         "max_model_len": 99,
         "max_num_seqs": 3,
         "max_num_batched_tokens": 300,

@@ -25,6 +25,8 @@ class ReferenceProvider:
             return f"hold weights in the model's dtype, not in {quantization} (leave quantization out)"
         if kv.kv_type != "auto":
             return f"hold keys and values in the model's dtype, not in {kv.kv_type} (set kv_cache_dtype to auto)"
+        if required.deterministic and required.device.type != "cpu":
+            return "compute a row on a GPU in an order that depends on the others (leave deterministic out)"
         return None
 
     def make(self, required: Requirements) -> KernelSet:

@@ -58,7 +58,9 @@ class TritonProvider:
         from quire_kernels.triton.set import make_triton_set  # noqa: PLC0415
 
         return make_triton_set(
-            kv_type="fp8" if required.kv.kv_type == "fp8" else "auto", warp_groups=major in WARP_GROUPS
+            kv_type="fp8" if required.kv.kv_type == "fp8" else "auto",
+            deterministic=required.deterministic,
+            warp_groups=major in WARP_GROUPS,
         )
 
 
