@@ -151,6 +151,9 @@ class KernelSet:
     new_kv(num_blocks, num_layers, num_kv_heads, block_size, head_dim, dtype, device) -> Tensor
         The pool. The first dimension is the block, all of a block's bytes are contiguous, memory is zeroed; the
         rest of the layout belongs to the implementation. `kv[dst] = kv[src]` copies a block.
+    copy_blocks(kv, pairs), or None
+        Copies whole blocks, (source, target) each, without waiting for it: all sources are as they were before the
+        call, no target comes twice. None: indexing as above does it, by way of memory for all sources.
     kv_block_bytes(num_layers, num_kv_heads, block_size, head_dim, dtype) -> int
         Bytes of one block of that pool.
     greedy(x [S, K], norm [K], eps, w) -> (S ids, S bools), or None
@@ -185,5 +188,6 @@ class KernelSet:
     packed_bytes: Callable[[LinearWeight], int] | None = None  # of one matrix; with `packed_bits`
     greedy: Callable[[Tensor, Tensor, float, LinearWeight], tuple[list[int], list[bool]]] | None = None
     choose: Callable[[Tensor, ChoiceRows], tuple[Tensor, Tensor, Tensor]] | None = None
+    copy_blocks: Callable[[Tensor, Sequence[tuple[int, int]]], None] | None = None
     bind_layers: Callable[[Sequence[LayerWeights], Tensor, float], BoundLayers] | None = None
     own_threads: bool = False  # it computes with workers of its own; torch's would only wait beside them

@@ -31,6 +31,7 @@ class KVStorage:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self._copy = kernels.copy_blocks
         self.tensor = kernels.new_kv(
             num_blocks, config.num_layers, config.num_kv_heads, block_size, config.head_dim, dtype, device
         )
@@ -39,6 +40,9 @@ class KVStorage:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, target) each; all sources are read before any target is written."""
         if not pairs:
+            return
+        if self._copy is not None:
+            self._copy(self.tensor, pairs)
             return
         indices = torch.tensor(pairs, device=self.tensor.device)  # [n, 2]
         self.tensor[indices[:, 1]] = self.tensor[indices[:, 0]]

@@ -1,4 +1,4 @@
-"""Rotary embedding, the KV pool, paged attention and copies of blocks by Triton: what a kernel set takes as its ops.
+"""Rotary embedding, the KV pool and paged attention by Triton: what a kernel set takes as its ops.
 
 Promises: nothing here waits for the device: launches follow from shapes and from what the step knows on the host.
 Must not know: who owns which block, how rows were scheduled, products.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor
 from quire_kernels.kernel_set import AttentionInput, AttentionShape
 from quire_kernels.reference import REFERENCE
 from quire_kernels.triton import pool
-from quire_kernels.triton.copy_blocks import copy_blocks
 from quire_kernels.triton.decode_attention import attend_decode
 from quire_kernels.triton.pool import KVType, PoolSizes
 from quire_kernels.triton.prefill_attention import attend_prefill
@@ -122,10 +120,6 @@ class TritonAttention:
                 joined=deterministic,
             )
         return out.flatten(1)
-
-    def copy_blocks(self, kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, (source, target) each; all sources are read before any target is written."""
-        copy_blocks(kv, pairs)
 
     def _sizes(self, shape: AttentionShape, kv: Tensor, layer: int, dtype: torch.dtype) -> PoolSizes | None:
         """The pool's sizes; None for one that is the reference's. ValueError if it was made for another model."""

@@ -21,6 +21,7 @@ from quire_kernels.reference.linear import Linear
 from quire_kernels.triton.activation import silu_mul
 from quire_kernels.triton.attention import TritonAttention
 from quire_kernels.triton.choose import choose
+from quire_kernels.triton.copy_blocks import copy_blocks
 from quire_kernels.triton.norm import rms_norm
 from quire_kernels.triton.pool import KVType
 from quire_kernels.triton.product import TiledProduct, TorchProduct
@@ -47,6 +48,7 @@ def make_triton_set(*, kv_type: KVType = "auto", deterministic: bool = False, wa
         logits=linear.logits,
         greedy=linear.greedy,
         choose=choose,
+        copy_blocks=copy_blocks,
         new_kv=attention.new_kv,
         kv_block_bytes=attention.kv_block_bytes,
     )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quire_kernels.triton.attention import TritonAttention
+from quire_kernels.triton.copy_blocks import copy_blocks
 from support.triton_attention import DEVICE
 
 
@@ -32,7 +33,7 @@ def test_copies_are_the_references(kv_type, pairs):
     wanted = kv.clone()
     for source, target in pairs:
         wanted[target] = kv[source]
-    TritonAttention(kv_type).copy_blocks(kv, pairs)
+    copy_blocks(kv, pairs)
     assert torch.equal(kv.view(torch.uint8), wanted.view(torch.uint8))
 
 
@@ -40,5 +41,5 @@ def test_a_block_of_many_chunks():
     kv = _pool("auto", num_kv_heads=4, page=48, head_dim=72)
     wanted = kv.clone()
     wanted[2] = kv[7]
-    TritonAttention().copy_blocks(kv, [(7, 2)])
+    copy_blocks(kv, [(7, 2)])
     assert torch.equal(kv.view(torch.uint8), wanted.view(torch.uint8))
