@@ -146,6 +146,9 @@ class KernelSet:
         cos(0..D/2) then sin(0..D/2), half-split "neox" pairing), writes K and V to the row's slot, returns q.
     attention(q [T, Hq, D], shape, kv, layer, step) -> [T, Hq * D]
         Causal attention of every row over its sequence's positions in the paged pool.
+    attention_scratch(num_sequences, max_context_len, num_heads, head_dim) -> int, or None
+        Bytes that one call of it takes beside its result, at most, for the memory plan. None: little next to a step's
+        activations.
     logits(x [S, K], norm [K], eps, w) -> [S, V] float32
         The final norm and the head, for the sampled rows only.
     new_kv(num_blocks, num_layers, num_kv_heads, block_size, head_dim, dtype, device) -> Tensor
@@ -188,6 +191,7 @@ class KernelSet:
     packed_bytes: Callable[[LinearWeight], int] | None = None  # of one matrix; with `packed_bits`
     greedy: Callable[[Tensor, Tensor, float, LinearWeight], tuple[list[int], list[bool]]] | None = None
     choose: Callable[[Tensor, ChoiceRows], tuple[Tensor, Tensor, Tensor]] | None = None
+    attention_scratch: Callable[[int, int, int, int], int] | None = None
     copy_blocks: Callable[[Tensor, Sequence[tuple[int, int]]], None] | None = None
     bind_layers: Callable[[Sequence[LayerWeights], Tensor, float], BoundLayers] | None = None
     own_threads: bool = False  # it computes with workers of its own; torch's would only wait beside them

@@ -12,7 +12,7 @@ import quire_engine.build
 import quire_engine.execution.memory.cpu
 from quire_engine.build import build, plan_text, resolve_plan
 from quire_engine.errors import ConfigError, ModelLoadError
-from quire_engine.execution.workspace import largest_batch
+from quire_engine.execution.workspace import largest_batches
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from quire_kernels.reference import REFERENCE
 from quire_kernels.select import PROVIDERS, select
@@ -274,17 +274,25 @@ def test_the_engine_does_not_need_the_files_once_it_is_built(tmp_path):
         {"max_num_seqs": 1},
         {"max_num_batched_tokens": 100, "max_num_seqs": 20, "prefill_chunk": 256},
         {"max_num_batched_tokens": 2000, "max_model_len": 40},
+        {"max_num_batched_tokens": 64, "max_num_seqs": 64},
     ],
 )
-def test_the_largest_batch_reaches_the_limits_and_keeps_them(limits):
+def test_the_largest_batches_reach_the_limits_and_keep_them(limits):
     asked = config(**{"max_model_len": 512, **limits})
-    largest = largest_batch(asked)
-    assert largest.num_tokens == sum(item.num_tokens for item in largest.items) <= asked.limits.max_num_batched_tokens
-    assert len(largest.items) <= asked.limits.max_num_seqs
-    assert {item.end for item in largest.items} == {asked.max_model_len}
-    assert largest.num_tokens == asked.limits.max_num_batched_tokens or (
-        len(largest.items) == asked.limits.max_num_seqs
-        and largest.items[0].num_tokens == min(asked.limits.prefill_chunk, asked.max_model_len)
+    bounds, full = asked.limits, {asked.max_model_len}
+    chunk = min(bounds.prefill_chunk, asked.max_model_len)
+    prompts, decodes = largest_batches(asked)
+    for largest in (prompts, decodes):
+        assert largest.num_tokens == sum(item.num_tokens for item in largest.items) <= bounds.max_num_batched_tokens
+        assert len(largest.items) <= bounds.max_num_seqs
+        assert {item.end for item in largest.items} == full
+    assert prompts.items[0].num_tokens == min(chunk, bounds.max_num_batched_tokens)
+    assert prompts.num_tokens == bounds.max_num_batched_tokens or len(prompts.items) == bounds.max_num_seqs
+    alone = sum(item.num_tokens == 1 for item in decodes.items)
+    assert len(decodes.items) == bounds.max_num_seqs
+    assert alone >= max(1, bounds.max_num_seqs - 1), "what attention keeps of every decode is part of the peak"
+    assert alone == bounds.max_num_seqs or decodes.items[0].num_tokens == min(
+        chunk, bounds.max_num_batched_tokens - alone
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -40,11 +42,25 @@ def test_host_memory_is_decided_before_the_load(monkeypatch):
         memory.before_load(5 * GIB)
 
 
+def test_the_estimate_knows_what_attention_keeps_of_every_sequence():
+    _, asked, model = memory_of("cuda", limits=SchedulerLimits(max_num_seqs=7))
+    given = []
+
+    def scratch(*sizes):
+        given.append(sizes)
+        return GIB
+
+    kernels = replace(REFERENCE, attention_scratch=scratch)
+    assert estimate_workspace(model, kernels, asked) == estimate_workspace(model, REFERENCE, asked) + GIB
+    estimate_workspace(model, kernels, replace(asked, max_model_len=100))
+    assert given == [(7, length, model.num_heads, model.head_dim) for length in (model.max_position_embeddings, 100)]
+
+
 def test_gpu_memory_is_estimated_and_then_measured(monkeypatch):
     free = [60 * GIB]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[0], 80 * GIB))
     memory, asked, model = memory_of("cuda", gpu_memory_utilization=0.5)
-    estimate = estimate_workspace(model, asked)
+    estimate = estimate_workspace(model, REFERENCE, asked)
     assert 0 < estimate < GIB
     assert memory.before_load(10 * GIB) == 40 * GIB - 20 * GIB - 10 * GIB - estimate
     assert memory.max_useful_seqs is None

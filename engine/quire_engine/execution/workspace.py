@@ -17,46 +17,72 @@ from quire_engine.types import SamplingParams, StopParams
 from quire_kernels.kernel_set import KernelSet
 
 
-def estimate_workspace(model: ModelConfig, config: EngineConfig) -> int:
-    """Bytes: a step's widest activations in float32 a few times over, and the logits with the sampler's copies."""
+def estimate_workspace(model: ModelConfig, kernels: KernelSet, config: EngineConfig) -> int:
+    """Bytes: a step's widest activations in float32 a few times over, the logits with the sampler's copies, scratch."""
+    scratch = 0
+    if kernels.attention_scratch is not None:
+        length = config.max_model_len or model.max_position_embeddings
+        scratch = kernels.attention_scratch(config.limits.max_num_seqs, length, model.num_heads, model.head_dim)
     width = (
         model.hidden_size + 2 * model.intermediate_size + (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     )
-    return 4 * config.limits.max_num_batched_tokens * width * 4 + 8 * LOGITS_BYTES
+    return 4 * config.limits.max_num_batched_tokens * width * 4 + 8 * LOGITS_BYTES + scratch
 
 
 def measure_workspace(
     decoder: Decoder, kernels: KernelSet, config: EngineConfig, *, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Bytes beside weights and pool, at the peak of a step of `config`'s limits. Its max_model_len must be set."""
+    """Bytes beside weights and pool, at the peak of steps of `config`'s limits. Its max_model_len must be set."""
     kv = KVStorage(kernels, decoder.config, 1, config.limits.block_size, dtype, device)
     runner = Runner(decoder, kv, config.limits.block_size, device)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    result = runner.execute(largest_batch(config))
+    for batch in largest_batches(config):
+        result = runner.execute(batch)
+        if result.errors:
+            failure = next(iter(result.errors.values()))
+            raise RuntimeError(f"the model failed on a batch of the configured size: {failure}")
     peak = torch.cuda.max_memory_allocated(device) - before
-    if result.errors:
-        raise RuntimeError(f"the model failed on a batch of the configured size: {next(iter(result.errors.values()))}")
     del kv, runner
     torch.cuda.empty_cache()
     return peak
 
 
-def largest_batch(config: EngineConfig) -> Batch:
+def largest_batches(config: EngineConfig) -> tuple[Batch, Batch]:
     """Prompt chunks and decodes at the end of full contexts, up to every limit, all sampled the costly way.
 
-    Every sequence lives in block 0 of a pool of one block: the values are meaningless, the shapes are real.
+    The first has the largest chunks, which may leave no room for decodes; the second all the decodes that one step can
+    hold, for what attention keeps of each, and chunks in what they leave. Every sequence lives in block 0 of a pool of
+    one block: the values are meaningless, the shapes are real.
     """
-    limits, length = config.limits, config.max_model_len or 1
+    limits = config.limits
+    chunks = _chunk_sizes(config, limits.max_num_batched_tokens, limits.max_num_seqs)
+    left = limits.max_num_batched_tokens - sum(chunks)
+    decodes = [1] * min(limits.max_num_batched_tokens, limits.max_num_seqs)
+    if len(decodes) > 1:
+        decodes.pop()  # the place of a prompt
+    beside = _chunk_sizes(config, limits.max_num_batched_tokens - len(decodes), limits.max_num_seqs - len(decodes))
+    return (
+        _batch(config, [*chunks, *[1] * min(left, limits.max_num_seqs - len(chunks))]),
+        _batch(config, [*beside, *decodes]),
+    )
+
+
+def _chunk_sizes(config: EngineConfig, num_tokens: int, num_sequences: int) -> list[int]:
+    """The largest chunks of prompts that a step with room for so many tokens and sequences may compute."""
+    limits = config.limits
     sizes: list[int] = []
-    left = limits.max_num_batched_tokens
-    for _ in range(min(limits.max_num_partial_prefills, limits.max_num_seqs)):
-        sizes.append(min(limits.prefill_chunk, length, left))
-        left -= sizes[-1]
-        if left <= 0:
+    for _ in range(min(limits.max_num_partial_prefills, num_sequences)):
+        sizes.append(min(limits.prefill_chunk, config.max_model_len or 1, num_tokens - sum(sizes)))
+        if sum(sizes) >= num_tokens:
             break
-    sizes += [1] * min(left, limits.max_num_seqs - len(sizes))
+    return [size for size in sizes if size]
+
+
+def _batch(config: EngineConfig, sizes: list[int]) -> Batch:
+    """The last tokens of full contexts, so many of each sequence."""
+    limits, length = config.limits, config.max_model_len or 1
     prompt = (0,) * length
     blocks = (0,) * limits.num_blocks_for(length)
     sampling = SamplingParams(top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, num_logprobs=20)

@@ -163,6 +163,13 @@ def _join_constants(shape: AttentionShape) -> dict[str, Any]:
     }
 
 
+def decode_scratch(num_sequences: int, longest: int, num_heads: int, head_dim: int) -> int:
+    """Bytes that `attend_decode` allocates at most, over contexts of up to `longest` tokens, with any window."""
+    each = 4 * num_heads * -(-longest // SPLIT) * head_dim
+    values = min(num_sequences * each, max(SCRATCH_BYTES, each))
+    return values + 2 * values // head_dim  # and the sums
+
+
 def attend_decode(  # noqa: PLR0917
     q: Tensor,
     out: Tensor,

@@ -6,8 +6,14 @@ are bitwise the same alone, in any batch and in any chunks. Must not know: the e
 Launches of a layer: the norm, the QKV product, rope_write, attention, the O product with the residual, the norm, the
 gate-up product, silu * up, the down product with the residual: nine, where attention is one launch, as it is for steps
 of contexts of up to 256 tokens and for steps of prefill rows alone. Longer decode rows take one more, which joins their
-parts, and a step that holds both kinds of rows launches for both. An O or down product with a bias takes one more,
-unless `deterministic`.
+parts, and a step that holds both kinds of rows launches for both: ten, and eleven. An O or down product with a bias
+takes one more, unless `deterministic`.
+
+Why the join is a launch of its own, and not the work of whichever program finishes a row last: programs would hand
+their parts over by way of an atomic counter, and that all of a program's stores are seen behind its atomic rests on an
+order of stores, barrier and atomic that Triton does not document, and on each GPU's memory model. The simulators run
+programs one after another: they can show neither that it holds nor that it breaks, and the sanitizer takes every such
+hand-over for a race, so it would have to be blind for this memory. A launch boundary is an order that all of them know.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ from quire_kernels.triton.activation import silu_mul
 from quire_kernels.triton.attention import TritonAttention
 from quire_kernels.triton.choose import choose
 from quire_kernels.triton.copy_blocks import copy_blocks
+from quire_kernels.triton.decode_attention import decode_scratch
 from quire_kernels.triton.norm import rms_norm
 from quire_kernels.triton.pool import KVType
 from quire_kernels.triton.product import TiledProduct, TorchProduct
@@ -45,6 +52,7 @@ def make_triton_set(*, kv_type: KVType = "auto", deterministic: bool = False, wa
         linear_add=linear.linear_add,
         rope_write=attention.rope_write,
         attention=attention.attention,
+        attention_scratch=decode_scratch,
         logits=linear.logits,
         greedy=linear.greedy,
         choose=choose,

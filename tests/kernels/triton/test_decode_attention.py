@@ -62,6 +62,29 @@ def test_sequences_beyond_the_scratch_take_further_launches(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(together, sequences.attend(slices), strict=True))
 
 
+@pytest.mark.parametrize("room", [1 << 20, 2 * 3 * 4 * 2 * 32, 1])
+@pytest.mark.parametrize("window", [None, 300])
+def test_the_memory_plan_knows_the_scratch(room, window, monkeypatch):
+    """All at once, two sequences at a time, one at a time."""
+    shape = shape_of(2, 1, 32, window)
+    sequences = Sequences([300, 20, 600, 260], shape)
+    kv, step = sequences.pool([(i, len(q) - 1, 1) for i, q in enumerate(sequences.q)])
+    q = torch.cat([each[-1:] for each in sequences.q])
+    monkeypatch.setattr(decode_attention, "SCRATCH_BYTES", room)
+    taken, empty = [], torch.empty
+
+    def noted(*sizes, **options):
+        made = empty(*sizes, **options)
+        taken.append(made.nbytes)
+        return made
+
+    monkeypatch.setattr(torch, "empty", noted)
+    TritonAttention().attention(q, shape, kv, LAYER, step)
+    planned = decode_attention.decode_scratch(len(q), 600, shape.num_heads, shape.head_dim)
+    assert sum(taken) <= planned
+    assert window or sum(taken) == planned
+
+
 def test_a_step_may_hold_sequences_without_rows():
     """As in the last layer, when only some sequences are sampled."""
     sequences = Sequences([30, 40, 50], shape_of(2, 1, 32))

@@ -37,7 +37,7 @@ class GpuMemory:
         self._device = device
 
     def before_load(self, weights_bytes: int) -> int:
-        return self._pool_bytes(weights_bytes, estimate_workspace(self._model, self._asked))
+        return self._pool_bytes(weights_bytes, estimate_workspace(self._model, self._kernels, self._asked))
 
     def positions(self, planned: PoolSize) -> int:
         """The measured pool may hold a longer one than the planned."""
