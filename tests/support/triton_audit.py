@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 _OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+_INSTRUCTION = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)"
 _TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -96,6 +97,7 @@ class Report:
     registers: int
     stack: int  # bytes
     spills: int  # loads and stores of local memory
+    looped_spills: int  # those of them between a branch and a place before it that it jumps to
     shared: int  # bytes
     blocks: int  # on a multiprocessor at once
     matrix: tuple[str, ...]  # with shape and types: HMMA (mma.sync), HGMMA (wgmma), UTCHMMA (tcgen05)
@@ -166,7 +168,7 @@ def report(case: str, launch: Launch, capability: int) -> Report:
     compiled = launch.compile(capability)
     resources, code = _disassembled(compiled.asm["cubin"])
     registers, stack = (int(n) for n in re.search(r"REG:(\d+) STACK:(\d+)", resources).groups())  # type: ignore[union-attr]
-    ops: list[str] = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)", code, re.M)
+    ops: list[str] = re.findall(_INSTRUCTION, code, re.M)
     families = Counter(op.split(".")[0] for op in ops)
     warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
     gpu = GPUS[capability]
@@ -180,6 +182,7 @@ def report(case: str, launch: Launch, capability: int) -> Report:
         registers=registers,
         stack=stack,
         spills=families["LDL"] + families["STL"],
+        looped_spills=_looped(code, ("LDL", "STL")),
         shared=shared,
         blocks=min(gpu.registers // per_warp // warps, gpu.shared // (shared + 1024), gpu.warps // warps, gpu.blocks),
         matrix=tuple(sorted({op for op in ops if re.match(r"[A-Z]*MMA\b", op)})),
@@ -199,6 +202,23 @@ def _load_bytes(ops: list[str]) -> dict[str, int]:
         elif parts[0].startswith("UTMALDG"):
             found["16"] += 128
     return dict(found)
+
+
+def _looped(code: str, families: tuple[str, ...]) -> int:
+    """How many instructions of such families are part of a loop."""
+    labels: dict[str, int] = {}
+    found: list[int] = []
+    loops: list[tuple[int, int]] = []
+    for at, line in enumerate(code.splitlines()):
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = at
+        elif op := re.match(_INSTRUCTION, line):
+            if op[1].split(".")[0] in families:
+                found.append(at)
+            target = re.search(r"`\((\.L_x_\d+)\)", line)
+            if op[1].startswith("BRA") and target and target[1] in labels:
+                loops.append((labels[target[1]], at))
+    return sum(any(first < at < last for first, last in loops) for at in found)
 
 
 def _disassembled(cubin: bytes) -> tuple[str, str]:

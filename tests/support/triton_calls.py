@@ -71,7 +71,7 @@ def choice_rows(num_rows: int, *, draws: bool = True, limits_k: bool = True, lim
     )
 
 
-def _step(*lengths: tuple[int, int]) -> SimpleNamespace:
+def step_of(*lengths: tuple[int, int]) -> SimpleNamespace:
     """What the ops look at of a step of sequences with (rows, context)."""
     rows = sum(count for count, _ in lengths)
     return SimpleNamespace(
@@ -104,7 +104,7 @@ def _attention(
         num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5, **norms, **shape
     )
     kv = ops.new_kv(8, 2, kv_heads, 16, head_dim, _BF16, torch.device("cpu"))
-    step = _step((1, 100), (1, 3000), (512, 1024))
+    step = step_of((1, 100), (1, 3000), (512, 1024))
     rows = len(step.positions)
     qkv, rope = _empty(rows, (heads + 2 * kv_heads) * head_dim), _empty(4096, head_dim, dtype=torch.float32)
     ops.rope_write(qkv, rope, layer, kv, 1, step)
@@ -125,6 +125,9 @@ CASES: dict[str, Callable[[int], object]] = {
     "attention 32/32x80": lambda gpu: _attention(gpu, 32, 32, 80),
     "attention 16/8x256 window": lambda gpu: _attention(gpu, 16, 8, 256, window=1024),
     "attention 16/8x256 deterministic": lambda gpu: _attention(gpu, 16, 8, 256, deterministic=True),
+    "attention 16/8x256 fp8": lambda gpu: _attention(gpu, 16, 8, 256, kv_type="fp8"),
+    "attention 14/2x64 deterministic": lambda gpu: _attention(gpu, 14, 2, 64, deterministic=True),
+    "attention 16/8x256 window deterministic": lambda gpu: _attention(gpu, 16, 8, 256, deterministic=True, window=1024),
     "copies": lambda _: copy_blocks(_empty(8, 2, 2, 8, 16, 128), [(1, 2), (3, 4)]),
     "greedy": lambda _: choose(
         _empty(8, _VOCABULARY, dtype=torch.float32), choice_rows(8, draws=False, limits_k=False, limits_p=False)

@@ -1,7 +1,8 @@
 """How many rows and keys a program of the attention kernels takes at a time.
 
 Promises: what is chosen depends on the layer and the mode alone, never on a step, so a row's sums never do; no kernel
-needs more registers than a thread has, on any architecture from 8.0 on. Must not know: how attention is computed.
+runs out of registers on any architecture from 8.0 on, as the audit of their machine code shows. Must not know: how
+attention is computed.
 """
 
 from __future__ import annotations
@@ -45,13 +46,15 @@ def prefill_tiling(shape: AttentionShape, sizes: PoolSizes, *, warp_groups: bool
     With warp groups (Hopper and its data centre successors) products take 64 rows from shared memory; elsewhere their
     operands lie in registers too.
     """
-    large = shape.head_dim > 128
-    rows = 64 if large or sizes.fp8 or deterministic else 128
-    keys = 32 if large else 64
-    if not warp_groups:
-        rows = 32 if large and deterministic else rows
-        keys //= 2
-    return Tiling(rows, keys, 8)
+    narrow, large = shape.head_dim <= 64, shape.head_dim > 128
+    if warp_groups:
+        if deterministic:
+            return Tiling(32 if large else 64, 64 if narrow else 32, 8)
+        return Tiling(64 if large or sizes.fp8 else 128, 32 if large else 64, 8)
+    keys = 16 if large else 32
+    if deterministic:
+        return Tiling(32, keys, 8)
+    return Tiling(64 if narrow or large or sizes.fp8 else 128, keys, 8)
 
 
 def decode_tiling(shape: AttentionShape, sizes: PoolSizes, *, warp_groups: bool, deterministic: bool) -> Tiling:
@@ -60,7 +63,7 @@ def decode_tiling(shape: AttentionShape, sizes: PoolSizes, *, warp_groups: bool,
     if deterministic:
         tiling = prefill_tiling(shape, sizes, warp_groups=warp_groups, deterministic=True)
         return Tiling(max(heads, tiling.rows), tiling.keys, tiling.warps)
-    return Tiling(max(heads, 16), 32 if shape.head_dim > 128 else 64, 4)
+    return Tiling(max(heads, 16), 64 if warp_groups and shape.head_dim <= 128 else 32, 4)
 
 
 def _power_of_two(least: int) -> int:
