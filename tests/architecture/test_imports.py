@@ -31,7 +31,8 @@ ONLY_IN = {
     "torch": ("quire_engine.execution", "quire_engine.tools", "quire_engine.build", "quire_kernels"),
     "safetensors": ("quire_engine.execution",),
     "triton": ("quire_kernels",),
-    "flash_attn": ("quire_kernels",),
+    "flash_attn": ("quire_kernels.flash",),
+    "flash_attn_interface": ("quire_kernels.flash",),
     "typing_extensions": ("quire_server",),
 }
 # What a folder may import of its own package beside itself: folders, and single files by their dotted names; "*" stands
@@ -52,6 +53,7 @@ FOLDERS = {
     "quire_server.commands": {"*", "text", "engine", "http"},
     "quire_kernels.reference": {"*"},
     "quire_kernels.cpu": {"*", "reference"},
+    "quire_kernels.flash": {"*"},
     "quire_kernels.triton": {"*", "reference"},
 }
 # The files whose ids, counts and hashes only the allocator touches.
