@@ -164,10 +164,12 @@ def _resolve(config: EngineConfig) -> _Resolved:
             kv=KVFormat(head_dim=model.head_dim, block_size=config.limits.block_size, kv_type=config.kv_cache_dtype),
             quantization=config.quantization,
             deterministic=config.deterministic,
+            attention=config.attention,
             threads=num_threads,
         )
     except ValueError as error:
-        raise ConfigError(f"kernels={config.kernels}: {error}") from None
+        asked = "" if config.attention == "auto" else f", attention={config.attention}"
+        raise ConfigError(f"kernels={config.kernels}{asked}: {error}") from None
     weights = parameters.memory(dtype.itemsize, kernels.packed_bits)
     if device.type == "cpu" and not kernels.own_threads and config.num_threads is None:
         num_threads = _torch_threads(weights.total)

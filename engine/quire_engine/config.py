@@ -15,6 +15,7 @@ from quire_engine.limits import SchedulerConfig, SchedulerLimits
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KernelChoice = Literal["auto", "reference", "cpu", "triton"]
+AttentionChoice = Literal["auto", "triton", "flash-attn"]
 Quantization = Literal["int8", "int4"]
 KVCacheDType = Literal["auto", "int8", "fp8"]
 AsyncScheduling = Literal["auto", "on", "off"]
@@ -28,6 +29,7 @@ class EngineConfig:
     device: Device = "auto"
     dtype: DType = "auto"
     kernels: KernelChoice = "auto"
+    attention: AttentionChoice = "auto"  # on a GPU; auto: the kernels' own
     quantization: Quantization | None = None  # of the weights, at load
     kv_cache_dtype: KVCacheDType = "auto"  # auto: the model's dtype
     deterministic: bool = False  # on a GPU: a row's bits do not depend on its batch; on a CPU they never do

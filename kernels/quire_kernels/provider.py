@@ -7,11 +7,14 @@ Must not know: which providers there are, the engine, the server, the environmen
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
 from quire_kernels.kernel_set import KernelSet, KVFormat, Quantization
+
+# Who computes attention: the set as it sees fit, the Triton kernels, or a library of flash attention.
+AttentionChoice = Literal["auto", "triton", "flash-attn"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +26,19 @@ class Requirements:
     kv: KVFormat
     quantization: Quantization | None = None  # of the weights
     deterministic: bool = False  # a row's bits must not depend on the other rows of a call
+    attention: AttentionChoice = "auto"
     threads: int | None = None  # of workers of its own, if it has such; None is one per usable core
 
 
 class Unavailable(RuntimeError):
     """This machine lacks what kernels need that could serve; the text completes "the NAME kernels"."""
+
+
+def own_attention_only(required: Requirements) -> str | None:
+    """`Provider.why_not` of a set whose attention is its own."""
+    if required.attention == "auto":
+        return None
+    return f"compute attention by themselves, not by {required.attention} (set attention to auto)"
 
 
 class Provider(Protocol):

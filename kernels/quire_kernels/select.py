@@ -13,7 +13,7 @@ import torch
 
 from quire_kernels.cpu.provider import CpuProvider
 from quire_kernels.kernel_set import KernelSet, KVFormat, Quantization
-from quire_kernels.provider import Provider, Requirements, Unavailable
+from quire_kernels.provider import AttentionChoice, Provider, Requirements, Unavailable
 from quire_kernels.reference.provider import ReferenceProvider
 from quire_kernels.triton.provider import TritonProvider
 
@@ -31,16 +31,23 @@ def select(
     kv: KVFormat,
     quantization: Quantization | None = None,
     deterministic: bool = False,
+    attention: AttentionChoice = "auto",
     threads: int | None = None,
     providers: Sequence[Provider] = PROVIDERS,
 ) -> KernelSet:
     """The kernel set for such a model: the fastest ("auto"), or the one of that name. ValueError if it cannot serve.
 
-    `deterministic`: no row's bits may depend on the other rows of a call, as is always so on a CPU. `threads`: of a
-    set with workers of its own; None is one per usable core.
+    `deterministic`: no row's bits may depend on the other rows of a call, as is always so on a CPU. `attention`: who
+    computes it. `threads`: of a set with workers of its own; None is one per usable core.
     """
     required = Requirements(
-        device=device, dtype=dtype, kv=kv, quantization=quantization, deterministic=deterministic, threads=threads
+        device=device,
+        dtype=dtype,
+        kv=kv,
+        quantization=quantization,
+        deterministic=deterministic,
+        attention=attention,
+        threads=threads,
     )
     names = (AUTO, *(each.name for each in providers))
     if choice not in names:

@@ -14,7 +14,16 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 from pydantic.config import JsonDict
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from quire_engine.config import AsyncScheduling, Device, DType, EngineConfig, KernelChoice, KVCacheDType, Quantization
+from quire_engine.config import (
+    AsyncScheduling,
+    AttentionChoice,
+    Device,
+    DType,
+    EngineConfig,
+    KernelChoice,
+    KVCacheDType,
+    Quantization,
+)
 from quire_engine.demo import demo_model_path
 from quire_engine.errors import ConfigError
 from quire_engine.limits import LIMIT_NAMES, PolicyName, SchedulerLimits, out_of_range
@@ -59,6 +68,11 @@ class Settings(BaseSettings):
     device: Device = _option("auto", "Model", "where the model runs; auto takes a GPU where there is one")
     dtype: DType = _option("auto", "Model", "type of weights and KV cache; auto is the checkpoint's own")
     kernels: KernelChoice = _option("auto", "Model", "implementation of the model's operations")
+    attention: AttentionChoice = _option(
+        "auto",
+        "Model",
+        "who computes attention on a GPU: our kernels (auto, triton) or an installed library (flash-attn)",
+    )
     quantization: Quantization | None = _option(
         None, "Model", "weights held as int8 or int4, converted at load; C++ kernels on a CPU only"
     )
@@ -95,7 +109,9 @@ class Settings(BaseSettings):
     kv_memory: Size | None = _option(
         None, "Memory", "size of the KV cache, such as 2GiB; default: from what is free", "bytes"
     )
-    block_size: BlockSize = _option(LIMITS.block_size, "Memory", "tokens per KV block: 16, 32, 64 or 128", "tokens")
+    block_size: BlockSize = _option(
+        LIMITS.block_size, "Memory", "tokens per KV block: 16, 32, 64, 128 or 256", "tokens"
+    )
     enable_prefix_caching: bool = _option(
         LIMITS.enable_prefix_caching, "Memory", "reuse the KV blocks of equal prompt beginnings"
     )
@@ -247,6 +263,7 @@ class Settings(BaseSettings):
             device=self.device,
             dtype=self.dtype,
             kernels=self.kernels,
+            attention=self.attention,
             quantization=self.quantization,
             kv_cache_dtype=self.kv_cache_dtype,
             deterministic=self.deterministic,

@@ -71,8 +71,8 @@ def _check_name(name: str) -> str:
 
 
 def _check_block_size(size: int) -> int:
-    if size not in {16, 32, 64, 128}:
-        raise ValueError("block sizes are 16, 32, 64 or 128 tokens; 16 suits most models")
+    if size not in {16, 32, 64, 128, 256}:
+        raise ValueError("block sizes are 16, 32, 64, 128 or 256 tokens; 16 suits most models")
     return size
 
 

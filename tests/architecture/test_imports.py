@@ -54,7 +54,7 @@ FOLDERS = {
     "quire_kernels.reference": {"*"},
     "quire_kernels.cpu": {"*", "reference"},
     "quire_kernels.flash": {"*"},
-    "quire_kernels.triton": {"*", "reference"},
+    "quire_kernels.triton": {"*", "reference", "flash"},
 }
 # The files whose ids, counts and hashes only the allocator touches.
 BLOCKS = ("quire_engine.scheduling.block_pool", "quire_engine.scheduling.prefix_cache")

@@ -10,7 +10,7 @@ import torch
 
 from quire_kernels.cpu.kv_layout import unsupported
 from quire_kernels.kernel_set import KernelSet
-from quire_kernels.provider import Requirements, Unavailable
+from quire_kernels.provider import Requirements, Unavailable, own_attention_only
 
 
 class CpuProvider:
@@ -23,7 +23,7 @@ class CpuProvider:
             return f"compute in bfloat16, not in {str(dtype).removeprefix('torch.')} (set dtype to bfloat16)"
         if kv.kv_type not in ("auto", "int8"):
             return f"hold keys and values in bfloat16 or int8, not in {kv.kv_type} (set kv_cache_dtype to int8)"
-        return unsupported(head_dim=kv.head_dim, block_size=kv.block_size)
+        return own_attention_only(required) or unsupported(head_dim=kv.head_dim, block_size=kv.block_size)
 
     def make(self, required: Requirements) -> KernelSet:
         # Imported here: a choice that falls on others need not load these.

@@ -54,13 +54,23 @@ class TritonProvider:
             _run_a_kernel(required.device)
         except Exception as error:  # of the compiler, the C compiler, the driver, the file system
             raise Unavailable(f"are not available: {explained(error)}") from error
-        # Imported here: only a set that is made needs Triton.
+        # Imported here: only a set that is made needs Triton, or a library.
+        from quire_kernels.flash.choice import with_flash_attention  # noqa: PLC0415
         from quire_kernels.triton.set import make_triton_set  # noqa: PLC0415
 
-        return make_triton_set(
+        kernels = make_triton_set(
             kv_type="fp8" if required.kv.kv_type == "fp8" else "auto",
             deterministic=required.deterministic,
             warp_groups=major in WARP_GROUPS,
+        )
+        if required.attention != "flash-attn":
+            return kernels
+        return with_flash_attention(
+            kernels,
+            dtype=required.dtype,
+            kv=required.kv,
+            capability=(major, minor),
+            deterministic=required.deterministic,
         )
 
 
