@@ -53,7 +53,7 @@ FOLDERS = {
     "quire_server.commands": {"*", "text", "engine", "http"},
     "quire_kernels.reference": {"*"},
     "quire_kernels.cpu": {"*", "reference"},
-    "quire_kernels.flash": {"*"},
+    "quire_kernels.flash": {"*", "reference"},
     "quire_kernels.triton": {"*", "reference", "flash"},
 }
 # The files whose ids, counts and hashes only the allocator touches.

@@ -23,10 +23,13 @@ from quire_kernels.kernel_set import KernelSet, KVFormat
 from quire_kernels.provider import Unavailable
 from quire_kernels.reference import REFERENCE
 from support import flash_libraries as libraries
+from support import flash_standins
+from support.flash_libraries import changed, without
 from support.flash_signatures import recorded, signature
 from support.model_steps import Model, random_ids, scheduled
 from support.paged_batches import LAYER, paged_batch, shape_of
 
+CPU = torch.device("cpu")  # where the stand-ins compute
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (12, 0)
 SMALL, LARGE = KVFormat(head_dim=64, block_size=16), KVFormat(head_dim=64, block_size=256)
 
@@ -59,7 +62,8 @@ def install_3(install) -> None:
 
 def taken(kv: KVFormat = LARGE, capability: tuple[int, int] = HOPPER, **options: object) -> KernelSet:
     return with_flash_attention(
-        replace(REFERENCE, name="triton"), **{"dtype": torch.bfloat16, "kv": kv, "capability": capability, **options}
+        replace(REFERENCE, name="triton"),
+        **{"device": CPU, "dtype": torch.bfloat16, "kv": kv, "capability": capability, **options},
     )
 
 
@@ -167,6 +171,34 @@ def test_a_library_of_an_unknown_version_is_refused(install):
     )
 
 
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (without("block_table"), "flash-attn 2 fails here: keys that are not in pages are not modelled"),
+        (
+            changed("window_size", lambda _: (-1, -1)),
+            "flash-attn 2 computes something else here where there is a window;",
+        ),
+        (changed("q", lambda q: q * 2), "flash-attn 2 computes something else here;"),
+    ],
+)
+def test_a_build_that_computes_something_else_is_not_taken(install, fault, said):
+    """As one without pages, windows or the GPU's code would; the other functions are found by their own trial."""
+    for broken in (0, 1):
+        functions = [libraries.varlen_of_2(), libraries.with_kvcache_of_2()]
+        names = [each.__name__ for each in functions]
+        functions[broken] = libraries.faulty(functions[broken], fault)
+        install("flash_attn", **dict(zip(names, functions, strict=True)))
+        assert said in refusal()
+
+
+def test_a_library_that_reads_unused_slots_is_not_taken(monkeypatch, install):
+    """Which flash-attn 3 does where its tiles are pages: were they smaller than they are known to be, it showed."""
+    install_3(install)
+    monkeypatch.setattr(flash_standins, "LEAST_TILE", 16)
+    assert "flash-attn 3 computes something else here;" in refusal(SMALL)
+
+
 def test_libraries_have_names_of_their_own():
     assert len({library.name for library in LIBRARIES}) == len(LIBRARIES) == 3
 
@@ -224,7 +256,7 @@ def test_a_model_computes_the_same_with_it(install, library):
     (install_2 if library == "flash-attn 2" else install_3)(install)
     page = 256 if library == "flash-attn 2" else 16
     kernels = with_flash_attention(
-        REFERENCE, dtype=torch.bfloat16, kv=KVFormat(head_dim=64, block_size=page), capability=HOPPER
+        REFERENCE, device=CPU, dtype=torch.bfloat16, kv=KVFormat(head_dim=64, block_size=page), capability=HOPPER
     )
     assert kernels.name == f"reference+{library}"
     prompts = [random_ids(length, seed=length, vocab_size=500) for length in (300, 40, 7)]

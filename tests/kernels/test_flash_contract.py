@@ -99,6 +99,7 @@ def test_no_row_at_all(load, page):
     batch = paged_batch([(20, 5), (9, 9)], shape_of(4, 2, 64), page=page, unsampled=(0, 1))
     assert batch.step.sampled is not None
     none = replace(batch, step=batch.step.sampled, q=batch.q[:0])
+    assert parts_of(none.step, decodes_apart=True) == ()  # no library is called
     assert attend(load(), none).shape == (0, 4 * 64)
 
 
@@ -114,6 +115,9 @@ def test_parts_of_a_step():
     assert [part.context_starts.tolist() for part in parts] == [[0, 300, 305], [0, 7, 520], [0, 90, 348]]
     assert [part.max_rows for part in parts] == [5, 1, 4]
     (whole,) = parts_of(step, decodes_apart=False)
+    unsampled = paged_batch(BATCHES["decodes apart"], shape_of(1, 1, 64), page=256, unsampled=(2, 3, 4, 5)).step.sampled
+    (first,) = parts_of(unsampled, decodes_apart=True)  # and nothing for those that follow without a row
+    assert (first.num_rows, first.decodes) == (2, True)
     assert torch.equal(whole.query_starts, step.query_starts)
     assert all(starts.dtype == torch.int32 for part in parts for starts in (part.query_starts, part.context_starts))
 

@@ -1,7 +1,7 @@
 """A kernel set with its attention by a library, where one can compute it: `with_flash_attention`.
 
-Promises: the first library that can serve is taken and named; a refusal tells the reason of each.
-Must not know: how the set's other ops are computed, the engine, the server.
+Promises: the first library that can serve, and computes a small step as it should, is taken and named; a refusal tells
+the reason of each. Must not know: how the set's other ops are computed, the engine, the server.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from quire_kernels.flash import trial
 from quire_kernels.flash.attention import FlashAttention
 from quire_kernels.flash.flash_attn_2 import FlashAttn2
 from quire_kernels.flash.flash_attn_3 import FlashAttn3
@@ -29,6 +30,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 def with_flash_attention(
     kernels: KernelSet,
     *,
+    device: torch.device,
     dtype: torch.dtype,
     kv: KVFormat,
     capability: tuple[int, int],
@@ -45,12 +47,14 @@ def with_flash_attention(
         if reason is None:
             try:
                 loaded = library.load()
+                reason = trial.why_it_fails(loaded, device=device, dtype=dtype, kv=kv)
             except Unavailable as error:
                 reason = str(error)
             else:
-                _log.info("attention is computed by %s (version %s)", library.name, loaded.version)
-                ops = FlashAttention(loaded)
-                return replace(kernels, attention=ops.attention, name=f"{kernels.name}+{library.name}")
+                if reason is None:
+                    _log.info("attention is computed by %s (version %s)", library.name, loaded.version)
+                    ops = FlashAttention(loaded)
+                    return replace(kernels, attention=ops.attention, name=f"{kernels.name}+{library.name}")
         refusals.append(f"{library.name} {reason}")
     raise Unavailable(f"cannot take attention from flash-attn: {'; '.join(refusals)} (or set attention to auto)")
 

@@ -67,6 +67,7 @@ class TritonProvider:
             return kernels
         return with_flash_attention(
             kernels,
+            device=required.device,
             dtype=required.dtype,
             kv=required.kv,
             capability=(major, minor),
