@@ -3,19 +3,31 @@
 # GPU:  docker build -t quire:cuda --build-arg DEVICE=cuda .
 # Run:  docker run --rm -p 8000:8000 quire                          (add --gpus all for the second)
 #       docker run --rm -p 8000:8000 -v /models/my-model:/model:ro quire /model
+# Nothing is written outside /tmp: --read-only --tmpfs /tmp works, and so does any --user.
+#
+# Without the internet: --build-arg BASE_CPU=IMAGE, --secret id=pip,src=pip.conf (an index of your own, with its
+# password), --build-context wheels=FOLDER (wheels that are taken from there), --build-arg TORCH_CPU_INDEX= (none).
 ARG DEVICE=cpu
+# The toolkit that constraints.txt's torch is built with; tests/unit/test_image_files.py fails when the two part.
+ARG CUDA=13.0.3
+ARG BASE_CPU=python:3.12-slim-bookworm
+ARG BASE_CUDA=nvidia/cuda:${CUDA}-base-ubuntu24.04
 
-FROM python:3.12-slim-bookworm AS base-cpu
+FROM ${BASE_CPU} AS base-cpu
 
-# The wheels bring the CUDA libraries; this base brings what the container runtime looks for.
-FROM nvidia/cuda:12.8.1-base-ubuntu24.04 AS base-cuda
+# The wheels bring the CUDA libraries; this base brings what the container runtime looks for. Triton compiles the
+# launchers of its kernels when they are first used: a C compiler and Python's headers stay.
+FROM ${BASE_CUDA} AS base-cuda
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends python3 python3-venv \
+    && apt-get install -y --no-install-recommends python3 python3-venv python3-dev gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 
+# Stands in for the folder of --build-context wheels=FOLDER.
+FROM scratch AS wheels
+COPY LICENSE /
+
 FROM base-${DEVICE} AS build
-# For example "--extra-index-url URL" of an index with torch built without CUDA: a much smaller CPU image.
-ARG PIP_ARGS=""
+ARG DEVICE
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
@@ -26,22 +38,31 @@ COPY server server
 COPY engine engine
 COPY kernels kernels
 COPY benchmarks/quire_bench benchmarks/quire_bench
-RUN /opt/quire/bin/pip install --no-cache-dir --disable-pip-version-check -c constraints.txt ${PIP_ARGS} .
-# For every instruction set: the image itself has no compiler, and starts on whatever it is given.
+# PyPI's torch carries gigabytes of CUDA; a CPU needs none of them. The last line is there to notice if they come.
+ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+ARG PIP_ARGS=""
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
+    --mount=type=bind,from=wheels,target=/wheels \
+    if [ "${DEVICE}" = cpu ] && [ -n "${TORCH_CPU_INDEX}" ]; then torch="--extra-index-url ${TORCH_CPU_INDEX}"; fi \
+    && /opt/quire/bin/pip install --no-cache-dir --disable-pip-version-check -c constraints.txt \
+       --find-links /wheels ${torch:-} ${PIP_ARGS} . \
+    && /opt/quire/bin/python -c "from torch.version import cuda; assert bool(cuda) == ('${DEVICE}' == 'cuda'), cuda"
+# For every instruction set: the image itself has no C++ compiler, and starts on whatever it is given.
 RUN /opt/quire/bin/quire build-kernels --prebuilt
 
 FROM base-${DEVICE}
 LABEL org.opencontainers.image.title="quire" org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /opt/quire /opt/quire
-# Any other uid works as well: nothing is written outside /tmp.
-RUN useradd --uid 2000 --no-create-home --shell /usr/sbin/nologin quire
+RUN useradd --uid 2000 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin quire
 USER 2000
+# Triton keeps what it compiled under HOME.
 ENV PATH=/opt/quire/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
+    HOME=/tmp \
     QUIRE_HOST=0.0.0.0
 EXPOSE 8000
 STOPSIGNAL SIGTERM
-HEALTHCHECK --interval=10s --timeout=3s --start-period=120s --retries=3 \
-    CMD ["python3", "-c", "import os, urllib.request as r; r.urlopen('http://127.0.0.1:' + os.environ.get('QUIRE_PORT', '8000') + '/health/ready', timeout=2)"]
+# Asks where the server really listens, however that was set.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 CMD ["quire", "health"]
 ENTRYPOINT ["quire", "serve"]

@@ -18,6 +18,7 @@ COMMANDS = {
     "bench": ("quire_bench.command", "put load on servers and say how fast they are"),
     "eval-quant": ("quire_server.commands.eval_quant", "measure what int8 and int4 cost a model"),
     "build-kernels": ("quire_server.commands.build_kernels", "compile the CPU kernels now, not at the first start"),
+    "health": ("quire_server.commands.health", "ask the server that runs here whether it takes requests"),
     "version": ("quire_server.commands.version", "print the version"),
 }
 BAD_USAGE = 2

@@ -1,0 +1,130 @@
+"""`quire health`: asks the server that runs here whether it takes requests; for container health checks.
+
+Promises: without --url it asks where a server really listens, whatever flag, variable or file said so; exit code 0, or
+1 and one line. Standard library only, since it starts every few seconds. Must not know: settings, the engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import re
+import socket
+import struct
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+_PATH = "/health/ready"
+_LISTENS_TCP, _LISTENS_UNIX = "0A", "00010000"  # the state's and the flags' column in /proc/net
+_SERVERS = re.compile(r"(^|/)quire$|(^|\.)quire_server\.cli$|/quire_server/cli\.py$")
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def run(argv: Sequence[str]) -> int:
+    """0 where every server that was found is ready."""
+    parser = argparse.ArgumentParser(prog="quire health", description="Ask a server whether it takes requests.")
+    parser.add_argument("--url", help="of the server; default: every server that runs here, found in /proc")
+    parser.add_argument("--timeout", type=float, default=4.0, help="seconds to wait for each answer [4]")
+    asked = parser.parse_args(argv)
+    addresses = [asked.url] if asked.url else sorted(listening())
+    if not addresses:
+        print("quire health: no server listens here; while its model is loaded none does", file=sys.stderr)
+        return 1
+    found = [_trouble(address, asked.timeout) for address in addresses]
+    for address, trouble in zip(addresses, found, strict=True):
+        print(f"quire health: {address}: {trouble or 'ready'}", file=sys.stderr if trouble else sys.stdout)
+    return 1 if any(found) else 0
+
+
+def listening(proc: Path = Path("/proc")) -> set[str]:
+    """Addresses of the servers among the processes that can be looked at: URLs, or paths of Unix sockets."""
+    found: set[str] = set()
+    for process in _servers(proc):
+        sockets = _sockets(process)
+        for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+            for words in _rows(process / "net" / name):
+                if len(words) > 9 and words[3] == _LISTENS_TCP and words[9] in sockets:
+                    found.add(_url(words[1], family))
+        for words in _rows(process / "net" / "unix"):
+            if len(words) > 7 and words[3] == _LISTENS_UNIX and words[6] in sockets:
+                found.add(words[7])
+    return found
+
+
+def _servers(proc: Path) -> Iterator[Path]:
+    for process in proc.glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:  # it has ended
+            continue
+        if any(_SERVERS.search(word) and words[i + 1 : i + 2] == ["serve"] for i, word in enumerate(words[:4])):
+            yield process
+
+
+def _sockets(process: Path) -> set[str]:
+    """The inodes of a process's open sockets; none where it is another user's."""
+    found = set()
+    try:
+        for link in (process / "fd").iterdir():
+            try:
+                target = str(link.readlink())
+            except OSError:
+                continue
+            if target.startswith("socket:["):
+                found.add(target[len("socket:[") : -1])
+    except OSError:
+        pass
+    return found
+
+
+def _rows(table: Path) -> list[list[str]]:
+    try:
+        return [line.split() for line in table.read_text().splitlines()[1:]]
+    except OSError:
+        return []
+
+
+def _url(address: str, family: int) -> str:
+    """Of `0100007F:1F90`: 32-bit words in the machine's order, then the port."""
+    words, _, port = address.partition(":")
+    packed = b"".join(struct.pack("=I", int(words[i : i + 8], 16)) for i in range(0, len(words), 8))
+    host = socket.inet_ntop(family, packed)
+    host = _EVERYWHERE.get(host, host)
+    return f"http://[{host}]:{int(port, 16)}" if ":" in host else f"http://{host}:{int(port, 16)}"
+
+
+def _trouble(address: str, timeout: float) -> str:
+    """Why the server at this address takes no requests; empty if it does."""
+    connection = _connection(address, timeout)
+    try:
+        connection.request("GET", _PATH)
+        reply = connection.getresponse()
+        if reply.status == http.client.OK:
+            return ""
+        try:
+            return str(json.loads(reply.read())["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            return f"answers {reply.status}"
+    except (OSError, http.client.HTTPException) as error:
+        return f"does not answer: {error or type(error).__name__}"
+    finally:
+        connection.close()
+
+
+def _connection(address: str, timeout: float) -> http.client.HTTPConnection:
+    parts = urlsplit(address)
+    if not parts.scheme:
+        return _UnixConnection(address, 80, timeout=timeout)
+    return http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=timeout)
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """To a socket's path instead of a host."""
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self.host)
