@@ -6,13 +6,13 @@ whatever was started is stopped. Must not know: HTTP, how numbers are computed o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
 from quire_bench.arguments import Asked, Peer
 from quire_bench.baselines import start_baseline
-from quire_bench.limits import Limits, is_measurable, probe_limits, shares
+from quire_bench.limits import Limits, probe_limits, shares, why_not_measurable
 from quire_bench.measures import Measures, measure
 from quire_bench.own_server import own_server
 from quire_bench.results import (
@@ -44,18 +44,18 @@ async def run_benchmark(asked: Asked, argv: Sequence[str], tell: Tell) -> Result
         _check_lengths(asked.points, workload, infos)
         await _warm_up(asked, workload, targets)
         collected = Collected(points=asked.points, servers=infos)
-        limits: Limits | str = "not asked for"
+        limits: dict[str, Limits | str] = {}
         for round_number in range(asked.repeat):
             if asked.probe:
-                limits = await _probed(infos, limits)
+                limits = {device: await _probed(device, limits.get(device)) for device in _devices(infos)}
             for point in asked.points:
                 for target in targets:
                     run = await target.run(point, jobs(workload, point, round_number), workload.seconds)
                     measures = measure(run)
                     collected.add(point, target.info.name, measures)
                     tell(_line(round_number, asked.repeat, point, target.info.name, measures))
-    if isinstance(limits, Limits):
-        _add_shares(collected, workload, limits)
+    known = {device: found for device, found in limits.items() if isinstance(found, Limits)}
+    _add_shares(collected, workload, known)
     return Results(
         schema=SCHEMA,
         started=started,
@@ -64,8 +64,8 @@ async def run_benchmark(asked: Asked, argv: Sequence[str], tell: Tell) -> Result
         machine=machine,
         workload=describe(workload, token_ids=asked.token_ids),
         repeat=asked.repeat,
-        limits=limits if isinstance(limits, Limits) else None,
-        limits_missing=limits if isinstance(limits, str) else "",
+        limits=known,
+        limits_missing=_missing(infos, limits) if asked.probe else {info.name: "not asked for" for info in infos},
         servers=infos,
         points=collected.point_results(),
         knees=collected.knees(),
@@ -134,22 +134,38 @@ async def _warm_up(asked: Asked, workload: Workload, targets: Sequence[Target]) 
             raise BenchError(f"{target.info.name} answers no request: {'; '.join(measures.error_examples)}")
 
 
-async def _probed(infos: Sequence[ServerInfo], before: Limits | str) -> Limits | str:
-    if not any(is_measurable(info) for info in infos):
-        return "no server here tells its model's sizes and runs on this machine's processor"
-    found = await probe_limits()
+def _devices(infos: Sequence[ServerInfo]) -> list[str]:
+    """What the servers that can be compared with limits compute on, each once."""
+    return sorted({info.facts.device for info in infos if info.facts is not None and not why_not_measurable(info)})
+
+
+async def _probed(device: str, before: Limits | str | None) -> Limits | str:
+    found = await probe_limits(device)
     if isinstance(before, Limits):
         return before.best(found) if isinstance(found, Limits) else before
     return found
 
 
-def _add_shares(collected: Collected, workload: Workload, limits: Limits) -> None:
+def _missing(infos: Sequence[ServerInfo], limits: Mapping[str, Limits | str]) -> dict[str, str]:
+    """Of each server whose limits are unknown, why; baselines are no servers."""
+    missing = {}
+    for info in filter(lambda info: info.address, infos):
+        reason: Limits | str | None = why_not_measurable(info)
+        if reason is None and info.facts is not None:
+            reason = limits[info.facts.device]
+        if isinstance(reason, str):
+            missing[info.name] = reason
+    return missing
+
+
+def _add_shares(collected: Collected, workload: Workload, limits: Mapping[str, Limits]) -> None:
     for info in collected.servers:
-        if info.facts is None or not is_measurable(info):
+        if info.facts is None or info.facts.device not in limits or why_not_measurable(info):
             continue
         for point in collected.points:
             collected.shares[point, info.name] = [
-                shares(point, workload, run, info.facts, limits) for run in collected.runs[point, info.name]
+                shares(point, workload, run, info.facts, limits[info.facts.device])
+                for run in collected.runs[point, info.name]
             ]
 
 

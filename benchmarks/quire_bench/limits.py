@@ -1,7 +1,7 @@
 """What the machine could do, and which share of it a server used.
 
-Promises: limits are measured anew in every round and the best counts, as a share of a bad moment would flatter.
-Must not know: tensors; the probe is a process of its own.
+Promises: limits are those of the device the server computes on, or unknown; measured anew in every round, and the best
+counts, as a share of a bad moment would flatter. Must not know: tensors; a probe is a process of its own.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from quire_bench.measures import Measures
 from quire_bench.servers import ModelFacts, ServerInfo
 from quire_bench.workload import LoadPoint, Workload
 
+PROBES = {"cpu": "quire_kernels.cpu.probe", "cuda": "quire_engine.tools.gpu_limits"}  # by a plan's device
 _PROBE_SECONDS = 600.0  # the first may have to compile
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """As `quire_kernels.cpu.probe` prints them. Operations count a multiply and an add as two; 0: none such."""
+    """As a probe prints them. Operations count a multiply and an add as two; 0: none such, or not known."""
 
-    variant: str
-    threads: int
+    variant: str  # instruction set of a CPU, name of a GPU
+    threads: int  # or a GPU's multiprocessors
     fp32_per_second: float
     bf16_per_second: float
     int8_per_second: float
+    fp16_per_second: float = 0.0
     read_bytes_per_second: float
     cache_bytes: int  # of the last level; 0: unknown
 
@@ -39,14 +41,21 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             fp32_per_second=max(self.fp32_per_second, other.fp32_per_second),
             bf16_per_second=max(self.bf16_per_second, other.bf16_per_second),
             int8_per_second=max(self.int8_per_second, other.int8_per_second),
+            fp16_per_second=max(self.fp16_per_second, other.fp16_per_second),
             read_bytes_per_second=max(self.read_bytes_per_second, other.read_bytes_per_second),
             cache_bytes=self.cache_bytes,
         )
 
-    def arithmetic(self, weight_type: str) -> float:
-        """Operations per second for weights of this type; of the next wider one the CPU has."""
-        by_type = {"bfloat16": self.bf16_per_second, "int8": self.int8_per_second, "int4": self.int8_per_second}
-        return by_type.get(weight_type, 0.0) or self.fp32_per_second
+    def arithmetic(self, weight_type: str, device: str) -> float:
+        """Operations per second for weights of this type; on a CPU without it those of fp32, on a GPU 0: unknown."""
+        by_type = {
+            "bfloat16": self.bf16_per_second,
+            "float16": self.fp16_per_second,
+            "int8": self.int8_per_second,
+            "int4": self.int8_per_second,
+            "float32": self.fp32_per_second,
+        }
+        return by_type.get(weight_type, 0.0) or (self.fp32_per_second if device == "cpu" else 0.0)
 
 
 class Shares(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,10 +66,10 @@ class Shares(msgspec.Struct, frozen=True, kw_only=True):
     decode_read: float | None  # one stream alone: weights and KV cache read per token
 
 
-async def probe_limits() -> Limits | str:
-    """Measure now, on all cores; nothing else should run. Otherwise the reason why it cannot be."""
+async def probe_limits(device: str) -> Limits | str:
+    """Measure a device of `PROBES` now; nothing else should run. Otherwise the reason why it cannot be."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "quire_kernels.cpu.probe"),
+        *(sys.executable, "-m", PROBES[device]),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -73,19 +82,23 @@ async def probe_limits() -> Limits | str:
         await process.wait()
         return "the probe does not end"
     if process.returncode:
-        return errors.decode(errors="replace").strip().splitlines()[-1]
+        return (errors.decode(errors="replace").strip().splitlines() or ["the probe crashed"])[-1]
     return msgspec.json.decode(out, type=Limits)
 
 
-def is_measurable(info: ServerInfo) -> bool:
-    """A server that runs on this machine's processor and tells its sizes."""
+def why_not_measurable(info: ServerInfo) -> str | None:
+    """Why a server's limits cannot be known here; None where they can."""
     host = urlsplit(info.address).hostname or ""
-    return info.facts is not None and info.facts.device == "cpu" and (host == "localhost" or host.startswith("127."))
+    if info.facts is None:
+        return "it does not tell its model's sizes"
+    if host != "localhost" and not host.startswith("127."):
+        return "it runs on another machine"
+    return None if info.facts.device in PROBES else f"nothing here measures a device called {info.facts.device}"
 
 
 def shares(point: LoadPoint, workload: Workload, measures: Measures, facts: ModelFacts, limits: Limits) -> Shares:
     """What one run used. A shared prefix may come from the cache: then operations are not counted."""
-    peak = limits.arithmetic(facts.weight_type)
+    peak = limits.arithmetic(facts.weight_type, facts.device)
     counts = not workload.prefix and point.mode != "trace" and measures.ok > 0
     alone = point.mode == "concurrency" and point.value == 1 and counts
     inputs, outputs = measures.input_tokens / max(1, measures.ok), measures.output_tokens / max(1, measures.ok)

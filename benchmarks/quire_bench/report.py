@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quire_bench.compare import Knee, Spread
+from quire_bench.limits import Limits
 from quire_bench.results import OnePoint, Results
 from quire_bench.workload import LoadPoint
 
@@ -83,24 +84,31 @@ def _sentences(results: Results) -> list[str]:
     lines = []
     for name, knee in results.knees.items():
         lines.append(f"{name}: {_knee(knee, results.points[0].point)}")
-    limits = results.limits
-    if limits is None:
-        lines.append(f"shares of the machine: {results.limits_missing}")
-    else:
-        kinds = (("bf16", limits.bf16_per_second), ("int8", limits.int8_per_second), ("fp32", limits.fp32_per_second))
-        peaks = ", ".join(f"{name} {rate / 1e9:.0f} G/s" for name, rate in kinds if rate)
-        lines.append(
-            f"this machine at its best, {limits.threads} threads: {peaks} operations; read"
-            f" {limits.read_bytes_per_second / 1e9:.1f} GB/s"
-        )
-        for result in results.points:
-            lines += [
-                f"{one.server} at {result.point}: {text}" for one in result.servers if (text := _shares_text(one))
-            ]
+    for device, limits in results.limits.items():
+        lines.append(_limits_text(device, limits))
+    for result in results.points:
+        lines += [f"{one.server} at {result.point}: {text}" for one in result.servers if (text := _shares_text(one))]
+    for reason in dict.fromkeys(results.limits_missing.values()):
+        names = ", ".join(name for name, why in results.limits_missing.items() if why == reason)
+        lines.append(f"{names}: shares of the machine unknown: {reason}")
     for result in results.points:
         for one in result.servers:
             lines += _doubts(result.point, one, has_ids=results.workload.token_ids)
     return lines
+
+
+def _limits_text(device: str, limits: Limits) -> str:
+    kinds = (
+        ("bf16", limits.bf16_per_second),
+        ("fp16", limits.fp16_per_second),
+        ("int8", limits.int8_per_second),
+        ("fp32", limits.fp32_per_second),
+    )
+    peaks = ", ".join(f"{name} {rate / 1e9:,.0f} G/s" for name, rate in kinds if rate)
+    who = f"this machine at its best, {limits.threads} threads"
+    if device != "cpu":
+        who = f"{limits.variant} at its best, {limits.threads} multiprocessors"
+    return f"{who}: {peaks} operations; memory {limits.read_bytes_per_second / 1e9:,.1f} GB/s"
 
 
 def _shares_text(one: OnePoint) -> str:

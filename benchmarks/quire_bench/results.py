@@ -22,7 +22,7 @@ from quire_bench.measures import Measures
 from quire_bench.servers import ServerInfo
 from quire_bench.workload import LoadPoint, Workload
 
-SCHEMA = 1
+SCHEMA = 2
 _SECRET = "--api-key"
 
 
@@ -77,8 +77,8 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     machine: Machine
     workload: Described
     repeat: int
-    limits: Limits | None  # the best of all rounds
-    limits_missing: str  # why there are none
+    limits: dict[str, Limits]  # by device, the best of all rounds
+    limits_missing: dict[str, str]  # by server: why its are unknown
     servers: list[ServerInfo]
     points: list[PointResult]
     knees: dict[str, Knee]  # by server; only where a sweep shows one

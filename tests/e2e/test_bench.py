@@ -51,7 +51,7 @@ def test_our_own_server_a_peer_and_a_baseline(tmp_path: Path) -> None:
     assert quire.facts is not None
     assert quire.vocab_size == results.workload.vocab
     alone = results.points[0].servers[0].shares
-    if results.limits is not None:
+    if results.limits:
         assert set(alone) >= {"arithmetic", "prefill"}  # the small model may fit in a cache
         for kind in ("arithmetic", "prefill"):
             assert 0 < alone[kind].min <= alone[kind].max < 1

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import asyncio
+import json
+from dataclasses import asdict, replace
+from unittest.mock import patch
 
 import msgspec
 import pytest
+import torch
 
-from quire_bench.limits import is_measurable, request_flop, shares, token_bytes
+from quire_bench import benchmark
+from quire_bench.limits import Limits, probe_limits, request_flop, shares, token_bytes, why_not_measurable
 from quire_bench.servers import ModelFacts, ServerInfo, read_facts
 from quire_bench.workload import LoadPoint
+from quire_engine.tools import gpu_limits
 from quire_server.metrics.metrics import Metrics
 from support.bench_runs import ALONE, FACTS, LIMITS, WORKLOAD, run_with
 from support.fakes import make_plan
@@ -81,9 +87,19 @@ def test_what_a_cache_holds_is_not_read_from_memory():
 
 
 def test_the_peak_is_that_of_the_weights_type():
-    assert [LIMITS.arithmetic(name) for name in ("float32", "bfloat16", "int8", "int4")] == [1e6, 2e6, 4e6, 4e6]
+    types = ("float32", "bfloat16", "int8", "int4")
+    assert [LIMITS.arithmetic(name, "cpu") for name in types] == [1e6, 2e6, 4e6, 4e6]
     old = msgspec.structs.replace(LIMITS, bf16_per_second=0.0, int8_per_second=0.0)
-    assert {old.arithmetic(name) for name in ("float32", "bfloat16", "int8")} == {1e6}
+    assert {old.arithmetic(name, "cpu") for name in ("float32", "float16", "bfloat16", "int8")} == {1e6}
+
+
+def test_a_gpus_peak_of_another_type_is_unknown_and_so_is_the_share():
+    gpu = msgspec.structs.replace(LIMITS, int8_per_second=0.0, fp16_per_second=3e6)
+    assert [gpu.arithmetic(name, "cuda") for name in ("float32", "bfloat16", "float16", "int8")] == [1e6, 2e6, 3e6, 0.0]
+    facts = msgspec.structs.replace(FACTS, device="cuda", weight_type="int8")
+    found = shares(ALONE, WORKLOAD, run_with(ttft=0.5, tpot=0.01), facts, gpu)
+    assert found.arithmetic is found.prefill is None
+    assert found.decode_read is not None
 
 
 def test_the_best_of_each_limit_counts():
@@ -92,10 +108,61 @@ def test_the_best_of_each_limit_counts():
     assert (best.bf16_per_second, best.read_bytes_per_second, best.fp32_per_second) == (3e6, 1e6, 1e6)
 
 
-def test_only_this_machines_processor_is_compared_with_its_limits():
+def test_only_this_machines_devices_are_compared_with_its_limits():
     here = ServerInfo(name="a", address="http://127.0.0.1:8", model="m", facts=FACTS)
-    assert is_measurable(here)
-    assert not is_measurable(msgspec.structs.replace(here, address="http://10.0.0.3:8"))
-    assert not is_measurable(msgspec.structs.replace(here, facts=None))
+    assert why_not_measurable(here) is None
+    assert (
+        why_not_measurable(msgspec.structs.replace(here, address="http://10.0.0.3:8")) == "it runs on another machine"
+    )
+    assert why_not_measurable(msgspec.structs.replace(here, facts=None)) == "it does not tell its model's sizes"
     gpu = msgspec.structs.replace(FACTS, device="cuda")
-    assert not is_measurable(msgspec.structs.replace(here, facts=gpu))
+    assert why_not_measurable(msgspec.structs.replace(here, facts=gpu)) is None
+    other = msgspec.structs.replace(here, facts=msgspec.structs.replace(FACTS, device="tpu"))
+    assert why_not_measurable(other) == "nothing here measures a device called tpu"
+
+
+def test_each_device_is_probed_once_and_who_has_no_limits_is_told_why():
+    gpu = msgspec.structs.replace(FACTS, device="cuda")
+    here = ServerInfo(name="cpu", address="http://127.0.0.1:8", model="m", facts=FACTS)
+    infos = [
+        here,
+        msgspec.structs.replace(here, name="cpu too"),
+        msgspec.structs.replace(here, name="gpu", facts=gpu),
+        msgspec.structs.replace(here, name="far", address="http://10.0.0.3:8"),
+        ServerInfo(name="static", address="", model="m"),
+    ]
+    assert benchmark._devices(infos) == ["cpu", "cuda"]
+    missing = benchmark._missing(infos, {"cpu": LIMITS, "cuda": "no GPU"})
+    assert missing == {"gpu": "no GPU", "far": "it runs on another machine"}
+
+
+def test_a_probe_that_finds_no_gpu_says_so():
+    found = asyncio.run(probe_limits("cuda"))
+    assert found == "gpu limits: torch finds no usable GPU" or isinstance(found, Limits)
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "float32"])
+def test_the_gpus_probe_measures_what_it_is_told(weights):
+    """On the CPU, with sizes for its speed: rates of a machine, not numbers out of nowhere."""
+    sides = {torch.bfloat16: 64, torch.float32: 128}
+    found = gpu_limits.measure(torch.device("cpu"), copied=1 << 20, sides=sides, repeat=2)
+    limits = msgspec.json.decode(json.dumps(asdict(found)), type=Limits)
+    assert 1e6 < limits.arithmetic(weights, "cuda") < 1e14
+    assert limits.arithmetic("float16", "cuda") == 0
+    assert 1e7 < limits.read_bytes_per_second < 1e13
+
+
+def test_rates_are_operations_and_bytes_over_the_shortest_run():
+    with patch.object(gpu_limits, "seconds_of", return_value=0.5):
+        assert gpu_limits.product_rate(torch.device("cpu"), torch.float32, 10) == 2 * 1000 / 0.5
+        assert gpu_limits.copy_rate(torch.device("cpu"), 400) == 2 * 400 / 0.5
+    runs = []
+    assert gpu_limits.seconds_of(lambda: runs.append(1), torch.device("cpu"), repeat=4, warm_up=2) < 0.1
+    assert len(runs) == 6
+
+
+def test_a_gpu_without_memory_left_is_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 << 20, 80 << 30))
+    with pytest.raises(gpu_limits.NotMeasurable, match="only 100 MiB of the GPU's memory are free"):
+        gpu_limits.measure_gpu()

@@ -48,8 +48,8 @@ def results() -> Results:
         machine=describe_machine(),
         workload=describe(WORKLOAD, token_ids=False),
         repeat=3,
-        limits=LIMITS,
-        limits_missing="",
+        limits={"cpu": LIMITS},
+        limits_missing={},
         servers=infos,
         points=collected.point_results(),
         knees=collected.knees(),
@@ -61,7 +61,7 @@ def test_the_file_holds_all_of_it():
     read = msgspec.json.decode(written.encode(), type=Results)
     assert read == written
     raw = msgspec.json.decode(written.encode())
-    assert raw["schema"] == 1
+    assert raw["schema"] == SCHEMA
     assert raw["machine"]["cores"] > 0
     assert raw["versions"]["quire"]
     assert len(raw["points"]) == 3
@@ -108,13 +108,25 @@ def test_the_table_tells_what_went_wrong():
     )
     bad = results()
     bad.points[0].servers[0].rounds[1] = failed
-    text = report(msgspec.structs.replace(bad, limits=None, limits_missing="no compiler", knees={}))
+    text = report(msgspec.structs.replace(bad, limits={}, limits_missing={"quire": "no compiler"}, knees={}))
     assert "quire at c=1: http_429: full" in text
-    assert "shares of the machine: no compiler" in text
+    assert "quire: shares of the machine unknown: no compiler" in text
+    assert "at its best" not in text
     assert "saturate" not in text
     assert "--token-ids" not in text
     rising = {"quire": Knee(value=4, throughput=9.0, reached=False)}
     assert "quire: not saturated up to c=4 (9 tok/s)" in report(msgspec.structs.replace(bad, knees=rising))
+
+
+def test_the_limits_are_the_devices():
+    gpu = msgspec.structs.replace(LIMITS, variant="GPU 9", threads=132, int8_per_second=0.0, fp16_per_second=7e12)
+    both = msgspec.structs.replace(
+        results(), limits={"cpu": LIMITS, "cuda": gpu}, limits_missing={"a": "far", "b": "far", "c": "no GPU"}
+    )
+    text = report(both)
+    assert "this machine at its best, 2 threads: bf16 0 G/s" in text
+    assert "GPU 9 at its best, 132 multiprocessors: bf16 0 G/s, fp16 7,000 G/s, fp32" in text
+    assert "a, b: shares of the machine unknown: far\nc: shares of the machine unknown: no GPU" in text
 
 
 def test_tokens_without_a_chunk_are_told():
