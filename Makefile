@@ -17,12 +17,18 @@ test-e2e: $(VENV)/.dev
 	PYTHON=$(BIN)/python tests/e2e/peers.sh
 	$(BIN)/python -m pytest -m e2e $(ARGS)
 
-# Both images from nothing, as root, with buildah: eight minutes and six gigabytes, which is why CI's run leaves it out.
+# Both images from nothing, as root, with buildah: ten minutes on two cores, which is why CI leaves it out.
 image-test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m image tests/e2e/test_image.py -s $(ARGS)
 
-gpu-test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m gpu $(ARGS)
+# On a machine with a GPU, without installing anything: GPU_PYTHON needs torch, triton, transformers and pytest.
+# Under nine minutes each.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+gpu-test:
+	$(GPU_PYTHON) tests/support/gpu_run.py
+
+gpu-bench:
+	PYTHONPATH=server:engine:kernels:benchmarks:. $(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
 # The GPU's kernels without a GPU, at length: in Triton's interpreter, then with every access checked. About ten minutes.
 kernel-sim: $(VENV)/.dev

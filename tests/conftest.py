@@ -1,9 +1,14 @@
-"""What all tests share: tests marked `gpu` are reported as skipped where there is no GPU.
+"""What all tests share: tests marked `gpu` are reported as skipped where there is no GPU; marks of absent plugins.
 
 Must not know: any test. Fixtures live beside the tests that use them.
 """
 
 import pytest
+
+
+def pytest_configure(config):
+    if not config.pluginmanager.hasplugin("timeout"):  # as on a machine that has a GPU and little else
+        config.addinivalue_line("markers", "timeout(seconds): pytest-timeout is not installed; nothing ends the test")
 
 
 def pytest_collection_modifyitems(items):
