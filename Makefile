@@ -28,7 +28,7 @@ gpu-test:
 	$(GPU_PYTHON) tests/support/gpu_run.py
 
 gpu-bench:
-	PYTHONPATH=server:engine:kernels:benchmarks:. $(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
+	PYTHONPATH=server:engine:kernels:benchmarks $(GPU_PYTHON) -m gpu $(ARGS)
 
 # The GPU's kernels without a GPU, at length: in Triton's interpreter, then with every access checked. About ten minutes.
 kernel-sim: $(VENV)/.dev

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+import tempfile
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -112,6 +114,28 @@ def test_what_it_says_and_returns(status, body, says, server, capsys):
         assert health.run(["--url", server]) == (0 if status == 200 else 1)
     printed = capsys.readouterr()
     assert (printed.out if status == 200 else printed.err) == f"quire health: {server}: {says}\n"
+
+
+class _UnixServer(HTTPServer):
+    address_family = socket.AF_UNIX
+
+    def server_bind(self) -> None:
+        self.socket.bind(self.server_address)
+
+    def get_request(self):
+        return self.socket.accept()[0], ("unix", 0)
+
+
+def test_a_unix_socket(monkeypatch, capsys):
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own paths are too long for a socket
+        address = f"{folder}/a b:1.sock"
+        with _UnixServer(address, _Answers) as server:
+            thread = Thread(target=server.handle_request)
+            thread.start()
+            monkeypatch.setattr(health, "listening", lambda: {address})
+            assert health.run([]) == 0
+            thread.join()
+    assert capsys.readouterr().out == f"quire health: {address}: ready\n"
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:9", "/nowhere/quire.sock"])

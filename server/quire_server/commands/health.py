@@ -50,7 +50,7 @@ def listening(proc: Path = Path("/proc")) -> set[str]:
                     found.add(_url(words[1], family))
         for words in _rows(process / "net" / "unix"):
             if len(words) > 7 and words[3] == _LISTENS_UNIX and words[6] in sockets:
-                found.add(words[7])
+                found.add(" ".join(words[7:]))
     return found
 
 
@@ -117,14 +117,18 @@ def _trouble(address: str, timeout: float) -> str:
 def _connection(address: str, timeout: float) -> http.client.HTTPConnection:
     parts = urlsplit(address)
     if not parts.scheme:
-        return _UnixConnection(address, 80, timeout=timeout)
+        return _UnixConnection(address, timeout)
     return http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=timeout)
 
 
 class _UnixConnection(http.client.HTTPConnection):
     """To a socket's path instead of a host."""
 
+    def __init__(self, path: str, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
-        self.sock.connect(self.host)
+        self.sock.connect(self._path)
