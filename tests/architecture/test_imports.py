@@ -55,6 +55,7 @@ FOLDERS = {
     "quire_kernels.cpu": {"*", "reference"},
     "quire_kernels.flash": {"*", "reference"},
     "quire_kernels.triton": {"*", "reference", "flash"},
+    "quire_kernels.verify": {"*", "reference"},
 }
 # The files whose ids, counts and hashes only the allocator touches.
 BLOCKS = ("quire_engine.scheduling.block_pool", "quire_engine.scheduling.prefix_cache")

@@ -1,0 +1,99 @@
+"""Which checks there are: all of them for `quire verify`, a few for the start of a server.
+
+Promises: the sizes are those of the model that is to be served; others are added where all is checked.
+Must not know: the engine, how checks are run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from quire_kernels.verify.attention import AttentionChecks
+from quire_kernels.verify.findings import Check, Subject
+from quire_kernels.verify.heads import Heads
+from quire_kernels.verify.layers import layers_check
+from quire_kernels.verify.linear import LinearChecks, Matrix, embed_check
+from quire_kernels.verify.operands import Numbers
+
+ROWS = (1, 2, 3, 5, 8, 16, 24, 32, 64, 128)
+_FEW_ROWS = (1, 7)
+_MOST_WEIGHTS, _FEWEST_OUTPUTS = 1 << 20, 256  # of a matrix; columns beyond are computed like those before them
+_MOST_INNER = 2048  # of whole layers
+_LENGTHS = (1, 2, 16, 17, 33, 64, 129, 300, 777, 1025)
+_OTHER_LENGTHS = (1, 17, 130, 300)
+# What models have: few and many queries to a key head, wide heads, a width that is no power of two, windows.
+_OTHER_HEADS = (
+    Heads(num_heads=16, num_kv_heads=8, head_dim=128, block_size=16),
+    Heads(num_heads=4, num_kv_heads=4, head_dim=64, block_size=32, window=50, norms=False),
+    Heads(num_heads=7, num_kv_heads=1, head_dim=64, block_size=64),
+    Heads(num_heads=2, num_kv_heads=2, head_dim=80, block_size=16, norms=False),
+    Heads(num_heads=2, num_kv_heads=1, head_dim=256, block_size=128, window=100),
+)
+_OTHER_MATRICES = (Matrix(outputs=130, inputs=96), Matrix(outputs=384, inputs=1024))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """What the checks need to know of a model."""
+
+    hidden: int
+    inner: int
+    heads: Heads
+    vocabulary: int
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Each different one, with as many outputs as are worth computing."""
+        heads = self.heads
+        width = heads.num_heads * heads.head_dim
+        sizes = (
+            (width + 2 * heads.num_kv_heads * heads.head_dim, self.hidden),
+            (self.hidden, width),
+            (self.inner, self.hidden),
+            (self.hidden, self.inner),
+            (self.vocabulary, self.hidden),
+        )
+        cut = ((min(n, max(_FEWEST_OUTPUTS, _MOST_WEIGHTS // k)), k) for n, k in sizes)
+        return tuple(dict.fromkeys(Matrix(outputs=n, inputs=k) for n, k in cut))
+
+
+def other_heads() -> tuple[Heads, ...]:
+    """Shapes beside the model's own; a set need not serve them."""
+    return _OTHER_HEADS
+
+
+def linear_checks(subject: Subject, sizes: ModelSizes) -> Iterator[Check]:
+    """Embedding, norms, projections and head, in every number of rows."""
+    yield embed_check(subject, sizes.hidden)
+    numbers: tuple[Numbers, ...] = ("exact", "normal")
+    for matrix in (*sizes.matrices, *_OTHER_MATRICES):
+        for kind in numbers:
+            yield from LinearChecks(subject, matrix, kind, ROWS).checks()
+    if subject.kernels.bind_layers is not None:
+        yield layers_check(subject, sizes.heads, hidden=sizes.hidden, inner=min(sizes.inner, _MOST_INNER))
+
+
+def attention_checks(subject: Subject, heads: Heads, *, own: bool) -> Iterator[Check]:
+    """The pool, rope_write and attention. `own`: these are the model's heads.
+
+    Numbers that are not exact are for pools that hold them as they are: what rounding keys and values costs a model is
+    another question.
+    """
+    for kind in _kinds(subject):
+        yield from AttentionChecks(subject, heads, kind, _LENGTHS if own else _OTHER_LENGTHS, ROWS).checks()
+
+
+def short_checks(subject: Subject, sizes: ModelSizes) -> Iterator[Check]:
+    """Every op once or twice, at the model's own sizes: what a start can afford."""
+    yield embed_check(subject, sizes.hidden)
+    for matrix in sizes.matrices:
+        yield from LinearChecks(subject, matrix, "normal", _FEW_ROWS).checks()
+    for kind in _kinds(subject):
+        yield from AttentionChecks(subject, sizes.heads, kind, (1, 33, 300), _FEW_ROWS).checks()
+    if subject.kernels.bind_layers is not None:
+        yield layers_check(subject, sizes.heads, hidden=sizes.hidden, inner=min(sizes.inner, _MOST_INNER))
+
+
+def _kinds(subject: Subject) -> tuple[Numbers, ...]:
+    return ("exact", "normal") if subject.kv_type == "auto" else ("exact",)

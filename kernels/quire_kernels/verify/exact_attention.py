@@ -1,0 +1,66 @@
+"""How far attention's results may be from the exact ones: the bound that belongs to the queries, keys and values.
+
+Owns that derivation. Must not know: pools, how anybody computes.
+
+The weights of a row are rounded to the model's dtype before they meet the values, each on its own. Where keys are not
+stored exactly, neither are the scores: a key's numbers are rounded once per step of the norm, the rotation and the
+write, the two of a rotated pair together, each on its own otherwise. Scores and sums are float32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from quire_kernels.kernel_set import AttentionShape
+from quire_kernels.verify import tolerance
+
+_ROWS = 256  # at a time: what is held is heads x rows x positions
+
+
+def attention_bound(  # noqa: PLR0917
+    q: Tensor, k: Tensor, v: Tensor, truth: Tensor, shape: AttentionShape, dtype: torch.dtype, *, key_roundings: int
+) -> Tensor:
+    """The bound of every row of one sequence: [T, Hq * D].
+
+    q [T, Hq, D], k and v [T, Hkv, D], truth [T, Hq * D]. `key_roundings`: of each number of a key; 0: exact.
+    """
+    group = shape.num_heads // shape.num_kv_heads
+    queries = q.float().transpose(0, 1)  # [Hq, T, D]
+    keys, values = (x.float().transpose(0, 1).repeat_interleave(group, dim=0) for x in (k, v))
+    results = truth.float().view(len(q), shape.num_heads, -1).transpose(0, 1)
+    parts = [
+        _bound(
+            queries[:, start:end], keys[:, :end], values[:, :end], results[:, start:end], shape, dtype, key_roundings
+        )
+        for start, end in ((start, min(start + _ROWS, len(q))) for start in range(0, len(q), _ROWS))
+    ]
+    return torch.cat(parts, dim=1).transpose(0, 1).flatten(1)
+
+
+def _bound(  # noqa: PLR0917
+    q: Tensor, k: Tensor, v: Tensor, truth: Tensor, shape: AttentionShape, dtype: torch.dtype, key_roundings: int
+) -> Tensor:
+    """[Hq, R, D] of the last R of P positions: q and truth [Hq, R, D], k and v [Hq, P, D]."""
+    (num_rows, width), num_positions = q.shape[1:], k.shape[1]
+    distance = torch.arange(num_positions - num_rows, num_positions)[:, None] - torch.arange(num_positions)
+    visible = (distance >= 0) & (distance < (shape.window or num_positions))
+    scores = (q @ k.transpose(1, 2) * shape.scale).masked_fill(~visible, -math.inf)
+    weights = scores.softmax(dim=-1)
+    u = tolerance.precision(dtype)
+    magnitudes = weights @ v.abs()
+    bound = tolerance.independent((2 * u) ** 2 * (weights.square() @ v.square()), u * magnitudes)
+    if key_roundings:
+        # A pair's length does not change when it is rotated, nor does it matter which of the two a change falls on.
+        lengths = (k.square() + k.roll(width // 2, dims=-1).square()) * 2
+        per_score = (2 * key_roundings * u * shape.scale) ** 2 * (q.square() @ lengths.transpose(1, 2))
+        # A change d of a score multiplies a weight by exp(d), and d is bounded as well.
+        per_score = per_score * torch.exp(2 * tolerance.independent(per_score))
+        moved = weights.square() * per_score
+        spread = moved @ v.square() - 2 * truth * (moved @ v) + truth.square() * moved.sum(-1, keepdim=True)
+        bound = bound + tolerance.independent(spread)
+    largest = float((q.abs() @ k.abs().transpose(1, 2)).max()) * shape.scale
+    num_terms = num_positions + 8 + int((width + 8) * max(1.0, largest))
+    return bound + tolerance.float32_sum(num_terms, magnitudes) + tolerance.rounded(truth, dtype)

@@ -1,0 +1,46 @@
+"""The shapes of attention that are checked, and the steps.
+
+Promises: every step stays within the sequences' lengths. Must not know: pools, what is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from quire_kernels.verify.steps import Slice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """The shape of an attention layer and of the pool it reads."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    window: int | None = None
+    norms: bool = True
+
+    def __str__(self) -> str:
+        window = f", window {self.window}" if self.window else ""
+        return f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}, blocks of {self.block_size}{window}"
+
+
+def batches(lengths: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[str, list[Slice]]]:
+    """Decode steps of so many rows, prompts and chunks of so many, and mixtures, over sequences of these lengths."""
+    count, longest = len(lengths), max(range(len(lengths)), key=lambda i: lengths[i])
+    for num_rows in rows:
+        ends = [(i % count, max(1, lengths[i % count] - i // count)) for i in range(num_rows)]
+        yield f"decode, {num_rows} rows", [Slice(sequence, end - 1, 1) for sequence, end in ends]
+    for num_rows in (n for n in rows if 1 < n < lengths[longest]):
+        yield f"prompt, {num_rows} rows", [Slice(longest, 0, num_rows)]
+        start = lengths[longest] - num_rows
+        yield f"chunk, {num_rows} rows after {start}", [Slice(longest, start, num_rows)]
+    mixed = [
+        Slice(s, length - min(length, 1 + 16 * (s % 3)), min(length, 1 + 16 * (s % 3)))
+        for s, length in enumerate(lengths)
+    ]
+    yield f"mixed, {sum(part.rows for part in mixed)} rows", mixed
+    whole = [Slice(s, 0, length) for s, length in enumerate(lengths)]
+    yield f"prompts, {sum(lengths)} rows", whole
