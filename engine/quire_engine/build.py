@@ -15,6 +15,8 @@ import torch
 from quire_engine.config import EngineConfig, EnginePlan
 from quire_engine.engine import StepExecutor
 from quire_engine.errors import ConfigError
+from quire_engine.execution.device import resolve_device
+from quire_engine.execution.kernel_checks import checked, model_sizes
 from quire_engine.execution.kv_storage import KVStorage, block_bytes
 from quire_engine.execution.memory import PoolMemory, pool_memory
 from quire_engine.execution.models.checkpoint import fingerprint
@@ -28,7 +30,9 @@ from quire_engine.machine import usable_cores
 from quire_engine.memory_plan import PoolSize, check_model_len, plan_text, size_pool
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_kernels.kernel_set import KernelSet, KVFormat
+from quire_kernels.reference import REFERENCE
 from quire_kernels.select import select
+from quire_kernels.verify.findings import Subject
 
 __all__ = ["BuiltEngine", "build", "plan_text", "resolve_plan"]
 
@@ -53,6 +57,7 @@ class _Resolved:
     device: torch.device
     dtype: torch.dtype
     kernels: KernelSet
+    replaced_ops: tuple[str, ...]
     num_threads: int
     parameters: Parameters
     weights: WeightMemory
@@ -82,6 +87,7 @@ class _Resolved:
             device=self.device.type,
             dtype=str(self.dtype).removeprefix("torch."),
             kernels=self.kernels.name,
+            replaced_ops=self.replaced_ops,
             num_threads=self.num_threads,
             vocab_size=self.model.vocab_size,
             weights_bytes=self.weights.total,
@@ -118,7 +124,7 @@ def resolve_plan(config: EngineConfig) -> EnginePlan:
 def build(config: EngineConfig) -> BuiltEngine:
     """Load the model, size the pool and put the parts together. Raises ConfigError, ModelLoadError."""
     started = time.perf_counter()
-    resolved = _resolve(config)
+    resolved = _resolve(config, check_kernels=True)
     memory = resolved.memory
     torch.set_num_threads(1 if resolved.kernels.own_threads else resolved.num_threads)
     pool = resolved.pool(memory.before_load(resolved.weights.total))
@@ -147,12 +153,13 @@ def build(config: EngineConfig) -> BuiltEngine:
     )
 
 
-def _resolve(config: EngineConfig) -> _Resolved:
+def _resolve(config: EngineConfig, *, check_kernels: bool = False) -> _Resolved:
+    """`check_kernels`: try a GPU's kernels on it before they serve."""
     config.limits.check()
     path = Path(config.model)
     model = load_model_config(path)
     check_model_len(config.max_model_len, model.max_position_embeddings)
-    device = _device(config.device)
+    device = resolve_device(config.device)
     dtype = _dtype(config.dtype, model)
     parameters = count_parameters(path, model)
     num_threads = config.num_threads or usable_cores()
@@ -170,6 +177,16 @@ def _resolve(config: EngineConfig) -> _Resolved:
     except ValueError as error:
         asked = "" if config.attention == "auto" else f", attention={config.attention}"
         raise ConfigError(f"kernels={config.kernels}{asked}: {error}") from None
+    replaced_ops: tuple[str, ...] = ()
+    if check_kernels and device.type == "cuda" and kernels.name != REFERENCE.name:
+        subject = Subject(
+            kernels=kernels,
+            device=device,
+            dtype=dtype,
+            quantization=config.quantization,
+            kv_type=config.kv_cache_dtype,
+        )
+        kernels, replaced_ops = checked(subject, model_sizes(model, config.limits.block_size))
     weights = parameters.memory(dtype.itemsize, kernels.packed_bits)
     if device.type == "cpu" and not kernels.own_threads and config.num_threads is None:
         num_threads = _torch_threads(weights.total)
@@ -179,6 +196,7 @@ def _resolve(config: EngineConfig) -> _Resolved:
         device=device,
         dtype=dtype,
         kernels=kernels,
+        replaced_ops=replaced_ops,
         num_threads=num_threads,
         parameters=parameters,
         weights=weights,
@@ -194,16 +212,6 @@ def _torch_threads(weights_bytes: int) -> int:
     process takes one of their cores.
     """
     return min(usable_cores(), 1 + weights_bytes // (256 << 20))
-
-
-def _device(asked: str) -> torch.device:
-    if asked == "auto":
-        asked = "cuda" if torch.cuda.is_available() else "cpu"
-    if asked not in ("cpu", "cuda"):
-        raise ConfigError(f"device={asked} is unknown; set device to auto, cpu or cuda")
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device=cuda, but torch finds no usable GPU; set device to cpu or auto")
-    return torch.device(asked)
 
 
 def _dtype(asked: str, model: ModelConfig) -> torch.dtype:

@@ -67,6 +67,7 @@ class EnginePlan:
     quantization: Quantization | None = None
     kv_cache_dtype: KVCacheDType = "auto"
     deterministic: bool = False  # a row's bits do not depend on its batch
+    replaced_ops: tuple[str, ...] = ()  # of the kernels: they failed their check at start, slower ones serve
     checkpoint: str = ""  # changes when a file of the model does
     # What a token costs; 0: unknown.
     layer_parameters: int = 0  # multiplied with every token

@@ -1,4 +1,4 @@
-"""What this process may use of the machine it runs on: host memory and processor cores.
+"""What this process may use of the machine it runs on: host memory, processor cores, and why not its GPU.
 
 Promises: a container's limits (cgroup v1 and v2) count like the machine's own.
 Must not know: torch, models, what the memory is for.
@@ -7,7 +7,8 @@ Must not know: torch, models, what the memory is for.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -39,6 +40,64 @@ def usable_cores(root: Path = Path("/")) -> int:
         if quota and period and quota > 0:
             cores = min(cores, quota // period)
     return max(1, cores)
+
+
+def gpu_driver(root: Path = Path("/")) -> str:
+    """The version of the NVIDIA driver in the kernel; nothing where there is none."""
+    found = re.search(r"Kernel Module\D*(\d+(?:\.\d+)+)", _text(root / "proc/driver/nvidia/version"))
+    return found[1] if found else ""
+
+
+def why_no_gpu(
+    cuda_version: str | None,
+    error: str,
+    root: Path = Path("/"),
+    *,
+    may_open: Callable[[Path], bool] = lambda path: os.access(path, os.R_OK | os.W_OK),
+) -> str | None:
+    """Why torch, which finds no usable GPU, does not use this machine's; None where no NVIDIA GPU is to be seen.
+
+    `cuda_version`: what torch was built for; None: for CPUs only. `error`: what it says when it is made to try. One
+    line with what would help.
+    """
+    driver, nodes = gpu_driver(root), sorted((root / "dev").glob("nvidia[0-9]*"))
+    control = root / "dev/nvidiactl"
+    if not (driver or nodes or control.exists()):
+        if not _on_the_bus(root):
+            return None
+        return "there is an NVIDIA GPU, but no driver for it is loaded; install NVIDIA's driver"
+    hidden = _environment(root).get("CUDA_VISIBLE_DEVICES", "0").strip()
+    closed = " and ".join(f"/{path.relative_to(root)}" for path in (control, *nodes) if not may_open(path))
+    said = " ".join(error.split())
+    reasons = (
+        (cuda_version is None, "torch is built for CPUs only; install a torch that is built for CUDA"),
+        (hidden in ("", "-1"), f"CUDA_VISIBLE_DEVICES={hidden} hides it; unset it"),
+        (
+            not nodes or not control.exists(),
+            "it is not in /dev; start the container with its GPUs (docker run --gpus all)",
+        ),
+        (closed != "", f"this user may not open {closed}; give it the rights to read and write"),
+        (
+            "too old" in said or "insufficient" in said,
+            f"its driver {driver} is too old for torch's CUDA {cuda_version}; update the driver",
+        ),
+    )
+    other = f"CUDA {cuda_version} cannot use it with driver {driver or 'unknown'}: {said[:300]}"
+    return "there is an NVIDIA GPU, but " + next((reason for applies, reason in reasons if applies), other)
+
+
+def _on_the_bus(root: Path) -> bool:
+    """Whether a PCI device of NVIDIA is a display controller or a 3D controller."""
+    return any(
+        _text(folder / "vendor").strip() == "0x10de" and _text(folder / "class").startswith("0x03")
+        for folder in (root / "sys/bus/pci/devices").glob("*")
+    )
+
+
+def _environment(root: Path) -> dict[str, str]:
+    """That with which this process was started, as the system shows it."""
+    pairs = (entry.partition("=") for entry in _text(root / "proc/self/environ").split("\0"))
+    return {name: value for name, separator, value in pairs if separator}
 
 
 def _meminfo_available(root: Path) -> int:

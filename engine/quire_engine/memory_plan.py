@@ -107,11 +107,15 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
         fits.append(f"{_num_fitting(plan, 1024):,} of 1,024 tokens")
     loaded = f", loaded in {plan.load_seconds:.1f} s" if plan.load_seconds else ", estimated"
     quantized = f" in {plan.quantization}" if plan.quantization else ""
+    without = f" without {', '.join(plan.replaced_ops)} (failed their check)" if plan.replaced_ops else ""
     deterministic = ", deterministic" if plan.deterministic else ""
     pace = f" about {limits.itl_target:g} s beside running streams;" if limits.itl_target else ""
     lines = [
         ("model", f"{plan.model} ({plan.architecture}, {plan.num_parameters:,} parameters)"),
-        ("device", f"{plan.device}, {plan.dtype}, {plan.kernels} kernels, {plan.num_threads} threads{deterministic}"),
+        (
+            "device",
+            f"{plan.device}, {plan.dtype}, {plan.kernels} kernels{without}, {plan.num_threads} threads{deterministic}",
+        ),
         ("weights", f"{bytes_text(plan.weights_bytes)}{quantized}{loaded}"),
         (
             "KV cache",

@@ -41,7 +41,7 @@ FOLDERS = {
     "quire_engine.scheduling": {"*"},
     "quire_engine.execution": {"*"},
     "quire_engine.process": {"*"},
-    "quire_engine.tools": {"*", "execution"},
+    "quire_engine.tools": {"*", "execution", "demo"},
     "quire_engine.demo": set(),
     "quire_server.wire": {"errors", "answering.options"},
     "quire_server.text": {"errors"},

@@ -12,3 +12,8 @@ from pathlib import Path
 def demo_model_path() -> Path:
     """The folder of the shipped checkpoint."""
     return Path(__file__).parent / "quire-demo"
+
+
+def recorded_answers_path() -> Path:
+    """The file of greedy answers that it gave on a CPU."""
+    return Path(__file__).parent / "recorded_answers.json"

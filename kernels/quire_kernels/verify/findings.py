@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire_kernels.kernel_set import KernelSet, Quantization
+from quire_kernels.kernel_set import KernelSet, KVType, Quantization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class Subject:
     device: torch.device
     dtype: torch.dtype
     quantization: Quantization | None = None
-    kv_type: str = "auto"
+    kv_type: KVType = "auto"
     alone: bool = False  # it promises that a row alone has the bits that it has in any batch
 
 

@@ -377,6 +377,9 @@ class PlanMetrics:
         self.memory = values.gauge(
             "quire_memory_bytes", "Memory reserved at start, by use.", ("kind",), children=[("weights",), ("kv",)]
         )
+        self.kernels_replaced = values.gauge(
+            "quire_kernels_replaced", "1 for each op that failed its check at start: a slower one serves.", ("op",)
+        )
         self.load_seconds = values.gauge("quire_model_load_seconds", "Time the last start of the engine took, seconds.")
 
     def observe(self, plan: EnginePlan) -> None:
@@ -407,4 +410,7 @@ class PlanMetrics:
         self._alias_cache.set(1, size, blocks, tokens, concurrency, plan.dtype, caching)
         self.memory.set(plan.weights_bytes, "weights")
         self.memory.set(plan.kv_bytes, "kv")
+        self.kernels_replaced.values.clear()
+        for op in plan.replaced_ops:
+            self.kernels_replaced.set(1, op)
         self.load_seconds.set(plan.load_seconds)

@@ -1,0 +1,47 @@
+"""The device that a model runs on, from what was asked for.
+
+Promises: where a GPU is there and cannot be used, the reason is said. Must not know: models, what is computed.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from quire_engine.errors import ConfigError
+from quire_engine.machine import why_no_gpu
+
+_log = logging.getLogger(__name__)
+
+
+def resolve_device(asked: str) -> torch.device:
+    """`auto` is a GPU that can be used, else the CPU. Raises ConfigError."""
+    if asked not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device={asked} is unknown; set device to auto, cpu or cuda")
+    if asked == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    reason = unused_gpu()
+    if asked == "cuda":
+        because = f": {reason}" if reason else ""
+        raise ConfigError(f"device=cuda, but torch finds no usable GPU{because}; set device to cpu or auto")
+    if reason:
+        _log.warning("computing on the CPU: %s", reason)
+    return torch.device("cpu")
+
+
+def unused_gpu() -> str | None:
+    """Why this machine's GPU is not used; None where there is none, or where it can be used."""
+    if torch.cuda.is_available():
+        return None
+    return why_no_gpu(torch.version.cuda, _cuda_error())
+
+
+def _cuda_error() -> str:
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (AssertionError, RuntimeError) as error:  # an AssertionError where torch is built without CUDA
+        return str(error)
+    return ""

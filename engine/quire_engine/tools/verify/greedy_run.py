@@ -1,0 +1,115 @@
+"""The embedded model's greedy answers on a device, against those that were recorded on a CPU.
+
+Promises: the engine that serves computes them, each prompt alone and all at once. At every recorded token the model was
+so sure that no rounding can change it: the greatest logit leads by `LEAST_LEAD` at least.
+Must not know: text, how an op is checked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quire_engine.build import build
+from quire_engine.config import DType, EngineConfig, KernelChoice
+from quire_engine.demo import demo_model_path, recorded_answers_path
+from quire_engine.engine import Engine
+from quire_engine.limits import SchedulerLimits
+from quire_engine.types import GenerationRequest, SamplingParams, StepOutput, StopParams
+
+LEAST_LEAD = 2.0
+_POOL_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One recorded answer. `text` and `answer` are for readers."""
+
+    text: str
+    answer: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GreedyResult:
+    """How the answers came out."""
+
+    ok: bool
+    kernels: str
+    num_tokens: int
+    num_equal: int  # before the first difference of each
+    problem: str = ""
+
+
+def recorded_answers() -> list[Answer]:
+    """As they ship beside the model."""
+    plain = json.loads(recorded_answers_path().read_text(encoding="utf-8"))
+    return [
+        Answer(
+            text=each["text"],
+            answer=each["answer"],
+            prompt_token_ids=tuple(each["prompt_token_ids"]),
+            token_ids=tuple(each["token_ids"]),
+        )
+        for each in plain
+    ]
+
+
+def run_greedy(device: torch.device, kernels: KernelChoice, dtype: DType, num_threads: int) -> GreedyResult:
+    """Load the embedded model and ask it. Raises ConfigError, ModelLoadError."""
+    built = build(
+        EngineConfig(
+            model=str(demo_model_path()),
+            device="cuda" if device.type == "cuda" else "cpu",
+            dtype=dtype,
+            kernels=kernels,
+            kv_memory=_POOL_BYTES,
+            limits=SchedulerLimits(max_num_seqs=16),
+            num_threads=num_threads,
+        )
+    )
+    engine, answers = Engine(built.scheduler, built.runner), recorded_answers()
+    found = [tokens for answer in answers for tokens in generate(engine, [answer])]
+    found += generate(engine, answers)
+    wanted = [answer.token_ids for answer in (*answers, *answers)]
+    num_equal, problem = 0, ""
+    for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        equal = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(ours))
+        num_equal += equal
+        if ours != theirs and not problem:
+            way = "alone" if number < len(answers) else "among others"
+            problem = f"{answers[number % len(answers)].text!r} {way}: another token after {equal} of {len(theirs)}"
+    return GreedyResult(
+        ok=not problem,
+        kernels=built.plan.kernels,
+        num_tokens=sum(len(tokens) for tokens in wanted),
+        num_equal=num_equal,
+        problem=problem,
+    )
+
+
+def generate(engine: Engine, answers: Sequence[Answer]) -> list[tuple[int, ...]]:
+    """As many tokens as were recorded of each, all prompts at once."""
+    tokens: list[list[int]] = [[] for _ in answers]
+
+    def note(step: StepOutput) -> None:
+        for output in step.outputs:
+            tokens[int(output.request_id)].extend(output.token_ids)
+
+    engine.on_step = note
+    for number, answer in enumerate(answers):
+        engine.submit(
+            GenerationRequest(
+                request_id=str(number),
+                prompt_token_ids=answer.prompt_token_ids,
+                sampling=SamplingParams(temperature=0.0),
+                stop=StopParams(max_new_tokens=len(answer.token_ids)),
+            )
+        )
+    while engine.has_work:
+        engine.step()
+    return [tuple(each) for each in tokens]
