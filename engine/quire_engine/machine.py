@@ -44,7 +44,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 def gpu_driver(root: Path = Path("/")) -> str:
     """The version of the NVIDIA driver in the kernel; nothing where there is none."""
-    found = re.search(r"Kernel Module\D*(\d+(?:\.\d+)+)", _text(root / "proc/driver/nvidia/version"))
+    found = re.search(r"NVRM version:.*?\s(\d+(?:\.\d+)+)\s", _text(root / "proc/driver/nvidia/version"))
     return found[1] if found else ""
 
 

@@ -17,6 +17,7 @@ COMMANDS = {
     "serve": ("quire_server.commands.serve", "serve a model over the OpenAI HTTP API"),
     "bench": ("quire_bench.command", "put load on servers and say how fast they are"),
     "eval-quant": ("quire_server.commands.eval_quant", "measure what int8 and int4 cost a model"),
+    "verify": ("quire_server.commands.verify", "check that this machine computes what it should"),
     "build-kernels": ("quire_server.commands.build_kernels", "compile the CPU kernels now, not at the first start"),
     "health": ("quire_server.commands.health", "ask the server that runs here whether it takes requests"),
     "version": ("quire_server.commands.version", "print the version"),

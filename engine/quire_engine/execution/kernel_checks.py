@@ -10,6 +10,8 @@ import logging
 import time
 from collections.abc import Iterator
 
+import torch
+
 from quire_engine.errors import ConfigError
 from quire_engine.execution.choice_checks import choice_checks
 from quire_engine.execution.models.config import ModelConfig
@@ -42,12 +44,7 @@ def model_sizes(model: ModelConfig, block_size: int) -> ModelSizes:
 def checked(subject: Subject, sizes: ModelSizes, *, patience: float = PATIENCE) -> tuple[KernelSet, tuple[str, ...]]:
     """The set that can serve, and which of its ops are now the reference's or gone. Raises ConfigError."""
     started, name = time.perf_counter(), subject.kernels.name
-    failed: dict[str, Finding] = {}
-    for finding in run_checks(_checks(subject, sizes), device=subject.device, patience=patience):
-        if finding.fatal:
-            raise ConfigError(f"kernels={name}: the {finding.op} op {finding.problem} ({finding.case}); {_ADVICE}")
-        if not finding.ok:
-            failed.setdefault(finding.op, finding)
+    failed = _failures(subject, sizes, patience)
     for op, finding in failed.items():
         _log.warning(
             "the %s op of the %s kernels failed on this machine and is replaced by a slower one: %s: %s; %s",
@@ -63,6 +60,23 @@ def checked(subject: Subject, sizes: ModelSizes, *, patience: float = PATIENCE) 
         raise ConfigError(f"kernels={name}: these ops failed on this machine: {ops}; {error}; {_ADVICE}") from None
     _log.info("the %s kernels were checked in %.1f s", name, time.perf_counter() - started)
     return kernels, tuple(failed)
+
+
+def _failures(subject: Subject, sizes: ModelSizes, patience: float) -> dict[str, Finding]:
+    """The first of each op. Raises ConfigError where nothing can go on."""
+    failed: dict[str, Finding] = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # what is expected is small: threads would wait for each other longer than they compute
+    try:
+        for finding in run_checks(_checks(subject, sizes), device=subject.device, patience=patience):
+            if finding.fatal:
+                named = f"kernels={subject.kernels.name}: the {finding.op} op"
+                raise ConfigError(f"{named} {finding.problem} ({finding.case}); {_ADVICE}")
+            if not finding.ok:
+                failed.setdefault(finding.op, finding)
+    finally:
+        torch.set_num_threads(threads)
+    return failed
 
 
 def _checks(subject: Subject, sizes: ModelSizes) -> Iterator[Check]:

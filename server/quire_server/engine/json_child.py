@@ -24,18 +24,23 @@ class _Refusal(msgspec.Struct):
     kind: Literal["config", "model"] = "model"
 
 
-def ask(tool: str, question: object, reply_type: type[T]) -> list[T]:
+def ask(tool: str, question: object, reply_type: type[T], *, timeout: float | None = None) -> list[T]:
     """All replies of `quire_engine.tools.TOOL` to one question, once it has ended.
 
-    Raises ConfigError or ModelLoadError as the tool does, EngineDead if it crashes.
+    Raises ConfigError or ModelLoadError as the tool does, EngineDead if it crashes or takes longer than `timeout`
+    seconds.
     """
-    process = subprocess.run(
-        [sys.executable, "-m", f"quire_engine.tools.{tool}"],
-        input=msgspec.json.encode(question) + b"\n",
-        stdout=subprocess.PIPE,
-        check=False,
-        process_group=0,
-    )
+    try:
+        process = subprocess.run(
+            [sys.executable, "-m", f"quire_engine.tools.{tool}"],
+            input=msgspec.json.encode(question) + b"\n",
+            stdout=subprocess.PIPE,
+            check=False,
+            process_group=0,
+            timeout=timeout,
+        )
+    except subprocess.TimeoutExpired:
+        raise EngineDead(f"the {tool} process did not end within {timeout:g} seconds") from None
     lines = process.stdout.splitlines()
     for line in lines:
         refusal = msgspec.json.decode(line, type=_Refusal)

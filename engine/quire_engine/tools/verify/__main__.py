@@ -48,6 +48,7 @@ def report(asked: dict[str, Any]) -> dict[str, Any]:
     model = load_model_config(Path(asked["model"]) if asked["model"] else demo_model_path())
     threads, patience = asked["num_threads"] or usable_cores(), asked["patience"]
     dtype = getattr(torch, _DTYPES.get(model.dtype, "bfloat16"))
+    torch.set_num_threads(1)  # the answers are small: threads would wait for each other longer than they compute
     found: list[dict[str, Any]] = []
     stopped = False
     for each in checked_sets(device, dtype, asked["kernels"], model_sizes(model, _BLOCK_SIZE), threads):
