@@ -185,6 +185,7 @@ def _resolve(config: EngineConfig, *, check_kernels: bool = False) -> _Resolved:
             dtype=dtype,
             quantization=config.quantization,
             kv_type=config.kv_cache_dtype,
+            alone=config.deterministic,
         )
         kernels, replaced_ops = checked(subject, model_sizes(model, config.limits.block_size))
     weights = parameters.memory(dtype.itemsize, kernels.packed_bits)

@@ -274,6 +274,9 @@ def test_what_fails_is_replaced_where_the_reference_fits():
     mended = without(broken, ["attention", "logits"], reference_pool=True)
     assert mended == replace(broken, attention=REFERENCE.attention, logits=REFERENCE.logits, greedy=None)
     assert mended.name == "fake"
+    copying = replace(REFERENCE, copy_blocks=raising)
+    assert failed_ops(copying) == {"copy_blocks"}
+    assert without(copying, ["copy_blocks"], reference_pool=True) == REFERENCE
     assert without(broken, ["choose"], reference_pool=False) == replace(broken, choose=None)
     bound = replace(broken, bind_layers=raising)
     assert without(bound, ["embed"], reference_pool=False).bind_layers is raising
@@ -292,3 +295,11 @@ def test_what_fails_is_replaced_where_the_reference_fits():
 def test_what_cannot_be_replaced_is_refused(kernels, op, pool, why):
     with pytest.raises(Irreplaceable, match=why):
         without(kernels, [op], reference_pool=pool)
+
+
+def test_bits_that_were_asked_for_are_not_given_up():
+    """On a GPU the reference's rows depend on their batch: it may replace nothing there."""
+    with pytest.raises(Irreplaceable, match="would depend on their batch"):
+        without(REFERENCE, ["greedy", "logits"], reference_pool=True, deterministic=True)
+    mended = without(replace(REFERENCE, choose=raising), ["choose"], reference_pool=True, deterministic=True)
+    assert mended == REFERENCE

@@ -28,7 +28,14 @@ from support.model_steps import Model
 CPU = torch.device("cpu")
 PATH = demo_model_path()
 TOKENIZER = Tokenizer.from_file(str(PATH / "tokenizer.json"))
-QUESTION = {"device": "cpu", "kernels": "reference", "model": None, "num_threads": 1, "patience": 60}
+QUESTION = {
+    "device": "cpu",
+    "kernels": "reference",
+    "deterministic": False,
+    "model": None,
+    "num_threads": 1,
+    "patience": 60,
+}
 
 
 def test_the_recorded_answers_are_the_tokenizers_ids_and_worth_the_time():
@@ -87,7 +94,7 @@ def chosen(choice, monkeypatch) -> dict[tuple[str, str, str, str], set[str]]:
             each.subject.quantization or "",
             each.subject.kv_type,
         ): {check.op for check in each.checks}
-        for each in sets.checked_sets(CPU, torch.bfloat16, choice, sizes, 1)
+        for each in sets.checked_sets(CPU, torch.bfloat16, choice, sizes, 1, deterministic=False)
     }
 
 
@@ -109,7 +116,7 @@ def test_every_format_that_a_set_has_is_checked(monkeypatch):
 def test_a_set_that_cannot_serve_the_model_is_refused():
     sizes = model_sizes(load_model_config(PATH), 16)
     with pytest.raises(ConfigError, match=r"kernels=cpu: .*not in float32"):
-        next(sets.checked_sets(CPU, torch.float32, "cpu", sizes, 1))
+        next(sets.checked_sets(CPU, torch.float32, "cpu", sizes, 1, deterministic=False))
 
 
 @pytest.fixture
@@ -117,7 +124,7 @@ def few_checks(monkeypatch):
     """Only the first set, briefly."""
 
     def broken(**changes):
-        def some(device, dtype, choice, sizes, threads):
+        def some(device, dtype, choice, sizes, threads, *, deterministic):
             subject = sets.Subject(kernels=replace(REFERENCE, **changes), device=CPU, dtype=dtype, alone=True)
             yield sets.CheckedSet(subject=subject, checks=sets.short_checks(subject, sizes))
 
@@ -129,8 +136,10 @@ def few_checks(monkeypatch):
 
 def test_the_sizes_are_those_of_the_model_that_is_named(monkeypatch):
     asked = []
-    monkeypatch.setattr(tool, "checked_sets", lambda *told: asked.append(told) or iter(()))
-    monkeypatch.setattr(tool, "run_greedy", lambda *_: GreedyResult(ok=True, kernels="", num_tokens=0, num_equal=0))
+    monkeypatch.setattr(tool, "checked_sets", lambda *told, **_: asked.append(told) or iter(()))
+    monkeypatch.setattr(
+        tool, "run_greedy", lambda *_, **__: GreedyResult(ok=True, kernels="", num_tokens=0, num_equal=0)
+    )
     path = shared_checkpoint()
     report = tool.report({**QUESTION, "model": str(path)})
     ((device, dtype, choice, sizes, threads),) = asked

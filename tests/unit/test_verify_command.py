@@ -48,6 +48,7 @@ def report(*checks: Check, **changes: Any) -> Report:
         "when": "2026-01-01T00:00:00+00:00",
         "seconds": 3.5,
         "device": "cpu",
+        "deterministic": False,
         "model": "quire-demo",
         "machine": MACHINE,
         "checks": list(checks),
@@ -123,6 +124,7 @@ def test_the_exit_code_and_the_file_tell_the_same(ok, code, monkeypatch, tmp_pat
     assert asked.question == {
         "device": "cpu",
         "kernels": "reference",
+        "deterministic": False,
         "model": None,
         "num_threads": 2,
         "patience": verify.PATIENCE,

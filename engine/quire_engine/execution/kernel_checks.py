@@ -54,7 +54,9 @@ def checked(subject: Subject, sizes: ModelSizes, *, patience: float = PATIENCE) 
     try:
         if failed:
             fits = "new_kv" not in failed and like_reference(subject, sizes.heads)
-            kernels = without(kernels, failed, reference_pool=fits)
+            kernels = without(
+                kernels, failed, reference_pool=fits, deterministic=subject.alone and subject.device.type != "cpu"
+            )
     except Irreplaceable as error:
         ops = ", ".join(f"{op} ({finding.problem})" for op, finding in failed.items())
         raise ConfigError(f"kernels={name}: these ops failed on this machine: {ops}; {error}; {_ADVICE}") from None

@@ -91,7 +91,8 @@ class AttentionChecks:
         yield self._check("rope_write", "row by row", self._check_rows_alone)
         for name, slices in self._batches:
             yield self._check("attention", name, self._attends(slices))
-        yield self._check("attention", "in a copied block", self._check_copy)
+        copies = "new_kv" if self._subject.kernels.copy_blocks is None else "copy_blocks"
+        yield self._check(copies, "a copied block", self._check_copy)
 
     def _check(self, op: str, case: str, run: Callable[[], Outcome]) -> Check:
         return Check(op=op, case=f"{self._name}, {case}" if case else self._name, run=run)
@@ -250,7 +251,10 @@ class AttentionChecks:
         part, source = [Slice(sequence, self._tables.lengths[sequence] - 1, 1)], self._tables.blocks[sequence][0]
         kv = self._filled.clone()
         wanted = self._attend(kv, part)
-        kv[self._tables.spare] = kv[source]
+        if self._subject.kernels.copy_blocks is None:
+            kv[self._tables.spare] = kv[source]
+        else:
+            self._subject.kernels.copy_blocks(kv, [(source, self._tables.spare)])
         kv[source].view(torch.uint8).fill_(_POISON)
         rows = self._tables.rows(part, self._subject.device)
         rows.block_tables[0, 0] = self._tables.spare

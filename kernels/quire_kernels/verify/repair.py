@@ -15,6 +15,7 @@ from quire_kernels.reference import REFERENCE
 _FASTER = {
     "greedy": {"greedy", "logits"},
     "choose": {"choose"},
+    "copy_blocks": {"copy_blocks"},
     "bind_layers": {"bind_layers", "norm_linear", "norm_gate_up", "linear_add", "rope_write", "attention"},
 }
 _ON_WEIGHTS = ("norm_linear", "norm_gate_up", "linear_add", "logits")
@@ -26,11 +27,16 @@ class Irreplaceable(ValueError):
     """An op failed that the reference has nothing for; the text is a clause that follows "the OP op failed and"."""
 
 
-def without(kernels: KernelSet, failed: Collection[str], *, reference_pool: bool) -> KernelSet:
+def without(
+    kernels: KernelSet, failed: Collection[str], *, reference_pool: bool, deterministic: bool = False
+) -> KernelSet:
     """The set with the reference's ops in place of those of these names. Raises Irreplaceable.
 
-    `reference_pool`: its pool has the reference's layout.
+    `reference_pool`: its pool has the reference's layout. `deterministic`: a row's bits must not depend on its batch,
+    on a device where the reference's do.
     """
+    if deterministic and set(failed) - set(_FASTER):
+        raise Irreplaceable("rows of the reference's would depend on their batch")
     possible = [*_ANYWHERE]
     if kernels.packed_bits is None:
         possible += _ON_WEIGHTS

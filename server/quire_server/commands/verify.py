@@ -29,7 +29,8 @@ LONGEST = 900.0  # for all, if the process cannot end itself
 MOST_PROBLEMS = 20  # shown; the JSON has all
 MEANING = (
     "Tolerance: the greatest error as a share of what the roundings of the types involved allow; above 1 is a failure."
-    " Alone: whether a row computed alone has the same bits as in a batch; on a GPU that is information."
+    " Alone: whether a row computed alone has the same bits as in a batch; on a GPU this is for information, but with"
+    " --deterministic."
 )
 
 
@@ -66,6 +67,7 @@ class Report(msgspec.Struct):
     when: str
     seconds: float
     device: str
+    deterministic: bool
     model: str
     machine: dict[str, Any]
     checks: list[Check]
@@ -86,6 +88,7 @@ def run(argv: Sequence[str]) -> int:
         question = {
             "device": given.device,
             "kernels": given.kernels,
+            "deterministic": given.deterministic,
             "model": _model(given.model),
             "num_threads": given.num_threads,
             "patience": PATIENCE,
@@ -109,6 +112,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", choices=get_args(Device), default="auto", help="default: a GPU where there is one")
     parser.add_argument("--kernels", choices=get_args(KernelChoice), default="auto", help="default: what would serve")
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="what serves with this flag; rows alone are then held to their bits",
+    )
     parser.add_argument(
         "--model", default=DEMO_MODEL, metavar="DIR", help="checkpoint whose sizes are checked; no weight is read"
     )

@@ -1,4 +1,5 @@
-"""Answers with one report for each question: `{"device", "kernels", "model", "num_threads", "patience"}`.
+"""Answers with one report for each question: `{"device", "kernels", "deterministic", "model", "num_threads",
+"patience"}`.
 
 Promises: a wrong op, one that raises and one that hangs are findings; the report comes in any case but a crash, of
 which the operator sees what was being checked. Must not know: who asks, how a report is shown.
@@ -51,19 +52,21 @@ def report(asked: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)  # the answers are small: threads would wait for each other longer than they compute
     found: list[dict[str, Any]] = []
     stopped = False
-    for each in checked_sets(device, dtype, asked["kernels"], model_sizes(model, _BLOCK_SIZE), threads):
+    sizes, deterministic = model_sizes(model, _BLOCK_SIZE), asked["deterministic"]
+    for each in checked_sets(device, dtype, asked["kernels"], sizes, threads, deterministic=deterministic):
         rows = _findings(each, patience)
         found += rows
         stopped = any(row["fatal"] for row in rows)
         if stopped:
             break
-    greedy = None if stopped else _greedy(device, asked["kernels"], threads)
+    greedy = None if stopped else _greedy(device, asked, threads)
     _show("")
     return {
         "ok": all(row["ok"] for row in found) and greedy is not None and greedy.ok,
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": round(time.perf_counter() - started, 1),
         "device": device.type,
+        "deterministic": deterministic,
         "model": asked["model"] or "quire-demo",
         "machine": machine_facts(),
         "checks": found,
@@ -88,10 +91,10 @@ def _findings(each: CheckedSet, patience: float) -> list[dict[str, Any]]:
     return rows
 
 
-def _greedy(device: torch.device, kernels: Any, threads: int) -> GreedyResult:
+def _greedy(device: torch.device, asked: dict[str, Any], threads: int) -> GreedyResult:
     _show("the embedded model")
     try:
-        return run_greedy(device, kernels, "auto", threads)
+        return run_greedy(device, asked["kernels"], "auto", threads, deterministic=asked["deterministic"])
     except (ConfigError, RuntimeError) as error:
         text = " ".join(str(error).split())
         return GreedyResult(ok=False, kernels="", num_tokens=0, num_equal=0, problem=f"did not run: {text[:300]}")

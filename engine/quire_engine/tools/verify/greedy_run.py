@@ -59,7 +59,9 @@ def recorded_answers() -> list[Answer]:
     ]
 
 
-def run_greedy(device: torch.device, kernels: KernelChoice, dtype: DType, num_threads: int) -> GreedyResult:
+def run_greedy(
+    device: torch.device, kernels: KernelChoice, dtype: DType, num_threads: int, *, deterministic: bool = False
+) -> GreedyResult:
     """Load the embedded model and ask it. Raises ConfigError, ModelLoadError."""
     built = build(
         EngineConfig(
@@ -67,6 +69,7 @@ def run_greedy(device: torch.device, kernels: KernelChoice, dtype: DType, num_th
             device="cuda" if device.type == "cuda" else "cpu",
             dtype=dtype,
             kernels=kernels,
+            deterministic=deterministic,
             kv_memory=_POOL_BYTES,
             limits=SchedulerLimits(max_num_seqs=16),
             num_threads=num_threads,

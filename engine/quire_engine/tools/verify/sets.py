@@ -41,7 +41,13 @@ class CheckedSet:
 
 
 def checked_sets(
-    device: torch.device, dtype: torch.dtype, choice: KernelChoice, sizes: ModelSizes, threads: int
+    device: torch.device,
+    dtype: torch.dtype,
+    choice: KernelChoice,
+    sizes: ModelSizes,
+    threads: int,
+    *,
+    deterministic: bool,
 ) -> Iterator[CheckedSet]:
     """All that is to be checked; `dtype` is the model's. Raises ConfigError where `choice` cannot serve it."""
 
@@ -50,7 +56,9 @@ def checked_sets(
     ) -> KernelSet:
         heads = sizes.heads
         kv = KVFormat(head_dim=heads.head_dim, block_size=heads.block_size, kv_type=kv_type)
-        return select(device, kind, name, kv=kv, quantization=quantization, threads=threads)
+        return select(
+            device, kind, name, kv=kv, quantization=quantization, deterministic=deterministic, threads=threads
+        )
 
     def subject(
         kernels: KernelSet, kind: torch.dtype, quantization: Quantization | None = None, kv_type: KVType = "auto"
@@ -61,7 +69,7 @@ def checked_sets(
             dtype=kind,
             quantization=quantization,
             kv_type=kv_type,
-            alone=device.type == "cpu",
+            alone=deterministic or device.type == "cpu",
         )
 
     try:
