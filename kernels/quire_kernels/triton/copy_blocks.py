@@ -36,8 +36,10 @@ def copy_blocks(kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy whole blocks, (source, target) each: all sources are read before any target is written."""
     if not pairs:
         return
-    # Of pinned memory, which torch keeps until the copy has read it: of other memory a copy would be waited for.
-    indices = torch.tensor(pairs, dtype=torch.int64, pin_memory=kv.is_cuda).to(kv.device, non_blocking=True)  # [n, 2]
+    indices = torch.tensor(pairs, dtype=torch.int64)  # [n, 2]
+    if kv.is_cuda:
+        # Pinned memory, which torch keeps until the copy has read it: a copy of other memory would be waited for.
+        indices = indices.pin_memory().to(kv.device, non_blocking=True)
     num_bytes = kv[0].numel() * kv.itemsize
     chained = {source for source, _ in pairs} & {target for _, target in pairs}
     if chained or num_bytes % _WORD:  # programs run in any order

@@ -49,7 +49,7 @@ def prefill_tiling(shape: AttentionShape, sizes: PoolSizes, *, warp_groups: bool
     narrow, large = shape.head_dim <= 64, shape.head_dim > 128
     if warp_groups:
         if deterministic:
-            return Tiling(32 if large else 64, 64 if narrow else 32, 8)
+            return Tiling(32 if large else 64, 32, 4 if narrow else 8)
         return Tiling(64 if large or sizes.fp8 else 128, 32 if large else 64, 8)
     keys = 16 if large else 32
     if deterministic:
