@@ -1,6 +1,7 @@
 """The runner around a model of three lines: who gets which logits, and who fails when something raises."""
 
 import logging
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -164,11 +165,49 @@ def test_a_lost_device_is_nobodys_fault(error, count):
         runner(NextToken(raises=error)).execute(batch(*items))
 
 
-def test_running_out_of_device_memory_is_the_items_that_still_do_alone():
+@pytest.mark.parametrize("others", [[], [3]])
+def test_who_starves_alone_is_not_to_blame(others):
     model = NextToken(raises=torch.OutOfMemoryError("CUDA out of memory"))
-    result = runner(model).execute(batch(item(1, [POISON]), item(2, [3])))
-    assert set(result.errors) == {1}
-    assert tokens_of(result) == {2: 4}
+    starving = item(1, [POISON], forks=(Fork(sequence_id=9, choice=1),))
+    result = runner(model).execute(batch(starving, *(item(2 + i, [token]) for i, token in enumerate(others))))
+    assert (result.starved, result.errors) == ({1}, {})
+    assert tokens_of(result) == {2 + i: token + 1 for i, token in enumerate(others)}
+
+
+def test_what_a_step_left_behind_is_gone_when_its_items_run_alone():
+    class Step:
+        pass
+
+    class Crowded(NextToken):
+        left: weakref.ref | None = None
+
+        def forward(self, step, kv):
+            if self.left is not None:
+                assert self.left() is None, "the failed step still holds memory"
+            elif len(step.query_lens) > 1:
+                held = Step()
+                self.left = weakref.ref(held)
+                raise torch.OutOfMemoryError
+            return super().forward(step, kv)
+
+    model = Crowded()
+    result = runner(model).execute(batch(item(1, [3]), item(2, [4])))
+    assert tokens_of(result) == {1: 4, 2: 5}
+    assert not result.starved
+    assert model.left is not None
+
+
+def test_a_launched_step_is_collected_before_the_next():
+    host = runner(NextToken())
+    assert host.max_in_flight == 1
+    with pytest.raises(RuntimeError, match="no step"):
+        host.collect()
+    host.launch(batch(item(1, [3])))
+    with pytest.raises(RuntimeError, match="before"):
+        host.launch(batch(item(1, [4])))
+    assert tokens_of(host.collect()) == {1: 4}
+    host.launch(batch(item(1, [4])))
+    assert tokens_of(host.collect()) == {1: 5}
 
 
 @pytest.mark.parametrize("bad", [-1, VOCAB, 2**40, 2**70])

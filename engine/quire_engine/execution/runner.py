@@ -1,4 +1,4 @@
-"""Executes a batch: block copies, the model, the sampler.
+"""Executes a batch where the host waits for it: block copies, the model, the sampler.
 
 Promises: a sequence whose data make the model or the sampler fail fails alone, its batch-mates get the tokens they
 would have got anyway; logits take a bounded amount of memory. Must not know: queues, the allocator, requests.
@@ -6,7 +6,6 @@ would have got anyway; logits take a bounded amount of memory. Must not know: qu
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -15,13 +14,12 @@ import torch
 from torch import Tensor
 
 from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
+from quire_engine.execution.alone import compute_alone
 from quire_engine.execution.logit_rules import asks_for_argmax
 from quire_engine.execution.model_input import LogitRows, ModelInput, build_model_input
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.sampler import NON_FINITE, Sampler, SampleRow
 from quire_engine.types import TokenLogprobs
-
-_log = logging.getLogger(__name__)
 
 LOGITS_BYTES = 64 << 20  # most float32 logits materialised at once
 
@@ -74,17 +72,22 @@ class Runner:
         self._block_size = block_size
         self._device = device
         self._sampler = Sampler()
-        self._result = StepResult()
         self._vocab_size = decoder.config.vocab_size
         self._logits_rows = max(1, logits_bytes // (4 * self._vocab_size))
+        self._launched: StepResult | None = None
 
     def launch(self, batch: Batch) -> None:
-        """Compute the batch; `collect` has the result."""
-        self._result = self.execute(batch)
+        """Compute the batch; `collect` has the result. Raises as `execute` does."""
+        if self._launched is not None:
+            raise RuntimeError("a step was launched before the one before it was collected")
+        self._launched = self.execute(batch)
 
     def collect(self) -> StepResult:
-        """What the last batch came to."""
-        return self._result
+        """The result of the launched step."""
+        if self._launched is None:
+            raise RuntimeError("no step is launched")
+        result, self._launched = self._launched, None
+        return result
 
     def execute(self, batch: Batch) -> StepResult:
         """Compute the batch. An item that raises gets `errors[sequence_id]`.
@@ -98,32 +101,12 @@ class Runner:
             try:
                 return self._compute(batch)
             except Exception as error:
-                if _is_fatal(error):
-                    raise
-                if len(batch.items) == 1:
-                    return self._failed(batch, error)
-        return self._execute_alone(batch)
+                failure = error
+            return compute_alone(batch, failure, lambda one, _: self._compute(one), self._release)
 
-    def _execute_alone(self, batch: Batch) -> StepResult:
-        """Find the culprit by running items one by one. They write the same keys and values to the same slots again,
-        so repeating the healthy ones changes nothing."""
-        results = [
-            self.execute(replace(batch, items=(item,), num_tokens=item.num_tokens, copies=())) for item in batch.items
-        ]
-        whole = StepResult()
-        for result in results:
-            whole.samples.update(result.samples)
-            whole.prompt_logprobs.update(result.prompt_logprobs)
-            whole.errors.update(result.errors)
-        return whole
-
-    def _failed(self, batch: Batch, error: Exception) -> StepResult:
-        (item,) = batch.items
-        _log.error("step %d: sequence %d failed", batch.step_id, item.sequence_id, exc_info=error)
-        # The exception's own text may hold addresses or paths: the client gets its kind only.
-        text = f"the model failed on this request ({type(error).__name__})"
-        ids = [item.sequence_id, *(fork.sequence_id for fork in item.forks)]
-        return StepResult(errors=dict.fromkeys(ids, text))
+    def _release(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _compute(self, batch: Batch) -> StepResult:
         for item in batch.items:
@@ -223,17 +206,3 @@ class Runner:
             scores[item.sequence_id].append(
                 replace(entry, top_ids=entry.top_ids[:wanted], top_logprobs=entry.top_logprobs[:wanted])
             )
-
-
-def _is_fatal(error: Exception) -> bool:
-    """Whether the process cannot go on: after a CUDA error every later call fails too, even other sequences'.
-
-    Running out of GPU memory is not: the items are smaller alone, and one that still fails can be blamed.
-    """
-    if isinstance(error, torch.OutOfMemoryError):
-        return False
-    # torch before 2.8 raises a plain RuntimeError with this text.
-    return isinstance(error, (MemoryError, *_DEVICE_ERRORS)) or str(error).startswith("CUDA error")
-
-
-_DEVICE_ERRORS: tuple[type[Exception], ...] = (torch.AcceleratorError,) if hasattr(torch, "AcceleratorError") else ()
