@@ -37,7 +37,7 @@ class SampleRow:
     @property
     def is_greedy(self) -> bool:
         """Whether the token is the maximum: below this a temperature selects just that, and dividing would overflow."""
-        return self.sampling.temperature < _MIN_TEMPERATURE
+        return not draws(self.sampling)
 
     @property
     def has_rules(self) -> bool:
@@ -45,14 +45,19 @@ class SampleRow:
         return self.masks_stop_tokens or _changes_logits(self.sampling)
 
 
+def may_have_rules(sampling: SamplingParams) -> bool:
+    """Whether some row of such a request `has_rules`: at worst until `min_tokens` are there."""
+    return sampling.min_tokens > 0 or _changes_logits(sampling)
+
+
+def draws(sampling: SamplingParams) -> bool:
+    """Whether the token is drawn; else it is the maximum."""
+    return sampling.temperature >= _MIN_TEMPERATURE
+
+
 def asks_for_argmax(sampling: SamplingParams) -> bool:
     """Whether every token is the maximum of the model's own logits, and nothing else is to be told."""
-    return (
-        sampling.temperature < _MIN_TEMPERATURE
-        and sampling.num_logprobs is None
-        and not sampling.min_tokens
-        and not _changes_logits(sampling)
-    )
+    return not draws(sampling) and sampling.num_logprobs is None and not may_have_rules(sampling)
 
 
 def _changes_logits(sampling: SamplingParams) -> bool:

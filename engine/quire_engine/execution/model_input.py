@@ -69,7 +69,7 @@ def build_model_input(batch: Batch, block_size: int, device: torch.device) -> tu
         else:
             input_ids.extend(item.token_ids)
             positions.extend(range(item.start, item.end))
-            _extend_slots(slots, item, block_size)
+            extend_slots(slots, item, block_size)
         count = num_tokens if item.wants_prompt_logprobs else int(item.wants_sample)
         logit_rows.append(LogitRows(first=len(samples), count=count))
         samples.extend(range(starts[-1] - count, starts[-1]))
@@ -115,7 +115,7 @@ def _sampled(step: ModelInput, counts: tuple[int, ...]) -> Rows:
     )
 
 
-def _extend_slots(slots: array[int], item: ScheduledSequence, block_size: int) -> None:
+def extend_slots(slots: array[int], item: ScheduledSequence, block_size: int) -> None:
     """Append the slots of the item's slice, block by block."""
     for index in range(item.start // block_size, -(-item.end // block_size)):
         base = item.block_ids[index] * block_size

@@ -17,7 +17,7 @@ from quire_engine.execution.logit_rules import SampleRow, apply_rules, id_error
 from quire_engine.execution.rng import uniform
 from quire_engine.types import TokenLogprobs
 
-__all__ = ["NON_FINITE", "SampleRow", "Sampler"]
+__all__ = ["NON_FINITE", "NO_CANDIDATE", "SampleRow", "Sampler", "is_finite", "logprob_columns", "token_logprobs"]
 
 NON_FINITE = "the model produced a non-finite value"
 NO_CANDIDATE = "no token is left to choose from"
@@ -66,10 +66,10 @@ class Sampler:
         for start in range(0, len(token_ids), size):
             part = logits[start : start + size]
             ids = token_ids[start : start + size]
-            columns = _logprob_columns(part, torch.tensor(ids, device=logits.device), num_top)
-            finite = _is_finite(part).to(torch.float64).unsqueeze(1)
+            columns = logprob_columns(part, torch.tensor(ids, device=logits.device), num_top)
+            finite = is_finite(part).to(torch.float64).unsqueeze(1)
             for token, row in zip(ids, torch.cat([finite, columns], dim=1).tolist(), strict=True):
-                scored.append(_token_logprobs(token, row[1:], num_top) if row[0] else None)
+                scored.append(token_logprobs(token, row[1:], num_top) if row[0] else None)
         return scored
 
     def rows_per_slice(self, vocab_size: int) -> int:
@@ -80,7 +80,7 @@ def _sample_slice(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToke
     wanted = [row.logits_row for row in rows]
     if wanted != list(range(logits.shape[0])):
         logits = logits[torch.tensor(wanted, device=logits.device)]
-    status = torch.where(_is_finite(logits), _OK, _NON_FINITE)
+    status = torch.where(is_finite(logits), _OK, _NON_FINITE)
     plain = [i for i, row in enumerate(rows) if row.is_greedy and not row.has_rules]
     if len(plain) == len(rows):
         token_ids = logits.argmax(dim=1)  # of equal maxima the first
@@ -99,7 +99,7 @@ def _sample_slice(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToke
     num_top = min(max((rows[i].sampling.num_logprobs or 0 for i in scored), default=0), logits.shape[1])
     if scored:
         index = torch.tensor(scored, device=logits.device)
-        scores = _logprob_columns(logits[index], token_ids[index], num_top)
+        scores = logprob_columns(logits[index], token_ids[index], num_top)
         columns = scores.new_zeros(len(rows), scores.shape[1])
         columns[index] = scores
         packed.append(columns)
@@ -153,8 +153,11 @@ def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor]:
     return distribution.draw(probabilities, [uniform(row.sampling.seed, row.choice, row.position) for row in rows])
 
 
-def _logprob_columns(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
-    """[S, 2 + 2k] float64 of raw logits [S, V]: the token's log-probability and rank, the top ids, theirs."""
+def logprob_columns(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
+    """[S, 2 + 2k] float64 of raw logits [S, V]: the token's log-probability and rank, the top ids, theirs.
+
+    Does not wait for a device.
+    """
     logits = distribution.padded(logits)
     logprobs = torch.log_softmax(logits, dim=1)
     keys = distribution.order_keys(logits)
@@ -174,12 +177,12 @@ def _sampled_token(row: SampleRow, values: Sequence[float], num_top: int) -> Sam
     if row.sampling.num_logprobs is None:
         return SampledToken(token_id=token_id)
     return SampledToken(
-        token_id=token_id, logprobs=_token_logprobs(token_id, values[2:], num_top, row.sampling.num_logprobs)
+        token_id=token_id, logprobs=token_logprobs(token_id, values[2:], num_top, row.sampling.num_logprobs)
     )
 
 
-def _token_logprobs(token_id: int, values: Sequence[float], num_top: int, wanted: int | None = None) -> TokenLogprobs:
-    """One row of `_logprob_columns` computed with `num_top`, of which `wanted` are reported."""
+def token_logprobs(token_id: int, values: Sequence[float], num_top: int, wanted: int | None = None) -> TokenLogprobs:
+    """One row of `logprob_columns` computed with `num_top`, of which `wanted` are reported."""
     count = num_top if wanted is None else min(wanted, num_top)
     return TokenLogprobs(
         token_id=token_id,
@@ -190,7 +193,7 @@ def _token_logprobs(token_id: int, values: Sequence[float], num_top: int, wanted
     )
 
 
-def _is_finite(logits: Tensor) -> Tensor:
+def is_finite(logits: Tensor) -> Tensor:
     """[S] bool, by the extremes: both propagate NaN."""
     low, high = torch.aminmax(logits, dim=1)
     return torch.isfinite(low) & torch.isfinite(high)

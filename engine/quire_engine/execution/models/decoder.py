@@ -12,7 +12,7 @@ from torch import Tensor
 from quire_engine.execution.model_input import ModelInput
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.layers import Weights
-from quire_kernels.kernel_set import AttentionInput, BoundLayers, KernelSet
+from quire_kernels.kernel_set import AttentionInput, BoundLayers, ChoiceRows, KernelSet
 
 
 class Decoder:
@@ -69,3 +69,10 @@ class Decoder:
         if self._kernels.greedy is None:
             return None
         return self._kernels.greedy(hidden, self._weights.final_norm, self.config.norm_eps, self._weights.head)
+
+    @torch.inference_mode()
+    def choose(self, logits: Tensor, rows: ChoiceRows) -> tuple[Tensor, Tensor, Tensor]:
+        """The next tokens from `logits(hidden)`, chosen on the device without waiting for it, as `KernelSet.choose`."""
+        if self._kernels.choose is None:
+            raise ValueError(f"the {self._kernels.name} kernels choose no tokens")
+        return self._kernels.choose(logits, rows)

@@ -1,0 +1,75 @@
+"""The device by torch.cuda.
+
+Promises: one stream of its own, in which graphs are captured too; all graphs share one memory pool.
+Must not know: models, steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire_engine.execution.gpu.device import HostBuffer
+
+
+class CudaEvent:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class CudaDevice:
+    """See `Device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.torch_device = device
+        # What was made before, the weights above all, was issued to another stream.
+        torch.cuda.synchronize(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool: Any = None  # made for the first graph
+
+    def work(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+    def host_buffer(self, num_bytes: int) -> HostBuffer:
+        return HostBuffer(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True))
+
+    def send(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def fetch(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def record(self) -> CudaEvent:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return CudaEvent(event)
+
+    def capture(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        shortage: torch.OutOfMemoryError | None = None
+        try:
+            # Other threads of the process may call CUDA meanwhile: only this one's calls must be fit for a capture.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                try:
+                    body()
+                except torch.OutOfMemoryError as error:
+                    shortage = error.with_traceback(None)  # its frames keep tensors alive
+        except RuntimeError:
+            # A capture that was cut short may not end cleanly; what cut it short is what the caller can act on.
+            if shortage is None:
+                raise
+        if shortage is not None:
+            raise shortage
+        return graph
+
+    def release(self) -> None:
+        torch.cuda.empty_cache()

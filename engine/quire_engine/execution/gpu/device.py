@@ -1,0 +1,73 @@
+"""What the GPU runner asks of a device: one stream of work, copies to and from the host, events, graphs.
+
+Promises: everything issued inside `work` happens on the device in the order it was issued; only `Event.wait` and
+`capture` make the host wait. Must not know: torch.cuda, models, steps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class HostBuffer:
+    """Memory of the host that a device copies from and to by itself."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        """`tensor` [n] uint8, on the host; pinned where that means something."""
+        self.tensor = tensor
+        # Written and read through memory, not through torch: that costs a tenth, and is no work of the device.
+        self.bytes = memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
+
+
+class Event(Protocol):
+    """A point in the stream."""
+
+    def wait(self) -> None:
+        """Return when all work that was issued before the point is done."""
+        ...
+
+
+class Graph(Protocol):
+    """Captured work."""
+
+    def replay(self) -> None:
+        """Issue it again, on the addresses of the capture. What it allocated itself holds until the next replay."""
+        ...
+
+
+class Device(Protocol):
+    """One device with one stream."""
+
+    torch_device: torch.device  # where tensors are made
+
+    def work(self) -> AbstractContextManager[object]:
+        """torch's operations inside are issued to the stream."""
+        ...
+
+    def host_buffer(self, num_bytes: int) -> HostBuffer: ...
+
+    def send(self, source: Tensor, target: Tensor) -> None:
+        """Copy from a host buffer; it must stay as it is until an event recorded afterwards has been waited for."""
+        ...
+
+    def fetch(self, source: Tensor, target: Tensor) -> None:
+        """Copy to a host buffer, which holds the copy when an event recorded afterwards has been waited for."""
+        ...
+
+    def record(self) -> Event:
+        """An event behind everything issued so far."""
+        ...
+
+    def capture(self, body: Callable[[], None]) -> Graph:
+        """What `body` issues, not done but kept. Raises torch.OutOfMemoryError; the device can go on then."""
+        ...
+
+    def release(self) -> None:
+        """Give back memory that nobody uses."""
+        ...

@@ -1,0 +1,117 @@
+"""Decode steps as graphs, each captured when it is first needed.
+
+Promises: a bucket's first step is computed eagerly and is the warm-up of its capture; what cannot be captured is
+computed eagerly, logged once. Must not know: batches, what a step sends, sampling.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire_engine.execution.gpu.device import Device, Graph
+
+_log = logging.getLogger(__name__)
+
+_SIZES = (1, 2, 4, *range(8, 129, 8), *range(160, 257, 32), *range(320, 513, 64))
+_SHORTEST = 256  # tokens of context: one part of a decode's keys
+MOST_GRAPHS = 128
+GRAPH_BYTES = 4 << 20  # of one beside the memory that all share: its nodes and their arguments, generously
+
+
+class Bucket(NamedTuple):
+    """What a graph is captured for."""
+
+    num_rows: int
+    context: int  # tokens at most: it decides how many parts a decode's keys are computed in
+    flags: int  # what the choice of tokens launches
+
+
+class _Captured(NamedTuple):
+    graph: Graph
+    logits: Tensor
+
+
+class DecodeGraphs:
+    """Owns the graphs of one runner."""
+
+    def __init__(self, device: Device, *, max_rows: int, max_context: int) -> None:
+        self._device = device
+        self._sizes = row_buckets(max_rows)
+        self._contexts = context_buckets(max_context)
+        self._captured: dict[Bucket, _Captured] = {}
+        self._eager: set[Bucket] = set()
+        self._full = False
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def bucket(self, num_rows: int, context: int, flags: int) -> Bucket | None:
+        """The smallest that holds such a step."""
+        size, length = bisect_left(self._sizes, num_rows), bisect_left(self._contexts, context)
+        if size == len(self._sizes) or length == len(self._contexts):
+            return None
+        return Bucket(self._sizes[size], self._contexts[length], flags)
+
+    @property
+    def largest(self) -> Bucket:
+        """The one that takes the most memory, but for the choice of tokens."""
+        return Bucket(self._sizes[-1], self._contexts[-1], 0)
+
+    def run(self, bucket: Bucket, compute: Callable[[], Tensor]) -> Tensor:
+        """Issue the bucket's step, whose input has been sent: its logits, which hold until the next step.
+
+        `compute` issues it eagerly, from the same addresses whenever the bucket is the same.
+        """
+        captured = self._captured.get(bucket)
+        if captured is not None:
+            captured.graph.replay()
+            return captured.logits
+        logits = compute()
+        if bucket not in self._eager:
+            self._capture(bucket, compute)
+        return logits
+
+    def _capture(self, bucket: Bucket, compute: Callable[[], Tensor]) -> None:
+        if len(self._captured) >= MOST_GRAPHS:
+            self._give_up(bucket, f"there are {MOST_GRAPHS} already")
+            return
+        kept: list[Tensor] = []
+        try:
+            graph = self._device.capture(lambda: kept.append(compute()))
+        except torch.OutOfMemoryError:
+            self._device.release()
+            self._give_up(bucket, "the device's memory is too small for it")
+            return
+        self._captured[bucket] = _Captured(graph, kept[0])
+
+    def _give_up(self, bucket: Bucket, reason: str) -> None:
+        self._eager.add(bucket)
+        level = logging.DEBUG if self._full else logging.WARNING
+        self._full = True
+        _log.log(
+            level,
+            "steps of %d rows and contexts of up to %d tokens run without a graph: %s",
+            bucket.num_rows,
+            bucket.context,
+            reason,
+        )
+
+
+def row_buckets(max_rows: int) -> tuple[int, ...]:
+    """Sizes up to the first that holds `max_rows`; none larger than the largest there is."""
+    return _SIZES[: bisect_left(_SIZES, max_rows) + 1]
+
+
+def context_buckets(max_context: int) -> tuple[int, ...]:
+    """256 tokens and each time four times as many; the last is `max_context`."""
+    found, length = [], _SHORTEST
+    while length < max_context:
+        found.append(length)
+        length *= 4
+    return (*found, max_context)

@@ -1,0 +1,192 @@
+"""What a device keeps of each sequence between steps: its block table and how its tokens are chosen.
+
+Promises: a step sends only what has changed; after `forget` everything is sent again. A sequence of the step being
+built never loses its slot. Must not know: who schedules, what blocks hold.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire_engine.execution.gpu.packed_input import Packed
+from quire_engine.execution.logit_rules import draws, may_have_rules
+from quire_engine.types import SamplingParams
+from quire_kernels.kernel_set import ChoiceRows
+
+# What a row asks of the choice of its token, as bits.
+DRAWS, LIMITS_K, LIMITS_P = 1, 2, 4
+RULES = 8  # its logits may have to be changed first
+
+
+@dataclass(slots=True)
+class _Held:
+    """One slot's sequence, as the device has it when the deltas given so far have arrived."""
+
+    slot: int
+    step: int  # the last that used it
+    choice: int
+    sampling: SamplingParams
+    flags: int
+    block_ids: tuple[int, ...] = ()
+
+
+class SlotTables:
+    """Owns the tables on the device and the host's knowledge of what is in them.
+
+    `blocks` [slots + 1, max_blocks] int32, `words` [3, slots + 1] int64 (seed, choice, top_p's bits) and `halves`
+    [3, slots + 1] int32 (the bits of temperature and min_p, top_k). The last slot is `spare`: its table leads to
+    `spare_block` alone, and it takes the maximum.
+    """
+
+    def __init__(
+        self, *, num_slots: int, max_blocks: int, vocab_size: int, spare_block: int, device: torch.device
+    ) -> None:
+        self.max_blocks = max_blocks
+        self.spare = num_slots
+        self.blocks = torch.zeros(num_slots + 1, max_blocks, dtype=torch.int32, device=device)
+        self.blocks[num_slots].fill_(spare_block)
+        self.words = torch.zeros(3, num_slots + 1, dtype=torch.int64, device=device)
+        self.halves = torch.zeros(3, num_slots + 1, dtype=torch.int32, device=device)
+        self._vocab_size = vocab_size
+        self._held: dict[int, _Held] = {}  # by sequence id, least recently used first
+        self._free = list(range(num_slots))
+        self._step = 0
+        self._cells, self._cell_blocks, self._chosen = _new_deltas()
+
+    def begin(self) -> None:
+        """A step begins: the sequences of the one before may lose their slots."""
+        self._step += 1
+
+    def find(self, sequence_id: int, choice: int, sampling: SamplingParams) -> tuple[int, int]:
+        """The slot of a sequence of this step and its flags."""
+        held = self._held.pop(sequence_id, None)
+        if held is None:
+            held = self._take(choice, sampling)
+        elif held.sampling is not sampling and (held.sampling, held.choice) != (sampling, choice):
+            held = self._held_by(held.slot, choice, sampling, held.block_ids)
+        held.step = self._step
+        self._held[sequence_id] = held
+        return held.slot, held.flags
+
+    def place(self, sequence_id: int, block_ids: tuple[int, ...]) -> None:
+        """The blocks of a sequence that has been found. ValueError for more than a table holds."""
+        held = self._held[sequence_id]
+        known = held.block_ids
+        if block_ids is known or block_ids == known:
+            return
+        if len(block_ids) > self.max_blocks:
+            raise ValueError(f"{len(block_ids)} blocks are more than the {self.max_blocks} of a table")
+        row, both = held.slot * self.max_blocks, min(len(known), len(block_ids))
+        if known[:both] != block_ids[:both]:
+            for index in range(both):
+                if known[index] != block_ids[index]:
+                    self._cells.append(row + index)
+                    self._cell_blocks.append(block_ids[index])
+        self._cells.extend(range(row + both, row + len(block_ids)))
+        self._cell_blocks.extend(block_ids[both:])
+        held.block_ids = block_ids
+
+    def take_deltas(self) -> dict[str, array[int]]:
+        """What has changed since the last call, for `apply`. Empty sections are left out."""
+        deltas: dict[str, array[int]] = {}
+        if self._cells:
+            deltas |= {"cells": self._cells, "cell_blocks": self._cell_blocks}
+        if self._chosen:
+            slots, words, halves = zip(*self._chosen.values(), strict=True)
+            deltas["set_slots"] = array("q", slots)
+            deltas["set_words"] = array("q", [word for column in zip(*words, strict=True) for word in column])
+            deltas["set_halves"] = array("i", [half for column in zip(*halves, strict=True) for half in column])
+        self._cells, self._cell_blocks, self._chosen = _new_deltas()
+        return deltas
+
+    def apply(self, packed: Packed) -> None:
+        """Issue what brings the tables up to date."""
+        if "cells" in packed.sections:
+            self.blocks.view(-1).index_copy_(0, packed["cells"], packed["cell_blocks"])
+        if "set_slots" in packed.sections:
+            slots = packed["set_slots"]
+            self.words.index_copy_(1, slots, packed["set_words"].view(3, -1))
+            self.halves.index_copy_(1, slots, packed["set_halves"].view(3, -1))
+
+    def block_rows(self, slots: Tensor, width: int) -> Tensor:
+        """The first `width` blocks of each slot's sequence: [n, width] int32, contiguous."""
+        return self.blocks[:, :width].index_select(0, slots)
+
+    def choice_rows(self, slots: Tensor, logits_rows: Tensor, positions: Tensor, flags: int) -> ChoiceRows:
+        """The parameters of R rows. `slots` are at least `padded_rows(R)`: each parameter begins at whole 16 bytes."""
+        num_rows = len(logits_rows)
+        slots = slots[: padded_rows(num_rows)]
+        seed, choice, top_p = self.words.index_select(1, slots)[:, :num_rows]
+        temperature, min_p, top_k = self.halves.index_select(1, slots)[:, :num_rows]
+        return ChoiceRows(
+            logits_rows=logits_rows,
+            temperature=temperature.view(torch.float32),
+            top_k=top_k,
+            top_p=top_p.view(torch.float64),
+            min_p=min_p.view(torch.float32),
+            seed=seed,
+            choice=choice,
+            position=positions,
+            draws=bool(flags & DRAWS),
+            limits_k=bool(flags & LIMITS_K),
+            limits_p=bool(flags & LIMITS_P),
+        )
+
+    def forget(self) -> None:
+        """Nothing is known of the tables any more: a step failed between building and applying its deltas."""
+        self._held.clear()
+        self._free = list(range(self.spare))
+        self._cells, self._cell_blocks, self._chosen = _new_deltas()
+
+    def _take(self, choice: int, sampling: SamplingParams) -> _Held:
+        if self._free:
+            return self._held_by(self._free.pop(), choice, sampling, ())
+        oldest = next(iter(self._held))
+        if self._held[oldest].step == self._step:
+            raise ValueError(f"a step has more sequences than the {self.spare} slots there are")
+        return self._held_by(self._held.pop(oldest).slot, choice, sampling, ())
+
+    def _held_by(self, slot: int, choice: int, sampling: SamplingParams, block_ids: tuple[int, ...]) -> _Held:
+        """A slot's new parameters, which are sent with the next deltas."""
+        drawn = draws(sampling)
+        flags = RULES if may_have_rules(sampling) else 0
+        if drawn:
+            flags |= DRAWS
+            flags |= LIMITS_K if 0 < sampling.top_k < self._vocab_size else 0
+            flags |= LIMITS_P if sampling.top_p < 1.0 else 0
+        words = _signed(sampling.seed), _signed(choice), _bits("<d", "<q", sampling.top_p)
+        halves = (
+            _bits("<f", "<i", sampling.temperature if drawn else 0.0),
+            _bits("<f", "<i", sampling.min_p),
+            min(sampling.top_k, self._vocab_size),
+        )
+        self._chosen[slot] = slot, words, halves
+        return _Held(slot=slot, step=self._step, choice=choice, sampling=sampling, flags=flags, block_ids=block_ids)
+
+
+def padded_rows(num_rows: int) -> int:
+    """How many rows are gathered for `num_rows`: those of four bytes fill whole 16."""
+    return -(-num_rows // 4) * 4
+
+
+_Parameters = tuple[int, tuple[int, int, int], tuple[int, int, int]]
+
+
+def _new_deltas() -> tuple[array[int], array[int], dict[int, _Parameters]]:
+    return array("q"), array("i"), {}
+
+
+def _signed(number: int) -> int:
+    """The int64 with the bits of a number modulo 2^64."""
+    number &= (1 << 64) - 1
+    return number - (1 << 64) if number >> 63 else number
+
+
+def _bits(written: str, read: str, number: float) -> int:
+    (found,) = struct.unpack(read, struct.pack(written, number))
+    return int(found)

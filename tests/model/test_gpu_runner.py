@@ -1,0 +1,178 @@
+"""The GPU's runner on a simulated device gives, bit for bit, what the runner gives that is waited for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire_engine.execution.gpu.runner import GpuRunner, RunnerLimits
+from quire_engine.execution.runner import Runner
+from quire_engine.execution.sampler import NO_CANDIDATE, NON_FINITE
+from support.checkpoints import shared_checkpoint
+from support.model_steps import Model, random_ids
+from support.simulated_device import SimulatedDevice
+from support.simulated_kernels import SIMULATED
+from support.step_stories import Story, Told, ahead
+
+NUM_BLOCKS = 60
+NAN = 13  # what follows this token is not finite
+LIMITS = RunnerLimits(
+    max_num_seqs=8, max_num_batched_tokens=64, max_model_len=512, block_size=16, spare_block=NUM_BLOCKS
+)
+
+
+def models() -> tuple[Model, Model]:
+    """The reference's model and the simulated device's, with pools of their own."""
+    path = shared_checkpoint("qwen3", tie_word_embeddings=False)
+    found = tuple(Model(path, num_blocks=NUM_BLOCKS + 1, kernels=kernels) for kernels in (None, SIMULATED))
+    for model in found:
+        model.decoder._weights.embedding[NAN] = torch.nan
+    return found
+
+
+class Both:
+    """Both runners of one story."""
+
+    def __init__(self, *, seed: int = 0, chunk: int = 11, **options) -> None:
+        host, device = models()
+        self.device = SimulatedDevice()
+        self.runner = GpuRunner(device.decoder, device.kv, self.device, LIMITS, **options)
+        self.story = Story(
+            Runner(host.decoder, host.kv, 16, torch.device("cpu")).execute,
+            num_blocks=NUM_BLOCKS,
+            chunk=chunk,
+            seed=seed,
+        )
+
+    def check(self) -> None:
+        """Tell the GPU's runner, one step ahead, what was told the other one."""
+        check(self.runner, self.story.steps)
+
+
+def check(runner: GpuRunner, steps: list[Told]) -> None:
+    launched: list[tuple[int, set[int]]] = []
+
+    def collect() -> None:
+        number, surplus = launched.pop(0)
+        result = runner.collect()
+        for sequence_id in surplus:
+            result.samples.pop(sequence_id, None)
+            result.errors.pop(sequence_id, None)
+        assert result == steps[number].result, f"step {number} differs"
+
+    for number, (batch, surplus) in enumerate(ahead(steps)):
+        runner.launch(batch)
+        launched.append((number, surplus))
+        if len(launched) == runner.max_in_flight:
+            collect()
+    while launched:
+        collect()
+
+
+def test_decodes_and_prompts_in_chunks():
+    both = Both()
+    for i, length in enumerate((3, 17, 40, 1)):
+        both.story.add(i, random_ids(length, i), 8 + i)
+    both.story.run()
+    both.check()
+    assert both.device.replays > 4
+
+
+def test_every_way_to_choose():
+    both = Both(seed=1)
+    both.story.add(0, random_ids(5, 0), 7)
+    both.story.add(1, random_ids(9, 1), 9, temperature=0.8, seed=-5)
+    both.story.add(2, random_ids(4, 2), 8, temperature=1.3, top_k=7, seed=2**63 - 1, num_logprobs=3)
+    both.story.add(3, random_ids(6, 3), 7, temperature=1.0, top_p=0.7, min_p=0.05, seed=8)
+    both.story.add(4, random_ids(7, 4), 6, num_logprobs=0)
+    both.story.add(5, random_ids(2, 5), 6, temperature=1e-6, top_k=3, num_logprobs=600)
+    both.story.run()
+    both.check()
+
+
+def test_rules_of_the_requests():
+    both = Both(seed=2)
+    both.story.add(0, random_ids(5, 0), 6, logit_bias=((7, 30.0), (9, -5.0)), num_logprobs=2)
+    both.story.add(1, random_ids(6, 1), 6, allowed_token_ids=(3, 4, 5), temperature=1.0, seed=3)
+    both.story.add(2, random_ids(7, 2), 6, min_tokens=4, logit_bias=((2, 50.0),))
+    both.story.add(3, random_ids(8, 3), 7, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2)
+    both.story.add(4, random_ids(9, 4), 7, temperature=0.9, top_k=40)
+    both.story.add(5, random_ids(3, 5), 3, allowed_token_ids=(3,), banned_token_ids=(3,))
+    both.story.add(6, random_ids(3, 6), 3, logit_bias=((10**6, 1.0),))
+    both.story.run()
+    first = both.story.steps[0].result
+    assert first.samples[5][0].error == NO_CANDIDATE
+    assert "logit_bias" in str(first.samples[6][0].error)
+    both.check()
+
+
+@pytest.mark.parametrize("logits_rows", [1, 3, 1000])
+def test_prompts_that_are_scored(logits_rows):
+    both = Both(seed=3, logits_bytes=logits_rows * 4 * 512)
+    both.story.add(0, random_ids(25, 0), 3, num_prompt_logprobs=2, num_logprobs=1)
+    both.story.add(1, random_ids(4, 1), 4, temperature=0.7, seed=1)
+    both.story.add(2, random_ids(12, 2), 2, num_prompt_logprobs=0)
+    both.story.add(3, [5, NAN, 6], 2, num_prompt_logprobs=1)
+    both.story.add(4, random_ids(12, 2), 4, num_logprobs=4, logit_bias=((3, 3.0),))
+    both.story.run()
+    assert both.story.steps[0].result.errors == {3: NON_FINITE}
+    both.check()
+
+
+def test_forks_and_copies_of_blocks():
+    both = Both(seed=4)
+    both.story.add(0, random_ids(20, 0), 6, temperature=1.0, seed=5, forks=(10, 11))
+    both.story.add(1, random_ids(3, 1), 8)
+    both.story.run()
+    assert len(both.story.steps[1].result.samples) == 4
+    both.check()
+
+
+def test_rows_that_are_not_finite_end_alone():
+    """And their blocks, full of NaN, are the next sequences'."""
+    both = Both(seed=5)
+    both.story.add(0, random_ids(5, 0), 6)
+    both.story.add(1, [4, 5, NAN], 6, temperature=1.0, num_logprobs=2)
+    both.story.add(2, [4, 5, 8], 6, logit_bias=((NAN, 100.0),))  # not finite from the second token on
+    both.story.step()
+    both.story.step()
+    for i in range(3, 6):
+        both.story.add(i, random_ids(18, i), 5)
+    both.story.run()
+    assert both.story.steps[0].result.samples[1][0].error == NON_FINITE
+    assert both.story.steps[1].result.samples[2][0].error == NON_FINITE
+    both.check()
+
+
+def test_who_comes_back_in_other_blocks():
+    both = Both(seed=6)
+    for i in range(3):
+        both.story.add(i, random_ids(14 + i, i), 12)
+    for _ in range(5):
+        both.story.step()
+    both.story.preempt(1)
+    both.story.run()
+    both.check()
+
+
+def test_more_sequences_than_slots_over_time():
+    both = Both(seed=7)
+    for i in range(20):
+        both.story.add(i, random_ids(3 + i % 3, i), 2 + i % 4, temperature=0.5 * (i % 2), seed=i)
+        both.story.step()
+    both.story.run()
+    both.check()
+
+
+@pytest.mark.parametrize("bad", [10**4, -7])
+def test_who_raises_fails_alone_between_two_steps_in_flight(bad):
+    both = Both(seed=8)
+    both.story.add(0, random_ids(5, 0), 8)
+    both.story.add(1, random_ids(6, 1), 8, temperature=1.0)
+    both.story.step()
+    both.story.step()
+    both.story.add(2, [3, bad, 5], 4)
+    both.story.add(3, random_ids(4, 3), 5)
+    both.story.run()
+    assert set(both.story.steps[2].result.errors) == {2}
+    both.check()
