@@ -119,6 +119,19 @@ def test_prompts_that_are_scored(logits_rows):
     both.check()
 
 
+def test_a_prompt_s_last_row_is_scored_beside_decodes():
+    both = Both(seed=9)
+    both.story.add(0, random_ids(12, 0), 3, num_prompt_logprobs=1)
+    both.story.add(1, random_ids(23, 1), 3, num_prompt_logprobs=1)
+    both.story.add(2, random_ids(5, 2), 5)
+    both.story.run()
+    assert any(
+        told.result.prompt_logprobs and all(item.num_tokens == 1 for item in told.batch.items)
+        for told in both.story.steps
+    )
+    both.check()
+
+
 def test_forks_and_copies_of_blocks():
     both = Both(seed=4)
     both.story.add(0, random_ids(20, 0), 6, temperature=1.0, seed=5, forks=(10, 11))

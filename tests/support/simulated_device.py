@@ -88,6 +88,11 @@ class SimulatedDevice:
         self._graph_memory += capture.memory
         return SimulatedGraph(self, capture)
 
+    def borrow(self, tensor: Tensor) -> Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        assert any(own.untyped_storage().data_ptr() == address for own in self._graph_memory), "not of a capture"
+        return _same_memory(tensor)
+
     def release(self) -> None:
         self.released += 1
 
@@ -196,16 +201,13 @@ class _Capture:
 
     def _address(self, value: Any) -> Any:
         """The same memory, of whoever it is then."""
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or not value.untyped_storage().nbytes():
             return value
-        storage = value.untyped_storage()
-        address, length = storage.data_ptr(), storage.nbytes()
-        if not length or any(own.untyped_storage().data_ptr() == address for own in self.memory):
+        address = value.untyped_storage().data_ptr()
+        if any(own.untyped_storage().data_ptr() == address for own in self.memory):
             return value
-        self.storages.setdefault(address, StorageWeakRef(storage))
-        memory = (ctypes.c_char * (length // value.element_size() * value.element_size())).from_address(address)
-        whole = torch.frombuffer(memory, dtype=value.dtype)
-        return whole.as_strided(value.shape, value.stride(), value.storage_offset())
+        self.storages.setdefault(address, StorageWeakRef(value.untyped_storage()))
+        return _same_memory(value)
 
 
 class _Operations(TorchDispatchMode):
@@ -267,6 +269,14 @@ class _Calls(TorchFunctionMode):
             finally:
                 self._device.executing = before
         return function(*args, **(kwargs or {}))
+
+
+def _same_memory(tensor: Tensor) -> Tensor:
+    """The tensor, but for keeping its memory."""
+    storage, size = tensor.untyped_storage(), tensor.element_size()
+    memory = (ctypes.c_char * (storage.nbytes() // size * size)).from_address(storage.data_ptr())
+    whole = torch.frombuffer(memory, dtype=tensor.dtype)
+    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def poison(tensor: Tensor) -> None:

@@ -24,6 +24,21 @@ class CudaEvent:
         self._event.synchronize()
 
 
+class _Borrowed:
+    """An address, as torch takes it from other libraries."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        if tensor.dtype != torch.float32 or not tensor.is_contiguous():
+            raise ValueError("only contiguous float32 memory is borrowed")
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "typestr": "<f4",
+            "data": (tensor.data_ptr(), False),
+            "strides": None,
+            "version": 3,
+        }
+
+
 class CudaDevice:
     """See `Device`."""
 
@@ -70,6 +85,10 @@ class CudaDevice:
         if shortage is not None:
             raise shortage
         return graph
+
+    def borrow(self, tensor: Tensor) -> Tensor:
+        # The memory stays: a pool keeps what it has as long as one of its graphs is there.
+        return torch.as_tensor(_Borrowed(tensor), device=self.torch_device)
 
     def release(self) -> None:
         torch.cuda.empty_cache()

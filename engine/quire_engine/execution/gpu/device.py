@@ -68,6 +68,13 @@ class Device(Protocol):
         """What `body` issues, not done but kept. Raises torch.OutOfMemoryError; the device can go on then."""
         ...
 
+    def borrow(self, tensor: Tensor) -> Tensor:
+        """The same memory without keeping it: of a contiguous float32 tensor that a capture allocated.
+
+        Graphs that keep their results have memory of their own for them; those that borrow share it.
+        """
+        ...
+
     def release(self) -> None:
         """Give back memory that nobody uses."""
         ...

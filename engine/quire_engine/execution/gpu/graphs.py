@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from quire_engine.execution.gpu.device import Device, Graph
+from quire_engine.execution.gpu.tables import DRAWS, LIMITS_K, LIMITS_P
 
 _log = logging.getLogger(__name__)
 
 _SIZES = (1, 2, 4, *range(8, 129, 8), *range(160, 257, 32), *range(320, 513, 64))
 _SHORTEST = 256  # tokens of context: one part of a decode's keys
 MOST_GRAPHS = 128
-GRAPH_BYTES = 4 << 20  # of one beside the memory that all share: its nodes and their arguments, generously
+GRAPH_BYTES = 2 << 20  # of one beside the memory that all share: its nodes and their arguments
 
 
 class Bucket(NamedTuple):
@@ -34,7 +35,7 @@ class Bucket(NamedTuple):
 
 class _Captured(NamedTuple):
     graph: Graph
-    logits: Tensor
+    logits: Tensor  # borrowed: the largest thing in a graph, which all of them have at one place
 
 
 class DecodeGraphs:
@@ -60,8 +61,8 @@ class DecodeGraphs:
 
     @property
     def largest(self) -> Bucket:
-        """The one that takes the most memory, but for the choice of tokens."""
-        return Bucket(self._sizes[-1], self._contexts[-1], 0)
+        """The one that takes the most memory. Captured first, it leaves room for every other one in what all share."""
+        return Bucket(self._sizes[-1], self._contexts[-1], DRAWS | LIMITS_K | LIMITS_P)
 
     def run(self, bucket: Bucket, compute: Callable[[], Tensor]) -> Tensor:
         """Issue the bucket's step, whose input has been sent: its logits, which hold until the next step.
@@ -88,7 +89,7 @@ class DecodeGraphs:
             self._device.release()
             self._give_up(bucket, "the device's memory is too small for it")
             return
-        self._captured[bucket] = _Captured(graph, kept[0])
+        self._captured[bucket] = _Captured(graph, self._device.borrow(kept[0]))
 
     def _give_up(self, bucket: Bucket, reason: str) -> None:
         self._eager.add(bucket)

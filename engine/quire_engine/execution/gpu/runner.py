@@ -140,7 +140,7 @@ class GpuRunner:
         return launched if isinstance(launched, StepResult) else launched.result()
 
     def capture_largest(self) -> None:
-        """Capture the graph that takes the most memory, so that what all graphs share is there before it is short."""
+        """Capture the graph that takes the most memory: in what it allocates all others find room."""
         bucket = self._graphs.largest
         with self._device.work(), torch.inference_mode():
             self._run(bucket, self._send_decodes(StepArrays(), bucket))

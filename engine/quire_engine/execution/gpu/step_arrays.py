@@ -69,8 +69,8 @@ class StepArrays:
 
     @property
     def only_decodes(self) -> bool:
-        """Whether every sequence has one row, and one token is chosen from each."""
-        return len(self.ids) == len(self.table_slots) == len(self.choices) == len(self.sample_rows)
+        """Whether every sequence has one row, and one token is chosen from each; nothing is scored."""
+        return not self.scored and len(self.ids) == len(self.table_slots) == len(self.choices) == len(self.sample_rows)
 
     def fixed(self) -> dict[str, array[int]]:
         """The sections whose lengths follow from T, B, S and R: sent first, so that they stay where they are."""
