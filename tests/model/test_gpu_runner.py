@@ -3,70 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from quire_engine.execution.gpu.runner import GpuRunner, RunnerLimits
-from quire_engine.execution.runner import Runner
 from quire_engine.execution.sampler import NO_CANDIDATE, NON_FINITE
-from support.checkpoints import shared_checkpoint
-from support.model_steps import Model, random_ids
-from support.simulated_device import SimulatedDevice
-from support.simulated_kernels import SIMULATED
-from support.step_stories import Story, Told, ahead
-
-NUM_BLOCKS = 60
-NAN = 13  # what follows this token is not finite
-LIMITS = RunnerLimits(
-    max_num_seqs=8, max_num_batched_tokens=64, max_model_len=512, block_size=16, spare_block=NUM_BLOCKS
-)
-
-
-def models() -> tuple[Model, Model]:
-    """The reference's model and the simulated device's, with pools of their own."""
-    path = shared_checkpoint("qwen3", tie_word_embeddings=False)
-    found = tuple(Model(path, num_blocks=NUM_BLOCKS + 1, kernels=kernels) for kernels in (None, SIMULATED))
-    for model in found:
-        model.decoder._weights.embedding[NAN] = torch.nan
-    return found
-
-
-class Both:
-    """Both runners of one story."""
-
-    def __init__(self, *, seed: int = 0, chunk: int = 11, **options) -> None:
-        host, device = models()
-        self.device = SimulatedDevice()
-        self.runner = GpuRunner(device.decoder, device.kv, self.device, LIMITS, **options)
-        self.story = Story(
-            Runner(host.decoder, host.kv, 16, torch.device("cpu")).execute,
-            num_blocks=NUM_BLOCKS,
-            chunk=chunk,
-            seed=seed,
-        )
-
-    def check(self) -> None:
-        """Tell the GPU's runner, one step ahead, what was told the other one."""
-        check(self.runner, self.story.steps)
-
-
-def check(runner: GpuRunner, steps: list[Told]) -> None:
-    launched: list[tuple[int, set[int]]] = []
-
-    def collect() -> None:
-        number, surplus = launched.pop(0)
-        result = runner.collect()
-        for sequence_id in surplus:
-            result.samples.pop(sequence_id, None)
-            result.errors.pop(sequence_id, None)
-        assert result == steps[number].result, f"step {number} differs"
-
-    for number, (batch, surplus) in enumerate(ahead(steps)):
-        runner.launch(batch)
-        launched.append((number, surplus))
-        if len(launched) == runner.max_in_flight:
-            collect()
-    while launched:
-        collect()
+from support.both_runners import NAN, Both
+from support.model_steps import random_ids
 
 
 def test_decodes_and_prompts_in_chunks():
