@@ -16,14 +16,16 @@ from quire_engine.config import EngineConfig, EnginePlan
 from quire_engine.engine import StepExecutor
 from quire_engine.errors import ConfigError
 from quire_engine.execution.device import resolve_device
+from quire_engine.execution.executor import make_runner, runs_by_itself, spare_blocks
+from quire_engine.execution.gpu.runner import GpuRunner
 from quire_engine.execution.kernel_checks import checked, model_sizes
 from quire_engine.execution.kv_storage import KVStorage, block_bytes
 from quire_engine.execution.memory import PoolMemory, pool_memory
 from quire_engine.execution.models.checkpoint import fingerprint
 from quire_engine.execution.models.config import ModelConfig, load_model_config
+from quire_engine.execution.models.decoder import Decoder
 from quire_engine.execution.models.parameters import Parameters, WeightMemory, count_parameters
 from quire_engine.execution.models.weights import load_decoder
-from quire_engine.execution.runner import Runner
 from quire_engine.execution.threaded import ThreadedRunner
 from quire_engine.limits import SchedulerConfig
 from quire_engine.machine import usable_cores
@@ -66,7 +68,8 @@ class _Resolved:
 
     @property
     def plans_ahead(self) -> bool:
-        return self.asked.async_scheduling == "on"
+        asked = self.asked.async_scheduling
+        return asked == "on" or (asked == "auto" and runs_by_itself(self.kernels, self.device))
 
     def pool(self, pool_bytes: int) -> PoolSize:
         return size_pool(
@@ -141,16 +144,28 @@ def build(config: EngineConfig) -> BuiltEngine:
     pool_bytes = memory.after_load(decoder)
     if pool_bytes is not None:
         pool = resolved.pool(pool_bytes)
-    kv = KVStorage(
-        resolved.kernels, resolved.model, pool.num_blocks, config.limits.block_size, resolved.dtype, resolved.device
-    )
+    runner = _make_runner(resolved, decoder, pool)
     plan = resolved.plan(pool, load_seconds=time.perf_counter() - started)
-    runner = Runner(decoder, kv, config.limits.block_size, resolved.device)
-    return BuiltEngine(
-        plan=plan,
-        runner=ThreadedRunner(runner) if resolved.plans_ahead else runner,
-        scheduler=Scheduler(plan.scheduler),
+    return BuiltEngine(plan=plan, runner=runner, scheduler=Scheduler(plan.scheduler))
+
+
+def _make_runner(resolved: _Resolved, decoder: Decoder, pool: PoolSize) -> StepExecutor:
+    kernels, device, limits = resolved.kernels, resolved.device, resolved.asked.limits
+    num_blocks = pool.num_blocks + spare_blocks(kernels, device)
+    runner = make_runner(
+        decoder,
+        kernels,
+        KVStorage(kernels, resolved.model, num_blocks, limits.block_size, resolved.dtype, device),
+        limits,
+        max_model_len=pool.max_model_len,
+        num_blocks=pool.num_blocks,
+        device=device,
+        ahead=resolved.plans_ahead,
     )
+    if isinstance(runner, GpuRunner):
+        runner.capture_largest()
+        return runner
+    return ThreadedRunner(runner) if resolved.plans_ahead else runner
 
 
 def _resolve(config: EngineConfig, *, check_kernels: bool = False) -> _Resolved:

@@ -114,5 +114,5 @@ def test_no_more_than_two_steps_are_in_flight():
         both.runner.collect()
     both.runner.launch(batches[0])
     both.runner.launch(batches[1])
-    with pytest.raises(RuntimeError, match="2 steps"):
+    with pytest.raises(RuntimeError, match="2 steps are in flight"):
         both.runner.launch(batches[2])

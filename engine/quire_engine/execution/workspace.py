@@ -9,16 +9,21 @@ import torch
 
 from quire_engine.batch import Batch, ScheduledSequence
 from quire_engine.config import EngineConfig
-from quire_engine.execution.kv_storage import KVStorage
+from quire_engine.execution.executor import make_runner, spare_blocks
+from quire_engine.execution.gpu.graphs import GRAPH_BYTES, MOST_GRAPHS
+from quire_engine.execution.gpu.runner import GpuRunner
+from quire_engine.execution.kv_storage import KVStorage, block_bytes
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.decoder import Decoder
-from quire_engine.execution.runner import LOGITS_BYTES, Runner
+from quire_engine.execution.runner import LOGITS_BYTES
 from quire_engine.types import SamplingParams, StopParams
 from quire_kernels.kernel_set import KernelSet
 
 
 def estimate_workspace(model: ModelConfig, kernels: KernelSet, config: EngineConfig) -> int:
-    """Bytes: a step's widest activations in float32 a few times over, the logits with the sampler's copies, scratch."""
+    """Bytes: a step's widest activations in float32 a few times over, the logits with the sampler's copies, scratch,
+    graphs.
+    """
     scratch = 0
     if kernels.attention_scratch is not None:
         length = config.max_model_len or model.max_position_embeddings
@@ -26,27 +31,58 @@ def estimate_workspace(model: ModelConfig, kernels: KernelSet, config: EngineCon
     width = (
         model.hidden_size + 2 * model.intermediate_size + (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     )
-    return 4 * config.limits.max_num_batched_tokens * width * 4 + 8 * LOGITS_BYTES + scratch
+    graphs = 0
+    if kernels.choose is not None:  # the largest graph's own logits and activations, and what every graph takes
+        graphs = 2 * 4 * config.limits.max_num_seqs * (model.vocab_size + width) + MOST_GRAPHS * GRAPH_BYTES
+    return 4 * config.limits.max_num_batched_tokens * width * 4 + 8 * LOGITS_BYTES + scratch + graphs
 
 
 def measure_workspace(
     decoder: Decoder, kernels: KernelSet, config: EngineConfig, *, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Bytes beside weights and pool, at the peak of steps of `config`'s limits. Its max_model_len must be set."""
-    kv = KVStorage(kernels, decoder.config, 1, config.limits.block_size, dtype, device)
-    runner = Runner(decoder, kv, config.limits.block_size, device)
+    """Bytes beside weights and pool, at the peak of steps of `config`'s limits. Its max_model_len must be set.
+
+    With what the runner that will serve keeps on the device, its graphs among it.
+    """
+    spare, block_size = spare_blocks(kernels, device), config.limits.block_size
+    kv = KVStorage(kernels, decoder.config, 1 + spare, block_size, dtype, device)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
+    runner = make_runner(
+        decoder,
+        kernels,
+        kv,
+        config.limits,
+        max_model_len=config.max_model_len or 1,
+        num_blocks=1,
+        device=device,
+    )
     for batch in largest_batches(config):
         result = runner.execute(batch)
-        if result.errors:
-            failure = next(iter(result.errors.values()))
+        if result.errors or result.starved:
+            failure = next(iter(result.errors.values()), "the device has no memory for one sequence alone")
             raise RuntimeError(f"the model failed on a batch of the configured size: {failure}")
+    graphs = _measure_graphs(runner, device) if isinstance(runner, GpuRunner) else 0
     peak = torch.cuda.max_memory_allocated(device) - before
     del kv, runner
     torch.cuda.empty_cache()
-    return peak
+    return peak + graphs + spare * block_bytes(kernels, decoder.config, block_size, dtype)
+
+
+def _measure_graphs(runner: GpuRunner, device: torch.device) -> int:
+    """What the largest graph takes, in which the others find room, and a reserve for what each has for itself.
+
+    Asked of the driver: what it keeps of a graph is not in torch's books.
+    """
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    runner.capture_largest()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()  # of the eager step before the capture: the graph's own memory stays
+    left, _ = torch.cuda.mem_get_info(device)
+    return max(0, free - left) + MOST_GRAPHS * GRAPH_BYTES
 
 
 def largest_batches(config: EngineConfig) -> tuple[Batch, Batch]:

@@ -60,8 +60,6 @@ class RunnerLimits:
 class GpuRunner:
     """Owns what stays on the device between steps beside weights and pool: tables, input, outcomes, graphs."""
 
-    max_in_flight = 2
-
     def __init__(
         self,
         model: Model,
@@ -71,7 +69,9 @@ class GpuRunner:
         *,
         logits_bytes: int = LOGITS_BYTES,
         num_buffers: int = 2,
+        max_in_flight: int = 2,
     ) -> None:
+        self.max_in_flight = max_in_flight
         self._model, self._kv, self._device, self._limits = model, kv, device, limits
         self._sampler = Sampler()
         vocab_size, block_size = model.config.vocab_size, limits.block_size
@@ -113,7 +113,7 @@ class GpuRunner:
         memory. The process is then in an unknown state and its owner should end it.
         """
         if len(self._in_flight) == self.max_in_flight:
-            raise RuntimeError(f"{self.max_in_flight} steps were launched and none was collected")
+            raise RuntimeError(f"{self.max_in_flight} steps are in flight, none more can be launched")
         # The other region than the last step's: should this step have to be computed again, what it reads is there.
         region = 1 - self._region
         failure: Exception | None = None

@@ -1,0 +1,56 @@
+"""Which runner serves a model: the one that is waited for, or on a GPU whose kernels choose tokens the one that is not.
+
+Promises: build and the measurement of memory make the same one. Must not know: how either computes, how much memory
+there is.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quire_engine.execution.gpu.cuda import CudaDevice
+from quire_engine.execution.gpu.runner import GpuRunner, RunnerLimits
+from quire_engine.execution.kv_storage import KVStorage
+from quire_engine.execution.models.decoder import Decoder
+from quire_engine.execution.runner import Runner
+from quire_engine.limits import SchedulerLimits
+from quire_kernels.kernel_set import KernelSet
+
+
+def runs_by_itself(kernels: KernelSet, device: torch.device) -> bool:
+    """Whether the device computes a step beside the host, the choice of tokens included."""
+    return device.type == "cuda" and kernels.choose is not None
+
+
+def spare_blocks(kernels: KernelSet, device: torch.device) -> int:
+    """Blocks that the pool has beyond those that are scheduled."""
+    return int(runs_by_itself(kernels, device))
+
+
+def make_runner(
+    decoder: Decoder,
+    kernels: KernelSet,
+    kv: KVStorage,
+    limits: SchedulerLimits,
+    *,
+    max_model_len: int,
+    num_blocks: int,
+    device: torch.device,
+    ahead: bool = False,
+) -> Runner | GpuRunner:
+    """`num_blocks`: those that are scheduled; `kv` has `spare_blocks` more. `ahead`: launch before the last is done."""
+    if not runs_by_itself(kernels, device):
+        return Runner(decoder, kv, limits.block_size, device)
+    return GpuRunner(
+        decoder,
+        kv,
+        CudaDevice(device),
+        RunnerLimits(
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            block_size=limits.block_size,
+            spare_block=num_blocks,
+        ),
+        max_in_flight=2 if ahead else 1,
+    )

@@ -1,0 +1,117 @@
+"""The whole engine over the GPU's runner on a simulated device: what is made, and that clients see the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import quire_engine.execution.executor
+from quire_engine.build import BuiltEngine, build
+from quire_engine.config import EngineConfig
+from quire_engine.execution.executor import make_runner, runs_by_itself, spare_blocks
+from quire_engine.execution.gpu.runner import GpuRunner
+from quire_engine.execution.kv_storage import KVStorage
+from quire_engine.execution.models.config import load_model_config
+from quire_engine.execution.models.weights import load_decoder
+from quire_engine.execution.runner import Runner
+from quire_engine.limits import SchedulerLimits
+from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.types import GenerationRequest, SamplingParams, StopParams
+from quire_kernels.reference import REFERENCE
+from support.checkpoints import shared_checkpoint
+from support.model_steps import CPU, random_ids
+from support.offline import generate
+from support.simulated_device import SimulatedDevice
+from support.simulated_kernels import SIMULATED
+
+CUDA = torch.device("cuda")
+LIMITS = SchedulerLimits(max_num_seqs=6, max_num_batched_tokens=40, prefill_chunk=24, max_num_partial_prefills=2)
+
+
+def asked() -> EngineConfig:
+    block_bytes = 2 * 2 * 2 * 16 * 32 * 4
+    return EngineConfig(
+        model=str(shared_checkpoint()),
+        device="cpu",
+        kernels="reference",
+        max_model_len=128,
+        kv_memory=11 * block_bytes,  # too little for six: some are preempted
+        limits=LIMITS,
+        async_scheduling="off",
+    )
+
+
+def on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, built: BuiltEngine, *, ahead: bool
+) -> tuple[BuiltEngine, SimulatedDevice]:
+    """The same engine with the runner that a GPU would have."""
+    device = SimulatedDevice()
+    monkeypatch.setattr(quire_engine.execution.executor, "CudaDevice", lambda _: device)
+    config = built.plan.scheduler
+    path = shared_checkpoint()
+    model = load_model_config(path)
+    decoder = load_decoder(
+        path, model, kernels=SIMULATED, dtype=torch.float32, device=CPU, max_model_len=config.max_model_len
+    )
+    num_blocks = config.num_blocks + spare_blocks(SIMULATED, CUDA)
+    runner = make_runner(
+        decoder,
+        SIMULATED,
+        KVStorage(SIMULATED, model, num_blocks, 16, torch.float32, CPU),
+        LIMITS,
+        max_model_len=config.max_model_len,
+        num_blocks=config.num_blocks,
+        device=CUDA,
+        ahead=ahead,
+    )
+    assert isinstance(runner, GpuRunner)
+    scheduler = Scheduler(replace(config, plans_ahead=ahead))
+    return BuiltEngine(plan=built.plan, runner=runner, scheduler=scheduler), device
+
+
+def requests() -> list[GenerationRequest]:
+    shared = random_ids(20, 99)
+    sampling = [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "seed": 1, "num_logprobs": 2},
+        {"temperature": 1.2, "top_k": 9, "seed": 2},
+        {"temperature": 0.0, "repetition_penalty": 1.3},
+        {"temperature": 0.0, "num_prompt_logprobs": 1},
+        {"temperature": 0.7, "top_p": 0.8, "min_tokens": 4, "seed": 3},
+        {"temperature": 1.0, "seed": 4, "logit_bias": ((5, 2.0),)},
+    ]
+    return [
+        GenerationRequest(
+            request_id=f"r{i}",
+            prompt_token_ids=(*shared[: 5 * i], *random_ids(7 + 3 * i, i)),
+            sampling=SamplingParams(**options),
+            stop=StopParams(max_new_tokens=10 + 2 * i, stop_token_ids=tuple(range(0, 512, 40))),
+            n=3 if i == 2 else 1,
+        )
+        for i, options in enumerate(sampling)
+    ]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_clients_see_the_same(monkeypatch, ahead):
+    host = build(asked())
+    right = generate(host, requests())
+    gpu, device = on_a_gpu(monkeypatch, host, ahead=ahead)
+    assert generate(gpu, requests()) == right
+    assert {len(r.token_ids) for r in right.values()} > {10}, "some stop early"
+    assert any(r.num_preemptions for r in right.values())
+    assert device.replays > 10
+
+
+def test_which_runner_is_made():
+    path = shared_checkpoint()
+    model = load_model_config(path)
+    decoder = load_decoder(path, model, kernels=REFERENCE, dtype=torch.float32, device=CPU, max_model_len=64)
+    kv = KVStorage(REFERENCE, model, 2, 16, torch.float32, CPU)
+    runner = make_runner(decoder, REFERENCE, kv, LIMITS, max_model_len=64, num_blocks=2, device=CPU, ahead=True)
+    assert isinstance(runner, Runner)
+    assert not runs_by_itself(REFERENCE, CUDA), "its tokens are chosen where the host waits for them"
+    assert not runs_by_itself(SIMULATED, CPU)
+    assert (spare_blocks(SIMULATED, CUDA), spare_blocks(SIMULATED, CPU), spare_blocks(REFERENCE, CUDA)) == (1, 0, 0)
