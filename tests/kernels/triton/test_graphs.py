@@ -1,0 +1,103 @@
+"""The Triton kernels in captured graphs: what a launch takes from the host at the capture serves every replay.
+
+In the interpreter launches join the simulated device's queue; on a GPU the device is the real one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from quire_engine.batch import Batch, StepResult
+from quire_engine.demo import demo_model_path
+from quire_engine.execution.gpu import graphs
+from quire_engine.execution.gpu.cuda import CudaDevice
+from quire_engine.execution.gpu.runner import GpuRunner, RunnerLimits
+from quire_engine.execution.runner import Runner
+from quire_kernels.triton.set import make_triton_set
+from support.guarded import DEVICE
+from support.model_steps import Model
+from support.simulated_device import SimulatedDevice
+from support.step_stories import Story, ahead
+
+pytestmark = pytest.mark.skipif("ttsem" in sys.modules, reason="the sanitizer launches in its own way")
+
+NUM_BLOCKS = 40
+LIMITS = RunnerLimits(
+    max_num_seqs=4, max_num_batched_tokens=512, max_model_len=512, block_size=16, spare_block=NUM_BLOCKS
+)
+
+
+@pytest.fixture
+def device() -> Iterator[Any]:
+    if DEVICE.type == "cuda":
+        yield CudaDevice(DEVICE)
+        return
+    from triton.runtime import interpreter
+
+    simulated = SimulatedDevice()
+    launch = interpreter.GridExecutor.__call__
+
+    def queued(self: Any, *args: Any, **kwargs: Any) -> None:
+        if simulated.executing:
+            launch(self, *args, **kwargs)
+        else:
+            simulated.keep(lambda *a, **k: launch(self, *a, **k), args, kwargs, None)
+
+    with patch.object(interpreter.GridExecutor, "__call__", queued):
+        yield simulated
+
+
+def _model() -> Model:
+    return Model(
+        demo_model_path(),
+        dtype=torch.bfloat16,
+        device=str(DEVICE),
+        num_blocks=NUM_BLOCKS + 1,
+        max_model_len=512,
+        kernels=make_triton_set(deterministic=True),
+    )
+
+
+def _tell(device: Any, length: int) -> Story:
+    """Two sequences, one of `length` tokens, as the runner computes them that waits for every step."""
+    model = _model()
+    runner = Runner(model.decoder, model.kv, 16, DEVICE)
+
+    def execute(batch: Batch) -> StepResult:
+        if not isinstance(device, SimulatedDevice):
+            return runner.execute(batch)
+        with patch.object(device, "executing", True):  # at once, not queued
+            return runner.execute(batch)
+
+    story = Story(execute, num_blocks=NUM_BLOCKS, chunk=512)
+    story.add(0, range(20, 20 + length), 5, num_logprobs=1)
+    story.add(1, (9, 8, 7, 6, 5), 3, temperature=0.8, top_k=20, top_p=0.9, seed=3)
+    story.run()
+    return story
+
+
+@pytest.mark.parametrize(
+    ("shortest", "length"),
+    [pytest.param(256, 3, marks=pytest.mark.sim), (512, 3), pytest.param(256, 253, marks=pytest.mark.sim)],
+)
+def test_replays_compute_what_steps_compute_that_are_waited_for(device, monkeypatch, shortest, length):
+    """One part of keys; two parts planned of which one is there; and a context that grows into its second part."""
+    monkeypatch.setattr(graphs, "_SHORTEST", shortest)
+    story, model = _tell(device, length), _model()
+    runner = GpuRunner(model.decoder, model.kv, device, LIMITS)
+    results = []
+    for number, (batch, _) in enumerate(ahead(story.steps)):
+        runner.launch(batch)
+        if number:
+            results.append(runner.collect())
+    results.append(runner.collect())
+    assert results == [told.result for told in story.steps]
+    if isinstance(device, SimulatedDevice):
+        assert device.replays
+        assert device.pageable == 0
