@@ -66,11 +66,12 @@ def test_who_does_not_fit_alone_is_starved_and_the_others_go_on():
         assert (result.samples, result.errors) == (told.result.samples, {})
 
 
-def test_steps_without_memory_for_their_graph_are_computed_eagerly(caplog):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: capturing")])
+def test_steps_that_cannot_be_captured_are_computed_eagerly(error, caplog):
     both = Both(seed=33)
 
     def full():
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     both.device.out_of_memory = full
     both.story.add(0, random_ids(5, 0), 8)

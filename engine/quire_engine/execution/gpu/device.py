@@ -65,7 +65,8 @@ class Device(Protocol):
         ...
 
     def capture(self, body: Callable[[], None]) -> Graph:
-        """What `body` issues, not done but kept. Raises torch.OutOfMemoryError; the device can go on then."""
+        """What `body` issues, not done but kept. Raises torch.OutOfMemoryError, or RuntimeError for what no graph can
+        hold; the device can go on then."""
         ...
 
     def borrow(self, tensor: Tensor) -> Tensor:

@@ -89,6 +89,10 @@ class DecodeGraphs:
             self._device.release()
             self._give_up(bucket, "the device's memory is too small for it")
             return
+        except RuntimeError as error:
+            # The step itself has been computed. If the device is lost, the next one finds out and ends the process.
+            self._give_up(bucket, f"capturing it failed: {error}")
+            return
         self._captured[bucket] = _Captured(graph, self._device.borrow(kept[0]))
 
     def _give_up(self, bucket: Bucket, reason: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from quire_engine.batch import PENDING, Batch, ScheduledSequence
 from quire_engine.execution.gpu.tables import RULES, SlotTables, padded_rows
@@ -25,8 +26,7 @@ class StepLimits:
     max_model_len: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Choice(NamedTuple):
     """One token to choose."""
 
     sequence_id: int
@@ -194,7 +194,7 @@ def _add_choice(  # noqa: PLR0917 - what a choice is
     step: StepArrays, item: ScheduledSequence, sequence_id: int, choice: int, slot: int, flags: int, vocab_size: int
 ) -> None:
     index, row = len(step.choices), len(step.sample_rows) - 1
-    step.choices.append(Choice(sequence_id=sequence_id, num_logprobs=item.sampling.num_logprobs))
+    step.choices.append(Choice(sequence_id, item.sampling.num_logprobs))
     step.choice_slots.append(slot)
     step.choice_rows.append(row)
     step.choice_positions.append(item.end)
