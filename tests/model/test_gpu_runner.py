@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
+from quire_engine.batch import PENDING
 from quire_engine.execution.sampler import NO_CANDIDATE, NON_FINITE
 from support.both_runners import NAN, Both
 from support.model_steps import random_ids
+from support.step_stories import ahead
 
 
 def test_decodes_and_prompts_in_chunks():
@@ -128,4 +132,60 @@ def test_who_raises_fails_alone_between_two_steps_in_flight(bad):
     both.story.add(3, random_ids(4, 3), 5)
     both.story.run()
     assert set(both.story.steps[2].result.errors) == {2}
+    both.check()
+
+
+def test_more_changes_of_tables_than_a_step_holds():
+    both = Both(seed=10, chunk=40)
+    both.runner._max_cells = 2
+    both.story.add(0, random_ids(60, 0), 4)
+    both.story.add(1, random_ids(45, 1), 4)
+    both.story.run()
+    both.check()
+    assert both.device.sent > len(both.story.steps)
+
+
+def test_a_pending_token_that_nobody_samples_is_an_error_of_its_item():
+    both = Both(seed=14)
+    both.story.add(0, random_ids(5, 0), 4)
+    both.story.add(1, random_ids(6, 1), 4)
+    both.story.run()
+    (_, (batch, _), *_) = ahead(both.story.steps)
+    assert batch.items[0].token_ids == (PENDING,)
+    result = both.runner.execute(batch)
+    assert set(result.errors) == {0, 1}
+
+
+NUM_STORIES = 3  # raise it for a long run
+
+
+@pytest.mark.parametrize("seed", range(NUM_STORIES))
+def test_random_stories(seed):
+    """Sequences of every kind come, fail, are preempted and go, in whatever order."""
+    dice = random.Random(seed)
+    both = Both(seed=seed, chunk=dice.choice([3, 11, 40]), logits_bytes=dice.choice([1, 3, 9]) * 4 * 512)
+    kinds: tuple[dict[str, object], ...] = (
+        {},
+        {"temperature": 0.9},
+        {"temperature": 1.1, "top_k": 5},
+        {"temperature": 1.0, "top_p": 0.8, "min_p": 0.02, "num_logprobs": 2},
+        {"num_logprobs": 1, "num_prompt_logprobs": 2},
+        {"logit_bias": ((3, 2.0), (NAN, 1.0))},
+        {"temperature": 0.8, "repetition_penalty": 1.2, "num_logprobs": 0},
+        {"min_tokens": 3},
+    )
+    for number in range(0, 40, 4):
+        if len(both.story.members) <= 4:
+            prompt = random_ids(dice.randint(1, 40), 100 * seed + number)
+            if dice.random() < 0.1:
+                prompt[0] = 10**6
+            forks = (number + 1, number + 2) if dice.random() < 0.2 and len(both.story.members) <= 2 else ()
+            kind = {"seed": number, **dice.choice(kinds)}
+            both.story.add(number, prompt, dice.randint(1, 9), forks=forks, **kind)
+        if both.story.members and dice.random() < 0.2:
+            both.story.preempt(dice.choice(both.story.members).sequence_id)
+        for _ in range(dice.randint(1, 3)):
+            if both.story.members:
+                both.story.step()
+    both.story.run()
     both.check()
