@@ -30,10 +30,15 @@ gpu-test:
 gpu-bench:
 	PYTHONPATH=server:engine:kernels:benchmarks $(GPU_PYTHON) -m gpu $(ARGS)
 
-# The GPU's kernels without a GPU, at length: in Triton's interpreter, then with every access checked. About ten minutes.
-kernel-sim: $(VENV)/.dev
-	$(BIN)/python -m pytest -m sim $(ARGS)
+# The GPU's kernels without a GPU, at length: in Triton's interpreter, then with every access checked. Half an hour.
+kernel-sim: $(VENV)/.dev .venv-oldest/.complete
+	OLDEST_TRITON=$(CURDIR)/.venv-oldest $(BIN)/python -m pytest -m sim $(ARGS)
 	PYTHON=$(BIN)/python FOLDER=.venv-sim tests/kernels/triton/sanitize.sh $(ARGS)
+
+# The oldest Triton that the kernels are for, to audit what it makes of them.
+.venv-oldest/.complete: | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv-oldest triton==3.6.0
+	touch $@
 
 # The kernels for instruction sets that this x86-64 CPU may lack, a minute or two each.
 EMULATED ?= avx512_bf16 avx512_vnni avx512 avx2_vnni
@@ -70,4 +75,4 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@ $(VENV)/.serve
 
 clean:
-	rm -rf $(VENV) .venv-sim .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-sim .venv-oldest .mypy_cache .ruff_cache .pytest_cache .hypothesis

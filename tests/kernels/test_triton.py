@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton for this system"),
-    pytest.mark.timeout(1800),
+    pytest.mark.timeout(3600),
 ]
 
 

@@ -29,9 +29,15 @@ LOGITS_AT_ONCE = {"digit_kernel": 512}  # tokens of a program in one turn; of th
 QUICK = ("norm", "activation", "greedy", "product quick")
 
 
-def audited(*cases: str, module: str = "support.triton_calls", capabilities: tuple[int, ...] = tuple(PREFILL_PRODUCT)):
+def audited(
+    *cases: str,
+    module: str = "support.triton_calls",
+    capabilities: tuple[int, ...] = tuple(PREFILL_PRODUCT),
+    triton: tuple[str, ...] = (),
+):
+    """`triton`: the folder of another one than the installed."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    environment["PYTHONPATH"] = os.pathsep.join([*triton, *(path for path in sys.path if path)])
     command = [sys.executable, "-m", "support.triton_audit", module, *cases, "--capabilities"]
     run = subprocess.run(
         [*command, *map(str, capabilities)], env=environment, capture_output=True, text=True, check=False
@@ -103,6 +109,14 @@ def test_the_code_is_as_intended():
 @pytest.mark.parametrize("case", CASES)
 def test_the_code_is_as_intended_everywhere(case):
     _check(audited(case))
+
+
+@pytest.mark.sim
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif("OLDEST_TRITON" not in os.environ, reason="make kernel-sim says where the oldest Triton lies")
+@pytest.mark.parametrize("case", CASES)
+def test_the_code_is_as_intended_with_the_oldest_triton(case):
+    _check(audited(case, capabilities=(80, 90, 100), triton=(os.environ["OLDEST_TRITON"],)))
 
 
 @pytest.mark.sim
