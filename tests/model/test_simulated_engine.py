@@ -8,14 +8,18 @@ import pytest
 import torch
 
 import quire_engine.execution.executor
+import quire_engine.execution.workspace
 from quire_engine.build import BuiltEngine, build
 from quire_engine.config import EngineConfig
 from quire_engine.execution.executor import make_runner, runs_by_itself, spare_blocks
+from quire_engine.execution.gpu.graphs import GRAPH_BYTES, MOST_GRAPHS
 from quire_engine.execution.gpu.runner import GpuRunner
 from quire_engine.execution.kv_storage import KVStorage
 from quire_engine.execution.models.config import load_model_config
+from quire_engine.execution.models.decoder import Decoder
 from quire_engine.execution.models.weights import load_decoder
 from quire_engine.execution.runner import Runner
+from quire_engine.execution.workspace import measure_workspace
 from quire_engine.limits import SchedulerLimits
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
@@ -113,5 +117,56 @@ def test_which_runner_is_made():
     runner = make_runner(decoder, REFERENCE, kv, LIMITS, max_model_len=64, num_blocks=2, device=CPU, ahead=True)
     assert isinstance(runner, Runner)
     assert not runs_by_itself(REFERENCE, CUDA), "its tokens are chosen where the host waits for them"
+    assert not runs_by_itself(replace(SIMULATED, attention=REFERENCE.attention), CUDA), "it follows the host's lengths"
     assert not runs_by_itself(SIMULATED, CPU)
     assert (spare_blocks(SIMULATED, CUDA), spare_blocks(SIMULATED, CPU), spare_blocks(REFERENCE, CUDA)) == (1, 0, 0)
+
+
+class Books:
+    """torch.cuda's books of memory, which the simulated device has none of."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, device: SimulatedDevice) -> None:
+        self.device = device
+        monkeypatch.setattr(quire_engine.execution.executor, "CudaDevice", lambda _: device)
+        for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
+            monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 1000)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 1000 + 70 * (device.sent > 0))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (9000 - 500 * device.captures, 10_000))
+
+
+def measured(decoder: Decoder) -> int:
+    config = replace(asked(), max_model_len=64)
+    return measure_workspace(decoder, SIMULATED, config, dtype=torch.float32, device=torch.device("cuda"))
+
+
+def simulated_decoder() -> Decoder:
+    path = shared_checkpoint()
+    config = load_model_config(path)
+    return load_decoder(path, config, kernels=SIMULATED, dtype=torch.float32, device=CPU, max_model_len=64)
+
+
+def test_the_memory_of_a_step_is_that_of_the_runner_that_serves(monkeypatch):
+    monkeypatch.setattr(quire_engine.execution.workspace, "KVStorage", on_the_cpu)
+    books = Books(monkeypatch, SimulatedDevice())
+    block = 2 * 2 * 2 * 16 * 32 * 4
+    assert measured(simulated_decoder()) == 70 + 500 + MOST_GRAPHS * GRAPH_BYTES + block
+    assert books.device.captures == 1
+    assert books.device.sent >= 3, "both of the largest batches, and the largest graph's"
+
+
+def test_a_step_that_does_not_fit_is_no_measure(monkeypatch):
+    monkeypatch.setattr(quire_engine.execution.workspace, "KVStorage", on_the_cpu)
+    Books(monkeypatch, SimulatedDevice())
+    decoder = simulated_decoder()
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(decoder, "forward", full)
+    with pytest.raises(RuntimeError, match="no memory for one sequence alone"):
+        measured(decoder)
+
+
+def on_the_cpu(*what):
+    return KVStorage(*what[:-1], CPU)

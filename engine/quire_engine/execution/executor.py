@@ -15,11 +15,15 @@ from quire_engine.execution.models.decoder import Decoder
 from quire_engine.execution.runner import Runner
 from quire_engine.limits import SchedulerLimits
 from quire_kernels.kernel_set import KernelSet
+from quire_kernels.reference import REFERENCE
 
 
 def runs_by_itself(kernels: KernelSet, device: torch.device) -> bool:
-    """Whether the device computes a step beside the host, the choice of tokens included."""
-    return device.type == "cuda" and kernels.choose is not None
+    """Whether the device computes a step beside the host, the choice of tokens included.
+
+    The reference's attention follows the lengths that the host knows, which a graph cannot, and waits for its indices.
+    """
+    return device.type == "cuda" and kernels.choose is not None and kernels.attention is not REFERENCE.attention
 
 
 def spare_blocks(kernels: KernelSet, device: torch.device) -> int:
