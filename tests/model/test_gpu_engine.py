@@ -24,9 +24,8 @@ from quire_engine.limits import SchedulerLimits
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from quire_kernels.kernel_set import KernelSet
-from support.engine_runs import run_to_end
 from support.model_steps import DEVICES, Model
-from support.offline import Generated
+from support.offline import Generated, generate
 
 TEXTS = (
     "Once upon a time there was a little",
@@ -91,7 +90,7 @@ def _greedy(built: BuiltEngine) -> list[list[int]]:
         )
         for i, prompt in enumerate(_prompts())
     ]
-    found = run_to_end(built, requests)
+    found = generate(built, requests)
     return [found[str(i), 0].token_ids for i in range(len(requests))]
 
 
@@ -127,7 +126,7 @@ def test_a_request_in_any_batch_has_its_own_bits(device):
     requests = _requests(17)
     alone = _alone(device, requests)
     for count in (2, 3, 5, 9, 17):
-        together = run_to_end(build(_config(device)), requests[:count])
+        together = generate(build(_config(device)), requests[:count])
         _check_equal(together, alone)
 
 
@@ -136,7 +135,7 @@ def _alone(device: str, requests: list[GenerationRequest]) -> dict[tuple[str, in
     limits = replace(_config(device).limits, enable_prefix_caching=False)
     built, found = build(_config(device, limits=limits)), {}
     for request in requests:
-        found |= run_to_end(built, [request])
+        found |= generate(built, [request])
     return found
 
 
@@ -154,8 +153,8 @@ def test_preempted_and_cached_requests_have_their_own_bits(device):
     small = replace(built.plan.scheduler, num_blocks=blocks, max_model_len=16 * (blocks - 1))
     built = replace(built, scheduler=Scheduler(small))
     alone = _alone(device, requests)
-    first = run_to_end(built, requests)
-    second = run_to_end(built, requests)
+    first = generate(built, requests)
+    second = generate(built, requests)
     _check_equal(first, alone)
     _check_equal(second, alone)
     assert sum(result.num_preemptions for result in first.values()) > 0
@@ -167,8 +166,8 @@ def test_the_executor_that_serves_is_the_one_that_waits_for_every_step(device):
     """Graphs, steps ahead and input that is packed change nothing that a client sees."""
     requests = _requests(12)
     config = _config(device)
-    served = run_to_end(build(config), requests)
-    _check_equal(served, run_to_end(_waiting(config), requests))
+    served = generate(build(config), requests)
+    _check_equal(served, generate(_waiting(config), requests))
 
 
 def _waiting(config: EngineConfig) -> BuiltEngine:
