@@ -74,6 +74,31 @@ async def test_chat_chunks_begin_with_the_role() -> None:
     ]
 
 
+@both
+@pytest.mark.parametrize(
+    ("text", "stop", "shown"),
+    [
+        ("🙂é", None, ["", "", "", "🙂", "", "é"]),
+        ("say hello", "hell no", ["s", "a", "y", " ", "", "", "", "", "hello"]),
+    ],
+)
+async def test_every_token_has_a_chunk_with_or_without_text(
+    path: str, text: str, stop: str | None, shown: list[str]
+) -> None:
+    """Parts of characters and what may become a stop string are held back; when their tokens came still shows."""
+    raw = text.encode()
+    events = await run(path, FakeEngine(replies=lambda request, choice: raw), stop=stop, max_tokens=len(raw))
+    tokens = events if path == COMPLETION else events[1:]  # the role comes first
+    assert [text_of(event) for event in tokens] == shown
+
+
+@both
+async def test_special_tokens_have_chunks_too(path: str) -> None:
+    engine = FakeEngine(replies=lambda request, choice: (EOS, EOS, 97))
+    events = await run(path, engine, ignore_eos=True, max_tokens=3)
+    assert [text_of(event) for event in events][-3:] == ["", "", "a"]
+
+
 async def test_an_empty_end_has_an_empty_delta() -> None:
     events = await run(CHAT, FakeEngine(replies=lambda request, choice: (97, EOS)))
     assert [e["choices"][0]["delta"] for e in events] == [{"role": "assistant", "content": ""}, {"content": "a"}, {}]

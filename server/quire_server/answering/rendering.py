@@ -78,13 +78,12 @@ class CompletionRenderer:
         self._prefix = b"data: " + self._head + b',"choices":[{"index":'
 
     def frames(self, deltas: Sequence[ChoiceDelta]) -> bytes:
-        """A frame for each choice with news; after the last news of all also the end of the stream."""
+        """A frame for each choice with new tokens, even without text, so that clients can time them; after the last
+        news of all also the end of the stream."""
         usage = _usage_field(self._generation.usage) if self._options.usage_always else b""
         chunk = b""
         for delta in deltas:
             text = self._text(delta)
-            if not (text or delta.finish_reason or delta.logprobs or self._options.token_ids):
-                continue
             chunk += b'%b%d,"text":%b' % (self._prefix, delta.index, _encode(text))
             if delta.finish_reason is None and self._options.num_logprobs is None and not self._options.token_ids:
                 chunk += b"%b%b}\n\n" % (_PLAIN_END, usage)
@@ -165,7 +164,7 @@ class ChatRenderer:
         self._is_first = True
 
     def frames(self, deltas: Sequence[ChoiceDelta]) -> bytes:
-        """A frame for each choice with news; after the last news of all also the end of the stream."""
+        """As of completions; a choice begins with a frame that has its role and no token."""
         usage = _usage_field(self._generation.usage) if self._options.usage_always else b""
         chunk = b""
         for delta in deltas:
@@ -177,8 +176,6 @@ class ChatRenderer:
                     usage,
                     self._prompt_ids(),
                 )
-            if not (delta.text or delta.finish_reason or delta.logprobs or self._options.token_ids):
-                continue
             content = b'{"content":' + _encode(delta.text) + b"}" if delta.text or not delta.finish_reason else b"{}"
             chunk += b'%b%d,"delta":%b' % (self._prefix, delta.index, content)
             if delta.finish_reason is None and self._options.num_logprobs is None and not self._options.token_ids:
