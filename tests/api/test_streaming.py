@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from itertools import accumulate
 
 import pytest
 
@@ -143,9 +144,23 @@ async def test_usage_in_every_chunk_grows(path: str) -> None:
     events = await run(path, n=2, stream_options={"include_usage": True, "continuous_usage_stats": True})
     counts = [event["usage"]["completion_tokens"] for event in events]
     assert counts == sorted(counts)
-    assert counts[0] >= 1
     assert counts[-1] == 24
     assert len({event["usage"]["prompt_tokens"] for event in events}) == 1
+    ids = await run(path, n=2, return_token_ids=True)
+    so_far = list(accumulate(len(event["choices"][0].get("token_ids", ())) for event in ids))
+    assert counts == [*so_far, 24]  # what each chunk says is what it and those before it brought
+    assert counts[0] == (1 if path == COMPLETION else 0)
+
+
+@both
+async def test_no_usage_wins_over_usage_in_every_chunk(path: str) -> None:
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    async with connect(make_app()) as client:
+        reply = await client.post(path, json=BODIES[path] | {"stream": True, "stream_options": options})
+    assert reply.headers["x-quire-ignored"] == "stream_options.continuous_usage_stats"
+    assert all("usage" not in event for event in parse_events(reply.text))
+    alone = await run(path, stream_options={"continuous_usage_stats": True})
+    assert all("usage" in event and event["choices"] for event in alone)
 
 
 # -- joined, a stream is the whole reply

@@ -76,13 +76,16 @@ class CompletionRenderer:
         self._tokenizer = tokenizer
         self._format = LogprobFormat(tokenizer, names_are_ids=self._options.names_are_ids)
         self._prefix = b"data: " + self._head + b',"choices":[{"index":'
+        self._num_sent = 0  # tokens in frames, where frames have the usage
 
     def frames(self, deltas: Sequence[ChoiceDelta]) -> bytes:
         """A frame for each choice with new tokens, even without text, so that clients can time them; after the last
         news of all also the end of the stream."""
-        usage = _usage_field(self._generation.usage) if self._options.usage_always else b""
-        chunk = b""
+        chunk = usage = b""
         for delta in deltas:
+            if self._options.usage_always:
+                self._num_sent += len(delta.token_ids)
+                usage = _usage_field(self._generation.usage, self._num_sent)
             text = self._text(delta)
             chunk += b'%b%d,"text":%b' % (self._prefix, delta.index, _encode(text))
             if delta.finish_reason is None and self._options.num_logprobs is None and not self._options.token_ids:
@@ -162,13 +165,15 @@ class ChatRenderer:
         self._format = LogprobFormat(tokenizer, names_are_ids=self._options.names_are_ids)
         self._prefix = self._chunk_start + b',"choices":[{"index":'
         self._is_first = True
+        self._num_sent = 0  # tokens in frames, where frames have the usage
 
     def frames(self, deltas: Sequence[ChoiceDelta]) -> bytes:
         """As of completions; a choice begins with a frame that has its role and no token."""
-        usage = _usage_field(self._generation.usage) if self._options.usage_always else b""
-        chunk = b""
+        chunk = usage = b""
         for delta in deltas:
             if delta.is_first:
+                if self._options.usage_always:
+                    usage = _usage_field(self._generation.usage, self._num_sent)
                 chunk += b'%b%d,"delta":{"role":"assistant","content":""}%b%b%b}\n\n' % (
                     self._prefix,
                     delta.index,
@@ -176,6 +181,9 @@ class ChatRenderer:
                     usage,
                     self._prompt_ids(),
                 )
+            if self._options.usage_always:
+                self._num_sent += len(delta.token_ids)
+                usage = _usage_field(self._generation.usage, self._num_sent)
             content = b'{"content":' + _encode(delta.text) + b"}" if delta.text or not delta.finish_reason else b"{}"
             chunk += b'%b%d,"delta":%b' % (self._prefix, delta.index, content)
             if delta.finish_reason is None and self._options.num_logprobs is None and not self._options.token_ids:
@@ -238,13 +246,16 @@ def _ending(start: bytes, options: ReplyOptions, usage: Usage) -> bytes:
     return start + b',"choices":[]' + _usage_field(usage) + b"}\n\n" + DONE
 
 
-def _usage_field(usage: Usage) -> bytes:
+def _usage_field(usage: Usage, completion_tokens: int | None = None) -> bytes:
+    """`completion_tokens` are those of the reply up to here; left out, all of them."""
+    if completion_tokens is None:
+        completion_tokens = usage.completion_tokens
     return (
         b',"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,'
         b'"prompt_tokens_details":{"cached_tokens":%d}}'
     ) % (
         usage.prompt_tokens,
-        usage.completion_tokens,
-        usage.prompt_tokens + usage.completion_tokens,
+        completion_tokens,
+        usage.prompt_tokens + completion_tokens,
         usage.cached_tokens,
     )

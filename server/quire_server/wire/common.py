@@ -98,7 +98,9 @@ LogitBias = Annotated[
 
 
 class StreamOptions(WireModel):
-    include_usage: bool | None = Field(None, description="one last chunk with the usage and no choices")
+    include_usage: bool | None = Field(
+        None, description="one last chunk with the usage and no choices; false: no usage anywhere"
+    )
     continuous_usage_stats: bool | None = Field(None, description="the usage so far in every chunk")
     include_obfuscation: bool | None = Field(None, description="true is without effect, and reported")
 

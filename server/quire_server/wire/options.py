@@ -32,6 +32,8 @@ def review(fields: GenerationFields) -> list[str]:
             raise BadRequest("'stream_options' needs 'stream': true.", param="stream_options")
         obfuscation = {"include_obfuscation": stream.include_obfuscation}
         ignored += [f"stream_options.{name}" for name in review_extras(obfuscation | (stream.model_extra or {}))]
+        if stream.include_usage is False and stream.continuous_usage_stats:
+            ignored.append("stream_options.continuous_usage_stats")
     if fields.stream and fields.prompt_logprobs is not None:
         raise BadRequest("'prompt_logprobs' cannot be streamed.", param="prompt_logprobs")
     return ignored
@@ -98,7 +100,9 @@ def generation_options(
             token_ids=bool(fields.return_token_ids),
             names_are_ids=bool(fields.return_tokens_as_token_ids),
             usage_at_end=stream is not None and bool(stream.include_usage),
-            usage_always=stream is not None and bool(stream.continuous_usage_stats),
+            usage_always=stream is not None
+            and bool(stream.continuous_usage_stats)
+            and stream.include_usage is not False,
             **_given(skip_special_tokens=fields.skip_special_tokens),
         ),
         model=fields.model,
