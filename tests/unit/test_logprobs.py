@@ -34,7 +34,7 @@ def test_chat_shows_exactly_the_most_likely(top: int, shown: list[str]) -> None:
 
 def test_completions_show_the_chosen_one_too() -> None:
     arrays = names().completion([AT, AT], (), [0, 1], 1)
-    assert arrays["top_logprobs"] == [{"b": -0.5, "a": -3.0}] * 2
+    assert [[*top.items()] for top in arrays["top_logprobs"]] == [[("a", -3.0), ("b", -0.5)]] * 2
     assert arrays["token_logprobs"] == [-3.0, -3.0]
     assert arrays["text_offset"] == [0, 1]
 
@@ -44,6 +44,20 @@ def test_a_prompts_first_token_has_no_number() -> None:
     assert arrays["tokens"] == ["h", "a"]
     assert arrays["token_logprobs"] == [None, -3.0]
     assert arrays["top_logprobs"][0] is None
+
+
+@pytest.mark.parametrize(("chosen", "shown"), [(97, "abc"), (98, "bc"), (99, "cb"), (100, "dbc")])
+def test_the_chosen_token_is_first_and_the_others_follow_by_rank(chosen: int, shown: str) -> None:
+    at = TokenLogprobs(token_id=chosen, logprob=-0.75, rank=2, top_ids=(98, 99), top_logprobs=(-0.5, -1.0))
+    assert "".join(names().completion([at], (), [0], 2)["top_logprobs"][0]) == shown
+    [entries] = names().prompt([at], 2)
+    assert "".join(entry["decoded_token"] for entry in entries.values()) == shown
+    assert [int(token) for token in entries] == [ord(char) for char in shown]
+
+
+def test_the_chosen_token_keeps_its_name_among_those_that_read_alike() -> None:
+    at = TokenLogprobs(token_id=0xC4, logprob=-1.0, rank=2, top_ids=(0xC3, 97), top_logprobs=(-0.5, -2.0))
+    assert names().completion([at], (), [0], 2)["top_logprobs"] == [{"�": -1.0, "a": -2.0}]
 
 
 def test_of_tokens_that_read_alike_the_likelier_keeps_the_name() -> None:

@@ -68,7 +68,7 @@ class LogprobFormat:
     def completion(
         self, positions: Sequence[TokenLogprobs | None], first_ids: Sequence[int], offsets: Sequence[int], num_top: int
     ) -> CompletionArrays:
-        """Parallel lists; each top dict holds the chosen token and the `num_top` most likely.
+        """Parallel lists; each top dict holds the chosen token first, then the `num_top` most likely by rank.
 
         A None position (a prompt's first token, of which nothing is predicted) takes its name from `first_ids`.
         `offsets` are the characters of text before each token.
@@ -83,25 +83,24 @@ class LogprobFormat:
             name = self.name(position.token_id)
             arrays["tokens"].append(name)
             arrays["token_logprobs"].append(finite(position.logprob))
-            # Most likely first, so that of two tokens that read alike the likelier keeps the name.
-            top: dict[str, float] = {}
+            # Of tokens that read alike the chosen one keeps the name, else the likelier one.
+            top: dict[str, float] = {name: finite(position.logprob)}
             for token_id, logprob in zip(position.top_ids[:num_top], position.top_logprobs, strict=False):
                 top.setdefault(self.name(token_id), finite(logprob))
-            top[name] = finite(position.logprob)
             arrays["top_logprobs"].append(top)
         return arrays
 
     def prompt(self, positions: Sequence[TokenLogprobs | None], num_top: int) -> list[dict[str, PromptEntry] | None]:
-        """One dict per prompt token from token id to its entry; None for the first."""
+        """One dict per prompt token from token id to its entry, the prompt's own first; None for the first token."""
         return [None if position is None else self._prompt_entries(position, num_top) for position in positions]
 
     def _prompt_entries(self, position: TokenLogprobs, num_top: int) -> dict[str, PromptEntry]:
-        entries: dict[str, PromptEntry] = {}
+        own = self._prompt_entry(position.token_id, position.logprob, position.rank)
+        entries: dict[str, PromptEntry] = {str(position.token_id): own}
         for rank, (token_id, logprob) in enumerate(
             zip(position.top_ids[:num_top], position.top_logprobs, strict=False), start=1
         ):
-            entries[str(token_id)] = self._prompt_entry(token_id, logprob, rank)
-        entries[str(position.token_id)] = self._prompt_entry(position.token_id, position.logprob, position.rank)
+            entries.setdefault(str(token_id), self._prompt_entry(token_id, logprob, rank))
         return entries
 
     def _prompt_entry(self, token_id: int, logprob: float, rank: int) -> PromptEntry:
