@@ -166,8 +166,28 @@ async def test_echo_puts_the_prompt_first() -> None:
     reply = await run(echo=True, max_tokens=3, prompt=["hello", "you"])
     assert [c["text"] for c in reply["choices"]] == ["helloThe", "youThe"]
     assert reply["usage"]["completion_tokens"] == 6
-    by_ids = await run(echo=True, max_tokens=3, prompt=[104, 105, 257, 33])
-    assert by_ids["choices"][0]["text"] == "hi!The"
+
+
+@pytest.mark.parametrize("skip", [True, False])
+async def test_echo_shows_every_token_of_a_prompt_of_ids(skip: bool) -> None:
+    prompt = [256, 104, 257, 33]
+    reply = await run(echo=True, max_tokens=3, prompt=prompt, logprobs=0, skip_special_tokens=skip)
+    [choice] = reply["choices"]
+    assert choice["text"] == "<|bos|>h<|end|>!The"
+    assert choice["logprobs"]["text_offset"] == [0, 7, 8, 15, 16, 17, 18]
+    cut = await run(echo=True, max_tokens=1, prompt=prompt, truncate_prompt_tokens=3, skip_special_tokens=skip)
+    assert cut["choices"][0]["text"] == "h<|end|>!T"
+
+
+async def test_offsets_count_special_tokens_that_the_echoed_text_shows() -> None:
+    [choice] = (await run(echo=True, max_tokens=1, prompt="a<|end|>b", logprobs=0))["choices"]
+    assert choice["text"] == "a<|end|>bT"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 8, 9]
+    [choice] = (await run(echo=True, max_tokens=1, prompt="xa<|end|>b", logprobs=0, truncate_prompt_tokens=3))[
+        "choices"
+    ]
+    assert choice["text"] == "abT"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2]
 
 
 async def test_echo_without_new_tokens_scores_the_prompt() -> None:

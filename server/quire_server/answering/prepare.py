@@ -86,7 +86,11 @@ async def prepare(state: ServerState, options: GenerationOptions) -> Job:
 async def _encode_prompts(
     state: ServerState, options: GenerationOptions, limits: ModelLimits
 ) -> tuple[list[Sequence[int]], list[str]]:
-    """Token ids of each prompt and, for echo, its text. The text of a prompt that was cut is that of its rest."""
+    """Token ids of each prompt and, for echo, its text: as it was sent, or what its ids or those left of it say.
+
+    Ids that a client sent are all shown; of a text that was cut, special tokens only where the reply shows them, since
+    the client need not have written them.
+    """
     source = options.prompt.source
     if isinstance(source, Conversation):
         source = [await _render(state, source, options.prompt)]
@@ -103,7 +107,9 @@ async def _encode_prompts(
         prompts.append(token_ids)
         if not options.reply.echo:
             continue
-        if isinstance(prompt, str) and token_ids == whole:
+        if not isinstance(prompt, str):
+            texts.append(await state.text.decode(token_ids))
+        elif token_ids == whole:
             texts.append(prompt)
         else:
             skip = options.reply.skip_special_tokens

@@ -139,17 +139,20 @@ class CompletionRenderer:
             return self._format.completion(delta.logprobs, (), offsets, wanted)
         prompt_ids = self._requests[delta.prompt].prompt_token_ids
         positions = (*self._generation.prompt_logprobs.get(delta.prompt, ()), *delta.logprobs)
-        return self._format.completion(positions, prompt_ids, self._prompt_offsets(prompt_ids) + offsets, wanted)
+        begins = self._prompt_offsets(prompt_ids, self._prompt_texts[delta.prompt])
+        return self._format.completion(positions, prompt_ids, begins + offsets, wanted)
 
-    def _prompt_offsets(self, prompt_ids: Sequence[int]) -> list[int]:
-        detokenizer = Detokenizer(
-            self._tokenizer,
-            skip_special_tokens=self._options.skip_special_tokens,
-        )
+    def _prompt_offsets(self, prompt_ids: Sequence[int], text: str) -> list[int]:
+        """Where in the prompt's text each token begins. Special tokens that the text does not show take no room."""
+        detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=False)
         offsets, end = [], 0
-        for piece in detokenizer.push_each(prompt_ids):
+        for token_id in prompt_ids:
             offsets.append(end)
-            end += len(piece)
+            if token_id in self._tokenizer.special_ids and not text.startswith(
+                self._tokenizer.token_text(token_id), end
+            ):
+                continue
+            end += len(detokenizer.push((token_id,)))
         return offsets
 
 
