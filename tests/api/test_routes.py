@@ -45,8 +45,8 @@ async def test_tokenize_a_prompt() -> None:
             "tokens": [104, 195, 169, EOS],
             "token_strs": None,
         }
-        with_strings = await client.post("/tokenize", json={"prompt": "h<|end|>", "return_token_strs": True})
-        assert with_strings.json()["token_strs"] == ["h", "<|end|>"]
+        with_strings = await client.post("/tokenize", json={"prompt": "h é<|end|>", "return_token_strs": True})
+        assert with_strings.json()["token_strs"] == ["h", "Ġ", "Ã", "©", "<|end|>"]
 
 
 async def test_tokenize_messages() -> None:

@@ -45,7 +45,7 @@ class TokenizeResponse(BaseModel):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: list[str] | None = None
+    token_strs: list[str] | None = Field(None, description="as the vocabulary spells them")
 
 
 class DetokenizeRequest(BaseModel):
@@ -70,7 +70,7 @@ async def tokenize(body: Annotated[TokenizeRequest, json_body(TokenizeRequest)],
         count=len(ids),
         max_model_len=state.max_model_len,
         tokens=ids,
-        token_strs=[state.tokenizer.token_text(token) for token in ids] if body.return_token_strs else None,
+        token_strs=[state.tokenizer.vocabulary_string(token) for token in ids] if body.return_token_strs else None,
     )
 
 

@@ -134,6 +134,11 @@ class TextTokenizer:
         """The token for display; bytes that are not UTF-8 on their own are shown as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
+    def vocabulary_string(self, token_id: int) -> str:
+        """The token as the vocabulary spells it; empty for an id that is no token."""
+        token: str | None = self._tokenizer.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+        return token or ""
+
     def info(self) -> dict[str, object]:
         """What evaluation tools ask for: special tokens, chat template and limits; JSON values only."""
         names = (*SPECIAL_NAMES[:4], "chat_template")
