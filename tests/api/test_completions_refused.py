@@ -118,6 +118,24 @@ async def test_bad_values_name_the_field(engine_and_client, name: str, value: ob
     assert error["param"].split("[")[0].split(".")[0] == name
 
 
+@pytest.mark.parametrize(
+    ("bias", "named"),
+    [
+        ({"5": 1, "-1": 1}, "'-1'"),
+        ({"5": 1, "ab\n": 1}, r"'ab\n'"),
+        ({"": 1}, "''"),
+        ({"x" * 999: 1}, f"'{'x' * 32}'"),
+        ({"5": 1, "260": 1}, "260"),
+        ({"5": 1, "6": 101}, "logit_bias.6"),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+async def test_the_wrong_key_of_logit_bias_is_named(engine_and_client, bias: dict, named: str) -> None:
+    error = await refuse(engine_and_client, "/v1/completions", GREEDY | {"logit_bias": bias})
+    assert named in error["message"]
+    assert "'5'" not in error["message"]
+
+
 @pytest.mark.parametrize("field", FLOATS)
 @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999"])
 async def test_no_number_that_json_does_not_have(engine_and_client, field: str, literal: str) -> None:

@@ -40,8 +40,9 @@ def _check_bias(value: object) -> object:
         return value
     if len(value) > MAX_BIASED_TOKENS:
         raise ValueError(f"at most {MAX_BIASED_TOKENS} tokens may be biased")
-    if not all(isinstance(key, str) and _TOKEN_KEY.fullmatch(key) for key in value):
-        raise ValueError("the keys must be token ids written as decimal strings")
+    for key in value:
+        if not isinstance(key, str) or not _TOKEN_KEY.fullmatch(key):
+            raise ValueError(f"the keys must be token ids written as decimal strings, and {str(key)[:32]!r} is none")
     return value
 
 
