@@ -34,16 +34,27 @@ def prompt_text(engine: FakeEngine) -> str:
 async def test_the_reply_has_openais_fields() -> None:
     engine = FakeEngine()
     reply = await run(engine)
-    assert list(reply) == ["id", "object", "created", "model", "system_fingerprint", "choices", "usage"]
+    unset = ["service_tier", "prompt_logprobs", "prompt_token_ids"]
+    assert list(reply) == ["id", "object", "created", "model", "system_fingerprint", "choices", *unset, "usage"]
+    assert [reply[name] for name in unset] == [None] * 3
     assert reply["id"].startswith("chatcmpl-")
     assert reply["object"] == "chat.completion"
     assert reply["choices"] == [
         {
             "index": 0,
-            "message": {"role": "assistant", "content": "The quic", "refusal": None},
+            "message": {
+                "role": "assistant",
+                "content": "The quic",
+                "refusal": None,
+                "annotations": None,
+                "audio": None,
+                "function_call": None,
+                "tool_calls": None,
+            },
             "logprobs": None,
             "finish_reason": "length",
             "stop_reason": None,
+            "token_ids": None,
         }
     ]
     assert reply["usage"]["prompt_tokens"] == len(engine.submitted[0].prompt_token_ids)
@@ -71,9 +82,13 @@ async def test_a_developer_is_the_system() -> None:
 
 async def test_an_answer_can_be_sent_back_as_it_came() -> None:
     engine = FakeEngine()
-    answer = {"role": "assistant", "content": "yo", "refusal": None, "tool_calls": None, "audio": None, "name": None}
-    await run(engine, messages=[*CHAT["messages"], answer, {"role": "user", "content": ""}])
-    assert "<|im_start|>assistant\nyo<|im_end|>" in prompt_text(engine)
+    async with connect(make_app(engine=engine)) as client:
+        answer = (await chat(client))["choices"][0]["message"]
+        messages = [*CHAT["messages"], answer, {"role": "user", "content": ""}]
+        reply = await client.post("/v1/chat/completions", json=CHAT | {"messages": messages})
+    assert reply.status_code == 200, reply.text
+    assert "x-quire-ignored" not in reply.headers
+    assert "<|im_start|>assistant\nThe quic<|im_end|>" in prompt_text(engine)
 
 
 async def test_the_last_message_can_be_continued() -> None:

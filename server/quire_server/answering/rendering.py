@@ -24,6 +24,8 @@ from quire_server.text.logprobs import CompletionArrays, LogprobFormat
 from quire_server.text.tokenizer import TextTokenizer
 
 _encode = msgspec.json.Encoder().encode
+# A client of OpenAI's or vLLM's may read them without asking whether they are there.
+_ABSENT_IN_MESSAGES = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "tool_calls"))
 _PLAIN_END = b',"logprobs":null,"finish_reason":null}]'
 
 
@@ -105,20 +107,18 @@ class CompletionRenderer:
         """The whole reply; one complete delta per choice, in order of their index."""
         choices = []
         for delta in deltas:
+            wanted, with_ids = self._options.num_prompt_logprobs, self._options.token_ids
+            positions = self._generation.prompt_logprobs.get(delta.prompt, ())
             choice = {
                 "index": delta.index,
                 "text": self._text(delta),
                 "logprobs": self._logprobs(delta),
                 "finish_reason": delta.finish_reason,
                 "stop_reason": delta.stop_reason,
+                "prompt_logprobs": None if wanted is None else self._format.prompt(positions, wanted),
+                "prompt_token_ids": self._requests[delta.prompt].prompt_token_ids if with_ids else None,
+                "token_ids": delta.token_ids if with_ids else None,
             }
-            wanted = self._options.num_prompt_logprobs
-            if wanted is not None:
-                positions = self._generation.prompt_logprobs.get(delta.prompt, ())
-                choice["prompt_logprobs"] = self._format.prompt(positions, wanted)
-            if self._options.token_ids:
-                choice["prompt_token_ids"] = self._requests[delta.prompt].prompt_token_ids
-                choice["token_ids"] = delta.token_ids
             choices.append(choice)
         return self._head + b',"choices":' + _encode(choices) + _usage_field(self._generation.usage) + b"}"
 
@@ -202,24 +202,25 @@ class ChatRenderer:
 
     def body(self, deltas: Sequence[ChoiceDelta]) -> bytes:
         """The whole reply; one complete delta per choice, in order of their index."""
-        choices = []
+        choices, with_ids = [], self._options.token_ids
         for delta in deltas:
             choice = {
                 "index": delta.index,
-                "message": {"role": "assistant", "content": delta.text, "refusal": None},
+                "message": {"role": "assistant", "content": delta.text, **_ABSENT_IN_MESSAGES},
                 "logprobs": self._logprobs(delta),
                 "finish_reason": delta.finish_reason,
                 "stop_reason": delta.stop_reason,
+                "token_ids": delta.token_ids if with_ids else None,
             }
-            if self._options.token_ids:
-                choice["token_ids"] = delta.token_ids
             choices.append(choice)
-        fields: dict[str, object] = {"choices": choices}
         wanted = self._options.num_prompt_logprobs
-        if wanted is not None:
-            fields["prompt_logprobs"] = self._format.prompt(self._generation.prompt_logprobs.get(0, ()), wanted)
-        if self._options.token_ids:
-            fields["prompt_token_ids"] = self._request.prompt_token_ids
+        positions = self._generation.prompt_logprobs.get(0, ())
+        fields = {
+            "choices": choices,
+            "service_tier": None,
+            "prompt_logprobs": None if wanted is None else self._format.prompt(positions, wanted),
+            "prompt_token_ids": self._request.prompt_token_ids if with_ids else None,
+        }
         return self._head + b"," + _encode(fields)[1:-1] + _usage_field(self._generation.usage) + b"}"
 
     def _logprobs(self, delta: ChoiceDelta) -> object:

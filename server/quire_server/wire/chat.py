@@ -147,7 +147,11 @@ class ChatLogprobs(ReplyModel):
 class AssistantMessage(ReplyModel):
     role: Literal["assistant"]
     content: str
-    refusal: None = None
+    refusal: None
+    annotations: None
+    audio: None
+    function_call: None
+    tool_calls: None
 
 
 class ChatChoice(ReplyModel):
@@ -156,7 +160,7 @@ class ChatChoice(ReplyModel):
     logprobs: ChatLogprobs | None
     finish_reason: FinishedBecause
     stop_reason: str | int | None = Field(description="the matched stop string or token id; null otherwise")
-    token_ids: list[int] | None = None
+    token_ids: list[int] | None = Field(description="null without return_token_ids")
 
 
 class ChatCompletionResponse(ReplyModel):
@@ -166,9 +170,10 @@ class ChatCompletionResponse(ReplyModel):
     model: str
     system_fingerprint: str
     choices: list[ChatChoice]
+    service_tier: None
+    prompt_logprobs: PromptLogprobs | None = Field(description="null without prompt_logprobs in the request")
+    prompt_token_ids: list[int] | None = Field(description="null without return_token_ids")
     usage: UsageInfo
-    prompt_logprobs: PromptLogprobs | None = None
-    prompt_token_ids: list[int] | None = None
 
 
 class Delta(ReplyModel):

@@ -120,9 +120,9 @@ class CompletionChoice(ReplyModel):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishedBecause
     stop_reason: str | int | None = Field(description="the matched stop string or token id; null otherwise")
-    prompt_logprobs: PromptLogprobs | None = None
-    prompt_token_ids: list[int] | None = None
-    token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = Field(description="null without prompt_logprobs in the request")
+    prompt_token_ids: list[int] | None = Field(description="null without return_token_ids")
+    token_ids: list[int] | None = Field(description="null without return_token_ids")
 
 
 class CompletionResponse(ReplyModel):
