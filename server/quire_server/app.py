@@ -34,6 +34,7 @@ from quire_server.http import openapi
 from quire_server.http.guard import PUBLIC_PATHS, BearerAuth, Guard, Reply, RequestLimits
 from quire_server.metrics.metrics import Metrics
 from quire_server.routes import chat, completions, health, metrics, models, tokens
+from quire_server.routes.elsewhere import advice
 from quire_server.state import ServerState
 
 ROUTERS = (completions.router, chat.router, models.router, tokens.router, health.router, metrics.router)
@@ -81,15 +82,15 @@ async def watch_event_loop(metrics: Metrics) -> None:
 
 
 def _handle_errors(app: FastAPI) -> None:
-    async def reply(_: Request, error: Exception) -> Response:
-        api_error = _api_error(error)
+    async def reply(request: Request, error: Exception) -> Response:
+        api_error = _api_error(error, request.scope["path"])
         return JSONResponse(error_body(api_error), api_error.status, api_error.headers)
 
     for kind in (ApiError, RequestValidationError, HTTPException, ClientDisconnect):
         app.add_exception_handler(kind, reply)
 
 
-def _api_error(error: Exception) -> ApiError:
+def _api_error(error: Exception, path: str) -> ApiError:
     match error:
         case ApiError():
             return error
@@ -98,7 +99,7 @@ def _api_error(error: Exception) -> ApiError:
         case ClientDisconnect():
             return ClientGone()
         case HTTPException(status_code=RouteNotFound.status):
-            return RouteNotFound("There is no such route.")
+            return RouteNotFound(" ".join(filter(None, ("There is no such route.", advice(path)))))
         case HTTPException(status_code=MethodNotAllowed.status):
             return MethodNotAllowed("This route does not have that method.", headers=error.headers)
     return internal_error()

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from fastapi import HTTPException, Request
 
+from quire_server.routes import elsewhere
 from support.fakes import connect, make_app, make_state
 
 pytestmark = pytest.mark.anyio
@@ -51,6 +52,41 @@ def check_envelope(reply: httpx.Response, status: int, code: str | None = None) 
 async def test_envelope(method: str, path: str, options: dict[str, object], status: int, code: str | None) -> None:
     async with connect(make_app()) as client:
         check_envelope(await client.request(method, path, **options), status, code)
+
+
+@pytest.mark.parametrize(
+    ("path", "route"),
+    [
+        *[(path, "/v1/completions") for path in ("/completion", "/generate", "/api/generate", "/completions/")],
+        *[(path, "/v1/chat/completions") for path in ("/chat/completions", "/api/chat", "/v1/chat")],
+        ("/v1/engines/davinci/completions", "/v1/completions"),
+        ("/engines/v1/chat/completions", "/v1/chat/completions"),
+        ("/openai/deployments/gpt-4o/chat/completions", "/v1/chat/completions"),
+        ("/api/tags", "/v1/models"),
+        ("/v1/tokenize", "/tokenize"),
+        ("/healthz", "/health"),
+    ],
+)
+async def test_a_route_that_is_elsewhere_says_where(path: str, route: str) -> None:
+    async with connect(make_app()) as client:
+        error = check_envelope(await client.post(path, json={}), 404, "not_found")
+    assert error["message"] == f"There is no such route. Use {route}."
+
+
+async def test_a_base_url_with_v1_twice_is_told() -> None:
+    async with connect(make_app()) as client:
+        error = check_envelope(await client.post("/v1/v1/chat/completions", json={}), 404, "not_found")
+        assert "'/v1' occurs twice" in str(error["message"])
+        error = check_envelope(await client.get("/v1/nothing"), 404, "not_found")
+        assert error["message"] == "There is no such route."
+
+
+async def test_only_routes_that_exist_are_recommended_and_none_is_shadowed() -> None:
+    app = make_app()
+    served = set(app.openapi()["paths"]) | {"/openapi.json"}
+    recommended = {*elsewhere._ELSEWHERE.values(), *(route for _, route in elsewhere._PATTERNS)}
+    assert recommended <= served
+    assert not served & elsewhere._ELSEWHERE.keys()
 
 
 async def test_slashes_are_never_redirected() -> None:

@@ -1,0 +1,56 @@
+"""Paths under which other servers offer what this one offers under another: what a 404 for them can advise.
+
+Promises: only routes of this server are recommended. Must not know: methods, bodies; it answers no request.
+"""
+
+from __future__ import annotations
+
+import re
+
+COMPLETIONS, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
+
+# By the path without a slash at its end.
+_ELSEWHERE = {
+    **dict.fromkeys(
+        (
+            *("/completion", "/completions", "/v1/completion", "/api/completion", "/api/completions"),  # llama-server
+            *("/generate", "/generate_stream", "/v1/generate", "/inference/v1/generate"),  # TGI, SGLang, vLLM
+            *("/api/generate", "/api/v1/generate"),  # Ollama, KoboldCpp
+        ),
+        COMPLETIONS,
+    ),
+    **dict.fromkeys(
+        (
+            *("/chat", "/chat/completions", "/v1/chat", "/v1/chat/completion", "/api/v1/chat"),
+            *("/api/chat", "/api/chat/completions"),  # Ollama, Open WebUI
+        ),
+        CHAT,
+    ),
+    **dict.fromkeys(("/models", "/api/models", "/api/tags", "/v1/engines", "/get_model_info", "/model_info"), MODELS),
+    **dict.fromkeys(("/v1/tokenize", "/api/tokenize", "/chat_tokenize"), "/tokenize"),
+    **dict.fromkeys(("/v1/detokenize", "/api/detokenize"), "/detokenize"),
+    **dict.fromkeys(("/healthz", "/v1/health", "/ping", "/health_generate"), "/health"),
+    **dict.fromkeys(("/ready", "/readyz"), "/health/ready"),
+    **dict.fromkeys(("/live", "/livez"), "/health/live"),
+    **dict.fromkeys(("/api/version", "/v1/version"), "/version"),
+    "/v1/metrics": "/metrics",
+    "/v1/openapi.json": "/openapi.json",
+}
+# OpenAI's engines and Azure's deployments have the model's name in the path.
+_PATTERNS = (
+    (re.compile(r"(/v1)?/engines/[^/]+/completions|/openai/deployments/[^/]+/completions"), COMPLETIONS),
+    (re.compile(r"(/v1)?/engines/[^/]+/chat/completions|/openai/deployments/[^/]+/chat/completions"), CHAT),
+)
+# What becomes of a base URL with /v1 where the client adds it.
+_DOUBLED = re.compile(r"(/v1){2,}(/.*)?")
+
+
+def advice(path: str) -> str | None:
+    """One sentence for who asked for this path, if there is something to say."""
+    name = path.rstrip("/")
+    if _DOUBLED.fullmatch(name):
+        return "'/v1' occurs twice: leave it out of the base URL, or of the path."
+    route = _ELSEWHERE.get(name)
+    if route is None:
+        route = next((route for pattern, route in _PATTERNS if pattern.fullmatch(name)), None)
+    return None if route is None else f"Use {route}."
