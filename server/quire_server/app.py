@@ -125,7 +125,14 @@ def _guard(app: FastAPI, state: ServerState) -> None:
             allow_origins=settings.allowed_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after", "retry-after-ms", "x-quire-ignored", "x-quire-clamped"],
+            expose_headers=[
+                "x-request-id",
+                "retry-after",
+                "retry-after-ms",
+                "x-quire-ignored",
+                "x-quire-clamped",
+                "x-quire-notes",
+            ],
         )
     limits = RequestLimits(
         max_body_bytes=settings.max_body_bytes,

@@ -91,6 +91,78 @@ async def test_an_answer_can_be_sent_back_as_it_came() -> None:
     assert "<|im_start|>assistant\nThe quic<|im_end|>" in prompt_text(engine)
 
 
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"q": 1}'}}
+SDK_ANSWER = dict.fromkeys(("content", "refusal", "function_call", "audio")) | {"annotations": [], "tool_calls": [CALL]}
+HISTORY = [
+    {"role": "user", "content": "go"},
+    {"role": "assistant", **SDK_ANSWER},
+    {"role": "tool", "content": [{"type": "text", "text": "1"}], "tool_call_id": "a"},
+    {"role": "assistant", "function_call": {"name": "g", "arguments": "{}"}},
+    {"role": "function", "name": "g", "content": "2"},
+    {"role": "my critic", "content": "no"},
+    {"role": "assistant"},
+]
+AGENT_TEMPLATE = """{% for m in messages %}{{ m.role }}:{{ m.content }}
+{%- for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments.q }}{% endfor %}
+{%- if m.function_call %}{{ m.function_call.name }}{% endif %}
+{%- if m.role in ['tool', 'function', 'my critic'] %}!{% endif %}{% endfor %}"""
+
+
+async def test_history_as_agents_send_it_reaches_the_template() -> None:
+    template = ChatTemplate(AGENT_TEMPLATE, load_tokenizer())
+    try:
+        engine = FakeEngine()
+        state = make_state(engine=engine)
+        state.prompts = state.text._prompts = template
+        async with connect(make_app(state)) as client:
+            reply = await client.post("/v1/chat/completions", json=CHAT | {"messages": HISTORY})
+    finally:
+        template.close()
+    assert reply.status_code == 200, reply.text
+    assert prompt_text(engine) == "user:goassistant:f1tool:1!assistant:gfunction:2!my critic:no!assistant:"
+    assert "x-quire-notes" not in reply.headers
+    assert "x-quire-ignored" not in reply.headers
+
+
+async def test_what_the_template_does_not_name_is_noted() -> None:
+    fields = {"messages": HISTORY, "chat_template_kwargs": {"mood": 1, "a\r\nb: c": 2}}
+    engine = FakeEngine()
+    async with connect(make_app(engine=engine)) as client:
+        for stream in (False, True):
+            reply = await client.post("/v1/chat/completions", json=CHAT | fields | {"stream": stream})
+            assert reply.status_code == 200, reply.text
+            assert reply.headers["x-quire-notes"] == "; ".join(
+                f"the chat template does not name the {what}"
+                for what in ("variable mood, ?", "role tool, function, my critic", "field tool_calls, function_call")
+            )
+        assert "<|im_start|>assistant\n<|im_end|>\n<|im_start|>tool\n1<|im_end|>" in prompt_text(engine)
+        assert "x-quire-notes" not in (await client.post("/v1/chat/completions", json=CHAT)).headers
+
+
+async def test_what_the_template_refuses_is_a_400_with_its_words() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{% endfor %}"
+    )
+    template = ChatTemplate(source, load_tokenizer())
+    try:
+        state = make_state()
+        state.prompts = state.text._prompts = template
+        async with connect(make_app(state)) as client:
+            reply = await client.post("/v1/chat/completions", json=CHAT | {"messages": HISTORY})
+    finally:
+        template.close()
+    assert reply.status_code == 400
+    assert "no tools here" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("fields", [{"tools": []}, {"tool_choice": "none"}, {"tools": [], "tool_choice": "none"}])
+async def test_no_tools_can_be_said(fields: dict) -> None:
+    async with connect(make_app()) as client:
+        reply = await client.post("/v1/chat/completions", json=CHAT | fields)
+    assert reply.status_code == 200, reply.text
+    assert "x-quire-ignored" not in reply.headers
+
+
 async def test_the_last_message_can_be_continued() -> None:
     engine = FakeEngine()
     messages = [*CHAT["messages"], {"role": "assistant", "content": "Once upon"}]
@@ -183,8 +255,11 @@ REFUSED = [
     ("messages", {"messages": "a"}),
     ("messages", {"messages": [{}]}),
     ("messages", {"messages": [USER] * 10_000}),
-    ("messages", {"messages": [{"role": "x", "content": "a"}]}),
-    ("messages", {"messages": [{"role": "user", "content": None}]}),
+    ("messages", {"messages": [{"role": "", "content": "a"}]}),
+    ("messages", {"messages": [{"role": "<|im_start|>", "content": "a"}]}),
+    ("messages", {"messages": [{"role": "x" * 65, "content": "a"}]}),
+    *[("messages", {"messages": [{"role": r, "content": None}]}) for r in ("user", "system", "developer", "tool")],
+    ("messages", {"messages": [{"role": "user"}]}),
     ("messages", {"messages": [{"role": "user", "content": []}]}),
     ("messages", {"messages": [{"role": "user", "content": 5}]}),
     ("messages", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}),
@@ -193,8 +268,15 @@ REFUSED = [
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
     ),
     ("messages", {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}),
-    ("messages", {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [{"id": "a"}]}]}),
-    ("messages", {"messages": [USER, {"role": "tool", "content": "a", "tool_call_id": "a"}]}),
+    ("messages", {"messages": [USER, {"role": "assistant", "tool_calls": ["a"]}]}),
+    ("messages", {"messages": [USER, {"role": "assistant", "tool_calls": [{}] * 1025}]}),
+    ("messages", {"messages": [USER, {"role": "assistant", "audio": {"id": "a"}}]}),
+    ("messages", {"messages": [USER, {"role": "tool", "content": "a", "tool_call_id": 1}]}),
+    ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+    ("tools", {"tools": [{}], "tool_choice": "none"}),
+    ("tool_choice", {"tool_choice": "auto"}),
+    ("tool_choice", {"tool_choice": "required", "tools": []}),
+    ("functions", {"functions": [{"name": "f"}]}),
     ("max_tokens", {"max_tokens": 0}),
     ("max_completion_tokens", {"max_completion_tokens": 0}),
     ("max_completion_tokens", {"max_completion_tokens": -1}),
@@ -209,6 +291,7 @@ REFUSED = [
     ("chat_template_kwargs", {"chat_template_kwargs": {"chat_template": "x"}}),
     ("chat_template_kwargs", {"chat_template_kwargs": {"tokenize": True}}),
     ("chat_template_kwargs", {"chat_template_kwargs": {"__class__": 1}}),
+    ("chat_template_kwargs", {"chat_template_kwargs": {"tools": [{}]}}),
     ("chat_template_kwargs", {"chat_template_kwargs": []}),
     ("messages", {"messages": [{"role": "user", "content": "x" * 600}]}),
 ]

@@ -69,7 +69,7 @@ UNSUPPORTED = {
     "use_beam_search": True,
     "length_penalty": 2.0,
     "prompt_embeds": "AAAA",
-    "tools": [],
+    "tools": [{"type": "function", "function": {"name": "f"}}],
     "tool_choice": "auto",
     "functions": [{"name": "f"}],
     "function_call": "auto",

@@ -56,6 +56,10 @@ async def test_tokenize_messages() -> None:
         assert tokens == [IM_START, *b"user\nhi", IM_END, *b"\n", IM_START, *b"assistant\n"]
         bare = await client.post("/tokenize", json={"messages": messages, "add_generation_prompt": False})
         assert bare.json()["tokens"] == [IM_START, *b"user\nhi", IM_END, *b"\n"]
+        assert "x-quire-notes" not in bare.headers
+        noted = await client.post("/tokenize", json={"messages": messages, "chat_template_kwargs": {"x": 1}})
+        assert noted.json()["tokens"] == tokens
+        assert noted.headers["x-quire-notes"] == "the chat template does not name the variable x"
 
 
 @pytest.mark.parametrize(
@@ -67,7 +71,10 @@ async def test_tokenize_messages() -> None:
         ({"messages": []}, "messages"),
         ({"messages": ["a"]}, "messages[0]"),
         ({"messages": [{"role": "user", "content": "a"}], "continue_final_message": True}, None),
-        ({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
+        (
+            {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"tools": 1}},
+            "chat_template_kwargs",
+        ),
         ({"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
     ],
 )

@@ -178,16 +178,48 @@ def test_variables_of_the_template_can_be_set(make) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["chat_template", "tokenize", "tokenizer", "__class__", "messages", "tools", "bos_token", "unk_token", "other",
-     "add_generation_prompt", "raise_exception", "range", "_x"],
+    ["chat_template", "tokenize", "tokenizer", "__class__", "messages", "tools", "bos_token", "unk_token",
+     "add_generation_prompt", "_x"],
 )  # fmt: skip
-def test_no_other_name_can_be_set(make, name: str) -> None:
+def test_what_the_server_sets_cannot_be_set(make, name: str) -> None:
     reads_everything = (
         CHATML + "{{ chat_template }}{{ tokenize }}{{ tokenizer }}{{ __class__ }}{{ unk_token }}{{ _x }}{{ range }}"
     )
     with pytest.raises(BadRequest) as error:
         make(reads_everything).render(CHAT, kwargs={name: "x"})
     assert error.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("name", ["other", "raise_exception", "range", "strftime_now"])
+def test_names_that_the_template_does_not_read_have_no_effect(make, name: str) -> None:
+    template = make(CHATML + "{{ range(2) | list }}{{ strftime_now('%Y') }}")
+    assert template.render(CHAT, kwargs={name: "x"}) == template.render(CHAT)
+    assert template.unnamed(CHAT, {name: "x", "enable_thinking": False})["variable"] == [name]
+
+
+TOOL_TALK = [
+    {"role": "developer", "content": "be"},
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": '{"q": 1}'}}]},
+    {"role": "tool", "content": "1", "tool_call_id": "a"},
+    {"role": "critic", "content": "no"},
+]
+AGENT = """\
+{% for m in messages %}{% if m['role'] == 'tool' %}<{{ m.content }}>{% elif m.role in ['developer', 'critic'] %}
+[{{ m.role }}]{% elif m.tool_calls %}{{ m.tool_calls[0].function.arguments.q }}{% endif %}{% endfor %}"""
+
+
+def test_what_the_template_does_not_name_is_found(make) -> None:
+    nothing = {"variable": [], "role": [], "field": []}
+    assert make(CHATML).unnamed(CHAT, {}) == nothing
+    assert make(CHATML).unnamed(TOOL_TALK, {}) == {"variable": [], "role": ["tool", "critic"], "field": ["tool_calls"]}
+    assert make(AGENT).unnamed(TOOL_TALK, {}) == nothing
+
+
+def test_a_template_gets_the_roles_that_it_knows(make) -> None:
+    assert make(AGENT).render(TOOL_TALK).replace("\n", "") == "[developer]1<1>[critic]"
+    assert (
+        make(CHATML).render(TOOL_TALK).startswith("<|im_start|>system\nbe<|im_end|>\n<|im_start|>assistant\n<|im_end|>")
+    )
 
 
 def test_defaults_that_the_template_does_not_read_are_refused() -> None:

@@ -1,7 +1,8 @@
 """Every check between a request and the engine, and what is to be run when all have passed.
 
 Promises: nothing is queued here; what is accepted but has no effect is named in `x-quire-ignored`, what was lowered in
-`x-quire-clamped`. Must not know: dialects, the shapes of replies, HTTP beyond the errors it raises.
+`x-quire-clamped`, what the chat template does not name in `x-quire-notes`.
+Must not know: dialects, the shapes of replies, HTTP beyond the errors it raises.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quire_engine.types import GenerationRequest
@@ -21,7 +22,7 @@ from quire_server.state import ServerState
 
 LEAST_ROOM = 1  # tokens kept free for the answer when a prompt is cut to the context length
 
-_REPORTABLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_REPORTABLE = re.compile(r"[A-Za-z0-9_. -]{1,64}")
 _MAX_REPORTED = 16
 
 
@@ -153,11 +154,26 @@ def _headers(state: ServerState, options: GenerationOptions, max_new_tokens: int
     if isinstance(source, Conversation) and source.reasoning_effort is not None and not _knows_effort(state):
         names.append("reasoning_effort")
     headers = {}
+    if isinstance(source, Conversation):
+        headers.update(template_notes(state, source.messages, source.template_variables))
     if names:
         headers["x-quire-ignored"] = _header_list(names)
     if options.stop.max_tokens is not None and max_new_tokens < options.stop.max_tokens:
         headers["x-quire-clamped"] = f"{options.stop.max_tokens_param}={max_new_tokens}"
     return headers
+
+
+def template_notes(
+    state: ServerState, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object]
+) -> dict[str, str]:
+    """The header that says what of a conversation the chat template does not name, if there is any."""
+    if state.prompts is None:
+        return {}
+    found = state.prompts.unnamed(messages, variables)
+    notes = [
+        f"the chat template does not name the {kind} {_header_list(names)}" for kind, names in found.items() if names
+    ]
+    return {"x-quire-notes": "; ".join(notes)} if notes else {}
 
 
 def _is_by_priority(state: ServerState) -> bool:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Self
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field, JsonValue, model_validator
 
+from quire_server.answering.prepare import template_notes
 from quire_server.errors import BadRequest, ModelNotFound
 from quire_server.http.body import LongList, json_body
 from quire_server.state import ServerState, state_of
@@ -58,13 +59,16 @@ class DetokenizeResponse(BaseModel):
 
 
 @router.post("/tokenize")
-async def tokenize(body: Annotated[TokenizeRequest, json_body(TokenizeRequest)], request: Request) -> TokenizeResponse:
+async def tokenize(
+    body: Annotated[TokenizeRequest, json_body(TokenizeRequest)], request: Request, response: Response
+) -> TokenizeResponse:
     state = state_of(request)
     _check_model(state, body.model)
     text = await _text(state, body)
     add_special_tokens = body.add_special_tokens
     if add_special_tokens is None:
         add_special_tokens = body.messages is None
+    response.headers.update(template_notes(state, body.messages or (), body.chat_template_kwargs))
     ids = await state.text.encode(text, add_special_tokens=add_special_tokens)
     return TokenizeResponse(
         count=len(ids),

@@ -25,6 +25,8 @@ _RESERVED = frozenset({
     "tokenizer", "tokenizer_kwargs", "conversation", "padding", "truncation", "max_length", "return_tensors",
     "return_dict", "return_assistant_tokens_mask", *SPECIAL_NAMES,
 })  # fmt: skip
+_USUAL_ROLES = frozenset({"system", "user", "assistant"})
+_OPTIONAL_FIELDS = ("tool_calls", "function_call")  # of messages; the text that they ask for is lost where not shown
 _PROBE = "Xq7probe"
 
 
@@ -32,7 +34,8 @@ class ChatTemplate:
     """One model's chat template. Safe to call from many threads; `render` blocks, so keep it off the event loop.
 
     Content given as text parts reaches a template that knows parts as they are; for others the parts are joined by
-    newlines, as vLLM does. A template that knows only parts gets text as one part. Null content is empty text.
+    newlines, as vLLM does. A template that knows only parts gets text as one part. Null content is empty text. The role
+    "developer" is the newer name of "system": a template that does not name it gets the older one.
     Templates write their special tokens themselves: encode the text without adding any.
     """
 
@@ -57,7 +60,8 @@ class ChatTemplate:
         self._idle: queue.LifoQueue[TemplateProcess] = queue.LifoQueue()
         for process in processes:
             self._idle.put(process)
-        names = _compiled(processes[-1])
+        names, words = _compiled(processes[-1])
+        self._words = frozenset(words)
         self.variables: frozenset[str] = frozenset(n for n in names if n not in _RESERVED and not n.startswith("_"))
         self._defaults = dict(default_kwargs or {})
         if unknown := self._defaults.keys() - self.variables:
@@ -72,7 +76,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         kwargs: Mapping[str, object] | None = None,
     ) -> str:
-        """The prompt's text. `kwargs` may set only variables that the template reads (`self.variables`).
+        """The prompt's text. Of `kwargs`, variables that the template does not read have no effect; see `unnamed`.
 
         With `continue_final_message` the text ends with the last message's content, its turn left open.
         Raises BadRequest for input the template refuses, fails on, or cannot render within its limits.
@@ -83,17 +87,30 @@ class ChatTemplate:
             raise BadRequest(
                 "continue_final_message and add_generation_prompt cannot both be true.", param="continue_final_message"
             )
-        if unknown := (kwargs or {}).keys() - self.variables:
-            raise BadRequest(
-                f"The chat template has no variable {_listed(unknown)}; it has: {_listed(self.variables) or 'none'}.",
-                param="chat_template_kwargs",
-            )
+        if reserved := [name for name in kwargs or {} if name in _RESERVED or name.startswith("_")]:
+            raise BadRequest(f"'chat_template_kwargs' cannot set {_listed(reserved)}.", param="chat_template_kwargs")
         chat = [self._plain(message, i) for i, message in enumerate(messages)]
         mark = f"Xq7{secrets.token_hex(8)} "
         if continue_final_message:
             _append_mark(chat[-1], mark)
-        text = self._run(chat, add_generation_prompt, {**self._defaults, **(kwargs or {})})
+        asked = {name: value for name, value in (kwargs or {}).items() if name in self.variables}
+        text = self._run(chat, add_generation_prompt, {**self._defaults, **asked})
         return _cut_at_mark(text, mark) if continue_final_message else text
+
+    def unnamed(
+        self, messages: Sequence[Mapping[str, object]], kwargs: Mapping[str, object]
+    ) -> dict[str, Sequence[str]]:
+        """What a request brings that the template does not name and so may not show: variables, roles and fields."""
+        roles = dict.fromkeys(str(self._role(message)) for message in messages)
+        return {
+            "variable": [name for name in kwargs if name not in self.variables],
+            "role": [role for role in roles if role not in _USUAL_ROLES and role not in self._words],
+            "field": [
+                name
+                for name in _OPTIONAL_FIELDS
+                if name not in self._words and any(message.get(name) for message in messages)
+            ],
+        }
 
     def close(self) -> None:
         """Ends the template processes; also done when the object or the interpreter goes away."""
@@ -147,7 +164,7 @@ class ChatTemplate:
 
     def _plain(self, message: Mapping[str, object], index: int) -> dict[str, object]:
         """A copy of the message in the form that this template reads."""
-        plain = dict(message)
+        plain = {**message, "role": self._role(message)}
         texts = _texts(message.get("content"), index)
         if isinstance(texts, list):
             plain["content"] = [_part(text) for text in texts] if self._takes_parts else "\n".join(texts)
@@ -161,17 +178,21 @@ class ChatTemplate:
             plain["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
         return plain
 
+    def _role(self, message: Mapping[str, object]) -> object:
+        role = message.get("role")
+        return "system" if role == "developer" and role not in self._words else role
 
-def _compiled(process: TemplateProcess) -> list[str]:
-    """Starts the process; the names that the template reads. Raises ModelLoadError."""
+
+def _compiled(process: TemplateProcess) -> tuple[list[str], list[str]]:
+    """Starts the process; the names that the template reads, and the words in it. Raises ModelLoadError."""
     try:
         reply = process.start()
     except ProcessDied as exc:
         raise ModelLoadError("the chat template could not be compiled within its limits") from exc
-    names = reply.get("variables")
-    if not isinstance(names, list):
+    names, words = reply.get("variables"), reply.get("words")
+    if not isinstance(names, list) or not isinstance(words, list):
         raise ModelLoadError(f"the chat template does not compile: {reply.get('message')}")
-    return names
+    return names, words
 
 
 def _stop_all(processes: Iterable[TemplateProcess]) -> None:

@@ -28,7 +28,10 @@ class TemplateProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> dict[str, object]:
-        """Starts the process and gives it the template; `variables` or `error` and `message`. Raises ProcessDied."""
+        """Starts the process and gives it the template; `variables` and `words`, or `error` and `message`.
+
+        Raises ProcessDied.
+        """
         self.stop()
         self._process = subprocess.Popen(
             # -P: this folder's modules must not shadow top-level ones of the process

@@ -71,11 +71,14 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-def compile_source(source: str) -> tuple[jinja2.Template, list[str]]:
-    """The template and the names it reads that the environment does not define."""
+def compile_source(source: str) -> tuple[jinja2.Template, list[str], list[str]]:
+    """The template, the names it reads that the environment does not define, and the fields and strings it names."""
     env = environment()
-    names = jinja2.meta.find_undeclared_variables(env.parse(source)) - env.globals.keys()
-    return env.from_string(source), sorted(names)
+    tree = env.parse(source)
+    words = {node.attr for node in tree.find_all(jinja2.nodes.Getattr)}
+    words |= {node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str)}
+    names = jinja2.meta.find_undeclared_variables(tree) - env.globals.keys()  # last: it folds lists into constants
+    return env.from_string(source), sorted(names), sorted(words)
 
 
 def render(template: jinja2.Template, variables: Mapping[str, object], max_chars: int) -> str:
@@ -121,8 +124,8 @@ def main(seconds: float, memory_bytes: int) -> None:
         try:
             request = json.loads(line)
             if template is None:
-                template, names = compile_source(request["source"])
-                reply = {"variables": names}
+                template, names, words = compile_source(request["source"])
+                reply = {"variables": names, "words": words}
             else:
                 reply = {"text": render(template, request["variables"], request["max_chars"])}
         except Exception as exc:  # MemoryError included: what the render held is free again by now

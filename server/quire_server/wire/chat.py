@@ -1,6 +1,6 @@
 """The wire models of POST /v1/chat/completions: the request, the reply and the chunks of a streamed reply.
 
-Promises: a valid request's messages are text only, each of a known role.
+Promises: a valid request's messages are text only; who may speak, and in which order, is the chat template's business.
 Must not know: chat templates, the model, how text is generated.
 """
 
@@ -19,7 +19,7 @@ from quire_server.wire.reply import FinishedBecause, PromptLogprobs, ReplyModel,
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
-_UNSUPPORTED_IN_MESSAGES = ("tool_calls", "function_call", "tool_call_id", "audio")
+_NEED_CONTENT = frozenset({"system", "developer", "user", "tool"})
 
 
 class TextPart(WireModel):
@@ -40,29 +40,39 @@ class TextPart(WireModel):
 
 
 class Message(WireModel):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
+    role: Annotated[str, Field(pattern=r"^[A-Za-z0-9_. -]{1,64}$")] = Field(
+        description="system, developer, user, assistant, tool, function, or another that the chat template knows"
+    )
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)] | None = Field(
+        None, description="needed from all but an assistant, a function and roles of the template's own"
+    )
     name: Annotated[str, Field(max_length=256)] | None = None
     reasoning: str | None = Field(None, description="of an assistant's earlier answer; for templates that use it")
     reasoning_content: str | None = Field(None, description="the older name of reasoning")
 
+    tool_calls: Annotated[list[dict[str, object]], Field(fail_fast=True, max_length=MAX_PARTS)] | None = Field(
+        None, description="of an assistant's earlier answer; for templates that show them"
+    )
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    function_call: dict[str, object] | None = Field(None, description="the older form of tool_calls")
+
     @model_validator(mode="after")
-    def _check_tools(self) -> Message:
-        for name in _UNSUPPORTED_IN_MESSAGES:
-            if (self.model_extra or {}).get(name) not in (None, []):
-                raise BadRequest(
-                    f"Messages with '{name}' are not supported.", param="messages", code="unsupported_parameter"
-                )
+    def _check_content(self) -> Message:
+        if self.content is None and self.role in _NEED_CONTENT:
+            raise ValueError(f"a message of the role '{self.role}' needs a content")
+        if (self.model_extra or {}).get("audio") is not None:
+            raise BadRequest("Messages with 'audio' are not supported.", param="messages", code="unsupported_parameter")
         return self
 
     def for_template(self) -> dict[str, object]:
-        """As templates expect a message. "developer" is the newer name of "system", which few templates know."""
+        """As templates expect a message."""
         content: object = self.content
         if isinstance(self.content, list):
             content = [{"type": "text", "text": part.text} for part in self.content]
-        message: dict[str, object] = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        if self.name is not None:
-            message["name"] = self.name
+        message: dict[str, object] = {"role": self.role, "content": content}
+        for name in ("name", "tool_calls", "tool_call_id", "function_call"):
+            if value := getattr(self, name):
+                message[name] = value
         reasoning = self.reasoning if self.reasoning is not None else self.reasoning_content
         if reasoning is not None:
             message["reasoning"] = reasoning

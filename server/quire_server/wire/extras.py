@@ -22,8 +22,8 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "documents": _EMPTY,
     "dry_multiplier": (None, 0, 0.0),
     "ebnf": _ABSENT,
-    "function_call": _ABSENT,
-    "functions": _ABSENT,
+    "function_call": (None, "none"),
+    "functions": _EMPTY,
     "grammar": _EMPTY,
     "guided_choice": _ABSENT,
     "guided_grammar": _ABSENT,
@@ -50,8 +50,8 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "structured_outputs": _ABSENT,
     "suffix": (None, ""),
     "thinking_token_budget": _ABSENT,
-    "tool_choice": _ABSENT,
-    "tools": _ABSENT,
+    "tool_choice": (None, "none"),
+    "tools": _EMPTY,
     "typical_p": (None, 1, 1.0),
     "use_beam_search": _OFF,
     "vllm_xargs": _EMPTY,
@@ -60,6 +60,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
 
 # Fields that are accepted without effect, with the values that ask for what is done anyway.
 IGNORED: Mapping[str, tuple[object, ...]] = {
+    "annotations": _EMPTY,
     "include_obfuscation": _OFF,
     "include_reasoning": (None, True),
     "parallel_tool_calls": (None, True),
@@ -77,6 +78,8 @@ _HINTS: Mapping[str, str] = {
     "functions": "tools are not supported, and this older form of them is not either",
     "modalities": "only text is generated",
     "response_format": "only {'type': 'text'} is supported",
+    "tool_choice": "tools are not, so it can only be 'none'",
+    "tools": "only an empty list of them is accepted",
     "suffix": "the model cannot fill in the middle of a text",
 }
 
