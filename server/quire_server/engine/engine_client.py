@@ -7,18 +7,15 @@ stream and step, and what a closed stream still runs is aborted at once. Must no
 from __future__ import annotations
 
 import asyncio
-import random
 import time
-from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire_engine.config import EnginePlan
 from quire_engine.types import EnginePort, GenerationRequest, StepOutput, TokenOutput
+from quire_server.engine.retry_line import RetryLine, SeatMeter
 from quire_server.errors import QueueFull
 from quire_server.metrics.metrics import Metrics
-
-LONGEST_RETRY_SECONDS = 120.0  # SDKs do not retry at all above this
-_DRAIN_WINDOW_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,31 +24,6 @@ class QueueLimits:
 
     max_sequences: int  # a request with n choices counts n
     max_prompt_tokens: int | None = None
-
-
-class DrainMeter:
-    """How fast accepted sequences finish, over the last seconds."""
-
-    def __init__(self) -> None:
-        self._finished: deque[tuple[float, int]] = deque()
-        self._count = 0
-
-    def finished(self, now: float, sequences: int) -> None:
-        self._finished.append((now, sequences))
-        self._count += sequences
-        self._trim(now)
-
-    def seconds_to_drain(self, now: float, sequences: int) -> float:
-        """Little's law: what is queued, over the rate at which places come free. One second when nothing is known."""
-        self._trim(now)
-        if not self._finished:
-            return 1.0
-        span = max(now - self._finished[0][0], 1.0)
-        return sequences * span / self._count
-
-    def _trim(self, now: float) -> None:
-        while self._finished and self._finished[0][0] < now - _DRAIN_WINDOW_SECONDS:
-            self._count -= self._finished.popleft()[1]
 
 
 class RequestStream:
@@ -114,7 +86,15 @@ class RequestStream:
 class EngineClient:
     """Admission, fan-out and statistics in front of one `EnginePort`."""
 
-    def __init__(self, port: EnginePort, *, plan: EnginePlan, limits: QueueLimits, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        port: EnginePort,
+        *,
+        plan: EnginePlan,
+        limits: QueueLimits,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.plan = plan
         self._port = port
         self._limits = limits
@@ -122,7 +102,9 @@ class EngineClient:
         self._streams: dict[str, RequestStream] = {}
         self._sequences = 0
         self._prompt_tokens = 0
-        self._drain = DrainMeter()
+        self._clock = clock
+        self._seats = SeatMeter(plan.scheduler.limits.max_num_seqs)
+        self._retry_line = RetryLine()
         self._idle = asyncio.Event()
         self._idle.set()
         port.on_step = self.on_step
@@ -140,14 +122,15 @@ class EngineClient:
         """Reserve a place and hand the request to the engine; its outputs go to `stream`. Raises QueueFull."""
         prompt_tokens = len(request.prompt_token_ids)
         if self._sequences + request.n > self._limits.max_sequences:
-            self._refuse("max_num_queued_reqs")
+            self._refuse("max_num_queued_reqs", request.n)
         limit = self._limits.max_prompt_tokens
         if limit is not None and self._streams and self._prompt_tokens + prompt_tokens > limit:
-            self._refuse("max_num_queued_tokens")
+            self._refuse("max_num_queued_tokens", request.n)
         stream.expect(request)
         self._streams[request.request_id] = stream
         self._sequences += request.n
         self._prompt_tokens += prompt_tokens
+        self._seats.observe(self._clock(), sequences=self._sequences)
         self._idle.clear()
         self._port.submit(request)
 
@@ -167,18 +150,15 @@ class EngineClient:
             return
         self._sequences -= request.n
         self._prompt_tokens -= len(request.prompt_token_ids)
-        self._drain.finished(time.monotonic(), request.n)
+        self._seats.observe(self._clock(), sequences=self._sequences, ended=request.n)
         if not finished:
             self._port.abort(request.request_id)
         if not self._streams:
             self._idle.set()
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse(self, reason: str, sequences: int) -> None:
         self._metrics.reject(reason)
-        running = self.plan.scheduler.limits.max_num_seqs
-        estimate = self._drain.seconds_to_drain(time.monotonic(), max(self._sequences - running, 1))
-        jitter = random.uniform(0.75, 1.25)  # spreads retries, secures nothing
-        raise QueueFull(
-            "the server is at capacity: its queue is full",
-            retry_after_seconds=min(max(estimate * jitter, 1.0), LONGEST_RETRY_SECONDS),
-        )
+        now = self._clock()
+        waiting = max(self._sequences - self.plan.scheduler.limits.max_num_seqs, 0)
+        wait = self._retry_line.wait(now, sequences=sequences, waiting=waiting, rate=self._seats.rate(now))
+        raise QueueFull("the server is at capacity: its queue is full", retry_after_seconds=wait)
