@@ -1,4 +1,4 @@
-"""Puts one running server together and takes it down again: the parts, the banner, the signals, the drain.
+"""Runs one server and takes it down again: the listener, the banner, the signals, the drain.
 
 Owns SIGTERM and SIGINT. Promises: a signal turns readiness to 503 at once and lets running work finish; a second one
 ends it; nothing it started is left. Must not know: routes, sampling, how the engine works.
@@ -13,24 +13,18 @@ import logging
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from quire_engine.config import EnginePlan
-from quire_engine.errors import ModelLoadError
 from quire_engine.memory_plan import plan_text
 from quire_engine.quality_store import quality_text
 from quire_server.app import create_app
-from quire_server.engine.engine_client import EngineClient, QueueLimits
-from quire_server.engine.supervisor import EngineState, Supervisor
+from quire_server.engine.supervisor import Supervisor
 from quire_server.http import listener
 from quire_server.http.listener import Listening
 from quire_server.logs import log_throughput
-from quire_server.metrics.metrics import Metrics
 from quire_server.settings import Settings
-from quire_server.state import ServerState
-from quire_server.text.prompt import ChatTemplate
-from quire_server.text.tokenizer import TextTokenizer
+from quire_server.state import ServerState, build_state
 
 log = logging.getLogger("quire")
 
@@ -39,7 +33,7 @@ async def serve(settings: Settings, supervisor: Supervisor, starting: asyncio.Ta
     """Serve until a signal (True) or until the engine is given up (False). Raises ConfigError and ModelLoadError."""
     sock = listener.bind(settings)
     with contextlib.closing(sock), _signals() as stop:
-        building = asyncio.create_task(_build_state(settings, supervisor, starting))
+        building = asyncio.create_task(build_state(settings, supervisor, starting))
         await _first(building, stop.asked)
         if not building.done():
             await _cancel(building)
@@ -67,50 +61,6 @@ async def serve(settings: Settings, supervisor: Supervisor, starting: asyncio.Ta
         finally:
             await _cancel(serving, stats)
     return not supervisor.dead.done()
-
-
-async def _build_state(settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan]) -> ServerState:
-    """Load the text half while the engine starts, then wait for the engine."""
-    tokenizer = await asyncio.to_thread(TextTokenizer.load, Path(settings.tokenizer or settings.model_path))
-    source = tokenizer.chat_template
-    if settings.chat_template is not None:
-        source = settings.chat_template.read_text(encoding="utf-8")
-    prompts: ChatTemplate | None = None
-    if source is not None:
-        prompts = await asyncio.to_thread(ChatTemplate, source, tokenizer, settings.default_chat_template_kwargs)
-    plan = await starting
-    if tokenizer.vocab_size > plan.vocab_size:
-        raise ModelLoadError(
-            f"the tokenizer knows {tokenizer.vocab_size} tokens, the model computes {plan.vocab_size};"
-            " they do not belong together"
-        )
-    names = settings.model_names
-    metrics = Metrics(
-        names[0], vllm_aliases=settings.enable_vllm_metric_names, max_model_len=plan.scheduler.max_model_len
-    )
-    metrics.observe_plan(plan)
-    supervisor.on_restart = metrics.engine_restarted
-    limits = QueueLimits(
-        max_sequences=plan.scheduler.limits.max_num_seqs + settings.max_num_queued_reqs,
-        max_prompt_tokens=settings.max_num_queued_tokens,
-    )
-    return ServerState(
-        settings=settings,
-        tokenizer=tokenizer,
-        prompts=prompts,
-        client=EngineClient(supervisor, plan=plan, limits=limits, metrics=metrics),
-        metrics=metrics,
-        model_names=names,
-        engine_trouble=lambda: _TROUBLE[supervisor.state],
-    )
-
-
-_TROUBLE = {  # without STARTING: nobody can ask before the engine has been ready
-    EngineState.READY: None,
-    EngineState.RESTARTING: "engine restarting",
-    EngineState.STOPPED: "engine stopped",
-    EngineState.DEAD: "engine dead",
-}
 
 
 async def _drain(settings: Settings, state: ServerState, supervisor: Supervisor, stop: _Stop) -> None:

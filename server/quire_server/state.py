@@ -1,26 +1,29 @@
-"""What every route of one running server shares.
+"""What every route of one running server shares, and how it is put together around an engine that starts.
 
-Promises: plain references with a known readiness; built by the serve command, read by routes.
-Must not know: how any of its parts was built, how they work.
+Promises: plain references with a known readiness, read by routes and by the offline API; the text half loads while the
+engine does. Must not know: routes, sockets, signals, how the parts work.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import cast
 
 from fastapi import Request
 
+from quire_engine.config import EnginePlan
+from quire_engine.errors import ModelLoadError
+from quire_server.engine.engine_client import EngineClient, QueueLimits
+from quire_server.engine.supervisor import EngineState, Supervisor
+from quire_server.metrics.metrics import Metrics
+from quire_server.settings import Settings
+from quire_server.text.prompt import ChatTemplate
 from quire_server.text.text_threads import TextThreads
-
-if TYPE_CHECKING:
-    from quire_server.engine.engine_client import EngineClient
-    from quire_server.metrics.metrics import Metrics
-    from quire_server.settings import Settings
-    from quire_server.text.prompt import ChatTemplate
-    from quire_server.text.tokenizer import TextTokenizer
+from quire_server.text.tokenizer import TextTokenizer
 
 
 def _engine_serves() -> str | None:
@@ -62,3 +65,52 @@ class ServerState:
 def state_of(request: Request) -> ServerState:
     """The state of the server that this request came to."""
     return cast(ServerState, request.app.state.quire)
+
+
+async def build_state(settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan]) -> ServerState:
+    """Load the text half while the engine starts, then wait for the engine. Raises ConfigError, ModelLoadError."""
+    tokenizer = await asyncio.to_thread(TextTokenizer.load, Path(settings.tokenizer or settings.model_path))
+    source = tokenizer.chat_template
+    if settings.chat_template is not None:
+        source = settings.chat_template.read_text(encoding="utf-8")
+    prompts: ChatTemplate | None = None
+    if source is not None:
+        prompts = await asyncio.to_thread(ChatTemplate, source, tokenizer, settings.default_chat_template_kwargs)
+    try:
+        plan = await starting
+        if tokenizer.vocab_size > plan.vocab_size:
+            raise ModelLoadError(
+                f"the tokenizer knows {tokenizer.vocab_size} tokens, the model computes {plan.vocab_size};"
+                " they do not belong together"
+            )
+    except BaseException:
+        if prompts is not None:  # its processes would live as long as the error's traceback
+            prompts.close()
+        raise
+    names = settings.model_names
+    metrics = Metrics(
+        names[0], vllm_aliases=settings.enable_vllm_metric_names, max_model_len=plan.scheduler.max_model_len
+    )
+    metrics.observe_plan(plan)
+    supervisor.on_restart = metrics.engine_restarted
+    limits = QueueLimits(
+        max_sequences=plan.scheduler.limits.max_num_seqs + settings.max_num_queued_reqs,
+        max_prompt_tokens=settings.max_num_queued_tokens,
+    )
+    return ServerState(
+        settings=settings,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        client=EngineClient(supervisor, plan=plan, limits=limits, metrics=metrics),
+        metrics=metrics,
+        model_names=names,
+        engine_trouble=lambda: _TROUBLE[supervisor.state],
+    )
+
+
+_TROUBLE = {  # without STARTING: nobody can ask before the engine has been ready
+    EngineState.READY: None,
+    EngineState.RESTARTING: "engine restarting",
+    EngineState.STOPPED: "engine stopped",
+    EngineState.DEAD: "engine dead",
+}

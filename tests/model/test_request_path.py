@@ -13,8 +13,8 @@ import pytest
 
 from quire_server.app import create_app
 from quire_server.engine.supervisor import Supervisor
-from quire_server.serving import _build_state
 from quire_server.settings import Settings
+from quire_server.state import build_state
 from support.call_trace import WHICH_TOKEN, Trace
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ async def walk(report: Path) -> Trace:
     settings = Settings(kv_memory="16MiB", max_num_seqs=4, num_threads=1)
     supervisor = Supervisor(settings.engine_config(), program=(sys.executable, str(TRACED), str(report)))
     starting = asyncio.create_task(supervisor.start())
-    state = await _build_state(settings, supervisor, starting)
+    state = await build_state(settings, supervisor, starting)
     app = create_app(state)
     body = json.dumps(BODY).encode()
     trace, frames, ended = Trace(aside=SERVER_ASIDE), 0, asyncio.Event()

@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import aclosing
-from dataclasses import replace
 from typing import Protocol
 
 from fastapi import Request
@@ -20,6 +18,7 @@ from quire_server.answering.generation import ChoiceDelta, Generation
 from quire_server.answering.options import GenerationOptions
 from quire_server.answering.prepare import Job, prepare
 from quire_server.answering.rendering import ReplyHead, fingerprint
+from quire_server.answering.whole import collect
 from quire_server.http.disconnect import unless_client_gone
 from quire_server.http.sse import EventStream
 from quire_server.state import state_of
@@ -60,7 +59,7 @@ async def answer(request: Request, options: GenerationOptions, renderer: type[Re
             headers=job.headers,
             keep_alive_seconds=state.settings.sse_keep_alive_interval,
         )
-    choices = await unless_client_gone(request, _collect(generation))
+    choices = await unless_client_gone(request, collect(generation))
     return Response(rendering.body(choices), media_type="application/json", headers=job.headers)
 
 
@@ -74,21 +73,3 @@ def _log(job: Job, request_id: str) -> None:
             request.sampling,
             extra={"request_id": request_id},
         )
-
-
-async def _collect(generation: Generation) -> list[ChoiceDelta]:
-    """Every choice whole, in order of their index."""
-    whole: dict[int, ChoiceDelta] = {}
-    texts: dict[int, list[str]] = {}
-    async with aclosing(generation.deltas()) as wakes:
-        async for deltas in wakes:
-            for delta in deltas:
-                known = whole.setdefault(delta.index, delta)
-                texts.setdefault(delta.index, []).append(delta.text)
-                if known is not delta:
-                    known.token_ids += delta.token_ids
-                    known.logprobs += delta.logprobs
-                    known.offsets += delta.offsets
-                    known.finish_reason = delta.finish_reason
-                    known.stop_reason = delta.stop_reason
-    return [replace(whole[index], text="".join(texts[index])) for index in sorted(whole)]
