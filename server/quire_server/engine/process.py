@@ -25,6 +25,7 @@ log = logging.getLogger("quire.supervisor")
 
 _SOCKET_BUFFER_BYTES = 4 << 20
 _WATCH_SECONDS = 1.0
+_REAP_SECONDS = 0.005
 _SECONDS_FOR_STACKS = 0.5  # from the signal that prints them to the kill
 
 
@@ -113,12 +114,15 @@ class EngineProcess(asyncio.Protocol):
                 return
 
     async def reap(self, *, grace_seconds: float) -> None:
-        """Wait for the process to end, by force after `grace_seconds`. Idempotent, also after a call was cancelled."""
-        try:
-            await asyncio.to_thread(self._child.wait, grace_seconds)
-        except subprocess.TimeoutExpired:
-            self._kill()
-            await asyncio.to_thread(self._child.wait)
+        """Wait for the process to end, by force after `grace_seconds`. Idempotent, also after a call was cancelled.
+
+        Looks again and again instead of waiting in a thread: when an interpreter ends, none can be started any more.
+        """
+        deadline = time.monotonic() + grace_seconds
+        while self._child.poll() is None:
+            if not self._killed_by_us and time.monotonic() >= deadline:
+                self._kill()
+            await asyncio.sleep(_REAP_SECONDS)
         if self._transport is not None:
             self._transport.close()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from os import getpid
 from pathlib import Path
 
 _SCRIPT = Path(__file__).with_name("template_worker.py")
@@ -26,6 +27,7 @@ class TemplateProcess:
         self._source = source
         self._time_limit = time_limit
         self._process: subprocess.Popen[bytes] | None = None
+        self._owner = getpid()
 
     def start(self) -> dict[str, object]:
         """Starts the process and gives it the template; `variables` and `words`, or `error` and `message`.
@@ -54,7 +56,8 @@ class TemplateProcess:
     def stop(self) -> None:
         """Kills the process, if it runs, and waits for its end."""
         process, self._process = self._process, None
-        if process is not None:
+        # A fork of ours ends with a copy of this object; the process is its parent's, and it would wait for ever.
+        if process is not None and getpid() == self._owner:
             process.kill()
             process.communicate()
 
