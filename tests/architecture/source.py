@@ -13,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
+    "quire": ROOT / "server",
     "quire_server": ROOT / "server",
     "quire_engine": ROOT / "engine",
     "quire_kernels": ROOT / "kernels",

@@ -39,7 +39,8 @@ def test_every_path_in_the_text_exists():
 
 
 def test_every_folder_of_the_code_is_on_the_map():
-    folders = {"server/quire_server", "kernels/quire_kernels", "kernels/csrc", "benchmarks", "configs", "tests"}
+    folders = {"server/quire", "server/quire_server", "kernels/quire_kernels", "kernels/csrc"}
+    folders |= {"benchmarks", "configs", "tests"}
     folders |= {
         f"engine/quire_engine/{path.name}"
         for path in (ROOT / "engine/quire_engine").iterdir()

@@ -16,7 +16,7 @@ ONLY_IN = {
     "uvicorn": ("quire_server.http",),
     "uvloop": ("quire_server.http",),
     "httptools": ("quire_bench",),
-    "rich": ("quire_bench", "quire_server.commands"),
+    "rich": ("quire_bench", "quire_server.commands", "quire.progress"),
     "matplotlib": ("quire_bench",),
     "anyio": ("quire_server",),
     "pydantic": ("quire_server",),
@@ -100,7 +100,11 @@ def test_packages_point_one_way():
     for module in [*of("quire_server"), *of("quire_bench")]:
         assert not any(within(name, ("quire_kernels",)) for name in imports(module)), module
     for module in of("quire_server"):
-        assert not any(within(name, ("quire_bench",)) for name in imports(module)), module
+        assert not any(within(name, ("quire_bench", "quire")) for name in imports(module)), module
+    for module in of("quire"):
+        assert not any(within(name, ("quire_kernels", "quire_bench")) for name in imports(module)), module
+    for module in [*of("quire_kernels"), *of("quire_engine"), *of("quire_bench")]:
+        assert not any(within(name, ("quire",)) for name in imports(module)), module
 
 
 def test_third_party_packages_stay_where_they_belong():
@@ -156,7 +160,7 @@ def test_block_ids_go_through_the_allocator():
 
 def test_the_server_sees_the_engines_contract_only():
     """The files at the top of the engine's package, what ships with it, and for the supervisor the frames."""
-    for module in [*of("quire_server"), *of("quire_bench")]:
+    for module in [*of("quire_server"), *of("quire_bench"), *of("quire")]:
         for name in imports(module):
             if within(name, ("quire_engine.process",)):
                 assert within(module, ("quire_server.engine",)), f"{module} speaks the engine's frames"

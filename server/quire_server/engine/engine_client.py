@@ -114,6 +114,11 @@ class EngineClient:
         """Accepted and unfinished requests."""
         return len(self._streams)
 
+    @property
+    def max_sequences(self) -> int:
+        """Choices that may be accepted and unfinished at once."""
+        return self._limits.max_sequences
+
     async def wait_idle(self) -> None:
         """Until no accepted request is unfinished."""
         await self._idle.wait()

@@ -1,0 +1,11 @@
+"""The model without a server: `from quire import LLM, SamplingParams`, then `LLM(model=...).generate(prompts)`.
+
+Promises: the names and shapes that scripts written for vLLM use, and the tokens that the server would give.
+Must not know: torch, which the engine process alone loads.
+"""
+
+from quire.llm import LLM
+from quire.outputs import CompletionOutput, Logprob, RequestOutput
+from quire.sampling_params import SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]

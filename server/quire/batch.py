@@ -1,0 +1,64 @@
+"""Many requests through one engine: all checked first, then run together, with as many under way as the queue takes.
+
+Promises: outputs in the order of the requests; nothing runs unless every request passes its checks; when one fails or
+the call is cancelled, the others are aborted. Must not know: threads, processes, how requests were written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+
+from quire.outputs import RequestOutput, request_output
+from quire_server.answering.generation import Generation
+from quire_server.answering.options import GenerationOptions
+from quire_server.answering.prepare import Job, prepare
+from quire_server.answering.whole import collect
+from quire_server.errors import BadRequest
+from quire_server.state import ServerState
+
+
+async def prepare_all(state: ServerState, requests: Sequence[GenerationOptions]) -> list[Job]:
+    """A job of one prompt for each request. Raises ValueError, saying which of several prompts is wrong."""
+    jobs = []
+    for number, options in enumerate(requests):
+        try:
+            jobs.append(await prepare(state, options))
+        except BadRequest as error:
+            where = f"prompt {number}: " if len(requests) > 1 else ""
+            raise ValueError(f"{where}{error.message}") from None
+    if ignored := {name for options in requests for name in options.ignored}:
+        warnings.warn(f"without effect: {', '.join(sorted(ignored))}", stacklevel=2)
+    return jobs
+
+
+async def run_all(
+    state: ServerState, jobs: Sequence[Job], ids: Iterator[int], on_finished: Callable[[RequestOutput], None]
+) -> list[RequestOutput]:
+    """Every job's output; `on_finished` hears of each as it ends. Raises EngineFailed."""
+    outputs: dict[int, RequestOutput] = {}
+    # The engine holds what it is given; thousands of prompts wait here, where they cost it nothing.
+    places = asyncio.Semaphore(state.client.max_sequences)
+
+    async def run(number: int, job: Job, request_id: str) -> None:
+        try:
+            generation = Generation(
+                job.requests, job.text, tokenizer=state.tokenizer, client=state.client, metrics=state.metrics
+            )
+            choices = await collect(generation)
+            outputs[number] = request_output(request_id, job, generation, choices, tokenizer=state.tokenizer)
+        finally:
+            for _ in range(job.options.sampling.n):
+                places.release()
+        on_finished(outputs[number])
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for number, job in enumerate(jobs):
+                for _ in range(job.options.sampling.n):
+                    await places.acquire()
+                group.create_task(run(number, job, str(next(ids))))
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [outputs[number] for number in range(len(jobs))]

@@ -1,0 +1,139 @@
+"""`LLM`: a model in this script, without a server.
+
+Promises: the same tokens and texts as the server gives for the same requests, by the same code; ValueError for what
+cannot work, before anything runs; RuntimeError when the engine fails. Must not know: how any part does its work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+from quire.batch import prepare_all, run_all
+from quire.engine_settings import as_arguments, engine_settings
+from quire.engine_thread import EngineThread
+from quire.outputs import RequestOutput
+from quire.progress import progress
+from quire.prompts import Conversation, Prompt, chats, completions, conversation_list, params_for, prompt_list
+from quire.sampling_params import SamplingParams
+from quire_engine.errors import ConfigError, ModelLoadError, QuireError
+from quire_server.answering.options import GenerationOptions
+from quire_server.errors import ApiError, BadRequest
+from quire_server.state import ServerState
+
+
+class LLM:
+    """A loaded model. The engine is a child process that ends with `close`, with this object or with the script.
+
+    Calls from several threads take turns. The prompts of a call are batched continuously, as a server's requests are.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], *, tensor_parallel_size: int = 1, **settings: object) -> None:
+        """Load the checkpoint in a directory, or the embedded "quire-demo".
+
+        `settings` are those of `quire serve` for the model, its memory and its schedule, by their names: dtype,
+        quantization, max_model_len, seed, gpu_memory_utilization, max_num_seqs and so on. Raises TypeError for other
+        names, ValueError for what cannot work, RuntimeError when the engine does not start.
+        """
+        checked = engine_settings(model, tensor_parallel_size, settings)
+        self._thread = EngineThread()
+        # Runs once: by `close`, when this object is garbage, or at the interpreter's end.
+        self._finalizer = weakref.finalize(self, self._thread.close)
+        self._ids = itertools.count()
+        try:
+            with _plain_errors():
+                self._work = _Work(self._thread.call(self._thread.open(checked)))
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue each prompt: one, or a list of texts, token ids or both. Outputs are in the order of the prompts.
+
+        `sampling_params` are for all prompts, or a list with one for each. `use_tqdm` shows a progress bar on stderr.
+        """
+        plain = prompt_list(prompts)
+        return self._run(completions(plain, params_for(len(plain), sampling_params)), use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer each conversation, through the model's chat template. One conversation gives a list of one output.
+
+        The template opens the assistant's turn unless `continue_final_message` leaves the last message's open.
+        """
+        if not self._work.can_chat:
+            raise ValueError("this model has no chat template; use generate")
+        conversations = conversation_list(messages)
+        params = params_for(len(conversations), sampling_params)
+        with _plain_errors():
+            requests = chats(
+                conversations,
+                params,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+        return self._run(requests, use_tqdm=use_tqdm)
+
+    def close(self) -> None:
+        """End the engine process. Idempotent; every later call raises RuntimeError."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, requests: Sequence[GenerationOptions], *, use_tqdm: bool) -> list[RequestOutput]:
+        with _plain_errors(), progress(len(requests), shown=use_tqdm) as on_finished:
+            return self._thread.call(self._work.run(requests, self._ids, on_finished))
+
+
+class _Work:
+    """What runs on the loop. It must not hold the LLM, whose end is noticed when nothing holds it."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._turn = asyncio.Lock()
+        self.can_chat = state.prompts is not None
+
+    async def run(
+        self, requests: Sequence[GenerationOptions], ids: Iterator[int], on_finished: Callable[[RequestOutput], None]
+    ) -> list[RequestOutput]:
+        async with self._turn:
+            jobs = await prepare_all(self._state, requests)
+            return await run_all(self._state, jobs, ids, on_finished)
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Errors as Python's own, whose names need no import: of what was asked ValueError, of the engine RuntimeError."""
+    try:
+        yield
+    except (BadRequest, ConfigError, ModelLoadError) as error:
+        raise ValueError(as_arguments(str(error))) from None
+    except (ApiError, QuireError) as error:
+        raise RuntimeError(str(error)) from None

@@ -1,0 +1,103 @@
+"""What `LLM.generate` and `LLM.chat` return, in the shapes that users of vLLM know.
+
+Promises: plain values; log-probabilities by token id, as the server's `prompt_logprobs` show them.
+Must not know: how tokens are made, HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire_engine.types import TokenLogprobs
+from quire_server.answering.generation import ChoiceDelta, ChoiceFinish, Generation
+from quire_server.answering.prepare import Job
+from quire_server.text.logprobs import LogprobFormat
+from quire_server.text.tokenizer import TextTokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprob:
+    """One token that could have stood at a position."""
+
+    logprob: float  # natural logarithm; -9999 for minus infinity
+    rank: int  # 1 is the most likely
+    decoded_token: str
+
+
+PositionLogprobs = dict[
+    int, Logprob
+]  # by token id: the token that is there and as many of the most likely as asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """One of a prompt's `n` continuations."""
+
+    index: int
+    text: str
+    token_ids: list[int]  # with the stop token, if one ended it
+    cumulative_logprob: float | None  # None where no log-probabilities were asked for
+    logprobs: list[PositionLogprobs] | None  # one per token id
+    finish_reason: ChoiceFinish
+    stop_reason: str | int | None  # the stop string or stop token id; None for the end-of-text token
+
+    def finished(self) -> bool:
+        """Always: nothing is returned before it is whole."""
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """A prompt with its continuations."""
+
+    request_id: str  # the number of the prompt among all that this LLM was given
+    prompt: str | None  # None where token ids were given; of a conversation what the chat template made of it
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[PositionLogprobs | None] | None  # one per prompt token, None for the first
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int  # of the prompt, whose KV cache was there already
+    finished: bool = True
+
+
+def request_output(
+    request_id: str, job: Job, generation: Generation, choices: Sequence[ChoiceDelta], *, tokenizer: TextTokenizer
+) -> RequestOutput:
+    """The output of a job of one prompt from its whole choices."""
+    sampling = job.options.sampling
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    if sampling.num_prompt_logprobs is not None:
+        prompt_logprobs = _positions(generation.prompt_logprobs.get(0, ()), sampling.num_prompt_logprobs, tokenizer)
+    return RequestOutput(
+        request_id=request_id,
+        prompt=job.prompt_texts[0] if job.prompt_texts else None,
+        prompt_token_ids=list(job.requests[0].prompt_token_ids),
+        prompt_logprobs=prompt_logprobs,
+        outputs=[_completion(choice, sampling.num_logprobs, tokenizer) for choice in choices],
+        num_cached_tokens=generation.usage.cached_tokens,
+    )
+
+
+def _completion(choice: ChoiceDelta, num_logprobs: int | None, tokenizer: TextTokenizer) -> CompletionOutput:
+    if choice.finish_reason is None:
+        raise ValueError(f"choice {choice.index} has not ended")
+    logprobs = None if num_logprobs is None else _positions(choice.logprobs, num_logprobs, tokenizer)
+    return CompletionOutput(
+        index=choice.index,
+        text=choice.text,
+        token_ids=choice.token_ids,
+        cumulative_logprob=None if num_logprobs is None else sum(each.logprob for each in choice.logprobs),
+        logprobs=None if logprobs is None else [position for position in logprobs if position is not None],
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+    )
+
+
+def _positions(
+    positions: Sequence[TokenLogprobs | None], num_top: int, tokenizer: TextTokenizer
+) -> list[PositionLogprobs | None]:
+    shown = LogprobFormat(tokenizer, names_are_ids=False).prompt(positions, num_top)
+    return [
+        None if entries is None else {int(token_id): Logprob(**entry) for token_id, entry in entries.items()}
+        for entries in shown
+    ]

@@ -1,0 +1,68 @@
+"""`SamplingParams`: what is asked of each continuation, with the names and defaults of vLLM's.
+
+Promises: one that exists has passed the checks of the server's own request model, so that both refuse the same values.
+Must not know: the model, how tokens are chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+from quire_server.answering.options import GenerationOptions
+from quire_server.errors import BadRequest
+from quire_server.http.body import validate
+from quire_server.wire.completions import CompletionRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How continuations are chosen and where they end. Raises ValueError for values that are not supported.
+
+    An argument that is not here is a TypeError. What depends on the model, such as token ids, is checked at its use.
+    """
+
+    n: int = 1
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 and -1 are off
+    min_p: float = 0.0
+    seed: int | None = None  # None: the LLM's, else random
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None  # of a single token each
+    max_tokens: int | None = 16  # None: all that fits
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None  # k: of the chosen token and of the k most likely ones
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None  # keep only the prompt's last ones; -1: what leaves room for the answer
+
+    def __post_init__(self) -> None:
+        try:
+            self.options()
+        except BadRequest as error:
+            raise ValueError(error.message) from None
+
+    def options(self) -> GenerationOptions:
+        """The neutral request of these parameters, its prompt still to be put in. Raises BadRequest."""
+        request = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+        options = validate(CompletionRequest, {"prompt": "", **request}).options()
+        # Completions generate 16 tokens when not told; here that is the default, and None says "all that fits".
+        return replace(options, stop=replace(options.stop, default_max_tokens=None))
+
+
+def _plain(value: object) -> object:
+    """A value as JSON would bring it."""
+    if isinstance(value, Mapping):
+        return {str(key): item for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return list(value)
+    return value
