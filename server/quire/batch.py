@@ -30,6 +30,8 @@ async def prepare_all(state: ServerState, requests: Sequence[GenerationOptions])
             raise ValueError(f"{where}{error.message}") from None
     if ignored := {name for options in requests for name in options.ignored}:
         warnings.warn(f"without effect: {', '.join(sorted(ignored))}", stacklevel=2)
+    for note in sorted({job.headers["x-quire-notes"] for job in jobs if "x-quire-notes" in job.headers}):
+        warnings.warn(note, stacklevel=2)
     return jobs
 
 

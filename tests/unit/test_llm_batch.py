@@ -92,6 +92,18 @@ async def test_one_bad_prompt_is_named_before_anything_runs() -> None:
     assert engine.submitted == []
 
 
+async def test_what_the_chat_template_does_not_name_is_warned_of() -> None:
+    requests = chats(
+        [[{"role": "user", "content": "Hello"}]],
+        [SamplingParams()],
+        add_generation_prompt=None,
+        continue_final_message=False,
+        chat_template_kwargs={"mood": "sunny"},
+    )
+    with pytest.warns(UserWarning, match="the chat template does not name the variable mood"):
+        await prepare_all(make_state(), requests)
+
+
 async def test_what_has_no_effect_is_warned_of() -> None:
     state = make_state()
     message = {"role": "user", "content": "Hello", "mood": "sunny"}
