@@ -10,7 +10,7 @@ from itertools import count, pairwise
 from unittest.mock import Mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire_engine.types import EngineStats, GenerationRequest, SamplingParams, StepOutput, StopParams, TokenOutput
@@ -20,7 +20,7 @@ from quire_server.errors import QueueFull
 from support.fakes import make_plan
 
 SDK_RETRIES = 2
-MOST = 0.88  # of a burst that the seats can serve within 45 seconds
+NUM_BURSTS = 200
 
 
 class World:
@@ -104,25 +104,26 @@ async def burst(
     return world, (world.served - seats - queue) / too_many
 
 
-@settings(deadline=None, max_examples=40)
-@given(
-    seats=st.sampled_from([1, 4, 8, 16]),
-    queue=st.integers(4, 64),
-    service=st.floats(0.1, 6.0),
-    seconds=st.floats(0.5, 45.0),
-    before=st.sampled_from([0, 3]),
-    seed=st.integers(0, 2**16),
-)
-def test_two_retries_carry_most_of_a_burst_through(
-    *, seats: int, queue: int, service: float, seconds: float, before: int, seed: int
-) -> None:
-    seconds = min(seconds, 400 * service / seats)  # a burst of a few hundred will do
-    world, share = asyncio.run(
-        burst(seats=seats, queue=queue, service=service, seconds=seconds, before=before, seed=seed)
-    )
-    too_many = max(int(seats * seconds / service), 1)
-    assert round(share * too_many) >= MOST * too_many - 1  # of three, one that is late is a third
-    assert all(LEAST_SECONDS <= wait <= LONGEST_SECONDS + 0.001 for wait in world.waits)
+def test_two_retries_carry_most_of_a_burst_through() -> None:
+    """Over many servers and bursts. Of a burst of two or three all may be late at once: no rule for each."""
+    dice, shares = random.Random(0), []
+    for _ in range(NUM_BURSTS):
+        seats, service = dice.choice([1, 4, 8, 16]), dice.uniform(0.1, 6.0)
+        seconds = min(dice.uniform(0.5, 45.0), 400 * service / seats)  # a burst of a few hundred will do
+        world, share = asyncio.run(
+            burst(
+                seats=seats,
+                queue=dice.randint(4, 64),
+                service=service,
+                seconds=seconds,
+                before=dice.choice([0, 3]),
+                seed=dice.randrange(1 << 16),
+            )
+        )
+        assert all(LEAST_SECONDS <= wait <= LONGEST_SECONDS + 0.001 for wait in world.waits)
+        shares.append(share)
+    assert sum(shares) / len(shares) > 0.99
+    assert sorted(shares)[len(shares) // 20] > 0.94  # of 19 bursts in 20
 
 
 def test_nearly_all_of_usual_bursts_come_through() -> None:
