@@ -23,7 +23,8 @@ class Computing(Protocol):
 class ThreadedRunner:
     """An executor with up to two steps in flight: one that is computed, one that waits for its tokens.
 
-    It gains where cores are left beside those that compute. The kernels give up the interpreter's lock while they run.
+    The kernels give up the interpreter's lock while they run, but both threads need it between them: on two cores that
+    cost more than it gained (benchmarks/RESULTS.md), so it serves only where it is asked for.
     """
 
     max_in_flight = 2
