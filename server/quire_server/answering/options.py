@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +19,7 @@ class Conversation:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_variables: Mapping[str, object] = field(default_factory=dict)
-    reasoning_effort: str | None = None  # one more variable, without effect where the template does not know it
+    tools: Sequence[Mapping[str, object]] = ()  # as templates expect them: {"type": "function", "function": {...}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,45 @@ class StopOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, object] | None = None  # a JSON schema; None: whatever the model writes
+    strict: bool = False  # the arguments must follow the schema, whatever the model would write
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolOptions:
+    """What may be called, and whether it must be."""
+
+    tools: tuple[Tool, ...]
+    choice: Literal["auto", "none", "required", "function"] = "auto"
+    function: str | None = None  # the one that must be called, with the choice "function"
+    parallel: bool = True  # several calls in one reply
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Structure:
+    """What the answer's text must obey."""
+
+    kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+    value: str = ""  # the schema as JSON, the regular expression, a JSON list of texts, or the grammar's text
+    param: str = "response_format"  # what the dialect calls it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningOptions:
+    """What the model may think before it answers, where it can."""
+
+    effort: str | None = None  # for chat templates that have such a variable
+    max_tokens: int | None = None  # after as many the block is ended
+    max_tokens_param: str = "max_reasoning_tokens"
+    show: bool = True  # the thoughts are part of the reply
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyOptions:
     """What the reply shows, and how it comes."""
 
@@ -92,5 +132,8 @@ class GenerationOptions:
     sampling: SamplingOptions = SamplingOptions()
     stop: StopOptions = StopOptions()
     reply: ReplyOptions = ReplyOptions()
+    tools: ToolOptions | None = None
+    structure: Structure | None = None  # None: any text
+    reasoning: ReasoningOptions = ReasoningOptions()
     priority: int = 0  # lower is earlier, under the priority policy
     ignored: tuple[str, ...] = ()  # names of fields that were accepted without effect

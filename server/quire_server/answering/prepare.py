@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from quire_engine.types import GenerationRequest
 from quire_server.answering.generation import TextOptions
-from quire_server.answering.options import Conversation, GenerationOptions, PromptOptions
+from quire_server.answering.options import Conversation, GenerationOptions
 from quire_server.answering.sampling import ModelLimits, resolve_sampling, resolve_stop, with_seed
 from quire_server.errors import BadRequest, ModelNotFound, NotReady
 from quire_server.state import ServerState
@@ -94,7 +94,7 @@ async def _encode_prompts(
     """
     source = options.prompt.source
     if isinstance(source, Conversation):
-        source = [await _render(state, source, options.prompt)]
+        source = [await _render(state, source, options)]
     prompts: list[Sequence[int]] = []
     texts: list[str] = []
     for prompt in source:
@@ -118,10 +118,10 @@ async def _encode_prompts(
     return prompts, texts
 
 
-async def _render(state: ServerState, conversation: Conversation, prompt: PromptOptions) -> str:
+async def _render(state: ServerState, conversation: Conversation, options: GenerationOptions) -> str:
     variables = dict(conversation.template_variables)
-    if conversation.reasoning_effort is not None and _knows_effort(state):
-        variables.setdefault("reasoning_effort", conversation.reasoning_effort)
+    if options.reasoning.effort is not None and _knows_effort(state):
+        variables.setdefault("reasoning_effort", options.reasoning.effort)
     text = await state.text.render(
         conversation.messages,
         add_generation_prompt=conversation.add_generation_prompt,
@@ -129,7 +129,7 @@ async def _render(state: ServerState, conversation: Conversation, prompt: Prompt
         kwargs=variables,
     )
     if text is None:
-        raise BadRequest("This model has no chat template; use /v1/completions.", param=prompt.param)
+        raise BadRequest("This model has no chat template; use /v1/completions.", param=options.prompt.param)
     return text
 
 
@@ -151,7 +151,7 @@ def _headers(state: ServerState, options: GenerationOptions, max_new_tokens: int
     if options.priority and not _is_by_priority(state):
         names.append("priority")
     source = options.prompt.source
-    if isinstance(source, Conversation) and source.reasoning_effort is not None and not _knows_effort(state):
+    if options.reasoning.effort is not None and not _knows_effort(state):
         names.append("reasoning_effort")
     headers = {}
     if isinstance(source, Conversation):

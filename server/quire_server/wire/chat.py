@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from quire_server.answering.options import Conversation, GenerationOptions
+from quire_server.answering.options import Conversation, GenerationOptions, ReasoningOptions
 from quire_server.errors import BadRequest
 from quire_server.wire.common import GenerationFields, LogprobCount, TokenCount, WireModel
 from quire_server.wire.extras import review_extras
@@ -125,8 +125,8 @@ class ChatCompletionRequest(GenerationFields):
                 else self.add_generation_prompt,
                 continue_final_message=continues,
                 template_variables=self.chat_template_kwargs or {},
-                reasoning_effort=self.reasoning_effort,
             ),
+            reasoning=ReasoningOptions(effort=self.reasoning_effort),
             source_param="messages",
             add_special_tokens=bool(self.add_special_tokens),  # templates write them
             max_tokens=max_tokens,

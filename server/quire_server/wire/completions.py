@@ -10,7 +10,7 @@ from typing import Annotated, Literal, cast
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from quire_server.answering.options import GenerationOptions
+from quire_server.answering.options import GenerationOptions, ReasoningOptions
 from quire_server.errors import BadRequest
 from quire_server.wire.common import MAX_LOGPROBS, MAX_PROMPTS, MAX_SEQUENCES, GenerationFields, LogprobCount
 from quire_server.wire.options import generation_options, review
@@ -102,6 +102,7 @@ class CompletionRequest(GenerationFields):
             num_prompt_logprobs=num_prompt_logprobs,
             echo=bool(self.echo),
             ignored=ignored,
+            reasoning=ReasoningOptions(),
         )
 
 

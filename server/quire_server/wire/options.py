@@ -13,6 +13,7 @@ from quire_server.answering.options import (
     Conversation,
     GenerationOptions,
     PromptOptions,
+    ReasoningOptions,
     ReplyOptions,
     SamplingOptions,
     StopOptions,
@@ -52,6 +53,7 @@ def generation_options(
     num_prompt_logprobs: int | None,
     echo: bool,
     ignored: Iterable[str],
+    reasoning: ReasoningOptions,
 ) -> GenerationOptions:
     """The neutral request of `fields` and of what its endpoint says in its own way."""
     stream = fields.stream_options
@@ -105,6 +107,7 @@ def generation_options(
             and stream.include_usage is not False,
             **_given(skip_special_tokens=fields.skip_special_tokens),
         ),
+        reasoning=reasoning,
         model=fields.model,
         ignored=tuple(dict.fromkeys(ignored)),
         **_given(priority=fields.priority),
