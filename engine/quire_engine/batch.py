@@ -36,7 +36,7 @@ class ScheduledSequence:
     choice: int
     run: int = 0  # how often its group had been preempted: a result of an earlier run is void
     prompt_token_ids: tuple[int, ...]  # the whole prompt
-    output_token_ids: tuple[int, ...]  # all that is known, where `sampling.has_penalties`; else none
+    output_token_ids: tuple[int, ...]  # all that is known, where `sampling.reads_output`; else none
     token_ids: tuple[int, ...]  # the slice's, of prompt and output
     start: int
     block_ids: tuple[int, ...]

@@ -26,6 +26,7 @@ class EngineConfig:
     """What the operator asked for; `None` and "auto" are resolved by `build` into an `EnginePlan`."""
 
     model: str  # a directory
+    tokenizer: str = ""  # a directory with tokenizer.json, for grammars; empty: the model's
     device: Device = "auto"
     dtype: DType = "auto"
     kernels: KernelChoice = "auto"

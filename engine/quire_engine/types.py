@@ -15,6 +15,20 @@ WaitReason = Literal["kv", "slots", "budget"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkingParams:
+    """How long a choice may think: a block of its output, which is ended for it when it is too long.
+
+    The block begins with `start_ids`, or has begun where the prompt ends (`is_open`). After `max_tokens` tokens inside
+    of it `end_ids` are forced one by one. What the block contains follows from the output's tokens alone.
+    """
+
+    end_ids: tuple[int, ...]
+    start_ids: tuple[int, ...] = ()
+    is_open: bool = False
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one token is chosen from a row of logits. Resolved and validated by the server.
 
@@ -34,6 +48,8 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     banned_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0  # stop token ids are masked before this many generated tokens
+    grammar: str = ""  # Lark text of llguidance, which the whole output obeys; empty: none
+    thinking: ThinkingParams | None = None
     num_logprobs: int | None = None  # None: none; k: the chosen token and the k most likely
     num_prompt_logprobs: int | None = None  # same, for prompt tokens; disables prefix-cache reads
 
@@ -43,8 +59,13 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the tokens that are there already change what is chosen."""
+        """Whether it matters how often a token is there already."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def reads_output(self) -> bool:
+        """Whether the tokens that are there already change what is chosen: the host has to know all of them."""
+        return self.has_penalties or bool(self.grammar) or self.thinking is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

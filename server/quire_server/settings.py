@@ -260,6 +260,7 @@ class Settings(BaseSettings):
         """What the engine is asked for; it resolves the rest against the model and the machine."""
         return EngineConfig(
             model=str(self.model_path),
+            tokenizer=self.tokenizer or "",
             device=self.device,
             dtype=self.dtype,
             kernels=self.kernels,

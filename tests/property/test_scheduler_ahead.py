@@ -79,7 +79,7 @@ class Ahead:
             penalty=float(self.penalties and dice.random() < 0.5),
         )
         wanted = shrunk_to_fit(self.config, wanted)
-        if wanted.sampling.has_penalties and dice.random() < 0.5:  # the batch says what it resumes with
+        if wanted.sampling.reads_output and dice.random() < 0.5:  # the batch says what it resumes with
             resumed = tuple((0,) * dice.randint(0, 6) for _ in range(wanted.n))
             wanted = truly_resumed(dataclasses.replace(wanted, resumed_token_ids=resumed))
         self.requests[name] = wanted

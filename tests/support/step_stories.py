@@ -106,7 +106,7 @@ class Story:
             sequence_id=member.sequence_id,
             choice=member.choice,
             prompt_token_ids=member.prompt,
-            output_token_ids=tuple(member.output) if member.sampling.has_penalties else (),
+            output_token_ids=tuple(member.output) if member.sampling.reads_output else (),
             token_ids=known[member.computed : end],
             start=member.computed,
             block_ids=tuple(member.blocks),
@@ -172,7 +172,7 @@ class Story:
 def ahead(steps: Sequence[Told]) -> list[tuple[Batch, set[int]]]:
     """The batches of a story as an engine that runs one step ahead makes them, each with the ids of its surplus items.
 
-    What the step before samples is PENDING, but for who has penalties. Who got no token from the step before has an
+    What the step before samples is PENDING, but for who needs its output. Who got no token from the step before has an
     item all the same: the engine did not know.
     """
     batches: list[tuple[Batch, set[int]]] = []
@@ -187,7 +187,7 @@ def ahead(steps: Sequence[Told]) -> list[tuple[Batch, set[int]]]:
 
 
 def _pending(item: ScheduledSequence, before: Told | None) -> ScheduledSequence:
-    if before is None or item.sequence_id not in before.result.samples or item.sampling.has_penalties:
+    if before is None or item.sequence_id not in before.result.samples or item.sampling.reads_output:
         return item
     return replace(item, token_ids=(PENDING,)) if item.num_tokens == 1 else item
 

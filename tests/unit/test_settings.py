@@ -250,6 +250,7 @@ def flat(config: EngineConfig) -> dict[str, object]:
 def test_engine_config_takes_every_engine_setting():
     changed = {
         "model": "/m",
+        "tokenizer": "/t",
         "device": "cpu",
         "dtype": "float32",
         "kernels": "cpu",

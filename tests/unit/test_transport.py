@@ -25,6 +25,7 @@ from quire_engine.types import (
     SamplingParams,
     StepOutput,
     StopParams,
+    ThinkingParams,
     TokenLogprobs,
     TokenOutput,
 )
@@ -36,7 +37,14 @@ FRAMES = [
     GenerationRequest(
         request_id="r",
         prompt_token_ids=(1, 2, 3),
-        sampling=SamplingParams(temperature=0.7, seed=-(2**63), logit_bias=((5, -1.5),), num_logprobs=2),
+        sampling=SamplingParams(
+            temperature=0.7,
+            seed=-(2**63),
+            logit_bias=((5, -1.5),),
+            grammar='start: "yes" | <[7]>',
+            thinking=ThinkingParams(end_ids=(9, 10), start_ids=(8,), is_open=True, max_tokens=4),
+            num_logprobs=2,
+        ),
         stop=StopParams(max_new_tokens=8, stop_token_ids=(0,)),
         n=2,
         resumed_token_ids=((7,), ()),

@@ -56,8 +56,8 @@ class Scheduler:
 
     @property
     def needs_results(self) -> bool:
-        """Whether the next plan has to know the tokens in flight: the host counts those that penalties speak of."""
-        return any(group.has_penalties for group in self._roster.running)
+        """Whether the next plan has to know the tokens in flight: penalties, grammars and thinking follow from them."""
+        return any(group.reads_output for group in self._roster.running)
 
     def add(self, request: GenerationRequest, now: float) -> None:  # noqa: ARG002 - waiting counts from its arrival
         """Accept a request: it will finish. Raises InfeasibleRequest if no schedule could serve it."""

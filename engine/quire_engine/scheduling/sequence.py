@@ -88,14 +88,14 @@ class Group:
     num_prompt_tokens: int = field(init=False)
     max_new_tokens: int = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
-    has_penalties: bool = field(init=False)
+    reads_output: bool = field(init=False)
 
     def __post_init__(self) -> None:
         request = self.request
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.max_new_tokens = request.stop.max_new_tokens
         self.stop_token_ids = frozenset(request.stop.stop_token_ids)
-        self.has_penalties = request.sampling.has_penalties
+        self.reads_output = request.sampling.reads_output
 
     @property
     def reads_cache(self) -> bool:

@@ -69,7 +69,7 @@ def _item(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
         choice=sequence.choice,
         run=group.num_preemptions,
         prompt_token_ids=request.prompt_token_ids,
-        output_token_ids=_output(sequence) if group.has_penalties else (),
+        output_token_ids=_output(sequence) if group.reads_output else (),
         token_ids=tuple(sequence.token_ids[start : start + num_tokens]),
         start=start,
         block_ids=sequence.table.block_ids,
