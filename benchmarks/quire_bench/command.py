@@ -16,7 +16,7 @@ from quire_bench.report import print_report
 from quire_bench.results import Results
 from quire_bench.servers import BenchError
 from quire_server.http.event_loop import loop_factory
-from quire_server.settings_sources import SettingsError
+from quire_server.settings import SettingsError
 
 DONE, FAILED, BAD_USAGE = 0, 1, 2
 

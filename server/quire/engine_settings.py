@@ -11,8 +11,7 @@ import re
 from collections.abc import Mapping
 
 from quire_server.flags import option_group
-from quire_server.settings import Settings, load_settings
-from quire_server.settings_sources import SettingsError, suggest
+from quire_server.settings import Settings, SettingsError, load_settings, suggest
 
 _GROUPS = {"Model", "Memory", "Scheduling"}
 _OF_A_SERVER = {"model", "served_model_name", "max_num_queued_reqs", "max_num_queued_tokens"}

@@ -16,8 +16,7 @@ from typing import Annotated, Literal, NoReturn, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from quire_server.settings import GROUPS, Settings, load_settings
-from quire_server.settings_sources import ENV_PREFIX, SettingsError, flag_name, suggest
+from quire_server.settings import ENV_PREFIX, GROUPS, Settings, SettingsError, flag_name, load_settings, suggest
 
 _EPILOG = f"""\
 Every flag is also an environment variable ({ENV_PREFIX}PORT=9000) and a key of the --config file (port: 9000).

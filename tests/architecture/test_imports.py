@@ -21,8 +21,8 @@ ONLY_IN = {
     "anyio": ("quire_server",),
     "pydantic": ("quire_server",),
     "pydantic_core": ("quire_server",),
-    "pydantic_settings": ("quire_server.settings", "quire_server.settings_values"),
-    "yaml": ("quire_server.settings_sources",),
+    "pydantic_settings": ("quire_server.settings",),
+    "yaml": ("quire_server.settings.sources",),
     "prometheus_client": ("quire_server.metrics",),
     "tokenizers": ("quire_server.text",),
     "transformers": ("quire_engine.tools",),
@@ -46,11 +46,12 @@ FOLDERS = {
     "quire_server.wire": {"errors", "answering.options"},
     "quire_server.text": {"errors"},
     "quire_server.metrics": set(),
+    "quire_server.settings": set(),
     "quire_server.engine": {"errors", "metrics"},
     "quire_server.http": {"errors", "settings"},
     "quire_server.answering": {"errors", "state", "text", "engine", "metrics", "http"},
     "quire_server.routes": {"errors", "state", "wire", "answering", "http"},
-    "quire_server.commands": {"*", "text", "engine", "http"},
+    "quire_server.commands": {"*", "text", "engine", "http", "settings"},
     "quire_kernels.reference": {"*"},
     "quire_kernels.cpu": {"*", "reference"},
     "quire_kernels.flash": {"*", "reference"},
@@ -70,7 +71,7 @@ FORBIDDEN_ATTRIBUTES = {
     ("os", "system"),
     ("os", "popen"),
 }
-READS_ENVIRONMENT = {"quire_server.settings_sources"}
+READS_ENVIRONMENT = {"quire_server.settings.sources"}
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "manager", "base", "impl", "common_utils", "misc"}
 # Files may be longer than this where one thing is told in one piece, up to the second number.
 SOFT_LINES, HARD_LINES = 250, 320

@@ -15,8 +15,7 @@ from quire_server import errors
 from quire_server.app import ROUTERS
 from quire_server.flags import option_default, parse_flags
 from quire_server.metrics.metrics import Metrics
-from quire_server.settings import Settings
-from quire_server.settings_sources import ENV_PREFIX, flag_name
+from quire_server.settings import ENV_PREFIX, Settings, flag_name
 from quire_server.wire import common
 
 ROOT = Path(__file__).parents[2]
@@ -151,7 +150,7 @@ def sources() -> list[ast.Module]:
     trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in paths if path.name not in NOT_USE}
     properties: list[ast.stmt] = [
         node
-        for node in ast.walk(trees.pop("server/quire_server/settings.py"))
+        for node in ast.walk(trees.pop("server/quire_server/settings/fields.py"))
         if isinstance(node, ast.FunctionDef)
         and any(isinstance(mark, ast.Name) and mark.id == "property" for mark in node.decorator_list)
     ]

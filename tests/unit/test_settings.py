@@ -10,8 +10,7 @@ import yaml
 
 from quire_engine.config import EngineConfig
 from quire_server.flags import build_parser, option_group, option_unit, parse_flags
-from quire_server.settings import GROUPS, Settings
-from quire_server.settings_sources import SettingsError, flag_name
+from quire_server.settings import GROUPS, Settings, SettingsError, flag_name
 
 
 @pytest.fixture(autouse=True)

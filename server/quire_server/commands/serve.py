@@ -22,8 +22,7 @@ from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.engine.supervisor import Supervisor
 from quire_server.flags import parse_flags
 from quire_server.http.event_loop import loop_factory
-from quire_server.settings import Settings
-from quire_server.settings_sources import SettingsError
+from quire_server.settings import Settings, SettingsError
 
 DONE, FAILED, BAD_USAGE, CRASH_LOOP = 0, 1, 2, 70
 

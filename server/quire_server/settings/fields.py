@@ -27,8 +27,8 @@ from quire_engine.config import (
 from quire_engine.demo import demo_model_path
 from quire_engine.errors import ConfigError
 from quire_engine.limits import LIMIT_NAMES, PolicyName, SchedulerLimits, out_of_range
-from quire_server.settings_sources import ENV_PREFIX, SettingsError, check_environment, explain, read_config, with_flags
-from quire_server.settings_values import (
+from quire_server.settings.sources import ENV_PREFIX, SettingsError, check_environment, explain, read_config, with_flags
+from quire_server.settings.values import (
     BlockSize,
     Count,
     JsonObject,
