@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 import pytest
 
-from quire_server.answering.rendering import DONE
 from quire_server.errors import ApiError, ClientGone, EngineFailed
-from quire_server.http.sse import KEEP_ALIVE, EventStream
+from quire_server.http.sse import DONE, KEEP_ALIVE, EventStream, error_frames
+
+LAST = b"event: over\ndata: {}\n\n"  # how a dialect without DONE may end its streams
 
 
 class Server:
@@ -40,6 +41,7 @@ class Frames:
     def __init__(self, *items: object) -> None:
         self.items = items
         self.is_closed = False
+        self.finished = False
 
     async def __call__(self) -> AsyncGenerator[bytes]:
         try:
@@ -49,13 +51,29 @@ class Frames:
                 elif isinstance(item, Exception):
                     raise item
                 else:
+                    self.finished = item.endswith((DONE, LAST))
                     yield item
         finally:
             self.is_closed = True
 
 
-def serve(frames: Frames, server: Server, *, keep_alive: float = 0, stall: float = 60) -> asyncio.Task[None]:
-    reply = EventStream(frames(), bytes, headers={"x-a": "b"}, keep_alive_seconds=keep_alive, stall_seconds=stall)
+def serve(
+    frames: Frames,
+    server: Server,
+    *,
+    keep_alive: float = 0,
+    stall: float = 60,
+    failure: Callable[[ApiError], bytes] = error_frames,
+) -> asyncio.Task[None]:
+    reply = EventStream(
+        frames(),
+        bytes,
+        progress=frames,
+        failure=failure,
+        headers={"x-a": "b"},
+        keep_alive_seconds=keep_alive,
+        stall_seconds=stall,
+    )
     return asyncio.ensure_future(reply({"type": "http"}, server.receive, server.send))
 
 
@@ -68,6 +86,20 @@ def test_one_write_per_item_and_none_for_the_end() -> None:
         headers = dict(server.sent[0]["headers"])
         assert headers[b"content-type"] == b"text/event-stream; charset=utf-8"
         assert headers[b"x-a"] == b"b"
+
+    asyncio.run(run())
+
+
+def test_a_dialect_ends_its_streams_in_its_own_way() -> None:
+    async def run() -> None:
+        server = Server()
+        await serve(Frames(b"data: 1\n\n", LAST), server)
+        assert server.body == b"data: 1\n\n" + LAST
+        assert server.sent[-1] == {"type": "http.response.body", "body": LAST, "more_body": False}
+        failed = Server()
+        await serve(Frames(b"data: 1\n\n", EngineFailed("bad luck")), failed, failure=lambda e: e.message.encode())
+        assert failed.body == b"data: 1\n\nbad luck"
+        assert failed.sent[-1]["more_body"] is False
 
     asyncio.run(run())
 
@@ -125,7 +157,15 @@ def test_a_slow_client_that_reads_is_not_given_up() -> None:
             server.sent.append(message)
             await asyncio.sleep(0.04)
 
-        reply = EventStream(frames(), bytes, headers={}, keep_alive_seconds=0, stall_seconds=0.1)
+        reply = EventStream(
+            frames(),
+            bytes,
+            progress=frames,
+            failure=error_frames,
+            headers={},
+            keep_alive_seconds=0,
+            stall_seconds=0.1,
+        )
         await reply({"type": "http"}, server.receive, slowly)
         assert server.body.endswith(DONE)
 

@@ -19,6 +19,7 @@ from quire_server.answering.options import GenerationOptions
 from quire_server.answering.prepare import Job, prepare
 from quire_server.answering.rendering import ReplyHead, fingerprint
 from quire_server.answering.whole import collect
+from quire_server.errors import ApiError
 from quire_server.http.disconnect import unless_client_gone
 from quire_server.http.sse import EventStream
 from quire_server.state import state_of
@@ -28,14 +29,23 @@ log = logging.getLogger("quire.requests")
 
 
 class Renderer(Protocol):
-    """The JSON of one dialect's replies to one request."""
+    """The JSON of one dialect's replies to one request.
 
-    def __init__(self, head: ReplyHead, job: Job, generation: Generation, *, tokenizer: TextTokenizer) -> None: ...
+    `failure` are the frames with which a stream ends that has begun and cannot go on.
+    """
+
     def frames(self, deltas: Sequence[ChoiceDelta]) -> bytes: ...
     def body(self, deltas: Sequence[ChoiceDelta]) -> bytes: ...
+    def failure(self, error: ApiError) -> bytes: ...
 
 
-async def answer(request: Request, options: GenerationOptions, renderer: type[Renderer]) -> Response:
+class MakeRenderer(Protocol):
+    """A dialect's class of renderers, or what gives such a class more than every dialect needs."""
+
+    def __call__(self, head: ReplyHead, job: Job, generation: Generation, *, tokenizer: TextTokenizer) -> Renderer: ...
+
+
+async def answer(request: Request, options: GenerationOptions, renderer: MakeRenderer) -> Response:
     """The reply, whole or streamed. Raises BadRequest, ContextLengthExceeded, QueueFull, EngineFailed, ClientGone."""
     state = state_of(request)
     job = await prepare(state, options)
@@ -56,6 +66,8 @@ async def answer(request: Request, options: GenerationOptions, renderer: type[Re
         return EventStream(
             generation.deltas(),
             rendering.frames,
+            progress=generation,
+            failure=rendering.failure,
             headers=job.headers,
             keep_alive_seconds=state.settings.sse_keep_alive_interval,
         )

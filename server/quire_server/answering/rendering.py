@@ -18,7 +18,8 @@ from quire_engine.config import EnginePlan
 from quire_server.answering.generation import ChoiceDelta, Generation, Usage
 from quire_server.answering.options import ReplyOptions
 from quire_server.answering.prepare import Job
-from quire_server.http.sse import DONE
+from quire_server.errors import ApiError
+from quire_server.http.sse import DONE, error_frames
 from quire_server.text.detokenizer import Detokenizer
 from quire_server.text.logprobs import CompletionArrays, LogprobFormat
 from quire_server.text.tokenizer import TextTokenizer
@@ -122,6 +123,9 @@ class CompletionRenderer:
             choices.append(choice)
         return self._head + b',"choices":' + _encode(choices) + _usage_field(self._generation.usage) + b"}"
 
+    def failure(self, error: ApiError) -> bytes:
+        return error_frames(error)
+
     def _text(self, delta: ChoiceDelta) -> str:
         if self._options.echo and delta.is_first:
             return self._prompt_texts[delta.prompt] + delta.text
@@ -222,6 +226,9 @@ class ChatRenderer:
             "prompt_token_ids": self._request.prompt_token_ids if with_ids else None,
         }
         return self._head + b"," + _encode(fields)[1:-1] + _usage_field(self._generation.usage) + b"}"
+
+    def failure(self, error: ApiError) -> bytes:
+        return error_frames(error)
 
     def _logprobs(self, delta: ChoiceDelta) -> object:
         wanted = self._options.num_logprobs

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 from fastapi.responses import Response
@@ -27,9 +27,18 @@ STALL_SECONDS = 60.0  # a client that takes nothing for this long is given up
 log = logging.getLogger("quire.sse")
 
 
-class EventStream(Response, Generic[Item]):
-    """Sends each item, as the whole frames that `encode` makes of it, with one write; the last one ends with DONE.
+class Progress(Protocol):
+    """What knows whether there is more to come; a plain attribute, since it is asked for every token."""
 
+    @property
+    def finished(self) -> bool: ...
+
+
+class EventStream(Response, Generic[Item]):
+    """Sends each item, as the whole frames that `encode` makes of it, with one write.
+
+    The stream ends with the item after whose encoding `progress` has finished; `failure` makes the frames with which a
+    stream ends that has begun and cannot go on.
     `keep_alive_seconds`: a comment line after so much silence; it also sends the status, so that errors after it are
     in-band. 0 is never.
     """
@@ -41,6 +50,8 @@ class EventStream(Response, Generic[Item]):
         items: AsyncGenerator[Item],
         encode: Callable[[Item], bytes],
         *,
+        progress: Progress,
+        failure: Callable[[ApiError], bytes],
         headers: Mapping[str, str],
         keep_alive_seconds: float,
         stall_seconds: float = STALL_SECONDS,
@@ -50,6 +61,8 @@ class EventStream(Response, Generic[Item]):
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         self._items = items
         self._encode = encode
+        self._progress = progress
+        self._failure = failure
         self._keep_alive_seconds = keep_alive_seconds
         self._stall_seconds = stall_seconds
 
@@ -77,17 +90,19 @@ class EventStream(Response, Generic[Item]):
         async with aclosing(self._items) as items:
             try:
                 async for item in items:
-                    if chunk := self._encode(item):
-                        await wire.write(chunk)
+                    chunk = self._encode(item)
+                    is_last = self._progress.finished
+                    if chunk or is_last:
+                        await wire.write(chunk, is_last=is_last)
             except ApiError as error:
                 if not wire.is_started:
                     raise
-                await wire.write(_error_frame(error) + DONE)
+                await wire.write(self._failure(error), is_last=True)
             except Exception:
                 if not wire.is_started:
                     raise
                 log.exception("a stream failed")
-                await wire.write(_error_frame(internal_error()) + DONE)
+                await wire.write(self._failure(internal_error()), is_last=True)
 
     async def _watch(self, wire: _Wire) -> None:
         """Writes comments into a silent stream; returns when the client has stopped reading."""
@@ -119,7 +134,7 @@ class _Wire:
     def is_writing(self) -> bool:
         return self._lock.locked()
 
-    async def write(self, chunk: bytes) -> None:
+    async def write(self, chunk: bytes, *, is_last: bool = False) -> None:
         async with self._lock:
             if self.is_ended:
                 return
@@ -127,7 +142,7 @@ class _Wire:
             if not self.is_started:
                 self.is_started = True
                 await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
-            self.is_ended = chunk.endswith(DONE)
+            self.is_ended = is_last
             await self._send({"type": "http.response.body", "body": chunk, "more_body": not self.is_ended})
             self.changed_at = self._loop.time()
 
@@ -137,5 +152,6 @@ async def _until_disconnect(receive: Receive) -> None:
         pass
 
 
-def _error_frame(error: ApiError) -> bytes:
-    return b"data: " + msgspec.json.encode(error_body(error)) + b"\n\n"
+def error_frames(error: ApiError) -> bytes:
+    """How a stream of OpenAI's completions and chat completions ends that has failed: its error, and the end mark."""
+    return b"data: " + msgspec.json.encode(error_body(error)) + b"\n\n" + DONE
