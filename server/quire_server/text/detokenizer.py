@@ -7,7 +7,7 @@ Must not know: stop strings, HTTP, other choices.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from quire_server.text.tokenizer import TextTokenizer
 
@@ -27,10 +27,14 @@ class Detokenizer:
         tokenizer: TextTokenizer,
         *,
         skip_special_tokens: bool = True,
+        shown_ids: Collection[int] = (),
         prompt_ids: Sequence[int] = (),
     ) -> None:
-        """`prompt_ids` may be the whole prompt; only its end and whether it has any text are looked at."""
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        """`shown_ids`: special tokens that are not skipped, because a reader of the text looks for them.
+
+        `prompt_ids` may be the whole prompt; only its end and whether it has any text are looked at.
+        """
+        self._skipped = tokenizer.special_ids.difference(shown_ids) if skip_special_tokens else frozenset()
         at_start = all(i in self._skipped for i in prompt_ids)
         tail = [i for i in prompt_ids[-_TAIL_TOKENS:] if i not in self._skipped]
         kind = _ByteText if tokenizer.joins_bytes else _WindowText

@@ -139,6 +139,11 @@ class TextTokenizer:
         token: str | None = self._tokenizer.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
         return token or ""
 
+    def token_id(self, text: str) -> int | None:
+        """The token that the vocabulary spells so, which for marks and special tokens is their text."""
+        token_id: int | None = self._tokenizer.token_to_id(text)
+        return token_id
+
     def info(self) -> dict[str, object]:
         """What evaluation tools ask for: special tokens, chat template and limits; JSON values only."""
         names = (*SPECIAL_NAMES[:4], "chat_template")

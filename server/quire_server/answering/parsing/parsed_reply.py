@@ -1,0 +1,111 @@
+"""What of a reply's text is content and what is a call, as far as it is settled.
+
+Owns the calls' numbers and ids. Promises: whitespace before the first call, between calls and after the last one is no
+content; every other character is. Must not know: in which format a model writes calls, thoughts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+
+from quire_server.answering.options import Tool
+from quire_server.answering.parsing.calls import CallDelta
+
+_SPACE = " \t\r\n"
+
+
+class ParsedReply:
+    """Filled by the reader of a format, emptied by `take_content` and `take_calls`."""
+
+    def __init__(self, tools: Iterable[Tool], *, new_id: Callable[[], str], parallel: bool = True) -> None:
+        """`parallel` False: only the first call is kept."""
+        self.tools: Mapping[str, Tool] = {tool.name: tool for tool in tools}
+        self.num_calls = 0
+        self.error: str | None = None  # why a call is not what a client can use; the first such reason
+        self._new_id = new_id
+        self._parallel = parallel
+        self._content: list[str] = []
+        self._space: list[str] | None = []  # whitespace that is content if text follows; None within text
+        self._calls: list[CallDelta] = []
+        self._pieces: list[str] = []  # of the arguments of the last of `_calls`
+        self._arguments: list[str] = []  # of the open call, all
+        self._is_dropped = False  # the open call is
+
+    def content(self, text: str) -> None:
+        if self._space is not None:
+            body = text.lstrip(_SPACE)
+            self._space.append(text[: len(text) - len(body)])
+            if not body:
+                return
+            self._content += self._space
+            self._space, text = None, body
+        self._content.append(text)
+
+    def begin_call(self, name: str) -> None:
+        """The name need not be a tool's: that the model asks for something that is not there is the client's to say."""
+        self._space = []
+        self._arguments = []
+        self._is_dropped = self.num_calls > 0 and not self._parallel
+        if not self._is_dropped:
+            self._settle()
+            self._calls.append(CallDelta(index=self.num_calls, id=self._new_id(), name=name))
+            self.num_calls += 1
+
+    def arguments(self, text: str) -> None:
+        """A piece of the open call's arguments."""
+        if self._is_dropped:
+            return
+        if not self._calls:  # what came before was taken
+            self._calls.append(CallDelta(index=self.num_calls - 1))
+        self._pieces.append(text)
+        self._arguments.append(text)
+
+    def end_call(self) -> None:
+        """The open call is all there, or all that there will be of it."""
+        if self._is_dropped:
+            return
+        try:
+            is_object = isinstance(json.loads("".join(self._arguments)), dict)
+        except (ValueError, RecursionError):
+            is_object = False
+        if not is_object:
+            self.fail("The arguments of a call are not a JSON object.")
+        self._arguments = []
+
+    def fail(self, error: str) -> None:
+        self.error = self.error or error
+
+    def take_content(self) -> str:
+        content, self._content = self._content, []
+        return "".join(content)
+
+    def take_calls(self) -> list[CallDelta]:
+        """The news, at most one piece of each call."""
+        self._settle()
+        calls, self._calls = self._calls, []
+        return calls
+
+    def finish(self) -> None:
+        """No more text comes."""
+        if self._space is not None and self.num_calls == 0:
+            self._content += self._space
+
+    def _settle(self) -> None:
+        if self._pieces:
+            self._calls[-1].arguments = "".join(self._pieces)
+            self._pieces = []
+
+
+def whole_calls(pieces: Iterable[CallDelta]) -> list[CallDelta]:
+    """The calls of which these are all pieces, in order."""
+    calls: list[CallDelta] = []
+    arguments: list[list[str]] = []
+    for piece in pieces:
+        if piece.index == len(calls):
+            calls.append(CallDelta(index=piece.index, id=piece.id, name=piece.name))
+            arguments.append([])
+        arguments[piece.index].append(piece.arguments)
+    for call, texts in zip(calls, arguments, strict=True):
+        call.arguments = "".join(texts)
+    return calls

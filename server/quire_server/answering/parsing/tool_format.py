@@ -1,0 +1,71 @@
+"""A format in which models write calls of tools: how it is read, and how it is written.
+
+Promises: calls are written as `begin`, calls with `separator` between them, `end`; a call as `before_name`, its name as
+JSON (or bare, if `bare_name`), `between_name_and_arguments`, its arguments as JSON, `after_call`. That is what a grammar
+forces and what the reader reads back. Must not know: any particular format, tokens.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from quire_server.answering.parsing.parsed_reply import ParsedReply
+from quire_server.answering.parsing.source import Source, Steps
+
+_ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+def openai_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def mistral_id() -> str:
+    """Mistral's templates refuse a history with ids of another shape."""
+    return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat:
+    """One format. The pieces with which it is written are exactly what such models were trained to write."""
+
+    name: str
+    read: Callable[[Source, ParsedReply], Steps[None]]  # until the end of the text
+    markers: tuple[str, ...] = ()  # the reader must see them, also where they are special tokens
+    opener: str = ""  # text in which every call begins and no answer; "": calls are told from answers by what they say
+    new_id: Callable[[], str] = field(default=openai_id)
+    # How calls are written. None of it applies where arguments are not written as JSON.
+    writes_json: bool = True
+    begin: str = ""
+    before_name: str = ""
+    bare_name: bool = False
+    between_name_and_arguments: str = ""
+    after_call: str = ""
+    separator: str = ""
+    end: str = ""
+
+
+class CallParser:
+    """Reads the text of one reply's answer into `reply`."""
+
+    def __init__(self, tool_format: ToolFormat, reply: ParsedReply) -> None:
+        self._reply = reply
+        self._source = Source()
+        self._steps = tool_format.read(self._source, reply)
+        next(self._steps)
+
+    def push(self, text: str) -> str:
+        """The content that `text` settles."""
+        if text:
+            self._source.push(text)
+            next(self._steps, None)
+        return self._reply.take_content()
+
+    def finish(self) -> str:
+        """What was held."""
+        self._source.end()
+        next(self._steps, None)
+        self._reply.finish()
+        return self._reply.take_content()
