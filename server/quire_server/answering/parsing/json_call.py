@@ -18,6 +18,7 @@ Outcome = Literal["call", "broken", "none"]  # broken: the reply shows a call, b
 
 _ARGUMENTS = frozenset({"arguments", "parameters"})
 _OF_CALLS = frozenset({"type", "id"})  # other keys that models write in calls
+_BETWEEN = " \t\r\n,]"  # what follows a call in an array and is no content
 _IN_STRING = re.compile(r'[^"\\]+')
 _OUTSIDE = re.compile(r'[^"{}\[\]<]+')
 _SCALAR = re.compile(r'[^\s,{}\[\]"<]+')
@@ -31,6 +32,30 @@ def read_call(source: Source, reply: ParsedReply, *, sure: bool) -> Steps[Outcom
     """
     source.keep()
     return (yield from _CallReader(source, reply, sure).read())
+
+
+def read_calls(source: Source, reply: ParsedReply, before: str) -> Steps[None]:
+    """Read an array of calls or a single one, where only calls stand; what is none is content, with what is `before`."""
+    is_array = yield from source.literal("[")
+    before += "[" if is_array else ""
+    while True:
+        before += yield from source.space()
+        char = yield from source.peek()
+        if char == "{":
+            outcome = yield from read_call(source, reply, sure=True)
+            if outcome == "none":
+                reply.content(before + source.kept())
+            if outcome != "call" or not is_array:
+                return
+            before = ""
+        elif char == "," and is_array:
+            before += source.take()
+        else:
+            if char == "]" and is_array:
+                before += source.take()
+            if before.strip(_BETWEEN):
+                reply.content(before)
+            return
 
 
 class _CallReader:

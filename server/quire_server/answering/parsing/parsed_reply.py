@@ -66,8 +66,8 @@ class ParsedReply:
         if self._is_dropped:
             return
         try:
-            is_object = isinstance(json.loads("".join(self._arguments)), dict)
-        except (ValueError, RecursionError):
+            is_object = isinstance(read_json("".join(self._arguments)), dict)
+        except ValueError:
             is_object = False
         if not is_object:
             self.fail("The arguments of a call are not a JSON object.")
@@ -95,6 +95,19 @@ class ParsedReply:
         if self._pieces:
             self._calls[-1].arguments = "".join(self._pieces)
             self._pieces = []
+
+
+def read_json(text: str) -> object:
+    """The value. Raises ValueError, also for what only Python takes for JSON, and for what is nested too deep."""
+    try:
+        value: object = json.loads(text, parse_constant=_refuse)
+    except RecursionError as exc:
+        raise ValueError("nested too deep") from exc
+    return value
+
+
+def _refuse(constant: str) -> object:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def whole_calls(pieces: Iterable[CallDelta]) -> list[CallDelta]:

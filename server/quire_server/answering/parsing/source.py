@@ -81,6 +81,14 @@ class Source:
         """The whitespace that is next."""
         return (yield from self.run(_SPACE))
 
+    def show_space(self, show: Show) -> Steps[None]:
+        """Show the whitespace that is next, as it comes."""
+        while (yield from self.peek()):
+            text = self.match(_SPACE)
+            if not text:
+                break
+            show(text)
+
     def literal(self, text: str) -> Steps[bool]:
         """Whether `text` is next; it is taken if so, and nothing is if not."""
         while True:

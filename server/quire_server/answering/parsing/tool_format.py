@@ -1,8 +1,8 @@
 """A format in which models write calls of tools: how it is read, and how it is written.
 
 Promises: calls are written as `begin`, calls with `separator` between them, `end`; a call as `before_name`, its name as
-JSON (or bare, if `bare_name`), `between_name_and_arguments`, its arguments as JSON, `after_call`. That is what a grammar
-forces and what the reader reads back. Must not know: any particular format, tokens.
+JSON (or bare, if `bare_name`), `between_name_and_arguments`, its arguments as JSON, `after_call`. A grammar forces that
+and the reader reads it back. Must not know: any particular format, tokens.
 """
 
 from __future__ import annotations
