@@ -21,6 +21,7 @@ from quire_server.engine.engine_client import EngineClient, QueueLimits
 from quire_server.engine.supervisor import EngineState, Supervisor
 from quire_server.metrics.metrics import Metrics
 from quire_server.settings import Settings
+from quire_server.text.parsing.model_formats import PLAIN, ModelFormats, model_formats
 from quire_server.text.prompt import ChatTemplate
 from quire_server.text.text_threads import TextThreads
 from quire_server.text.tokenizer import TextTokenizer
@@ -40,6 +41,7 @@ class ServerState:
     client: EngineClient
     metrics: Metrics
     model_names: tuple[str, ...]  # the first is the one that replies report
+    formats: ModelFormats = PLAIN  # how the model writes thoughts and calls
     engine_trouble: Callable[[], str | None] = _engine_serves  # asked at each probe: why the engine cannot serve now
     started: float = field(default_factory=time.time)  # seconds since the epoch
     draining: bool = False
@@ -52,6 +54,11 @@ class ServerState:
     def max_model_len(self) -> int:
         """Tokens of prompt and answer together."""
         return self.client.plan.scheduler.max_model_len
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the chat template has a place for tools; else they are told of in words."""
+        return self.prompts is not None and self.prompts.shows_tools
 
     def unready_reason(self) -> str | None:
         """A few words for a probe's reply, such as "draining" or "engine restarting"; None when serving."""
@@ -73,6 +80,7 @@ async def build_state(settings: Settings, supervisor: Supervisor, starting: asyn
     source = tokenizer.chat_template
     if settings.chat_template is not None:
         source = settings.chat_template.read_text(encoding="utf-8")
+    formats = model_formats(settings.tool_call_parser, settings.reasoning_parser, tokenizer, source)
     prompts: ChatTemplate | None = None
     if source is not None:
         prompts = await asyncio.to_thread(ChatTemplate, source, tokenizer, settings.default_chat_template_kwargs)
@@ -104,6 +112,7 @@ async def build_state(settings: Settings, supervisor: Supervisor, starting: asyn
         client=EngineClient(supervisor, plan=plan, limits=limits, metrics=metrics),
         metrics=metrics,
         model_names=names,
+        formats=formats,
         engine_trouble=lambda: _TROUBLE[supervisor.state],
     )
 

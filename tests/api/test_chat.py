@@ -272,7 +272,7 @@ REFUSED = [
     ("messages", {"messages": [USER, {"role": "assistant", "tool_calls": [{}] * 1025}]}),
     ("messages", {"messages": [USER, {"role": "assistant", "audio": {"id": "a"}}]}),
     ("messages", {"messages": [USER, {"role": "tool", "content": "a", "tool_call_id": 1}]}),
-    ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+    ("tools", {"tools": [{"type": "web_search"}]}),
     ("tools", {"tools": [{}], "tool_choice": "none"}),
     ("tool_choice", {"tool_choice": "auto"}),
     ("tool_choice", {"tool_choice": "required", "tools": []}),

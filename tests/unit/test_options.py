@@ -27,16 +27,22 @@ OTHERS: dict[str, object] = {
     "prompt_logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True,
     "priority": 1, "cache_salt": "s", "request_id": "r",
 }  # fmt: skip
+TOOLS = [{"type": "function", "function": {"name": "get_time"}}]
 OWN: dict[Dialect, dict[str, object]] = {
     CompletionRequest: {"prompt": [1], "echo": True, "logprobs": 0, "add_special_tokens": False},
     ChatCompletionRequest: {
         "messages": [{"role": "user", "content": "b"}], "max_completion_tokens": 5, "logprobs": True,
         "top_logprobs": 2, "add_generation_prompt": False, "continue_final_message": True,
         "chat_template_kwargs": {"a": 1}, "reasoning_effort": "low", "add_special_tokens": True,
+        "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False,
+        "max_reasoning_tokens": 5, "thinking_token_budget": 5, "include_reasoning": False,
     },
 }  # fmt: skip
 WITHOUT_EFFECT: dict[Dialect, set[str]] = {CompletionRequest: {"best_of"}, ChatCompletionRequest: {"echo"}}
-NEEDS: dict[str, dict[str, object]] = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}
+NEEDS: dict[str, dict[str, object]] = {
+    "stream_options": {"stream": True}, "top_logprobs": {"logprobs": True},
+    "tool_choice": {"tools": TOOLS}, "parallel_tool_calls": {"tools": TOOLS},
+}  # fmt: skip
 
 dialects = pytest.mark.parametrize("dialect", LEAST, ids=lambda dialect: dialect.__name__)
 

@@ -7,7 +7,7 @@ however that ends. Must not know: HTTP, JSON, sockets.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,10 +16,12 @@ from quire_server.engine.engine_client import EngineClient, RequestStream
 from quire_server.errors import EngineFailed
 from quire_server.metrics.metrics import Metrics, RequestRecord
 from quire_server.text.detokenizer import Detokenizer
+from quire_server.text.parsing.calls import CallDelta
+from quire_server.text.parsing.reply_parser import ReplyParser
 from quire_server.text.stop_strings import StopMatcher
 from quire_server.text.tokenizer import TextTokenizer
 
-ChoiceFinish = Literal["stop", "length", "abort"]
+ChoiceFinish = Literal["stop", "length", "tool_calls", "abort"]
 Outcome = Literal["stop", "length", "abort", "error"]
 
 
@@ -32,6 +34,10 @@ class TextOptions:
     min_tokens: int = 0  # stop strings that these first tokens complete do not count
     skip_special_tokens: bool = True
     interval: int = 1  # tokens per delta; the first and the last come at once
+    new_parser: Callable[[], ReplyParser] | None = None  # for each choice, where thoughts and calls are told apart
+    counts_thoughts: bool = False  # the usage has the tokens of thoughts
+    shown_ids: frozenset[int] = frozenset()  # special tokens that the parser has to see
+    calls_finish: bool = True  # a choice that ends with calls says so
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,6 +48,8 @@ class ChoiceDelta:
     prompt: int
     is_first: bool = False
     text: str = ""
+    reasoning: str = ""  # thoughts before the text
+    calls: list[CallDelta] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token id, or empty
     offsets: list[int] = field(default_factory=list)  # with logprobs: characters of the choice's text before each token
@@ -56,6 +64,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int | None = None  # of the completion's; None: thoughts are not told apart
 
 
 class Generation:
@@ -71,7 +80,10 @@ class Generation:
         metrics: Metrics,
     ) -> None:
         self.requests = tuple(requests)
-        self.usage = Usage(prompt_tokens=sum(len(request.prompt_token_ids) for request in requests))
+        self.usage = Usage(
+            prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
+            reasoning_tokens=0 if options.counts_thoughts else None,
+        )
         self.prompt_logprobs: dict[int, tuple[TokenLogprobs | None, ...]] = {}  # by prompt, once known
         self.finished = False  # every choice has its finish reason
         self._options = options
@@ -151,6 +163,8 @@ class Generation:
         if count:
             self.usage.completion_tokens += count
             record.tokens(output.choice, count, now)
+        if self.usage.reasoning_tokens is not None:
+            self.usage.reasoning_tokens += choice.new_reasoning_tokens()
         return choice
 
 
@@ -186,7 +200,11 @@ class _Choice:
             tokenizer,
             skip_special_tokens=options.skip_special_tokens,
             prompt_ids=request.prompt_token_ids,
+            shown_ids=options.shown_ids,
         )
+        self._parser = None if options.new_parser is None else options.new_parser()
+        self._calls_finish = options.calls_finish
+        self._num_reasoning_tokens = 0  # that have been counted
         self._matcher = StopMatcher(options.stop, options.include_stop) if options.stop else None
 
     def absorb(self, output: TokenOutput) -> int:
@@ -197,6 +215,8 @@ class _Choice:
         hidden = 1 if output.stop_token_id is not None and not self._include_stop else 0
         pieces = self._detokenizer.push_each(output.token_ids[: len(output.token_ids) - hidden])
         pieces.extend([""] * hidden)
+        if self._parser is not None:
+            pieces = self._parse(self._parser, output.token_ids, pieces)
         count = len(pieces)
         if self._matcher is None:
             self._new.text += "".join(pieces)
@@ -227,6 +247,23 @@ class _Choice:
         self._new = ChoiceDelta(index=delta.index, prompt=delta.prompt)
         return delta
 
+    def new_reasoning_tokens(self) -> int:
+        """Those that have come since the last call."""
+        parser, before = self._parser, self._num_reasoning_tokens
+        self._num_reasoning_tokens = 0 if parser is None else parser.num_reasoning_tokens
+        return self._num_reasoning_tokens - before
+
+    def _parse(self, parser: ReplyParser, token_ids: Sequence[int], pieces: Sequence[str]) -> list[str]:
+        """The answer's text by token; what else the pieces say is noted in the delta."""
+        contents = [parser.push(token_id, piece) for token_id, piece in zip(token_ids, pieces, strict=True)]
+        self._take_parsed(parser)
+        return contents
+
+    def _take_parsed(self, parser: ReplyParser) -> None:
+        self._new.reasoning += parser.reasoning
+        self._new.calls += parser.calls
+        parser.reasoning, parser.calls = "", []
+
     def _match(self, matcher: StopMatcher, pieces: Sequence[str]) -> int:
         """Show what is safe to show; returns how many pieces there are up to the end of a stop string."""
         for count, piece in enumerate(pieces, start=1):
@@ -240,6 +277,9 @@ class _Choice:
     def _end(self, output: TokenOutput) -> None:
         """The engine has ended the choice; what was held back comes out, and may itself complete a stop string."""
         text, stop = self._detokenizer.finish(), None
+        if self._parser is not None:
+            text = self._parser.finish(text)
+            self._take_parsed(self._parser)
         if self._matcher is not None:
             text, stop = self._matcher.push(text, examine=self._num_tokens > self._min_tokens)
             if stop is None:
@@ -255,6 +295,8 @@ class _Choice:
             )
 
     def _finish(self, reason: ChoiceFinish, stop_reason: str | int | None) -> None:
+        if reason == "stop" and self._calls_finish and self._parser is not None and self._parser.has_calls:
+            reason = "tool_calls"
         self.finish_reason = self._new.finish_reason = reason
         self._new.stop_reason = stop_reason
 

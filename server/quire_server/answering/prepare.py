@@ -11,15 +11,17 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire_engine.types import GenerationRequest
 from quire_server.answering.generation import TextOptions
 from quire_server.answering.options import Conversation, GenerationOptions
+from quire_server.answering.reading import reading
 from quire_server.answering.sampling import ModelLimits, resolve_sampling, resolve_stop, with_seed
 from quire_server.errors import BadRequest, ModelNotFound, NotReady
 from quire_server.state import ServerState
 
+_THINKING_SWITCHES = ("enable_thinking", "thinking")  # of Qwen's and of DeepSeek's and Granite's templates
 LEAST_ROOM = 1  # tokens kept free for the answer when a prompt is cut to the context length
 
 _REPORTABLE = re.compile(r"[A-Za-z0-9_. -]{1,64}")
@@ -49,8 +51,14 @@ def admit(state: ServerState, model: str | None) -> None:
 async def prepare(state: ServerState, options: GenerationOptions) -> Job:
     """Check prompts and parameters against the model and the pool. Raises BadRequest, ContextLengthExceeded."""
     limits = ModelLimits.of(state.client.plan, state.tokenizer, state.settings.max_logprobs)
-    prompts, texts = await _encode_prompts(state, options, limits)
+    source, how = options.prompt.source, None
+    if isinstance(source, Conversation):
+        rendered = await _render(state, source, options)
+        source, how = [rendered], reading(state, options, rendered)
+    prompts, texts = await _encode_prompts(state, source, options, limits)
     sampling = resolve_sampling(options, tokenizer=state.tokenizer, limits=limits)
+    if how is not None:
+        sampling = replace(sampling, thinking=how.thinking)
     requests: list[GenerationRequest] = []
     for token_ids in prompts:
         if not token_ids:
@@ -79,22 +87,24 @@ async def prepare(state: ServerState, options: GenerationOptions) -> Job:
             min_tokens=options.stop.min_tokens,
             skip_special_tokens=options.reply.skip_special_tokens,
             interval=state.settings.stream_interval if options.reply.stream else 1,
+            new_parser=None if how is None else how.new_parser,
+            counts_thoughts=how is not None and state.formats.marks is not None,
+            shown_ids=frozenset() if how is None else how.shown_ids,
+            # OpenAI's replies to a request that names the function end with "stop": the client knows what they are.
+            calls_finish=options.tools is None or options.tools.choice != "function",
         ),
         headers=_headers(state, options, min(request.stop.max_new_tokens for request in requests)),
     )
 
 
 async def _encode_prompts(
-    state: ServerState, options: GenerationOptions, limits: ModelLimits
+    state: ServerState, source: Sequence[str | Sequence[int]], options: GenerationOptions, limits: ModelLimits
 ) -> tuple[list[Sequence[int]], list[str]]:
     """Token ids of each prompt and, for echo, its text: as it was sent, or what its ids or those left of it say.
 
     Ids that a client sent are all shown; of a text that was cut, special tokens only where the reply shows them, since
     the client need not have written them.
     """
-    source = options.prompt.source
-    if isinstance(source, Conversation):
-        source = [await _render(state, source, options)]
     prompts: list[Sequence[int]] = []
     texts: list[str] = []
     for prompt in source:
@@ -119,14 +129,12 @@ async def _encode_prompts(
 
 
 async def _render(state: ServerState, conversation: Conversation, options: GenerationOptions) -> str:
-    variables = dict(conversation.template_variables)
-    if options.reasoning.effort is not None and _knows_effort(state):
-        variables.setdefault("reasoning_effort", options.reasoning.effort)
     text = await state.text.render(
         conversation.messages,
         add_generation_prompt=conversation.add_generation_prompt,
         continue_final_message=conversation.continue_final_message,
-        kwargs=variables,
+        kwargs={**effort_variables(state, options.reasoning.effort), **conversation.template_variables},
+        tools=conversation.tools,
     )
     if text is None:
         raise BadRequest("This model has no chat template; use /v1/completions.", param=options.prompt.param)
@@ -150,9 +158,11 @@ def _headers(state: ServerState, options: GenerationOptions, max_new_tokens: int
     names = list(options.ignored)
     if options.priority and not _is_by_priority(state):
         names.append("priority")
-    source = options.prompt.source
-    if options.reasoning.effort is not None and not _knows_effort(state):
+    if options.reasoning.effort is not None and not effort_variables(state, options.reasoning.effort):
         names.append("reasoning_effort")
+    if options.reasoning.max_tokens is not None and state.formats.marks is None:
+        names.append(options.reasoning.max_tokens_param)
+    source = options.prompt.source
     headers = {}
     if isinstance(source, Conversation):
         headers.update(template_notes(state, source.messages, source.template_variables))
@@ -180,8 +190,14 @@ def _is_by_priority(state: ServerState) -> bool:
     return state.client.plan.scheduler.limits.scheduling_policy == "priority"
 
 
-def _knows_effort(state: ServerState) -> bool:
-    return state.prompts is not None and "reasoning_effort" in state.prompts.variables
+def effort_variables(state: ServerState, effort: str | None) -> dict[str, object]:
+    """The template's variables that say how much to think: its own of that name, or a switch for whether at all."""
+    known = frozenset() if state.prompts is None else state.prompts.variables
+    if effort is None:
+        return {}
+    if "reasoning_effort" in known:
+        return {"reasoning_effort": effort}
+    return {name: effort != "none" for name in _THINKING_SWITCHES if name in known}
 
 
 def _header_list(names: Sequence[str]) -> str:

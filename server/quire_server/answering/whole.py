@@ -22,6 +22,8 @@ async def collect(generation: Generation) -> list[ChoiceDelta]:
                 known = whole.setdefault(delta.index, delta)
                 texts.setdefault(delta.index, []).append(delta.text)
                 if known is not delta:
+                    known.reasoning += delta.reasoning
+                    known.calls += delta.calls
                     known.token_ids += delta.token_ids
                     known.logprobs += delta.logprobs
                     known.offsets += delta.offsets

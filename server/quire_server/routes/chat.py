@@ -12,8 +12,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from quire_server.answering.answer import answer
+from quire_server.answering.chat_rendering import ChatRenderer
 from quire_server.answering.prepare import admit
-from quire_server.answering.rendering import ChatRenderer
 from quire_server.http.body import json_body
 from quire_server.http.openapi import generation_responses
 from quire_server.state import state_of

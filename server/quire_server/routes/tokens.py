@@ -15,6 +15,7 @@ from quire_server.answering.prepare import template_notes
 from quire_server.errors import BadRequest, ModelNotFound
 from quire_server.http.body import LongList, json_body
 from quire_server.state import ServerState, state_of
+from quire_server.wire.tools import MAX_TOOLS
 
 router = APIRouter(tags=["tokens"])
 
@@ -32,6 +33,7 @@ class TokenizeRequest(BaseModel):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, JsonValue] = {}
+    tools: Annotated[list[dict[str, JsonValue]], Field(max_length=MAX_TOOLS)] | None = None
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:
@@ -110,6 +112,7 @@ async def _text(state: ServerState, body: TokenizeRequest) -> str:
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         kwargs=body.chat_template_kwargs,
+        tools=body.tools or (),
     )
     if text is None:
         raise BadRequest("This model has no chat template; use 'prompt'.", param="messages")

@@ -101,6 +101,12 @@ class Settings(BaseSettings):
     default_chat_template_kwargs: JsonObject = _option(
         {}, "Model", "variables of the chat template; a request's own win; JSON object"
     )
+    tool_call_parser: str = _option(
+        "auto", "Model", "how the model writes calls of tools; auto: by its chat template; see the table of formats"
+    )
+    reasoning_parser: str = _option(
+        "auto", "Model", "how the model marks its thoughts; auto: by its chat template; none: they are text"
+    )
 
     # -- Memory
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = _option(

@@ -18,6 +18,7 @@ from quire_engine.errors import ConfigError, ModelLoadError
 from quire_server.errors import BadRequest, ContextLengthExceeded, NotReady
 from quire_server.text.template_process import ProcessDied, TemplateProcess
 from quire_server.text.tokenizer import SPECIAL_NAMES, TextTokenizer
+from quire_server.text.tool_prompt import told_of_tools
 
 _NUM_PROCESSES = 2  # a render takes about a millisecond; the second keeps one slow render from holding up the rest
 _RESERVED = frozenset({
@@ -63,6 +64,7 @@ class ChatTemplate:
         names, words = _compiled(processes[-1])
         self._words = frozenset(words)
         self.variables: frozenset[str] = frozenset(n for n in names if n not in _RESERVED and not n.startswith("_"))
+        self.shows_tools = "tools" in names
         self._defaults = dict(default_kwargs or {})
         if unknown := self._defaults.keys() - self.variables:
             raise ConfigError(f"chat template defaults: the template has no variable {_listed(unknown)}")
@@ -75,10 +77,12 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         kwargs: Mapping[str, object] | None = None,
+        tools: Sequence[Mapping[str, object]] = (),
     ) -> str:
         """The prompt's text. Of `kwargs`, variables that the template does not read have no effect; see `unnamed`.
 
-        With `continue_final_message` the text ends with the last message's content, its turn left open.
+        With `continue_final_message` the text ends with the last message's content, its turn left open. Tools that
+        the template cannot show are told of in words.
         Raises BadRequest for input the template refuses, fails on, or cannot render within its limits.
         """
         if not messages:
@@ -89,12 +93,14 @@ class ChatTemplate:
             )
         if reserved := [name for name in kwargs or {} if name in _RESERVED or name.startswith("_")]:
             raise BadRequest(f"'chat_template_kwargs' cannot set {_listed(reserved)}.", param="chat_template_kwargs")
+        if tools and not self.shows_tools:
+            messages = told_of_tools(messages, tools)
         chat = [self._plain(message, i) for i, message in enumerate(messages)]
         mark = f"Xq7{secrets.token_hex(8)} "
         if continue_final_message:
             _append_mark(chat[-1], mark)
         asked = {name: value for name, value in (kwargs or {}).items() if name in self.variables}
-        text = self._run(chat, add_generation_prompt, {**self._defaults, **asked})
+        text = self._run(chat, add_generation_prompt, {**self._defaults, **asked}, tools)
         return _cut_at_mark(text, mark) if continue_final_message else text
 
     def unnamed(
@@ -116,12 +122,18 @@ class ChatTemplate:
         """Ends the template processes; also done when the object or the interpreter goes away."""
         self._close()
 
-    def _run(self, chat: list[dict[str, object]], add_generation_prompt: bool, kwargs: Mapping[str, object]) -> str:
+    def _run(
+        self,
+        chat: list[dict[str, object]],
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, object],
+        tools: Sequence[Mapping[str, object]] = (),
+    ) -> str:
         variables = {
             **kwargs,
             **self.tokenizer.special_tokens,
             "messages": chat,
-            "tools": None,
+            "tools": list(tools) or None,  # templates ask whether there are any
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }

@@ -51,6 +51,7 @@ class TextThreads:
         add_generation_prompt: bool,
         continue_final_message: bool,
         kwargs: Mapping[str, object],
+        tools: Sequence[Mapping[str, object]] = (),
     ) -> str | None:
         """As `ChatTemplate.render`; None where the model has no chat template."""
         prompts = self._prompts
@@ -62,6 +63,7 @@ class TextThreads:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 kwargs=kwargs,
+                tools=tools,
             ),
             limiter=self._rendering,
         )

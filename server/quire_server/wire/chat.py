@@ -10,12 +10,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from quire_server.answering.options import Conversation, GenerationOptions, ReasoningOptions
+from quire_server.answering.options import Conversation, GenerationOptions, ReasoningOptions, ToolOptions
 from quire_server.errors import BadRequest
 from quire_server.wire.common import GenerationFields, LogprobCount, TokenCount, WireModel
 from quire_server.wire.extras import review_extras
 from quire_server.wire.options import generation_options, review
 from quire_server.wire.reply import FinishedBecause, PromptLogprobs, ReplyModel, UsageInfo
+from quire_server.wire.tools import ToolChoice, ToolDefinition, Tools, tool_options
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
@@ -87,9 +88,17 @@ class ChatCompletionRequest(GenerationFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, object] | None = Field(None, description="variables of the chat template")
+    tools: Tools | None = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call in a reply")
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = Field(
         None, description="passed to chat templates that use it"
     )
+    max_reasoning_tokens: TokenCount | None = Field(
+        None, description="after as many tokens of thinking the answer begins; for models that think"
+    )
+    thinking_token_budget: TokenCount | None = Field(None, description="vLLM's name of max_reasoning_tokens")
+    include_reasoning: bool | None = Field(None, description="false: the thoughts are not part of the reply")
     echo: bool | None = Field(None, description="not supported; null or false")
 
     @model_validator(mode="after")
@@ -116,6 +125,11 @@ class ChatCompletionRequest(GenerationFields):
         if max_tokens == 0:
             raise BadRequest(f"'{max_tokens_param}' must be at least 1.", param=max_tokens_param)
         continues = bool(self.continue_final_message)
+        tools = tool_options(
+            [tool.neutral() for tool in self.tools or ()], self.tool_choice, parallel=self.parallel_tool_calls
+        )
+        if tools is None and self.parallel_tool_calls is False:
+            ignored.append("parallel_tool_calls")
         return generation_options(
             self,
             source=Conversation(
@@ -125,8 +139,10 @@ class ChatCompletionRequest(GenerationFields):
                 else self.add_generation_prompt,
                 continue_final_message=continues,
                 template_variables=self.chat_template_kwargs or {},
+                tools=tuple(tool.for_template() for tool in self._shown_tools(tools)),
             ),
-            reasoning=ReasoningOptions(effort=self.reasoning_effort),
+            reasoning=self._reasoning(),
+            tools=tools,
             source_param="messages",
             add_special_tokens=bool(self.add_special_tokens),  # templates write them
             max_tokens=max_tokens,
@@ -136,6 +152,22 @@ class ChatCompletionRequest(GenerationFields):
             num_prompt_logprobs=self.prompt_logprobs,
             echo=False,
             ignored=ignored,
+        )
+
+    def _shown_tools(self, options: ToolOptions | None) -> list[ToolDefinition]:
+        """Those that the model is told of: none where it may call none."""
+        if options is None or options.choice == "none":
+            return []
+        names = {tool.name for tool in options.tools}
+        return [tool for tool in self.tools or () if tool.function is not None and tool.function.name in names]
+
+    def _reasoning(self) -> ReasoningOptions:
+        has_old_name = self.max_reasoning_tokens is None and self.thinking_token_budget is not None
+        return ReasoningOptions(
+            effort=self.reasoning_effort,
+            max_tokens=self.thinking_token_budget if has_old_name else self.max_reasoning_tokens,
+            max_tokens_param="thinking_token_budget" if has_old_name else "max_reasoning_tokens",
+            show=self.include_reasoning is not False,
         )
 
 
@@ -154,14 +186,27 @@ class ChatLogprobs(ReplyModel):
     refusal: None = None
 
 
+class CalledFunction(ReplyModel):
+    name: str
+    arguments: str = Field(description="JSON")
+
+
+class ToolCall(ReplyModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AssistantMessage(ReplyModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None = Field(description="null where there are only calls")
     refusal: None
     annotations: None
     audio: None
     function_call: None
-    tool_calls: None
+    tool_calls: list[ToolCall] | None
+    reasoning: str | None = Field(None, description="the model's thoughts, where it has any")
+    reasoning_content: str | None = Field(None, description="the same under its older name")
 
 
 class ChatChoice(ReplyModel):
@@ -186,9 +231,24 @@ class ChatCompletionResponse(ReplyModel):
     usage: UsageInfo
 
 
+class FunctionDelta(ReplyModel):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(ReplyModel):
+    index: int
+    id: str | None = Field(None, description="in the first piece of a call, with its name")
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class Delta(ReplyModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(ReplyModel):

@@ -74,12 +74,12 @@ IGNORED: Mapping[str, tuple[object, ...]] = {
 
 _HINTS: Mapping[str, str] = {
     "chat_template": "requests cannot bring templates; the operator sets one with --chat-template",
-    "function_call": "tools are not supported, and this older form of them is not either",
-    "functions": "tools are not supported, and this older form of them is not either",
+    "function_call": "it is the older form of 'tool_choice'; send that",
+    "functions": "it is the older form of 'tools'; send those",
     "modalities": "only text is generated",
     "response_format": "only {'type': 'text'} is supported",
-    "tool_choice": "tools are not, so it can only be 'none'",
-    "tools": "only an empty list of them is accepted",
+    "tool_choice": "functions are called in /v1/chat/completions",
+    "tools": "functions are called in /v1/chat/completions",
     "suffix": "the model cannot fill in the middle of a text",
 }
 

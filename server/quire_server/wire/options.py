@@ -17,6 +17,7 @@ from quire_server.answering.options import (
     ReplyOptions,
     SamplingOptions,
     StopOptions,
+    ToolOptions,
 )
 from quire_server.errors import BadRequest
 from quire_server.wire.common import GenerationFields
@@ -54,6 +55,7 @@ def generation_options(
     echo: bool,
     ignored: Iterable[str],
     reasoning: ReasoningOptions,
+    tools: ToolOptions | None = None,
 ) -> GenerationOptions:
     """The neutral request of `fields` and of what its endpoint says in its own way."""
     stream = fields.stream_options
@@ -108,6 +110,7 @@ def generation_options(
             **_given(skip_special_tokens=fields.skip_special_tokens),
         ),
         reasoning=reasoning,
+        tools=tools,
         model=fields.model,
         ignored=tuple(dict.fromkeys(ignored)),
         **_given(priority=fields.priority),

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
-FinishedBecause = Literal["stop", "length", "abort"]
+FinishedBecause = Literal["stop", "length", "tool_calls", "abort"]
 
 
 class ReplyModel(BaseModel):
@@ -21,6 +21,10 @@ class PromptTokensDetails(ReplyModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(ReplyModel):
+    reasoning_tokens: int
+
+
 class UsageInfo(ReplyModel):
     """`completion_tokens` are those really generated for the reply, over all choices."""
 
@@ -28,6 +32,9 @@ class UsageInfo(ReplyModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = Field(
+        None, description="of models that think before they answer"
+    )
 
 
 class PromptLogprob(ReplyModel):

@@ -5,10 +5,10 @@ Promises: what stands between the tags and is no call is content, with the tags.
 
 from __future__ import annotations
 
-from quire_server.answering.parsing.json_call import read_call
-from quire_server.answering.parsing.parsed_reply import ParsedReply
-from quire_server.answering.parsing.source import Markers, Source, Steps
-from quire_server.answering.parsing.tool_format import ToolFormat
+from quire_server.text.parsing.json_call import read_call
+from quire_server.text.parsing.parsed_reply import ParsedReply
+from quire_server.text.parsing.source import Markers, Source, Steps
+from quire_server.text.parsing.tool_format import ToolFormat
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _OPENED, _CLOSED = Markers(_OPEN), Markers(_CLOSE)

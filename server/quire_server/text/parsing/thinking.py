@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from quire_server.answering.parsing.reasoning import ThinkingMarks
-from quire_server.answering.parsing.source import Markers, Source, Steps
+from quire_server.text.parsing.reasoning import ThinkingMarks
+from quire_server.text.parsing.source import Markers, Source, Steps
 
 _SPACE = " \t\r\n"
 

@@ -9,9 +9,9 @@ import json
 import re
 from collections.abc import Mapping
 
-from quire_server.answering.parsing.parsed_reply import ParsedReply, read_json
-from quire_server.answering.parsing.source import Markers, Show, Source, Steps
-from quire_server.answering.parsing.tool_format import ToolFormat
+from quire_server.text.parsing.parsed_reply import ParsedReply, read_json
+from quire_server.text.parsing.source import Markers, Show, Source, Steps
+from quire_server.text.parsing.tool_format import ToolFormat
 
 _OPEN, _CLOSE, _FUNCTION = "<tool_call>", "</tool_call>", "<function="
 _OPENED = Markers(_OPEN, _FUNCTION)  # some models leave the outer tag out
@@ -112,8 +112,8 @@ def _kinds_of(value: object) -> set[str]:
 
 
 def _schema(reply: ParsedReply, tool: str, parameter: str) -> object:
-    known = reply.tools.get(tool)
-    properties = (known.parameters or {}).get("properties") if known is not None else None
+    known = reply.tools.get(tool) or {}
+    properties = known.get("properties")
     return properties.get(parameter) if isinstance(properties, Mapping) else None
 
 

@@ -12,8 +12,8 @@ import string
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from quire_server.answering.parsing.parsed_reply import ParsedReply
-from quire_server.answering.parsing.source import Source, Steps
+from quire_server.text.parsing.parsed_reply import ParsedReply
+from quire_server.text.parsing.source import Source, Steps
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 

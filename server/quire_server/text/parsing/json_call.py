@@ -11,8 +11,8 @@ import json
 import re
 from typing import Literal
 
-from quire_server.answering.parsing.parsed_reply import ParsedReply
-from quire_server.answering.parsing.source import Show, Source, Steps
+from quire_server.text.parsing.parsed_reply import ParsedReply
+from quire_server.text.parsing.source import Show, Source, Steps
 
 Outcome = Literal["call", "broken", "none"]  # broken: the reply shows a call, but its object did not end as one does
 
@@ -35,7 +35,7 @@ def read_call(source: Source, reply: ParsedReply, *, sure: bool) -> Steps[Outcom
 
 
 def read_calls(source: Source, reply: ParsedReply, before: str) -> Steps[None]:
-    """Read an array of calls or a single one, where only calls stand; what is none is content, with what is `before`."""
+    """Read an array of calls or a single one, where only calls stand; what is none is content, after `before`."""
     is_array = yield from source.literal("[")
     before += "[" if is_array else ""
     while True:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quire_engine.errors import ConfigError
-from quire_server.answering.parsing.forced import FORCED
-from quire_server.answering.parsing.hermes import HERMES
-from quire_server.answering.parsing.llama import LLAMA
-from quire_server.answering.parsing.mistral import MISTRAL, MISTRAL_ARGS
-from quire_server.answering.parsing.qwen_xml import QWEN_XML
-from quire_server.answering.parsing.tool_format import ToolFormat
+from quire_server.text.parsing.forced import FORCED
+from quire_server.text.parsing.hermes import HERMES
+from quire_server.text.parsing.llama import LLAMA
+from quire_server.text.parsing.mistral import MISTRAL, MISTRAL_ARGS
+from quire_server.text.parsing.qwen_xml import QWEN_XML
+from quire_server.text.parsing.tool_format import ToolFormat
 
 TOOL_FORMATS = {
     **{tool_format.name: tool_format for tool_format in (HERMES, QWEN_XML, LLAMA, MISTRAL, MISTRAL_ARGS, FORCED)},

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from quire_server.answering.parsing.json_call import read_calls, read_value
-from quire_server.answering.parsing.parsed_reply import ParsedReply
-from quire_server.answering.parsing.source import Markers, Source, Steps
-from quire_server.answering.parsing.tool_format import ToolFormat, mistral_id
+from quire_server.text.parsing.json_call import read_calls, read_value
+from quire_server.text.parsing.parsed_reply import ParsedReply
+from quire_server.text.parsing.source import Markers, Source, Steps
+from quire_server.text.parsing.tool_format import ToolFormat, mistral_id
 
 _CALLS, _ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _OPENED = Markers(_CALLS)

@@ -6,14 +6,13 @@ that are tokens count only as those tokens. Must not know: stop strings, other c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from quire_server.answering.options import Tool
-from quire_server.answering.parsing.calls import CallDelta
-from quire_server.answering.parsing.parsed_reply import ParsedReply
-from quire_server.answering.parsing.reasoning import ThinkingMarks
-from quire_server.answering.parsing.thinking import ThinkingSplitter
-from quire_server.answering.parsing.tool_format import CallParser, ToolFormat
+from quire_server.text.parsing.calls import CallDelta
+from quire_server.text.parsing.parsed_reply import ParsedReply, Schemas
+from quire_server.text.parsing.reasoning import ThinkingMarks
+from quire_server.text.parsing.thinking import ThinkingSplitter
+from quire_server.text.parsing.tool_format import CallParser, ToolFormat
 
 
 class ReplyParser:
@@ -25,7 +24,7 @@ class ReplyParser:
         marks: ThinkingMarks | None = None,
         is_open: bool = False,
         tool_format: ToolFormat | None = None,
-        tools: Iterable[Tool] = (),
+        tools: Schemas | None = None,
         parallel: bool = True,
         new_id: Callable[[], str] | None = None,
     ) -> None:
@@ -38,7 +37,7 @@ class ReplyParser:
         self.calls: list[CallDelta] = []
         self._splitter = ThinkingSplitter(marks, is_open=is_open) if marks is not None else None
         self._reply = ParsedReply(
-            tools, new_id=new_id or (tool_format.new_id if tool_format is not None else str), parallel=parallel
+            tools or {}, new_id=new_id or (tool_format.new_id if tool_format is not None else str), parallel=parallel
         )
         self._call_parser = CallParser(tool_format, self._reply) if tool_format is not None else None
 

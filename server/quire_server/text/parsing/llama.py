@@ -6,10 +6,10 @@ call, names a tool and has no keys but those of calls; any other JSON is an answ
 
 from __future__ import annotations
 
-from quire_server.answering.parsing.json_call import read_call
-from quire_server.answering.parsing.parsed_reply import ParsedReply
-from quire_server.answering.parsing.source import Markers, Source, Steps
-from quire_server.answering.parsing.tool_format import ToolFormat
+from quire_server.text.parsing.json_call import read_call
+from quire_server.text.parsing.parsed_reply import ParsedReply
+from quire_server.text.parsing.source import Markers, Source, Steps
+from quire_server.text.parsing.tool_format import ToolFormat
 
 _TAG = "<|python_tag|>"
 _STOPS = Markers("\n", _TAG)

@@ -6,10 +6,10 @@ know: tokens.
 
 from __future__ import annotations
 
-from quire_server.answering.parsing.json_call import read_calls
-from quire_server.answering.parsing.parsed_reply import ParsedReply
-from quire_server.answering.parsing.source import Source, Steps
-from quire_server.answering.parsing.tool_format import ToolFormat
+from quire_server.text.parsing.json_call import read_calls
+from quire_server.text.parsing.parsed_reply import ParsedReply
+from quire_server.text.parsing.source import Source, Steps
+from quire_server.text.parsing.tool_format import ToolFormat
 
 
 def _read(source: Source, reply: ParsedReply) -> Steps[None]:

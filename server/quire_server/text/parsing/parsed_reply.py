@@ -9,18 +9,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 
-from quire_server.answering.options import Tool
-from quire_server.answering.parsing.calls import CallDelta
+from quire_server.text.parsing.calls import CallDelta
 
+Schemas = Mapping[str, Mapping[str, object] | None]  # of the tools' arguments, by the tools' names
 _SPACE = " \t\r\n"
 
 
 class ParsedReply:
     """Filled by the reader of a format, emptied by `take_content` and `take_calls`."""
 
-    def __init__(self, tools: Iterable[Tool], *, new_id: Callable[[], str], parallel: bool = True) -> None:
+    def __init__(self, tools: Schemas, *, new_id: Callable[[], str], parallel: bool = True) -> None:
         """`parallel` False: only the first call is kept."""
-        self.tools: Mapping[str, Tool] = {tool.name: tool for tool in tools}
+        self.tools = tools
         self.num_calls = 0
         self.error: str | None = None  # why a call is not what a client can use; the first such reason
         self._new_id = new_id

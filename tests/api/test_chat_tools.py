@@ -1,0 +1,204 @@
+"""Calls of tools and thoughts in chat replies: whole and streamed the same, in the shapes that the SDKs read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import httpx
+import pytest
+
+from quire_engine.types import GenerationRequest
+from quire_server.text.parsing.model_formats import model_formats
+from quire_server.text.prompt import ChatTemplate
+from quire_server.wire.chat import ChatCompletionChunk, ChatCompletionResponse
+from support.events import parse_events
+from support.fake_engine import FakeEngine
+from support.fake_tokenizer import CHAT_TEMPLATE, EOS, load_tokenizer
+from support.fakes import connect, make_app, make_state
+
+pytestmark = pytest.mark.anyio
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich", "days": [1, 2]}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+HERMES = CHAT_TEMPLATE + "{% if tools %}{{ tools | tojson }}{% endif %}{# <tool_call> <think> </think> #}"
+OPENING = HERMES.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}},
+    {"type": "function", "function": {"name": "get_time"}},
+]
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 400}
+
+
+class Model:
+    """A model that says `text`, with a template that may show tools."""
+
+    def __init__(self, text: str, template: str = HERMES) -> None:
+        self.engine = FakeEngine(replies=self.said)
+        self._ids = [*text.encode(), EOS]
+        self._template = ChatTemplate(template, load_tokenizer())
+        state = make_state(engine=self.engine)
+        state.prompts = state.text._prompts = self._template
+        state.formats = model_formats("auto", "auto", load_tokenizer(), template)
+        self._app = make_app(state)
+
+    def said(self, _: GenerationRequest, __: int) -> Sequence[int]:
+        return self._ids
+
+    @property
+    def prompt(self) -> str:
+        return load_tokenizer().decode(self.engine.submitted[-1].prompt_token_ids, skip_special_tokens=False)
+
+    async def post(self, **fields: object) -> httpx.Response:
+        async with connect(self._app) as client:
+            return await client.post("/v1/chat/completions", json=CHAT | fields)
+
+    async def whole(self, **fields: object) -> dict:
+        reply = await self.post(**fields)
+        assert reply.status_code == 200, reply.text
+        ChatCompletionResponse.model_validate_json(reply.content, strict=True)
+        return reply.json()
+
+    async def streamed(self, **fields: object) -> dict:
+        """The whole reply's message and finish reason, put together as clients do."""
+        reply = await self.post(stream=True, stream_options={"include_usage": True}, **fields)
+        message: dict = {"content": "", "reasoning": "", "tool_calls": []}
+        finish, usage = None, None
+        for chunk in parse_events(reply.text):
+            ChatCompletionChunk.model_validate(chunk, strict=True)
+            usage = chunk.get("usage") or usage
+            for choice in chunk["choices"]:
+                finish = choice["finish_reason"] or finish
+                delta = choice["delta"]
+                assert delta.get("reasoning") == delta.get("reasoning_content")
+                message["content"] += delta.get("content") or ""
+                message["reasoning"] += delta.get("reasoning") or ""
+                for call in delta.get("tool_calls", ()):
+                    if call["index"] == len(message["tool_calls"]):
+                        message["tool_calls"].append(
+                            {"id": call["id"], "type": call["type"], "function": dict(call["function"])}
+                        )
+                    else:
+                        assert set(call) == {"index", "function"}
+                        message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+        return {"message": message, "finish_reason": finish, "usage": usage}
+
+    def close(self) -> None:
+        self._template.close()
+
+
+def calls_of(message: dict) -> list[tuple[str, object]]:
+    return [
+        (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message["tool_calls"] or ()
+    ]
+
+
+WEATHER = ("get_weather", {"city": "Zürich", "days": [1, 2]})
+TIME = ("get_time", {})
+
+
+@pytest.mark.parametrize(
+    ("said", "fields", "content", "calls", "finish"),
+    [
+        (CALL, {}, None, [WEATHER], "tool_calls"),
+        (f"I look.\n{CALL}\n{OTHER}", {}, "I look.\n", [WEATHER, TIME], "tool_calls"),
+        (f"{CALL}\n{OTHER}", {"parallel_tool_calls": False}, None, [WEATHER], "tool_calls"),
+        ("Just <b>text</b>.", {}, "Just <b>text</b>.", [], "stop"),
+        (OTHER, {"tool_choice": {"type": "function", "function": {"name": "get_time"}}}, None, [TIME], "stop"),
+        (OTHER, {"tool_choice": "none"}, OTHER, [], "stop"),
+    ],
+)
+async def test_whole_and_streamed_replies_have_the_same_calls(
+    said: str, fields: dict, content: str | None, calls: list, finish: str
+):
+    model = Model(said)
+    try:
+        whole = (await model.whole(tools=TOOLS, **fields))["choices"][0]
+        streamed = await model.streamed(tools=TOOLS, **fields)
+    finally:
+        model.close()
+    assert (whole["message"]["content"], calls_of(whole["message"]), whole["finish_reason"]) == (content, calls, finish)
+    assert (streamed["message"]["content"] or None) == content
+    assert calls_of(streamed["message"]) == calls
+    assert streamed["finish_reason"] == finish
+    ids = [call["id"] for call in whole["message"]["tool_calls"] or ()]
+    assert len(set(ids)) == len(calls)
+    assert all(id_.startswith("call_") for id_ in ids)
+
+
+async def test_tools_reach_the_template_only_where_they_may_be_called():
+    model = Model("ok")
+    try:
+        await model.whole(tools=TOOLS)
+        assert '"get_weather"' in model.prompt
+        await model.whole(tools=TOOLS, tool_choice="none")
+        assert '"get_weather"' not in model.prompt
+    finally:
+        model.close()
+
+
+async def test_a_model_without_a_place_for_tools_is_told_in_words():
+    model = Model('{"name": "get_time", "parameters": {"zone": "CET"}}', CHAT_TEMPLATE)
+    try:
+        whole = (await model.whole(tools=TOOLS))["choices"][0]
+        assert "You can call functions." in model.prompt
+        assert calls_of(whole["message"]) == [("get_time", {"zone": "CET"})]
+        assert whole["finish_reason"] == "tool_calls"
+    finally:
+        model.close()
+
+
+@pytest.mark.parametrize("opens", [False, True])
+async def test_thoughts_are_told_from_the_answer(opens: bool):
+    said = "I think 🤔.\n</think>\n\nIt is 4."
+    model = Model(said if opens else f"<think>\n{said}", OPENING if opens else HERMES)
+    try:
+        reply = await model.whole()
+        message = reply["choices"][0]["message"]
+        assert (message["reasoning"], message["content"]) == ("I think 🤔.", "It is 4.")
+        assert message["reasoning_content"] == message["reasoning"]
+        streamed = await model.streamed()
+        assert (streamed["message"]["reasoning"], streamed["message"]["content"]) == ("I think 🤔.", "It is 4.")
+        counted = reply["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        assert 0 < counted < reply["usage"]["completion_tokens"]
+        assert streamed["usage"] == reply["usage"]
+        hidden = (await model.whole(include_reasoning=False))["choices"][0]["message"]
+        assert "reasoning" not in hidden
+        assert hidden["content"] == "It is 4."
+    finally:
+        model.close()
+
+
+async def test_thoughts_come_before_calls():
+    model = Model(f"<think>\nWeather.\n</think>\n\n{CALL}")
+    try:
+        message = (await model.whole(tools=TOOLS))["choices"][0]["message"]
+        assert (message["reasoning"], message["content"], calls_of(message)) == ("Weather.", None, [WEATHER])
+    finally:
+        model.close()
+
+
+async def test_stop_strings_are_looked_for_in_the_answer_only():
+    model = Model("<think>\nstop here\n</think>\n\nGo on, stop here")
+    try:
+        choice = (await model.whole(stop=["stop"]))["choices"][0]
+        assert (choice["message"]["content"], choice["stop_reason"]) == ("Go on, ", "stop")
+        assert choice["message"]["reasoning"] == "stop here"
+    finally:
+        model.close()
+
+
+async def test_the_engine_is_told_how_long_to_think():
+    model = Model("x", OPENING)
+    try:
+        await model.whole(max_reasoning_tokens=7)
+        thinking = model.engine.submitted[-1].sampling.thinking
+        assert thinking is not None
+        assert (thinking.max_tokens, thinking.is_open, bytes(thinking.end_ids)) == (7, True, b"</think>")
+    finally:
+        model.close()
+    plain = Model("x", CHAT_TEMPLATE)
+    try:
+        reply = await plain.post(max_reasoning_tokens=7)
+        assert reply.headers["x-quire-ignored"] == "max_reasoning_tokens"
+    finally:
+        plain.close()
