@@ -1,0 +1,164 @@
+"""Every example of README.md and SERVING.md does what is shown: requests and scripts are run, command lines read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from e2e.served import Served
+from quire_engine.demo import demo_model_path
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = ("README.md", "SERVING.md")
+SHOWN_URL = "http://127.0.0.1:8000"
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# Different in every run; of examples that show them only their names count.
+VOLATILE = {"id", "created", "system_fingerprint", "call_id", "item_id", "created_at", "completed_at"}
+ELSEWHERE = {
+    "make": "other tests of this folder start the server that way",
+    "docker": "tests/e2e/test_image.py builds and runs the images",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """One command of a console block, or one script, and what the document shows after it."""
+
+    where: str
+    kind: str
+    text: str
+    shown: str
+
+
+def _examples() -> Iterator[Example]:
+    for name in DOCUMENTS:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        blocks = list(BLOCK.finditer(text))
+        for block, following in zip(blocks, [*blocks[1:], None], strict=True):
+            kind, body = block[1], block[2]
+            where = f"{name}:{text[: block.start()].count(chr(10)) + 1}"
+            if kind == "console":
+                for at, command in enumerate(re.split(r"^\$ ", body, flags=re.MULTILINE)[1:]):
+                    typed = re.match(r"(?:.*\\\n)*.*\n?", command)
+                    assert typed is not None
+                    yield Example(
+                        where=f"{where}.{at}", kind=kind, text=typed[0].strip(), shown=command[typed.end() :].strip()
+                    )
+            elif kind == "python":
+                follows = following is not None and not following[1] and following.start() - block.end() < 3
+                yield Example(where=where, kind=kind, text=body, shown=following[2] if follows and following else "")
+
+
+EXAMPLES = list(_examples())
+SCRIPTS = [example for example in EXAMPLES if example.kind == "python"]
+REQUESTS = [example for example in EXAMPLES if example.text.startswith("curl ")]
+COMMANDS = [example for example in EXAMPLES if re.match(r"(\S*/)?quire ", example.text)]
+
+
+def where(example: Example) -> str:
+    return example.where
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with Served() as served:
+        yield served
+
+
+def test_every_example_is_looked_at() -> None:
+    known = {example.where for example in (*SCRIPTS, *REQUESTS, *COMMANDS)}
+    others = [example for example in EXAMPLES if example.where not in known]
+    assert not [example for example in others if example.text.split()[0] not in ELSEWHERE]
+    assert len(SCRIPTS) >= 3
+    assert len(REQUESTS) >= 2
+    assert len(COMMANDS) >= 5
+
+
+def _stable(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: "…" if name in VOLATILE else _stable(inner) for name, inner in value.items()}
+    return [_stable(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _frames(text: str) -> tuple[list[str], str]:
+    """The stable part of each event of a stream, and the text of all completions in it."""
+    data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    texts: list[str] = []
+    frames = []
+    for frame in data:
+        if frame == "[DONE]":
+            frames.append(frame)
+            continue
+        value = json.loads(frame)
+        for choice in value.get("choices", ()):
+            texts.append(choice.pop("text", ""))
+        frames.append(json.dumps(_stable(value)))
+    return frames, "".join(texts)
+
+
+@pytest.mark.parametrize("example", REQUESTS, ids=where)
+def test_requests_are_answered_as_shown(example: Example, server: Served) -> None:
+    command = example.text.replace(SHOWN_URL, server.url)
+    done = subprocess.run(["bash", "-c", f"{command} -sS"], capture_output=True, text=True, timeout=60, check=True)
+    if done.stdout.startswith(("data: ", "event: ")):
+        # A fast model may have two tokens in one frame: the text counts, and the frames' shape.
+        (said, text), (expected, beginning) = _frames(done.stdout), _frames(example.shown)
+        assert text.startswith(beginning)
+        assert [frame for frame in expected if frame not in said] == []
+        assert expected[-1] == said[-1]
+        return
+    reply = json.loads(done.stdout)
+    assert "error" not in reply or reply["error"] is None, reply
+    if example.shown:
+        assert _stable(reply) == _stable(json.loads("".join(example.shown.split("\n"))))
+
+
+@pytest.mark.parametrize("example", SCRIPTS, ids=where)
+def test_scripts_run_as_shown(example: Example, server: Served, tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    model = str(demo_model_path())
+    text = example.text.replace(SHOWN_URL, server.url).replace("/models/Qwen3-0.6B", model)
+    text = text.replace("[9707, 11]", "[40, 11]")  # ids of Qwen's vocabulary, which is larger
+    script.write_text(text.replace("max_model_len=8192", "max_model_len=512"), encoding="utf-8")
+    paths = os.pathsep.join(str(ROOT / part) for part in ("server", "engine", "kernels"))
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert done.returncode == 0, done.stderr
+    parts = [" ".join(part.split()) for part in example.shown.split("[...]")]
+    assert all(part in " ".join(done.stdout.split()) for part in parts), done.stdout
+
+
+@pytest.mark.parametrize("example", COMMANDS, ids=where)
+def test_command_lines_are_understood(example: Example) -> None:
+    words = shlex.split(example.text, comments=True)[1:]
+    words = [str(demo_model_path()) if word.startswith("/models/") else word for word in words]
+    if words[0] == "serve":
+        from quire_server.flags import parse_flags
+
+        parse_flags(words[1:])
+    elif words[0] == "bench":
+        from quire_bench.arguments import parse_arguments
+
+        parse_arguments(words[1:])
+    else:
+        from importlib import import_module
+
+        module = import_module(f"quire_server.commands.{words[0].replace('-', '_')}")
+        module._parser().parse_args(words[1:])
