@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 
-.PHONY: serve test test-e2e image-test gpu-test gpu-bench kernel-sim emulated-test check format bench clean
+.PHONY: serve test test-e2e client-test image-test gpu-test gpu-bench kernel-sim emulated-test check format bench clean
 
 serve: $(VENV)/.serve
 	$(BIN)/quire serve $(ARGS)
@@ -16,6 +16,18 @@ test: $(VENV)/.dev
 test-e2e: $(VENV)/.dev
 	PYTHON=$(BIN)/python tests/e2e/peers.sh
 	$(BIN)/python -m pytest -m e2e $(ARGS)
+
+# The SDKs and frameworks that people use, unmodified and newest, against the embedded model; installs them.
+client-test: $(VENV)/.serve .venv-clients/.complete
+	QUIRE_PYTHON=$(CURDIR)/$(BIN)/python .venv-clients/bin/python -m pytest tests/clients $(ARGS)
+
+.venv-clients/.complete: tests/clients/requirements.txt
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check uv
+	.venv-clients/bin/uv pip install --quiet --python .venv-clients/bin/python -r tests/clients/requirements.txt
+	npm install --prefix tests/clients --no-save --no-package-lock --no-audit --no-fund --loglevel=error \
+	  openai ai @ai-sdk/openai-compatible @anthropic-ai/sdk zod
+	touch $@
 
 # Both images from nothing, as root, with buildah: ten minutes on two cores, which is why CI leaves it out.
 image-test: $(VENV)/.dev
@@ -75,4 +87,4 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@ $(VENV)/.serve
 
 clean:
-	rm -rf $(VENV) .venv-sim .venv-oldest .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-sim .venv-oldest .venv-clients .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -33,7 +33,18 @@ class Served:
         self._log = tempfile.NamedTemporaryFile(mode="w+", suffix=".log")  # closed in __exit__
         started = time.monotonic()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "quire_server.cli", "serve", "--host", "127.0.0.1", "--port", "0", *self._args],
+            # Where the tests of a client run in an environment of its own, the server's is named.
+            [
+                os.environ.get("QUIRE_PYTHON", sys.executable),
+                "-m",
+                "quire_server.cli",
+                "serve",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                "0",
+                *self._args,
+            ],
             stdout=self._log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
