@@ -15,6 +15,7 @@ import torch
 from quire_engine.config import EngineConfig, EnginePlan
 from quire_engine.engine import StepExecutor
 from quire_engine.errors import ConfigError
+from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.device import resolve_device
 from quire_engine.execution.executor import make_runner, runs_by_itself, spare_blocks
 from quire_engine.execution.gpu.runner import GpuRunner
@@ -48,6 +49,7 @@ class BuiltEngine:
     plan: EnginePlan
     runner: StepExecutor
     scheduler: Scheduler
+    grammars: Grammars
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,12 +146,13 @@ def build(config: EngineConfig) -> BuiltEngine:
     pool_bytes = memory.after_load(decoder)
     if pool_bytes is not None:
         pool = resolved.pool(pool_bytes)
-    runner = _make_runner(resolved, decoder, pool)
+    grammars = Grammars(Path(config.tokenizer or config.model), resolved.model.vocab_size)
+    runner = _make_runner(resolved, decoder, pool, grammars)
     plan = resolved.plan(pool, load_seconds=time.perf_counter() - started)
-    return BuiltEngine(plan=plan, runner=runner, scheduler=Scheduler(plan.scheduler))
+    return BuiltEngine(plan=plan, runner=runner, scheduler=Scheduler(plan.scheduler), grammars=grammars)
 
 
-def _make_runner(resolved: _Resolved, decoder: Decoder, pool: PoolSize) -> StepExecutor:
+def _make_runner(resolved: _Resolved, decoder: Decoder, pool: PoolSize, grammars: Grammars) -> StepExecutor:
     kernels, device, limits = resolved.kernels, resolved.device, resolved.asked.limits
     num_blocks = pool.num_blocks + spare_blocks(kernels, device)
     runner = make_runner(
@@ -161,6 +164,7 @@ def _make_runner(resolved: _Resolved, decoder: Decoder, pool: PoolSize) -> StepE
         num_blocks=pool.num_blocks,
         device=device,
         ahead=resolved.plans_ahead,
+        grammars=grammars,
     )
     if isinstance(runner, GpuRunner):
         runner.capture_largest()

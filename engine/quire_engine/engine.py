@@ -17,6 +17,8 @@ from quire_engine.errors import InfeasibleRequest
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.types import EngineHealth, GenerationRequest, StepOutput, TokenOutput
 
+_PREPARING_SECONDS = 0.01  # an abort or another request may come meanwhile
+
 
 class StepExecutor(Protocol):
     """Computes batches, in the order in which they are launched; one of the model's runners, or a fake in tests."""
@@ -35,6 +37,26 @@ class StepExecutor(Protocol):
         ...
 
 
+class GrammarCompiler(Protocol):
+    """Makes grammars ready beside the steps; `execution.constrained.grammars`, or a fake in tests."""
+
+    def prepare(self, text: str) -> bool:
+        """Whether the grammar is ready, or known to be none; if not it is begun."""
+        ...
+
+    def error(self, text: str) -> str | None:
+        """Why a prepared grammar is none."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Until one more is ready, or so long."""
+        ...
+
+    def warm_up(self) -> None:
+        """Do now, when nothing else is to be done, what the first grammar would wait for."""
+        ...
+
+
 def _discard(_: StepOutput) -> None:
     pass
 
@@ -47,11 +69,14 @@ class Engine:
         scheduler: Scheduler,
         executor: StepExecutor,
         *,
+        grammars: GrammarCompiler | None = None,
         check_invariants: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.on_step: Callable[[StepOutput], None] = _discard
         self._scheduler = scheduler
+        self._grammars = grammars  # None: a grammar is compiled in the step that needs it
+        self._preparing: dict[str, GenerationRequest] = {}  # their grammars are being compiled; by request id
         self._executor = executor
         self._check_every_step = check_invariants
         self._clock = clock
@@ -64,20 +89,38 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do or to tell."""
-        return self._scheduler.has_work or bool(self._in_flight) or bool(self._unsent) or self._stats_changed
+        waits = bool(self._preparing) or bool(self._in_flight)
+        return self._scheduler.has_work or waits or bool(self._unsent) or self._stats_changed
 
     def submit(self, request: GenerationRequest) -> None:
+        grammar = request.sampling.grammar
+        if grammar and self._grammars is not None and not self._grammars.prepare(grammar):
+            self._preparing[request.request_id] = request
+            return
+        self._admit(request)
+
+    def _admit(self, request: GenerationRequest) -> None:
+        """Let the scheduler have it, or refuse it."""
+        grammar = request.sampling.grammar
+        wrong = self._grammars.error(grammar) if grammar and self._grammars is not None else None
+        if wrong is not None:
+            self._refuse(request, wrong, culprit=True)
+            return
         try:
             self._scheduler.add(request, self._clock())
         except InfeasibleRequest as refusal:
-            self._unsent += [
-                TokenOutput(request_id=request.request_id, choice=choice, finish="error", error=str(refusal))
-                for choice in range(request.n)
-                if choice not in request.finished_choices
-            ]
+            self._refuse(request, str(refusal))
+
+    def _refuse(self, request: GenerationRequest, error: str, *, culprit: bool = False) -> None:
+        self._unsent += [
+            TokenOutput(request_id=request.request_id, choice=choice, finish="error", error=error, culprit=culprit)
+            for choice in range(request.n)
+            if choice not in request.finished_choices
+        ]
 
     def abort(self, request_id: str) -> None:
-        if self._scheduler.abort(request_id):
+        was_preparing = self._preparing.pop(request_id, None) is not None
+        if self._scheduler.abort(request_id) or was_preparing:
             self._stats_changed = True
 
     def health(self) -> EngineHealth:
@@ -87,6 +130,8 @@ class Engine:
         """Nothing has come for a while: check the books, once. That takes a moment where there are many blocks."""
         if not self._checked:
             self._check()
+        if self._grammars is not None:
+            self._grammars.warm_up()
 
     def step(self) -> None:
         """Schedule and launch a step; collect and apply the earliest that need not stay in flight; tell `on_step`.
@@ -95,6 +140,8 @@ class Engine:
         executor has the next one already when it ends. That one was planned as if every sequence went on: what it
         computes for those that turn out to have ended is dropped.
         """
+        if self._preparing and self._grammars is not None:
+            self._admit_prepared(self._grammars)
         started = self._clock()
         outputs, self._unsent = self._unsent, []
         execute_seconds = 0.0
@@ -117,6 +164,14 @@ class Engine:
         step_seconds = self._clock() - started
         stats = replace(self._scheduler.stats(), step_seconds=step_seconds, host_seconds=step_seconds - execute_seconds)
         self.on_step(StepOutput(step_id=self._step_id, outputs=tuple(outputs), stats=stats))
+
+    def _admit_prepared(self, grammars: GrammarCompiler) -> None:
+        """Let those in whose grammars have become ready; with nothing else to do wait for one, not for long."""
+        if not (self._scheduler.has_work or self._in_flight or self._unsent):
+            grammars.wait(_PREPARING_SECONDS)
+        for request in list(self._preparing.values()):
+            if grammars.prepare(request.sampling.grammar):
+                self._admit(self._preparing.pop(request.request_id))
 
     def _collect(self, outputs: list[TokenOutput]) -> float:
         """Take in the earliest step in flight; the seconds that it was waited for."""

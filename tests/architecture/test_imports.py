@@ -33,6 +33,8 @@ ONLY_IN = {
     "triton": ("quire_kernels",),
     "flash_attn": ("quire_kernels.flash",),
     "flash_attn_interface": ("quire_kernels.flash",),
+    "numpy": ("quire_engine.execution.constrained",),
+    "llguidance": ("quire_engine.execution.constrained", "quire_server.text.grammar_worker"),
     "typing_extensions": ("quire_server",),
 }
 # What a folder may import of its own package beside itself: folders, and single files by their dotted names; "*" stands

@@ -22,7 +22,7 @@ from quire_engine.execution.runner import Runner
 from quire_engine.execution.workspace import measure_workspace
 from quire_engine.limits import SchedulerLimits
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams
+from quire_engine.types import GenerationRequest, SamplingParams, StopParams, ThinkingParams
 from quire_kernels.reference import REFERENCE
 from support.checkpoints import shared_checkpoint
 from support.model_steps import CPU, random_ids
@@ -69,10 +69,11 @@ def on_a_gpu(
         num_blocks=config.num_blocks,
         device=CUDA,
         ahead=ahead,
+        grammars=built.grammars,
     )
     assert isinstance(runner, GpuRunner)
     scheduler = Scheduler(replace(config, plans_ahead=ahead))
-    return BuiltEngine(plan=built.plan, runner=runner, scheduler=scheduler), device
+    return BuiltEngine(plan=built.plan, runner=runner, scheduler=scheduler, grammars=built.grammars), device
 
 
 def requests() -> list[GenerationRequest]:
@@ -85,6 +86,9 @@ def requests() -> list[GenerationRequest]:
         {"temperature": 0.0, "num_prompt_logprobs": 1},
         {"temperature": 0.7, "top_p": 0.8, "min_tokens": 4, "seed": 3},
         {"temperature": 1.0, "seed": 4, "logit_bias": ((5, 2.0),)},
+        {"temperature": 1.1, "seed": 5, "grammar": 'start: "quick " /[a-z ]{8}/ " fox jumps"'},
+        {"temperature": 0.9, "seed": 6, "thinking": ThinkingParams(end_ids=(7, 8), is_open=True, max_tokens=5)},
+        {"temperature": 0.0, "grammar": "start: <[7]>"},  # one token, and a vocabulary's end behind it
     ]
     return [
         GenerationRequest(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.gpu.cuda import CudaDevice
 from quire_engine.execution.gpu.runner import GpuRunner, RunnerLimits
 from quire_engine.execution.kv_storage import KVStorage
@@ -41,10 +42,11 @@ def make_runner(
     num_blocks: int,
     device: torch.device,
     ahead: bool = False,
+    grammars: Grammars | None = None,
 ) -> Runner | GpuRunner:
     """`num_blocks`: those that are scheduled; `kv` has `spare_blocks` more. `ahead`: launch before the last is done."""
     if not runs_by_itself(kernels, device):
-        return Runner(decoder, kv, limits.block_size, device)
+        return Runner(decoder, kv, limits.block_size, device, grammars=grammars)
     return GpuRunner(
         decoder,
         kv,
@@ -57,4 +59,5 @@ def make_runner(
             spare_block=num_blocks,
         ),
         max_in_flight=2 if ahead else 1,
+        grammars=grammars,
     )

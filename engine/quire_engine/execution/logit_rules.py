@@ -26,13 +26,25 @@ class SampleRow:
     stop: StopParams
     choice: int
     prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]  # everything between prompt and position; may be left out without penalties
+    output_token_ids: Sequence[int]  # all between prompt and position, where the sampling `reads_output`
     position: int  # of the token to choose
     logits_row: int
+    sequence_id: int = 0
+
+    @property
+    def num_output(self) -> int:
+        return self.position - len(self.prompt_token_ids)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a grammar or a limit of thinking decides what the token may be."""
+        return is_constrained(self.sampling)
 
     @property
     def masks_stop_tokens(self) -> bool:
-        return self.position - len(self.prompt_token_ids) < self.sampling.min_tokens and bool(self.stop.stop_token_ids)
+        """Whether no stop token may come yet. A grammar's mask has them left out already, unless it allows no other."""
+        too_soon = self.num_output < self.sampling.min_tokens
+        return too_soon and bool(self.stop.stop_token_ids) and not self.sampling.grammar
 
     @property
     def is_greedy(self) -> bool:
@@ -50,6 +62,11 @@ def may_have_rules(sampling: SamplingParams) -> bool:
     return sampling.min_tokens > 0 or _changes_logits(sampling)
 
 
+def is_constrained(sampling: SamplingParams) -> bool:
+    """Whether some row of such a request `is_constrained`: those have masks, which are not applied here."""
+    return bool(sampling.grammar) or sampling.thinking is not None
+
+
 def draws(sampling: SamplingParams) -> bool:
     """Whether the token is drawn; else it is the maximum."""
     return sampling.temperature >= _MIN_TEMPERATURE
@@ -62,7 +79,11 @@ def asks_for_argmax(sampling: SamplingParams) -> bool:
 
 def _changes_logits(sampling: SamplingParams) -> bool:
     return bool(
-        sampling.logit_bias or sampling.allowed_token_ids or sampling.banned_token_ids or sampling.has_penalties
+        sampling.logit_bias
+        or sampling.allowed_token_ids
+        or sampling.banned_token_ids
+        or sampling.has_penalties
+        or is_constrained(sampling)
     )
 
 

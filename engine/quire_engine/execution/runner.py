@@ -15,6 +15,8 @@ from torch import Tensor
 
 from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
 from quire_engine.execution.alone import compute_alone
+from quire_engine.execution.constrained.constraints import Constraints
+from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.logit_rules import asks_for_argmax
 from quire_engine.execution.model_input import LogitRows, ModelInput, build_model_input
 from quire_engine.execution.models.config import ModelConfig
@@ -65,13 +67,15 @@ class Runner:
         block_size: int,
         device: torch.device,
         *,
+        grammars: Grammars | None = None,
         logits_bytes: int = LOGITS_BYTES,
     ) -> None:
+        """Without `grammars` requests for them fail."""
         self._decoder = decoder
         self._kv = kv
         self._block_size = block_size
         self._device = device
-        self._sampler = Sampler()
+        self._sampler = Sampler(constraints=Constraints(grammars))
         self._vocab_size = decoder.config.vocab_size
         self._logits_rows = max(1, logits_bytes // (4 * self._vocab_size))
         self._launched: StepResult | None = None
@@ -125,7 +129,8 @@ class Runner:
             start = i * self._logits_rows
             logits = self._decoder.logits(hidden[start : start + self._logits_rows])  # [s, V] float32
             sampled = self._sampler.sample(logits, pending.rows)
-            result.samples.update(zip(pending.sequence_ids, ((token,) for token in sampled), strict=True))
+            for sequence_id, row, token in zip(pending.sequence_ids, pending.rows, sampled, strict=True):
+                result.samples[sequence_id] = self._sampler.with_forced(row, token)
             self._score(logits, pending, scores, result)
         for sequence_id, entries in scores.items():
             if sequence_id not in result.errors:
@@ -186,6 +191,7 @@ class Runner:
                             output_token_ids=item.output_token_ids,
                             position=item.end,
                             logits_row=row,
+                            sequence_id=sequence_id,
                         )
                     )
         return slices

@@ -6,13 +6,16 @@ fails alone; one device-to-host copy a slice of rows. Must not know: sequences, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from quire_engine.batch import SampledToken
 from quire_engine.execution import distribution
+from quire_engine.execution.constrained.constraints import Constraints
+from quire_engine.execution.constrained.token_masks import Mask, MaskWriter
 from quire_engine.execution.logit_rules import SampleRow, apply_rules, id_error
 from quire_engine.execution.rng import uniform
 from quire_engine.types import TokenLogprobs
@@ -27,23 +30,28 @@ _ERRORS = {_NON_FINITE: NON_FINITE, _NO_CANDIDATE: NO_CANDIDATE}
 
 
 class Sampler:
-    """Stateless but for a memory limit: rows are worked on in slices of about `slice_bytes` of float32 logits."""
+    """Rows are worked on in slices of about `slice_bytes` of float32 logits."""
 
-    def __init__(self, slice_bytes: int = 32 << 20) -> None:
+    def __init__(self, slice_bytes: int = 32 << 20, *, constraints: Constraints | None = None) -> None:
+        """Without `constraints` requests for grammars fail."""
+        self.constraints = constraints or Constraints(None)
+        self.mask_writer = MaskWriter()
         self._slice_bytes = slice_bytes
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         """The next token of each of `rows`, from logits [S, V] float32 (not changed).
 
-        Order: log-probabilities from the raw logits; `apply_rules`; temperature (0: the maximum, of equals the lowest
-        id); top-k; top-p; min-p; a draw with the one uniform number of (seed, choice, position). What cannot be
-        sampled (non-finite logits, ids outside the vocabulary, everything masked) has `error` set, on that row only.
+        Order: log-probabilities from the raw logits; the masks of grammars and thinking; `apply_rules`; temperature
+        (0: the maximum, of equals the lowest id); top-k; top-p; min-p; a draw with the one uniform number of (seed,
+        choice, position). What cannot be sampled (non-finite logits, ids outside the vocabulary, everything masked, a
+        grammar that fails) has `error` set, on that row only.
         """
         vocab_size = logits.shape[1]
         results: list[SampledToken | None] = [None] * len(rows)
+        allowed = self.constraints.allowed(rows, vocab_size)
         good: list[int] = []
         for i, row in enumerate(rows):
-            error = id_error(row, vocab_size)
+            error = id_error(row, vocab_size) or allowed.errors.get(i)
             if error is None:
                 good.append(i)
             else:
@@ -51,9 +59,17 @@ class Sampler:
         size = self.rows_per_slice(vocab_size)
         for start in range(0, len(good), size):
             part = good[start : start + size]
-            for i, sampled in zip(part, _sample_slice(logits, [rows[i] for i in part]), strict=True):
+            masks = {at: allowed.masks[i] for at, i in enumerate(part) if i in allowed.masks}
+            for i, sampled in zip(part, self._sample_slice(logits, [rows[i] for i in part], masks), strict=True):
                 results[i] = sampled
         return [result for result in results if result is not None]
+
+    def with_forced(self, row: SampleRow, sampled: SampledToken) -> tuple[SampledToken, ...]:
+        """The row's token and those that must follow it, which no step has to compute."""
+        if sampled.error is not None or not row.is_constrained:
+            return (sampled,)
+        forced = self.constraints.forced(row, sampled.token_id)
+        return (sampled, *(SampledToken(token_id=token) for token in forced))
 
     def score(self, logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs | None]:
         """Log-probabilities of `token_ids[i]` under row i of logits [S, V]; None where the row is not finite.
@@ -75,41 +91,45 @@ class Sampler:
     def rows_per_slice(self, vocab_size: int) -> int:
         return max(1, self._slice_bytes // (4 * vocab_size))
 
+    def _sample_slice(self, logits: Tensor, rows: Sequence[SampleRow], masks: Mapping[int, Mask]) -> list[SampledToken]:
+        wanted = [row.logits_row for row in rows]
+        if wanted != list(range(logits.shape[0])):
+            logits = logits[torch.tensor(wanted, device=logits.device)]
+        status = torch.where(is_finite(logits), _OK, _NON_FINITE)
+        plain = [i for i, row in enumerate(rows) if row.is_greedy and not row.has_rules]
+        if len(plain) == len(rows):
+            token_ids = logits.argmax(dim=1)  # of equal maxima the first
+        else:
+            token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+            if plain:
+                index = torch.tensor(plain, device=logits.device)
+                token_ids[index] = logits[index].argmax(dim=1)
+            rest = [i for i, row in enumerate(rows) if not (row.is_greedy and not row.has_rules)]
+            index = torch.tensor(rest, device=logits.device)
+            of_rest = {at: masks[i] for at, i in enumerate(rest) if i in masks}
+            mask = partial(self.mask_writer.apply, masks=of_rest)
+            token_ids[index], possible = _choose(logits[index], [rows[i] for i in rest], mask)
+            status[index] = torch.where(possible | (status[index] != _OK), status[index], _NO_CANDIDATE)
 
-def _sample_slice(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
-    wanted = [row.logits_row for row in rows]
-    if wanted != list(range(logits.shape[0])):
-        logits = logits[torch.tensor(wanted, device=logits.device)]
-    status = torch.where(is_finite(logits), _OK, _NON_FINITE)
-    plain = [i for i, row in enumerate(rows) if row.is_greedy and not row.has_rules]
-    if len(plain) == len(rows):
-        token_ids = logits.argmax(dim=1)  # of equal maxima the first
-    else:
-        token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-        if plain:
-            index = torch.tensor(plain, device=logits.device)
-            token_ids[index] = logits[index].argmax(dim=1)
-        rest = [i for i, row in enumerate(rows) if not (row.is_greedy and not row.has_rules)]
-        index = torch.tensor(rest, device=logits.device)
-        token_ids[index], possible = _choose(logits[index], [rows[i] for i in rest])
-        status[index] = torch.where(possible | (status[index] != _OK), status[index], _NO_CANDIDATE)
-
-    packed = [status.to(torch.float64).unsqueeze(1), token_ids.to(torch.float64).unsqueeze(1)]
-    scored = [i for i, row in enumerate(rows) if row.sampling.num_logprobs is not None]
-    num_top = min(max((rows[i].sampling.num_logprobs or 0 for i in scored), default=0), logits.shape[1])
-    if scored:
-        index = torch.tensor(scored, device=logits.device)
-        scores = logprob_columns(logits[index], token_ids[index], num_top)
-        columns = scores.new_zeros(len(rows), scores.shape[1])
-        columns[index] = scores
-        packed.append(columns)
-    values = torch.cat(packed, dim=1).tolist()  # the copy to the host
-    return [_sampled_token(row, some, num_top) for row, some in zip(rows, values, strict=True)]
+        packed = [status.to(torch.float64).unsqueeze(1), token_ids.to(torch.float64).unsqueeze(1)]
+        scored = [i for i, row in enumerate(rows) if row.sampling.num_logprobs is not None]
+        num_top = min(max((rows[i].sampling.num_logprobs or 0 for i in scored), default=0), logits.shape[1])
+        if scored:
+            index = torch.tensor(scored, device=logits.device)
+            scores = logprob_columns(logits[index], token_ids[index], num_top)
+            columns = scores.new_zeros(len(rows), scores.shape[1])
+            columns[index] = scores
+            packed.append(columns)
+        values = torch.cat(packed, dim=1).tolist()  # the copy to the host
+        return [_sampled_token(row, some, num_top) for row, some in zip(rows, values, strict=True)]
 
 
-def _choose(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor]:
-    """Token ids [S] after rules and truncation, and whether each row had a candidate [S] bool."""
+def _choose(
+    logits: Tensor, rows: Sequence[SampleRow], mask: Callable[[Tensor], None] = lambda _: None
+) -> tuple[Tensor, Tensor]:
+    """Token ids [S] after masks, rules and truncation, and whether each row had a candidate [S] bool."""
     logits = distribution.padded(logits)
+    mask(logits)
     apply_rules(logits, rows)
     token_ids = logits.argmax(dim=1)
     highest = logits.amax(dim=1)

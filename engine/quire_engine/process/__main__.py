@@ -67,7 +67,7 @@ def main(fd: int, parent_pid: int) -> None:
     except ModelLoadError as error:
         connection.sendall(encode_frame(StartFailed(kind="model", message=str(error))))
         sys.exit(1)
-    engine = Engine(built.scheduler, built.runner, check_invariants=start.check_invariants)
+    engine = Engine(built.scheduler, built.runner, grammars=built.grammars, check_invariants=start.check_invariants)
     loop = EngineLoop(engine, connection, decoder)
     # What was imported and loaded stays: collections need not look at it again in the middle of a step.
     gc.collect()

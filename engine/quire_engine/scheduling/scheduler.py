@@ -245,6 +245,8 @@ class Scheduler:
                 self._roster.end(sequence)
                 break
         token_ids[at : at + 1] = taken
+        if sequence.num_forced != len(taken) - 1:
+            sequence.note_forced(len(taken) - 1)
         return token_output(sequence, samples, tuple(taken), finish)
 
     def _finish_prompt_only(self, group: Group, now: float) -> list[TokenOutput]:

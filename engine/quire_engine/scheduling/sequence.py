@@ -29,6 +29,7 @@ class Sequence:
     num_prompt_tokens: int
     table: PageTable
     has_output: bool = False  # its first output was sent in this engine's life
+    num_forced: int = 0  # known tokens behind the last sampled one: its executor knew that they had to come
     is_launched: bool = False  # all of its tokens are computed, or in flight: nothing is left to schedule
     # The allocator's:
     num_computed: int = 0
@@ -45,8 +46,13 @@ class Sequence:
         """Its first output is sent."""
         self.has_output = True
 
+    def note_forced(self, num_tokens: int) -> None:
+        """So many tokens came behind a sampled one: the next step computes them beside that one."""
+        self.num_forced = num_tokens
+
     def forget_pending(self) -> None:
         """Whatever is in flight for it will not be taken: it is to be scheduled again."""
+        self.num_forced = 0
         while self.token_ids[-1] == PENDING:
             self.token_ids.pop()
         self.is_launched = False
@@ -129,8 +135,8 @@ class Group:
 
     @property
     def is_prefilling(self) -> bool:
-        """Between steps: in the middle of its known tokens."""
-        return not self.prompt_shared or any(self.pending(s) > 1 for s in self.computing)
+        """Between steps: in the middle of its known tokens. Those that had to come are a longer decode."""
+        return not self.prompt_shared or any(self.pending(s) > 1 + s.num_forced for s in self.computing)
 
     def blocks_beside_leader(self) -> int:
         """Blocks that the other choices need for their known tokens, beyond the prompt's full blocks."""

@@ -64,7 +64,7 @@ class Finisher:
 
     def __init__(self, model: Model, step: StepArrays, packed: Packed, sampler: Sampler) -> None:
         vocab_size = model.config.vocab_size
-        self._model, self._step, self._packed = model, step, packed
+        self._model, self._step, self._packed, self._sampler = model, step, packed, sampler
         self._slice_rows = sampler.rows_per_slice(vocab_size)
         self._told_top = min(max((step.choices[i].num_logprobs or 0 for i in step.told), default=0), vocab_size)
         self._score_top = min(
@@ -96,6 +96,7 @@ class Finisher:
             max_rows=max_rows,
             first=first,
             columns=columns,
+            sampler=self._sampler,
             told_top=self._told_top,
             score_top=self._score_top,
         )
@@ -106,8 +107,12 @@ class Finisher:
         ruled = {i: row for i, row in self._step.rules.items() if low <= i < high}
         if not ruled:
             return
+        # The device is at work on the logits meanwhile.
+        allowed = self._sampler.constraints.allowed(list(ruled.values()), self._model.config.vocab_size)
+        self._step.errors |= {i: allowed.errors[at] for at, i in enumerate(ruled) if at in allowed.errors}
         at = torch.tensor([i - low for i in ruled], device=logits.device)
         values = logits.index_select(0, rows.logits_rows.index_select(0, at))
+        self._sampler.mask_writer.apply(values, allowed.masks)
         apply_rules(values, list(ruled.values()))
         some = replace(
             rows,
@@ -143,6 +148,7 @@ class Finished:
     """What it takes to make a step's result when its copies have arrived."""
 
     step: StepArrays
+    sampler: Sampler
     outcome: HostBuffer
     max_rows: int  # of the region
     first: int  # of its rows
@@ -169,7 +175,9 @@ class Finished:
                 row = values[at[i] : at[i] + told_width]
                 entry = token_logprobs(ids[i], row, self.told_top, choice.num_logprobs)
                 sampled = SampledToken(token_id=ids[i], logprobs=entry)
-            result.samples[choice.sequence_id] = (sampled,)
+            rules = None if i in step.errors else step.rules.get(i)
+            samples = (sampled,) if rules is None else self.sampler.with_forced(rules, sampled)
+            result.samples[choice.sequence_id] = samples
         for i, error in step.errors.items():
             result.samples[step.choices[i].sequence_id] = (SampledToken(error=error),)
         self._read_scores(values[len(step.told) * told_width :], result)

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from quire_engine.batch import Batch, ScheduledSequence, StepResult
 from quire_engine.execution.alone import compute_alone
+from quire_engine.execution.constrained.constraints import Constraints
+from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.gpu.device import Device, Event
 from quire_engine.execution.gpu.finishing import Finished, Finisher, Span, spans
 from quire_engine.execution.gpu.forward import Forward, Model
@@ -67,13 +69,15 @@ class GpuRunner:
         device: Device,
         limits: RunnerLimits,
         *,
+        grammars: Grammars | None = None,
         logits_bytes: int = LOGITS_BYTES,
         num_buffers: int = 2,
         max_in_flight: int = 2,
     ) -> None:
+        """Without `grammars` requests for them fail."""
         self.max_in_flight = max_in_flight
         self._model, self._kv, self._device, self._limits = model, kv, device, limits
-        self._sampler = Sampler()
+        self._sampler = Sampler(constraints=Constraints(grammars))
         vocab_size, block_size = model.config.vocab_size, limits.block_size
         self._logits_rows = max(1, logits_bytes // (4 * vocab_size))
         self._graphs = DecodeGraphs(device, max_rows=limits.max_num_seqs, max_context=limits.max_model_len)

@@ -210,6 +210,7 @@ def _add_choice(  # noqa: PLR0917 - what a choice is
             output_token_ids=item.output_token_ids,
             position=item.end,
             logits_row=row,
+            sequence_id=sequence_id,
         )
         error = id_error(rules, vocab_size)
         if error is not None:

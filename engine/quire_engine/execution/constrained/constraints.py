@@ -1,0 +1,125 @@
+"""What requests demand of their outputs, for a step's rows: masks before a token is chosen, forced tokens after it.
+
+Owns a follower for each choice that was seen lately. Promises: all of it follows from a row's output tokens, so that
+choices which were preempted, resumed or batched differently get the same; whose grammar fails fails alone, and is never
+free. Must not know: how tokens are chosen, the model, schedules.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quire_engine.execution.constrained.follower import Follower, clear_bits, set_bits
+from quire_engine.execution.constrained.grammars import Grammars
+from quire_engine.execution.constrained.token_masks import Mask
+from quire_engine.execution.constrained.vocabulary import GrammarError
+from quire_engine.execution.logit_rules import SampleRow
+
+_SPARE_FOLLOWERS = 16  # kept beside those of a step; who is preempted for longer is followed from the start again
+MAX_FORCED = 7  # tokens that one step adds to the one it computed: with max_num_seqs rows the next step still has room
+
+
+@dataclass(slots=True)
+class Allowed:
+    """What the constrained rows of a step may choose from."""
+
+    masks: dict[int, Mask] = field(default_factory=dict)  # by the row's index; whoever has none may choose from all
+    errors: dict[int, str] = field(default_factory=dict)  # by the row's index: why there is nothing to choose from
+
+
+class Constraints:
+    """For one runner, whose steps it sees in order."""
+
+    def __init__(self, grammars: Grammars | None, *, max_forced: int = MAX_FORCED) -> None:
+        self._grammars, self._max_forced = grammars, max_forced
+        self._followers: OrderedDict[tuple[int, int], Follower] = OrderedDict()  # least recently used first
+
+    def allowed(self, rows: Sequence[SampleRow], vocab_size: int) -> Allowed:
+        """The masks of those of `rows` that have one now; ids are below `vocab_size`."""
+        found = Allowed()
+        for i, row in enumerate(rows):
+            if not row.is_constrained:
+                continue
+            mask = np.empty(-(-vocab_size // 32), dtype=np.int32)
+            try:
+                if self._fill(self._follower(row), row, mask, vocab_size):
+                    found.masks[i] = mask
+            except GrammarError as error:
+                self._followers.pop(_key(row), None)
+                found.errors[i] = str(error)
+        while len(self._followers) > len(rows) + _SPARE_FOLLOWERS:
+            self._followers.popitem(last=False)
+        return found
+
+    def forced(self, row: SampleRow, token_id: int) -> tuple[int, ...]:
+        """The tokens that must come behind `token_id`, the row's choice: nobody has to compute them.
+
+        No more than the request may have; none where it asks for their log-probabilities, or forbids tokens itself.
+        """
+        sampling = row.sampling
+        if token_id in row.stop.stop_token_ids:
+            self._followers.pop(_key(row), None)
+            return ()
+        if sampling.num_logprobs is not None or sampling.allowed_token_ids or sampling.banned_token_ids:
+            return ()
+        forced: list[int] = []
+        room = row.stop.max_new_tokens - (row.position - len(row.prompt_token_ids)) - 1
+        try:
+            follower = self._follower(row)
+            follower.take_one(token_id)
+            while len(forced) < min(room, self._max_forced):
+                following = self._only(follower, row)
+                if following is None:
+                    break
+                forced.append(following)
+                if following in row.stop.stop_token_ids:
+                    break
+                follower.take_one(following)
+        except GrammarError:
+            # The step that has to choose the next token fails for the same reason, and says so.
+            self._followers.pop(_key(row), None)
+        return tuple(forced)
+
+    def _follower(self, row: SampleRow) -> Follower:
+        key, tokens = _key(row), tuple(row.output_token_ids)
+        follower = self._followers.pop(key, None)
+        if follower is None or not follower.follows(row.sampling, tokens):
+            follower = Follower(row.sampling, self._grammars)
+        follower.take(tokens)
+        self._followers[key] = follower
+        return follower
+
+    def _fill(self, follower: Follower, row: SampleRow, mask: Mask, vocab_size: int) -> bool:
+        if not follower.fill(mask):
+            return False
+        if row.sampling.grammar and not follower.ends_thinking:
+            self._set_ends(follower, row, mask, vocab_size)
+        return True
+
+    def _set_ends(self, follower: Follower, row: SampleRow, mask: Mask, vocab_size: int) -> None:
+        """Where the grammar is complete any stop token may come; before `min_tokens` only if nothing else can."""
+        ends = tuple(token for token in row.stop.stop_token_ids if 0 <= token < vocab_size)
+        if self._grammars is not None:
+            clear_bits(mask, self._grammars.end_ids)  # of those, only what the request stops at
+        if row.num_output < row.sampling.min_tokens:
+            others = mask.copy()
+            clear_bits(others, ends)
+            if others.any():
+                mask[:] = others
+                return
+        if follower.may_end:
+            set_bits(mask, ends)
+
+    def _only(self, follower: Follower, row: SampleRow) -> int | None:
+        forced = follower.forced
+        if forced is None and follower.is_complete and len(row.stop.stop_token_ids) == 1:
+            return row.stop.stop_token_ids[0]
+        return forced
+
+
+def _key(row: SampleRow) -> tuple[int, int]:
+    return row.sequence_id, row.choice

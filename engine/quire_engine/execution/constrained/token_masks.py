@@ -1,0 +1,95 @@
+"""Masks of bits, one for each row of logits that has one, and their way onto the logits.
+
+Promises: what has no bit becomes -inf, whatever the width of the logits; nothing else changes.
+Must not know: grammars, requests, how the bits came about.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_FEW_CELLS = 1 << 17  # of logits; of fewer a table costs less than a look at each row's mask
+_MAX_KEPT = 256  # masks whose ids are remembered
+_MAX_IDS = 8  # of a vocabulary at least one in so many is listed, or the table is used
+
+
+Mask: TypeAlias = NDArray[np.int32]  # bit i is id i, for every id of the vocabulary
+
+
+@dataclass(slots=True)
+class MaskWriter:
+    """Applies masks. Remembers what the ids of a mask are: most steps of most grammars allow what others did."""
+
+    _tables: dict[torch.device, Tensor] = field(default_factory=dict)
+    _kept: OrderedDict[bytes, tuple[bool, Tensor] | None] = field(default_factory=OrderedDict)
+
+    def apply(self, logits: Tensor, masks: Mapping[int, Mask]) -> None:
+        """Change the rows of logits [S, V] that have a mask, in place."""
+        if not masks:
+            return
+        if logits.device.type == "cpu" and len(masks) * logits.shape[1] > _FEW_CELLS:
+            for row, mask in masks.items():
+                self._apply_row(logits[row], mask)
+        else:
+            self._apply_table(logits, masks)
+
+    def _apply_table(self, logits: Tensor, masks: Mapping[int, Mask]) -> None:
+        """Eight cells at a time: 0 or -inf to add, looked up by the eight bits."""
+        octets = np.stack(list(masks.values())).view(np.uint8)
+        known = min(8 * octets.shape[1], logits.shape[1])
+        index = torch.from_numpy(octets).to(logits.device, torch.int32)
+        added = torch.nn.functional.embedding(index, self._table(logits)).flatten(1)[:, :known]
+        # Columns beyond the vocabulary are there for alignment, and -inf already.
+        if len(masks) == len(logits):
+            logits[:, :known].add_(added)
+        else:
+            logits[:, :known].index_add_(0, torch.tensor(list(masks), device=logits.device), added)
+
+    def _apply_row(self, logits: Tensor, bits: Mask) -> None:
+        key = bits.tobytes()
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            found = self._kept[key]
+        else:
+            found = self._kept[key] = _listed(bits, len(logits))
+            if len(self._kept) > _MAX_KEPT:
+                self._kept.popitem(last=False)
+        if found is None:
+            self._apply_table(logits.unsqueeze(0), {0: bits})
+            return
+        is_allowed, ids = found
+        if not is_allowed:
+            logits.index_fill_(0, ids, -torch.inf)
+            return
+        kept = logits.index_select(0, ids)
+        logits.fill_(-torch.inf)
+        logits.index_copy_(0, ids, kept)
+
+    def _table(self, like: Tensor) -> Tensor:
+        """[256, 8]: what eight bits add to eight cells."""
+        table = self._tables.get(like.device)
+        if table is None:
+            bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, np.newaxis], axis=1, bitorder="little")
+            table = torch.where(torch.from_numpy(bits).bool(), 0.0, -torch.inf).to(like.device, like.dtype)
+            self._tables[like.device] = table
+        return table
+
+
+def _listed(bits: Mask, width: int) -> tuple[bool, Tensor] | None:
+    """The ids that a mask allows, or those that it does not, whichever are few; None if neither are."""
+    flags = np.unpackbits(bits.view(np.uint8), bitorder="little", count=width)  # zeros behind the last bit
+    num_allowed = int(flags.sum(dtype=np.int64))
+    few = width // _MAX_IDS
+    if num_allowed <= few:
+        return True, torch.from_numpy(np.flatnonzero(flags))
+    if width - num_allowed <= few:
+        return False, torch.from_numpy(np.flatnonzero(flags == 0))
+    return None
