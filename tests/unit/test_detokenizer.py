@@ -122,6 +122,16 @@ def test_special_tokens_are_skipped_or_shown() -> None:
     assert Detokenizer(BYTE_LEVEL, skip_special_tokens=False).push(ids) == "hello</s>"
 
 
+def test_a_special_token_that_a_reader_looks_for_is_shown_and_no_other() -> None:
+    bos, eos = (BYTE_LEVEL.token_id(token) for token in ("<s>", "</s>"))
+    assert bos is not None
+    assert eos is not None
+    ids = [bos, *BYTE_LEVEL.encode("hello", add_special_tokens=False), eos]
+    assert Detokenizer(BYTE_LEVEL, shown_ids=(eos,)).push(ids) == "hello</s>"
+    assert Detokenizer(BYTE_LEVEL, shown_ids=(bos, eos), prompt_ids=[eos]).push(ids) == "<s>hello</s>"
+    assert Detokenizer(BYTE_LEVEL, skip_special_tokens=False, shown_ids=(eos,)).push(ids) == "<s>hello</s>"
+
+
 @given(ids=st.lists(st.integers(0, WORDS.vocab_size - 1), max_size=60), at=st.integers(0, 5))
 def test_other_decoders_give_the_same_text(ids: list[int], at: int) -> None:
     prompt, output = ids[:at], ids[at:]

@@ -45,6 +45,8 @@ def test_special_tokens(tokenizer: TextTokenizer) -> None:
     assert tokenizer.encode("a</s>", add_special_tokens=False)[-1] == tokenizer.eos_token_ids[0]
     assert tokenizer.decode([bos], skip_special_tokens=True) == ""
     assert tokenizer.decode([bos], skip_special_tokens=False) == "<s>"
+    assert tokenizer.token_id("<s>") == bos
+    assert tokenizer.token_id("<think>") is None
 
 
 def test_ids_that_are_no_tokens_have_no_text(tokenizer: TextTokenizer) -> None:

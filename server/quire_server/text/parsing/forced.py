@@ -1,22 +1,27 @@
-"""Calls as plain JSON, for models without a format of their own: the whole reply is an array of calls, or one call.
+"""Calls as plain JSON, for models without a format of their own: an array of calls, or one call.
 
-Promises: it is asked for only where a grammar forces it, so every object at the start of the reply is a call. Must not
-know: tokens.
+A grammar forces it, or the prompt asks for it. Promises: JSON is a call where it begins a line, names a tool and has no
+keys but those of calls; any other JSON is an answer. Must not know: tokens.
 """
 
 from __future__ import annotations
 
 from quire_server.text.parsing.json_call import read_calls
 from quire_server.text.parsing.parsed_reply import ParsedReply
-from quire_server.text.parsing.source import Source, Steps
+from quire_server.text.parsing.source import Markers, Source, Steps
 from quire_server.text.parsing.tool_format import ToolFormat
+
+_LINE_END = Markers("\n")
 
 
 def _read(source: Source, reply: ParsedReply) -> Steps[None]:
-    yield from source.show_space(reply.content)
-    if (yield from source.peek()) in {"[", "{"}:
-        yield from read_calls(source, reply, "")
-    yield from source.rest(reply.content)
+    line_end = "\n"
+    while line_end:
+        yield from source.show_space(reply.content)
+        if (yield from source.peek()) in {"[", "{"}:
+            yield from read_calls(source, reply, "", sure=False)
+        line_end = yield from source.until(_LINE_END, reply.content)
+        reply.content(line_end)
 
 
 FORCED = ToolFormat(

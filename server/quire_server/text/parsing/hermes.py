@@ -19,21 +19,21 @@ def _read(source: Source, reply: ParsedReply) -> Steps[None]:
         space = yield from source.space()
         outcome = yield from read_call(source, reply, sure=True)
         if outcome == "call":
-            yield from _read_close(source)
+            yield from _read_close(source, reply)
         elif outcome == "broken":
             yield from source.until(_CLOSED, _ignore)
         else:
             reply.content(_OPEN + space + source.kept())
 
 
-def _read_close(source: Source) -> Steps[None]:
+def _read_close(source: Source, reply: ParsedReply) -> Steps[None]:
     """The closing tag, before which small models write one brace too many, and which some forget."""
-    while True:
-        yield from source.space()
-        if (yield from source.peek()) != "}":
-            break
+    space = yield from source.space()
+    while (yield from source.peek()) == "}":
         source.take()
-    yield from source.literal(_CLOSE)
+        space = yield from source.space()
+    if not (yield from source.literal(_CLOSE)):
+        reply.content(space)
 
 
 def _ignore(text: str) -> None:

@@ -34,15 +34,15 @@ def read_call(source: Source, reply: ParsedReply, *, sure: bool) -> Steps[Outcom
     return (yield from _CallReader(source, reply, sure).read())
 
 
-def read_calls(source: Source, reply: ParsedReply, before: str) -> Steps[None]:
-    """Read an array of calls or a single one, where only calls stand; what is none is content, after `before`."""
+def read_calls(source: Source, reply: ParsedReply, before: str, *, sure: bool) -> Steps[None]:
+    """Read an array of calls, or a single one. What is none is content, and so is `before` then."""
     is_array = yield from source.literal("[")
     before += "[" if is_array else ""
     while True:
         before += yield from source.space()
         char = yield from source.peek()
         if char == "{":
-            outcome = yield from read_call(source, reply, sure=True)
+            outcome = yield from read_call(source, reply, sure=sure)
             if outcome == "none":
                 reply.content(before + source.kept())
             if outcome != "call" or not is_array:
@@ -51,9 +51,10 @@ def read_calls(source: Source, reply: ParsedReply, before: str) -> Steps[None]:
         elif char == "," and is_array:
             before += source.take()
         else:
+            is_end = char == "" or (char == "]" and is_array)
             if char == "]" and is_array:
                 before += source.take()
-            if before.strip(_BETWEEN):
+            if not is_end or before.strip(_BETWEEN):
                 reply.content(before)
             return
 
@@ -136,7 +137,7 @@ class _CallReader:
 
     def _close(self) -> Outcome:
         if not self._name:
-            return "none"
+            return self._break_off()
         if not self._begun:
             self._begin()
         if not self._has_arguments:

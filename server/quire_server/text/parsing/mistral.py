@@ -23,7 +23,7 @@ def _read(source: Source, reply: ParsedReply) -> Steps[None]:
     while (yield from source.until(_OPENED, reply.content)):
         before = _CALLS + (yield from source.space())
         if (yield from source.peek()) in {"[", "{"}:
-            yield from read_calls(source, reply, before)
+            yield from read_calls(source, reply, before, sure=True)
         else:
             yield from _read_named(source, reply, before)
 

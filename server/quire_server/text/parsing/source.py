@@ -24,13 +24,14 @@ class Markers:
     def __init__(self, *texts: str) -> None:
         self.pattern = re.compile("|".join(map(re.escape, texts)))
         self._texts = texts
+        self._firsts = re.compile("|".join({re.escape(text[0]) for text in texts}))
         self._longest = max(map(len, texts))
 
     def settled(self, text: str, start: int) -> int:
         """The index up to which `text`, in which no marker is from `start` on, has none however it goes on."""
-        for index in range(max(start, len(text) - self._longest + 1), len(text)):
-            if any(marker.startswith(text[index:]) for marker in self._texts):
-                return index
+        for first in self._firsts.finditer(text, max(start, len(text) - self._longest + 1)):
+            if any(marker.startswith(text[first.start() :]) for marker in self._texts):
+                return first.start()
         return len(text)
 
 

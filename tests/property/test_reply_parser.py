@@ -1,0 +1,167 @@
+"""Streamed replies against whole ones: any text, cut anywhere, in every format; and what is written is read back."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from quire_server.text.parsing.formats import TOOL_FORMATS, tool_format
+from quire_server.text.parsing.reasoning import ThinkingMarks
+from support.parsed import Parsed, cut, parse
+
+TEXTS_PER_FORMAT = 1_000  # each at four cuts
+FORMATS = sorted({form.name for form in TOOL_FORMATS.values()})
+THOUGHTS = ThinkingMarks(start="<think>", end="</think>")
+thorough = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+CALLS = [
+    '{"name": "get_weather", "arguments": {"city": "P\\"ar}is", "x": [1, {"a": "\\u00e9\\\\"}]}}',
+    '{"parameters": {"city": "</tool_call>[TOOL_CALLS]"}, "name": "get_weather"}',
+    '{"name": "get_time", "arguments": "{\\"a\\": 1}"}',
+    '{"type": "function", "name": "get_time"}',
+    '{"name": "get_time", "parameters": {"a": [tru}',
+    '{"name": "get_time", "parameters": null}',
+    '<function=get_weather>\n<parameter=city>\nPar"is\n\n</parameter>\n<parameter=days>3</parameter>\n</function>',
+    'get_weather[ARGS]{"city": "Paris"}',
+    'get_time[CALL_ID]abc{"a": 1}',
+]
+OPENERS = ["<tool_call>\n", "<|python_tag|>", "[TOOL_CALLS]", "\n", ""]
+MARKERS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function=", "<parameter=", "</parameter>"]
+MARKERS += [
+    "[ARGS]",
+    "[CALL_ID]",
+    "</function>",
+    "<think>",
+    "</think>",
+    "[",
+    "]",
+    "{",
+    "}",
+    ";",
+    ",",
+    ":",
+    '"',
+    "\\",
+    "<",
+    ">",
+]
+OTHERS = [
+    "\n",
+    " ",
+    "\n\n",
+    '"name"',
+    '"arguments"',
+    '"get_time"',
+    "get_time",
+    "null",
+    "12",
+    "é",
+    "\U0001f600",
+    "x < y",
+]
+
+
+def random_text(rng: random.Random) -> str:
+    """Calls, parts of calls and text between them."""
+    fragments = []
+    for _ in range(rng.randint(1, 8)):
+        kind = rng.random()
+        fragment = rng.choice(CALLS if kind < 0.5 else MARKERS if kind < 0.8 else OTHERS)
+        if kind < 0.3:
+            fragment = f"{rng.choice(OPENERS)}{fragment}\n</tool_call>"
+        fragments.append(fragment[: rng.randint(0, len(fragment))] if rng.random() < 0.2 else fragment)
+    return "".join(fragments)
+
+
+@pytest.mark.parametrize("form", sorted({form.read: form.name for form in TOOL_FORMATS.values()}.values()))
+def test_any_cut_gives_the_reply_of_the_whole_text(form: str) -> None:
+    num_calls = 0
+    for number in range(TEXTS_PER_FORMAT):
+        rng = random.Random(f"{form} {number}")
+        text = random_text(rng)
+        marks, is_open, parallel = rng.choice([None, THOUGHTS]), rng.random() < 0.3, rng.random() < 0.7
+
+        def read(
+            pieces: list[str],
+            marks: ThinkingMarks | None = marks,
+            is_open: bool = is_open,
+            parallel: bool = parallel,
+        ) -> Parsed:
+            return parse(pieces, form, marks=marks, is_open=is_open, parallel=parallel).without_count()
+
+        whole = read([text])
+        assert read(list(text)) == whole, text
+        for _ in range(3):
+            pieces = cut(text, [rng.randrange(400) for _ in range(rng.randint(1, 12))])
+            assert read(pieces) == whole, pieces
+        assert parallel or len(whole.calls) <= 1
+        num_calls += len(whole.calls)
+        # Nothing gets lost: without calls and thoughts the text is the content, to the last character.
+        assert whole.calls or marks is not None or whole.content == text, text
+    assert num_calls > TEXTS_PER_FORMAT / 10, "the texts hardly have calls"
+
+
+places = st.lists(st.integers(0, 400), max_size=12)
+names = st.from_regex(r"[a-zA-Z0-9_-]{1,64}", fullmatch=True)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+objects = st.dictionaries(st.text(max_size=8) | st.just("name"), values, max_size=4)
+
+
+def write(form: str, calls: list[tuple[str, str]]) -> str:
+    """The calls as a grammar makes a model write them."""
+    pieces = tool_format(form)
+    return (
+        pieces.begin
+        + pieces.separator.join(
+            pieces.before_name
+            + (name if pieces.bare_name else json.dumps(name))
+            + pieces.between_name_and_arguments
+            + arguments
+            + pieces.after_call
+            for name, arguments in calls
+        )
+        + pieces.end
+    )
+
+
+@pytest.mark.parametrize("form", [form for form in FORMATS if tool_format(form).writes_json])
+@thorough
+@given(
+    calls=st.lists(st.tuples(names, objects), min_size=1, max_size=4),
+    style=st.sampled_from([{}, {"indent": 1}, {"ensure_ascii": False}, {"separators": (",", ":")}]),
+    thought=st.sampled_from(["", "<think>\nHm.\n</think>\n\n"]),
+    places=places,
+)
+def test_what_is_written_is_read_back(
+    form: str,
+    calls: list[tuple[str, Mapping[str, object]]],
+    style: Mapping[str, Any],
+    thought: str,
+    places: list[int],
+) -> None:
+    written = [(name, json.dumps(arguments, **style)) for name, arguments in calls]
+    text = thought + write(form, written)
+    parsed = parse(cut(text, places), form, tools=dict.fromkeys(name for name, _ in calls), marks=THOUGHTS)
+    assert parsed.calls == tuple(written)
+    assert (parsed.content, parsed.reasoning, parsed.error) == ("", "Hm." if thought else "", None)
+
+
+@thorough
+@given(name=names, values=st.dictionaries(names, st.text(), max_size=4), places=places)
+@example(name="f", values={"a": "\n\n", "b": "", "c": '\\"\x00'}, places=[])
+def test_texts_between_tags_are_read_back(name: str, values: dict[str, str], places: list[int]) -> None:
+    tools = {name: {"properties": {key: {"type": "string"} for key in values}}}
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    text = f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+    ((called, arguments),) = parse(cut(text, places), "qwen3_coder", tools=tools).calls
+    assert (called, json.loads(arguments)) == (name, values)
