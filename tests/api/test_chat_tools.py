@@ -202,3 +202,15 @@ async def test_the_engine_is_told_how_long_to_think():
         assert reply.headers["x-quire-ignored"] == "max_reasoning_tokens"
     finally:
         plain.close()
+
+
+async def test_what_follows_a_stop_string_is_no_call():
+    """Also where the engine makes several tokens at once, as many as it can."""
+    model = Model(f"So STOP {CALL}")
+    model.engine.tokens_per_step = 400
+    try:
+        choice = (await model.whole(tools=TOOLS, stop=["STOP"]))["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("So ", "stop")
+        assert choice["message"]["tool_calls"] is None
+    finally:
+        model.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from quire_engine.types import (
     EngineHealth,
@@ -53,6 +54,7 @@ class FakeEngine:
         self.error = error
         self.culprit = culprit
         self.num_cached_tokens = num_cached_tokens
+        self.tokens_per_step = 1
         self.submitted: list[GenerationRequest] = []
         self.aborted: list[str] = []
         self.step_id = 0
@@ -95,13 +97,29 @@ class FakeEngine:
             self.on_step(StepOutput(step_id=self.step_id, outputs=tuple(outputs), stats=self._stats()))
 
     def _advance(self, live: _Live) -> list[TokenOutput]:
-        outputs = [self._next_token(live, choice) for choice in sorted(live.unfinished)]
+        outputs = [self._next_tokens(live, choice) for choice in sorted(live.unfinished)]
         for output in outputs:
             if output.finish is not None:
                 live.unfinished.discard(output.choice)
         if not live.unfinished:
             self._live.pop(live.request.request_id, None)
         return outputs
+
+    def _next_tokens(self, live: _Live, choice: int) -> TokenOutput:
+        output = self._next_token(live, choice)
+        for _ in range(self.tokens_per_step - 1):
+            if output.finish is not None:
+                break
+            more = self._next_token(live, choice)
+            logprobs = None if output.logprobs is None else (*output.logprobs, *(more.logprobs or ()))
+            output = replace(
+                more,
+                token_ids=(*output.token_ids, *more.token_ids),
+                logprobs=logprobs,
+                prompt_logprobs=output.prompt_logprobs,
+                timing=output.timing or more.timing,
+            )
+        return output
 
     def _next_token(self, live: _Live, choice: int) -> TokenOutput:
         request, position = live.request, live.num_tokens[choice]

@@ -7,7 +7,7 @@ however that ends. Must not know: HTTP, JSON, sockets.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -215,13 +215,17 @@ class _Choice:
         hidden = 1 if output.stop_token_id is not None and not self._include_stop else 0
         pieces = self._detokenizer.push_each(output.token_ids[: len(output.token_ids) - hidden])
         pieces.extend([""] * hidden)
-        if self._parser is not None:
-            pieces = self._parse(self._parser, output.token_ids, pieces)
-        count = len(pieces)
+        shown: Iterator[str] = iter(pieces)
+        if self._parser is not None:  # as far as it is asked: what comes after a stop string is nobody's
+            shown = map(self._parser.push, output.token_ids, pieces)
         if self._matcher is None:
+            pieces = list(shown)
             self._new.text += "".join(pieces)
         else:
-            count = self._match(self._matcher, pieces)
+            pieces = self._match(self._matcher, shown)
+        if self._parser is not None:
+            self._take_parsed(self._parser)
+        count = len(pieces)
         self._num_tokens += count
         self._num_unsent += count
         self._new.token_ids.extend(output.token_ids[:count])
@@ -253,26 +257,22 @@ class _Choice:
         self._num_reasoning_tokens = 0 if parser is None else parser.num_reasoning_tokens
         return self._num_reasoning_tokens - before
 
-    def _parse(self, parser: ReplyParser, token_ids: Sequence[int], pieces: Sequence[str]) -> list[str]:
-        """The answer's text by token; what else the pieces say is noted in the delta."""
-        contents = [parser.push(token_id, piece) for token_id, piece in zip(token_ids, pieces, strict=True)]
-        self._take_parsed(parser)
-        return contents
-
     def _take_parsed(self, parser: ReplyParser) -> None:
         self._new.reasoning += parser.reasoning
         self._new.calls += parser.calls
         parser.reasoning, parser.calls = "", []
 
-    def _match(self, matcher: StopMatcher, pieces: Sequence[str]) -> int:
-        """Show what is safe to show; returns how many pieces there are up to the end of a stop string."""
+    def _match(self, matcher: StopMatcher, pieces: Iterator[str]) -> list[str]:
+        """Show what is safe to show; the pieces up to the end of a stop string, or all."""
+        taken = []
         for count, piece in enumerate(pieces, start=1):
+            taken.append(piece)
             shown, stop = matcher.push(piece, examine=self._num_tokens + count > self._min_tokens)
             self._new.text += shown
             if stop is not None:
                 self._finish("stop", stop)
-                return count
-        return len(pieces)
+                break
+        return taken
 
     def _end(self, output: TokenOutput) -> None:
         """The engine has ended the choice; what was held back comes out, and may itself complete a stop string."""

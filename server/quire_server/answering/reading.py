@@ -49,7 +49,7 @@ def reading(state: ServerState, options: GenerationOptions, prompt: str) -> Read
 
     return Reading(
         new_parser=new_parser,
-        shown_ids=formats.shown_ids,
+        shown_ids=formats.shown_ids(reads_calls=call_format is formats.calls),
         is_thinking_open=is_open,
         thinking=_budget(state, options, is_open=is_open),
     )

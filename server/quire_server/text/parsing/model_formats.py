@@ -25,10 +25,9 @@ class ModelFormats:
     calls_markers: frozenset[int] = frozenset()  # tokens that the readers must see, even where they are special
     marks_ids: frozenset[int] = frozenset()
 
-    @property
-    def shown_ids(self) -> frozenset[int]:
+    def shown_ids(self, *, reads_calls: bool) -> frozenset[int]:
         """Special tokens that the reader of a reply has to see."""
-        return self.calls_markers | self.marks_ids
+        return self.calls_markers | self.marks_ids if reads_calls else self.marks_ids
 
 
 PLAIN = ModelFormats()
