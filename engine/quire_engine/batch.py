@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quire_engine.types import SamplingParams, StopParams, TokenLogprobs
+from quire_engine.types import Pooling, SamplingParams, StopParams, TokenLogprobs
 
 PENDING = -1  # a token id that the step launched before samples: its executor has it, the host not yet
+
+POOLED_BITS = 32  # a pooled value counts in units of 2 ** -32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,7 @@ class ScheduledSequence:
     forks: tuple[Fork, ...]  # with wants_sample: choices that sample from the same row
     sampling: SamplingParams
     stop: StopParams
+    pooling: Pooling = ""  # the slice's rows, or its last one alone, are a part of the prompt's vector
 
     @property
     def num_tokens(self) -> int:
@@ -58,6 +61,13 @@ class ScheduledSequence:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def num_last_rows(self) -> int:
+        """Of the slice's rows, how many of the last ones are needed behind the last layer."""
+        if self.wants_prompt_logprobs or self.pooling == "mean":
+            return len(self.token_ids)
+        return int(self.wants_sample or self.pooling == "last")
 
     @property
     def end(self) -> int:
@@ -90,11 +100,14 @@ class StepResult:
 
     `samples` has an entry for every item that wants a sample and for each of its forks: its next tokens in order, one
     or more, or a lone error; `prompt_logprobs[id]` holds one entry per position p of the slice whose next token p + 1
-    is a prompt token; `errors[id]` fails that sequence, whatever it wanted. Items in `starved` were not computed:
-    the device had no memory for them even alone; they may be tried again.
+    is a prompt token; `pooled[id]` is the sum of the slice's pooled rows after the final norm, each value rounded to
+    units of 2 ** -POOLED_BITS, so that sums do not depend on how the prompt was cut; `errors[id]` fails that sequence,
+    whatever it wanted. Items in `starved` were not computed: the device had no memory for them even alone; they may be
+    tried again.
     """
 
     samples: dict[int, tuple[SampledToken, ...]] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    pooled: dict[int, tuple[int, ...]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     starved: set[int] = field(default_factory=set)  # sequence ids

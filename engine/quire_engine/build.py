@@ -109,6 +109,7 @@ class _Resolved:
             kv_cache_dtype=asked.kv_cache_dtype,
             deterministic=asked.deterministic or self.device.type == "cpu",
             checkpoint=fingerprint(Path(asked.model)),
+            hidden_size=self.model.hidden_size,
             layer_parameters=self.parameters.linear - self.parameters.tail + self.parameters.small,
             sampled_parameters=self.parameters.tail + self.parameters.head,
             weights_read_bytes=self.weights.read,

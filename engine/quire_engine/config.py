@@ -70,6 +70,7 @@ class EnginePlan:
     deterministic: bool = False  # a row's bits do not depend on its batch
     replaced_ops: tuple[str, ...] = ()  # of the kernels: they failed their check at start, slower ones serve
     checkpoint: str = ""  # changes when a file of the model does
+    hidden_size: int = 0  # numbers in a prompt's vector
     # What a token costs; 0: unknown.
     layer_parameters: int = 0  # multiplied with every token
     sampled_parameters: int = 0  # multiplied with every token whose logits are needed: the last layer's end, the head

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 WaitReason = Literal["kv", "slots", "budget"]
+Pooling = Literal["", "last", "mean"]  # of a prompt's tokens: none, or which make up its vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,7 @@ class GenerationRequest:
     cache_salt: str = ""  # requests with different salts never share cached blocks
     resumed_token_ids: tuple[tuple[int, ...], ...] = ()  # crash recovery: per choice, tokens already sent
     finished_choices: tuple[int, ...] = ()  # crash recovery: choices that already ended
+    pooling: Pooling = ""  # what is wanted is a vector of the prompt and no token: max_new_tokens is 0, n is 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +124,7 @@ class TokenOutput:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token id
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # the whole prompt; the first is None
+    embedding: tuple[float, ...] | None = None  # with pooling, at its end: after the final norm, of any length
     finish: FinishReason | None = None
     stop_token_id: int | None = None  # the stop token that ended the choice (also the last of token_ids)
     error: str | None = None  # with finish == "error": one line, safe to show to the client

@@ -23,7 +23,7 @@ from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.sequence import Group
 from quire_engine.types import GenerationRequest
 from support import scheduler_model
-from support.fake_executor import CorruptKV, FakeExecutor, Run, expected_tokens
+from support.fake_executor import CorruptKV, FakeExecutor, Run, expected_embedding, expected_tokens
 from support.scheduler_model import (
     check_prompt_logprobs,
     configs,
@@ -256,6 +256,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert output.finish == ("stop" if stopped else "length")
             assert output.stop_token_id == (tokens[-1] if stopped else None)
             check_prompt_logprobs(wanted, choice, self.run.outputs)
+            assert output.embedding == expected_embedding(wanted)
         for name in [name for name, choices in self.unfinished.items() if not choices]:
             del self.unfinished[name]
         for name in self.unfinished:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from quire_engine.batch import PENDING, Batch, SampledToken, ScheduledSequence, StepResult
+from quire_engine.batch import PENDING, POOLED_BITS, Batch, SampledToken, ScheduledSequence, StepResult
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams, TokenLogprobs, TokenOutput
 from support.limits import scheduler_config
@@ -80,6 +80,20 @@ def expected_tokens(wanted: GenerationRequest, choice: int) -> tuple[int, ...]:
     return tuple(tokens)
 
 
+def expected_embedding(wanted: GenerationRequest) -> tuple[float, ...] | None:
+    """The vector that the request must get, computed without any scheduler."""
+    chain, chains = 0, []
+    for token_id in wanted.prompt_token_ids:
+        chain = _extend(chain, token_id)
+        chains.append(chain)
+    match wanted.pooling:
+        case "last":
+            return (chain / (1 << POOLED_BITS),)
+        case "mean":
+            return (sum(chains) / (len(chains) << POOLED_BITS),)
+    return None
+
+
 class FakeExecutor:
     """Executes batches against a pretended KV pool: slot (block, offset) holds the hash of all tokens up to there."""
 
@@ -129,6 +143,11 @@ class FakeExecutor:
                     TokenLogprobs(token_id=item.prompt_token_ids[p + 1], logprob=-float(p + 1), rank=1)
                     for p in range(item.start, min(item.end, item.num_prompt_tokens - 1))
                 )
+            if item.pooling:
+                rows = (
+                    chain[item.start + 1 : item.end + 1] if item.pooling == "mean" else chain[item.end : item.end + 1]
+                )
+                result.pooled[item.sequence_id] = (sum(rows),)
             if item.wants_sample:
                 for sequence_id, choice in [
                     (item.sequence_id, item.choice),
@@ -143,6 +162,8 @@ class FakeExecutor:
             self._slots.pop(self._slot(item, position), None)
         if item.wants_prompt_logprobs:
             result.prompt_logprobs[item.sequence_id] = ()
+        if item.pooling:
+            result.pooled[item.sequence_id] = (0,)
         if item.wants_sample:
             ids = (item.sequence_id, *(fork.sequence_id for fork in item.forks))
             result.samples.update(dict.fromkeys(ids, (SampledToken(token_id=0),)))

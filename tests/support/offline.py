@@ -24,6 +24,7 @@ class Generated:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    embedding: tuple[float, ...] | None = None
     finish: str | None = None
     error: str | None = None
     num_cached_tokens: int = field(default=0, compare=False)
@@ -57,6 +58,7 @@ def generate(
             result.logprobs += output.logprobs or ()
             if output.prompt_logprobs is not None:
                 result.prompt_logprobs = list(output.prompt_logprobs)
+            result.embedding = output.embedding
             result.finish, result.error = output.finish, output.error
             result.num_cached_tokens = max(result.num_cached_tokens, output.num_cached_tokens)
             if output.timing is not None:

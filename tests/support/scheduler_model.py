@@ -15,7 +15,7 @@ from quire_engine.scheduling.policies import Policies, policies_for
 from quire_engine.scheduling.policies.itl import ItlTarget
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams, TokenOutput
+from quire_engine.types import GenerationRequest, Pooling, SamplingParams, StopParams, TokenOutput
 from support.fake_executor import expected_tokens
 from support.limits import scheduler_config
 
@@ -65,9 +65,28 @@ def feasible(config: SchedulerConfig, wanted: GenerationRequest) -> bool:
     return fits(config, len(wanted.prompt_token_ids), wanted.stop.max_new_tokens, wanted.n)
 
 
+def requests() -> st.SearchStrategy[GenerationRequest]:
+    """Prompts of three families that share their first tokens; of a quarter of them vectors are wanted."""
+    return st.tuples(_for_tokens(), st.sampled_from(["", "", "", "", "", "", "last", "mean"])).map(_perhaps_pooled)
+
+
+def _perhaps_pooled(drawn: tuple[GenerationRequest, Pooling]) -> GenerationRequest:
+    wanted, pooling = drawn
+    if not pooling:
+        return wanted
+    return GenerationRequest(
+        request_id="",
+        prompt_token_ids=wanted.prompt_token_ids,
+        sampling=SamplingParams(),
+        stop=StopParams(max_new_tokens=0),
+        priority=wanted.priority,
+        cache_salt=wanted.cache_salt,
+        pooling=pooling,
+    )
+
+
 @st.composite
-def requests(draw: st.DrawFn) -> GenerationRequest:
-    """Prompts of three families that share their first tokens."""
+def _for_tokens(draw: st.DrawFn) -> GenerationRequest:
     length, family = draw(st.integers(0, 24)), draw(st.integers(0, 2))
     return GenerationRequest(
         request_id="",

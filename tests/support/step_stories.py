@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from quire_engine.batch import PENDING, Batch, Fork, ScheduledSequence, StepResult
-from quire_engine.types import SamplingParams, StopParams
+from quire_engine.types import Pooling, SamplingParams, StopParams
 
 Execute = Callable[[Batch], StepResult]
 
@@ -24,6 +24,7 @@ class Member:
     prompt: tuple[int, ...]
     sampling: SamplingParams
     max_new_tokens: int
+    pooling: Pooling = ""
     choice: int = 0
     forks: tuple[Fork, ...] = ()
     output: list[int] = field(default_factory=list)
@@ -68,6 +69,17 @@ class Story:
             )
         )
 
+    def pool(self, sequence_id: int, prompt: Sequence[int], pooling: Pooling):
+        """A request for the prompt's vector."""
+        member = Member(
+            sequence_id=sequence_id,
+            prompt=tuple(prompt),
+            sampling=SamplingParams(temperature=0.0),
+            max_new_tokens=0,
+            pooling=pooling,
+        )
+        self.members.append(member)
+
     def preempt(self, sequence_id: int) -> None:
         """Its blocks go back, and the next steps compute it again, in others."""
         (member,) = (m for m in self.members if m.sequence_id == sequence_id)
@@ -110,7 +122,8 @@ class Story:
             token_ids=known[member.computed : end],
             start=member.computed,
             block_ids=tuple(member.blocks),
-            wants_sample=at_end,
+            wants_sample=at_end and not member.pooling,
+            pooling=member.pooling if at_end or member.pooling == "mean" else "",
             wants_prompt_logprobs=(
                 member.sampling.num_prompt_logprobs is not None and member.computed < len(member.prompt)
             ),
@@ -125,6 +138,8 @@ class Story:
             self._fail(member)
             return
         member.computed = item.end
+        if member.pooling and item.end == len(member.prompt):
+            self._end(member)
         if not item.wants_sample:
             return
         (sampled,) = result.samples[item.sequence_id]

@@ -51,6 +51,7 @@ def compute_alone(
             result = _failed(batch, item, again)
         whole.samples.update(result.samples)
         whole.prompt_logprobs.update(result.prompt_logprobs)
+        whole.pooled.update(result.pooled)
         whole.errors.update(result.errors)
     return whole
 

@@ -51,8 +51,8 @@ class LogitRows:
 def build_model_input(batch: Batch, block_size: int, device: torch.device) -> tuple[ModelInput, tuple[LogitRows, ...]]:
     """The tensors of a step, and for each item of the batch its rows of logits.
 
-    An item that wants prompt log-probabilities gets a row of logits for every row of its slice, else one that wants
-    a sample gets its last row's, else none.
+    An item that wants prompt log-probabilities, or is pooled whole, gets a row for every row of its slice, else one
+    that wants a sample or is pooled at its end gets its last row's, else none.
     """
     input_ids, positions, slots, samples = array("q"), array("q"), array("q"), array("q")
     starts, query_lens, kv_lens, logit_rows = [0], [], [], []
@@ -70,7 +70,7 @@ def build_model_input(batch: Batch, block_size: int, device: torch.device) -> tu
             input_ids.extend(item.token_ids)
             positions.extend(range(item.start, item.end))
             extend_slots(slots, item, block_size)
-        count = num_tokens if item.wants_prompt_logprobs else int(item.wants_sample)
+        count = item.num_last_rows
         logit_rows.append(LogitRows(first=len(samples), count=count))
         samples.extend(range(starts[-1] - count, starts[-1]))
 

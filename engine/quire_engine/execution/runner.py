@@ -20,6 +20,7 @@ from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.logit_rules import asks_for_argmax
 from quire_engine.execution.model_input import LogitRows, ModelInput, build_model_input
 from quire_engine.execution.models.config import ModelConfig
+from quire_engine.execution.pooling import take_pooled
 from quire_engine.execution.sampler import NON_FINITE, Sampler, SampleRow
 from quire_engine.types import TokenLogprobs
 
@@ -32,6 +33,7 @@ class Model(Protocol):
     @property
     def config(self) -> ModelConfig: ...
     def forward(self, step: ModelInput, kv: Tensor) -> Tensor: ...
+    def normed(self, hidden: Tensor) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
     def greedy(self, hidden: Tensor) -> tuple[list[int], list[bool]] | None: ...
 
@@ -117,10 +119,11 @@ class Runner:
             self._check_ids(item)
         step, logit_rows = build_model_input(batch, self._block_size, self._device)
         hidden = self._decoder.forward(step, self._kv.tensor)  # [S, H]
-        found = self._greedy(batch, hidden, logit_rows)
-        if found is not None:
-            return found
         result = StepResult()
+        if any(item.pooling for item in batch.items):
+            batch, logit_rows, hidden = take_pooled(self._decoder, batch, logit_rows, hidden, result)
+        if self._greedy(batch, hidden, logit_rows, result):
+            return result
         scores: dict[int, list[TokenLogprobs]] = {
             item.sequence_id: [] for item in batch.items if item.wants_prompt_logprobs
         }
@@ -137,25 +140,24 @@ class Runner:
                 result.prompt_logprobs[sequence_id] = tuple(entries)
         return result
 
-    def _greedy(self, batch: Batch, hidden: Tensor, logit_rows: Sequence[LogitRows]) -> StepResult | None:
-        """A step that needs nothing but maxima, if the model can find them without the logits."""
+    def _greedy(self, batch: Batch, hidden: Tensor, logit_rows: Sequence[LogitRows], result: StepResult) -> bool:
+        """Whether the step needs nothing but maxima, and the model has found them without the logits."""
         for item in batch.items:
             if item.wants_prompt_logprobs or (item.wants_sample and not asks_for_argmax(item.sampling)):
-                return None
+                return False
         found = self._decoder.greedy(hidden)
         if found is None:
-            return None
+            return False
         tokens = [
             (SampledToken(token_id=token) if finite else SampledToken(error=NON_FINITE),)
             for token, finite in zip(*found, strict=True)
         ]
-        result = StepResult()
         for item, at in zip(batch.items, logit_rows, strict=True):
             if item.wants_sample:
                 result.samples[item.sequence_id] = tokens[at.first]
                 for fork in item.forks:
                     result.samples[fork.sequence_id] = tokens[at.first]
-        return result
+        return True
 
     def _check_ids(self, item: ScheduledSequence) -> None:
         """A GPU answers an index out of range by ending the process, so it must not get that far."""

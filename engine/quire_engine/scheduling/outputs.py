@@ -39,6 +39,7 @@ def prompt_only_output(sequence: Sequence) -> TokenOutput:
         request_id=group.request.request_id,
         choice=sequence.choice,
         prompt_logprobs=group.take_prompt_logprobs() if group.prompt_logprobs_due and sequence.choice == 0 else None,
+        embedding=None if group.pooled is None else group.pooled.vector(group.num_prompt_tokens),
         finish="length",
         num_cached_tokens=group.num_cached_tokens,
         timing=_timing(group),

@@ -127,6 +127,8 @@ class Scheduler:
             self._kv.commit(sequence, end)
             if item.wants_prompt_logprobs:
                 sequence.group.add_prompt_logprobs(result.prompt_logprobs[item.sequence_id])
+            if item.pooling and sequence.group.pooled is not None:
+                sequence.group.pooled.add(result.pooled[item.sequence_id])
             if item.wants_sample:
                 outputs.append(self._take_tokens(sequence, samples[item.sequence_id], end, now))
                 for fork in item.forks:

@@ -13,6 +13,7 @@ from typing import Literal
 from quire_engine.batch import PENDING
 from quire_engine.invariants import require
 from quire_engine.scheduling.page_table import PageTable
+from quire_engine.scheduling.pooled_prompt import PooledPrompt
 from quire_engine.types import GenerationRequest, TokenLogprobs, WaitReason
 
 GroupState = Literal["waiting", "running", "preempted", "finished"]
@@ -90,6 +91,7 @@ class Group:
     kv_wait_seconds: float = 0.0
     prompt_logprobs_due: bool = False
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    pooled: PooledPrompt | None = field(init=False)  # None: tokens are wanted
     # Of the request, read for every sequence in every step:
     num_prompt_tokens: int = field(init=False)
     max_new_tokens: int = field(init=False)
@@ -102,11 +104,12 @@ class Group:
         self.max_new_tokens = request.stop.max_new_tokens
         self.stop_token_ids = frozenset(request.stop.stop_token_ids)
         self.reads_output = request.sampling.reads_output
+        self.pooled = PooledPrompt(request.pooling) if request.pooling else None
 
     @property
     def reads_cache(self) -> bool:
-        """Scores of the prompt need every row of it computed."""
-        return self.request.sampling.num_prompt_logprobs is None
+        """Scores of the prompt, and the mean of its rows, need every row of it computed."""
+        return self.request.sampling.num_prompt_logprobs is None and self.request.pooling != "mean"
 
     def pending(self, sequence: Sequence) -> int:
         """Tokens that a computing sequence, or a waiting group's leader, can compute now; 1 is a decode.
@@ -212,6 +215,8 @@ class Group:
             sequence.forget_pending()
         self.prompt_shared = len(self.sequences) == 1
         self.prompt_logprobs.clear()
+        if self.pooled is not None:
+            self.pooled.clear()
         self.num_preemptions += 1
 
     def end(self, sequence: Sequence) -> bool:

@@ -78,6 +78,7 @@ def _item(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
         forks=_forks(group) if wants_sample and not group.prompt_shared else (),
         sampling=request.sampling,
         stop=request.stop,
+        pooling=request.pooling if request.pooling != "last" or start + num_tokens == group.num_prompt_tokens else "",
     )
 
 

@@ -20,6 +20,7 @@ from quire_engine.execution.gpu.outcome import Region, read_region
 from quire_engine.execution.gpu.packed_input import Packed
 from quire_engine.execution.gpu.step_arrays import StepArrays
 from quire_engine.execution.logit_rules import apply_rules
+from quire_engine.execution.pooling import pooled_columns, read_columns
 from quire_engine.execution.sampler import (
     NO_CANDIDATE,
     NON_FINITE,
@@ -43,13 +44,13 @@ class Span:
 
     @classmethod
     def whole(cls, step: StepArrays) -> Span:
-        return next(spans(step, max(1, len(step.sample_rows))))
+        return next(spans(step, max(1, step.num_logit_rows)))
 
 
 def spans(step: StepArrays, size: int) -> Iterator[Span]:
     """The step's rows of logits, `size` at a time."""
-    for start in range(0, len(step.sample_rows), size):
-        end = min(start + size, len(step.sample_rows))
+    for start in range(0, step.num_logit_rows, size):
+        end = min(start + size, step.num_logit_rows)
         choices = _between(step.choice_rows, start, end)
         yield Span(
             rows=slice(start, end),
@@ -72,6 +73,7 @@ class Finisher:
         )
         self._told: list[Tensor] = []
         self._scores: list[Tensor] = []
+        self._pooled: list[Tensor] = []
 
     def finish(self, span: Span, logits: Tensor, rows: ChoiceRows, region: Region, first: int) -> None:
         """`rows` of the span have been chosen from `logits` into the region's rows from `first` on."""
@@ -84,9 +86,18 @@ class Finisher:
         if span.scores.start < span.scores.stop:
             self._score(logits, self._packed["score_rows"][span.scores] - span.rows.start, span.scores)
 
+    def pool(self, hidden: Tensor) -> Tensor:
+        """Sum the rows [S, H] of prompts whose vectors are wanted; returns the others, of which logits are."""
+        if not self._step.pooled:
+            return hidden
+        for each in self._step.pooled:
+            columns = pooled_columns(self._model, hidden[each.rows])
+            self._pooled.append(columns.view(torch.float64))  # the bits: to be copied with the others
+        return hidden.index_select(0, self._packed["logit_rows"])
+
     def columns(self) -> Tensor | None:
         """All columns, [n] float64, for `Finished.read`."""
-        every = self._told + self._scores
+        every = self._told + self._scores + self._pooled
         return torch.cat([columns.view(-1) for columns in every]) if every else None
 
     def finished(self, outcome: HostBuffer, max_rows: int, first: int, columns: HostBuffer | None) -> Finished:
@@ -99,6 +110,7 @@ class Finisher:
             sampler=self._sampler,
             told_top=self._told_top,
             score_top=self._score_top,
+            pooled_width=self._model.config.hidden_size + 1,
         )
 
     def _apply_rules(self, span: Span, logits: Tensor, rows: ChoiceRows, ids: Tensor, possible: Tensor) -> None:
@@ -155,6 +167,7 @@ class Finished:
     columns: HostBuffer | None
     told_top: int
     score_top: int
+    pooled_width: int
 
     def read(self) -> StepResult:
         step, result = self.step, StepResult()
@@ -181,6 +194,7 @@ class Finished:
         for i, error in step.errors.items():
             result.samples[step.choices[i].sequence_id] = (SampledToken(error=error),)
         self._read_scores(values[len(step.told) * told_width :], result)
+        self._read_pooled(result)
         return result
 
     def _read_scores(self, values: list[float], result: StepResult) -> None:
@@ -196,6 +210,16 @@ class Finished:
         for sequence_id, entries in scores.items():
             if sequence_id not in result.errors:
                 result.prompt_logprobs[sequence_id] = tuple(entries)
+
+    def _read_pooled(self, result: StepResult) -> None:
+        """The last columns, which are whole numbers."""
+        if self.columns is None or not self.step.pooled:
+            return
+        values: list[int] = self.columns.bytes.cast("q").tolist()
+        first = len(values) - len(self.step.pooled) * self.pooled_width
+        for number, each in enumerate(self.step.pooled):
+            start = first + number * self.pooled_width
+            read_columns(each.item, values[start : start + self.pooled_width], result)
 
 
 def _between(values: Sequence[int], low: int, high: int) -> slice:

@@ -187,6 +187,7 @@ class GpuRunner:
         hidden = self._forward.hidden(
             packed, _differences(step.query_starts), step.context_lens, _differences(step.sampled_starts)
         )
+        hidden = finisher.pool(hidden)
         for span in spans(step, self._logits_rows):
             logits = self._forward.logits(hidden[span.rows])
             rows = self._choice_rows(step, packed, span)
@@ -235,7 +236,7 @@ class GpuRunner:
         """What the largest step sends, and at most `_max_cells` changes of block tables."""
         limits, rows = self._limits, padded_rows(self._max_rows)
         tokens = max(limits.max_num_batched_tokens, rows)
-        of_tokens = 7 * _WORD * tokens  # ids, sources, positions, slots, sample rows, scored rows and ids
+        of_tokens = 8 * _WORD * tokens  # ids, sources, positions, slots, sample and logit rows, scored rows and ids
         of_sequences = 6 * _WORD * rows
         of_choices = 10 * _WORD * rows  # with a slot's parameters
         return aligned(of_tokens + of_sequences + of_choices + 12 * self._max_cells + 24 * ALIGNMENT)

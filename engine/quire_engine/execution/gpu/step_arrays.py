@@ -26,6 +26,13 @@ class StepLimits:
     max_model_len: int
 
 
+class Pooled(NamedTuple):
+    """Rows of a prompt whose vector is wanted, which need no logits."""
+
+    item: ScheduledSequence
+    rows: slice  # of the sample rows
+
+
 class Choice(NamedTuple):
     """One token to choose."""
 
@@ -61,6 +68,8 @@ class StepArrays:
     score_ids: array[int] = field(default_factory=lambda: array("q"))
     score_items: list[ScheduledSequence] = field(default_factory=list)
     scored: list[int] = field(default_factory=list)  # sequence ids
+    pooled: list[Pooled] = field(default_factory=list)
+    num_pooled_rows: int = 0
     flags: int = 0  # of all choices
 
     @property
@@ -68,9 +77,18 @@ class StepArrays:
         return len(self.ids)
 
     @property
+    def num_logit_rows(self) -> int:
+        """S without those that are pooled: "rows of logits" are counted among these."""
+        return len(self.sample_rows) - self.num_pooled_rows
+
+    @property
     def only_decodes(self) -> bool:
-        """Whether every sequence has one row, and one token is chosen from each; nothing is scored."""
-        return not self.scored and len(self.ids) == len(self.table_slots) == len(self.choices) == len(self.sample_rows)
+        """Whether every sequence has one row, and one token is chosen from each; nothing is scored or pooled."""
+        return (
+            not self.scored
+            and not self.pooled
+            and len(self.ids) == len(self.table_slots) == len(self.choices) == len(self.sample_rows)
+        )
 
     def fixed(self) -> dict[str, array[int]]:
         """The sections whose lengths follow from T, B, S and R: sent first, so that they stay where they are."""
@@ -93,6 +111,9 @@ class StepArrays:
         found = {"told": array("q", self.told), "score_rows": self.score_rows, "score_ids": self.score_ids}
         if len(self.sample_rows) < len(self.ids):
             found["sampled_starts"] = self.sampled_starts
+        if self.pooled:
+            pooled = {row for each in self.pooled for row in range(each.rows.start, each.rows.stop)}
+            found["logit_rows"] = array("q", (row for row in range(len(self.sample_rows)) if row not in pooled))
         return found
 
 
@@ -113,11 +134,13 @@ def build_step_arrays(
         step.table_slots.append(slot)
         step.query_starts.append(len(step.ids))
         step.context_lens.append(item.end)
-        if item.wants_prompt_logprobs:
-            step.sample_rows.extend(range(len(step.ids) - item.num_tokens, len(step.ids)))
+        step.sample_rows.extend(range(len(step.ids) - item.num_last_rows, len(step.ids)))
+        if item.pooling:
+            end = len(step.sample_rows)
+            step.pooled.append(Pooled(item, slice(end - item.num_last_rows, end)))
+            step.num_pooled_rows += item.num_last_rows
+        elif item.wants_prompt_logprobs:
             _add_scores(step, item, limits.vocab_size)
-        elif item.wants_sample:
-            step.sample_rows.append(len(step.ids) - 1)
         step.sampled_starts.append(len(step.sample_rows))
         if item.wants_sample:
             _add_choice(step, item, item.sequence_id, item.choice, slot, flags, limits.vocab_size)
@@ -183,7 +206,7 @@ def _add_scores(step: StepArrays, item: ScheduledSequence, vocab_size: int) -> N
     """The prompt's tokens that follow the item's rows."""
     _check_ids(item.prompt_token_ids[item.end : item.end + 1], vocab_size)
     step.scored.append(item.sequence_id)
-    first = len(step.sample_rows) - item.num_tokens
+    first = step.num_logit_rows - item.num_tokens
     count = max(0, min(item.end, item.num_prompt_tokens - 1) - item.start)
     step.score_rows.extend(range(first, first + count))
     step.score_ids.extend(item.prompt_token_ids[item.start + 1 : item.start + 1 + count])
@@ -193,7 +216,7 @@ def _add_scores(step: StepArrays, item: ScheduledSequence, vocab_size: int) -> N
 def _add_choice(  # noqa: PLR0917 - what a choice is
     step: StepArrays, item: ScheduledSequence, sequence_id: int, choice: int, slot: int, flags: int, vocab_size: int
 ) -> None:
-    index, row = len(step.choices), len(step.sample_rows) - 1
+    index, row = len(step.choices), step.num_logit_rows - 1
     step.choices.append(Choice(sequence_id, item.sampling.num_logprobs))
     step.choice_slots.append(slot)
     step.choice_rows.append(row)

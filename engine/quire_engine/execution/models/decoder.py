@@ -59,6 +59,22 @@ class Decoder:
         return x
 
     @torch.inference_mode()
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Hidden states [S, H], as `forward` returns them, after the final norm: [S, H] float64, row by row the same.
+
+        Only operations on single numbers are used, since each of them gives the same bits in any shape: the sum of a
+        row's squares is taken by halves.
+        """
+        wide = hidden.to(torch.float64)
+        squares = wide * wide
+        while (width := squares.shape[1]) > 1:
+            half = width // 2
+            sums = squares[:, :half] + squares[:, half : 2 * half]
+            squares = torch.cat([sums, squares[:, 2 * half :]], dim=1) if width % 2 else sums
+        scale = torch.sqrt(squares / wide.shape[1] + self.config.norm_eps)
+        return wide / scale * self._weights.final_norm.to(torch.float64)
+
+    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [S, H], as `forward` returns them, to float32 logits [S, V]."""
         return self._kernels.logits(hidden, self._weights.final_norm, self.config.norm_eps, self._weights.head)

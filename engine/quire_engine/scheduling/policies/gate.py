@@ -21,6 +21,8 @@ def check_request(config: SchedulerConfig, request: GenerationRequest) -> None:
     if max_new < 0:
         raise InfeasibleRequest(f"max_tokens is {max_new}, must be at least 0")
     _check_resumed(request)
+    if request.pooling and (max_new or n > 1 or request.sampling.num_prompt_logprobs is not None):
+        raise InfeasibleRequest("a request for a vector can ask for nothing else")
     largest = config.largest_max_tokens(num_prompt=num_prompt, n=n)
     remedy = f"largest max_tokens is {largest}" if largest >= 0 else "the prompt alone does not fit"
     if num_prompt + max_new > config.max_model_len:
