@@ -33,11 +33,19 @@ from quire_server.errors import (
 from quire_server.http import openapi
 from quire_server.http.guard import PUBLIC_PATHS, BearerAuth, Guard, Reply, RequestLimits
 from quire_server.metrics.metrics import Metrics
-from quire_server.routes import chat, completions, health, metrics, models, tokens
+from quire_server.routes import chat, completions, embeddings, health, metrics, models, tokens
 from quire_server.routes.elsewhere import advice
 from quire_server.state import ServerState
 
-ROUTERS = (completions.router, chat.router, models.router, tokens.router, health.router, metrics.router)
+ROUTERS = (
+    completions.router,
+    chat.router,
+    embeddings.router,
+    models.router,
+    tokens.router,
+    health.router,
+    metrics.router,
+)
 STALL_PROBE_SECONDS = 0.1
 METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})  # others share one metric label
 

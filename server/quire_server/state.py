@@ -22,6 +22,7 @@ from quire_server.engine.supervisor import EngineState, Supervisor
 from quire_server.metrics.metrics import Metrics
 from quire_server.settings import Settings
 from quire_server.text.parsing.model_formats import PLAIN, ModelFormats, model_formats
+from quire_server.text.pooling_method import PoolingMethod, pooling_method
 from quire_server.text.prompt import ChatTemplate
 from quire_server.text.text_threads import TextThreads
 from quire_server.text.tokenizer import TextTokenizer
@@ -41,6 +42,7 @@ class ServerState:
     client: EngineClient
     metrics: Metrics
     model_names: tuple[str, ...]  # the first is the one that replies report
+    pooling: PoolingMethod  # how texts become vectors
     formats: ModelFormats = PLAIN  # how the model writes thoughts and calls
     engine_trouble: Callable[[], str | None] = _engine_serves  # asked at each probe: why the engine cannot serve now
     started: float = field(default_factory=time.time)  # seconds since the epoch
@@ -113,6 +115,7 @@ async def build_state(settings: Settings, supervisor: Supervisor, starting: asyn
         metrics=metrics,
         model_names=names,
         formats=formats,
+        pooling=pooling_method(settings.pooling, settings.model_path),
         engine_trouble=lambda: _TROUBLE[supervisor.state],
     )
 

@@ -12,7 +12,10 @@ from support.fakes import connect, make_app
 
 pytestmark = pytest.mark.anyio
 
-POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+POSTS = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/score", "/score"),
+    *("/tokenize", "/detokenize"),
+)
 GETS = (
     *("/v1/models", "/v1/models/{model_id}", "/tokenizer_info", "/version", "/metrics"),
     *("/health", "/health/live", "/health/ready"),

@@ -45,7 +45,7 @@ FOLDERS = {
     "quire_engine.process": {"*"},
     "quire_engine.tools": {"*", "execution", "demo"},
     "quire_engine.demo": set(),
-    "quire_server.wire": {"errors", "answering.options"},
+    "quire_server.wire": {"errors", "answering.options", "answering.vector_options"},
     "quire_server.text": {"errors"},
     "quire_server.metrics": set(),
     "quire_server.settings": set(),

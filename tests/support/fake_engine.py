@@ -21,6 +21,7 @@ from quire_engine.types import (
 )
 from support.fake_tokenizer import VOCAB_SIZE
 
+HIDDEN_SIZE = 8  # of vectors
 REPLY = b"The quick brown fox jumps over the lazy dog. "
 
 
@@ -134,7 +135,7 @@ class FakeEngine:
         if self.fail_after is not None and position >= self.fail_after:
             return TokenOutput(**base, finish="error", error=self.error, culprit=self.culprit, timing=timing)
         if request.stop.max_new_tokens == 0:
-            return TokenOutput(**base, finish="length", timing=timing)
+            return TokenOutput(**base, finish="length", timing=timing, embedding=fake_embedding(request))
         script = self.replies(request, choice)
         token = script[position % len(script)]
         live.num_tokens[choice] = position + 1
@@ -162,6 +163,17 @@ class FakeEngine:
         return EngineStats(
             running=running, waiting={}, blocks_total=100, blocks_used=used, blocks_free=100 - used, step_seconds=0.001
         )
+
+
+def fake_embedding(request: GenerationRequest) -> tuple[float, ...] | None:
+    """Where the prompt's tokens, or its last one, lie among the numbers modulo the vector's size."""
+    if not request.pooling:
+        return None
+    ids = request.prompt_token_ids if request.pooling == "mean" else request.prompt_token_ids[-1:]
+    counts = [0.0] * HIDDEN_SIZE
+    for token_id in ids:
+        counts[token_id % HIDDEN_SIZE] += 1 / len(ids) + token_id / 1000
+    return tuple(counts)
 
 
 class _Live:

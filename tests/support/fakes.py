@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import httpx
 
 from quire_engine.config import EnginePlan
-from support.fake_engine import FakeEngine
-from support.fake_tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, load_tokenizer
+from support.fake_engine import HIDDEN_SIZE, FakeEngine
+from support.fake_tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, load_tokenizer, tokenizer_path
 from support.limits import scheduler_config
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def make_plan(*, max_model_len: int = 512, max_num_seqs: int = 64) -> EnginePlan
         kv_bytes=100 * 16 * 4,
         bytes_per_block=64,
         load_seconds=0.0,
+        hidden_size=HIDDEN_SIZE,
         scheduler=scheduler_config(num_blocks=100, max_model_len=max_model_len, max_num_seqs=max_num_seqs),
     )
 
@@ -70,6 +71,7 @@ def make_state(
     from quire_server.metrics.metrics import Metrics
     from quire_server.settings import Settings
     from quire_server.state import ServerState
+    from quire_server.text.pooling_method import pooling_method
 
     plan = make_plan(max_model_len=max_model_len)
     tokenizer = load_tokenizer()
@@ -87,6 +89,7 @@ def make_state(
         ),
         metrics=metrics,
         model_names=model_names,
+        pooling=pooling_method(settings.get("pooling", "auto"), tokenizer_path()),
     )
 
 

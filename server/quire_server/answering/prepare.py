@@ -166,8 +166,7 @@ def _headers(state: ServerState, options: GenerationOptions, max_new_tokens: int
     headers = {}
     if isinstance(source, Conversation):
         headers.update(template_notes(state, source.messages, source.template_variables))
-    if names:
-        headers["x-quire-ignored"] = _header_list(names)
+    headers.update(ignored_header(names))
     if options.stop.max_tokens is not None and max_new_tokens < options.stop.max_tokens:
         headers["x-quire-clamped"] = f"{options.stop.max_tokens_param}={max_new_tokens}"
     return headers
@@ -184,6 +183,11 @@ def template_notes(
         f"the chat template does not name the {kind} {_header_list(names)}" for kind, names in found.items() if names
     ]
     return {"x-quire-notes": "; ".join(notes)} if notes else {}
+
+
+def ignored_header(names: Sequence[str]) -> dict[str, str]:
+    """The header that names fields without effect, if there are any."""
+    return {"x-quire-ignored": _header_list(names)} if names else {}
 
 
 def _is_by_priority(state: ServerState) -> bool:

@@ -123,18 +123,19 @@ class EngineClient:
         """Until no accepted request is unfinished."""
         await self._idle.wait()
 
+    def has_room(self, request: GenerationRequest) -> bool:
+        """Whether `submit` would take it now."""
+        return self._lack(request) is None
+
     def submit(self, request: GenerationRequest, stream: RequestStream) -> None:
         """Reserve a place and hand the request to the engine; its outputs go to `stream`. Raises QueueFull."""
-        prompt_tokens = len(request.prompt_token_ids)
-        if self._sequences + request.n > self._limits.max_sequences:
-            self._refuse("max_num_queued_reqs", request.n)
-        limit = self._limits.max_prompt_tokens
-        if limit is not None and self._streams and self._prompt_tokens + prompt_tokens > limit:
-            self._refuse("max_num_queued_tokens", request.n)
+        lack = self._lack(request)
+        if lack is not None:
+            self._refuse(lack, request.n)
         stream.expect(request)
         self._streams[request.request_id] = stream
         self._sequences += request.n
-        self._prompt_tokens += prompt_tokens
+        self._prompt_tokens += len(request.prompt_token_ids)
         self._seats.observe(self._clock(), sequences=self._sequences)
         self._idle.clear()
         self._port.submit(request)
@@ -160,6 +161,13 @@ class EngineClient:
             self._port.abort(request.request_id)
         if not self._streams:
             self._idle.set()
+
+    def _lack(self, request: GenerationRequest) -> str | None:
+        """The limit that a request is over, by the name of its setting."""
+        if self._sequences + request.n > self._limits.max_sequences:
+            return "max_num_queued_reqs"
+        limit, tokens = self._limits.max_prompt_tokens, self._prompt_tokens + len(request.prompt_token_ids)
+        return "max_num_queued_tokens" if limit is not None and self._streams and tokens > limit else None
 
     def _refuse(self, reason: str, sequences: int) -> None:
         self._metrics.reject(reason)

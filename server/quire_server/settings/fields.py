@@ -107,6 +107,12 @@ class Settings(BaseSettings):
     reasoning_parser: str = _option(
         "auto", "Model", "how the model marks its thoughts; auto: by its chat template; none: they are text"
     )
+    pooling: Literal["auto", "last", "mean", "none"] = _option(
+        "auto",
+        "Model",
+        "what makes a text's vector: its last token or the mean of all, none refuses; auto: as the checkpoint says,"
+        " else last",
+    )
 
     # -- Memory
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = _option(

@@ -6,67 +6,23 @@ Must not know: the model, its vocabulary, how text is generated.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import Field, model_validator
 
 from quire_server.answering.options import GenerationOptions, ReasoningOptions
 from quire_server.errors import BadRequest
 from quire_server.wire.common import MAX_LOGPROBS, MAX_PROMPTS, MAX_SEQUENCES, GenerationFields, LogprobCount
 from quire_server.wire.options import generation_options, review
+from quire_server.wire.prompts import Prompts, one_or_many
 from quire_server.wire.reply import FinishedBecause, PromptLogprobs, ReplyModel, UsageInfo
 
-Prompts = list[str] | list[list[int]]
-
 _DEFAULT_MAX_TOKENS = 16  # what OpenAI's completions generate when not told
-_MAX_ID = 2**31 - 1
-_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _MAX_ID}, "minItems": 1}
-_TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS}
-_TOKEN_LISTS = {"type": "array", "items": _TOKENS, "minItems": 1, "maxItems": MAX_PROMPTS}
-
-
-def _check_prompt(value: object) -> Prompts:
-    """All four forms, as a list of prompts. By hand: a union would report a wrong item once per form and item."""
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        raise ValueError("expected a string, a list of strings, a list of token ids or a list of lists of token ids")
-    if not value:
-        raise ValueError("must not be empty")
-    first = value[0]
-    if type(first) is int:
-        return [_check_ids(value)]
-    if len(value) > MAX_PROMPTS:
-        raise ValueError(f"at most {MAX_PROMPTS} prompts per request")
-    if isinstance(first, str):
-        texts = [item for item in value if isinstance(item, str)]
-        if len(texts) == len(value):
-            return texts
-    elif isinstance(first, list):
-        lists = [_check_ids(item) for item in value if isinstance(item, list)]
-        if len(lists) == len(value):
-            return lists
-    raise ValueError("the items must be all strings, all token ids or all lists of token ids")
-
-
-def _check_ids(ids: list[object]) -> list[int]:
-    """By whole-list operations: a prompt may have a million ids."""
-    if not ids:
-        raise ValueError("a prompt must have at least one token")
-    if set(map(type, ids)) != {int}:
-        raise ValueError("token ids must be integers")
-    checked = cast(list[int], ids)
-    if min(checked) < 0 or max(checked) > _MAX_ID:
-        raise ValueError("token ids must be those of the vocabulary")
-    return checked
+_check_prompt, _prompt_schema = one_or_many(MAX_PROMPTS, "prompts")
 
 
 class CompletionRequest(GenerationFields):
-    prompt: Annotated[
-        Prompts,
-        BeforeValidator(_check_prompt),
-        WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS, _TOKENS, _TOKEN_LISTS]}),
-    ]
+    prompt: Annotated[Prompts, _check_prompt, _prompt_schema]
     best_of: int | None = Field(None, description="null or equal to n")
     echo: bool | None = Field(None, description="the prompt is part of the text, and of the logprobs")
     logprobs: LogprobCount | None = Field(

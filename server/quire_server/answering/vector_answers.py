@@ -1,0 +1,100 @@
+"""Replies that are made of vectors: the vectors themselves, or how alike two of them are.
+
+Promises: numbers and base64 of one text are the same float32 values; a long reply is put together piece by piece, so
+that streams run meanwhile. Must not know: how vectors are computed, which dialect asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import sys
+import time
+from array import array
+from collections.abc import Sequence
+from operator import mul
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response
+
+from quire_server.answering.prepare import ignored_header
+from quire_server.answering.vector_options import VectorOptions
+from quire_server.answering.vectors import VectorUsage, compute_vectors, prepare_vectors, shaped
+from quire_server.http.disconnect import unless_client_gone
+from quire_server.state import ServerState, state_of
+
+_encode = msgspec.json.Encoder().encode
+_AT_ONCE = 16  # scores, before others get a turn
+
+
+async def answer_embeddings(request: Request, options: VectorOptions, *, as_text: bool) -> Response:
+    """A vector for each text. Raises BadRequest, ContextLengthExceeded, QueueFull, EngineFailed, ClientGone."""
+    state = state_of(request)
+    requests = await prepare_vectors(state, options)
+    entries = [b""] * len(requests)
+
+    def take(number: int, values: Sequence[float]) -> None:
+        single = array("f", shaped(values, options))
+        shown = _encode(_base64(single) if as_text else single.tolist())
+        entries[number] = b'{"object":"embedding","index":%d,"embedding":%b}' % (number, shown)
+
+    work = compute_vectors(requests, take, client=state.client, metrics=state.metrics)
+    usage = await unless_client_gone(request, work)
+    return _reply(request, state, options, b",".join(entries), usage, prefix="embd-")
+
+
+async def answer_scores(request: Request, options: VectorOptions, *, num_left: int) -> Response:
+    """How alike the texts on the left, of which there are `num_left`, are to those on the right. Raises as above."""
+    state = state_of(request)
+    requests = await prepare_vectors(state, options)
+    vectors: list[array[float]] = [array("d")] * len(requests)
+
+    def take(number: int, values: Sequence[float]) -> None:
+        vectors[number] = array("d", shaped(values, options))
+
+    work = compute_vectors(requests, take, client=state.client, metrics=state.metrics)
+    usage = await unless_client_gone(request, work)
+    entries = []
+    left, right = vectors[:num_left], vectors[num_left:]
+    for number, other in enumerate(right):
+        score = cosine(left[number if num_left > 1 else 0], other)
+        entries.append(_encode({"object": "score", "index": number, "score": score}))
+        if number % _AT_ONCE == 0:
+            await asyncio.sleep(0)
+    return _reply(request, state, options, b",".join(entries), usage, prefix="score-")
+
+
+def cosine(one: Sequence[float], other: Sequence[float]) -> float:
+    """Of the angle of two vectors of length 1, of which rounding makes no more than 1."""
+    product: float = sum(map(mul, one, other))
+    return max(-1.0, min(1.0, product))
+
+
+def _base64(values: array[float]) -> str:
+    if sys.byteorder == "big":
+        values = array("f", values)
+        values.byteswap()
+    return base64.b64encode(values.tobytes()).decode("ascii")
+
+
+def _reply(
+    request: Request, state: ServerState, options: VectorOptions, data: bytes, usage: VectorUsage, *, prefix: str
+) -> Response:
+    head = {
+        "id": prefix + (options.id or request.scope["state"]["request_id"]),
+        "object": "list",
+        "created": int(time.time()),
+        "model": options.model or state.model_names[0],
+    }
+    tokens = {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": 0,
+        "total_tokens": usage.prompt_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+    ignored = list(options.ignored)
+    if options.priority and state.client.plan.scheduler.limits.scheduling_policy != "priority":
+        ignored.append("priority")
+    body = _encode(head)[:-1] + b',"data":[' + data + b'],"usage":' + _encode(tokens) + b"}"
+    return Response(body, media_type="application/json", headers=ignored_header(ignored))
