@@ -29,7 +29,7 @@ OTHERS: dict[str, object] = {
 }  # fmt: skip
 TOOLS = [{"type": "function", "function": {"name": "get_time"}}]
 OWN: dict[Dialect, dict[str, object]] = {
-    CompletionRequest: {"prompt": [1], "echo": True, "logprobs": 0, "add_special_tokens": False},
+    CompletionRequest: {"prompt": [1], "best_of": 2, "echo": True, "logprobs": 0, "add_special_tokens": False},
     ChatCompletionRequest: {
         "messages": [{"role": "user", "content": "b"}], "max_completion_tokens": 5, "logprobs": True,
         "top_logprobs": 2, "add_generation_prompt": False, "continue_final_message": True,
@@ -38,7 +38,7 @@ OWN: dict[Dialect, dict[str, object]] = {
         "max_reasoning_tokens": 5, "thinking_token_budget": 5, "include_reasoning": False,
     },
 }  # fmt: skip
-WITHOUT_EFFECT: dict[Dialect, set[str]] = {CompletionRequest: {"best_of"}, ChatCompletionRequest: {"echo"}}
+WITHOUT_EFFECT: dict[Dialect, set[str]] = {CompletionRequest: set(), ChatCompletionRequest: {"echo"}}
 NEEDS: dict[str, dict[str, object]] = {
     "stream_options": {"stream": True}, "top_logprobs": {"logprobs": True},
     "tool_choice": {"tools": TOOLS}, "parallel_tool_calls": {"tools": TOOLS},

@@ -18,7 +18,7 @@ from quire_server.answering.generation import ChoiceDelta, Generation
 from quire_server.answering.options import GenerationOptions
 from quire_server.answering.prepare import Job, prepare
 from quire_server.answering.rendering import ReplyHead, fingerprint
-from quire_server.answering.whole import collect
+from quire_server.answering.whole import collect, likeliest
 from quire_server.errors import ApiError
 from quire_server.http.disconnect import unless_client_gone
 from quire_server.http.sse import EventStream
@@ -72,6 +72,8 @@ async def answer(request: Request, options: GenerationOptions, renderer: MakeRen
             keep_alive_seconds=state.settings.sse_keep_alive_interval,
         )
     choices = await unless_client_gone(request, collect(generation))
+    if options.reply.keep_best is not None:
+        choices = likeliest(choices, options.reply.keep_best)
     return Response(rendering.body(choices), media_type="application/json", headers=job.headers)
 
 

@@ -39,6 +39,7 @@ class SamplingOptions:
     """How tokens are chosen, as asked for; not yet checked against the model."""
 
     n: int = 1
+    n_param: str = "n"
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0 is off
@@ -113,6 +114,7 @@ class ReplyOptions:
 
     id: str | None = None  # None: the HTTP request's
     stream: bool = False
+    keep_best: int | None = None  # only so many of each prompt's choices, the likeliest by token; None: all
     echo: bool = False  # the prompt is part of the text
     skip_special_tokens: bool = True
     num_logprobs: int | None = None  # None: none; k: k alternatives beside the chosen token

@@ -50,7 +50,7 @@ def resolve_sampling(options: GenerationOptions, *, tokenizer: TextTokenizer, li
     asked = options.sampling
     max_choices = limits.scheduler.limits.max_choices
     if asked.n > max_choices:
-        raise BadRequest(f"'n' must be at most {max_choices} on this server.", param="n")
+        raise BadRequest(f"'{asked.n_param}' must be at most {max_choices} on this server.", param=asked.n_param)
     for count, param in ((asked.num_logprobs, "logprobs"), (asked.num_prompt_logprobs, "prompt_logprobs")):
         if count is not None and count > limits.max_logprobs:
             raise BadRequest(f"'{param}' must be at most {limits.max_logprobs} on this server.", param=param)

@@ -6,10 +6,12 @@ call. Must not know: HTTP, JSON, who asks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
 from quire_server.answering.generation import ChoiceDelta, Generation
+from quire_server.text.logprobs import finite
 
 
 async def collect(generation: Generation) -> list[ChoiceDelta]:
@@ -30,3 +32,21 @@ async def collect(generation: Generation) -> list[ChoiceDelta]:
                     known.finish_reason = delta.finish_reason
                     known.stop_reason = delta.stop_reason
     return [replace(whole[index], text="".join(texts[index])) for index in sorted(whole)]
+
+
+def likeliest(choices: Sequence[ChoiceDelta], count: int) -> list[ChoiceDelta]:
+    """Of each prompt the choices whose tokens have the greatest mean log-probability, best first and counted anew.
+
+    Of equals the one with the lower number. They must have the log-probabilities of their tokens.
+    """
+    kept = []
+    for prompt in dict.fromkeys(choice.prompt for choice in choices):
+        own = sorted((choice for choice in choices if choice.prompt == prompt), key=_mean_logprob, reverse=True)
+        kept += [replace(choice, index=prompt * count + place) for place, choice in enumerate(own[:count])]
+    return kept
+
+
+def _mean_logprob(choice: ChoiceDelta) -> float:
+    if not choice.logprobs:
+        return 0.0
+    return sum(finite(token.logprob) for token in choice.logprobs) / len(choice.logprobs)

@@ -6,13 +6,21 @@ Must not know: the model, its vocabulary, how text is generated.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from quire_server.answering.options import GenerationOptions, ReasoningOptions
 from quire_server.errors import BadRequest
-from quire_server.wire.common import MAX_LOGPROBS, MAX_PROMPTS, MAX_SEQUENCES, GenerationFields, LogprobCount
+from quire_server.wire.common import (
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_PROMPTS,
+    MAX_SEQUENCES,
+    GenerationFields,
+    LogprobCount,
+)
 from quire_server.wire.options import generation_options, review
 from quire_server.wire.prompts import Prompts, one_or_many
 from quire_server.wire.reply import FinishedBecause, PromptLogprobs, ReplyModel, UsageInfo
@@ -23,7 +31,9 @@ _check_prompt, _prompt_schema = one_or_many(MAX_PROMPTS, "prompts")
 
 class CompletionRequest(GenerationFields):
     prompt: Annotated[Prompts, _check_prompt, _prompt_schema]
-    best_of: int | None = Field(None, description="null or equal to n")
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
+        None, description="so many are generated, and the n likeliest returned; the usage counts all; not streamed"
+    )
     echo: bool | None = Field(None, description="the prompt is part of the text, and of the logprobs")
     logprobs: LogprobCount | None = Field(
         None, description=f"0: of the chosen token; k: and the k most likely ones; at most {MAX_LOGPROBS}"
@@ -32,10 +42,13 @@ class CompletionRequest(GenerationFields):
     @model_validator(mode="after")
     def _check_combinations(self) -> CompletionRequest:
         n = self.n or 1
-        if len(self.prompt) * n > MAX_SEQUENCES:
-            raise BadRequest(f"Prompts times 'n' must be at most {MAX_SEQUENCES}.", param="n")
-        if self.best_of is not None and self.best_of != n:
-            raise BadRequest("'best_of' must be null or equal to 'n'.", param="best_of")
+        generated, name = (n, "n") if self.best_of is None else (self.best_of, "best_of")
+        if generated < n:
+            raise BadRequest("'best_of' must be at least 'n'.", param="best_of")
+        if generated > n and self.stream:
+            raise BadRequest("'best_of' cannot be more than 'n' in a stream.", param="best_of")
+        if len(self.prompt) * generated > MAX_SEQUENCES:
+            raise BadRequest(f"Prompts times '{name}' must be at most {MAX_SEQUENCES}.", param=name)
         return self
 
     def options(self) -> GenerationOptions:
@@ -46,7 +59,7 @@ class CompletionRequest(GenerationFields):
         num_prompt_logprobs = self.prompt_logprobs
         if self.echo and self.logprobs is not None:
             num_prompt_logprobs = max(self.logprobs, self.prompt_logprobs or 0)
-        return generation_options(
+        options = generation_options(
             self,
             source=self.prompt,
             source_param="prompt",
@@ -60,6 +73,13 @@ class CompletionRequest(GenerationFields):
             ignored=ignored,
             reasoning=ReasoningOptions(),
         )
+        n = options.sampling.n
+        if self.best_of is None or self.best_of == n:
+            return options
+        # Which are the likeliest, log-probabilities say; shown are those that were asked for.
+        told = options.sampling.num_logprobs or 0
+        sampling = replace(options.sampling, n=self.best_of, n_param="best_of", num_logprobs=told)
+        return replace(options, sampling=sampling, reply=replace(options.reply, keep_best=n))
 
 
 class CompletionLogprobs(ReplyModel):
