@@ -64,6 +64,8 @@ async def test_envelope(method: str, path: str, options: dict[str, object], stat
         ("/openai/deployments/gpt-4o/chat/completions", "/v1/chat/completions"),
         ("/api/tags", "/v1/models"),
         ("/v1/tokenize", "/tokenize"),
+        ("/embeddings", "/v1/embeddings"),
+        ("/v1/engines/ada/embeddings", "/v1/embeddings"),
         ("/healthz", "/health"),
     ],
 )
@@ -71,6 +73,21 @@ async def test_a_route_that_is_elsewhere_says_where(path: str, route: str) -> No
     async with connect(make_app()) as client:
         error = check_envelope(await client.post(path, json={}), 404, "not_found")
     assert error["message"] == f"There is no such route. Use {route}."
+
+
+@pytest.mark.parametrize("path", ["/v1/batches", "/v1/batches/b1/cancel", "/v1/files", "/v1/files/f1/content"])
+async def test_there_are_no_batches_and_what_to_do_instead_is_said(path: str) -> None:
+    async with connect(make_app()) as client:
+        for reply in (await client.post(path, json={}), await client.get(path)):
+            error = check_envelope(reply, 404, "not_found")
+            assert "no batch endpoint" in str(error["message"])
+            assert "send the requests themselves" in str(error["message"])
+
+
+async def test_who_wants_to_rerank_is_told_of_scores() -> None:
+    async with connect(make_app()) as client:
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+            assert "/v1/score" in str(check_envelope(await client.post(path, json={}), 404, "not_found")["message"])
 
 
 async def test_a_base_url_with_v1_twice_is_told() -> None:

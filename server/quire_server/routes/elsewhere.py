@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 COMPLETIONS, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
+EMBEDDINGS = "/v1/embeddings"
 
 # By the path without a slash at its end.
 _ELSEWHERE = {
@@ -27,6 +28,9 @@ _ELSEWHERE = {
         CHAT,
     ),
     **dict.fromkeys(("/models", "/api/models", "/api/tags", "/v1/engines", "/get_model_info", "/model_info"), MODELS),
+    **dict.fromkeys(
+        ("/embeddings", "/embedding", "/v1/embedding", "/embed", "/api/embeddings", "/api/embed"), EMBEDDINGS
+    ),
     **dict.fromkeys(("/v1/tokenize", "/api/tokenize", "/chat_tokenize"), "/tokenize"),
     **dict.fromkeys(("/v1/detokenize", "/api/detokenize"), "/detokenize"),
     **dict.fromkeys(("/healthz", "/v1/health", "/ping", "/health_generate"), "/health"),
@@ -39,8 +43,11 @@ _ELSEWHERE = {
 # OpenAI's engines and Azure's deployments have the model's name in the path.
 _PATTERNS = (
     (re.compile(r"(/v1)?/engines/[^/]+/completions|/openai/deployments/[^/]+/completions"), COMPLETIONS),
+    (re.compile(r"(/v1)?/engines/[^/]+/embeddings|/openai/deployments/[^/]+/embeddings"), EMBEDDINGS),
     (re.compile(r"(/v1)?/engines/[^/]+/chat/completions|/openai/deployments/[^/]+/chat/completions"), CHAT),
 )
+_BATCHES = re.compile(r"(/v1)?/(batches|files|uploads)(/.*)?")  # OpenAI's offline work
+_RERANK = re.compile(r"(/v[12])?/rerank")
 # What becomes of a base URL with /v1 where the client adds it.
 _DOUBLED = re.compile(r"(/v1){2,}(/.*)?")
 
@@ -50,6 +57,13 @@ def advice(path: str) -> str | None:
     name = path.rstrip("/")
     if _DOUBLED.fullmatch(name):
         return "'/v1' occurs twice: leave it out of the base URL, or of the path."
+    if _BATCHES.fullmatch(name):
+        return (
+            "This server has no batch endpoint and keeps no files: send the requests themselves, as many at once as"
+            " there are; they are computed together, and the queue is bounded by --max-num-queued-reqs."
+        )
+    if _RERANK.fullmatch(name):
+        return "This server does not rerank: /v1/score says how alike a query and each of many documents are."
     route = _ELSEWHERE.get(name)
     if route is None:
         route = next((route for pattern, route in _PATTERNS if pattern.fullmatch(name)), None)
