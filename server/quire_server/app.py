@@ -33,7 +33,7 @@ from quire_server.errors import (
 from quire_server.http import openapi
 from quire_server.http.guard import PUBLIC_PATHS, BearerAuth, Guard, Reply, RequestLimits
 from quire_server.metrics.metrics import Metrics
-from quire_server.routes import chat, completions, embeddings, health, metrics, models, tokens
+from quire_server.routes import chat, completions, embeddings, health, infill, metrics, models, tokens
 from quire_server.routes.elsewhere import advice
 from quire_server.state import ServerState
 
@@ -41,6 +41,7 @@ ROUTERS = (
     completions.router,
     chat.router,
     embeddings.router,
+    infill.router,
     models.router,
     tokens.router,
     health.router,

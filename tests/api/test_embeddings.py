@@ -106,7 +106,7 @@ async def test_none_refuses_by_name():
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"input": ["a", "b" * 513]}, "input[1]"),
-        ({"input": "a", "tools": [{}]}, "tools"),
+        ({"input": "a", "audio": {}}, "audio"),
     ],
 )
 async def test_what_is_wrong_is_named(fields, param):

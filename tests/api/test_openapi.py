@@ -13,7 +13,7 @@ from support.fakes import connect, make_app
 pytestmark = pytest.mark.anyio
 
 POSTS = (
-    *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/score", "/score"),
+    *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/score", "/score", "/infill"),
     *("/tokenize", "/detokenize"),
 )
 GETS = (

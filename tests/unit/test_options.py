@@ -29,7 +29,9 @@ OTHERS: dict[str, object] = {
 }  # fmt: skip
 TOOLS = [{"type": "function", "function": {"name": "get_time"}}]
 OWN: dict[Dialect, dict[str, object]] = {
-    CompletionRequest: {"prompt": [1], "best_of": 2, "echo": True, "logprobs": 0, "add_special_tokens": False},
+    CompletionRequest: {
+        "prompt": [1], "best_of": 2, "suffix": "s", "echo": True, "logprobs": 0, "add_special_tokens": False,
+    },
     ChatCompletionRequest: {
         "messages": [{"role": "user", "content": "b"}], "max_completion_tokens": 5, "logprobs": True,
         "top_logprobs": 2, "add_generation_prompt": False, "continue_final_message": True,

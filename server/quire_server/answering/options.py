@@ -23,6 +23,16 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Infill:
+    """The prompts are what stands before the text to be written; this is what stands around them."""
+
+    suffix: str
+    param: str = "suffix"  # what the dialect calls it
+    begun: str = ""  # the beginning of the text to be written
+    extras: tuple[tuple[str, str], ...] = ()  # other files: name and text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOptions:
     """What is to be continued, and how it becomes token ids."""
 
@@ -32,6 +42,7 @@ class PromptOptions:
     keep_tokens: int | None = None  # only so many tokens of each prompt; -1: what leaves room for the answer
     keep_start: bool = False  # of a prompt that is cut; else its end is kept
     cache_salt: str = ""
+    infill: Infill | None = None  # None: what follows the prompts is to be written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

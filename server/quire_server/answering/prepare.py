@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from quire_engine.types import GenerationRequest
 from quire_server.answering.generation import TextOptions
+from quire_server.answering.infilling import infilled
 from quire_server.answering.options import Conversation, GenerationOptions
 from quire_server.answering.reading import reading
 from quire_server.answering.sampling import ModelLimits, resolve_sampling, resolve_stop, with_seed
@@ -55,6 +56,8 @@ async def prepare(state: ServerState, options: GenerationOptions) -> Job:
     if isinstance(source, Conversation):
         rendered = await _render(state, source, options)
         source, how = [rendered], reading(state, options, rendered)
+    elif options.prompt.infill is not None:
+        source, options = await infilled(state, source, options, options.prompt.infill)
     prompts, texts = await _encode_prompts(state, source, options, limits)
     sampling = resolve_sampling(options, tokenizer=state.tokenizer, limits=limits)
     if how is not None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import anyio.to_thread
 from anyio import CapacityLimiter
 
+from quire_server.text.infilling import Infilling, Parts
 from quire_server.text.prompt import ChatTemplate
 from quire_server.text.tokenizer import TextTokenizer
 
@@ -34,6 +35,14 @@ class TextThreads:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await anyio.to_thread.run_sync(
             lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens), limiter=self._tokenizing
+        )
+
+    async def infill(self, infilling: Infilling, parts: Parts) -> list[int]:
+        """As `Infilling.prompt`."""
+        if parts.size <= INLINE_CHARS:
+            return infilling.prompt(self._tokenizer, parts)
+        return await anyio.to_thread.run_sync(
+            lambda: infilling.prompt(self._tokenizer, parts), limiter=self._tokenizing
         )
 
     async def decode(self, ids: Sequence[int]) -> str:

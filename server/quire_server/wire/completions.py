@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from quire_server.answering.options import GenerationOptions, ReasoningOptions
+from quire_server.answering.options import GenerationOptions, Infill, ReasoningOptions
 from quire_server.errors import BadRequest
 from quire_server.wire.common import (
     MAX_CHOICES,
@@ -34,6 +34,7 @@ class CompletionRequest(GenerationFields):
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
         None, description="so many are generated, and the n likeliest returned; the usage counts all; not streamed"
     )
+    suffix: str | None = Field(None, description="what follows the text, for models that write the middle of one")
     echo: bool | None = Field(None, description="the prompt is part of the text, and of the logprobs")
     logprobs: LogprobCount | None = Field(
         None, description=f"0: of the chosen token; k: and the k most likely ones; at most {MAX_LOGPROBS}"
@@ -73,6 +74,11 @@ class CompletionRequest(GenerationFields):
             ignored=ignored,
             reasoning=ReasoningOptions(),
         )
+        if self.suffix:
+            for name, given in (("echo", self.echo), ("truncate_prompt_tokens", self.truncate_prompt_tokens)):
+                if given:
+                    raise BadRequest(f"'{name}' and 'suffix' cannot be given together.", param=name)
+            options = replace(options, prompt=replace(options.prompt, infill=Infill(suffix=self.suffix)))
         n = options.sampling.n
         if self.best_of is None or self.best_of == n:
             return options

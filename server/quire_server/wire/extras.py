@@ -80,7 +80,7 @@ _HINTS: Mapping[str, str] = {
     "response_format": "only {'type': 'text'} is supported",
     "tool_choice": "functions are called in /v1/chat/completions",
     "tools": "functions are called in /v1/chat/completions",
-    "suffix": "the model cannot fill in the middle of a text",
+    "suffix": "/v1/completions has it, for models that can write the middle of a text",
 }
 
 
