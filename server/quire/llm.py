@@ -22,8 +22,11 @@ from quire.outputs import RequestOutput
 from quire.progress import progress
 from quire.prompts import Conversation, Prompt, chats, completions, conversation_list, params_for, prompt_list
 from quire.sampling_params import SamplingParams
+from quire.tokenizer import Tokenizer
+from quire.vectors import EmbeddingRequestOutput, ScoringRequestOutput, embed_all, scored, vector_options
 from quire_engine.errors import ConfigError, ModelLoadError, QuireError
 from quire_server.answering.options import GenerationOptions
+from quire_server.answering.vector_options import VectorOptions
 from quire_server.errors import ApiError, BadRequest
 from quire_server.state import ServerState
 
@@ -95,6 +98,49 @@ class LLM:
             )
         return self._run(requests, use_tqdm=use_tqdm)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector for each prompt, made to length 1; what it is made of, the setting `pooling` says.
+
+        `dimensions` keeps the first numbers only; `truncate_prompt_tokens` the first tokens, -1 what the context holds.
+        """
+        options = vector_options(
+            prompt_list(prompts),
+            dimensions=dimensions,
+            normalize=normalize,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+        )
+        with _plain_errors(), progress(len(options.inputs), shown=use_tqdm) as on_finished:
+            return self._thread.call(self._work.embed(options, self._ids, on_finished))
+
+    def score(
+        self,
+        data_1: Prompt | Sequence[Prompt],
+        data_2: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """How alike texts are, by the cosine of their vectors: one against each of many, or pair by pair."""
+        left, right = prompt_list(data_1), prompt_list(data_2)
+        if not left or len(left) not in {1, len(right)}:
+            raise ValueError(f"there are {len(left)} and {len(right)} texts; give one, or as many on both sides")
+        options = vector_options([*left, *right], truncate_prompt_tokens=truncate_prompt_tokens)
+        with _plain_errors(), progress(len(options.inputs), shown=use_tqdm) as on_finished:
+            embedded = self._thread.call(self._work.embed(options, self._ids, on_finished))
+        return scored(embedded, len(left))
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, with its chat template."""
+        return self._work.tokenizer
+
     def close(self) -> None:
         """End the engine process. Idempotent; every later call raises RuntimeError."""
         self._finalizer()
@@ -119,6 +165,7 @@ class _Work:
         self._state = state
         self._turn = asyncio.Lock()
         self.can_chat = state.prompts is not None
+        self.tokenizer = Tokenizer(state.tokenizer, state.prompts)
 
     async def run(
         self, requests: Sequence[GenerationOptions], ids: Iterator[int], on_finished: Callable[[RequestOutput], None]
@@ -126,6 +173,12 @@ class _Work:
         async with self._turn:
             jobs = await prepare_all(self._state, requests)
             return await run_all(self._state, jobs, ids, on_finished)
+
+    async def embed(
+        self, options: VectorOptions, ids: Iterator[int], on_finished: Callable[[None], None]
+    ) -> list[EmbeddingRequestOutput]:
+        async with self._turn:
+            return await embed_all(self._state, options, ids, on_finished)
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from quire.outputs import RequestOutput
 
 
 @contextmanager
-def progress(total: int, *, shown: bool) -> Iterator[Callable[[RequestOutput], None]]:
-    """A function to be told of each finished prompt."""
+def progress(total: int, *, shown: bool) -> Iterator[Callable[[RequestOutput | None], None]]:
+    """A function to be told of each finished prompt, with its output where tokens were generated."""
     if not shown:
         yield lambda _: None
         return
@@ -33,9 +33,10 @@ def progress(total: int, *, shown: bool) -> Iterator[Callable[[RequestOutput], N
     task = bar.add_task("", total=total, tokens=0)
     tokens = 0
 
-    def finished(output: RequestOutput) -> None:
+    def finished(output: RequestOutput | None) -> None:
         nonlocal tokens
-        tokens += sum(len(choice.token_ids) for choice in output.outputs)
+        if output is not None:
+            tokens += sum(len(choice.token_ids) for choice in output.outputs)
         bar.update(task, advance=1, tokens=tokens)
 
     with bar:

@@ -1,0 +1,113 @@
+"""What `LLM.embed` and `LLM.score` return, and how texts get there, in the shapes that users of vLLM know.
+
+Promises: the same vectors as the server gives; plain values. Must not know: threads, processes, how vectors are
+computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from quire_engine.types import GenerationRequest
+from quire_server.answering.vector_answers import cosine
+from quire_server.answering.vector_options import TextInput, VectorOptions
+from quire_server.answering.vectors import compute_vectors, prepare_vectors, shaped
+from quire_server.state import ServerState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingOutput:
+    """A prompt's vector."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingRequestOutput:
+    """A prompt with its vector."""
+
+    request_id: str  # the number of the prompt among all that this LLM was given
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    finished: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringOutput:
+    """How alike two texts are: the cosine of their vectors' angle, -1 to 1."""
+
+    score: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringRequestOutput:
+    """A pair of texts with its score."""
+
+    request_id: str
+    prompt_token_ids: list[int]  # of the one text, then of the other
+    outputs: ScoringOutput
+    finished: bool = True
+
+
+def vector_options(
+    prompts: Sequence[str | list[int]],
+    *,
+    dimensions: int | None = None,
+    normalize: bool = True,
+    truncate_prompt_tokens: int | None = None,
+) -> VectorOptions:
+    """The neutral request. Raises ValueError."""
+    for name, value, least in (("dimensions", dimensions, 1), ("truncate_prompt_tokens", truncate_prompt_tokens, -1)):
+        if value is not None and (value < least or value == 0):
+            raise ValueError(f"{name} is {value}, must be at least 1{' or -1' if least < 0 else ''}")
+    several = len(prompts) > 1
+    return VectorOptions(
+        inputs=[
+            TextInput(source=prompt, param=f"prompt {number}" if several else "prompt")
+            for number, prompt in enumerate(prompts)
+        ],
+        keep_tokens=truncate_prompt_tokens,
+        dimensions=dimensions,
+        normalize=normalize,
+    )
+
+
+async def embed_all(
+    state: ServerState, options: VectorOptions, ids: Iterator[int], on_finished: Callable[[None], None]
+) -> list[EmbeddingRequestOutput]:
+    """Every prompt's vector, in order. Raises BadRequest before anything runs, EngineFailed."""
+    requests: list[GenerationRequest] = await prepare_vectors(state, options)
+    vectors: list[list[float]] = [[]] * len(requests)
+
+    def take(number: int, values: tuple[float, ...]) -> None:
+        vectors[number] = shaped(values, options)
+        on_finished(None)
+
+    await compute_vectors(requests, take, client=state.client, metrics=state.metrics)
+    return [
+        EmbeddingRequestOutput(
+            request_id=str(next(ids)),
+            prompt_token_ids=list(request.prompt_token_ids),
+            outputs=EmbeddingOutput(embedding=vector),
+        )
+        for request, vector in zip(requests, vectors, strict=True)
+    ]
+
+
+def scored(embedded: Sequence[EmbeddingRequestOutput], num_left: int) -> list[ScoringRequestOutput]:
+    """Pairs of the first `num_left`, or of the first alone, with the others."""
+    left, right = embedded[:num_left], embedded[num_left:]
+    pairs = zip(left if num_left > 1 else [left[0]] * len(right), right, strict=True)
+    return [
+        ScoringRequestOutput(
+            request_id=other.request_id,
+            prompt_token_ids=one.prompt_token_ids + other.prompt_token_ids,
+            outputs=ScoringOutput(score=cosine(one.outputs.embedding, other.outputs.embedding)),
+        )
+        for one, other in pairs
+    ]
