@@ -33,7 +33,7 @@ from quire_server.errors import (
 from quire_server.http import openapi
 from quire_server.http.guard import PUBLIC_PATHS, BearerAuth, Guard, Reply, RequestLimits
 from quire_server.metrics.metrics import Metrics
-from quire_server.routes import chat, completions, embeddings, health, infill, metrics, models, tokens
+from quire_server.routes import chat, completions, embeddings, health, infill, metrics, models, pages, tokens
 from quire_server.routes.elsewhere import advice
 from quire_server.state import ServerState
 
@@ -46,6 +46,7 @@ ROUTERS = (
     tokens.router,
     health.router,
     metrics.router,
+    pages.router,
 )
 STALL_PROBE_SECONDS = 0.1
 METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})  # others share one metric label
@@ -69,8 +70,8 @@ def create_app(state: ServerState) -> FastAPI:
         version=version("quire"),
         lifespan=lifespan,
         redirect_slashes=False,  # a redirect is built from the client's Host header
+        docs_url=None,  # the framework's page loads its scripts from elsewhere; ours is in `pages`
         redoc_url=None,
-        swagger_ui_oauth2_redirect_url=None,
     )
     app.state.quire = state
     for router in ROUTERS:

@@ -33,7 +33,13 @@ from quire_server.errors import (
     internal_error,
 )
 
-PUBLIC_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/version", "/metrics"})
+PAGES = frozenset(
+    {
+        *("/", "/docs"),
+        *("/pages/page.css", "/pages/icon.svg", "/pages/session.js", "/pages/chat.js", "/pages/docs.js"),
+    }
+)
+PUBLIC_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/version", "/metrics"}) | PAGES
 LINGER_SECONDS = 2.0
 LINGER_BYTES = 64 << 20
 

@@ -1,0 +1,88 @@
+// What both pages share: the API key of this tab, calls that carry it, and the events of a streamed reply.
+// Addresses are relative, so that the pages also work behind a proxy that serves them under a path of its own.
+
+const STORED = "quire-api-key";
+const form = document.getElementById("key-form");
+const field = document.getElementById("key");
+const problem = document.getElementById("key-problem");
+let waiting = [];
+
+let memory = null; // where a browser forbids storage, the key lives as long as the page
+function stored() {
+  try { return sessionStorage.getItem(STORED) ?? memory; } catch { return memory; }
+}
+function store(key) {
+  memory = key;
+  try { sessionStorage.setItem(STORED, key); } catch { /* kept in memory */ }
+}
+
+export const hasKey = () => Boolean(stored());
+
+// Shows the field for the key; resolves when one was entered.
+export function askForKey(reason) {
+  form.hidden = false;
+  problem.textContent = reason;
+  field.focus();
+  return new Promise((resolve) => waiting.push(resolve));
+}
+
+form.addEventListener("submit", (event) => {
+  event.preventDefault();
+  store(field.value.trim());
+  field.value = "";
+  problem.textContent = "";
+  form.hidden = true;
+  const ready = waiting;
+  waiting = [];
+  for (const resolve of ready) resolve();
+});
+
+// A fetch with the key. A 401 asks for one and tries again; the caller sees every other status.
+export async function call(path, options = {}) {
+  for (;;) {
+    const key = stored();
+    const headers = { ...options.headers };
+    // Header values are Latin-1 in fetch: a key with other letters goes out as the bytes of its UTF-8.
+    if (key) headers.Authorization = `Bearer ${String.fromCharCode(...new TextEncoder().encode(key))}`;
+    const reply = await fetch(path, { ...options, headers });
+    if (reply.status !== 401) return reply;
+    // Of several calls that were refused together the later ones use the key that was entered meanwhile.
+    if (stored() === key) await askForKey(key ? "The server does not accept this key." : "");
+  }
+}
+
+// The error's own words, whatever came.
+export async function errorText(reply) {
+  const text = await reply.text();
+  try { return JSON.parse(text).error.message; } catch { return text || `The server answered ${reply.status}.`; }
+}
+
+// The data of each server-sent event. Comments (keep-alive) are skipped; [DONE] ends it.
+export async function* events(reply) {
+  const decoder = new TextDecoder();
+  const reader = reply.body.getReader();
+  let buffer = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      buffer += done ? decoder.decode() + "\n\n" : decoder.decode(value, { stream: true });
+      const blocks = buffer.split(/\r?\n\r?\n/);
+      buffer = blocks.pop();
+      for (const block of blocks) {
+        const data = block.split(/\r?\n/).filter((line) => line.startsWith("data:"))
+          .map((line) => line.slice(5).replace(/^ /, "")).join("\n");
+        if (data === "[DONE]") return;
+        if (data) yield JSON.parse(data);
+      }
+      if (done) return;
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+export function element(name, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(name), properties);
+  made.append(...children);
+  return made;
+}

@@ -1,0 +1,66 @@
+"""Pages for people: `/`, the API reference at `/docs`, and the few files that they are made of.
+
+Promises: nothing is loaded from elsewhere, by the pages' policy too; they hold no secret, so they need no key, and what
+they ask this server for needs it as always. Must not know: what the pages show; the routes they call.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from importlib.resources import files
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from quire_server.errors import RouteNotFound
+
+router = APIRouter(include_in_schema=False)
+
+METHODS = ["GET", "HEAD"]
+# The pages' own scripts and styles, calls to this server, and nothing else; no other site may frame them.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"
+    " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_HEADERS = {
+    "cache-control": "no-cache",  # another version of the server has other pages under the same addresses
+    "content-security-policy": POLICY,
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+_FILES = {
+    file.name: file.read_bytes()
+    for file in (files("quire_server.http") / "pages").iterdir()
+    if file.name.rpartition(".")[2] in _TYPES
+}
+
+
+def _page(name: str) -> Response:
+    media_type = _TYPES[name.rpartition(".")[2]]
+    return Response(_FILES[name], media_type=media_type, headers=_HEADERS)
+
+
+@router.api_route("/", methods=METHODS)
+async def landing(request: Request) -> Response:
+    """The page; for a client that asks for JSON and not for HTML, where to go from here."""
+    accepted = request.headers.get("accept", "")
+    if "application/json" in accepted and "text/html" not in accepted:
+        where = {"docs": "/docs", "openapi": "/openapi.json", "models": "/v1/models", "health": "/health"}
+        return JSONResponse({"name": "quire", "version": version("quire"), **where}, headers={"vary": "accept"})
+    page = _page("index.html")
+    page.headers["vary"] = "accept"
+    return page
+
+
+@router.api_route("/docs", methods=METHODS)
+async def reference() -> Response:
+    return _page("docs.html")
+
+
+@router.api_route("/pages/{name}", methods=METHODS)
+async def part(name: str) -> Response:
+    """A script, the style or the icon of the pages."""
+    if name not in _FILES or name.endswith(".html"):
+        raise RouteNotFound("There is no such route.")
+    return _page(name)
