@@ -18,6 +18,7 @@ from uvicorn.server import ServerState as ConnectionRegistry
 
 from quire_server.errors import ApiError, BadRequest, HeadersTooLarge, NotReady, RequestTimeout, error_body
 from quire_server.http.guard import choose_request_id
+from quire_server.http.half_close import HalfClosedWatch
 
 GRACE_SECONDS = 5.0  # for replies still being written at the stop; draining comes before it
 LINGER_SECONDS = 1.0  # a refused client may finish its sentence: closing at once would reset the refusal away
@@ -79,6 +80,7 @@ class Connection(HttpToolsProtocol):
         self._refused = False
         self._head_clock: asyncio.TimerHandle | None = None
         self._write_clock: asyncio.TimerHandle | None = None
+        self._half_closed: HalfClosedWatch | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -89,6 +91,16 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_clocks()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # true keeps the connection open
+        """The client has closed its side: it may have left, or may only have said all."""
+        if not self._answers_half_closed():
+            return False
+        if self._half_closed is None:
+            self.cycle.keep_alive = False  # no further request can come; with pipelining, this is the last one
+            self._half_closed = HalfClosedWatch(self.transport, may_probe=self._may_probe)
+            self._half_closed.start()
+        return True
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -133,6 +145,18 @@ class Connection(HttpToolsProtocol):
             self._write_clock.cancel()
             self._write_clock = None
 
+    def _answers_half_closed(self) -> bool:
+        """Whether a whole request awaits its reply, and it can be found out who still listens."""
+        return (
+            not (self._refused or self._in_head or self._is_between_requests())
+            and not self.cycle.more_body
+            and self.scheme == "http"
+            and self.scope["http_version"] != "1.0"
+        )
+
+    def _may_probe(self) -> bool:
+        return not self.pipeline and not self.cycle.response_started
+
     def _is_between_requests(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
@@ -148,6 +172,8 @@ class Connection(HttpToolsProtocol):
         self._stop_head_clock()
         if self._write_clock is not None:
             self._write_clock.cancel()
+        if self._half_closed is not None:
+            self._half_closed.stop()
 
     def _head_is_late(self) -> None:
         self._head_clock = None
