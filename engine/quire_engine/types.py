@@ -48,11 +48,15 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     banned_token_ids: tuple[int, ...] = ()
+    banned_sequences: tuple[
+        tuple[int, ...], ...
+    ] = ()  # of two and more ids: the last is masked where the rest was said
     min_tokens: int = 0  # stop token ids are masked before this many generated tokens
     grammar: str = ""  # Lark text of llguidance, which the whole output obeys; empty: none
     thinking: ThinkingParams | None = None
     num_logprobs: int | None = None  # None: none; k: the chosen token and the k most likely
-    num_prompt_logprobs: int | None = None  # same, for prompt tokens; disables prefix-cache reads
+    logprob_token_ids: tuple[int, ...] = ()  # with num_logprobs: theirs are told too, whatever their rank
+    num_prompt_logprobs: int | None = None  # same as num_logprobs, for prompt tokens; disables prefix-cache reads
 
     @property
     def is_greedy(self) -> bool:
@@ -66,7 +70,7 @@ class SamplingParams:
     @property
     def reads_output(self) -> bool:
         """Whether the tokens that are there already change what is chosen: the host has to know all of them."""
-        return self.has_penalties or bool(self.grammar) or self.thinking is not None
+        return self.has_penalties or bool(self.banned_sequences or self.grammar) or self.thinking is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +107,8 @@ class TokenLogprobs:
     rank: int  # 1 is the most likely
     top_ids: tuple[int, ...] = ()  # most likely first
     top_logprobs: tuple[float, ...] = ()
+    asked_ids: tuple[int, ...] = ()  # `logprob_token_ids` of the request
+    asked_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

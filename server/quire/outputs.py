@@ -21,7 +21,7 @@ class Logprob:
     """One token that could have stood at a position."""
 
     logprob: float  # natural logarithm; -9999 for minus infinity
-    rank: int  # 1 is the most likely
+    rank: int | None  # 1 is the most likely; None of a token that is there for `logprob_token_ids` alone
     decoded_token: str
 
 

@@ -33,7 +33,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = None  # of a single token each
+    bad_words: Sequence[str] | None = None  # as the tokenizer writes them
     max_tokens: int | None = 16  # None: all that fits
     min_tokens: int = 0
     ignore_eos: bool = False
@@ -41,6 +41,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = None
     include_stop_str_in_output: bool = False
     logprobs: int | None = None  # k: of the chosen token and of the k most likely ones
+    logprob_token_ids: Sequence[int] | None = None  # theirs too; implies logprobs
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None  # keep only the prompt's last ones; -1: what leaves room for the answer

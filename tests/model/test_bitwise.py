@@ -258,6 +258,33 @@ def test_planned_ahead(model, tight):
     assert known == generate(engine(model, **tight), requests)
 
 
+def pairs_and_triples(ids):
+    return {tuple(ids[i : i + size]) for size in (2, 3) for i in range(len(ids) - size + 1)}
+
+
+def test_banned_sequences():
+    """Of what was said freely half is banned: what is said then has none of it, in every way of scheduling."""
+    requests = [r for r in mixed_requests(20, seed=9) if r.n == 1 and r.sampling.num_prompt_logprobs is None]
+    free = generate(engine(), requests)
+    banned = []
+    for request in requests:
+        said = sorted(pairs_and_triples(free[request.request_id, 0].token_ids))
+        rules = {"banned_sequences": tuple(said[::2]), "logprob_token_ids": tuple(range(0, VOCAB_SIZE, 31))}
+        banned.append(replace(request, sampling=replace(request.sampling, **rules)))
+    expected = solo(banned)
+    for request in banned:
+        result = expected[request.request_id, 0]
+        assert not pairs_and_triples(result.token_ids) & set(request.sampling.banned_sequences)
+        assert all(each.asked_ids == request.sampling.logprob_token_ids for each in result.logprobs)
+    assert sum(expected[key].token_ids != free[key].token_ids for key in expected) > 3
+    tight = {"kv_memory": 40 * 4096, "max_model_len": 128, "max_num_seqs": 12, "async_scheduling": "on"}
+    for changes in ({"prefill_chunk": 7, "min_chunk": 3}, tight):
+        assert generate(engine(**changes), banned) == expected
+    resumed = [replace(r, resumed_token_ids=(tuple(expected[r.request_id, 0].token_ids[:-1]),)) for r in banned]
+    for key, after in generate(engine(), resumed).items():
+        assert after.token_ids == expected[key].token_ids[-1:]
+
+
 @pytest.mark.parametrize("model", ["qwen3", *CPP])
 def test_resumed_equals_solo(model, expected):
     """After a crash the tokens already sent come back as a part of the request; the rest follow as before."""

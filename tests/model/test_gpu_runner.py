@@ -34,6 +34,18 @@ def test_every_way_to_choose():
     both.check()
 
 
+@pytest.mark.parametrize("logits_rows", [1, 3, 1000])
+def test_log_probabilities_of_certain_ids(logits_rows):
+    both = Both(seed=3, logits_bytes=logits_rows * 4 * 512)
+    for i, ids in enumerate([(1, 2, 3), (), (511,), tuple(range(128))]):
+        both.story.add(i, random_ids(4, i), 5, logprob_token_ids=ids, num_logprobs=i % 3, temperature=0.5)
+    both.story.add(4, random_ids(4, 4), 5, num_prompt_logprobs=2)
+    both.story.add(5, random_ids(4, 5), 5)
+    both.story.add(6, random_ids(4, 6), 5, logprob_token_ids=(512,), num_logprobs=0)
+    both.story.run()
+    both.check()
+
+
 def test_rules_of_the_requests():
     both = Both(seed=2)
     both.story.add(0, random_ids(5, 0), 6, logit_bias=((7, 30.0), (9, -5.0)), num_logprobs=2)
@@ -42,6 +54,8 @@ def test_rules_of_the_requests():
     both.story.add(3, random_ids(8, 3), 7, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2)
     both.story.add(4, random_ids(9, 4), 7, temperature=0.9, top_k=40)
     both.story.add(5, random_ids(3, 5), 3, allowed_token_ids=(3,), banned_token_ids=(3,))
+    pairs = tuple((i, j) for i in range(0, 512, 3) for j in range(40))
+    both.story.add(7, random_ids(5, 7), 9, banned_sequences=pairs, temperature=1.5, seed=1)
     both.story.add(6, random_ids(3, 6), 3, logit_bias=((10**6, 1.0),))
     both.story.run()
     first = both.story.steps[0].result

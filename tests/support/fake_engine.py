@@ -145,7 +145,7 @@ class FakeEngine:
         return TokenOutput(
             **base,
             token_ids=(token,),
-            logprobs=None if wanted is None else (fake_logprobs(token, wanted),),
+            logprobs=None if wanted is None else (fake_logprobs(token, wanted, request.sampling.logprob_token_ids),),
             finish=finish,
             stop_token_id=token if stopped else None,
             timing=timing if first or finish else None,
@@ -187,9 +187,15 @@ class _Live:
             self.num_tokens[choice] = len(tokens)
 
 
-def fake_logprobs(token: int, wanted: int) -> TokenLogprobs:
-    """The token itself first, then its successors, each half as likely as the one before."""
+def fake_logprobs(token: int, wanted: int, asked: tuple[int, ...] = ()) -> TokenLogprobs:
+    """The token itself first, then its successors, each half as likely as the one before; those asked for unlikely."""
     ids = tuple((token + step) % VOCAB_SIZE for step in range(wanted))
     return TokenLogprobs(
-        token_id=token, logprob=-0.7, rank=1, top_ids=ids, top_logprobs=tuple(-0.7 * (1 + i) for i in range(wanted))
+        token_id=token,
+        logprob=-0.7,
+        rank=1,
+        top_ids=ids,
+        top_logprobs=tuple(-0.7 * (1 + i) for i in range(wanted)),
+        asked_ids=asked,
+        asked_logprobs=tuple(-9.0 - token / 8 for token in asked),
     )

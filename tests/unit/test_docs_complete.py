@@ -106,6 +106,7 @@ BOUNDS = {
     "MAX_BIASED_TOKENS": r"`logit_bias`, `stop_token_ids` \| {} tokens",
     "MAX_ALLOWED_TOKENS": r"`allowed_token_ids` \| {} tokens",
     "MAX_BAD_WORDS": r"`bad_words` \| {} words",
+    "MAX_LOGPROB_IDS": r"`logprob_token_ids` \| {} tokens",
 }
 
 

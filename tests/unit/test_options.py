@@ -19,7 +19,7 @@ OTHERS: dict[str, object] = {
     "model": "m", "n": 2, "stream": True, "stream_options": {"include_usage": True},
     "temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.5, "seed": 0,
     "presence_penalty": 1.0, "frequency_penalty": 1.0, "repetition_penalty": 2.0,
-    "logit_bias": {"1": 2}, "allowed_token_ids": [1], "bad_words": ["a"],
+    "logit_bias": {"1": 2}, "allowed_token_ids": [1], "bad_words": ["a"], "logprob_token_ids": [1],
     "max_tokens": 5, "min_tokens": 1, "ignore_eos": True, "stop": "a", "stop_token_ids": [1],
     "include_stop_str_in_output": True,
     "truncate_prompt_tokens": 3, "truncation_side": "right",

@@ -47,6 +47,8 @@ def mixed_rows(count, vocab_size, seed):
             "logit_bias": rng.choice([(), ((3, 5.0), (ids[0], -100.0))]),
             "allowed_token_ids": rng.choice([(), (), (), tuple(ids[:9])]),
             "banned_token_ids": rng.choice([(), (ids[1], ids[2])]),
+            "banned_sequences": rng.choice([(), ((ids[-2], ids[-1], ids[4]), (ids[-1], ids[5]), (ids[-1], ids[6]))]),
+            "logprob_token_ids": rng.choice([(), (), tuple(ids[:3]), tuple(ids[:11])]),
             "min_tokens": rng.choice([0, 30]),
             "num_logprobs": rng.choice([None, None, 0, 1, 5, 20]),
         }
@@ -162,6 +164,8 @@ def test_a_non_finite_row_fails_alone(value, temperature, device):
         {"logit_bias": ((64, 100.0),)},
         {"allowed_token_ids": (3, 2**40)},
         {"banned_token_ids": (-64,)},
+        {"banned_sequences": ((1, 2), (1, 64))},
+        {"logprob_token_ids": (64,), "num_logprobs": 0},
         {"repetition_penalty": 1.2, "prompt": (1, 64)},
         {"presence_penalty": 0.5, "output": (1, -2)},
         {"frequency_penalty": 0.5, "output": (99,)},
@@ -214,6 +218,37 @@ def test_ties_in_the_top_logprobs_go_by_id():
     assert result.logprobs.top_ids == (1, 3, 0, 5, 2, 4)  # the whole vocabulary, the two zeros equal
     assert result.logprobs.rank == 1
     assert one([1.0, 3.0, 3.0], temperature=0.0, num_logprobs=0, banned_token_ids=(1,)).logprobs.rank == 2
+
+
+@pytest.mark.parametrize(
+    ("output", "masked"),
+    [
+        ((), False),
+        ((5,), False),
+        ((5, 6), True),
+        ((6,), False),  # the prompt's end is not a part of what was said
+        ((9, 5, 6), True),
+        ((5, 6, 9), False),
+        ((5, 9, 6), False),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_banned_sequence_is_not_completed(output, masked, temperature):
+    row = {"prompt": (1, 5), "output": output, "banned_sequences": ((5, 6, 2), (7, 1)), "temperature": temperature}
+    assert one([0.0, 8.0, 50.0, 7.0], **row).token_id == (1 if masked else 2)
+    assert one([0.0, 50.0, 8.0, 7.0], **{**row, "output": (7,)}).token_id == 2
+
+
+def test_the_log_probabilities_of_certain_ids():
+    logits = [1.0, 3.0, 3.0, -2.0, 0.5]
+    whole = one(logits, temperature=0.0, num_logprobs=5).logprobs
+    by_id = dict(zip(whole.top_ids, whole.top_logprobs, strict=True))
+    told = one(logits, temperature=0.0, num_logprobs=2, logprob_token_ids=(3, 1, 0)).logprobs
+    assert (told.top_ids, told.asked_ids) == ((1, 2), (3, 1, 0))
+    assert told.asked_logprobs == (by_id[3], by_id[1], by_id[0])
+    alone = one(logits, temperature=0.0, num_logprobs=0, logprob_token_ids=(3, 1, 0)).logprobs
+    assert (alone.top_ids, alone.asked_logprobs) == ((), told.asked_logprobs)
+    assert one(logits, temperature=0.0, logprob_token_ids=(3,)).logprobs is None
 
 
 def test_num_logprobs_zero_reports_the_chosen_token_only():

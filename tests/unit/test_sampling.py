@@ -10,7 +10,7 @@ from quire_engine.errors import InfeasibleRequest
 from quire_engine.scheduling.policies.gate import check_request
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from quire_server.answering.options import GenerationOptions
-from quire_server.answering.sampling import ModelLimits, banned_token_ids, resolve_sampling, resolve_stop, with_seed
+from quire_server.answering.sampling import ModelLimits, banned_words, resolve_sampling, resolve_stop, with_seed
 from quire_server.errors import BadRequest, ContextLengthExceeded
 from quire_server.wire.completions import CompletionRequest
 from support.fake_tokenizer import load_tokenizer
@@ -140,8 +140,10 @@ class Words:
         return self.spellings[text]
 
 
-def test_bad_words_of_one_token() -> None:
-    assert banned_token_ids(["yes", "no"], Words()) == (1, 2, 3)
-    for word in ("may be", "on"):  # " on" would still write it
-        with pytest.raises(BadRequest, match="single token"):
-            banned_token_ids(["yes", word], Words())
+def test_bad_words_in_all_their_spellings() -> None:
+    found = banned_words(["yes", "no"], Words())
+    assert (found.token_ids, found.sequences) == ((1, 2, 3), ())  # " no" is covered by its last token
+    found = banned_words(["may be", "yes", "may be"], Words())
+    assert (found.token_ids, found.sequences) == ((1, 2), ((4, 5), (6, 5)))
+    found = banned_words(["on"], Words())
+    assert (found.token_ids, found.sequences) == ((7,), ((8, 8),))

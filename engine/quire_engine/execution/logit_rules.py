@@ -82,6 +82,7 @@ def _changes_logits(sampling: SamplingParams) -> bool:
         sampling.logit_bias
         or sampling.allowed_token_ids
         or sampling.banned_token_ids
+        or sampling.banned_sequences
         or sampling.has_penalties
         or is_constrained(sampling)
     )
@@ -98,6 +99,8 @@ def id_error(row: SampleRow, vocab_size: int) -> str | None:
         ("logit_bias", (token for token, _ in sampling.logit_bias)),
         ("allowed_token_ids", sampling.allowed_token_ids),
         ("banned_token_ids", sampling.banned_token_ids),
+        ("banned_sequences", (sequence[-1] for sequence in sampling.banned_sequences)),
+        ("logprob_token_ids", sampling.logprob_token_ids),
     ]
     if sampling.repetition_penalty != 1.0:
         named.append(("the prompt", row.prompt_token_ids))
@@ -137,8 +140,8 @@ class _Cells:
 def apply_rules(logits: Tensor, rows: Sequence[SampleRow]) -> None:
     """Change logits [S, V] in place, row i by `rows[i]`, whose ids `id_error` has passed.
 
-    The order is: allowed and banned ids and stop ids masked; the repetition penalty over prompt and output; presence
-    and frequency penalties over the output; the logit bias.
+    The order is: allowed and banned ids, ends of banned sequences and stop ids masked; the repetition penalty over
+    prompt and output; presence and frequency penalties over the output; the logit bias.
     """
     _mask_not_allowed(logits, rows)
     masked, repeated, generated, biased = _Cells(), _Cells(), _Cells(), _Cells()
@@ -146,6 +149,7 @@ def apply_rules(logits: Tensor, rows: Sequence[SampleRow]) -> None:
     for i, row in enumerate(rows):
         sampling = row.sampling
         masked.add(i, sampling.banned_token_ids, -torch.inf)
+        masked.add(i, _ends_of_banned_sequences(row), -torch.inf)
         if row.masks_stop_tokens:
             masked.add(i, (token for token in row.stop.stop_token_ids if 0 <= token < vocab_size), -torch.inf)
         if sampling.repetition_penalty != 1.0:
@@ -167,6 +171,16 @@ def apply_rules(logits: Tensor, rows: Sequence[SampleRow]) -> None:
     if biased.rows:
         index = biased.index(logits.device)
         logits[index] = logits[index] + biased.value(logits)
+
+
+def _ends_of_banned_sequences(row: SampleRow) -> set[int]:
+    """The ids that would complete a sequence whose beginning the output ends with."""
+    said = row.output_token_ids
+    return {
+        last
+        for *beginning, last in row.sampling.banned_sequences
+        if len(said) >= len(beginning) and list(said[len(said) - len(beginning) :]) == beginning
+    }
 
 
 def _mask_not_allowed(logits: Tensor, rows: Sequence[SampleRow]) -> None:

@@ -20,7 +20,16 @@ from quire_engine.execution.logit_rules import SampleRow, apply_rules, id_error
 from quire_engine.execution.rng import uniform
 from quire_engine.types import TokenLogprobs
 
-__all__ = ["NON_FINITE", "NO_CANDIDATE", "SampleRow", "Sampler", "is_finite", "logprob_columns", "token_logprobs"]
+__all__ = [
+    "NON_FINITE",
+    "NO_CANDIDATE",
+    "SampleRow",
+    "Sampler",
+    "asked_columns",
+    "is_finite",
+    "logprob_columns",
+    "token_logprobs",
+]
 
 NON_FINITE = "the model produced a non-finite value"
 NO_CANDIDATE = "no token is left to choose from"
@@ -116,7 +125,9 @@ class Sampler:
         num_top = min(max((rows[i].sampling.num_logprobs or 0 for i in scored), default=0), logits.shape[1])
         if scored:
             index = torch.tensor(scored, device=logits.device)
-            scores = logprob_columns(logits[index], token_ids[index], num_top)
+            ids = [rows[i].sampling.logprob_token_ids for i in scored]
+            asked = asked_columns(ids, max(map(len, ids)), logits.device)
+            scores = logprob_columns(logits[index], token_ids[index], num_top, asked)
             columns = scores.new_zeros(len(rows), scores.shape[1])
             columns[index] = scores
             packed.append(columns)
@@ -173,10 +184,17 @@ def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor]:
     return distribution.draw(probabilities, [uniform(row.sampling.seed, row.choice, row.position) for row in rows])
 
 
-def logprob_columns(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
-    """[S, 2 + 2k] float64 of raw logits [S, V]: the token's log-probability and rank, the top ids, theirs.
+def asked_columns(ids: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor | None:
+    """What `logprob_columns` takes as `asked`: one list of ids a row, each filled up to the width of the longest."""
+    if not width:
+        return None
+    return torch.tensor([[*some, *[0] * (width - len(some))] for some in ids], device=device)
 
-    Does not wait for a device.
+
+def logprob_columns(logits: Tensor, token_ids: Tensor, num_top: int, asked: Tensor | None = None) -> Tensor:
+    """[S, 2 + 2k + a] float64 of raw logits [S, V]: the token's log-probability and rank, the top ids, theirs.
+
+    Last those of the ids `asked` [S, a]. Does not wait for a device.
     """
     logits = distribution.padded(logits)
     logprobs = torch.log_softmax(logits, dim=1)
@@ -187,6 +205,8 @@ def logprob_columns(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
     if num_top:
         top = distribution.key_ids(keys.topk(num_top, dim=1).values, logits.shape[1])
         columns += [top, logprobs.gather(1, top)]
+    if asked is not None:
+        columns.append(logprobs.gather(1, asked))
     return torch.cat([column.to(torch.float64) for column in columns], dim=1)
 
 
@@ -196,13 +216,15 @@ def _sampled_token(row: SampleRow, values: Sequence[float], num_top: int) -> Sam
         return SampledToken(error=_ERRORS[status])
     if row.sampling.num_logprobs is None:
         return SampledToken(token_id=token_id)
-    return SampledToken(
-        token_id=token_id, logprobs=token_logprobs(token_id, values[2:], num_top, row.sampling.num_logprobs)
-    )
+    asked = row.sampling.logprob_token_ids
+    entry = token_logprobs(token_id, values[2:], num_top, row.sampling.num_logprobs, asked)
+    return SampledToken(token_id=token_id, logprobs=entry)
 
 
-def token_logprobs(token_id: int, values: Sequence[float], num_top: int, wanted: int | None = None) -> TokenLogprobs:
-    """One row of `logprob_columns` computed with `num_top`, of which `wanted` are reported."""
+def token_logprobs(
+    token_id: int, values: Sequence[float], num_top: int, wanted: int | None = None, asked: tuple[int, ...] = ()
+) -> TokenLogprobs:
+    """One row of `logprob_columns` computed with `num_top`, of which `wanted` are reported, and the ids `asked`."""
     count = num_top if wanted is None else min(wanted, num_top)
     return TokenLogprobs(
         token_id=token_id,
@@ -210,6 +232,8 @@ def token_logprobs(token_id: int, values: Sequence[float], num_top: int, wanted:
         rank=int(values[1]),
         top_ids=tuple(int(token) for token in values[2 : 2 + count]),
         top_logprobs=tuple(values[2 + num_top : 2 + num_top + count]),
+        asked_ids=asked,
+        asked_logprobs=tuple(values[2 + 2 * num_top : 2 + 2 * num_top + len(asked)]),
     )
 
 

@@ -63,6 +63,7 @@ class SamplingOptions:
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     bad_words: tuple[str, ...] = ()
     num_logprobs: int | None = None  # None: none; k: of the chosen token and of the k most likely ones
+    logprob_token_ids: tuple[int, ...] = ()  # theirs too, whatever their rank; needs num_logprobs
     num_prompt_logprobs: int | None = None
 
 

@@ -55,11 +55,13 @@ def resolve_sampling(options: GenerationOptions, *, tokenizer: TextTokenizer, li
         if count is not None and count > limits.max_logprobs:
             raise BadRequest(f"'{param}' must be at most {limits.max_logprobs} on this server.", param=param)
     allowed = tuple(dict.fromkeys(asked.allowed_token_ids))
-    banned = banned_token_ids(asked.bad_words, tokenizer)
+    banned = banned_words(asked.bad_words, tokenizer)
     limits.check_ids([token_id for token_id, _ in asked.logit_bias], "logit_bias")
     limits.check_ids(allowed, "allowed_token_ids")
-    limits.check_ids(banned, "bad_words")
-    if allowed and not set(allowed).difference(banned):
+    for ids in (banned.token_ids, *banned.sequences):
+        limits.check_ids(ids, "bad_words")
+    limits.check_ids(asked.logprob_token_ids, "logprob_token_ids")
+    if allowed and not set(allowed).difference(banned.token_ids):
         raise BadRequest("'bad_words' leaves none of 'allowed_token_ids' to choose from.", param="bad_words")
     return SamplingParams(
         temperature=asked.temperature if asked.temperature >= GREEDY_BELOW else 0.0,
@@ -71,9 +73,11 @@ def resolve_sampling(options: GenerationOptions, *, tokenizer: TextTokenizer, li
         repetition_penalty=asked.repetition_penalty,
         logit_bias=asked.logit_bias,
         allowed_token_ids=allowed,
-        banned_token_ids=banned,
+        banned_token_ids=banned.token_ids,
+        banned_sequences=banned.sequences,
         min_tokens=options.stop.min_tokens,
         num_logprobs=asked.num_logprobs,
+        logprob_token_ids=tuple(dict.fromkeys(asked.logprob_token_ids)),
         num_prompt_logprobs=asked.num_prompt_logprobs,
     )
 
@@ -154,20 +158,25 @@ def with_seed(
     return replace(sampling, seed=int.from_bytes(digest.digest()[:8]) >> 1)
 
 
-def banned_token_ids(words: Iterable[str], tokenizer: TextTokenizer) -> tuple[int, ...]:
-    """The ids that write these words, at a text's beginning and after a space. Raises BadRequest for longer words.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BannedWords:
+    """What must not be generated, as token ids: single ones, and sequences of two and more."""
 
-    A spelling of several tokens is covered when one of them is banned already: " a" written as " " and "a".
+    token_ids: tuple[int, ...]
+    sequences: tuple[tuple[int, ...], ...]
+
+
+def banned_words(words: Iterable[str], tokenizer: TextTokenizer) -> BannedWords:
+    """The ids that write these words, at a text's beginning and after a space.
+
+    A spelling of several tokens is covered when one of them is banned already: " a" written as " " and "a". Other ways
+    to split a word are not: a model that may not write it as its tokenizer does can write it in smaller pieces.
     """
-    banned: dict[int, None] = {}
-    for word in words:
-        spellings = [tokenizer.encode(text, add_special_tokens=False) for text in (word, " " + word.lstrip(" "))]
-        ids = {spelling[0] for spelling in spellings if len(spelling) == 1}
-        if any(ids.isdisjoint(spelling) for spelling in spellings):
-            raise BadRequest(
-                "Only words of a single token are supported in 'bad_words'; one of these takes several.",
-                param="bad_words",
-                code="unsupported_parameter",
-            )
-        banned.update(dict.fromkeys(sorted(ids)))
-    return tuple(banned)
+    spellings = [
+        tuple(tokenizer.encode(text, add_special_tokens=False))
+        for word in words
+        for text in (word, " " + word.lstrip(" "))
+    ]
+    ids = dict.fromkeys(spelling[0] for spelling in spellings if len(spelling) == 1)
+    several = dict.fromkeys(spelling for spelling in spellings if len(spelling) > 1 and ids.keys().isdisjoint(spelling))
+    return BannedWords(token_ids=tuple(ids), sequences=tuple(several))

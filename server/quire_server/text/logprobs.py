@@ -39,7 +39,7 @@ class CompletionArrays(TypedDict):
 
 class PromptEntry(TypedDict):
     logprob: float
-    rank: int
+    rank: int | None  # None: not known, of a token that was asked for by its id
     decoded_token: str
 
 
@@ -54,21 +54,18 @@ class LogprobFormat:
         return f"token_id:{token_id}" if self._names_are_ids else self._tokenizer.token_text(token_id)
 
     def chat(self, positions: Sequence[TokenLogprobs], num_top: int) -> ChatContent:
-        """Each token with exactly the `num_top` most likely ones beside it."""
+        """Each token with exactly the `num_top` most likely ones beside it, then others that were asked for."""
         content: list[ChatToken] = []
         for position in positions:
             chosen = self._chat_top(position.token_id, position.logprob)
-            top = [
-                self._chat_top(token_id, logprob)
-                for token_id, logprob in zip(position.top_ids[:num_top], position.top_logprobs, strict=False)
-            ]
+            top = [self._chat_top(token_id, logprob) for token_id, logprob in _alternatives(position, num_top).items()]
             content.append({**chosen, "top_logprobs": top})
         return {"content": content, "refusal": None}
 
     def completion(
         self, positions: Sequence[TokenLogprobs | None], first_ids: Sequence[int], offsets: Sequence[int], num_top: int
     ) -> CompletionArrays:
-        """Parallel lists; each top dict holds the chosen token first, then the `num_top` most likely by rank.
+        """Parallel lists; a top dict holds the chosen token, the `num_top` most likely by rank, those asked for.
 
         A None position (a prompt's first token, of which nothing is predicted) takes its name from `first_ids`.
         `offsets` are the characters of text before each token.
@@ -85,7 +82,7 @@ class LogprobFormat:
             arrays["token_logprobs"].append(finite(position.logprob))
             # Of tokens that read alike the chosen one keeps the name, else the likelier one.
             top: dict[str, float] = {name: finite(position.logprob)}
-            for token_id, logprob in zip(position.top_ids[:num_top], position.top_logprobs, strict=False):
+            for token_id, logprob in _alternatives(position, num_top).items():
                 top.setdefault(self.name(token_id), finite(logprob))
             arrays["top_logprobs"].append(top)
         return arrays
@@ -101,9 +98,11 @@ class LogprobFormat:
             zip(position.top_ids[:num_top], position.top_logprobs, strict=False), start=1
         ):
             entries.setdefault(str(token_id), self._prompt_entry(token_id, logprob, rank))
+        for token_id, logprob in zip(position.asked_ids, position.asked_logprobs, strict=True):
+            entries.setdefault(str(token_id), self._prompt_entry(token_id, logprob, None))
         return entries
 
-    def _prompt_entry(self, token_id: int, logprob: float, rank: int) -> PromptEntry:
+    def _prompt_entry(self, token_id: int, logprob: float, rank: int | None) -> PromptEntry:
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": self.name(token_id)}
 
     def _chat_top(self, token_id: int, logprob: float) -> ChatTop:
@@ -112,6 +111,13 @@ class LogprobFormat:
             "logprob": finite(logprob),
             "bytes": list(self._tokenizer.token_bytes(token_id)),
         }
+
+
+def _alternatives(position: TokenLogprobs, num_top: int) -> dict[int, float]:
+    """The most likely tokens in their order, then others that were asked for by their ids."""
+    found = dict(zip(position.top_ids[:num_top], position.top_logprobs, strict=False))
+    asked = zip(position.asked_ids, position.asked_logprobs, strict=True)
+    return found | {token_id: logprob for token_id, logprob in asked if token_id not in found}
 
 
 def finite(logprob: float) -> float:

@@ -148,7 +148,7 @@ class ChatCompletionRequest(GenerationFields):
             max_tokens=max_tokens,
             max_tokens_param=max_tokens_param,
             default_max_tokens=None,
-            num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            num_logprobs=(self.top_logprobs or 0) if self.logprobs or self.logprob_token_ids else None,
             num_prompt_logprobs=self.prompt_logprobs,
             echo=False,
             ignored=ignored,

@@ -20,6 +20,7 @@ MAX_STOP_CHARS = 256
 MAX_BIASED_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 65_536
 MAX_BAD_WORDS = 128
+MAX_LOGPROB_IDS = 128
 
 _TOKEN_KEY = re.compile(r"0|[1-9][0-9]{0,9}")
 
@@ -125,7 +126,7 @@ class GenerationFields(WireModel):
     logit_bias: LogitBias = None
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
     bad_words: Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = Field(
-        None, description="words of a single token that must not be generated"
+        None, description="words that must not be generated, as the tokenizer writes them"
     )
 
     max_tokens: TokenCount | None = None
@@ -145,6 +146,9 @@ class GenerationFields(WireModel):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = Field(None, description="false is without effect, and reported")
     prompt_logprobs: LogprobCount | None = None
+    logprob_token_ids: Annotated[TokenIds, Field(max_length=MAX_LOGPROB_IDS)] | None = Field(
+        None, description="tokens whose log-probabilities are told beside the most likely ones; implies logprobs"
+    )
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 

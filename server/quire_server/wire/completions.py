@@ -58,8 +58,9 @@ class CompletionRequest(GenerationFields):
         if self.max_tokens == 0 and not self.echo:
             raise BadRequest("'max_tokens' must be at least 1, unless 'echo' is true.", param="max_tokens")
         num_prompt_logprobs = self.prompt_logprobs
-        if self.echo and self.logprobs is not None:
-            num_prompt_logprobs = max(self.logprobs, self.prompt_logprobs or 0)
+        num_logprobs = 0 if self.logprobs is None and self.logprob_token_ids else self.logprobs
+        if self.echo and num_logprobs is not None:
+            num_prompt_logprobs = max(num_logprobs, self.prompt_logprobs or 0)
         options = generation_options(
             self,
             source=self.prompt,
@@ -68,7 +69,7 @@ class CompletionRequest(GenerationFields):
             max_tokens=self.max_tokens,
             max_tokens_param="max_tokens",
             default_max_tokens=_DEFAULT_MAX_TOKENS,
-            num_logprobs=self.logprobs,
+            num_logprobs=num_logprobs,
             num_prompt_logprobs=num_prompt_logprobs,
             echo=bool(self.echo),
             ignored=ignored,

@@ -35,7 +35,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "kv_transfer_params": _ABSENT,
     "length_penalty": (None, 1, 1.0),
     "logits_processors": _EMPTY,
-    "logprob_token_ids": _EMPTY,
     "lora_path": _ABSENT,
     "mirostat": (None, 0),
     "mm_processor_kwargs": _EMPTY,

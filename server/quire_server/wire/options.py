@@ -84,6 +84,7 @@ def generation_options(
             allowed_token_ids=tuple(fields.allowed_token_ids or ()),
             bad_words=tuple(fields.bad_words or ()),
             num_logprobs=num_logprobs,
+            logprob_token_ids=tuple(fields.logprob_token_ids or ()),
             num_prompt_logprobs=num_prompt_logprobs,
         ),
         stop=StopOptions(

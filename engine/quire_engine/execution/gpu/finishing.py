@@ -1,7 +1,7 @@
 """What follows the choice of tokens: requests' own rules, log-probabilities, and the step's result.
 
-Promises: log-probabilities are computed on the device and waited for by nobody; rows with rules may wait. A bad row
-fails alone. Must not know: how the logits came about, graphs.
+Promises: log-probabilities are computed on the device and waited for by nobody; rows with rules may wait, and those
+that ask for certain ids. A bad row fails alone. Must not know: how the logits came about, graphs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from quire_engine.execution.sampler import (
     NO_CANDIDATE,
     NON_FINITE,
     Sampler,
+    asked_columns,
     is_finite,
     logprob_columns,
     token_logprobs,
@@ -71,6 +72,8 @@ class Finisher:
         self._score_top = min(
             max((item.sampling.num_prompt_logprobs or 0 for item in step.score_items), default=0), vocab_size
         )
+        self._told_ids = [step.choices[i].logprob_token_ids for i in step.told]
+        self._asked = max(map(len, self._told_ids), default=0)
         self._told: list[Tensor] = []
         self._scores: list[Tensor] = []
         self._pooled: list[Tensor] = []
@@ -82,7 +85,7 @@ class Finisher:
         self._apply_rules(span, logits, rows, region.ids[chosen], region.possible[chosen])
         if span.told.start < span.told.stop:
             at = self._packed["told"][span.told] - span.choices.start
-            self._tell(logits, rows.logits_rows.index_select(0, at), region.ids[chosen].index_select(0, at))
+            self._tell(logits, rows.logits_rows.index_select(0, at), region.ids[chosen].index_select(0, at), span.told)
         if span.scores.start < span.scores.stop:
             self._score(logits, self._packed["score_rows"][span.scores] - span.rows.start, span.scores)
 
@@ -109,6 +112,7 @@ class Finisher:
             columns=columns,
             sampler=self._sampler,
             told_top=self._told_top,
+            asked=self._asked,
             score_top=self._score_top,
             pooled_width=self._model.config.hidden_size + 1,
         )
@@ -141,10 +145,11 @@ class Finisher:
         ids.index_copy_(0, at, chosen)
         possible.index_copy_(0, at, any_left)
 
-    def _tell(self, logits: Tensor, rows: Tensor, ids: Tensor) -> None:
+    def _tell(self, logits: Tensor, rows: Tensor, ids: Tensor, told: slice) -> None:
         for start in range(0, len(rows), self._slice_rows):
             part = slice(start, start + self._slice_rows)
-            self._told.append(logprob_columns(logits.index_select(0, rows[part]), ids[part], self._told_top))
+            asked = asked_columns(self._told_ids[told][part], self._asked, logits.device)
+            self._told.append(logprob_columns(logits.index_select(0, rows[part]), ids[part], self._told_top, asked))
 
     def _score(self, logits: Tensor, rows: Tensor, scores: slice) -> None:
         ids = self._packed["score_ids"][scores]
@@ -166,6 +171,7 @@ class Finished:
     first: int  # of its rows
     columns: HostBuffer | None
     told_top: int
+    asked: int  # columns of ids that were asked for
     score_top: int
     pooled_width: int
 
@@ -175,7 +181,7 @@ class Finished:
         values: list[float] = []
         if self.columns is not None:
             values = self.columns.bytes.cast("d").tolist()  # type: ignore[assignment]
-        told_width = 2 + 2 * self.told_top
+        told_width = 2 + 2 * self.told_top + self.asked
         at = {choice: i * told_width for i, choice in enumerate(step.told)}
         for i, choice in enumerate(step.choices):
             if not finite[i]:
@@ -186,7 +192,7 @@ class Finished:
                 sampled = SampledToken(token_id=ids[i])
             else:
                 row = values[at[i] : at[i] + told_width]
-                entry = token_logprobs(ids[i], row, self.told_top, choice.num_logprobs)
+                entry = token_logprobs(ids[i], row, self.told_top, choice.num_logprobs, choice.logprob_token_ids)
                 sampled = SampledToken(token_id=ids[i], logprobs=entry)
             rules = None if i in step.errors else step.rules.get(i)
             samples = (sampled,) if rules is None else self.sampler.with_forced(rules, sampled)

@@ -38,6 +38,7 @@ class Choice(NamedTuple):
 
     sequence_id: int
     num_logprobs: int | None
+    logprob_token_ids: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -217,14 +218,14 @@ def _add_choice(  # noqa: PLR0917 - what a choice is
     step: StepArrays, item: ScheduledSequence, sequence_id: int, choice: int, slot: int, flags: int, vocab_size: int
 ) -> None:
     index, row = len(step.choices), step.num_logit_rows - 1
-    step.choices.append(Choice(sequence_id, item.sampling.num_logprobs))
+    step.choices.append(Choice(sequence_id, item.sampling.num_logprobs, item.sampling.logprob_token_ids))
     step.choice_slots.append(slot)
     step.choice_rows.append(row)
     step.choice_positions.append(item.end)
     step.flags |= flags & ~RULES
     if item.sampling.num_logprobs is not None:
         step.told.append(index)
-    if flags & RULES:
+    if flags & RULES or item.sampling.logprob_token_ids:
         rules = SampleRow(
             sampling=item.sampling,
             stop=item.stop,
@@ -238,6 +239,7 @@ def _add_choice(  # noqa: PLR0917 - what a choice is
         error = id_error(rules, vocab_size)
         if error is not None:
             step.errors[index] = error
+            step.choices[index] = step.choices[index]._replace(logprob_token_ids=())
         elif rules.has_rules:
             step.rules[index] = rules
 
