@@ -133,8 +133,8 @@ def _guard(app: FastAPI, state: ServerState) -> None:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],  # SDKs bring a dozen of their own
             expose_headers=[
                 "x-request-id",
                 "retry-after",

@@ -36,7 +36,7 @@ def check_envelope(reply: httpx.Response, status: int, code: str | None = None) 
 @pytest.mark.parametrize(
     ("method", "path", "options", "status", "code"),
     [
-        ("GET", "/", {}, 404, "not_found"),
+        ("GET", "/nothing", {}, 404, "not_found"),
         ("GET", "/v1/nothing", {}, 404, "not_found"),
         ("GET", "/v1/models/", {}, 404, None),
         ("POST", "/tokenize/", {"json": {"prompt": "a"}}, 404, "not_found"),

@@ -1,21 +1,21 @@
 """Every check between a request and the engine, and what is to be run when all have passed.
 
 Promises: nothing is queued here; what is accepted but has no effect is named in `x-quire-ignored`, what was lowered in
-`x-quire-clamped`, what the chat template does not name in `x-quire-notes`.
+`x-quire-clamped`, both for people and what the chat template does not name in `x-quire-notes`.
 Must not know: dialects, the shapes of replies, HTTP beyond the errors it raises.
 """
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from quire_engine.types import GenerationRequest
 from quire_server.answering.generation import TextOptions
 from quire_server.answering.infilling import infilled
+from quire_server.answering.notes import notes
 from quire_server.answering.options import Conversation, GenerationOptions
 from quire_server.answering.reading import reading
 from quire_server.answering.sampling import ModelLimits, resolve_sampling, resolve_stop, with_seed
@@ -24,9 +24,6 @@ from quire_server.state import ServerState
 
 _THINKING_SWITCHES = ("enable_thinking", "thinking")  # of Qwen's and of DeepSeek's and Granite's templates
 LEAST_ROOM = 1  # tokens kept free for the answer when a prompt is cut to the context length
-
-_REPORTABLE = re.compile(r"[A-Za-z0-9_. -]{1,64}")
-_MAX_REPORTED = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +153,8 @@ def _cut(token_ids: Sequence[int], options: GenerationOptions, max_model_len: in
     return token_ids[:keep] if options.prompt.keep_start else token_ids[max(len(token_ids) - keep, 0) :]
 
 
-def _headers(state: ServerState, options: GenerationOptions, max_new_tokens: int) -> dict[str, str]:
-    """What the dialect found to have no effect or has none on this server, and a max_tokens that was lowered."""
+def _without_effect(state: ServerState, options: GenerationOptions) -> list[str]:
+    """The fields that the dialect found to have no effect, and those that have none on this server."""
     names = list(options.ignored)
     if options.priority and not _is_by_priority(state):
         names.append("priority")
@@ -165,32 +162,17 @@ def _headers(state: ServerState, options: GenerationOptions, max_new_tokens: int
         names.append("reasoning_effort")
     if options.reasoning.max_tokens is not None and state.formats.marks is None:
         names.append(options.reasoning.max_tokens_param)
+    return names
+
+
+def _headers(state: ServerState, options: GenerationOptions, max_new_tokens: int) -> dict[str, str]:
+    """What had no effect, what the template does not name, and a max_tokens that was lowered."""
     source = options.prompt.source
-    headers = {}
-    if isinstance(source, Conversation):
-        headers.update(template_notes(state, source.messages, source.template_variables))
-    headers.update(ignored_header(names))
+    conversation = source if isinstance(source, Conversation) else Conversation(messages=())
+    headers = notes(state, _without_effect(state, options), conversation.messages, conversation.template_variables)
     if options.stop.max_tokens is not None and max_new_tokens < options.stop.max_tokens:
         headers["x-quire-clamped"] = f"{options.stop.max_tokens_param}={max_new_tokens}"
     return headers
-
-
-def template_notes(
-    state: ServerState, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object]
-) -> dict[str, str]:
-    """The header that says what of a conversation the chat template does not name, if there is any."""
-    if state.prompts is None:
-        return {}
-    found = state.prompts.unnamed(messages, variables)
-    notes = [
-        f"the chat template does not name the {kind} {_header_list(names)}" for kind, names in found.items() if names
-    ]
-    return {"x-quire-notes": "; ".join(notes)} if notes else {}
-
-
-def ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """The header that names fields without effect, if there are any."""
-    return {"x-quire-ignored": _header_list(names)} if names else {}
 
 
 def _is_by_priority(state: ServerState) -> bool:
@@ -205,10 +187,3 @@ def effort_variables(state: ServerState, effort: str | None) -> dict[str, object
     if "reasoning_effort" in known:
         return {"reasoning_effort": effort}
     return {name: effort != "none" for name in _THINKING_SWITCHES if name in known}
-
-
-def _header_list(names: Sequence[str]) -> str:
-    """Names as one header value: harmless characters, bounded length."""
-    shown = [name if _REPORTABLE.fullmatch(name) else "?" for name in names[:_MAX_REPORTED]]
-    more = len(names) - len(shown)
-    return ", ".join(shown) + (f", and {more} more" if more else "")

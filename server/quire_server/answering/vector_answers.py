@@ -18,7 +18,7 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 
-from quire_server.answering.prepare import ignored_header
+from quire_server.answering.notes import notes
 from quire_server.answering.vector_options import VectorOptions
 from quire_server.answering.vectors import VectorUsage, compute_vectors, prepare_vectors, shaped
 from quire_server.http.disconnect import unless_client_gone
@@ -31,6 +31,7 @@ _AT_ONCE = 16  # scores, before others get a turn
 async def answer_embeddings(request: Request, options: VectorOptions, *, as_text: bool) -> Response:
     """A vector for each text. Raises BadRequest, ContextLengthExceeded, QueueFull, EngineFailed, ClientGone."""
     state = state_of(request)
+    headers = _notes(state, options)
     requests = await prepare_vectors(state, options)
     entries = [b""] * len(requests)
 
@@ -41,12 +42,13 @@ async def answer_embeddings(request: Request, options: VectorOptions, *, as_text
 
     work = compute_vectors(requests, take, client=state.client, metrics=state.metrics)
     usage = await unless_client_gone(request, work)
-    return _reply(request, state, options, b",".join(entries), usage, prefix="embd-")
+    return _reply(request, options, b",".join(entries), usage, prefix="embd-", headers=headers)
 
 
 async def answer_scores(request: Request, options: VectorOptions, *, num_left: int) -> Response:
     """How alike the texts on the left, of which there are `num_left`, are to those on the right. Raises as above."""
     state = state_of(request)
+    headers = _notes(state, options)
     requests = await prepare_vectors(state, options)
     vectors: list[array[float]] = [array("d")] * len(requests)
 
@@ -62,7 +64,7 @@ async def answer_scores(request: Request, options: VectorOptions, *, num_left: i
         entries.append(_encode({"object": "score", "index": number, "score": score}))
         if number % _AT_ONCE == 0:
             await asyncio.sleep(0)
-    return _reply(request, state, options, b",".join(entries), usage, prefix="score-")
+    return _reply(request, options, b",".join(entries), usage, prefix="score-", headers=headers)
 
 
 def cosine(one: Sequence[float], other: Sequence[float]) -> float:
@@ -78,14 +80,27 @@ def _base64(values: array[float]) -> str:
     return base64.b64encode(values.tobytes()).decode("ascii")
 
 
+def _notes(state: ServerState, options: VectorOptions) -> dict[str, str]:
+    without_effect = list(options.ignored)
+    if options.priority and state.client.plan.scheduler.limits.scheduling_policy != "priority":
+        without_effect.append("priority")
+    return notes(state, without_effect)
+
+
 def _reply(
-    request: Request, state: ServerState, options: VectorOptions, data: bytes, usage: VectorUsage, *, prefix: str
+    request: Request,
+    options: VectorOptions,
+    data: bytes,
+    usage: VectorUsage,
+    *,
+    prefix: str,
+    headers: dict[str, str],
 ) -> Response:
     head = {
         "id": prefix + (options.id or request.scope["state"]["request_id"]),
         "object": "list",
         "created": int(time.time()),
-        "model": options.model or state.model_names[0],
+        "model": options.model or state_of(request).model_names[0],
     }
     tokens = {
         "prompt_tokens": usage.prompt_tokens,
@@ -93,8 +108,5 @@ def _reply(
         "total_tokens": usage.prompt_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
-    ignored = list(options.ignored)
-    if options.priority and state.client.plan.scheduler.limits.scheduling_policy != "priority":
-        ignored.append("priority")
     body = _encode(head)[:-1] + b',"data":[' + data + b'],"usage":' + _encode(tokens) + b"}"
-    return Response(body, media_type="application/json", headers=ignored_header(ignored))
+    return Response(body, media_type="application/json", headers=headers)

@@ -109,7 +109,7 @@ def generation_responses(whole: type[BaseModel], chunk: type[BaseModel]) -> dict
         for name, description in (
             ("x-quire-ignored", "fields that were accepted without effect"),
             ("x-quire-clamped", "values that were lowered, and to what"),
-            ("x-quire-notes", "what of a conversation the chat template does not name"),
+            ("x-quire-notes", "in words: what had no effect, what the chat template does not name"),
         )
     }
     return {

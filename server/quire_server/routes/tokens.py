@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Annotated, Self
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, Field, JsonValue, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from quire_server.answering.prepare import template_notes
+from quire_server.answering.notes import notes
 from quire_server.errors import BadRequest, ModelNotFound
 from quire_server.http.body import LongList, json_body
 from quire_server.state import ServerState, state_of
@@ -24,6 +24,8 @@ MAX_MESSAGES = 4096
 
 class TokenizeRequest(BaseModel):
     """A text in `prompt`, or a conversation in `messages`."""
+
+    model_config = ConfigDict(extra="allow")  # what nobody knows is reported
 
     model: str | None = None
     prompt: str | None = None
@@ -52,6 +54,8 @@ class TokenizeResponse(BaseModel):
 
 
 class DetokenizeRequest(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
     model: str | None = None
     tokens: LongList[int]
 
@@ -70,7 +74,7 @@ async def tokenize(
     add_special_tokens = body.add_special_tokens
     if add_special_tokens is None:
         add_special_tokens = body.messages is None
-    response.headers.update(template_notes(state, body.messages or (), body.chat_template_kwargs))
+    response.headers.update(notes(state, _unknown(body), body.messages or (), body.chat_template_kwargs))
     ids = await state.text.encode(text, add_special_tokens=add_special_tokens)
     return TokenizeResponse(
         count=len(ids),
@@ -82,10 +86,11 @@ async def tokenize(
 
 @router.post("/detokenize")
 async def detokenize(
-    body: Annotated[DetokenizeRequest, json_body(DetokenizeRequest)], request: Request
+    body: Annotated[DetokenizeRequest, json_body(DetokenizeRequest)], request: Request, response: Response
 ) -> DetokenizeResponse:
     state = state_of(request)
     _check_model(state, body.model)
+    response.headers.update(notes(state, _unknown(body)))
     size = state.tokenizer.vocab_size
     for index, token in enumerate(body.tokens):
         if not 0 <= token < size:
@@ -102,6 +107,10 @@ async def tokenizer_info(request: Request) -> dict[str, object]:
 def _check_model(state: ServerState, name: str | None) -> None:
     if name is not None and not state.knows_model(name):
         raise ModelNotFound(name)
+
+
+def _unknown(body: BaseModel) -> list[str]:
+    return [name for name, value in (body.model_extra or {}).items() if value is not None]
 
 
 async def _text(state: ServerState, body: TokenizeRequest) -> str:

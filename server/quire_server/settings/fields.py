@@ -186,6 +186,9 @@ class Settings(BaseSettings):
     max_connections: Positive = _option(1024, "Limits", "open connections, further ones are answered 503")
     header_timeout: PositiveSeconds = _option(10.0, "Limits", "time to send a request's head", "s")
     body_timeout: PositiveSeconds = _option(30.0, "Limits", "time to send a request's body, else 408", "s")
+    strict: bool = _option(
+        False, "Limits", "refuse fields without effect, such as unknown ones, instead of naming them"
+    )
 
     # -- Streaming
     stream_interval: Positive = _option(1, "Streaming", "tokens per streamed chunk; the first comes at once", "tokens")

@@ -18,6 +18,8 @@ from quire_server.wire.options import generation_options, review
 from quire_server.wire.reply import FinishedBecause, PromptLogprobs, ReplyModel, UsageInfo
 from quire_server.wire.tools import ToolChoice, ToolDefinition, Tools, tool_options
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 _NEED_CONTENT = frozenset({"system", "developer", "user", "tool"})
@@ -91,9 +93,7 @@ class ChatCompletionRequest(GenerationFields):
     tools: Tools | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call in a reply")
-    reasoning_effort: Annotated[str, Field(max_length=32)] | None = Field(
-        None, description="passed to chat templates that use it"
-    )
+    reasoning_effort: ReasoningEffort | None = Field(None, description="passed to chat templates that use it")
     max_reasoning_tokens: TokenCount | None = Field(
         None, description="after as many tokens of thinking the answer begins; for models that think"
     )
