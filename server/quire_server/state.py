@@ -67,8 +67,8 @@ class ServerState:
         return "draining" if self.draining else self.engine_trouble()
 
     def knows_model(self, name: str | None) -> bool:
-        """Whether requests may name this model; None asks for the default."""
-        return name is None or name in self.model_names
+        """Whether requests may name this model; None and an empty name ask for the default."""
+        return not name or name in self.model_names
 
 
 def state_of(request: Request) -> ServerState:

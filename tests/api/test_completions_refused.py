@@ -47,7 +47,7 @@ BAD = [
     *[("logit_bias", {"1": value}) for value in (101, -101, "1", None, True)],
     ("logit_bias", {str(i): 1 for i in range(2000)}),
     ("logit_bias", [1]),
-    *[("cache_salt", value) for value in ("", "x" * 257, "a/b@c", "é", 5, "a\n")],
+    *[("cache_salt", value) for value in ("", "x" * 257, "a\x00b", 5, "a\n")],
     *[("request_id", value) for value in ("", "x" * 129, "a b", "é", 5, "a\n")],
     *[("truncate_prompt_tokens", value) for value in (0, -2, "1", 1.5)],
     ("truncation_side", "middle"),
@@ -182,7 +182,7 @@ async def test_combinations_that_cannot_be(engine_and_client, fields: dict, para
     assert (await refuse(engine_and_client, "/v1/completions", GREEDY | fields))["param"] == param
 
 
-@pytest.mark.parametrize("model", ["nope", "", "../../etc/passwd", "a;id"])
+@pytest.mark.parametrize("model", ["nope", " ", "../../etc/passwd", "a;id"])
 @pytest.mark.parametrize(("path", "base"), [("/v1/completions", GREEDY), ("/v1/chat/completions", CHAT)])
 async def test_an_unknown_model_is_404(engine_and_client, path: str, base: dict, model: str) -> None:
     _, client = engine_and_client

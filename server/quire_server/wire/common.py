@@ -61,7 +61,7 @@ LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 RequestName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
-CacheSalt = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.~+/=-]{1,256}$")]
+CacheSalt = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]{1,256}$")]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[
     Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)] | None,
