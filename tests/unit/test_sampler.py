@@ -5,9 +5,10 @@ import random
 import pytest
 import torch
 
+from quire_engine.batch import SampledToken
 from quire_engine.execution.logit_rules import SampleRow
 from quire_engine.execution.sampler import NO_CANDIDATE, NON_FINITE, Sampler
-from quire_engine.types import SamplingParams, StopParams
+from quire_engine.types import SamplingParams, StopParams, ThinkingParams
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -274,3 +275,11 @@ def test_a_non_finite_row_is_not_scored():
     assert scores[1] is None
     assert scores[0] == scores[2]
     assert scores[0].top_ids == (0, 1)
+
+
+def test_what_must_follow_is_left_to_a_step_where_sequences_are_banned():
+    thinking = ThinkingParams(end_ids=(7, 8, 9), is_open=True, max_tokens=1)
+    sampled = SampledToken(token_id=7)
+    for banned, tokens in [((), [7, 8, 9]), (((8, 9),), [7])]:
+        row = sample_row(output=(5,), thinking=thinking, banned_sequences=banned)
+        assert [each.token_id for each in Sampler().with_forced(row, sampled)] == tokens

@@ -64,7 +64,8 @@ class Constraints:
         if token_id in row.stop.stop_token_ids:
             self._followers.pop(_key(row), None)
             return ()
-        if sampling.num_logprobs is not None or sampling.allowed_token_ids or sampling.banned_token_ids:
+        forbids = sampling.allowed_token_ids or sampling.banned_token_ids or sampling.banned_sequences
+        if sampling.num_logprobs is not None or forbids:
             return ()
         forced: list[int] = []
         room = row.stop.max_new_tokens - (row.position - len(row.prompt_token_ids)) - 1
