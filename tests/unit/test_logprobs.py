@@ -83,3 +83,19 @@ def test_impossible_tokens_are_clamped_everywhere() -> None:
     assert names().chat([NEVER], 1)["content"][0]["top_logprobs"][0]["logprob"] == LEAST
     assert names().completion([NEVER], (), [0], 1)["top_logprobs"] == [{"b": LEAST, "a": LEAST}]
     assert names().prompt([NEVER], 1)[0]["98"]["logprob"] == LEAST
+
+
+def test_tokens_that_were_asked_for_come_last_and_once() -> None:
+    asked = TokenLogprobs(
+        token_id=97, logprob=-3.0, rank=7, top_ids=(98, 99), top_logprobs=(-0.5, -1.0),
+        asked_ids=(100, 98, 97), asked_logprobs=(-math.inf, -0.5, -3.0),
+    )  # fmt: skip
+    [entry] = names().chat([asked], 1)["content"]
+    assert [(each["token"], each["logprob"]) for each in entry["top_logprobs"]] == [
+        ("b", -0.5), ("d", LEAST), ("a", -3.0),
+    ]  # fmt: skip
+    [top] = names().completion([asked], (), [0], 1)["top_logprobs"]
+    assert top == {"a": -3.0, "b": -0.5, "d": LEAST}
+    [shown] = names().prompt([asked], 1)
+    assert shown is not None
+    assert {token: each["rank"] for token, each in shown.items()} == {"97": 7, "98": 1, "100": None}
