@@ -110,6 +110,7 @@ def test_clients_see_the_same(monkeypatch, ahead):
     assert generate(gpu, requests()) == right
     assert {len(r.token_ids) for r in right.values()} > {10}, "some stop early"
     assert any(r.num_preemptions for r in right.values())
+    assert not any(r.error for r in right.values())
     assert device.replays > 10
 
 
