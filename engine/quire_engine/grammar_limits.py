@@ -6,8 +6,9 @@ Promises: whoever checks a grammar and whoever follows it uses these. Must not k
 from __future__ import annotations
 
 # By the names of llguidance's `LLParserLimits`. Its counters are of work, not of time: what one machine refuses every
-# other does too. They bound one mask to some 20 ms on a slow core, so that a hostile grammar cannot hold a step; the
-# schemas of benchmarks/RESULTS.md need a tenth of each.
+# other does too. They bound one mask to some 15 ms, and the one in which the lexer has too many states to 50, after
+# which its request has failed: a hostile grammar cannot hold a step for longer. Fewer states would end texts of a
+# bounded length early, which need one for each character.
 GRAMMAR_LIMITS: dict[str, int | bool] = {
     "max_items_in_row": 2_000,
     "initial_lexer_fuel": 1_000_000,

@@ -41,16 +41,20 @@ class Constraints:
     def allowed(self, rows: Sequence[SampleRow], vocab_size: int) -> Allowed:
         """The masks of those of `rows` that have one now; ids are below `vocab_size`."""
         found = Allowed()
-        for i, row in enumerate(rows):
-            if not row.is_constrained:
-                continue
-            mask = np.empty(-(-vocab_size // 32), dtype=np.int32)
+        constrained = [i for i, row in enumerate(rows) if row.is_constrained]
+        if not constrained:
+            return found
+        masks = np.empty((len(constrained), -(-vocab_size // 32)), dtype=np.int32)
+        address = masks.ctypes.data  # to be asked for every row costs more than most masks
+        for i, mask in zip(constrained, masks, strict=True):
+            row = rows[i]
             try:
-                if self._fill(self._follower(row), row, mask, vocab_size):
+                if self._fill(self._follower(row), row, mask, address, vocab_size):
                     found.masks[i] = mask
             except GrammarError as error:
                 self._followers.pop(_key(row), None)
                 found.errors[i] = str(error)
+            address += mask.nbytes
         while len(self._followers) > len(rows) + _SPARE_FOLLOWERS:
             self._followers.popitem(last=False)
         return found
@@ -86,7 +90,7 @@ class Constraints:
         return tuple(forced)
 
     def _follower(self, row: SampleRow) -> Follower:
-        key, tokens = _key(row), tuple(row.output_token_ids)
+        key, tokens = (row.sequence_id, row.choice), tuple(row.output_token_ids)
         follower = self._followers.pop(key, None)
         if follower is None or not follower.follows(row.sampling, tokens):
             follower = Follower(row.sampling, self._grammars)
@@ -94,8 +98,8 @@ class Constraints:
         self._followers[key] = follower
         return follower
 
-    def _fill(self, follower: Follower, row: SampleRow, mask: Mask, vocab_size: int) -> bool:
-        if not follower.fill(mask):
+    def _fill(self, follower: Follower, row: SampleRow, mask: Mask, address: int, vocab_size: int) -> bool:
+        if not follower.fill(mask, address):
             return False
         if row.sampling.grammar and not follower.ends_thinking:
             self._set_ends(follower, row, mask, vocab_size)
@@ -103,8 +107,8 @@ class Constraints:
 
     def _set_ends(self, follower: Follower, row: SampleRow, mask: Mask, vocab_size: int) -> None:
         """Where the grammar is complete any stop token may come; before `min_tokens` only if nothing else can."""
-        ends = tuple(token for token in row.stop.stop_token_ids if 0 <= token < vocab_size)
-        if self._grammars is not None:
+        ends = tuple([token for token in row.stop.stop_token_ids if 0 <= token < vocab_size])
+        if self._grammars is not None and self._grammars.end_ids != ends:
             clear_bits(mask, self._grammars.end_ids)  # of those, only what the request stops at
         if row.num_output < row.sampling.min_tokens:
             others = mask.copy()

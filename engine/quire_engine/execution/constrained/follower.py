@@ -34,12 +34,14 @@ class Follower:
         """Whether it stands at the beginning of these tokens, or anywhere in them, of such a request."""
         if self.grammar != sampling.grammar or self.thinking_params != sampling.thinking:
             return False
-        return tokens[: len(self.tokens)] == self.tokens
+        known = self.tokens
+        return known is tokens or (tokens if len(tokens) == len(known) else tokens[: len(known)]) == known
 
     def take(self, tokens: tuple[int, ...]) -> None:
         """Go on to the end of these tokens, which it `follows`. Raises GrammarError."""
-        for token_id in tokens[len(self.tokens) :]:
-            self._push(token_id)
+        if len(tokens) > len(self.tokens):
+            for token_id in tokens[len(self.tokens) :]:
+                self._push(token_id)
         self.tokens = tokens
 
     def take_one(self, token_id: int) -> None:
@@ -79,8 +81,10 @@ class Follower:
         """Whether the output may end here. Without a grammar it always may."""
         return self._matcher is None or self._matcher.is_accepting()
 
-    def fill(self, bits: Mask) -> bool:
+    def fill(self, bits: Mask, address: int) -> bool:
         """Write one bit for each id that may come next, the ids that end a text among them. False if all may.
+
+        `address` is where `bits` lie.
 
         Raises GrammarError.
         """
@@ -93,7 +97,7 @@ class Follower:
             return True
         if self._matcher is None:
             return False
-        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        self._matcher.unsafe_compute_mask_ptr(address, bits.nbytes)
         self._check()
         return True
 
