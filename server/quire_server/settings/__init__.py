@@ -3,7 +3,8 @@
 Promises: what other folders need of it is here. Must not know: torch, HTTP, what the settings are used for.
 """
 
-from quire_server.settings.fields import DEMO_MODEL, GROUPS, Settings, load_settings
+from quire_server.settings.engine_fields import DEMO_MODEL
+from quire_server.settings.fields import GROUPS, Settings, load_settings
 from quire_server.settings.sources import ENV_PREFIX, SettingsError, flag_name, suggest
 
 __all__ = ["DEMO_MODEL", "ENV_PREFIX", "GROUPS", "Settings", "SettingsError", "flag_name", "load_settings", "suggest"]

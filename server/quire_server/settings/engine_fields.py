@@ -1,0 +1,146 @@
+"""The settings of a model, its memory and its schedule: those that a script's `LLM` has too.
+
+Promises: a limit of the scheduler has the default and the bounds of the scheduler's own record.
+Must not know: torch, HTTP, where values come from.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field, ValidationInfo, field_validator
+
+from quire_engine.config import (
+    AsyncScheduling,
+    AttentionChoice,
+    Device,
+    DType,
+    KernelChoice,
+    KVCacheDType,
+    Quantization,
+)
+from quire_engine.limits import LIMIT_NAMES, PolicyName, SchedulerLimits, out_of_range
+from quire_server.settings.option import option
+from quire_server.settings.values import BlockSize, Count, JsonObject, Names, OptionalCount, Positive, Size
+
+DEMO_MODEL = "quire-demo"
+LIMITS = SchedulerLimits()  # the defaults; what the values may be is checked by the record too
+
+
+class EngineFields(BaseModel):
+    """The first groups of `Settings`."""
+
+    # -- Model
+    model: str = option(DEMO_MODEL, "Model", "directory of a Hugging Face checkpoint, or the embedded quire-demo")
+    served_model_name: Names = option(
+        (), "Model", "names clients may use, the first is reported; default: the model's directory name"
+    )
+    tokenizer: str | None = option(None, "Model", "directory of the tokenizer, when it is not the model's")
+    device: Device = option("auto", "Model", "where the model runs; auto takes a GPU where there is one")
+    dtype: DType = option("auto", "Model", "type of weights and KV cache; auto is the checkpoint's own")
+    kernels: KernelChoice = option("auto", "Model", "implementation of the model's operations")
+    attention: AttentionChoice = option(
+        "auto",
+        "Model",
+        "who computes attention on a GPU: our kernels (auto, triton) or an installed library (flash-attn)",
+    )
+    quantization: Quantization | None = option(
+        None, "Model", "weights held as int8 or int4, converted at load; C++ kernels on a CPU only"
+    )
+    kv_cache_dtype: KVCacheDType = option(
+        "auto",
+        "Model",
+        "type of the KV cache: the model's, int8 (C++ kernels) or fp8 (Triton kernels)"
+        " with a scale for every token and head",
+    )
+    deterministic: bool = option(
+        False,
+        "Model",
+        "a request gets the same bits alone and in any batch; costs speed on a GPU, on a CPU it is always so",
+    )
+    num_threads: Positive | None = option(None, "Model", "CPU compute threads; default: all usable cores")
+    max_model_len: OptionalCount = option(
+        None, "Model", "longest prompt + output; 8k is 8000, 8K is 8192; default: the model's own", "tokens"
+    )
+    max_logprobs: Annotated[int, Field(ge=0, le=20)] = option(
+        20, "Model", "most alternatives per token a client may ask for"
+    )
+    seed: int | None = option(
+        None, "Model", "seed of requests that bring none: the same prompt gets the same answer; default: random"
+    )
+    chat_template: Path | None = option(None, "Model", "Jinja file used instead of the model's chat template")
+    default_chat_template_kwargs: JsonObject = option(
+        {}, "Model", "variables of the chat template; a request's own win; JSON object"
+    )
+    tool_call_parser: str = option(
+        "auto", "Model", "how the model writes calls of tools; auto: by its chat template; see the table of formats"
+    )
+    reasoning_parser: str = option(
+        "auto", "Model", "how the model marks its thoughts; auto: by its chat template; none: they are text"
+    )
+    pooling: Literal["auto", "last", "mean", "none"] = option(
+        "auto",
+        "Model",
+        "what makes a text's vector: its last token or the mean of all, none refuses; auto: as the checkpoint says,"
+        " else last",
+    )
+
+    # -- Memory
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = option(
+        0.9, "Memory", "share of the GPU's memory for weights, workspace and KV cache; unused on a CPU"
+    )
+    kv_memory: Size | None = option(
+        None, "Memory", "size of the KV cache, such as 2GiB; default: from what is free", "bytes"
+    )
+    block_size: BlockSize = option(LIMITS.block_size, "Memory", "tokens per KV block: 16, 32, 64, 128 or 256", "tokens")
+    enable_prefix_caching: bool = option(
+        LIMITS.enable_prefix_caching, "Memory", "reuse the KV blocks of equal prompt beginnings"
+    )
+
+    # -- Scheduling
+    max_num_seqs: int = option(LIMITS.max_num_seqs, "Scheduling", "sequences computed in one step at most")
+    max_num_batched_tokens: Count = option(
+        LIMITS.max_num_batched_tokens, "Scheduling", "tokens computed in one step at most", "tokens"
+    )
+    prefill_chunk: Count = option(
+        LIMITS.prefill_chunk, "Scheduling", "tokens of one prompt computed in one step at most", "tokens"
+    )
+    itl_target: float = option(
+        LIMITS.itl_target,
+        "Scheduling",
+        "prompts beside running streams are computed in steps of about this time; 0 is any",
+        "s",
+    )
+    max_num_partial_prefills: int = option(
+        LIMITS.max_num_partial_prefills, "Scheduling", "sequences that may be in the middle of their prompt at once"
+    )
+    min_chunk: int = option(
+        LIMITS.min_chunk, "Scheduling", "the oldest request's claim on each step, before all others", "tokens"
+    )
+    max_bypasses: int = option(
+        LIMITS.max_bypasses, "Scheduling", "times a request that waits for memory may be overtaken by smaller ones"
+    )
+    elder_age_steps: int = option(
+        LIMITS.elder_age_steps, "Scheduling", "age from which a waiting request is overdue and served first", "steps"
+    )
+    scheduling_policy: PolicyName = option(
+        LIMITS.scheduling_policy, "Scheduling", "order of waiting requests; priority: lower first"
+    )
+    async_scheduling: AsyncScheduling = option(
+        "auto", "Scheduling", "plan each step while the one before it is computed; auto: on a GPU"
+    )
+    max_num_queued_reqs: Annotated[int, Field(ge=0)] = option(
+        256, "Scheduling", "choices that may wait beyond the --max-num-seqs that run; more get 429"
+    )
+    max_num_queued_tokens: OptionalCount = option(
+        None, "Scheduling", "prompt tokens accepted and unfinished; more get 429; default: no limit", "tokens"
+    )
+
+    @field_validator(*LIMIT_NAMES)
+    @classmethod
+    def _check_limit(cls, value: object, info: ValidationInfo) -> object:
+        wrong = out_of_range(str(info.field_name), value)
+        if wrong is not None:
+            raise ValueError(wrong)
+        return value

@@ -1,0 +1,67 @@
+"""The settings of a server around the engine: where it listens, what it lets in, what it tells.
+
+Promises: every bound on what clients may do has its field here. Must not know: HTTP, where values come from.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field
+
+from quire_server.settings.option import option
+from quire_server.settings.values import Positive, PositiveSeconds, Seconds, Size, Strings
+
+
+class ServerFields(BaseModel):
+    """The last groups of `Settings`."""
+
+    # -- Listening
+    host: str = option("127.0.0.1", "Listening", "address to listen on; 0.0.0.0 is all interfaces")
+    port: Annotated[int, Field(ge=0, le=65535)] = option(8000, "Listening", "TCP port; 0 takes a free one")
+    uds: Path | None = option(None, "Listening", "Unix socket to listen on, instead of host and port")
+    api_key: Strings = option(
+        (), "Listening", "keys of which every client must bring one; default: none needed", secret=True
+    )
+    allowed_origins: Strings = option((), "Listening", "origins browsers may call from (CORS); * is any")
+    timeout_keep_alive: PositiveSeconds = option(
+        75.0, "Listening", "an idle connection is kept this long; more than the proxy in front does", "s"
+    )
+
+    # -- Limits
+    max_body_bytes: Size = option(8 * 2**20, "Limits", "largest request body, else 413", "bytes")
+    max_header_bytes: Size = option(32 * 2**10, "Limits", "largest request head, else 431", "bytes")
+    max_headers: Positive = option(100, "Limits", "most header lines of a request, else 431")
+    max_connections: Positive = option(1024, "Limits", "open connections, further ones are answered 503")
+    header_timeout: PositiveSeconds = option(10.0, "Limits", "time to send a request's head", "s")
+    body_timeout: PositiveSeconds = option(30.0, "Limits", "time to send a request's body, else 408", "s")
+    strict: bool = option(
+        False, "Limits", "refuse fields without effect, such as unknown ones, instead of naming them"
+    )
+
+    # -- Streaming
+    stream_interval: Positive = option(1, "Streaming", "tokens per streamed chunk; the first comes at once", "tokens")
+    sse_keep_alive_interval: Seconds = option(
+        15.0, "Streaming", "a silent stream gets a comment line this often; 0 is never", "s"
+    )
+
+    # -- Lifetime
+    drain_timeout: Seconds = option(30.0, "Lifetime", "after SIGTERM, running requests get this long to finish", "s")
+    max_engine_restarts: Annotated[int, Field(ge=0)] = option(
+        5, "Lifetime", "engine restarts within the window before giving up with exit code 70"
+    )
+    engine_restart_window: PositiveSeconds = option(600.0, "Lifetime", "the window of --max-engine-restarts", "s")
+
+    # -- Observing
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "Observing", "least level logged")
+    log_format: Literal["text", "json"] = option("text", "Observing", "json is one object per line")
+    log_stats_interval: Seconds = option(
+        10.0, "Observing", "a line with throughput, queue and cache this often when active; 0 is never", "s"
+    )
+    enable_log_requests: bool = option(False, "Observing", "log each request's parameters, never its text")
+    disable_access_log: bool = option(False, "Observing", "no line per HTTP request")
+    enable_vllm_metric_names: bool = option(True, "Observing", "also export metrics under their vllm: names")
+    check_invariants: bool = option(False, "Observing", "audit the scheduler after every step, not only when idle")
+    dry_run: bool = option(False, "Observing", "print the memory plan and exit")
+    config: Path | None = option(None, "Observing", "YAML file with any of these settings")
