@@ -31,7 +31,7 @@ from quire_server.errors import (
     internal_error,
 )
 from quire_server.http import openapi
-from quire_server.http.guard import PUBLIC_PATHS, BearerAuth, Guard, Reply, RequestLimits
+from quire_server.http.guard import PUBLIC_PATHS, Guard, KeyAuth, Reply, RequestLimits
 from quire_server.metrics.metrics import Metrics
 from quire_server.routes import chat, completions, embeddings, health, infill, metrics, models, pages, tokens
 from quire_server.routes.elsewhere import advice
@@ -77,7 +77,7 @@ def create_app(state: ServerState) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router)
     _handle_errors(app)
-    _document(app, needs_key=bool(state.settings.api_key))
+    _document(app, needs_key=bool(state.settings.keys))
     _guard(app, state)
     return app
 
@@ -93,7 +93,7 @@ async def watch_event_loop(metrics: Metrics) -> None:
 
 def _handle_errors(app: FastAPI) -> None:
     async def reply(request: Request, error: Exception) -> Response:
-        api_error = _api_error(error, request.scope["path"])
+        api_error = _api_error(error, request.scope["path"].removeprefix(request.scope["root_path"]))
         return JSONResponse(error_body(api_error), api_error.status, api_error.headers)
 
     for kind in (ApiError, RequestValidationError, HTTPException, ClientDisconnect):
@@ -127,8 +127,9 @@ def _document(app: FastAPI, *, needs_key: bool) -> None:
 
 def _guard(app: FastAPI, state: ServerState) -> None:
     settings = state.settings
-    if settings.api_key:  # added first, so innermost: CORS answers preflights, which carry no key
-        app.add_middleware(BearerAuth, keys=settings.api_key)
+    root = settings.root_path
+    if settings.keys:  # added first, so innermost: CORS answers preflights, which carry no key
+        app.add_middleware(KeyAuth, keys=settings.keys, root_path=root)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -151,22 +152,31 @@ def _guard(app: FastAPI, state: ServerState) -> None:
         body_timeout=settings.body_timeout,
     )
     app.add_middleware(
-        Guard, limits=limits, on_reply=_on_reply(state.metrics, log_access=not settings.disable_access_log)
+        Guard,
+        limits=limits,
+        on_reply=_on_reply(state.metrics, log_access=not settings.disable_access_log, root_path=root),
+        root_path=root,
     )
 
 
-def _on_reply(metrics: Metrics, *, log_access: bool) -> Callable[[Reply], None]:
+def _on_reply(metrics: Metrics, *, log_access: bool, root_path: str) -> Callable[[Reply], None]:
     def on_reply(reply: Reply) -> None:
         method = reply.method if reply.method in METHODS else "other"
         metrics.http_request(reply.route or "none", method, reply.status, reply.seconds)
-        if log_access and reply.path not in PUBLIC_PATHS:
+        if log_access and reply.path.removeprefix(root_path) not in PUBLIC_PATHS:
             access_log.info(
-                "%s %s %d %.0f ms",
+                "%s %s %d %.0f ms%s",
                 reply.method,
                 reply.path,
                 reply.status,
                 reply.seconds * 1000,
-                extra={"request_id": reply.request_id, "client": reply.client, "status": reply.status},
+                f" by {reply.key_name}" if reply.key_name else "",
+                extra={
+                    "request_id": reply.request_id,
+                    "client": reply.client,
+                    "status": reply.status,
+                    "key_name": reply.key_name or None,
+                },
             )
 
     return on_reply

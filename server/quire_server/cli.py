@@ -6,6 +6,7 @@ Must not know: what the commands do.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -48,7 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"quire: no command {name!r}; {hint}", file=sys.stderr)
         return BAD_USAGE
     command = cast(Command, import_module(COMMANDS[name][0]))
-    return command.run(rest)
+    try:
+        return command.run(rest)
+    except BrokenPipeError:  # whoever read what is printed, such as `head`, has enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for what the interpreter flushes at its end
+        return 0
 
 
 def _usage() -> str:

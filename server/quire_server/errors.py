@@ -75,7 +75,7 @@ class Unauthorized(ApiError):
 
     def __init__(self) -> None:
         super().__init__(
-            "Missing or invalid API key: send it as 'Authorization: Bearer <key>'.",
+            "Missing or invalid API key: send it as 'Authorization: Bearer <key>' or 'x-api-key: <key>'.",
             headers={"WWW-Authenticate": 'Bearer realm="quire"'},
         )
 

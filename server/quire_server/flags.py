@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Literal, NoReturn, Union, get_args, get_origin
@@ -17,16 +18,31 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from quire_server.settings import ENV_PREFIX, GROUPS, Settings, SettingsError, flag_name, load_settings, suggest
+from quire_server.settings.sources import check_keys, environment_names
+from quire_server.settings.spelling import Kinds, plain_words
+from quire_server.settings.values import synonym_of
+from quire_server.settings.vllm import (
+    add_vllm_flags,
+    flags_text,
+    foreign,
+    names_of_vllm,
+    read_settings_file,
+    translate,
+    variable_warnings,
+)
+
+_FIELDS = Settings.model_fields
 
 _EPILOG = f"""\
 Every flag is also an environment variable ({ENV_PREFIX}PORT=9000) and a key of the --config file (port: 9000).
 A flag wins over the environment, the environment over the file, the file over the default.
-Underscores may stand for hyphens. Sizes: 512MiB, 2GiB, 2GB. Tokens: 4096, 4k (4000), 4K (4096)."""
+`quire serve --help vllm` says what becomes of each flag of `vllm serve`. Underscores may stand for hyphens.
+Sizes: 512MiB, 2GiB, 2GB. Tokens: 4096, 4k (4000), 4K (4096)."""
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=36, width=min(120, shutil.get_terminal_size().columns))
+        super().__init__(prog, max_help_position=36, width=_width())
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if isinstance(action, argparse.BooleanOptionalAction):
@@ -34,21 +50,47 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return super()._format_action_invocation(action)
 
 
+class _Help(argparse.Action):
+    """`--help`, and `--help vllm`."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: object, values: object, option_string: str | None = None
+    ) -> NoReturn:
+        del namespace, option_string
+        text = flags_text(_FIELDS, _width()) if values == "vllm" else parser.format_help().rstrip()
+        print(text)
+        parser.exit()
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise SettingsError(message)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandLine:
+    """What a command line, the environment and the file give together, and what is to be said of it in the log."""
+
+    settings: Settings
+    notes: tuple[str, ...]  # on flags that change nothing here
+    warnings: tuple[str, ...]  # on variables of vLLM that would have changed something there
+
+
 def parse_flags(argv: Sequence[str], prog: str = "quire serve") -> Settings:
     """The settings of a command line, the environment and the file. Raises SettingsError; `--help` exits 0."""
+    return parse_command_line(argv, prog).settings
+
+
+def parse_command_line(argv: Sequence[str], prog: str = "quire serve") -> CommandLine:
+    """The same with what is to be said of it."""
     parser = build_parser(prog)
-    known, rest = parser.parse_known_args([_hyphens(word) for word in argv])
-    flags = vars(known)
+    known, rest = parser.parse_known_args(plain_words(argv, _kinds()))
+    flags, notes = translate(vars(known))
     unknown = [word.split("=")[0] for word in rest]
     if unknown:
         raise SettingsError(
             *(
-                f"unknown flag {word}{suggest(word, Settings.model_fields)}"
+                f"unknown flag {word}{suggest(word, [*_FIELDS, *names_of_vllm()])}"
                 if word.startswith("-")
                 else f"unexpected argument {word!r}"
                 for word in unknown
@@ -59,7 +101,25 @@ def parse_flags(argv: Sequence[str], prog: str = "quire serve") -> Settings:
         if "model" in flags:
             raise SettingsError("the model is given twice: as an argument and with --model; keep one")
         flags["model"] = positional
-    return load_settings(flags)
+    if "api_key" not in flags and "api_key_file" not in flags:
+        check_keys()
+    settings = load_settings(flags)
+    if settings.config is not None:
+        notes += read_settings_file(settings.config, Settings.model_fields)[1]
+    return CommandLine(settings=settings, notes=tuple(notes), warnings=tuple(variable_warnings(environment_names())))
+
+
+def _kinds() -> Kinds:
+    """How our flags and vLLM's may be written."""
+    kinds = {flag_name(name).removeprefix("--"): value_kind(field.annotation) for name, field in _FIELDS.items()}
+    theirs = foreign(_FIELDS)
+    return Kinds(
+        switches={name for name, kind in kinds.items() if kind is bool}
+        | {flag.name for flag in theirs if flag.takes == "switch"},
+        optional={name: get_args(kind) for name, kind in kinds.items() if {"on", "off"} <= {*get_args(kind)}},
+        json={name for name, kind in kinds.items() if kind is dict}
+        | {flag.name for flag in theirs if flag.takes == "json"},
+    )
 
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
@@ -71,12 +131,17 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
         epilog=_EPILOG,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
+        add_help=False,
         formatter_class=_HelpFormatter,
+    )
+    parser.add_argument(
+        "-h", "--help", action=_Help, nargs="?", metavar="vllm", help="this, or with `vllm` what becomes of its flags"
     )
     parser.add_argument("positional_model", metavar="MODEL", nargs="?", help="the same as --model")
     groups = {name: parser.add_argument_group(name) for name in GROUPS}
     for name, field in Settings.model_fields.items():
         _add_flag(groups[option_group(field)], name, field)
+    add_vllm_flags(parser, Settings.model_fields)
     return parser
 
 
@@ -88,7 +153,7 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> No
     elif kind is tuple:
         group.add_argument(flag_name(name), nargs="+", action="extend", dest=name, metavar="S", help=text)
     elif get_origin(kind) is Literal:
-        group.add_argument(flag_name(name), dest=name, choices=get_args(kind), help=text)
+        group.add_argument(flag_name(name), dest=name, type=synonym_of(name), choices=get_args(kind), help=text)
     else:
         group.add_argument(flag_name(name), dest=name, metavar=_metavar(kind, option_unit(field)), help=text)
 
@@ -144,8 +209,5 @@ def _metavar(kind: object, unit: str) -> str:
     return names.get(kind, "TEXT")
 
 
-def _hyphens(word: str) -> str:
-    if not word.startswith("--"):
-        return word
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value
+def _width() -> int:
+    return min(120, shutil.get_terminal_size().columns)

@@ -15,21 +15,24 @@ from typing import Literal
 
 from quire_server.metrics.metrics import Metrics, Throughput
 
-_FIELDS = ("request_id", "client", "status")  # what call sites may attach with `extra`
+_FIELDS = ("request_id", "client", "status", "key_name")  # what call sites may attach with `extra`
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)}
+_OURS = {"uvicorn.error": "quire.http"}  # what the library that listens warns of
 
 log = logging.getLogger("quire.stats")
 
 
 def configure(level: Literal["debug", "info", "warning", "error"], form: Literal["text", "json"]) -> None:
-    """Send every record of this process to stderr. Access lines of uvicorn are off: ours carry the request id."""
+    """Send every record of this process to stderr.
+
+    Lines of uvicorn are ours: those on requests carry the request id, those on the start and the end say more.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)  # other people's libraries
-    for name in ("quire", "uvicorn"):
-        logging.getLogger(name).setLevel(level.upper())
+    logging.getLogger("quire").setLevel(level.upper())
     # asyncio reports every slow callback at debug level, with the objects' reprs.
     logging.getLogger("asyncio").setLevel(logging.WARNING)
 
@@ -42,7 +45,8 @@ class TextFormatter(logging.Formatter):
         message = record.getMessage().translate(_CONTROL)
         request_id = getattr(record, "request_id", None)
         suffix = f" [{request_id}]" if request_id else ""
-        line = f"{clock}.{int(record.msecs):03d} {record.levelname} {record.name}: {message}{suffix}"
+        logger = _OURS.get(record.name, record.name)
+        line = f"{clock}.{int(record.msecs):03d} {record.levelname} {logger}: {message}{suffix}"
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line
@@ -56,7 +60,7 @@ class JsonFormatter(logging.Formatter):
         values: dict[str, object] = {
             "time": f"{clock}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
-            "logger": record.name,
+            "logger": _OURS.get(record.name, record.name),
             "message": record.getMessage(),
         }
         for name in _FIELDS:

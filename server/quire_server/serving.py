@@ -66,7 +66,9 @@ async def serve(settings: Settings, supervisor: Supervisor, starting: asyncio.Ta
 async def _drain(settings: Settings, state: ServerState, supervisor: Supervisor, stop: _Stop) -> None:
     """Let running requests finish; when time is up or a second signal comes, end them with an error each."""
     state.draining = True
-    log.info("draining %d requests for up to %g s", state.client.in_flight, settings.drain_timeout)
+    log.info(
+        "draining %d requests for up to %g s; Ctrl-C again to stop now", state.client.in_flight, settings.drain_timeout
+    )
     idle = asyncio.create_task(state.client.wait_idle())
     await _first(idle, stop.insisted, supervisor.dead, seconds=settings.drain_timeout)
     if not idle.done():
@@ -128,8 +130,11 @@ def example(settings: Settings, state: ServerState, listening: Listening) -> str
     """A curl command that this server answers."""
     where = listening.address
     if settings.uds is not None:
-        where = f"--unix-socket {settings.uds} http://localhost"
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_key else ""
+        scheme = "http" if settings.ssl_certfile is None else "https"
+        where = f"--unix-socket {settings.uds} {scheme}://localhost"
+    if settings.ssl_certfile is not None:
+        where = f"--insecure {where}"  # the certificate is for a name that is not known here
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.keys else ""
     model = state.model_names[0]
     if state.prompts is None:
         path, body = "completions", f'{{"model": "{model}", "prompt": "Once upon a time", "max_tokens": 40}}'

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
+import logging
+from pathlib import Path
 
 import httpx
 import pytest
 
 from quire_server.http.guard import PUBLIC_PATHS
+from quire_server.logs import JsonFormatter, TextFormatter
 from support.fakes import MODEL, connect, exchange, listening, make_app, parse_reply
 
 pytestmark = pytest.mark.anyio
@@ -53,6 +57,52 @@ async def test_without_configured_keys_none_is_needed() -> None:
         assert (await client.get("/v1/models", headers=bearer("whatever"))).status_code == 200
 
 
+async def test_a_key_may_come_as_anthropics_clients_send_it() -> None:
+    async with connect(make_app(api_key=(KEY,))) as client:
+        assert (await client.get("/v1/models", headers=[(b"x-api-key", KEY.encode())])).status_code == 200
+        both = [*bearer("another"), (b"x-api-key", KEY.encode())]
+        assert (await client.get("/v1/models", headers=both)).status_code == 200
+
+
+async def test_the_log_has_the_keys_name_and_never_the_key(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="quire")
+    async with connect(make_app(api_key=("alice=0123456789", "=a=b-secret"))) as client:
+        for key in ("0123456789", "a=b-secret", "alice=0123456789", "wrong-secret"):
+            await client.get("/v1/models", headers=bearer(key))
+    records = [record for record in caplog.records if record.name == "quire.access"]
+    lines = [TextFormatter().format(record).split("/v1/models ")[1].split(" [")[0] for record in records]
+    assert [line.split()[0] for line in lines] == ["200", "200", "401", "401"]
+    assert [line.split(" ms")[1] for line in lines] == [" by alice", "", "", ""]
+    assert json.loads(JsonFormatter().format(records[0]))["key_name"] == "alice"
+    assert not any(secret in caplog.text for secret in ("0123456789", "secret"))
+
+
+async def test_a_file_has_keys_too(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# people\nalice=0123456789\n\nplain\n")
+    async with connect(make_app(api_key_file=file)) as client:
+        for key in ("0123456789", "plain"):
+            assert (await client.get("/v1/models", headers=bearer(key))).status_code == 200
+        check_refusal(await client.get("/v1/models"))
+
+
+async def test_under_a_root_path_the_same_is_public() -> None:
+    """A proxy may take the path away or leave it; neither way opens what needs a key."""
+    async with connect(make_app(api_key=(KEY,), root_path="/llm/")) as client:
+        for path in PUBLIC_PATHS:
+            assert (await client.get(f"/llm{path}")).status_code == (await client.get(path)).status_code == 200
+        for path in ("/llm/v1/models", "/v1/models"):
+            check_refusal(await client.get(path))
+            assert (await client.get(path, headers=bearer(KEY))).json()["data"][0]["id"] == MODEL
+        for path in ("/llm/llm/health", "/other/health", "/llm/llm/v1/models", "/llmhealth"):
+            check_refusal(await client.get(path))
+            assert (await client.get(path, headers=bearer(KEY))).status_code == 404
+        document = (await client.get("/llm/openapi.json", headers=bearer(KEY))).json()
+        assert document["servers"] == [{"url": "/llm"}]
+        assert "/v1/models" in document["paths"]
+        assert "/v1/completions" in (await client.post("/llm/completion", headers=bearer(KEY))).text
+
+
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
 async def test_each_configured_key_opens(scheme: str) -> None:
     async with connect(make_app(api_key=("first", KEY))) as client:
@@ -80,7 +130,10 @@ async def test_each_configured_key_opens(scheme: str) -> None:
         [(b"authorization", KEY.encode())],
         [(b"authorization", b"Bearer\xff\xfe\x80")],
         [(b"authorization", b"Bearer \xff\xfe\x80")],
-        [(b"x-api-key", KEY.encode())],
+        [(b"x-api-key", f"Bearer {KEY}".encode())],
+        [(b"x-api-key", KEY[:-1].encode())],
+        [(b"x-api-key", KEY.encode()), (b"x-api-key", KEY.encode())],
+        [*bearer(KEY), *bearer(KEY), (b"x-api-key", KEY.encode())],
         [(b"proxy-authorization", f"Bearer {KEY}".encode())],
         [(b"cookie", f"authorization=Bearer {KEY}".encode())],
     ],

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_port_0_takes_a_free_one_and_tells_it(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="uvicorn.error")
+    caplog.set_level(logging.INFO, logger="quire")
     async with listening(make_app()) as server:
         assert server.port
         assert server.address == f"http://127.0.0.1:{server.port}"

@@ -153,7 +153,9 @@ def sources() -> list[ast.Module]:
         node
         for node in ast.walk(trees.pop("server/quire_server/settings/fields.py"))
         if isinstance(node, ast.FunctionDef)
-        and any(isinstance(mark, ast.Name) and mark.id == "property" for mark in node.decorator_list)
+        and any(
+            isinstance(mark, ast.Name) and mark.id in {"property", "cached_property"} for mark in node.decorator_list
+        )
     ]
     return [*trees.values(), ast.Module(body=properties, type_ignores=[])]
 

@@ -18,7 +18,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
     for name in list(os.environ):
-        if name.startswith("QUIRE_"):
+        if name.startswith(("QUIRE_", "VLLM_")):
             monkeypatch.delenv(name)
 
 
@@ -122,8 +122,9 @@ def test_the_step_must_hold_every_sequence_and_the_oldest_prompt():
     [
         ("--max-num-seq", "--max-num-seqs"),
         ("--max_modle_len=3", "--max-model-len"),
-        ("--shutdown-timeout", "--drain-timeout"),
-        ("--kv-cache-memory-bytes", "--kv-memory"),
+        ("--context-length", "--max-model-len"),
+        ("--mem-fraction-static", "--gpu-memory-utilization"),
+        ("--tensor-paralel-size", "--tensor-parallel-size"),
         ("--no-enable-prefix-cache", "--enable-prefix-caching"),
     ],
 )
@@ -132,7 +133,7 @@ def test_did_you_mean(flag: str, meant: str):
 
 
 def test_no_abbreviations_and_no_suggestion_out_of_thin_air():
-    assert "did you mean" not in refusal("--tensor-parallel-size", "2")
+    assert "did you mean" not in refusal("--frobnicate", "2")
     assert "unknown flag --max" in refusal("--max", "2")
 
 

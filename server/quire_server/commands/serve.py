@@ -7,6 +7,7 @@ engine that keeps crashing; each with one clear line. Must not know: routes, tex
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -20,23 +21,32 @@ from quire_server import logs
 from quire_server.engine.json_child import ask
 from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.engine.supervisor import Supervisor
-from quire_server.flags import parse_flags
+from quire_server.flags import parse_command_line
 from quire_server.http.event_loop import loop_factory
+from quire_server.http.tls import tls_context
 from quire_server.settings import Settings, SettingsError
 
 DONE, FAILED, BAD_USAGE, CRASH_LOOP = 0, 1, 2, 70
+
+log = logging.getLogger("quire")
 
 
 def run(argv: Sequence[str]) -> int:
     """Serve until a signal; the process's exit code."""
     try:
-        settings = parse_flags(argv)
+        given = parse_command_line(argv)
     except SettingsError as error:
         for line in error.lines:
             print(f"quire serve: {line}", file=sys.stderr)
         return BAD_USAGE
+    settings = given.settings
     logs.configure(settings.log_level, settings.log_format)
+    for line in given.warnings:
+        log.warning("%s", line)
+    for line in given.notes:
+        log.info("%s", line)
     try:
+        tls_context(settings)  # its files are read again when the socket listens
         if not settings.model_path.is_dir():
             raise ModelLoadError(
                 f"{settings.model}: no such directory; models are not downloaded, name the directory of a checkpoint"

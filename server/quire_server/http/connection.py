@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,14 @@ class ConnectionLimits:
 class ConnectionConfig(uvicorn.Config):
     """uvicorn's configuration: connections of ours, with our limits, and nothing that it would read from elsewhere."""
 
-    def __init__(self, app: Callable[..., Any], *, limits: ConnectionLimits, keep_alive_seconds: float) -> None:
+    def __init__(
+        self,
+        app: Callable[..., Any],
+        *,
+        limits: ConnectionLimits,
+        keep_alive_seconds: float,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         super().__init__(
             app,
             http=Connection,
@@ -60,6 +68,11 @@ class ConnectionConfig(uvicorn.Config):
         )
         self.timeout_keep_alive = keep_alive_seconds  # type: ignore[assignment]  # a delay; fractions are fine
         self.limits = limits
+        self._tls = tls
+
+    def load(self) -> None:
+        super().load()
+        self.ssl = self._tls
 
 
 class Connection(HttpToolsProtocol):

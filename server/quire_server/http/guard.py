@@ -32,6 +32,7 @@ from quire_server.errors import (
     error_body,
     internal_error,
 )
+from quire_server.settings.keys import ApiKey
 
 PAGES = frozenset(
     {
@@ -69,13 +70,17 @@ class Reply:
     status: int
     seconds: float
     client: str
+    key_name: str = ""  # of the key that the client has brought, where it has a name
 
 
 class Guard:
     """The outermost application: request id, limits on head and body, the last resort for exceptions."""
 
-    def __init__(self, app: ASGIApp, *, limits: RequestLimits, on_reply: Callable[[Reply], None]) -> None:
+    def __init__(
+        self, app: ASGIApp, *, limits: RequestLimits, on_reply: Callable[[Reply], None], root_path: str = ""
+    ) -> None:
         self._app = app
+        self._root_path = root_path
         self._limits = limits
         self._on_reply = on_reply
 
@@ -85,6 +90,7 @@ class Guard:
             return
         started = time.perf_counter()
         request_id = choose_request_id(scope["headers"])
+        scope["root_path"] = self._root_path  # routes match with and without it: not every proxy takes it away
         scope.setdefault("state", {})["request_id"] = request_id
         exchange = _Exchange(receive, send, request_id, self._limits)
         try:
@@ -167,30 +173,48 @@ class _Exchange:
             return
 
 
-class BearerAuth:
-    """Deny by default: every path but the public ones needs `Authorization: Bearer <key>`."""
+class KeyAuth:
+    """Deny by default: every path but the public ones needs a key, as `Authorization: Bearer <key>` or `x-api-key`."""
 
-    def __init__(self, app: ASGIApp, *, keys: Iterable[str], public: frozenset[str] = PUBLIC_PATHS) -> None:
+    def __init__(
+        self, app: ASGIApp, *, keys: Iterable[ApiKey], public: frozenset[str] = PUBLIC_PATHS, root_path: str = ""
+    ) -> None:
         self._app = app
-        self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
-        self._public = public
+        self._known = tuple((hashlib.sha256(key.key.encode()).digest(), key.name) for key in keys)
+        self._public = public | {root_path + path for path in public}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._public and not self._is_authorized(scope["headers"]):
-            await send_error(Unauthorized(), scope, receive, send)
-            return
+        if scope["type"] == "http" and scope["path"] not in self._public:
+            name = self._name(scope["headers"])
+            if name is None:
+                await send_error(Unauthorized(), scope, receive, send)
+                return
+            scope.setdefault("state", {})["key_name"] = name
         await self._app(scope, receive, send)
 
-    def _is_authorized(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        values = [value for name, value in headers if name == b"authorization"]
-        if len(values) != 1:
-            return False
-        scheme, _, key = values[0].partition(b" ")
-        if scheme.lower() != b"bearer":
-            return False
-        digest = hashlib.sha256(key).digest()  # equal lengths, and no hint of the key in the time taken
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return any(matches)
+    def _name(self, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+        """The name of the key that was brought, which may be empty; None without a key of ours."""
+        found = [name for key in _brought(headers) for digest, name in self._known if _is_key(key, digest)]
+        return found[0] if found else None
+
+
+def _brought(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
+    """The keys of a request's head, one at most of each header: of two, nobody knows which a proxy has looked at."""
+    bearers, plain = [], []
+    for name, value in headers:
+        if name == b"authorization":
+            bearers.append(value)
+        elif name == b"x-api-key":
+            plain.append(value)
+    if len(bearers) > 1 or len(plain) > 1:
+        return []
+    schemes = [value.partition(b" ") for value in bearers]
+    return [*(key for scheme, _, key in schemes if scheme.lower() == b"bearer"), *plain]
+
+
+def _is_key(key: bytes, digest: bytes) -> bool:
+    """Compared by digests of equal lengths, so that the time taken has no hint of the key."""
+    return hmac.compare_digest(hashlib.sha256(key).digest(), digest)
 
 
 def choose_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
@@ -242,4 +266,5 @@ def _reply(scope: Scope, exchange: _Exchange, seconds: float) -> Reply:
         status=status,
         seconds=seconds,
         client=client[0] if client else "",
+        key_name=scope.get("state", {}).get("key_name", ""),
     )

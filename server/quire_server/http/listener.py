@@ -20,9 +20,10 @@ import uvicorn
 
 from quire_engine.errors import ConfigError
 from quire_server.http.connection import ConnectionConfig, ConnectionLimits
+from quire_server.http.tls import tls_context
 from quire_server.settings import Settings
 
-log = logging.getLogger("uvicorn.error")  # scripts wait for uvicorn's own lines
+log = logging.getLogger("quire")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,7 @@ async def serve(
             header_timeout=settings.header_timeout,
         ),
         keep_alive_seconds=settings.timeout_keep_alive,
+        tls=tls_context(settings),
     )
 
     def stop(cut_off: bool) -> None:
@@ -81,8 +83,9 @@ async def serve(
                 connection.transport.abort()
 
     def started() -> None:
-        address, port = _address(sock)
+        address, port = _address(sock, "http" if settings.ssl_certfile is None else "https")
         where = address if port is not None else f"unix socket {address}"
+        log.info("Application startup complete.")  # in the words of uvicorn, for which scripts wait
         log.info("Uvicorn running on %s (Press CTRL+C to quit)", where)
         on_started(Listening(address=address, port=port, stop=stop))
 
@@ -129,9 +132,9 @@ def _is_answered(path: Path) -> bool:
         return probe.connect_ex(str(path)) == 0
 
 
-def _address(sock: socket.socket) -> tuple[str, int | None]:
+def _address(sock: socket.socket, scheme: str) -> tuple[str, int | None]:
     name = sock.getsockname()
     if sock.family == socket.AF_UNIX:
         return str(name), None
     host, port = name[0], int(name[1])
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", port
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}", port

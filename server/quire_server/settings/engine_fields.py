@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
 
 from quire_engine.config import (
     AsyncScheduling,
@@ -22,7 +22,7 @@ from quire_engine.config import (
 )
 from quire_engine.limits import LIMIT_NAMES, PolicyName, SchedulerLimits, out_of_range
 from quire_server.settings.option import option
-from quire_server.settings.values import BlockSize, Count, JsonObject, Names, OptionalCount, Positive, Size
+from quire_server.settings.values import BlockSize, Count, JsonObject, Names, OptionalCount, Positive, Size, synonym_of
 
 DEMO_MODEL = "quire-demo"
 LIMITS = SchedulerLimits()  # the defaults; what the values may be is checked by the record too
@@ -38,7 +38,9 @@ class EngineFields(BaseModel):
     )
     tokenizer: str | None = option(None, "Model", "directory of the tokenizer, when it is not the model's")
     device: Device = option("auto", "Model", "where the model runs; auto takes a GPU where there is one")
-    dtype: DType = option("auto", "Model", "type of weights and KV cache; auto is the checkpoint's own")
+    dtype: Annotated[DType, BeforeValidator(synonym_of("dtype"))] = option(
+        "auto", "Model", "type of weights and KV cache; auto is the checkpoint's own"
+    )
     kernels: KernelChoice = option("auto", "Model", "implementation of the model's operations")
     attention: AttentionChoice = option(
         "auto",
@@ -48,7 +50,7 @@ class EngineFields(BaseModel):
     quantization: Quantization | None = option(
         None, "Model", "weights held as int8 or int4, converted at load; C++ kernels on a CPU only"
     )
-    kv_cache_dtype: KVCacheDType = option(
+    kv_cache_dtype: Annotated[KVCacheDType, BeforeValidator(synonym_of("kv_cache_dtype"))] = option(
         "auto",
         "Model",
         "type of the KV cache: the model's, int8 (C++ kernels) or fp8 (Triton kernels)"

@@ -7,6 +7,7 @@ Must not know: torch, HTTP, what the settings are used for beyond their limits.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,8 +19,18 @@ from quire_engine.demo import demo_model_path
 from quire_engine.errors import ConfigError
 from quire_engine.limits import LIMIT_NAMES, SchedulerLimits
 from quire_server.settings.engine_fields import DEMO_MODEL, EngineFields
+from quire_server.settings.keys import ApiKey, parse_key, read_keys
 from quire_server.settings.server_fields import ServerFields
-from quire_server.settings.sources import ENV_PREFIX, SettingsError, check_environment, explain, read_config, with_flags
+from quire_server.settings.sources import (
+    ENV_PREFIX,
+    SettingsError,
+    check_environment,
+    explain,
+    flag_name,
+    vllm_key,
+    with_flags,
+)
+from quire_server.settings.vllm import read_settings_file
 
 GROUPS = ("Model", "Memory", "Scheduling", "Listening", "Limits", "Streaming", "Lifetime", "Observing")
 
@@ -44,7 +55,10 @@ class Settings(ServerFields, EngineFields, BaseSettings):
         return (
             init_settings,
             env_settings,
-            InitSettingsSource(settings_cls, read_config(Path(path), settings_cls.model_fields) if path else {}),
+            InitSettingsSource(settings_cls, vllm_key()),
+            InitSettingsSource(
+                settings_cls, read_settings_file(Path(path), settings_cls.model_fields)[0] if path else {}
+            ),
         )
 
     @model_validator(mode="after")
@@ -55,9 +69,22 @@ class Settings(ServerFields, EngineFields, BaseSettings):
             raise ValueError(with_flags(str(error))) from None
         if self.chat_template is not None and not self.chat_template.is_file():
             raise ValueError(f"there is no chat template at {self.chat_template}; set --chat-template to a Jinja file")
-        if any(not key for key in self.api_key):
-            raise ValueError("an API key is empty; give --api-key a non-empty value or leave it out")
+        for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+            file = getattr(self, name)
+            if file is not None and not file.is_file():
+                raise ValueError(f"{flag_name(name)} {file}: there is no such file")
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
+            raise ValueError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile, else nothing is encrypted")
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise ValueError("--ssl-cert-reqs needs --ssl-ca-certs: whose certificates of clients are good")
+        len(self.keys)  # reads and checks them, once: a file that is changed later changes nothing
         return self
+
+    @cached_property
+    def keys(self) -> tuple[ApiKey, ...]:
+        """The keys of flags and file; with any, every client must bring one of them."""
+        given = map(parse_key, self.api_key)
+        return (*given, *(read_keys(self.api_key_file) if self.api_key_file is not None else ()))
 
     @property
     def model_names(self) -> tuple[str, ...]:

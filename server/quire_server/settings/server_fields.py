@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field
 
 from quire_server.settings.option import option
-from quire_server.settings.values import Positive, PositiveSeconds, Seconds, Size, Strings
+from quire_server.settings.values import Origins, Positive, PositiveSeconds, RootPath, Seconds, Size, Strings
 
 
 class ServerFields(BaseModel):
@@ -21,10 +21,21 @@ class ServerFields(BaseModel):
     host: str = option("127.0.0.1", "Listening", "address to listen on; 0.0.0.0 is all interfaces")
     port: Annotated[int, Field(ge=0, le=65535)] = option(8000, "Listening", "TCP port; 0 takes a free one")
     uds: Path | None = option(None, "Listening", "Unix socket to listen on, instead of host and port")
-    api_key: Strings = option(
-        (), "Listening", "keys of which every client must bring one; default: none needed", secret=True
+    root_path: RootPath = option(
+        "", "Listening", "path under which a proxy shows this server, such as /llm; answered with and without it"
     )
-    allowed_origins: Strings = option((), "Listening", "origins browsers may call from (CORS); * is any")
+    api_key: Strings = option(
+        (), "Listening", "keys of which every client must bring one: KEY or NAME=KEY; default: none needed", secret=True
+    )
+    api_key_file: Path | None = option(None, "Listening", "file with more of them, one a line")
+    ssl_certfile: Path | None = option(None, "Listening", "certificate and its chain (PEM); clients then speak HTTPS")
+    ssl_keyfile: Path | None = option(None, "Listening", "private key, when it is not in --ssl-certfile")
+    ssl_keyfile_password: str | None = option(None, "Listening", "password of the private key", secret=True)
+    ssl_ca_certs: Path | None = option(None, "Listening", "certificates of those who may vouch for clients")
+    ssl_cert_reqs: Annotated[int, Field(ge=0, le=2)] = option(
+        0, "Listening", "certificates of clients: 0 none, 1 checked when brought, 2 required"
+    )
+    allowed_origins: Origins = option((), "Listening", "origins browsers may call from (CORS); * is any")
     timeout_keep_alive: PositiveSeconds = option(
         75.0, "Listening", "an idle connection is kept this long; more than the proxy in front does", "s"
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import yaml
 from pydantic_core import ErrorDetails
 
 ENV_PREFIX = "QUIRE_"
+VLLM_KEY = "VLLM_API_KEY"
 
 # A Kubernetes service called "quire" injects QUIRE_PORT=tcp://... and QUIRE_SERVICE_HOST into every pod beside it.
 _SERVICE_LINK = re.compile(r"QUIRE_(SERVICE_(HOST|PORT.*)|PORT_\d+_(TCP|UDP|SCTP).*)")
@@ -39,8 +40,11 @@ def with_flags(advice: str) -> str:
     return re.sub(r"\b([a-z_]+) to (?=\d)", lambda found: f"{flag_name(found[1])} ", advice)
 
 
-def read_config(path: Path, known: Collection[str]) -> dict[str, object]:
-    """The settings of a YAML file; keys in kebab-case or snake_case. Raises SettingsError, for unknown keys too."""
+def read_config(path: Path, known: Callable[[str], bool], names: Collection[str]) -> dict[str, object]:
+    """What a YAML file sets; keys in kebab-case or snake_case. Raises SettingsError, for unknown keys too.
+
+    `names` are suggested for a key that is not `known`.
+    """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -54,9 +58,9 @@ def read_config(path: Path, known: Collection[str]) -> dict[str, object]:
     named = {str(key).replace("-", "_"): value for key, value in values.items()}
     if "config" in named:
         raise SettingsError(f"--config {path}: a configuration file cannot name another one; remove `config`")
-    unknown = [key for key in named if key not in known]
+    unknown = [key for key in named if not known(key)]
     if unknown:
-        raise SettingsError(*(f"--config {path}: unknown setting {key!r}{suggest(key, known)}" for key in unknown))
+        raise SettingsError(*(f"--config {path}: unknown setting {key!r}{suggest(key, names)}" for key in unknown))
     return {key: value for key, value in named.items() if value is not None}
 
 
@@ -80,6 +84,24 @@ def check_environment(known: Collection[str]) -> None:
         )
 
 
+def check_keys() -> None:
+    """Raises SettingsError where a variable for keys is set and has none: an empty secret must not open a server."""
+    for name in (f"{ENV_PREFIX}API_KEY", VLLM_KEY):
+        if not os.environ.get(name, "key").strip(" \t\r\n,[]\"'"):
+            raise SettingsError(f"{name} is set but has no key in it; unset it to serve without keys")
+
+
+def vllm_key() -> dict[str, object]:
+    """The key that vLLM's variable has, as it is: neither a list nor a name and a key."""
+    key = os.environ.get(VLLM_KEY, "").strip()
+    return {"api_key": (f"={key}",)} if key else {}
+
+
+def environment_names() -> tuple[str, ...]:
+    """The names of all variables."""
+    return tuple(os.environ)
+
+
 def suggest(name: str, known: Collection[str], prefix: str = "") -> str:
     """A did-you-mean for a name that is no setting, in the spelling of the source it came from."""
     bare = name.removeprefix(prefix).removeprefix("--").replace("-", "_").lower()
@@ -93,13 +115,8 @@ def suggest(name: str, known: Collection[str], prefix: str = "") -> str:
     return f"; did you mean {flag_name(field) if name.startswith('--') else field}?"
 
 
-# What other servers call some of our settings.
+# What other servers call some of our settings; vLLM's flags have a table of their own.
 _NAMED_ELSEWHERE = {
-    "shutdown_timeout": "drain_timeout",
-    "uvicorn_log_level": "log_level",
-    "disable_uvicorn_access_log": "disable_access_log",
-    "kv_cache_memory_bytes": "kv_memory",
-    "long_prefill_token_threshold": "prefill_chunk",
     "chunked_prefill_size": "prefill_chunk",
     "max_running_requests": "max_num_seqs",
     "max_queued_requests": "max_num_queued_reqs",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import NoDecode
@@ -21,6 +22,19 @@ def _split_list(value: object) -> object:
     if value.lstrip().startswith("["):
         return json.loads(value)
     return [part.strip() for part in value.split(",") if part.strip()]
+
+
+def _split_origins(value: object) -> object:
+    """As lists are written, and as vLLM's flag takes them: one JSON list in one word."""
+    if isinstance(value, list | tuple) and len(value) == 1 and str(value[0]).lstrip().startswith("["):
+        return _split_list(str(value[0]))
+    return _split_list(value)
+
+
+def _check_root_path(path: str) -> str:
+    if path and (not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+/?", path) or "/." in path):
+        raise ValueError("expected a path such as /llm, of A-Z a-z 0-9 . _ ~ -")
+    return path.rstrip("/")
 
 
 def _parse_json(value: object) -> object:
@@ -36,10 +50,12 @@ _COUNT_SUFFIX = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G"
 
 
 def _parse_count(value: object) -> object:
-    """`8k` is 8000 and `8K` is 8192, as elsewhere; `auto` is None."""
+    """`8k` is 8000 and `8K` is 8192, as elsewhere; `auto` and -1 are None."""
+    if value == -1:  # as vLLM writes auto
+        return None
     if not isinstance(value, str):
         return value
-    if value == "auto":
+    if value in {"auto", "-1"}:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG]?)", value.strip())
     if match is None:
@@ -64,6 +80,19 @@ def _parse_size(value: object) -> object:
     return int(float(match[1]) * _SIZE_UNIT[match[2]])
 
 
+# What vLLM calls some values.
+SYNONYMS: dict[str, dict[str, str]] = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+}
+
+
+def synonym_of(field: str) -> Callable[[Any], Any]:
+    """What makes a value of a setting ours."""
+    known = SYNONYMS.get(field, {})
+    return lambda value: known.get(value, value) if isinstance(value, str) else value
+
+
 def _check_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9._/:-]{1,96}", name):
         raise ValueError("names are 1 to 96 characters of A-Z a-z 0-9 . _ - / :")
@@ -77,6 +106,8 @@ def _check_block_size(size: int) -> int:
 
 
 Strings = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list)]
+Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_origins)]
+RootPath = Annotated[str, AfterValidator(_check_root_path)]
 Names = Annotated[tuple[Annotated[str, AfterValidator(_check_name)], ...], NoDecode, BeforeValidator(_split_list)]
 JsonObject = Annotated[dict[str, object], NoDecode, BeforeValidator(_parse_json)]
 Count = Annotated[int, BeforeValidator(_parse_count)]

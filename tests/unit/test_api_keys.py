@@ -1,0 +1,99 @@
+"""API keys: names, files, variables; nothing that was meant to close a server leaves it open."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from quire_server.flags import parse_flags
+from quire_server.settings import Settings, SettingsError
+from quire_server.settings.keys import ApiKey, parse_key
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("QUIRE_", "VLLM_")):
+            monkeypatch.delenv(name)
+
+
+def keys(*argv: str) -> list[tuple[str, str]]:
+    return [(key.name, key.key) for key in parse_flags(argv).keys]
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(SettingsError) as caught:
+        parse_flags(argv)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "key"),
+    [
+        ("plain", "", "plain"),
+        ("alice=0123456789", "alice", "0123456789"),
+        ("alice=0123=456789", "alice", "0123=456789"),
+        ("=alice=0123456789", "", "alice=0123456789"),
+        ("=short", "", "short"),
+        ("c2VjcmV0==", "", "c2VjcmV0=="),
+        ("c2VjcmV0LWtleQ=", "", "c2VjcmV0LWtleQ="),
+        ("a/b=0123456789", "", "a/b=0123456789"),
+        ("0name=0123456789", "", "0name=0123456789"),
+        ("n" * 33 + "=0123456789", "", "n" * 33 + "=0123456789"),
+    ],
+)
+def test_what_is_a_name_and_what_is_a_key(text: str, name: str, key: str):
+    assert parse_key(text) == ApiKey(name=name, key=key)
+
+
+@pytest.mark.parametrize("text", ["", " ", "="])
+def test_an_empty_key_is_refused(text: str):
+    assert "is empty" in refusal("--api-key", text)
+
+
+def test_a_short_key_after_a_name_is_refused_without_being_shown():
+    message = refusal("--api-key", "alice=sesame")
+    assert "=KEY" in message
+    assert "sesame" not in message
+
+
+def test_keys_are_never_printed():
+    settings = Settings(api_key=("alice=0123456789",), ssl_keyfile_password="sesame")
+    assert "0123456789" not in repr(settings) + repr(settings.keys)
+    assert "sesame" not in repr(settings)
+
+
+def test_a_file_adds_to_the_flag(tmp_path: Path):
+    file = tmp_path / "keys"
+    file.write_text("# all of them\n\n bob=0123456789 \nplain\n")
+    assert keys("--api-key", "a", "--api-key-file", str(file)) == [("", "a"), ("bob", "0123456789"), ("", "plain")]
+
+
+def test_a_file_that_would_open_the_server_is_refused(tmp_path: Path):
+    file = tmp_path / "keys"
+    assert "--api-key-file" in refusal("--api-key-file", str(file))
+    file.write_text("# nobody\n")
+    assert "there is no key in it" in refusal("--api-key-file", str(file))
+    file.write_bytes(b"\xff\xfe")
+    assert "UTF-8" in refusal("--api-key-file", str(file))
+
+
+def test_vllms_variable_closes_the_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("VLLM_API_KEY", "name=a,b c\n")
+    assert keys() == [("", "name=a,b c")]
+    file = tmp_path / "quire.yaml"
+    file.write_text("api-key: [from-the-file]\n")
+    assert keys("--config", str(file)) == [("", "name=a,b c")]
+    assert keys("--api-key", "flag") == [("", "flag")]
+    monkeypatch.setenv("QUIRE_API_KEY", "ours")
+    assert keys() == [("", "ours")]
+
+
+@pytest.mark.parametrize("name", ["VLLM_API_KEY", "QUIRE_API_KEY"])
+@pytest.mark.parametrize("value", ["", " ", ",", "[]", '""'])
+def test_an_empty_variable_does_not_open_the_server(monkeypatch: pytest.MonkeyPatch, name: str, value: str):
+    monkeypatch.setenv(name, value)
+    assert refusal().startswith(name)
+    assert keys("--api-key", "flag") == [("", "flag")]

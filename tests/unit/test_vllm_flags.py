@@ -1,0 +1,228 @@
+"""Command lines, files and variables written for vLLM: every flag is known, and none is dropped in silence."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from quire_server.flags import build_parser, parse_command_line, parse_flags
+from quire_server.settings import Settings, SettingsError
+from quire_server.settings.vllm import flags_text, foreign
+from quire_server.settings.vllm_flags import FLAGS
+
+# The flags of `vllm serve` that its users have in scripts; those that are settings here included.
+FLAGS_OF_VLLM = """
+host port uds root-path ssl-keyfile ssl-certfile ssl-ca-certs ssl-cert-reqs ssl-ciphers enable-ssl-refresh
+h11-max-incomplete-event-size h11-max-header-count api-server-count api-key allowed-origins allowed-methods
+allowed-headers allow-credentials middleware disable-fastapi-docs trust-request-chat-template model served-model-name
+tokenizer tokenizer-mode hf-overrides trust-remote-code load-format skip-tokenizer-init dtype quantization
+kv-cache-dtype max-model-len seed max-logprobs logprobs-mode generation-config override-generation-config
+gpu-memory-utilization kv-cache-memory-bytes num-gpu-blocks-override block-size enable-prefix-caching
+prefix-caching-hash-algo kv-offloading-size cpu-offload-gb max-num-seqs max-num-batched-tokens enable-chunked-prefill
+long-prefill-token-threshold scheduling-policy async-scheduling stream-interval max-num-queued-reqs
+max-num-queued-tokens scheduler-reserve-full-isl watermark enforce-eager performance-mode compilation-config
+tensor-parallel-size pipeline-parallel-size data-parallel-size device-ids distributed-executor-backend chat-template
+chat-template-content-format default-chat-template-kwargs response-role enable-auto-tool-choice tool-call-parser
+reasoning-parser structured-outputs-config return-tokens-as-token-ids enable-lora lora-modules max-loras max-lora-rank
+max-cpu-loras speculative-config uvicorn-log-level disable-uvicorn-access-log disable-access-log-for-endpoints
+enable-log-requests max-log-len disable-log-stats log-config-file enable-request-id-headers
+enable-server-load-tracking enable-prompt-tokens-details enable-per-request-metrics enable-force-include-usage
+otlp-traces-endpoint collect-detailed-traces kv-cache-metrics show-hidden-metrics-for-version shutdown-timeout
+sse-keep-alive-interval config enable-tokenizer-info-endpoint fingerprint-mode disable-log-requests swap-space
+max-num-partial-prefills
+"""
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("QUIRE_", "VLLM_")):
+            monkeypatch.delenv(name)
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(SettingsError) as caught:
+        parse_flags(argv)
+    return str(caught.value)
+
+
+def test_every_flag_is_known():
+    known = {word for action in build_parser("quire serve")._actions for word in action.option_strings}
+    assert {f"--{name}" for name in FLAGS_OF_VLLM.split()} - known == set()
+
+
+def test_the_table_says_each_thing_once_and_names_settings_that_there_are():
+    names = [flag.name for flag in FLAGS] + [short for flag in FLAGS for short in flag.short]
+    assert sorted(names) == sorted(set(names))
+    assert len(FLAGS) > 180
+    for flag in FLAGS:
+        assert not flag.setting or flag.setting in Settings.model_fields, flag.name
+        assert flag.text or flag.setting, f"{flag.name} has no reason"
+        assert not (flag.refused and (flag.setting or flag.only)), flag.name
+
+
+@pytest.mark.parametrize("flag", foreign(Settings.model_fields), ids=lambda flag: flag.name)
+def test_each_flag_is_taken_with_a_note_or_a_setting_or_refused_with_its_reason(flag):
+    """By the real parser, in the spelling that a script has."""
+    value = {"switch": [], "json": ['{"a": 1}']}.get(flag.takes, ["7"])
+    if flag.setting and flag.values:
+        value = [] if flag.takes == "switch" else [next(iter(flag.values))]
+    words = [f"--{flag.name}", *value]
+    if flag.refused or (flag.only and not {"on", "7"} & set(flag.only)):
+        message = refusal(*words)
+        assert message.startswith(f"--{flag.name}")
+        assert flag.text in message
+        return
+    given = parse_command_line(words)
+    assert given.settings != Settings() or len(given.notes) == 1 or flag.values
+    if not flag.setting:
+        assert given.notes[0].startswith(f"--{flag.name}")
+        assert flag.text in given.notes[0]
+        assert given.settings == Settings()
+
+
+SCRIPT = """/models/Qwen3-0.6B --host 0.0.0.0 --port 9000 --api-key token-abc123 --served-model-name qwen qwen3
+ -tp 1 --pipeline_parallel_size=1 --dtype half --max-model-len 8192 --gpu-memory-utilization 0.9 --max-num-seqs 256
+ --max-num-batched-tokens 8192 --enable-chunked-prefill --enable-prefix-caching --trust-remote-code --enforce-eager -O3
+ --disable-log-requests --uvicorn-log-level warning --swap-space 4 --load-format auto --tokenizer-mode auto --seed 0
+ --no-enable-lora --shutdown-timeout 20 --kv-cache-dtype fp8_e4m3 --distributed-executor-backend mp
+ --disable-custom-all-reduce --compilation-config.level 3 --async-scheduling --allowed-methods ["*"]
+ --allowed-origins ["*"]"""
+
+
+def test_a_script_for_vllm_starts_unchanged():
+    given = parse_command_line(SCRIPT.split())
+    settings = given.settings
+    assert (settings.model, settings.host, settings.port, settings.api_key) == (
+        *("/models/Qwen3-0.6B", "0.0.0.0", 9000),
+        ("token-abc123",),
+    )
+    assert settings.model_names == ("qwen", "qwen3")
+    assert (settings.dtype, settings.kv_cache_dtype, settings.max_num_seqs) == ("float16", "fp8", 256)
+    assert (settings.drain_timeout, settings.log_level, settings.async_scheduling) == (20.0, "warning", "on")
+    assert (settings.enable_log_requests, settings.allowed_origins, settings.seed) == (False, ("*",), 0)
+    assert any(
+        note.startswith("--trust-remote-code changes nothing here: nothing remote is run") for note in given.notes
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--tensor-parallel-size 2", "--tensor-parallel-size 2: only 1 is taken: one process computes"),
+        ("-tp 2", "--tensor-parallel-size 2: only 1"),
+        ("-dp=4", "--data-parallel-size 4: only 1"),
+        ("--enable-lora", "--enable-lora: refused: adapters"),
+        ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill: refused: prompts are always"),
+        ("--enable-chunked-prefill=False", "--no-enable-chunked-prefill: refused"),
+        ("--speculative-config.method ngram", "--speculative-config: refused: tokens are not guessed"),
+        ("--hf-overrides.rope_scaling.factor 2", "--hf-overrides {"),
+        ("--distributed-executor-backend ray", "only mp or uni"),
+        ("--load-format gguf", "safetensors"),
+        ("--attention-backend FLASHINFER", "--attention"),
+        ("--hf-token hf_secret", "HF_TOKEN"),
+        ("--disable-access-log-for-endpoints /health,/v1/models", "only these have no line"),
+        ("--speculative-config.method", "expected a value"),
+    ],
+)
+def test_what_would_change_something_is_refused_in_one_line(words: str, message: str):
+    line = refusal(*words.split())
+    assert message in line
+    assert "\n" not in line
+    assert len(line) < 300
+    assert "hf_secret" not in line
+
+
+def test_all_refusals_come_at_once():
+    assert len(refusal("--enable-lora", "-tp", "2", "--middleware", "a.b").splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "on"),
+    [
+        ("--enable-prefix-caching=false", False),
+        ("--enable_prefix_caching True", True),
+        ("--enable-prefix-caching", True),
+        ("--no-enable-prefix-caching", False),
+    ],
+)
+def test_switches_in_all_their_spellings(words: str, on: bool):
+    assert parse_flags(words.split()).enable_prefix_caching is on
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ("--async-scheduling", "on"),
+        ("--no-async-scheduling", "off"),
+        ("--async-scheduling --port 1", "on"),
+        ("--async-scheduling auto", "auto"),
+        ("--async-scheduling=off", "off"),
+        ("--async-scheduling a/model", "on"),
+    ],
+)
+def test_async_scheduling_is_a_switch_too(words: str, value: str):
+    assert parse_flags(words.split()).async_scheduling == value
+
+
+def test_dotted_json():
+    words = "--default-chat-template-kwargs.enable_thinking false --default-chat-template-kwargs.a.b=text"
+    words += " --default_chat_template_kwargs.list+ 1 --default-chat-template-kwargs.list+=2,x"
+    expected = {"enable_thinking": False, "a": {"b": "text"}, "list": [1, 2, "x"]}
+    assert parse_flags(words.split()).default_chat_template_kwargs == expected
+    assert "keep one" in refusal("--default-chat-template-kwargs", "{}", "--default-chat-template-kwargs.a", "1")
+    assert "no object" in refusal("--default-chat-template-kwargs.a=1", "--default-chat-template-kwargs.a.b=1")
+
+
+def test_our_own_flag_wins_over_its_other_name():
+    assert parse_flags(["--log-level", "error", "--uvicorn-log-level", "info"]).log_level == "error"
+    assert parse_flags(["--disable-log-stats"]).log_stats_interval == 0
+    assert parse_flags(["--long-prefill-token-threshold", "0"]).prefill_chunk == Settings().prefill_chunk
+    assert parse_flags(["--long-prefill-token-threshold", "64"]).prefill_chunk == 64
+    assert parse_flags(["--max-model-len", "-1"]).max_model_len is None
+
+
+def test_a_file_written_for_vllm(tmp_path: Path):
+    file = tmp_path / "vllm.yaml"
+    file.write_text(
+        "model: /m\nport: 12\ntensor-parallel-size: 1\ntrust-remote-code: true\nuvicorn-log-level: debug\n"
+        "hf-overrides: {}\nmax-model-len: -1\nshutdown_timeout: 3\n"
+    )
+    given = parse_command_line(["--config", str(file)])
+    assert (given.settings.port, given.settings.log_level, given.settings.drain_timeout) == (12, "debug", 3.0)
+    assert any(note.startswith("--trust-remote-code") for note in given.notes)
+    file.write_text("enable-lora: true\ntensor_parallel_size: 2\n")
+    message = refusal("--config", str(file))
+    assert "enable-lora: refused" in message
+    assert "tensor-parallel-size 2: only 1" in message
+
+
+def test_the_help_has_every_flag_with_what_happens():
+    text = flags_text(Settings.model_fields, 120)
+    for flag in foreign(Settings.model_fields):
+        assert f"--{flag.name}" in text
+    assert max(map(len, text.splitlines())) <= 120
+    assert "--shutdown-timeout                    is --drain-timeout" in text
+
+
+def test_help_vllm_is_printed(capsys: pytest.CaptureFixture[str]):
+    for words in (["--help", "vllm"], ["--help=vllm"], ["-h", "vllm"]):
+        with pytest.raises(SystemExit) as caught:
+            parse_flags(words)
+        assert caught.value.code == 0
+        assert "--tensor-parallel-size" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        parse_flags(["--help"])
+    assert "--tensor-parallel-size" not in capsys.readouterr().out
+
+
+def test_variables_of_vllm_are_named(monkeypatch: pytest.MonkeyPatch):
+    assert parse_command_line([]).warnings == ()
+    for name in ("VLLM_LOGGING_LEVEL", "VLLM_FOO", "VLLM_NO_USAGE_STATS", "VLLM_SERVICE_HOST"):
+        monkeypatch.setenv(name, "1")
+    assert parse_command_line([]).warnings == (
+        "VLLM_LOGGING_LEVEL sets nothing here; use --log-level",
+        "variables of vLLM that set nothing here: VLLM_FOO",
+    )
