@@ -11,6 +11,7 @@ import http.client
 import json
 import re
 import socket
+import ssl
 import struct
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 _PATH = "/health/ready"
+_SILENT = "does not answer"
 _LISTENS_TCP, _LISTENS_UNIX = "0A", "00010000"  # the state's and the flags' column in /proc/net
 _SERVERS = re.compile(r"(^|/)quire$|(^|\.)quire_server\.cli$|/quire_server/cli\.py$")
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -33,7 +35,8 @@ def run(argv: Sequence[str]) -> int:
     if not addresses:
         print("quire health: no server listens here; while its model is loaded none does", file=sys.stderr)
         return 1
-    found = [_trouble(address, asked.timeout) for address in addresses]
+    ask = _trouble if asked.url else trouble_at
+    found = [ask(address, asked.timeout) for address in addresses]
     for address, trouble in zip(addresses, found, strict=True):
         print(f"quire health: {address}: {trouble or 'ready'}", file=sys.stderr if trouble else sys.stdout)
     return 1 if any(found) else 0
@@ -96,6 +99,19 @@ def _url(address: str, family: int) -> str:
     return f"http://[{host}]:{int(port, 16)}" if ":" in host else f"http://{host}:{int(port, 16)}"
 
 
+def trouble_at(address: str, timeout: float) -> str:
+    """The same for an address that was found: which of HTTP and HTTPS is spoken there, only asking tells."""
+    trouble = _trouble(address, timeout)
+    if not trouble.startswith(_SILENT):
+        return trouble
+    secure = _trouble(_secure(address), timeout)
+    return trouble if secure.startswith(_SILENT) else secure
+
+
+def _secure(address: str) -> str:
+    return address.replace("http://", "https://", 1) if address.startswith("http://") else f"https+unix:{address}"
+
+
 def _trouble(address: str, timeout: float) -> str:
     """Why the server at this address takes no requests; empty if it does."""
     connection = _connection(address, timeout)
@@ -109,26 +125,42 @@ def _trouble(address: str, timeout: float) -> str:
         except (ValueError, KeyError, TypeError):
             return f"answers {reply.status}"
     except (OSError, http.client.HTTPException) as error:
-        return f"does not answer: {error or type(error).__name__}"
+        return f"{_SILENT}: {error or type(error).__name__}"
     finally:
         connection.close()
 
 
 def _connection(address: str, timeout: float) -> http.client.HTTPConnection:
     parts = urlsplit(address)
+    if parts.scheme == "https+unix":
+        return _UnixConnection(parts.path, timeout, _unchecked())
     if not parts.scheme:
         return _UnixConnection(address, timeout)
+    if parts.scheme == "https":
+        port = parts.port or 443
+        return http.client.HTTPSConnection(parts.hostname or "", port, timeout=timeout, context=_unchecked())
     return http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=timeout)
+
+
+def _unchecked() -> ssl.SSLContext:
+    """Takes any certificate: it is for a name that is not known here, and nothing secret is sent."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
 
 
 class _UnixConnection(http.client.HTTPConnection):
     """To a socket's path instead of a host."""
 
-    def __init__(self, path: str, timeout: float) -> None:
+    def __init__(self, path: str, timeout: float, tls: ssl.SSLContext | None = None) -> None:
         super().__init__("localhost", timeout=timeout)
         self._path = path
+        self._tls = tls
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
         self.sock.connect(self._path)
+        if self._tls is not None:
+            self.sock = self._tls.wrap_socket(self.sock)

@@ -38,15 +38,19 @@ def _load_certificate(context: ssl.SSLContext, certificate: Path, key: Path | No
         hint = ""
         if isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
             hint = "; the key belongs to another certificate"
-        elif _asks_for_password(error):
-            hint = "; the key needs the right --ssl-keyfile-password"
-        elif key is None:
+        elif key is None and not _is_locked(error):
             hint = "; the private key must be in it too, or in --ssl-keyfile"
+        elif _is_locked(error) or not _has_reason(error):
+            hint = "; the key may need the right --ssl-keyfile-password"
         raise ConfigError(f"{files}: {_reason(error)}{hint}") from None
 
 
-def _asks_for_password(error: Exception) -> bool:
-    return isinstance(error, ssl.SSLError) and (error.reason or "") in {"BAD_DECRYPT", "BAD_PASSWORD_READ", ""}
+def _is_locked(error: Exception) -> bool:
+    return isinstance(error, ssl.SSLError) and error.reason in {"BAD_DECRYPT", "BAD_PASSWORD_READ"}
+
+
+def _has_reason(error: Exception) -> bool:
+    return not isinstance(error, ssl.SSLError) or bool(error.reason)
 
 
 def _reason(error: Exception) -> str:
