@@ -10,6 +10,8 @@ import os
 import re
 from collections.abc import Mapping
 
+from quire_engine.errors import ModelLoadError
+from quire_server.checkpoint.locate import localized
 from quire_server.flags import option_group
 from quire_server.settings import Settings, SettingsError, load_settings, suggest
 
@@ -39,12 +41,10 @@ def engine_settings(
         settings = load_settings({**arguments, "model": os.fspath(model), "max_num_queued_tokens": None})
     except SettingsError as error:
         raise ValueError(as_arguments(str(error))) from None
-    if not settings.model_path.is_dir():
-        raise ValueError(
-            f"there is no directory {settings.model!r}: models are not downloaded from the Hugging Face Hub yet;"
-            " name the directory of a checkpoint, or the embedded 'quire-demo'"
-        )
-    return settings
+    try:
+        return localized(settings)
+    except ModelLoadError as error:
+        raise ValueError(as_arguments(str(error))) from None
 
 
 def as_arguments(text: str) -> str:

@@ -65,7 +65,10 @@ def test_bad_usage():
 
 def test_a_model_that_is_not_there(tmp_path: Path):
     assert "the file is missing" in assert_clean(quire("serve", "--port", "0", str(tmp_path)), 1)
-    assert "not downloaded" in assert_clean(quire("serve", "--port", "0", "someone/a-model"), 1)
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    assert "HF_HUB_OFFLINE" in assert_clean(quire("serve", "--port", "0", "someone/a-model", **offline), 1)
+    assert "such as Qwen/Qwen3-0.6B" in assert_clean(quire("serve", "--port", "0", "nowhere", **offline), 1)
+    assert "GGUF" in assert_clean(quire("serve", "--port", "0", "a/model.gguf"), 1)
 
 
 def test_an_impossible_pool():
@@ -91,7 +94,8 @@ def test_dry_run_prints_the_plan():
 def test_the_command_line_is_parsed_before_anything_heavy_is_imported():
     code = (
         "import sys; from quire_server import cli; cli.main(['serve', '--port', 'x']);"
-        "print([name for name in ('torch', 'fastapi', 'uvicorn', 'tokenizers') if name in sys.modules])"
+        "heavy = ('torch', 'fastapi', 'uvicorn', 'tokenizers', 'huggingface_hub');"
+        "print([name for name in heavy if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "[]"

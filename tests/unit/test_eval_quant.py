@@ -82,7 +82,7 @@ def test_a_process_that_dies_is_told(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argv", "code", "said"),
     [
-        (["nowhere/at-all"], 1, "not downloaded"),
+        (["/nowhere/at-all"], 1, "no such directory"),
         (["--tokenizer", "/nowhere"], 1, "the file is missing"),
         (["--quantization", "int3"], 2, "'int3' is unknown; use int8, int4 or none"),
         (["--quantization", "none"], 2, "nothing to measure"),

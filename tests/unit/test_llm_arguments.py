@@ -146,7 +146,8 @@ def test_what_refuses_requests_of_a_server_does_not_refuse_a_script(monkeypatch:
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"model": "meta-llama/Llama-3.2-1B"}, ValueError, "'meta-llama/Llama-3.2-1B': models are not downloaded"),
+        ({"model": "/nowhere/Llama-3.2-1B"}, ValueError, "model /nowhere/Llama-3.2-1B: there is no such directory"),
+        ({"model": "nowhere/model.gguf"}, ValueError, "GGUF files are not read"),
         ({"tensor_parallel_size": 2}, ValueError, "one device; leave it out or set it to 1"),
         ({"max_modle_len": 5}, TypeError, "no argument 'max_modle_len'; did you mean max_model_len?"),
         ({"trust_remote_code": True}, TypeError, "no argument 'trust_remote_code'; it has async_scheduling, attention"),

@@ -146,7 +146,7 @@ def test_what_cannot_be_checked_is_one_line(error, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argv", "code", "said"),
     [
-        (["--model", "nowhere/at-all"], 1, "not downloaded"),
+        (["--model", "/nowhere/at-all"], 1, "no such directory"),
         (["--device", "tpu"], 2, "tpu"),
         (["--num-threads", "0"], 2, "whole number"),
         (["--json", "/nowhere/at/all.json"], 2, "no such directory"),

@@ -17,8 +17,8 @@ FLAGS_OF_VLLM = """
 host port uds root-path ssl-keyfile ssl-certfile ssl-ca-certs ssl-cert-reqs ssl-ciphers enable-ssl-refresh
 h11-max-incomplete-event-size h11-max-header-count api-server-count api-key allowed-origins allowed-methods
 allowed-headers allow-credentials middleware disable-fastapi-docs trust-request-chat-template model served-model-name
-tokenizer tokenizer-mode hf-overrides trust-remote-code load-format skip-tokenizer-init dtype quantization
-kv-cache-dtype max-model-len seed max-logprobs logprobs-mode generation-config override-generation-config
+tokenizer tokenizer-mode revision download-dir hf-overrides trust-remote-code load-format skip-tokenizer-init dtype
+quantization kv-cache-dtype max-model-len seed max-logprobs logprobs-mode generation-config override-generation-config
 gpu-memory-utilization kv-cache-memory-bytes num-gpu-blocks-override block-size enable-prefix-caching
 prefix-caching-hash-algo kv-offloading-size cpu-offload-gb max-num-seqs max-num-batched-tokens enable-chunked-prefill
 long-prefill-token-threshold scheduling-policy async-scheduling stream-interval max-num-queued-reqs

@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from quire_engine.demo import demo_model_path
-from quire_engine.errors import ModelLoadError, QuireError
+from quire_engine.errors import QuireError
 from quire_engine.quality_store import Quality
+from quire_server.checkpoint.locate import checkpoint_directory
 from quire_server.engine.json_child import ask
 from quire_server.errors import ApiError
 from quire_server.settings import DEMO_MODEL
@@ -96,11 +97,7 @@ def _names(text: str) -> list[str | None]:
 
 def _question(given: argparse.Namespace, variants: object) -> dict[str, object]:
     """What the measuring process reads. Raises ModelLoadError, BadRequest."""
-    path = demo_model_path() if given.model == DEMO_MODEL else Path(given.model)
-    if not path.is_dir():
-        raise ModelLoadError(
-            f"{given.model}: no such directory; models are not downloaded, name the directory of a checkpoint"
-        )
+    path = demo_model_path() if given.model == DEMO_MODEL else checkpoint_directory(given.model)
     prompts: list[list[int]] | None = None
     ends: tuple[int, ...] = ()
     if given.tokenizer is not None or (path / "tokenizer.json").exists():

@@ -14,10 +14,11 @@ from importlib import import_module
 from typing import Protocol, cast
 
 from quire_engine.config import EnginePlan
-from quire_engine.errors import ConfigError, ModelLoadError, QuireError
+from quire_engine.errors import ConfigError, QuireError
 from quire_engine.memory_plan import plan_text
 from quire_engine.quality_store import quality_text
 from quire_server import logs
+from quire_server.checkpoint.locate import localized
 from quire_server.engine.json_child import ask
 from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.engine.supervisor import Supervisor
@@ -47,10 +48,7 @@ def run(argv: Sequence[str]) -> int:
         log.info("%s", line)
     try:
         tls_context(settings)  # its files are read again when the socket listens
-        if not settings.model_path.is_dir():
-            raise ModelLoadError(
-                f"{settings.model}: no such directory; models are not downloaded, name the directory of a checkpoint"
-            )
+        settings = localized(settings)
         if settings.dry_run:
             return _show_plan(settings)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:

@@ -18,7 +18,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from quire_engine.config import Device, KernelChoice
-from quire_engine.errors import ModelLoadError, QuireError
+from quire_engine.errors import QuireError
+from quire_server.checkpoint.locate import checkpoint_directory
 from quire_server.engine.json_child import ask
 from quire_server.settings import DEMO_MODEL
 
@@ -135,11 +136,7 @@ def _model(given: str) -> str | None:
     """None: the embedded one. Raises ModelLoadError."""
     if given == DEMO_MODEL:
         return None
-    if not Path(given).is_dir():
-        raise ModelLoadError(
-            f"{given}: no such directory; models are not downloaded, name the directory of a checkpoint"
-        )
-    return given
+    return str(checkpoint_directory(given))
 
 
 def print_report(report: Report, console: Console | None = None) -> None:

@@ -32,11 +32,19 @@ class EngineFields(BaseModel):
     """The first groups of `Settings`."""
 
     # -- Model
-    model: str = option(DEMO_MODEL, "Model", "directory of a Hugging Face checkpoint, or the embedded quire-demo")
-    served_model_name: Names = option(
-        (), "Model", "names clients may use, the first is reported; default: the model's directory name"
+    model: str = option(
+        DEMO_MODEL, "Model", "directory of a Hugging Face checkpoint, its name on the Hub, or the embedded quire-demo"
     )
-    tokenizer: str | None = option(None, "Model", "directory of the tokenizer, when it is not the model's")
+    served_model_name: Names = option(
+        (),
+        "Model",
+        "names clients may use, the first is reported; default: the model's directory name, or its name on the Hub",
+    )
+    tokenizer: str | None = option(None, "Model", "directory or name of the tokenizer, when it is not the model's")
+    revision: str | None = option(None, "Model", "branch, tag or commit of a model on the Hub")
+    download_dir: Path | None = option(
+        None, "Model", "where models from the Hub are kept; default: the cache of huggingface_hub"
+    )
     device: Device = option("auto", "Model", "where the model runs; auto takes a GPU where there is one")
     dtype: Annotated[DType, BeforeValidator(synonym_of("dtype"))] = option(
         "auto", "Model", "type of weights and KV cache; auto is the checkpoint's own"

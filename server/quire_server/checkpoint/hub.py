@@ -1,0 +1,161 @@
+"""Checkpoints from the Hugging Face Hub, by its own library: its cache, its variables, its progress bars.
+
+Promises: what is complete in the cache is taken without a word to the network; only files that are read are downloaded;
+every failure is one line with what to do. Must not know: what is in the files, who serves them.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import shutil
+from fnmatch import fnmatch
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub import constants, errors
+from huggingface_hub.hf_api import ModelInfo
+
+from quire_engine.errors import ModelLoadError
+from quire_server.checkpoint.inspect import trouble_of_files
+
+_TEXT = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.*",
+)
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+_NOT = ("*/*", "consolidated*")  # other layouts of the same weights
+_SPARE = 64 << 20  # bytes that a download leaves free
+
+log = logging.getLogger("quire")
+
+
+def snapshot(name: str, *, revision: str | None, cache: Path | None, weights: bool) -> Path:
+    """The directory with a repository's files, of a branch, tag or commit. Raises ModelLoadError."""
+    wanted = (*_TEXT, *_WEIGHTS) if weights else _TEXT
+    folder = _cached(name, revision, cache, wanted, weights=weights)
+    if folder is not None:
+        log.info("%s: in the cache, %s", name, folder)
+        return folder
+    where = cache or Path(constants.HF_HUB_CACHE)
+    if constants.HF_HUB_OFFLINE:
+        raise ModelLoadError(
+            f"{name}: not in the cache at {where}, and HF_HUB_OFFLINE is set; download it where there is a network,"
+            f" or name a directory"
+        )
+    try:
+        info = huggingface_hub.HfApi(library_name="quire").model_info(name, revision=revision, files_metadata=True)
+        _announce(info, name, where, wanted, weights=weights)
+        path = huggingface_hub.snapshot_download(
+            name,
+            revision=revision,
+            cache_dir=cache,
+            library_name="quire",
+            allow_patterns=list(wanted),
+            ignore_patterns=list(_NOT),
+        )
+    except ModelLoadError:
+        raise
+    except Exception as error:  # the library's own, its HTTP client's of several versions, and the system's
+        raise ModelLoadError(f"{name}: {_reason(error, name, revision, where)}") from None
+    return Path(str(path))
+
+
+def _cached(
+    name: str, revision: str | None, cache: Path | None, wanted: tuple[str, ...], *, weights: bool
+) -> Path | None:
+    """The directory in the cache, if all that is needed is in it."""
+    try:
+        path = huggingface_hub.snapshot_download(
+            name,
+            revision=revision,
+            cache_dir=cache,
+            local_files_only=True,
+            allow_patterns=list(wanted),
+            ignore_patterns=list(_NOT),
+        )
+    except errors.HFValidationError:
+        raise ModelLoadError(f"{name}: that cannot be a name on the Hugging Face Hub") from None
+    except (OSError, ValueError):  # not there, or not all of it
+        return None
+    folder = Path(str(path))
+    return folder if _is_complete(folder, weights=weights) else None
+
+
+def _is_complete(folder: Path, *, weights: bool) -> bool:
+    """Whether an interrupted download left nothing out; older versions of the library do not know."""
+    if not (folder / "tokenizer.json").is_file():
+        return False
+    if not weights:
+        return True
+    if not (folder / "config.json").is_file():
+        return False
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return any(path.is_file() for path in folder.glob("*.safetensors"))
+    try:
+        named = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, AttributeError):
+        return False
+    return all((folder / str(file)).is_file() for file in named)
+
+
+def _announce(info: ModelInfo, name: str, where: Path, wanted: tuple[str, ...], *, weights: bool) -> None:
+    """Say what will be downloaded. Raises ModelLoadError where that cannot be served or has no room."""
+    files = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    if weights and (reason := trouble_of_files([file for file in files if "/" not in file])):
+        raise ModelLoadError(f"{name}: {reason}")
+    if "tokenizer.json" not in files:
+        raise ModelLoadError(f"{name}: there is no tokenizer.json in this repository, the only kind that is read")
+    taken = {
+        file: size
+        for file, size in files.items()
+        if any(fnmatch(file, pattern) for pattern in wanted) and not any(fnmatch(file, pattern) for pattern in _NOT)
+    }
+    total = sum(taken.values())
+    free = shutil.disk_usage(next(path for path in (where, *where.absolute().parents) if path.exists())).free
+    missing = total - _already_there(where, name)
+    if missing + _SPARE > free:
+        raise ModelLoadError(
+            f"{name}: {missing / 2**30:.1f} GiB are to be downloaded to {where}, where {free / 2**30:.1f} GiB are free;"
+            " make room, or name another place with --download-dir"
+        )
+    log.info("%s: downloading %d files, %.2f GiB, to %s", name, len(taken), total / 2**30, where)
+
+
+def _already_there(where: Path, name: str) -> int:
+    """Bytes of earlier downloads, parts of files included."""
+    blobs = where / ("models--" + name.replace("/", "--")) / "blobs"
+    return sum(path.stat().st_size for path in blobs.glob("*")) if blobs.is_dir() else 0
+
+
+def _reason(error: Exception, name: str, revision: str | None, where: Path) -> str:
+    hub = constants.ENDPOINT
+    reasons: tuple[tuple[type[Exception], str], ...] = (
+        (
+            errors.GatedRepoError,
+            f"gated: accept its terms at {hub}/{name}, then set HF_TOKEN to a token of your account",
+        ),
+        (
+            errors.RevisionNotFoundError,
+            f"there is no revision {revision!r} of it at {hub}; --revision names a branch, a tag or a commit",
+        ),
+        (errors.RepositoryNotFoundError, f"there is no such model at {hub}, or it is private and needs HF_TOKEN"),
+        (PermissionError, f"{where} cannot be written; name another place with --download-dir"),
+    )
+    for kind, reason in reasons:
+        if isinstance(error, kind):
+            return reason
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        advice = "check HF_TOKEN" if status in (401, 403) else "try again later"
+        return f"{hub} answers {status}; {advice}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"there is no space left at {where}; make room, or name another place with --download-dir"
+    text = " ".join(str(error).split())[:200]
+    return f"not in the cache at {where}, and {hub} cannot be reached: {type(error).__name__}: {text}"

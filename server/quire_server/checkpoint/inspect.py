@@ -1,0 +1,73 @@
+"""What a file, a directory or a repository is, where it is no checkpoint that can be served.
+
+Promises: formats that people try are called by their names, with what to use instead.
+Must not know: HTTP, torch, where the files came from.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+from quire_engine.config import ARCHITECTURES
+from quire_engine.errors import ModelLoadError
+
+_GGUF = "GGUF files are not read; use the repository with the same model as safetensors"
+_MOST = 64 << 20  # bytes of a config.json that is looked at
+
+
+def check_name(name: str, path: Path) -> None:
+    """Raises ModelLoadError for a name that is neither a directory nor a repository, but known as something else."""
+    if path.suffix.lower() == ".gguf" or re.fullmatch(r"[\w.-]+/[\w.-]+:[\w.]+", name):
+        raise ModelLoadError(f"{name}: {_GGUF}")
+    if path.is_file():
+        raise ModelLoadError(
+            f"{name}: a file; name the directory of the checkpoint, with config.json and tokenizer.json"
+        )
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Raises ModelLoadError where the directory is something else than a checkpoint that can be served."""
+    names = {path.name for path in folder.iterdir()}
+    if reason := trouble_of_files(names):
+        raise ModelLoadError(f"{folder}: {reason}")
+    architecture = _architecture(folder / "config.json")
+    if architecture is not None and architecture not in ARCHITECTURES:
+        raise ModelLoadError(
+            f"{folder}: models of architecture {architecture} are not served; served are {', '.join(ARCHITECTURES)}"
+        )
+
+
+def trouble_of_files(names: Collection[str]) -> str:
+    """What the files are, where they are no checkpoint with weights in safetensors; empty if they are one."""
+    ends = {Path(name).suffix.lower() for name in names}
+    if "config.json" in names and ".safetensors" in ends:
+        return ""
+    troubles = (
+        (".gguf" in ends, _GGUF),
+        (
+            "adapter_config.json" in names,
+            "an adapter (LoRA), not a model; merge it into its model and serve the result",
+        ),
+        ("config.json" not in names, "not a checkpoint as transformers saves it: config.json: the file is missing"),
+        (
+            bool({".bin", ".pt", ".pth"} & ends),
+            "the weights are pickled, which can run code; convert them to safetensors",
+        ),
+        (True, "there are no weights: no file ends with .safetensors"),
+    )
+    return next(reason for holds, reason in troubles if holds)
+
+
+def _architecture(config: Path) -> str | None:
+    """What config.json calls it; None where the engine will have more to say."""
+    try:
+        if config.stat().st_size > _MOST:
+            return None
+        values = json.loads(config.read_bytes())
+        (name,) = values["architectures"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return name if isinstance(name, str) else None

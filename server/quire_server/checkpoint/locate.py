@@ -1,0 +1,71 @@
+"""From the name of a model to the directory of its checkpoint: what is there, what is in the cache, what is downloaded.
+
+Promises: settings that come back name directories; a name that cannot be served is one line that says what it is.
+Must not know: HTTP, torch, what is in the files.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol, cast
+
+from quire_engine.errors import ModelLoadError
+from quire_server.checkpoint.inspect import check_checkpoint, check_name
+from quire_server.settings import DEMO_MODEL, Settings
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_PAGE = re.compile(r"https?://(huggingface\.co|hf\.co)/")
+
+
+def localized(settings: Settings) -> Settings:
+    """The same settings with directories for model and tokenizer, downloaded where they are names on a hub.
+
+    Clients know a model of a hub by its name there. Raises ModelLoadError.
+    """
+    changed: dict[str, object] = {}
+    where = (settings.revision, settings.download_dir)
+    if settings.model != DEMO_MODEL:
+        name = _PAGE.sub("", settings.model)
+        folder = checkpoint_directory(name, *where)
+        check_checkpoint(folder)
+        if not Path(settings.model).is_dir():
+            changed = {"model": str(folder), "served_model_name": settings.served_model_name or (name,)}
+    if settings.tokenizer is not None and not Path(settings.tokenizer).is_dir():
+        folder = checkpoint_directory(settings.tokenizer, *where, setting="--tokenizer", weights=False)
+        changed["tokenizer"] = str(folder)
+    return settings.model_copy(update=changed) if changed else settings
+
+
+def checkpoint_directory(
+    name: str,
+    revision: str | None = None,
+    download_dir: Path | None = None,
+    *,
+    setting: str = "--model",
+    weights: bool = True,
+) -> Path:
+    """The directory of that name, or what a hub has under it: from the cache if it is there, else downloaded.
+
+    Raises ModelLoadError.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    check_name(name, path)
+    if not _HUB_ID.fullmatch(name):
+        raise ModelLoadError(
+            f"{setting} {name}: there is no such directory, and it is no name on the Hugging Face Hub, such as"
+            " Qwen/Qwen3-0.6B"
+        )
+    hub = cast(_Hub, import_module("quire_server.checkpoint.hub"))  # half a second that a directory does not need
+    return hub.snapshot(name, revision=revision, cache=download_dir, weights=weights)
+
+
+class _Hub(Protocol):
+    """`quire_server.checkpoint.hub`, imported where it is needed."""
+
+    def snapshot(self, name: str, *, revision: str | None, cache: Path | None, weights: bool) -> Path:
+        """The directory with the files of a repository."""
+        ...

@@ -1,0 +1,192 @@
+"""Models by their names on the Hub: from the cache, downloaded, or refused with what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quire_engine.config import ARCHITECTURES
+from quire_engine.demo import demo_model_path
+from quire_engine.errors import ModelLoadError
+from quire_engine.execution.models.registry import FAMILIES
+from quire_server.checkpoint.inspect import check_checkpoint
+from quire_server.checkpoint.locate import localized
+from quire_server.settings import Settings
+from support.loopback_hub import COMMIT, LoopbackHub, serving
+
+# The library reads its variables when it is imported: each story is a process.
+ASK = """
+import json, logging, sys
+from quire.engine_settings import engine_settings
+from quire_engine.errors import ModelLoadError
+from quire_server.checkpoint.locate import localized
+from quire_server.settings import Settings
+logging.basicConfig(level="INFO", format="%(message)s")
+answers = []
+for asked in json.loads(sys.argv[1]):
+    try:
+        llm = asked.pop("llm", None)
+        settings = engine_settings(llm, 1, asked) if llm else localized(Settings(**asked))
+        answers.append([settings.model, list(settings.model_names), settings.tokenizer])
+    except ModelLoadError as error:
+        answers.append(str(error))
+print(json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackHub]:
+    folder = tmp_path_factory.mktemp("repositories")
+    good = folder / "good"
+    shutil.copytree(demo_model_path(), good)
+    (good / "original").mkdir()
+    (good / "original" / "consolidated.safetensors").write_text("another layout")
+    (good / "pytorch_model.bin").write_text("pickled")
+    repositories = {"org/tiny": good, "org/gated": good}
+    for name, files in {
+        "org/tiny-GGUF": ["model-Q4.gguf", "README.md"],
+        "org/adapter": ["adapter_config.json", "adapter_model.safetensors"],
+        "org/pickled": ["config.json", "pytorch_model.bin", "tokenizer.json"],
+        "org/sentencepiece": ["config.json", "model.safetensors", "tokenizer.model"],
+    }.items():
+        repositories[name] = folder / name.split("/")[1]
+        repositories[name].mkdir()
+        for file in files:
+            (repositories[name] / file).write_text("{}")
+    with serving(LoopbackHub(repositories, gated=frozenset({"org/gated"}))) as served:
+        yield served
+
+
+def ask(hub: LoopbackHub, home: Path, *asked: dict[str, object], **variables: str) -> tuple[list[object], str]:
+    """What `localized` answers in a process of its own, and what it has printed."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "QUIRE_", "VLLM_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, json.dumps(asked)],
+        env={**kept, "HF_HOME": str(home), "HF_ENDPOINT": hub.url, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+def test_a_model_is_downloaded_once_with_what_is_read(hub: LoopbackHub, tmp_path: Path):
+    (first,), said = ask(hub, tmp_path, {"model": "org/tiny"})
+    folder = Path(first[0])
+    assert folder == tmp_path / "hub" / "models--org--tiny" / "snapshots" / COMMIT
+    assert first[1] == ["org/tiny"]
+    files = {path.name for path in folder.iterdir()}
+    assert files == {path.name for path in demo_model_path().iterdir()} - {"README.md", "training.json"}
+    for name in files:
+        assert (folder / name).read_bytes() == (demo_model_path() / name).read_bytes()
+    assert "org/tiny: downloading" in said
+    assert "%" in said  # the library's bars
+
+    hub.requests.clear()
+    again, said = ask(hub, tmp_path, {"model": "org/tiny", "served_model_name": ["mine"], "tokenizer": "org/tiny"})
+    assert again == [[str(folder), ["mine"], str(folder)]]
+    assert hub.requests == []
+    assert "in the cache" in said
+    assert ask(hub, tmp_path, {"model": "org/tiny"}, HF_HUB_OFFLINE="1")[0] == [first]
+    assert ask(hub, tmp_path, {"llm": "org/tiny", "revision": "main"})[0] == [first]
+
+    (folder / "tokenizer.json").unlink()  # as an interrupted download leaves it
+    assert ask(hub, tmp_path, {"model": "https://huggingface.co/org/tiny"})[0] == [first]
+    assert (folder / "tokenizer.json").is_file()
+
+
+def test_another_place_and_a_revision(hub: LoopbackHub, tmp_path: Path):
+    place = tmp_path / "models"
+    ((model, _, _), wrong), _ = ask(
+        hub,
+        tmp_path / "home",
+        {"model": "org/tiny", "download_dir": str(place), "revision": COMMIT},
+        {"model": "org/tiny", "download_dir": str(place), "revision": "v9"},
+    )
+    assert Path(model).is_relative_to(place)
+    assert "there is no revision 'v9' of it" in str(wrong)
+
+
+def test_what_the_hub_refuses_is_one_line(hub: LoopbackHub, tmp_path: Path):
+    names = ["org/nothing", "org/gated", "org/tiny-GGUF", "org/adapter", "org/pickled", "org/sentencepiece"]
+    expected = [
+        f"there is no such model at {hub.url}, or it is private and needs HF_TOKEN",
+        f"gated: accept its terms at {hub.url}/org/gated, then set HF_TOKEN",
+        "GGUF files are not read",
+        "an adapter (LoRA)",
+        "the weights are pickled",
+        "there is no tokenizer.json",
+    ]
+    answers, _ = ask(hub, tmp_path, *({"model": name} for name in names))
+    for name, answer, words in zip(names, answers, expected, strict=True):
+        assert str(answer).startswith(f"{name}: ")
+        assert words in str(answer)
+        assert "\n" not in str(answer)
+    assert not list(tmp_path.rglob("*.gguf"))
+    (gated,), _ = ask(hub, tmp_path, {"model": "org/gated"}, HF_TOKEN="hf_good")
+    assert gated[1] == ["org/gated"]
+
+
+def test_without_the_hub(tmp_path: Path):
+    away = LoopbackHub({})
+    away.url = "http://127.0.0.1:9"
+    (unreachable,), _ = ask(away, tmp_path, {"model": "org/tiny"})
+    assert "127.0.0.1:9 cannot be reached" in str(unreachable)
+    (offline,), _ = ask(away, tmp_path, {"model": "org/tiny"}, HF_HUB_OFFLINE="1")
+    assert "HF_HUB_OFFLINE is set" in str(offline)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nowhere", "there is no such directory"),
+        ("./nowhere/else", "there is no such directory"),
+        ("a/b/c", "there is no such directory"),
+        ("model.gguf", "GGUF"),
+        ("org/model-GGUF:Q4_K_M", "GGUF"),
+    ],
+)
+def test_names_that_are_none_on_the_hub(name: str, words: str):
+    with pytest.raises(ModelLoadError, match=words):
+        localized(Settings(model=name))
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"model.gguf": ""}, "GGUF"),
+        ({"adapter_config.json": "{}", "adapter_model.safetensors": ""}, "an adapter"),
+        ({"config.json": "{}", "pytorch_model.bin": ""}, "pickled"),
+        ({"config.json": "{}"}, "no weights"),
+        ({}, "config.json: the file is missing"),
+        (
+            {"config.json": '{"architectures": ["GptOssForCausalLM"]}', "model.safetensors": ""},
+            "architecture GptOssForCausalLM are not served; served are LlamaForCausalLM",
+        ),
+    ],
+)
+def test_directories_that_cannot_be_served_are_called_by_their_names(tmp_path: Path, files: dict[str, str], words: str):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ModelLoadError, match=words.replace("(", r"\(")):
+        localized(Settings(model=str(tmp_path)))
+
+
+def test_directories_are_taken_as_they_are():
+    settings = Settings(model=str(demo_model_path()))
+    assert localized(settings) is settings
+    assert localized(Settings()) == Settings()
+    check_checkpoint(demo_model_path())
+
+
+def test_the_architectures_that_are_named_are_those_that_are_built():
+    assert tuple(FAMILIES) == ARCHITECTURES
