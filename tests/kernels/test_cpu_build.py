@@ -69,6 +69,32 @@ def test_what_was_built_is_found_again(sources, cache, monkeypatch, capfd):
     assert [path.suffix for path in sorted(cache.iterdir())] == [".lock", ".so"]
 
 
+def test_how_far_it_is_is_told(sources, cache, monkeypatch, capfd):
+    for name in ("a", "b"):
+        (sources / f"{name}.cpp").write_text("")
+    monkeypatch.setattr(library, "_SECONDS_BETWEEN_LINES", 0.0)
+    assert load(cache).answer() == 41
+    lines = capfd.readouterr().err.splitlines()
+    assert ["compiled 1 of 3 files" in lines[1], "compiled 2 of 3 files" in lines[2]] == [True, True]
+    assert lines[0].startswith("quire: compiling the CPU kernels (portable), 3 files, with ")
+    assert lines[-1].startswith("quire: compiled the CPU kernels in ")
+    assert len(lines) == 4
+
+
+def test_a_file_that_does_not_compile_ends_the_build(sources, cache, monkeypatch):
+    for name in "abcdef":
+        (sources / f"{name}.cpp").write_text("")
+    (sources / "broken.cpp").write_text("#error broken on purpose " + "x" * 2000)  # the longest, so the first
+    compiled = []
+    real = compiler._run
+    monkeypatch.setattr(compiler, "_run", lambda command: (compiled.append(command), real(command)))
+    monkeypatch.setattr(library.os, "sched_getaffinity", lambda _: {0})
+    with pytest.raises(KernelBuildError, match="broken on purpose"):
+        load(cache)
+    assert len(compiled) < 4
+    assert list(cache.glob("*.so")) == []
+
+
 def test_other_sources_flags_or_compilers_are_built_anew(sources, cache, monkeypatch):
     assert load(cache).answer() == 41
     (sources / "tiny.cpp").write_text(TINY % 42)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,8 +62,21 @@ def find_compiler() -> Compiler:
     raise KernelBuildError(f"no C++ compiler on the PATH (looked for {', '.join(_COMPILERS)})")
 
 
-def compile_library(compiler: Compiler, sources: Sequence[Path], flags: Sequence[str], output: Path, jobs: int) -> None:
-    """Compile `sources` into the shared library `output`, `jobs` translation units at a time."""
+def compile_library(
+    compiler: Compiler,
+    sources: Sequence[Path],
+    flags: Sequence[str],
+    output: Path,
+    *,
+    jobs: int,
+    on_compiled: Callable[[int], None] | None = None,
+) -> None:
+    """Compile `sources` into the shared library `output`, `jobs` translation units at a time.
+
+    `on_compiled` is told after each how many are done.
+    """
+    # The longest first, so that none of them is left over when the other processors have nothing more to do.
+    sources = sorted(sources, key=lambda source: source.stat().st_size, reverse=True)
     with tempfile.TemporaryDirectory(prefix="quire-kernels-") as directory:
         objects = [Path(directory) / f"{source.stem}.o" for source in sources]
 
@@ -71,8 +84,14 @@ def compile_library(compiler: Compiler, sources: Sequence[Path], flags: Sequence
             _run([compiler.path, *flags, "-c", str(source), "-o", str(target)])
 
         with ThreadPoolExecutor(max_workers=max(1, min(jobs, len(sources)))) as pool:
-            # list: raises the first failure
-            list(pool.map(build, sources, objects))
+            builds = [pool.submit(build, source, target) for source, target in zip(sources, objects, strict=True)]
+            try:
+                for num_done, built in enumerate(as_completed(builds), start=1):
+                    built.result()
+                    if on_compiled is not None:
+                        on_compiled(num_done)
+            finally:  # a failure is told at once, not when all others have been compiled too
+                pool.shutdown(cancel_futures=True)
         _run([compiler.path, *flags, "-shared", *map(str, objects), "-o", str(output)])
 
 

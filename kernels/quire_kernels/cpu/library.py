@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 _PACKAGE = Path(__file__).resolve().parents[1]
 _PREBUILT = _PACKAGE / "prebuilt"
 _DIGEST_BYTES = 32
+_SECONDS_BETWEEN_LINES = 2.0
 
 
 def load_library(
@@ -125,13 +126,30 @@ def _digest(data: bytes) -> str:
 def _build(compiler: Compiler, variant: Variant, sources: Path, flags: Sequence[str], path: Path) -> None:
     """Compile into `path`. The digest of the library follows it, so that half a file is recognised."""
     started = time.perf_counter()
-    print(f"quire: compiling the CPU kernels ({variant.name}) with {compiler.path} ...", file=sys.stderr, flush=True)
     units = sorted(sources.rglob("*.cpp"))
+    text = f"quire: compiling the CPU kernels ({variant.name}), {len(units)} files, with {compiler.path} ..."
+    print(text, file=sys.stderr, flush=True)
+    told = started
+
+    def tell(num_done: int) -> None:
+        """A line every other second: nobody should take the first start for one that hangs."""
+        nonlocal told
+        now = time.perf_counter()
+        if now - told >= _SECONDS_BETWEEN_LINES and num_done < len(units):
+            told = now
+            print(
+                f"quire: compiled {num_done} of {len(units)} files of the CPU kernels, {now - started:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".building-")
     os.close(descriptor)
     temporary = Path(name)
     try:
-        compile_library(compiler, units, (*flags, f"-I{sources}"), temporary, jobs=len(os.sched_getaffinity(0)))
+        compile_library(
+            compiler, units, (*flags, f"-I{sources}"), temporary, jobs=len(os.sched_getaffinity(0)), on_compiled=tell
+        )
         content = temporary.read_bytes()
         with temporary.open("ab") as file:
             file.write(hashlib.sha256(content).digest())
