@@ -76,8 +76,8 @@ def test_each_flag_is_taken_with_a_note_or_a_setting_or_refused_with_its_reason(
         assert flag.text in message
         return
     given = parse_command_line(words)
-    assert given.settings != Settings() or len(given.notes) == 1 or flag.values
-    if not flag.setting:
+    assert given.settings != Settings() or len(given.notes) == 1 or flag.values or flag.only
+    if not flag.setting and not flag.only:
         assert given.notes[0].startswith(f"--{flag.name}")
         assert flag.text in given.notes[0]
         assert given.settings == Settings()

@@ -58,6 +58,8 @@ def translate(given: dict[str, object]) -> tuple[dict[str, object], list[str]]:
         words = _words(flag, value)
         if not _is_taken(flag, words):
             problems.append(_refusal(flag, words))
+        elif flag.only:
+            continue  # it says what is so
         elif not flag.setting:
             notes.append(f"{_spelling(flag, words)} changes nothing here: {flag.text}")
         else:
