@@ -198,8 +198,6 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_never("tool-server", "tools are run by clients"),
     *_any("enable-auto-tool-choice", "tools are used where a request brings them", "switch"),
     *_off("exclude-tools-when-tool-choice-none", "templates are given the tools that a request brings"),
-    *_never("tool-call-parser", "the format of calls is found in the chat template"),
-    *_never("reasoning-parser", "the format of thoughts is found in the chat template"),
     *_any("enable-reasoning", "thoughts are told from answers where the model has them", "switch"),
     *_never("reasoning-config", "the format of thoughts is found in the chat template", "json"),
     *_any("guided-decoding-backend", "one library computes all masks"),
