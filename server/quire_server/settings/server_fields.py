@@ -47,9 +47,7 @@ class ServerFields(BaseModel):
     max_connections: Positive = option(1024, "Limits", "open connections, further ones are answered 503")
     header_timeout: PositiveSeconds = option(10.0, "Limits", "time to send a request's head", "s")
     body_timeout: PositiveSeconds = option(30.0, "Limits", "time to send a request's body, else 408", "s")
-    strict: bool = option(
-        False, "Limits", "refuse fields without effect, such as unknown ones, instead of naming them"
-    )
+    strict: bool = option(False, "Limits", "refuse fields without effect, such as unknown ones, instead of naming them")
 
     # -- Streaming
     stream_interval: Positive = option(1, "Streaming", "tokens per streamed chunk; the first comes at once", "tokens")
