@@ -20,7 +20,7 @@ MEANING = {
     "asyncio": ("asyncio",),
     "blocks": ("quire_engine.scheduling.block_pool", "quire_engine.scheduling.kv_allocator"),
     "budgets": ("quire_engine.scheduling.step_plan",),
-    "chat templates": ("jinja2", "quire_server.text.prompt", "quire_server.text.template_process"),
+    "chat templates": ("jinja2", "quire_server.text.prompt"),
     "clocks": ("time", "datetime"),
     "devices": ("quire_kernels",),
     "distributions": ("quire_engine.execution.distribution",),

@@ -13,13 +13,16 @@ import re
 import secrets
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from quire_engine.errors import ConfigError, ModelLoadError
 from quire_server.errors import BadRequest, ContextLengthExceeded, NotReady
-from quire_server.text.template_process import ProcessDied, TemplateProcess
 from quire_server.text.tokenizer import SPECIAL_NAMES, TextTokenizer
 from quire_server.text.tool_prompt import told_of_tools
+from quire_server.text.worker_process import ProcessDied, WorkerProcess
 
+_SCRIPT = Path(__file__).with_name("template_worker.py")
+_MEMORY_BYTES = 512 * 2**20
 _NUM_PROCESSES = 2  # a render takes about a millisecond; the second keeps one slow render from holding up the rest
 _RESERVED = frozenset({
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize",
@@ -56,9 +59,12 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self._max_chars = max_chars
         self._patience = 2 * time_limit
-        processes = [TemplateProcess(source, time_limit) for _ in range(_NUM_PROCESSES)]
+        processes = [
+            WorkerProcess(_SCRIPT, {"source": source}, time_limit=time_limit, memory_bytes=_MEMORY_BYTES)
+            for _ in range(_NUM_PROCESSES)
+        ]
         self._close = weakref.finalize(self, _stop_all, processes)
-        self._idle: queue.LifoQueue[TemplateProcess] = queue.LifoQueue()
+        self._idle: queue.LifoQueue[WorkerProcess] = queue.LifoQueue()
         for process in processes:
             self._idle.put(process)
         names, words = _compiled(processes[-1])
@@ -195,7 +201,7 @@ class ChatTemplate:
         return "system" if role == "developer" and role not in self._words else role
 
 
-def _compiled(process: TemplateProcess) -> tuple[list[str], list[str]]:
+def _compiled(process: WorkerProcess) -> tuple[list[str], list[str]]:
     """Starts the process; the names that the template reads, and the words in it. Raises ModelLoadError."""
     try:
         reply = process.start()
@@ -207,7 +213,7 @@ def _compiled(process: TemplateProcess) -> tuple[list[str], list[str]]:
     return names, words
 
 
-def _stop_all(processes: Iterable[TemplateProcess]) -> None:
+def _stop_all(processes: Iterable[WorkerProcess]) -> None:
     for process in processes:
         process.stop()
 
