@@ -1,0 +1,142 @@
+"""Grammars before they reach the engine: compiled and tried in processes that can be killed, the verdicts kept.
+
+Promises: a grammar costs at most a few seconds and a bounded memory of another process, and the event loop nothing;
+what is refused is a BadRequest that says why. No process is started before the first grammar comes.
+Must not know: what a grammar is for, wire models, the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import signal
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio.to_thread
+from anyio import CapacityLimiter
+
+from quire_engine.grammar_limits import GRAMMAR_LIMITS
+from quire_server.errors import BadRequest, NotReady
+from quire_server.text.worker_process import ProcessDied, WorkerProcess
+
+_SCRIPT = Path(__file__).with_name("grammar_worker.py")
+_NUM_PROCESSES = 2
+_MEMORY_BYTES = 2**30 + 2**29
+_TIME_LIMIT = 4.0  # seconds for one grammar, half of it computing
+_PATIENCE = 2.0  # seconds that a request waits for a process
+_MAX_VERDICTS = 1024
+_MAX_VERDICT_CHARS = 2**22
+
+_OUT_OF_TIME = {signal.SIGPROF}
+_OUT_OF_MEMORY = {signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS}  # the stack's too: by too deep a nesting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """Rules in Lark, and a client's own grammar to which they refer as @client."""
+
+    rules: str
+    client: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verdict:
+    grammar: str = ""  # accepted: as the engine gets it
+    refusal: str = ""
+
+
+class GrammarCheck:
+    """Of one model. For one event loop."""
+
+    def __init__(self, tokenizer: Path, eos_token_ids: Iterable[int], *, time_limit: float = _TIME_LIMIT) -> None:
+        """`tokenizer` is the folder of the model's tokenizer.json; `time_limit` (seconds) is for each grammar."""
+        setup: Mapping[str, object] = {
+            "tokenizer": str(tokenizer / "tokenizer.json"),
+            "eos_token_ids": list(eos_token_ids),
+            "limits": GRAMMAR_LIMITS,
+        }
+        self._idle = [
+            WorkerProcess(_SCRIPT, setup, time_limit=time_limit, memory_bytes=_MEMORY_BYTES)
+            for _ in range(_NUM_PROCESSES)
+        ]
+        self._close = weakref.finalize(self, _stop_all, tuple(self._idle))
+        self._turns = asyncio.Semaphore(_NUM_PROCESSES)
+        self._threads: CapacityLimiter | None = None
+        self._verdicts = _Verdicts()
+
+    async def accept(self, grammar: Grammar, *, param: str) -> str:
+        """The text that the engine gets. Raises BadRequest, which names `param`, and NotReady."""
+        key = hashlib.sha256(json.dumps([grammar.rules, grammar.client]).encode()).digest()
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            verdict = await self._ask(grammar)
+            self._verdicts.put(key, verdict)
+        if verdict.refusal:
+            raise BadRequest(f"'{param}' cannot be enforced: {verdict.refusal}.", param=param)
+        return verdict.grammar
+
+    def close(self) -> None:
+        """Ends the processes; also done when the object or the interpreter goes away."""
+        self._close()
+
+    async def _ask(self, grammar: Grammar) -> _Verdict:
+        if self._threads is None:
+            self._threads = CapacityLimiter(_NUM_PROCESSES)
+        line = json.dumps({"rules": grammar.rules, "client": grammar.client})
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                await self._turns.acquire()
+        except TimeoutError:
+            raise _busy() from None
+        process = self._idle.pop()
+        try:
+            answer = await anyio.to_thread.run_sync(process.ask, line, limiter=self._threads)
+        except ProcessDied as died:
+            if died.signal in _OUT_OF_TIME:
+                return _Verdict(refusal="it takes too long to compile")
+            if died.signal in _OUT_OF_MEMORY:
+                return _Verdict(refusal="it takes too much memory to compile")
+            raise _busy() from died  # the machine had no time for it, or an operator ended the process
+        finally:
+            self._idle.append(process)
+            self._turns.release()
+        if "grammar" in answer:
+            return _Verdict(grammar=str(answer["grammar"]))
+        return _Verdict(refusal=str(answer["error"]).rstrip(".") or "the reason is not known")
+
+
+class _Verdicts:
+    """The last ones used, bounded in number and in text."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[bytes, _Verdict] = OrderedDict()
+        self._chars = 0
+
+    def get(self, key: bytes) -> _Verdict | None:
+        verdict = self._kept.get(key)
+        if verdict is not None:
+            self._kept.move_to_end(key)
+        return verdict
+
+    def put(self, key: bytes, verdict: _Verdict) -> None:
+        if key in self._kept:  # two requests asked at once
+            return
+        self._kept[key] = verdict
+        self._chars += len(verdict.grammar)
+        while len(self._kept) > _MAX_VERDICTS or self._chars > _MAX_VERDICT_CHARS:
+            _, dropped = self._kept.popitem(last=False)
+            self._chars -= len(dropped.grammar)
+
+
+def _busy() -> NotReady:
+    return NotReady("The processes that check grammars are busy; retry later.", retry_after_seconds=1.0)
+
+
+def _stop_all(processes: Iterable[WorkerProcess]) -> None:
+    for process in processes:
+        process.stop()

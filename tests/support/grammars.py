@@ -1,0 +1,58 @@
+"""Grammars asked in tests: whether a text is one that a model may write, with and without marks that are tokens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cache
+
+from llguidance import LLMatcher, LLTokenizer
+
+from quire_engine.demo import demo_model_path
+
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The embedded model's, and after it the marks as tokens that are not special."""
+
+    marks: tuple[str, ...] = ()
+    ids: dict[str, int] = field(default_factory=dict, compare=False)
+
+    def token_id(self, mark: str) -> int | None:
+        self.tokenizer()
+        return self.ids.get(mark)
+
+    def tokenizer(self) -> LLTokenizer:
+        return _tokenizer(self)
+
+
+@cache
+def _tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
+    described = json.loads((demo_model_path() / "tokenizer.json").read_text("utf-8"))
+    added = [token for token in described["added_tokens"] if token["content"] not in MARKS]
+    first = max([*described["model"]["vocab"].values(), *(token["id"] for token in described["added_tokens"])]) + 1
+    for token_id, mark in enumerate(vocabulary.marks, first):
+        vocabulary.ids[mark] = token_id
+        added.append({**described["added_tokens"][0], "id": token_id, "content": mark, "special": False})
+    described["added_tokens"] = added
+    return LLTokenizer(json.dumps(described))
+
+
+TOKENS = Vocabulary(marks=MARKS)
+SPELLED = Vocabulary()
+
+
+def verdict(grammar: str, text: str, vocabulary: Vocabulary = TOKENS) -> str:
+    """Says "whole", "part" of a longer text, or what is left where it breaks the grammar; masks and parser agree."""
+    tokenizer = vocabulary.tokenizer()
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = tokenizer.tokenize_str(text)
+    for position, token_id in enumerate(ids):
+        mask = matcher.compute_bitmask()
+        if not mask[token_id // 8] >> token_id % 8 & 1:
+            return tokenizer.decode_str(ids[position:])
+        assert matcher.consume_token(token_id), matcher.get_error()
+    return "whole" if matcher.is_accepting() else "part"
