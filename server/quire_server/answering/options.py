@@ -108,6 +108,7 @@ class Structure:
     kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
     value: str = ""  # the schema as JSON, the regular expression, a JSON list of texts, or the grammar's text
     param: str = "response_format"  # what the dialect calls it
+    compact: bool = False  # JSON without whitespace between its parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

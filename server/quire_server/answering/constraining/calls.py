@@ -1,0 +1,133 @@
+"""Calls of tools as rules of a grammar, written as the model's format writes them.
+
+Promises: a reply that obeys the rules is read back as calls of the tools that were offered, each with arguments that
+fulfil its schema. Must not know: HTTP, what else is in the reply.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from quire_server.answering.constraining import lark
+from quire_server.answering.constraining.schemas import SchemaRefused, check_size, reviewed
+from quire_server.answering.options import Structure, Tool, ToolOptions
+from quire_server.errors import BadRequest
+from quire_server.text.parsing.forced import FORCED
+from quire_server.text.parsing.reasoning import TokenId
+from quire_server.text.parsing.tool_format import ToolFormat
+
+MAX_RULES_CHARS = 131_072  # of all tools' schemas, without what only describes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calls:
+    """The rules, and how they begin."""
+
+    start: str
+    rules: tuple[str, ...]
+    forced: bool  # there must be a call
+
+
+def reading_format(tools: ToolOptions | None, model_format: ToolFormat | None) -> ToolFormat | None:
+    """The format in which a reply's calls are to be read: the model's own, or plain JSON where that is what is forced.
+
+    None where no call is to be expected.
+    """
+    if tools is None or not tools.tools or tools.choice == "none":
+        return None
+    if tools.choice == "auto" or (model_format is not None and model_format.writes_json):
+        return model_format
+    return FORCED
+
+
+def written_calls(
+    tools: ToolOptions | None, tool_format: ToolFormat, structure: Structure | None, token_id: TokenId
+) -> Calls | None:
+    """The rules for what a request says of its tools; None where they are free. Raises BadRequest."""
+    if tools is None or not tools.tools or tools.choice == "none":
+        return None
+    forced = tools.choice != "auto"
+    if not forced and structure is None and not any(tool.strict for tool in tools.tools):
+        return None
+    if not tool_format.writes_json:
+        raise BadRequest(
+            "Strict tools, and tools beside a structured answer, cannot be enforced in the format in which this model"
+            " writes calls; leave out 'strict', or require a call with 'tool_choice'.",
+            param="tools",
+        )
+    if not forced and structure is not None and not tool_format.opener:
+        raise BadRequest(
+            "In the format in which this model writes calls they cannot be told from a structured answer; require a"
+            f" call with 'tool_choice', or leave out the tools or '{structure.param}'.",
+            param="tools",
+        )
+    return _Writer(tools, tool_format, token_id).calls(free_text=structure is None)
+
+
+class _Writer:
+    def __init__(self, tools: ToolOptions, tool_format: ToolFormat, token_id: TokenId) -> None:
+        self._format = tool_format
+        self._token_id = token_id
+        self._tools = tools.tools
+        if tools.choice == "function":
+            self._tools = tuple(tool for tool in tools.tools if tool.name == tools.function)
+        self._is_one = tools.choice == "function" or not tools.parallel
+        self._forced = tools.choice != "auto"
+
+    def calls(self, *, free_text: bool) -> Calls:
+        rules = [f"arguments_{i}: {_arguments(tool)}" for i, tool in enumerate(self._tools)]
+        if sum(map(len, rules)) > MAX_RULES_CHARS:
+            raise BadRequest(f"The tools' parameters have more than {MAX_RULES_CHARS} characters.", param="tools")
+        begin, opener = self._format.begin, self._format.opener
+        rules.append(f"first: {self._call(begin)}")
+        more = "" if self._is_one else f" ({self._written(self._format.separator)} call)*"
+        if more:
+            rules.append(f"call: {self._call('')}")
+        end = self._written(self._format.end)
+        rules.append(f"calls: first{more} {end}".rstrip())
+        start = "calls"
+        if not self._forced and free_text:
+            if not opener:
+                start = "(TEXT? | calls)"
+                first = (begin + self._format.before_name)[0]
+                rules.append(f"TEXT: {lark.not_beginning_with(first + '{')}")
+            elif self._token_id(opener) is not None:
+                start = "TEXT? calls?"
+                rules.append(f"TEXT: {lark.without(opener)}")
+            else:
+                start = f"(TEXT? | lead opened{more} {end})"
+                rules.append(f"TEXT: {lark.without(opener)}")
+                rules.append(f"lead[lazy]: {lark.ending_in(opener)}")
+                rules.append(f"opened: {self._call(begin, without=opener)}")
+        return Calls(start=start, rules=tuple(rules), forced=self._forced)
+
+    def _call(self, begin: str, *, without: str = "") -> str:
+        """One call of any of the tools, after `begin`; the text `without` has been written already."""
+        form = self._format
+        variants = []
+        for i, tool in enumerate(self._tools):
+            name = tool.name if form.bare_name else json.dumps(tool.name, ensure_ascii=False)
+            before = f"{begin}{form.before_name}{name}{form.between_name_and_arguments}".removeprefix(without)
+            variants.append(f"{self._written(before)} arguments_{i}")
+        return f"({' | '.join(variants)}) {self._written(form.after_call)}".rstrip()
+
+    def _written(self, value: str) -> str:
+        return lark.written(value, self._format.markers, self._token_id)
+
+
+def _arguments(tool: Tool) -> str:
+    """The right side of a tool's rule for arguments; of a tool that is not strict, what of its schema can be kept."""
+    if tool.parameters is None:
+        return lark.json_value({"type": "object"})
+    try:
+        as_text = json.dumps(tool.parameters)
+        check_size(as_text)
+        schema = reviewed(json.loads(as_text), lenient=not tool.strict)
+        if schema.setdefault("type", "object") != "object":
+            raise SchemaRefused("the schema must be of an object")
+    except (SchemaRefused, ValueError, RecursionError) as refusal:
+        raise BadRequest(
+            f"The parameters of the tool {tool.name[:64]!r} cannot be enforced: {refusal}.", param="tools"
+        ) from None
+    return lark.json_value(schema, lenient=not tool.strict)

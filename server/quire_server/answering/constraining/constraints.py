@@ -1,0 +1,108 @@
+"""One grammar for one request: thoughts in front where the model may think, then the answer or calls of tools.
+
+Promises: a request gets a grammar exactly when it asks for one, and then its whole reply obeys it. Must not know: HTTP,
+the engine, how a grammar is checked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire_server.answering.constraining import lark
+from quire_server.answering.constraining.calls import Calls, written_calls
+from quire_server.answering.constraining.schemas import SchemaRefused, parsed, reviewed
+from quire_server.answering.options import GenerationOptions, Structure
+from quire_server.errors import BadRequest
+from quire_server.text.grammar_check import Grammar
+from quire_server.text.parsing.reasoning import ThinkingMarks, TokenId
+from quire_server.text.parsing.tool_format import ToolFormat
+
+_SPACE_AFTER_THOUGHTS = "/[ \\t\\r\\n]{1,8}/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thinking:
+    """What a model does before it answers: it may open a block of thoughts, or the prompt has opened it."""
+
+    marks: ThinkingMarks
+    is_open: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """A grammar, and what in the request asked for it."""
+
+    grammar: Grammar
+    param: str
+
+
+def constraint(
+    options: GenerationOptions, *, tool_format: ToolFormat | None, thinking: Thinking | None, token_id: TokenId
+) -> Constraint | None:
+    """What this request's reply must obey, if anything. `tool_format` reads its calls; None where none can be read.
+
+    Raises BadRequest for what cannot be enforced.
+    """
+    structure = options.structure
+    answer = None if structure is None else _answer(structure)
+    calls = None if tool_format is None else written_calls(options.tools, tool_format, structure, token_id)
+    if answer is None and calls is None:
+        return None
+    rules = [f"start: {_start(answer, calls, thinking, token_id)}"]
+    if thinking is not None:
+        rules += _thoughts(thinking, token_id)
+    if answer is not None and (calls is None or not calls.forced):
+        rules.append(f"answer: {answer}")
+    if calls is not None:
+        rules += calls.rules
+    is_clients = structure is not None and structure.kind == "grammar"
+    client = structure.value if structure is not None and is_clients and any("@client" in r for r in rules) else ""
+    if client and len(rules) == 2:
+        rules = ["start: @client"]
+    param = structure.param if structure is not None else "tools"
+    return Constraint(grammar=Grammar(rules="\n".join(rules), client=client), param=param)
+
+
+def _start(answer: str | None, calls: Calls | None, thinking: Thinking | None, token_id: TokenId) -> str:
+    if calls is None:
+        reply = "answer"
+    elif answer is None or calls.forced:
+        reply = calls.start
+    else:
+        reply = f"(answer | {calls.start})"
+    if thinking is None:
+        return reply
+    if thinking.is_open:
+        return f"thoughts SPACE? {reply}"
+    opened = lark.written(thinking.marks.start, [thinking.marks.start], token_id)
+    return f"({opened} thoughts SPACE?)? {reply}"
+
+
+def _thoughts(thinking: Thinking, token_id: TokenId) -> Sequence[str]:
+    """The block after its opening mark, with its closing one."""
+    end = thinking.marks.end
+    space = f"SPACE: {_SPACE_AFTER_THOUGHTS}"
+    if token_id(end) is None:
+        return [f"thoughts[lazy]: {lark.ending_in(end)}", space]
+    closed = lark.written(end, [end], token_id)
+    return [f"thoughts: THOUGHTS? {closed}", f"THOUGHTS: {lark.without(end)}", space]
+
+
+def _answer(structure: Structure) -> str:
+    """The right side of the answer's rule. Raises BadRequest."""
+    try:
+        match structure.kind:
+            case "json_object":
+                return lark.json_value({"type": "object"}, compact=structure.compact)
+            case "json_schema":
+                return lark.json_value(reviewed(parsed(structure.value)), compact=structure.compact)
+            case "regex":
+                return lark.expression(structure.value)
+            case "choice":
+                return " | ".join(lark.text(choice) for choice in json.loads(structure.value))
+            case "grammar":
+                return "@client"
+    except SchemaRefused as refusal:
+        raise BadRequest(f"'{structure.param}' cannot be enforced: {refusal}.", param=structure.param) from None

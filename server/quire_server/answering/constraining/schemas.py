@@ -1,0 +1,199 @@
+"""JSON schemas as the grammar can hold them: reviewed keyword by keyword, older spellings made new.
+
+Promises: what is returned is enforced to the letter, but for what SERVING.md lists; whatever else narrows an answer is
+refused with the place where it stands. Must not know: grammars, requests, the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TypeAlias, cast
+from urllib.parse import unquote
+
+Schema: TypeAlias = dict[str, object]
+
+MAX_SCHEMA_CHARS = 65_536
+MAX_SCHEMA_DEPTH = 64
+
+# Keywords by what stands under them. Names of properties are no keywords, and constants are no schemas.
+_ONE = ("additionalItems", "additionalProperties", "items")
+_LIST = ("allOf", "anyOf", "oneOf", "prefixItems")
+_MAP = ("$defs", "definitions", "patternProperties", "properties")
+# They narrow what is valid, and the grammar has no way to say it.
+UNSUPPORTED = (
+    "not", "if", "dependencies", "dependentRequired", "dependentSchemas", "contains", "propertyNames", "uniqueItems",
+    "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef", "extends", "disallow", "divisibleBy",
+)  # fmt: skip
+# Without effect where what they belong to is not there, and that is refused.
+_ACCESSORIES = ("then", "else", "minContains", "maxContains")
+_ANNOTATIONS = (
+    "title", "description", "default", "examples", "example", "$comment", "deprecated", "readOnly", "writeOnly",
+    "$vocabulary", "x-guidance",
+)  # fmt: skip
+# Formats of strings: those that the grammar writes, and the standard's other ones. Unknown ones are annotations.
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+UNSUPPORTED_FORMATS = (
+    "idn-email", "idn-hostname", "iri", "iri-reference", "json-pointer", "regex", "relative-json-pointer",
+    "uri-reference", "uri-template",
+)  # fmt: skip
+
+
+class SchemaRefused(Exception):
+    """Why a schema is not accepted, with the place in it."""
+
+
+def parsed(text: str) -> Schema:
+    """A schema that was sent as text. Raises SchemaRefused."""
+    check_size(text)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SchemaRefused(f"the schema is not JSON: {error}") from None
+    if value is True:
+        return {}
+    if not isinstance(value, dict):
+        raise SchemaRefused("the schema must be an object")
+    return value
+
+
+def check_size(text: str) -> None:
+    if len(text) > MAX_SCHEMA_CHARS:
+        raise SchemaRefused(f"the schema has {len(text)} characters of at most {MAX_SCHEMA_CHARS}")
+
+
+def reviewed(schema: Schema, *, lenient: bool = False) -> Schema:
+    """The schema with nothing in it that would be passed over. `schema` is changed. Raises SchemaRefused.
+
+    `lenient` drops what cannot be enforced, for whom no promise was made.
+    """
+    _Review(schema, lenient).run()
+    return schema
+
+
+class _Review:
+    def __init__(self, root: Schema, lenient: bool) -> None:
+        self._root = root
+        self._lenient = lenient
+        self._seen: set[int] = set()
+        self._references: list[tuple[str, str]] = []  # with the place where each stands
+
+    def run(self) -> None:
+        self._walk(self._root, "#", 0)
+        while self._references:
+            reference, path = self._references.pop()
+            target = self._target(reference, path)
+            if isinstance(target, dict):
+                self._walk(cast(Schema, target), reference, 0)
+            elif not isinstance(target, bool):
+                raise SchemaRefused(f"'$ref' at {path} leads to something that is no schema")
+
+    def _walk(self, schema: Schema, path: str, depth: int) -> None:
+        if id(schema) in self._seen:
+            return
+        self._seen.add(id(schema))
+        if depth > MAX_SCHEMA_DEPTH:
+            raise SchemaRefused(f"the schema is nested deeper than {MAX_SCHEMA_DEPTH} levels")
+        for name in _ANNOTATIONS:
+            schema.pop(name, None)
+        self._review_keywords(schema, path)
+        _modernise(schema, path)
+        self._review_format(schema, path)
+        reference = schema.get("$ref")
+        if reference is not None:
+            if not isinstance(reference, str) or not reference.startswith("#"):
+                raise SchemaRefused(f"'$ref' at {path} leads out of the schema; only references within it are followed")
+            if reference == "#" or reference.startswith("#/"):  # the others are anchors
+                self._references.append((reference, path))
+        for below, where in _subschemas(schema, path):
+            self._walk(below, where, depth + 1)
+
+    def _review_keywords(self, schema: Schema, path: str) -> None:
+        for name in _ACCESSORIES:
+            schema.pop(name, None)
+        for name in UNSUPPORTED:
+            if name not in schema:
+                continue
+            if not self._lenient and not _has_no_effect(name, schema[name]):
+                raise SchemaRefused(f"'{name}' at {path} is not supported")
+            del schema[name]
+        least = schema.get("minProperties")
+        required = schema.get("required")
+        named = len(required) if isinstance(required, list) else 0
+        if type(least) is int and least > max(named, 1):
+            # The names of a map's keys are free, and so may be the same one twice.
+            if not self._lenient:
+                raise SchemaRefused(f"'minProperties' at {path} is not supported beyond 1 and the required properties")
+            del schema["minProperties"]
+        if isinstance(required, bool):
+            raise SchemaRefused(f"'required' at {path} must be a list of names")
+
+    def _review_format(self, schema: Schema, path: str) -> None:
+        name = schema.get("format")
+        kind = schema.get("type", "string")
+        is_text = kind == "string" or (isinstance(kind, list) and "string" in kind)
+        if name is None or (is_text and name in FORMATS):
+            return
+        if is_text and name in UNSUPPORTED_FORMATS and not self._lenient:
+            raise SchemaRefused(f"the format '{name}' at {path} is not supported")
+        del schema["format"]
+
+    def _target(self, reference: str, path: str) -> object:
+        """What a pointer into the schema leads to."""
+        here: object = self._root
+        for step in reference.split("/")[1:]:
+            name = _unescaped(step)
+            if isinstance(here, dict) and name in here:
+                here = here[name]
+            elif isinstance(here, list) and name.isdecimal() and int(name) < len(here):
+                here = here[int(name)]
+            else:
+                raise SchemaRefused(f"'$ref' at {path} leads to {reference[:128]}, which is not there")
+        return here
+
+
+def _subschemas(schema: Schema, path: str) -> Iterator[tuple[Schema, str]]:
+    """Each schema right under this one, with its place."""
+    for name in _ONE:
+        if isinstance(below := schema.get(name), dict):
+            yield below, f"{path}/{name}"
+    for name in _LIST:
+        if isinstance(below := schema.get(name), list):
+            yield from ((each, f"{path}/{name}/{i}") for i, each in enumerate(below) if isinstance(each, dict))
+    for name in _MAP:
+        if isinstance(below := schema.get(name), dict):
+            yield from ((each, f"{path}/{name}/{key[:64]}") for key, each in below.items() if isinstance(each, dict))
+
+
+def _modernise(schema: Schema, path: str) -> None:
+    """What drafts before 2020-12 say in another way, in that draft's. The library would pass over some of it."""
+    schema.pop("$schema", None)
+    for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        if isinstance(schema.get(exclusive), bool) and schema.pop(exclusive) and bound in schema:
+            schema[exclusive] = schema.pop(bound)
+    items = schema.get("items")
+    if isinstance(items, list):
+        schema["prefixItems"] = schema.pop("items")
+        if "additionalItems" in schema:
+            schema["items"] = schema["additionalItems"]
+    schema.pop("additionalItems", None)
+    for name in _LIST:
+        if name in schema and not isinstance(schema[name], list):
+            raise SchemaRefused(f"'{name}' at {path} must be a list of schemas")
+
+
+def _has_no_effect(name: str, value: object) -> bool:
+    if name == "uniqueItems":
+        return value is False
+    if name in ("dependencies", "dependentRequired", "dependentSchemas"):
+        return value == {}
+    if name == "propertyNames":
+        return value in (True, {}, {"type": "string"})
+    if name in ("unevaluatedProperties", "unevaluatedItems"):
+        return value is True or value == {}
+    return name == "not" and value is False
+
+
+def _unescaped(step: str) -> str:
+    """A step of a JSON pointer in a URI fragment."""
+    return unquote(step).replace("~1", "/").replace("~0", "~")

@@ -1,0 +1,260 @@
+"""The grammar of a request: what may be written under it and what may not, with marks that are tokens and without."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from quire_server.answering.constraining.calls import reading_format
+from quire_server.answering.constraining.constraints import Thinking, constraint
+from quire_server.answering.options import GenerationOptions, PromptOptions, Structure, Tool, ToolOptions
+from quire_server.errors import BadRequest
+from quire_server.text.parsing.forced import FORCED
+from quire_server.text.parsing.formats import TOOL_FORMATS
+from quire_server.text.parsing.reasoning import reasoning_format
+from quire_server.text.parsing.tool_format import ToolFormat
+from support.grammars import SPELLED, TOKENS, Vocabulary, verdict
+
+HERMES = TOOL_FORMATS["hermes"]
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = Tool(name="weather", parameters=CITY, strict=True)
+SUM = Tool(name="sum", parameters={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+BOTH = (WEATHER, SUM)
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "sum", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def grammar(
+    structure: Structure | None = None,
+    tools: ToolOptions | None = None,
+    *,
+    form: ToolFormat | None = HERMES,
+    thinks: bool | None = None,
+    vocabulary: Vocabulary = TOKENS,
+) -> str | None:
+    """The rules for such a request; `thinks`: whether the prompt has opened the block, None for no thoughts."""
+    options = GenerationOptions(prompt=PromptOptions(source=["x"], param="prompt"), structure=structure, tools=tools)
+    found = constraint(
+        options,
+        tool_format=reading_format(tools, form),
+        thinking=None
+        if thinks is None
+        else Thinking(marks=reasoning_format("qwen3").marks(vocabulary.token_id), is_open=thinks),
+        token_id=vocabulary.token_id,
+    )
+    if found is None:
+        return None
+    assert found.grammar.client == "" or "@client" in found.grammar.rules
+    return found.grammar.rules
+
+
+def schema(value: object, *, compact: bool = False) -> Structure:
+    return Structure(kind="json_schema", value=json.dumps(value), compact=compact)
+
+
+def required(*tools: Tool, parallel: bool = True) -> ToolOptions:
+    return ToolOptions(tools=tools, choice="required", parallel=parallel)
+
+
+def check(
+    rules: str | None, *, whole: tuple[str, ...], wrong: tuple[str, ...], vocabulary: Vocabulary = TOKENS
+) -> None:
+    assert rules is not None
+    for text in whole:
+        assert verdict(rules, text, vocabulary) == "whole", text
+    for text in wrong:
+        assert verdict(rules, text, vocabulary) != "whole", text
+
+
+def test_without_a_wish_there_is_no_grammar():
+    assert grammar() is None
+    assert grammar(thinks=True) is None
+    assert grammar(tools=ToolOptions(tools=(SUM,))) is None
+    assert grammar(tools=ToolOptions(tools=BOTH, choice="none")) is None
+    assert grammar(tools=ToolOptions(tools=BOTH), form=None) is None
+
+
+def test_a_schema():
+    check(
+        grammar(schema(CITY)),
+        whole=('{"city":"Paris"}', '{"city": "Paris"}', '{\n    "city": "é\\n\U0001f600"\n}'),
+        wrong=("", "{}", '{"city": 1}', '{"city": "x", "y": 1}', ' {"city": "x"}', '{"city": "x"} '),
+    )
+
+
+def test_whitespace_is_bounded_and_can_be_forbidden():
+    many = '{"city":' + " " * 9 + '"x"}'
+    check(grammar(schema(CITY)), whole=('{ "city" : "x" }',), wrong=(many, '{\n\n"city": "x"}'))
+    check(grammar(schema(CITY, compact=True)), whole=('{"city":"x"}',), wrong=('{"city": "x"}',))
+
+
+def test_any_object():
+    check(grammar(Structure(kind="json_object")), whole=("{}", '{"a": [1, {"b": null}]}'), wrong=("[]", "1", '{"a"}'))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "whole", "wrong"),
+    [
+        (r"[0-9]{3}", ("123",), ("12", "1234", "a")),
+        (r"^a|b$", ("a", "b"), ("ab",)),
+        (r"a/b\/c", ("a/b/c",), ("a",)),
+        ("a\nb", ("a\nb",), ("a",)),
+        (r"\d+ \w+", ("12 é",), ("a b",)),
+        ('"[^"]*"', ('"x"',), ("x",)),
+    ],
+)
+def test_a_regular_expression(pattern: str, whole: tuple[str, ...], wrong: tuple[str, ...]):
+    check(grammar(Structure(kind="regex", value=pattern)), whole=whole, wrong=wrong)
+
+
+def test_choices():
+    odd = ['"', "\\", "\n", "\x01\x7f", "\u2028", "é", "\U0001f600", "a/b", "%json {}", "<[0]>", "yes", "yes, sir"]
+    check(grammar(Structure(kind="choice", value=json.dumps(odd))), whole=tuple(odd), wrong=("", "no", "yes,", "a"))
+
+
+def test_required_calls():
+    check(
+        grammar(tools=required(*BOTH)),
+        whole=(CALL, OTHER, f"{CALL}\n{OTHER}\n{CALL}"),
+        wrong=(
+            "",
+            "hello",
+            f"{CALL}{CALL}",
+            f"{CALL}\n",
+            CALL.replace("weather", "wether"),
+            CALL.replace('"Paris"', "1"),
+        ),
+    )
+    check(grammar(tools=required(*BOTH, parallel=False)), whole=(CALL,), wrong=(f"{CALL}\n{OTHER}",))
+
+
+def test_a_named_call_is_that_one_once():
+    named = ToolOptions(tools=BOTH, choice="function", function="sum")
+    check(grammar(tools=named), whole=(OTHER,), wrong=(CALL, f"{OTHER}\n{OTHER}"))
+
+
+@pytest.mark.parametrize("vocabulary", [TOKENS, SPELLED], ids=["tokens", "spelled"])
+def test_strict_tools_bind_calls_and_leave_other_text_free(vocabulary: Vocabulary):
+    check(
+        grammar(tools=ToolOptions(tools=BOTH), vocabulary=vocabulary),
+        whole=("", "Hello <tool> {}", CALL, f"Let me see.\n{CALL}\n{OTHER}"),
+        wrong=("<tool_call>", f"{CALL} and", f"x{CALL.replace('city', 'town')}", "<tool_call>\nhello"),
+        vocabulary=vocabulary,
+    )
+
+
+def test_strict_tools_in_a_format_without_an_opener():
+    call = '{"name": "weather", "parameters": {"city": "Paris"}}'
+    check(
+        grammar(tools=ToolOptions(tools=BOTH), form=TOOL_FORMATS["llama3_json"]),
+        whole=("", "Hello {}", call, f"{call}; {call}"),
+        wrong=("{", '{"name": "weather", "parameters": {}}', '{"a": 1}'),
+    )
+
+
+def test_strict_tools_of_a_model_that_is_told_of_them_in_words():
+    call = '[{"name": "weather", "arguments": {"city": "Paris"}}]'
+    check(
+        grammar(tools=ToolOptions(tools=BOTH), form=FORCED),
+        whole=("Hello [1] {}", call),
+        wrong=("[", '{"name": "weather", "arguments": {}}', " {", call.replace("city", "town")),
+    )
+
+
+def test_a_structured_answer_or_calls():
+    check(
+        grammar(schema({"type": "integer"}), ToolOptions(tools=BOTH)),
+        whole=("12", CALL, f"{CALL}\n{OTHER}"),
+        wrong=("", "hello", f"12{CALL}"),
+    )
+    check(grammar(schema({"type": "integer"}), required(*BOTH)), whole=(CALL,), wrong=("12",))
+
+
+def test_calls_that_cannot_be_told_from_the_answer_are_refused():
+    with pytest.raises(BadRequest, match="cannot be told from a structured answer"):
+        grammar(schema(CITY), ToolOptions(tools=BOTH), form=TOOL_FORMATS["llama3_json"])
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+def test_every_format_writes_what_it_reads(name: str):
+    form = reading_format(required(*BOTH), TOOL_FORMATS[name])
+    assert form is not None
+    calls = [("weather", '{"city":"Paris"}'), ("sum", '{"a":1}')]
+    names = [called if form.bare_name else json.dumps(called) for called, _ in calls]
+    text = form.begin + form.separator.join(
+        form.before_name + called + form.between_name_and_arguments + arguments + form.after_call
+        for called, (_, arguments) in zip(names, calls, strict=True)
+    )
+    check(grammar(tools=required(*BOTH), form=TOOL_FORMATS[name]), whole=(text + form.end,), wrong=(text[:-1], "x"))
+
+
+def test_a_format_that_is_not_json_forces_plain_json():
+    xml = TOOL_FORMATS["qwen3_coder"]
+    assert reading_format(required(SUM), xml) is FORCED
+    assert reading_format(ToolOptions(tools=BOTH), xml) is xml
+    with pytest.raises(BadRequest, match="cannot be enforced in the format"):
+        grammar(tools=ToolOptions(tools=BOTH), form=xml)
+
+
+@pytest.mark.parametrize("vocabulary", [TOKENS, SPELLED], ids=["tokens", "spelled"])
+def test_thoughts_come_first(vocabulary: Vocabulary):
+    yes = Structure(kind="choice", value='["yes"]')
+    thought = "<think>\nHm {} < </thin\n</think>\n\n"
+    check(
+        grammar(yes, thinks=False, vocabulary=vocabulary),
+        whole=("yes", f"{thought}yes", "<think></think>yes"),
+        wrong=("no", f"{thought}no", "<think>yes", f"{thought}{thought}yes", thought),
+        vocabulary=vocabulary,
+    )
+    check(
+        grammar(yes, thinks=True, vocabulary=vocabulary),
+        whole=(f"{thought.removeprefix('<think>')}yes", "</think>yes"),
+        wrong=("yes", "Hm\n", "Hm</think>no"),
+        vocabulary=vocabulary,
+    )
+
+
+def test_thoughts_before_calls():
+    check(grammar(tools=required(*BOTH), thinks=True), whole=(f"Hm\n</think>\n\n{CALL}",), wrong=(CALL,))
+
+
+def test_tools_that_are_not_strict_keep_what_can_be_kept():
+    tags = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    loose = Tool(name="set", parameters={"type": "object", "properties": {"tags": tags}, "required": ["tags"]})
+    call = CALL.replace("weather", "set").replace('{"city": "Paris"}', '{"tags": ["a"]}')
+    check(grammar(tools=required(loose)), whole=(call,), wrong=(call.replace('["a"]', "[1]"),))
+    strict = Tool(name="set", parameters=loose.parameters, strict=True)
+    with pytest.raises(
+        BadRequest, match=r"'set' cannot be enforced: 'uniqueItems' at #/properties/tags is not supported"
+    ):
+        grammar(tools=required(strict))
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}])
+def test_tools_without_parameters_take_any_object(parameters: dict[str, object] | None):
+    call = OTHER.replace('{"a": 1}', '{"b": [2]}')
+    check(
+        grammar(tools=required(Tool(name="sum", parameters=parameters))),
+        whole=(call,),
+        wrong=(call.replace("{", "[", 2),),
+    )
+
+
+def test_a_clients_grammar():
+    structure = Structure(kind="grammar", value='root ::= "a"')
+    options = GenerationOptions(prompt=PromptOptions(source=["x"], param="prompt"), structure=structure)
+    found = constraint(options, tool_format=None, thinking=None, token_id=TOKENS.token_id)
+    assert found is not None
+    assert (found.grammar.rules, found.grammar.client) == ("start: @client", 'root ::= "a"')
+
+
+def test_what_is_asked_for_is_not_changed():
+    before = json.dumps(CITY)
+    grammar(tools=required(WEATHER))
+    assert json.dumps(CITY) == before
