@@ -21,6 +21,7 @@ from quire_server.engine.engine_client import EngineClient, QueueLimits
 from quire_server.engine.supervisor import EngineState, Supervisor
 from quire_server.metrics.metrics import Metrics
 from quire_server.settings import Settings
+from quire_server.text.grammar_check import GrammarCheck
 from quire_server.text.parsing.model_formats import PLAIN, ModelFormats, model_formats
 from quire_server.text.pooling_method import PoolingMethod, pooling_method
 from quire_server.text.prompt import ChatTemplate
@@ -48,9 +49,12 @@ class ServerState:
     started: float = field(default_factory=time.time)  # seconds since the epoch
     draining: bool = False
     text: TextThreads = field(init=False)  # tokenizer and prompts, off the event loop
+    grammars: GrammarCheck = field(init=False)
 
     def __post_init__(self) -> None:
         self.text = TextThreads(self.tokenizer, self.prompts)
+        folder = Path(self.settings.tokenizer or self.settings.model_path)
+        self.grammars = GrammarCheck(folder, self.tokenizer.eos_token_ids)
 
     @property
     def max_model_len(self) -> int:

@@ -60,12 +60,9 @@ BAD = [
 
 UNSUPPORTED = {
     "suffix": "x",
-    "response_format": {"type": "json_object"},
-    "structured_outputs": {"regex": "a"},
-    "guided_json": {},
-    "guided_regex": "a",
-    "guided_choice": ["a"],
-    "guided_grammar": "root ::= a",
+    "response_format": {"type": "structural_tag", "format": {}},
+    "structured_outputs": {"structural_tag": "{}"},
+    "guided_whitespace_pattern": " *",
     "use_beam_search": True,
     "length_penalty": 2.0,
     "prompt_embeds": "AAAA",
@@ -78,7 +75,6 @@ UNSUPPORTED = {
     "chat_template": "{{ x }}",
     "logits_processors": ["x"],
     "stop_regex": "a+",
-    "json_schema": "{}",
     "thinking_token_budget": 5,
     "repetition_detection": {},
     "mm_processor_kwargs": {"a": 1},

@@ -25,6 +25,9 @@ OTHERS: dict[str, object] = {
     "truncate_prompt_tokens": 3, "truncation_side": "right",
     "skip_special_tokens": False, "spaces_between_special_tokens": False,
     "prompt_logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True,
+    "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}, "guided_json": {},
+    "guided_regex": "a", "guided_choice": ["a"], "guided_grammar": "start: /a/", "guided_json_object": True,
+    "json_schema": "{}", "regex": "a", "ebnf": 'root ::= "a"', "grammar": 'root ::= "a"',
     "priority": 1, "cache_salt": "s", "request_id": "r",
 }  # fmt: skip
 TOOLS = [{"type": "function", "function": {"name": "get_time"}}]

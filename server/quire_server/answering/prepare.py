@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from quire_engine.types import GenerationRequest
+from quire_server.answering.constraining.constraints import constraint
 from quire_server.answering.generation import TextOptions
 from quire_server.answering.infilling import infilled
 from quire_server.answering.notes import notes
 from quire_server.answering.options import Conversation, GenerationOptions
-from quire_server.answering.reading import reading
+from quire_server.answering.reading import Reading, reading
 from quire_server.answering.sampling import ModelLimits, resolve_sampling, resolve_stop, with_seed
 from quire_server.errors import BadRequest, ModelNotFound, NotReady
 from quire_server.state import ServerState
@@ -59,6 +60,7 @@ async def prepare(state: ServerState, options: GenerationOptions) -> Job:
     sampling = resolve_sampling(options, tokenizer=state.tokenizer, limits=limits)
     if how is not None:
         sampling = replace(sampling, thinking=how.thinking)
+    sampling = replace(sampling, grammar=await _grammar(state, options, how))
     requests: list[GenerationRequest] = []
     for token_ids in prompts:
         if not token_ids:
@@ -95,6 +97,17 @@ async def prepare(state: ServerState, options: GenerationOptions) -> Job:
         ),
         headers=_headers(state, options, min(request.stop.max_new_tokens for request in requests)),
     )
+
+
+async def _grammar(state: ServerState, options: GenerationOptions, how: Reading | None) -> str:
+    """What the whole reply must obey, compiled once already; empty: nothing. Raises BadRequest."""
+    asked = constraint(
+        options,
+        tool_format=None if how is None else how.call_format,
+        thinking=None if how is None else how.thoughts,
+        token_id=state.tokenizer.token_id,
+    )
+    return "" if asked is None else await state.grammars.accept(asked.grammar, param=asked.param)
 
 
 async def _encode_prompts(

@@ -9,10 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire_engine.types import ThinkingParams
+from quire_server.answering.constraining.calls import reading_format
+from quire_server.answering.constraining.constraints import Thinking
 from quire_server.answering.options import Conversation, GenerationOptions
 from quire_server.state import ServerState
 from quire_server.text.parsing.forced import FORCED
 from quire_server.text.parsing.reply_parser import ReplyParser
+from quire_server.text.parsing.tool_format import ToolFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +26,8 @@ class Reading:
     shown_ids: frozenset[int]  # special tokens that the parser has to see
     is_thinking_open: bool  # the prompt's end has opened the block
     thinking: ThinkingParams | None = None  # None: as long as the model likes
+    call_format: ToolFormat | None = None  # None: nothing is a call
+    thoughts: Thinking | None = None  # that may come before the answer
 
 
 def reading(state: ServerState, options: GenerationOptions, prompt: str) -> Reading | None:
@@ -36,7 +41,7 @@ def reading(state: ServerState, options: GenerationOptions, prompt: str) -> Read
     formats = state.formats
     call_format = None
     if may_call:  # a model that is told of tools in words writes the calls that the words ask for
-        call_format = formats.calls if state.shows_tools else FORCED
+        call_format = reading_format(tools, formats.calls if state.shows_tools else FORCED)
 
     def new_parser() -> ReplyParser:
         return ReplyParser(
@@ -52,6 +57,11 @@ def reading(state: ServerState, options: GenerationOptions, prompt: str) -> Read
         shown_ids=formats.shown_ids(reads_calls=call_format is formats.calls),
         is_thinking_open=is_open,
         thinking=_budget(state, options, is_open=is_open),
+        call_format=call_format,
+        # A block that the prompt has closed already is not opened again.
+        thoughts=None
+        if marks is None or prompt.rstrip().endswith(marks.end)
+        else Thinking(marks=marks, is_open=is_open),
     )
 
 

@@ -12,10 +12,11 @@ from pydantic import Field, model_validator
 
 from quire_server.answering.options import Conversation, GenerationOptions, ReasoningOptions, ToolOptions
 from quire_server.errors import BadRequest
-from quire_server.wire.common import GenerationFields, LogprobCount, TokenCount, WireModel
+from quire_server.wire.common import LogprobCount, TokenCount, WireModel
 from quire_server.wire.extras import review_extras
 from quire_server.wire.options import generation_options, review
 from quire_server.wire.reply import FinishedBecause, PromptLogprobs, ReplyModel, UsageInfo
+from quire_server.wire.structure import StructuredFields
 from quire_server.wire.tools import ToolChoice, ToolDefinition, Tools, tool_options
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -82,7 +83,7 @@ class Message(WireModel):
         return message
 
 
-class ChatCompletionRequest(GenerationFields):
+class ChatCompletionRequest(StructuredFields):
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: TokenCount | None = Field(None, description="wins over max_tokens")
     logprobs: bool | None = None

@@ -18,18 +18,18 @@ from quire_server.wire.common import (
     MAX_LOGPROBS,
     MAX_PROMPTS,
     MAX_SEQUENCES,
-    GenerationFields,
     LogprobCount,
 )
 from quire_server.wire.options import generation_options, review
 from quire_server.wire.prompts import Prompts, one_or_many
 from quire_server.wire.reply import FinishedBecause, PromptLogprobs, ReplyModel, UsageInfo
+from quire_server.wire.structure import StructuredFields
 
 _DEFAULT_MAX_TOKENS = 16  # what OpenAI's completions generate when not told
 _check_prompt, _prompt_schema = one_or_many(MAX_PROMPTS, "prompts")
 
 
-class CompletionRequest(GenerationFields):
+class CompletionRequest(StructuredFields):
     prompt: Annotated[Prompts, _check_prompt, _prompt_schema]
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
         None, description="so many are generated, and the n likeliest returned; the usage counts all; not streamed"

@@ -20,11 +20,11 @@ from quire_server.answering.options import (
     ToolOptions,
 )
 from quire_server.errors import BadRequest
-from quire_server.wire.common import GenerationFields
 from quire_server.wire.extras import review_extras
+from quire_server.wire.structure import StructuredFields
 
 
-def review(fields: GenerationFields) -> list[str]:
+def review(fields: StructuredFields) -> list[str]:
     """The names of fields without effect. Raises BadRequest for fields and combinations that are not supported."""
     spaces = {"spaces_between_special_tokens": fields.spaces_between_special_tokens}
     ignored = review_extras(spaces | (fields.model_extra or {}))
@@ -36,13 +36,14 @@ def review(fields: GenerationFields) -> list[str]:
         ignored += [f"stream_options.{name}" for name in review_extras(obfuscation | (stream.model_extra or {}))]
         if stream.include_usage is False and stream.continuous_usage_stats:
             ignored.append("stream_options.continuous_usage_stats")
+    ignored += fields.ignored_structure_fields()
     if fields.stream and fields.prompt_logprobs is not None:
         raise BadRequest("'prompt_logprobs' cannot be streamed.", param="prompt_logprobs")
     return ignored
 
 
 def generation_options(
-    fields: GenerationFields,
+    fields: StructuredFields,
     *,
     source: Conversation | Sequence[str | Sequence[int]],
     source_param: str,
@@ -110,6 +111,7 @@ def generation_options(
             and stream.include_usage is not False,
             **_given(skip_special_tokens=fields.skip_special_tokens),
         ),
+        structure=fields.structure(),
         reasoning=reasoning,
         tools=tools,
         model=fields.model,
