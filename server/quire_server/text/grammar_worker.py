@@ -105,6 +105,8 @@ def _reason(message: str) -> str:
     lines = [line for line in message.splitlines() if not re.match(r"\s*(\d+ \||\^)", line) and line.strip()]
     text = " ".join(" ".join(lines).replace("<non-verbose/>", "").split())
     text = re.sub(r"^at \d+\(\d+\): ", "", text).removeprefix("failed to compile JSON schema: ")
+    if text.startswith("oneOf constraints"):
+        text = "'oneOf' is not supported where no type, constant or required property tells its schemas apart"
     if text.startswith(("lexer error: too many", "Parser Error: Current row")):
         text = f"it is too complex ({text})"
     return text[:_MAX_MESSAGE_CHARS]
