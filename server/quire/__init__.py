@@ -6,7 +6,7 @@ Must not know: torch, which the engine process alone loads.
 
 from quire.llm import LLM
 from quire.outputs import CompletionOutput, Logprob, RequestOutput
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import GuidedDecodingParams, SamplingParams, StructuredOutputsParams
 from quire.vectors import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput
 
 __all__ = [
@@ -14,9 +14,11 @@ __all__ = [
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "GuidedDecodingParams",
     "Logprob",
     "RequestOutput",
     "SamplingParams",
     "ScoringOutput",
     "ScoringRequestOutput",
+    "StructuredOutputsParams",
 ]

@@ -16,6 +16,21 @@ from quire_server.wire.completions import CompletionRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What the text of each continuation must be: exactly one of these."""
+
+    json: Mapping[str, object] | str | None = None  # a JSON schema, or its text
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None  # in Lark, or in EBNF as xgrammar and llama.cpp have it
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False  # of JSON: none between its parts
+
+
+GuidedDecodingParams = StructuredOutputsParams  # the older name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How continuations are chosen and where they end. Raises ValueError for values that are not supported.
 
@@ -44,6 +59,8 @@ class SamplingParams:
     logprob_token_ids: Sequence[int] | None = None  # theirs too; implies logprobs
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
+    guided_decoding: GuidedDecodingParams | None = None  # the older name of structured_outputs
     truncate_prompt_tokens: int | None = None  # keep only the prompt's last ones; -1: what leaves room for the answer
 
     def __post_init__(self) -> None:
@@ -55,6 +72,10 @@ class SamplingParams:
     def options(self) -> GenerationOptions:
         """The neutral request of these parameters, its prompt still to be put in. Raises BadRequest."""
         request = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+        if older := request.pop("guided_decoding"):
+            if request["structured_outputs"] is not None:
+                raise BadRequest("'guided_decoding' is the older name of 'structured_outputs'; give one.")
+            request["structured_outputs"] = older
         options = validate(CompletionRequest, {"prompt": "", **request}).options()
         # Completions generate 16 tokens when not told; here that is the default, and None says "all that fits".
         return replace(options, stop=replace(options.stop, default_max_tokens=None))
@@ -62,6 +83,8 @@ class SamplingParams:
 
 def _plain(value: object) -> object:
     """A value as JSON would bring it."""
+    if isinstance(value, StructuredOutputsParams):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): item for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -28,7 +28,6 @@ ONLY_IN = {
     "tokenizers": ("quire_server.text",),
     "transformers": ("quire_engine.tools",),
     "jinja2": ("quire_server.text",),
-    "llguidance": ("quire_engine.execution", "quire_server.text.grammar_worker"),
     "msgspec": ("quire_server", "quire_bench", "quire_engine.process"),
     "torch": ("quire_engine.execution", "quire_engine.tools", "quire_engine.build", "quire_kernels"),
     "safetensors": ("quire_engine.execution",),

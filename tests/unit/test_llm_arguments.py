@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM, GuidedDecodingParams, SamplingParams, StructuredOutputsParams
 from quire.engine_settings import ARGUMENTS, engine_settings
 from quire.prompts import completions, conversation_list, params_for, prompt_list
 from quire_server.answering.options import SamplingOptions
@@ -29,7 +29,7 @@ def test_defaults_are_vllms() -> None:
 
 def test_every_parameter_is_a_field_of_a_request() -> None:
     """One that were not would pass through the request model unseen."""
-    assert {field.name for field in fields(SamplingParams)} <= set(CompletionRequest.model_fields)
+    assert {field.name for field in fields(SamplingParams)} - {"guided_decoding"} <= set(CompletionRequest.model_fields)
 
 
 @pytest.mark.parametrize(
@@ -169,3 +169,33 @@ def test_the_import_is_light() -> None:
     check = "import quire, sys; print({'torch', 'rich', 'uvicorn'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "value"),
+    [
+        ({"json": {"type": "object"}}, "json_schema", '{"type": "object"}'),
+        ({"json": "{}"}, "json_schema", "{}"),
+        ({"regex": "a+"}, "regex", "a+"),
+        ({"choice": ("a", "b")}, "choice", '["a", "b"]'),
+        ({"grammar": "start: /a/"}, "grammar", "start: /a/"),
+        ({"json_object": True, "disable_any_whitespace": True}, "json_object", ""),
+    ],
+)
+@pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding"])
+def test_structured_outputs(name, asked, kind, value):
+    structure = SamplingParams(**{name: StructuredOutputsParams(**asked)}).options().structure
+    assert structure is not None
+    assert (structure.kind, structure.value) == (kind, value)
+    assert structure.compact == ("disable_any_whitespace" in asked)
+
+
+def test_structured_outputs_are_checked():
+    with pytest.raises(ValueError, match="exactly one"):
+        SamplingParams(structured_outputs=StructuredOutputsParams())
+    with pytest.raises(ValueError, match="exactly one"):
+        SamplingParams(structured_outputs=StructuredOutputsParams(regex="a", choice=["a"]))
+    with pytest.raises(ValueError, match="older name"):
+        SamplingParams(
+            structured_outputs=StructuredOutputsParams(regex="a"), guided_decoding=GuidedDecodingParams(regex="a")
+        )
