@@ -5,13 +5,13 @@ BIN := $(VENV)/bin
 ARGS ?=
 CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 
-.PHONY: serve test test-e2e client-test image-test gpu-test gpu-bench kernel-sim emulated-test check format bench clean
+.PHONY: serve test schema-test test-e2e client-test image-test gpu-test gpu-bench kernel-sim emulated-test check format bench clean
 
 serve: $(VENV)/.serve
 	$(BIN)/quire serve $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not e2e and not gpu and not sim and not image" $(ARGS)
+	$(BIN)/python -m pytest -m "not e2e and not gpu and not sim and not image and not schemas" $(ARGS)
 
 test-e2e: $(VENV)/.dev
 	PYTHON=$(BIN)/python tests/e2e/peers.sh
@@ -32,6 +32,10 @@ client-test: $(VENV)/.serve .venv-clients/.complete
 # Both images from nothing, as root, with buildah: ten minutes on two cores, which is why CI leaves it out.
 image-test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m image tests/e2e/test_image.py -s $(ARGS)
+
+# More than 500 outputs of the embedded model under real JSON schemas, held against a validator: some minutes.
+schema-test: $(VENV)/.dev
+	$(BIN)/python -m pytest -m schemas tests/model/test_structured_outputs.py -s $(ARGS)
 
 # On a machine with a GPU, without installing anything: GPU_PYTHON needs torch, triton, transformers and pytest.
 # Under nine minutes each.

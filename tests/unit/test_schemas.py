@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -162,3 +164,13 @@ def test_lenient_drops_what_cannot_be_enforced():
     assert reviewed(schema, lenient=True) == {"properties": {"a": {"type": "array"}, "b": {}}}
     with pytest.raises(SchemaRefused):
         reviewed({"$ref": "#/nowhere"}, lenient=True)
+
+
+def test_serving_lists_what_is_refused():
+    serving = (Path(__file__).parents[2] / "SERVING.md").read_text("utf-8")
+    section = serving.split("\n## Structured output\n")[1].split("\n## ")[0]
+    rows = [row.split(" | ") for row in section.splitlines() if row.startswith("| ")]
+    by_first = {tuple(re.findall(r"`([^`]+)`", what)): outcome for what, outcome in rows}
+    assert by_first[UNSUPPORTED].startswith("refused")
+    assert by_first[UNSUPPORTED_FORMATS].startswith("refused")
+    assert by_first[FORMATS].startswith("enforced")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
+from quire_server.answering.constraining.calls import MAX_RULES_CHARS
+from quire_server.answering.constraining.schemas import MAX_SCHEMA_CHARS, MAX_SCHEMA_DEPTH
 from quire_server.answering.options import Structure
 from quire_server.errors import BadRequest
 from quire_server.http.body import validate
@@ -135,3 +138,12 @@ def test_two_wishes_are_refused(fields: dict[str, object]):
     with pytest.raises(BadRequest, match="both say what the answer must be") as refused:
         asked(**fields)
     assert refused.value.param == list(fields)[1]
+
+
+def test_serving_says_the_bounds():
+    serving = (Path(__file__).parents[2] / "SERVING.md").read_text("utf-8")
+    assert MAX_GRAMMAR_CHARS == MAX_SCHEMA_CHARS
+    bounds = f"{MAX_GRAMMAR_CHARS} characters; {MAX_REGEX_CHARS}; {MAX_STRUCTURE_CHOICES}"
+    assert f"| a JSON schema or grammar; a regular expression; choices | {bounds} | 400 |" in serving
+    assert f"without what only describes | {MAX_RULES_CHARS} characters | 400 |" in serving
+    assert f"| depth of a JSON schema | {MAX_SCHEMA_DEPTH} | 400 |" in serving

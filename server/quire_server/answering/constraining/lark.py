@@ -14,7 +14,7 @@ from quire_server.text.parsing.reasoning import TokenId
 
 # Between the parts of a JSON value: a space, or a line's end and what indents the next line. What is not bounded models
 # fill with blanks for ever.
-_WHITESPACE = r" |\r?\n[ \t]{0,40}"
+_WHITESPACE = r" |\r?\n[ \t]{0,16}"
 _ANY_TEXT = "/(?s:.*)/"
 
 
