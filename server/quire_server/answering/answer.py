@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Protocol
 
 from fastapi import Request
@@ -45,8 +45,17 @@ class MakeRenderer(Protocol):
     def __call__(self, head: ReplyHead, job: Job, generation: Generation, *, tokenizer: TextTokenizer) -> Renderer: ...
 
 
-async def answer(request: Request, options: GenerationOptions, renderer: MakeRenderer) -> Response:
-    """The reply, whole or streamed. Raises BadRequest, ContextLengthExceeded, QueueFull, EngineFailed, ClientGone."""
+async def answer(
+    request: Request,
+    options: GenerationOptions,
+    renderer: MakeRenderer,
+    *,
+    gather: Callable[[Generation], Coroutine[object, object, list[ChoiceDelta]]] = collect,
+) -> Response:
+    """The reply, whole or streamed; `gather` makes the deltas that a whole one is rendered from.
+
+    Raises BadRequest, ContextLengthExceeded, QueueFull, EngineFailed, ClientGone.
+    """
     state = state_of(request)
     job = await prepare(state, options)
     request_id = request.scope["state"]["request_id"]
@@ -71,7 +80,7 @@ async def answer(request: Request, options: GenerationOptions, renderer: MakeRen
             headers=job.headers,
             keep_alive_seconds=state.settings.sse_keep_alive_interval,
         )
-    choices = await unless_client_gone(request, collect(generation))
+    choices = await unless_client_gone(request, gather(generation))
     if options.reply.keep_best is not None:
         choices = likeliest(choices, options.reply.keep_best)
     return Response(rendering.body(choices), media_type="application/json", headers=job.headers)

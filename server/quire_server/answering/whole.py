@@ -14,6 +14,12 @@ from quire_server.answering.generation import ChoiceDelta, Generation
 from quire_server.text.logprobs import finite
 
 
+async def in_order(generation: Generation) -> list[ChoiceDelta]:
+    """Every delta as it came, for replies in which what came first stands first."""
+    async with aclosing(generation.deltas()) as wakes:
+        return [delta async for deltas in wakes for delta in deltas]
+
+
 async def collect(generation: Generation) -> list[ChoiceDelta]:
     """Every choice whole, in order of their index."""
     whole: dict[int, ChoiceDelta] = {}
