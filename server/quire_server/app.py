@@ -20,7 +20,9 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
 
+from quire_server.answering.responses.store import ResponseStore
 from quire_server.errors import (
     ApiError,
     BadRequest,
@@ -33,7 +35,7 @@ from quire_server.errors import (
 from quire_server.http import openapi
 from quire_server.http.guard import PUBLIC_PATHS, Guard, KeyAuth, Reply, RequestLimits
 from quire_server.metrics.metrics import Metrics
-from quire_server.routes import chat, completions, embeddings, health, infill, metrics, models, pages, tokens
+from quire_server.routes import chat, completions, embeddings, health, infill, metrics, models, pages, responses, tokens
 from quire_server.routes.elsewhere import advice
 from quire_server.state import ServerState
 
@@ -42,6 +44,7 @@ ROUTERS = (
     chat.router,
     embeddings.router,
     infill.router,
+    responses.router,
     models.router,
     tokens.router,
     health.router,
@@ -74,6 +77,9 @@ def create_app(state: ServerState) -> FastAPI:
         redoc_url=None,
     )
     app.state.quire = state
+    app.state.responses = ResponseStore(
+        max_responses=state.settings.response_store_size, max_bytes=state.settings.response_store_bytes
+    )
     for router in ROUTERS:
         app.include_router(router)
     _handle_errors(app)
@@ -94,6 +100,8 @@ async def watch_event_loop(metrics: Metrics) -> None:
 def _handle_errors(app: FastAPI) -> None:
     async def reply(request: Request, error: Exception) -> Response:
         api_error = _api_error(error, request.scope["path"].removeprefix(request.scope["root_path"]))
+        if isinstance(api_error, MethodNotAllowed):
+            api_error.headers["Allow"] = _methods_of(request) or api_error.headers.get("Allow", "")
         return JSONResponse(error_body(api_error), api_error.status, api_error.headers)
 
     for kind in (ApiError, RequestValidationError, HTTPException, ClientDisconnect):
@@ -113,6 +121,13 @@ def _api_error(error: Exception, path: str) -> ApiError:
         case HTTPException(status_code=MethodNotAllowed.status):
             return MethodNotAllowed("This route does not have that method.", headers=error.headers)
     return internal_error()
+
+
+def _methods_of(request: Request) -> str:
+    """What the path can be asked with: the framework names the methods of the first route with this path only."""
+    routes = [route for router in ROUTERS for route in router.routes if isinstance(route, Route)]
+    methods = [route.methods or () for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return ", ".join(sorted({method for each in methods for method in each}))
 
 
 def _document(app: FastAPI, *, needs_key: bool) -> None:

@@ -99,6 +99,14 @@ class ModelNotFound(ApiError):
         super().__init__(f"The model '{model[:96]}' does not exist.", param="model")
 
 
+class ResponseNotFound(ApiError):
+    """404: no response or item of that id is stored for this key."""
+
+    status = 404
+    type = "invalid_request_error"
+    default_code = "response_not_found"
+
+
 class MethodNotAllowed(ApiError):
     """405: the path exists, the method does not."""
 

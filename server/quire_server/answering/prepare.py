@@ -110,6 +110,16 @@ async def _grammar(state: ServerState, options: GenerationOptions, how: Reading 
     return "" if asked is None else await state.grammars.accept(asked.grammar, param=asked.param)
 
 
+async def count_prompt_tokens(state: ServerState, options: GenerationOptions) -> int:
+    """Of all prompts, whether they fit or not. Raises BadRequest."""
+    limits = ModelLimits.of(state.client.plan, state.tokenizer, state.settings.max_logprobs)
+    source = options.prompt.source
+    if isinstance(source, Conversation):
+        source = [await _render(state, source, options)]
+    prompts, _ = await _encode_prompts(state, source, options, limits)
+    return sum(len(token_ids) for token_ids in prompts)
+
+
 async def _encode_prompts(
     state: ServerState, source: Sequence[str | Sequence[int]], options: GenerationOptions, limits: ModelLimits
 ) -> tuple[list[Sequence[int]], list[str]]:

@@ -185,16 +185,18 @@ class KeyAuth:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._public:
-            name = self._name(scope["headers"])
-            if name is None:
+            key = self._known_key(scope["headers"])
+            if key is None:
                 await send_error(Unauthorized(), scope, receive, send)
                 return
-            scope.setdefault("state", {})["key_name"] = name
+            digest, name = key
+            # Whose request it is, without the key.
+            scope.setdefault("state", {}).update(key_name=name, key_digest=digest.hex())
         await self._app(scope, receive, send)
 
-    def _name(self, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-        """The name of the key that was brought, which may be empty; None without a key of ours."""
-        found = [name for key in _brought(headers) for digest, name in self._known if _is_key(key, digest)]
+    def _known_key(self, headers: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, str] | None:
+        """The digest and the name, which may be empty, of the key that was brought; None without a key of ours."""
+        found = [known for key in _brought(headers) for known in self._known if _is_key(key, known[0])]
         return found[0] if found else None
 
 

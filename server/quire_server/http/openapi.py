@@ -100,8 +100,10 @@ def error_response(error: type[ApiError]) -> Document:
     return response
 
 
-def generation_responses(whole: type[BaseModel], chunk: type[BaseModel]) -> dict[int | str, Document]:
-    """The OpenAPI responses object of a reply that comes whole or as a stream of chunks."""
+def generation_responses(
+    whole: type[BaseModel], chunk: type[BaseModel], *, ending: str = "[DONE]"
+) -> dict[int | str, Document]:
+    """The OpenAPI responses object of a reply that comes whole or as a stream of chunks, of which `ending` is last."""
     schema = chunk.model_json_schema(mode="serialization")
     stream = {"schema": _inlined(schema, schema.get("$defs", {}))}
     headers = {
@@ -115,7 +117,7 @@ def generation_responses(whole: type[BaseModel], chunk: type[BaseModel]) -> dict
     return {
         200: {
             "model": whole,
-            "description": "the whole reply; with 'stream', events of which each holds one chunk, then [DONE]",
+            "description": f"the whole reply; with 'stream', events of which each holds one chunk, then {ending}",
             "content": {"text/event-stream": stream},
             "headers": headers,
         }

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions.
+"""POST /v1/chat/completions, and how many tokens its prompt would have.
 
 Promises: every check that a 400 can come from happens before anything is queued.
 Must not know: how tokens are made, how templates are rendered, sockets.
@@ -13,11 +13,12 @@ from fastapi.responses import Response
 
 from quire_server.answering.answer import answer
 from quire_server.answering.chat_rendering import ChatRenderer
-from quire_server.answering.prepare import admit
+from quire_server.answering.prepare import admit, count_prompt_tokens
 from quire_server.http.body import json_body
 from quire_server.http.openapi import generation_responses
 from quire_server.state import state_of
 from quire_server.wire.chat import ChatCompletionChunk, ChatCompletionRequest, ChatCompletionResponse
+from quire_server.wire.responses.reply import InputTokens
 
 router = APIRouter(tags=["generation"])
 
@@ -32,3 +33,12 @@ Body = Annotated[ChatCompletionRequest, json_body(ChatCompletionRequest)]
 async def create_chat_completion(body: Body, request: Request) -> Response:
     admit(state_of(request), body.model)
     return await answer(request, body.options(), ChatRenderer)
+
+
+@router.post("/v1/chat/completions/input_tokens")
+async def count_input_tokens(body: Body, request: Request) -> InputTokens:
+    """How many tokens the prompt of such a completion would have; nothing is generated."""
+    state = state_of(request)
+    admit(state, body.model)
+    count = await count_prompt_tokens(state, body.options())
+    return InputTokens(object="response.input_tokens", input_tokens=count)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 COMPLETIONS, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
-EMBEDDINGS = "/v1/embeddings"
+EMBEDDINGS, RESPONSES = "/v1/embeddings", "/v1/responses"
 
 # By the path without a slash at its end.
 _ELSEWHERE = {
@@ -27,6 +27,7 @@ _ELSEWHERE = {
         ),
         CHAT,
     ),
+    **dict.fromkeys(("/responses", "/v1/response", "/api/responses", "/openai/v1/responses"), RESPONSES),
     **dict.fromkeys(("/models", "/api/models", "/api/tags", "/v1/engines", "/get_model_info", "/model_info"), MODELS),
     **dict.fromkeys(
         ("/embeddings", "/embedding", "/v1/embedding", "/embed", "/api/embeddings", "/api/embed"), EMBEDDINGS

@@ -48,6 +48,10 @@ class ServerFields(BaseModel):
     header_timeout: PositiveSeconds = option(10.0, "Limits", "time to send a request's head", "s")
     body_timeout: PositiveSeconds = option(30.0, "Limits", "time to send a request's body, else 408", "s")
     strict: bool = option(False, "Limits", "refuse fields without effect, such as unknown ones, instead of naming them")
+    response_store_size: Annotated[int, Field(ge=0)] = option(
+        1024, "Limits", "past responses of /v1/responses kept to be read and continued; 0 keeps none"
+    )
+    response_store_bytes: Size = option(64 * 2**20, "Limits", "memory for them; the longest unused go first", "bytes")
 
     # -- Streaming
     stream_interval: Positive = option(1, "Streaming", "tokens per streamed chunk; the first comes at once", "tokens")
