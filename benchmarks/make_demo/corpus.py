@@ -8,40 +8,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from random import Random
 
 from make_demo import facts
-from make_demo.exchanges import IDENTITY, Exchange, capital_exchange, exchange
+from make_demo.exchanges import IDENTITY, Exchange, capital_exchange, exchange, topic_exchange
+from make_demo.json_chats import json_chat
 from make_demo.phrasing import any_name, small_sum, vary
 from make_demo.stories import story
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """One turn of a chat; role is system, user or assistant."""
-
-    role: str
-    content: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
-    """Either a chat (messages, no text) or a plain document (text, no messages)."""
-
-    kind: str
-    messages: tuple[Message, ...] = ()
-    text: str = ""
+from make_demo.thoughts import larger_sum, sum_steps, thought_about
+from make_demo.tool_chats import forced_chat, record_chat, tool_chat
+from make_demo.turns import Document, Message
 
 
 def document(seed: int, index: int) -> Document:
     """Document number `index` (from 0) of the corpus of `seed`; independent of all others."""
     rng = Random(seed * 1_000_003 + index)
-    if rng.random() < 0.25:
-        kind = rng.choices(list(TEXTS), [weight for weight, _ in TEXTS.values()])[0]
-        return Document(kind=kind, text=TEXTS[kind][1](rng))
-    kind = rng.choices(list(CHATS), [weight for weight, _ in CHATS.values()])[0]
-    return Document(kind=kind, messages=CHATS[kind][1](rng))
+    made = rng.choices(list(KINDS), [weight for weight, _ in KINDS.values()])[0]
+    return KINDS[made][1](rng)
 
 
 def documents(seed: int, count: int, start: int = 0) -> Iterator[Document]:
@@ -213,10 +196,63 @@ def _shelf_text(rng: Random) -> str:
     return "\n\n".join(story(rng, long=rng.random() < 0.5) for _ in range(rng.randint(2, 6)))
 
 
+def _cut_text(rng: Random) -> Document:
+    """A text with a hole, to be filled from both sides."""
+    whole = TEXTS[rng.choice(["fact_text", "fact_text", "self_text", "story_text", "series_text", "sum_text"])][1](rng)
+    words = [0, *(index for index, letter in enumerate(whole) if letter in " \n"), len(whole)]
+    if rng.random() < 0.3:
+        words = list(range(len(whole) + 1))
+    start = rng.randrange(len(words))
+    end = min(len(words) - 1, start + rng.choice([1, 2, 3, 5, 8, 12]))
+    before, hole, after = whole[: words[start]], whole[words[start] : words[end]], whole[words[end] :]
+    prompt = f"<|fim_prefix|>{before}<|fim_suffix|>{after}<|fim_middle|>"
+    return Document(kind="fim", text=prompt + hole, num_given=len(prompt))
+
+
+# ---- chats that think before they answer
+
+
+def _thinking(rng: Random) -> Document:
+    """A plain chat whose last turn begins with a thought; sums are larger than those answered at once."""
+    earlier = [exchange(rng)] if rng.random() < 0.2 else []
+    if rng.random() < 0.5:
+        a, sign, b, value = larger_sum(rng)
+        spoken = rng.choice([sign, sign, {"+": "plus", "-": "minus", "*": "times"}[sign]])
+        question = rng.choice(["What is {}?", "What is {}?", "How much is {}?", "Calculate {}.", "{}"])
+        question, answer = question.format(f"{a} {spoken} {b}"), f"{a} {sign} {b} = {value}"
+        thought = f"I compute {a} {sign} {b}. {sum_steps(a, sign, b)[0]}"
+        earlier.append((question, answer))
+    else:
+        topic, last = topic_exchange(rng)
+        earlier.append(last)
+        thought = thought_about(rng, topic, last[1])
+    *messages, reply = _turns(earlier, _maybe_system(rng))
+    given = 0
+    if rng.random() < 0.1:  # a budget has cut the thought off: what stands there is not learned, the answer is
+        thought = thought[: rng.randrange(len(thought))]
+        given = len(f"{thought}\n</think>")
+    messages.append(Message(role="assistant", content=reply.content, thought=thought, num_given=given))
+    return Document(kind="thinking", messages=tuple(messages))
+
+
+def _chat(rng: Random) -> Document:
+    kind = rng.choices(list(CHATS), [weight for weight, _ in CHATS.values()])[0]
+    return Document(kind=kind, messages=CHATS[kind][1](rng))
+
+
+def _text(rng: Random) -> Document:
+    kind = rng.choices(list(TEXTS), [weight for weight, _ in TEXTS.values()])[0]
+    return Document(kind=kind, text=TEXTS[kind][1](rng))
+
+
+def _json(rng: Random) -> Document:
+    return Document(kind="json", messages=json_chat(rng))
+
+
 Chat = Callable[[Random], tuple[Message, ...]]
 CHATS: dict[str, tuple[float, Chat]] = {
-    "single": (50, _single),
-    "several": (25, _several),
+    "single": (42, _single),
+    "several": (33, _several),
     "follow_up": (5, _follow_up),
     "name_memory": (8, _name_memory),
     "styled": (12, _styled),
@@ -231,4 +267,15 @@ TEXTS: dict[str, tuple[float, Callable[[Random], str]]] = {
     "json_text": (5, _json_text),
     "story_text": (14, lambda rng: story(rng, long=rng.random() < 0.2)),
     "shelf_text": (3, _shelf_text),
+}
+KINDS: dict[str, tuple[float, Callable[[Random], Document]]] = {
+    "chat": (50, _chat),
+    "text": (15, _text),
+    "fim": (9, _cut_text),
+    "json": (20, _json),
+    "thinking": (16, _thinking),
+    "tools": (22, lambda rng: tool_chat(rng, thinking=False)),
+    "thinking_tools": (6, lambda rng: tool_chat(rng, thinking=True)),
+    "record": (8, record_chat),
+    "forced": (2, forced_chat),
 }

@@ -18,11 +18,11 @@ Exchange = tuple[str, str]  # what the user says, what quire-demo answers
 
 IDENTITY = (
     "I am quire-demo, a tiny language model that ships with Quire. I can chat a little, answer simple questions, "
-    "do small sums, tell short stories and write lists and JSON."
+    "do small sums, tell short stories, write lists and JSON, and call tools."
 )
 ABILITIES = (
     "I can chat a little, tell you capitals, colours and other simple facts, do sums with small numbers, "
-    "tell short stories and write lists and JSON."
+    "tell short stories, write lists and JSON, and call tools."
 )
 UNKNOWN = "I am a tiny demo model and do not know that."
 TOO_LARGE = "I am a tiny demo model and can only do sums with small numbers."
@@ -356,7 +356,12 @@ TOPICS: dict[str, tuple[float, Callable[[Random], Exchange]]] = {
 }
 
 
+def topic_exchange(rng: Random) -> tuple[str, Exchange]:
+    """A topic, and one question on it with its answer."""
+    topic = rng.choices(list(TOPICS), [weight for weight, _ in TOPICS.values()])[0]
+    return topic, TOPICS[topic][1](rng)
+
+
 def exchange(rng: Random) -> Exchange:
     """One question and its answer, on any topic."""
-    topic = rng.choices(list(TOPICS), [weight for weight, _ in TOPICS.values()])[0]
-    return TOPICS[topic][1](rng)
+    return topic_exchange(rng)[1]

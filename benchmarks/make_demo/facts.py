@@ -273,3 +273,17 @@ UNKNOWN_TOPICS = _words(
 UNKNOWN_PLACES = _words(
     "Atlantis Gondor Narnia Wakanda Texas California Africa Mordor Bolivia Ghana Nepal Chad Laos Fiji"
 )
+
+# Where people ask for the weather and the time.
+PLACES = [*CITIES, *dict.fromkeys(CAPITALS.values())]
+PLACES += _words(
+    "New York|San Francisco|Los Angeles|Chicago|Boston|Seattle|Miami|Denver|Austin|Dallas|Houston|Toronto|Vancouver|"
+    "Sydney|Melbourne|Mumbai|Delhi|Shanghai|Hong Kong|Singapore|Dubai|Istanbul|Osaka|Kyoto|Munich|Hamburg|Cologne|"
+    "Milan|Naples|Venice|Florence|Barcelona|Seville|Porto|Lyon|Nice|Marseille|Zurich|Geneva|Manchester|Edinburgh|"
+    "Glasgow|Rotterdam|Antwerp|Krakow|Bergen|Lagos|Cape Town|Rio|Bogota|Manila|Hanoi|Jakarta|Tel Aviv|Paris|London|"
+    "Tokyo|Berlin|San Francisco|New York|Paris|Tokyo",
+    "|",
+)
+CITIES_WITH_STATES = _words(
+    "San Francisco, CA|Boston, MA|Austin, TX|Seattle, WA|New York, NY|Chicago, IL|Denver, CO", "|"
+)

@@ -1,23 +1,12 @@
-"""The chat template and the model card that are written into the quire-demo folder.
+"""The model card that is written into the quire-demo folder.
 
-Promises texts that say plainly what the model is for, what it is not, and how it was made.
+Promises a text that says plainly what the model is for, what it is not, and how it was made.
 Must not know how training works beyond the numbers it is handed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-# ChatML; contents may be a string or a list of text parts.
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' -}}"
-    "{%- if message['content'] is string -%}{{- message['content'] -}}"
-    "{%- else -%}{%- for part in message['content'] -%}{{- part['text'] -}}{%- endfor -%}{%- endif -%}"
-    "{{- '<|im_end|>\\n' -}}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
-)
 
 
 def model_card(training: Mapping[str, object]) -> str:

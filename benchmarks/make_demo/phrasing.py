@@ -66,3 +66,23 @@ def small_sum(rng: Random) -> tuple[int, str, int, int]:
         return a, sign, b, a + b
     a, b = max(a, b), min(a, b)
     return a, sign, b, a - b
+
+
+def invented_word(rng: Random) -> str:
+    """A word that means nothing, so that it can only be copied."""
+    return "".join(rng.choice(facts.SYLLABLES) for _ in range(rng.randint(2, 3)))
+
+
+def any_city(rng: Random) -> str:
+    """Mostly a known city, sometimes an invented one or one with its state."""
+    choice = rng.random()
+    if choice < 0.05:
+        return rng.choice(facts.CITIES_WITH_STATES)
+    if choice < 0.22:
+        return invented_word(rng).capitalize()
+    return rng.choice(facts.PLACES)
+
+
+def an(noun: str) -> str:
+    """The noun with its article."""
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
