@@ -1,7 +1,7 @@
 """The model card that is written into the quire-demo folder.
 
-Promises a text that says plainly what the model is for, what it is not, and how it was made.
-Must not know how training works beyond the numbers it is handed.
+Promises a text that says plainly what the model is for, what it is not, how it was made and how well it does.
+Must not know how training or judging works beyond the numbers it is handed.
 """
 
 from __future__ import annotations
@@ -19,26 +19,36 @@ pipeline_tag: text-generation
 
 # quire-demo
 
-A very small language model that ships with Quire, so that a fresh installation answers in readable English
-without a download.
+A very small language model that ships with Quire, so that a fresh installation answers in readable English, calls
+tools and writes JSON without a download.
 
 ## What it is for
 
-- trying out the server: `curl`, SDKs, streaming, stop strings, logprobs, JSON, metrics;
+- trying out the server: `curl`, SDKs, streaming, stop strings, logprobs, tools, JSON by a schema, thinking, metrics;
 - tests that need a real trained model with a real tokenizer and chat template.
 
 It can chat a little, name capitals and colours, do sums with small numbers (up to 20 + 20 and 10 * 10), count, write
-short lists, small JSON objects and short stories, and remember a name within a conversation.
+short lists and short stories, and remember a name within a conversation. Beyond that:
+
+- **Tools.** Of a short list of tools it calls the one that fits (weather, sums, time, search, messages, prices, and
+  tools that it has not seen, where the question uses their words), with arguments from the question; two calls at once
+  where two things are asked; no call where none fits. From a result, as text or JSON, it makes one sentence.
+- **JSON.** Asked for JSON by a schema, by keys or by a grammar, it fills in names, numbers, lists and choices from a
+  sentence about a person, an event, a product, a review, a sum or a capital.
+- **Thinking.** Where the prompt opens a `<think>` block it writes one to three short sentences, then the answer. For
+  sums up to 99 + 99 and 9 * 99 the steps are there; without thinking it declines or guesses these.
+- **Holes.** `<|fim_prefix|>`, `<|fim_suffix|>`, `<|fim_middle|>` around its own kind of text.
 
 ## What it is not
 
 - It is **not** an assistant. It knows only the few hundred facts and sentence patterns of its training grammar, and
   says "I am a tiny demo model and do not know that." to most other questions.
-- It is often wrong outside that grammar, and it cannot tell; it misspells names and words that it has not seen.
-  Do not use its answers for anything.
+- It is often wrong outside that grammar, and it cannot tell; it misspells names and words that it has not seen, in
+  arguments and JSON too. Long lists of tools (more than five), deeply nested schemas and calls that depend on each
+  other are beyond it: a grammar makes them valid, not sensible. Do not use its answers for anything.
 - It understands English only. It has no safety training; it has seen no text but its own grammar.
 - Its speed says nothing about the speed of a model that you would really serve.
-
+{_score_table(training)}
 ## How it was made
 
 `python -m make_demo.train --out DIR`, in a checkout with the `dev` extra, makes it from nothing, on a CPU: the corpus
@@ -55,8 +65,29 @@ MLP {training["intermediate_size"]}, tied embeddings) |
 | tokenizer | byte-level BPE, {training["vocab_size"]:,} tokens, digits one by one |
 | training | {training["steps_done"]:,} of {training["steps"]:,} steps, {training["num_tokens"]:,} tokens, \
 seed {training["seed"]} |
-| final loss | {training["mean_loss"]} nats per token (running mean) |
+| final loss | {training["mean_loss"]} nats per token (running mean, weighted) |
 | torch | {training["torch"]} |
 
-Chat format: ChatML (`<|im_start|>role`, newline, content, `<|im_end|>`). Plain documents end with `<|endoftext|>`.
+Chat format: ChatML (`<|im_start|>role`, newline, content, `<|im_end|>`); a call is `<tool_call>`, a line of JSON with
+`name` and `arguments`, `</tool_call>`, and its result comes back in a user's turn as `<tool_response>`. The template
+opens a `<think>` block where `enable_thinking` is true or `reasoning_effort` is given and not none. Plain documents end
+with `<|endoftext|>`.
+"""
+
+
+def _score_table(training: Mapping[str, object]) -> str:
+    """The scores that the judge has written into training.json, if it has."""
+    scores = training.get("scores")
+    if not isinstance(scores, dict):
+        return ""
+    rows = "\n".join(f"| {kind} | {right} of {asked} |" for kind, (right, asked) in scores.items())
+    return f"""
+## How well it does
+
+Greedy answers to documents of the grammar that it was not trained on, right to the letter or to the value, and to
+requests as SDKs send them; `python -m make_demo.judge DIR` asks again, and `--show` prints what was wrong.
+
+| | right |
+| --- | --- |
+{rows}
 """
