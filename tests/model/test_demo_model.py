@@ -14,9 +14,15 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
+from make_demo.chat_template import CHAT_TEMPLATE
+from make_demo.checkpoint import model_config
 from make_demo.corpus import documents
+from make_demo.judge import judge
 from make_demo.model_card import model_card
-from make_demo.train import Recipe, encode, main
+from make_demo.recipe import Recipe
+from make_demo.tokens import CONTROL_TOKENS, MARKERS, encode
+from make_demo.train import main
+from make_demo.turns import spans
 from quire_engine.demo import demo_model_path
 
 PATH = demo_model_path()
@@ -69,6 +75,7 @@ def test_the_folder_is_complete_and_small() -> None:
 
 def test_config_weights_and_record_agree() -> None:
     config, training = read("config.json"), read("training.json")
+    assert config == model_config(Recipe())
     assert config["architectures"] == ["Qwen3ForCausalLM"]
     assert config["max_position_embeddings"] >= 2048
     assert config["tie_word_embeddings"]
@@ -94,6 +101,8 @@ def test_the_card_says_what_the_model_is_not() -> None:
     assert "What it is not" in card
     assert f"{training['num_tokens']:,} tokens" in card
     assert card == model_card(training)
+    for kind, (right, asked) in training["scores"].items():
+        assert f"| {kind} | {right} of {asked} |" in card
 
 
 @given(st.text(max_size=200))
@@ -108,14 +117,29 @@ def test_every_byte_has_a_token() -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text).ids, skip_special_tokens=False) == text
 
 
-def test_the_chat_template_renders_what_was_trained(loaded: Loaded) -> None:
-    tokenizer, _ = loaded
-    for doc in (d for d in documents(20, 200) if d.messages):
-        messages = [{"role": m.role, "content": m.content} for m in doc.messages]
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+def test_control_tokens_are_hidden_and_markers_are_shown() -> None:
+    added = {token.content: (index, token.special) for index, token in TOKENIZER.get_added_tokens_decoder().items()}
+    assert added == {token: (index, token in CONTROL_TOKENS) for index, token in enumerate([*CONTROL_TOKENS, *MARKERS])}
+    ids = TOKENIZER.encode("<|im_start|><tool_call>a</tool_call><think></think><|fim_middle|>").ids
+    assert TOKENIZER.decode(ids) == "<tool_call>a</tool_call><think></think>"
+
+
+def test_documents_are_encoded_as_their_text() -> None:
+    for doc in documents(20, 300):
+        text = "".join(text for text, _ in spans(doc))
         ids, weights = encode(TOKENIZER, doc)
-        assert [*TOKENIZER.encode(rendered).ids, 0] == ids
+        assert [*TOKENIZER.encode(text).ids, 0] == ids
         assert len(ids) == len(weights)
+        if doc.messages:
+            learned = [index for index, weight in zip(ids, weights, strict=True) if weight == 1.0]
+            assert TOKENIZER.decode(learned[:-1], skip_special_tokens=False).count("<|im_end|>") == sum(
+                message.role == "assistant" for message in doc.messages
+            )
+
+
+def test_the_shipped_template_is_the_one_that_is_tested(loaded: Loaded) -> None:
+    tokenizer, _ = loaded
+    assert read("tokenizer_config.json")["chat_template"] == CHAT_TEMPLATE
     messages = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -184,18 +208,25 @@ def test_the_whole_context_is_usable(loaded: Loaded) -> None:
     assert "Madrid" in TOKENIZER.decode(continue_ids(loaded[1], ids, 12))
 
 
+LEAST_SHARES = {}
+
+
+def test_it_does_what_its_card_says() -> None:
+    """Greedy, of each kind a few; the shares are below those of the card, since few are asked."""
+    scores, wrong = judge(PATH, 12)
+    shares = {kind: right / asked for kind, (right, asked) in scores.items()}
+    told = [f"{case.kind}: {case.expected!r}, not {text!r}" for case, text in wrong]
+    assert shares.keys() == LEAST_SHARES.keys()
+    assert [kind for kind, least in LEAST_SHARES.items() if shares[kind] < least] == [], told
+
+
 def test_making_is_deterministic(tmp_path: Path) -> None:
     small = (
         "--steps 3 --hidden-size 32 --intermediate-size 64 --num-layers 1 --num-heads 2 --num-kv-heads 1 --head-dim 16"
     )
-    small += " --context 64 --vocab-size 400 --tokenizer-documents 200 --threads 1"
-    threads = torch.get_num_threads()
-    try:
-        for name in ("first", "second"):
-            main(["--out", str(tmp_path / name), *small.split()])
-    finally:
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(False)
+    small += " --context 64 --vocab-size 400 --tokenizer-documents 200 --workers 2"
+    for name in ("first", "second"):
+        main(["--out", str(tmp_path / name), *small.split()])
     files = sorted(file.name for file in (tmp_path / "first").iterdir())
     assert files == sorted(file.name for file in PATH.iterdir())
     for name in files:

@@ -162,7 +162,7 @@ def test_a_gpus_kernels_are_checked_before_the_weights_are_read(monkeypatch):
         build(asked)
     subject, sizes = call.value.args
     assert subject == Subject(kernels=fast, device=torch.device("cuda"), dtype=torch.bfloat16)
-    assert (sizes.hidden, sizes.heads.head_dim, sizes.heads.num_kv_heads, sizes.vocabulary) == (256, 32, 4, 2048)
+    assert (sizes.hidden, sizes.heads.head_dim, sizes.heads.num_kv_heads, sizes.vocabulary) == (256, 32, 4, 2560)
 
 
 def test_on_a_cpu_the_start_is_not_delayed(monkeypatch):
