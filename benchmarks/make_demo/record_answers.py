@@ -43,7 +43,7 @@ QUESTIONS = [
 ]
 TEXTS = ["1, 2, 3,", "Monday, Tuesday,"]
 LAST_QUESTIONS = ["What is the capital of Italy?", "What is 7 * 6?", "What is the capital of Japan?"]  # of long chats
-LONG = 1800  # characters, more than 512 tokens: attention in several parts
+LONG = 2100  # characters, more than 512 tokens: attention in several parts
 
 
 def chat(*messages: Message, tools: bool = False) -> str:
