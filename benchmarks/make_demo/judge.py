@@ -79,7 +79,7 @@ def kind_of(doc: Document, message: Message, asked_by: str) -> str:
     if doc.kind == "record":
         return "records by a forced call"
     if doc.kind == "json":
-        return "JSON, forced" if message.num_given else "JSON, asked for"
+        return "JSON without a schema" if message.num_given else "JSON, asked for"
     if doc.kind == "tools":
         answer = "answers from results" if asked_by == "tool" else "no tool fits" if short else ""
         return answer if not message.calls else "one call" if len(message.calls) == 1 else "two calls at once"
@@ -104,10 +104,28 @@ def _case(kind: str, prompt: str, message: Message) -> Case:
         )
     if "JSON" in kind:
         value = json.loads(expected)
+        same = _holds_only(prompt, value) if given else lambda found: found == value
         return Case(
-            kind=kind, prompt=prompt + given, expected=expected, is_right=lambda text: json_in(given + text) == value
+            kind=kind, prompt=prompt + given, expected=expected, is_right=lambda text: same(json_in(given + text))
         )
     return Case(kind=kind, prompt=prompt, expected=expected, is_right=lambda text: text == expected)
+
+
+def leaves(value: object) -> list[object]:
+    """The texts, numbers and booleans in a JSON value."""
+    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else None
+    return [value] if inner is None else [leaf for each in inner for leaf in leaves(each)]
+
+
+def _holds_only(prompt: str, expected: object) -> Callable[[object], bool]:
+    """Without a schema any keys are right: an object is, whose values are expected or stand in the prompt."""
+    known = leaves(expected)
+
+    def is_right(found: object) -> bool:
+        texts = [leaf for leaf in leaves(found) if leaf not in known]
+        return isinstance(found, dict) and bool(found) and all(f"{text}" in prompt for text in texts)
+
+    return is_right
 
 
 def _after_thought(message: Message) -> Callable[[str], bool]:
