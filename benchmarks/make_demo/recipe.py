@@ -10,7 +10,7 @@ class Recipe:
     """Everything that decides the result."""
 
     seed: int = 20
-    steps: int = 2000
+    steps: int = 1560
     vocab_size: int = 2560
     hidden_size: int = 256
     intermediate_size: int = 512

@@ -40,10 +40,15 @@ QUESTIONS = [
     "What is the capital of Spain?",
     "What is 9 + 8?",
     "Thank you!",
+    "How are you?",
+    "What is the capital of Japan?",
+    "What is the opposite of hot?",
+    "What color is the sky?",
+    "Are you a human?",
 ]
 TEXTS = ["1, 2, 3,", "Monday, Tuesday,"]
 LAST_QUESTIONS = ["What is the capital of Italy?", "What is 7 * 6?", "What is the capital of Japan?"]  # of long chats
-LONG = 2100  # characters, more than 512 tokens: attention in several parts
+LONG = 2400  # characters, more than 512 tokens: attention in several parts
 
 
 def chat(*messages: Message, tools: bool = False) -> str:

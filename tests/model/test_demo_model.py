@@ -208,7 +208,24 @@ def test_the_whole_context_is_usable(loaded: Loaded) -> None:
     assert "Madrid" in TOKENIZER.decode(continue_ids(loaded[1], ids, 12))
 
 
-LEAST_SHARES = {}
+LEAST_SHARES = {
+    "JSON without a schema": 0.6,
+    "JSON, asked for": 0.2,
+    "answers from results": 0.6,
+    "as clients ask: JSON": 0.3,
+    "as clients ask: a call": 0.7,
+    "as clients ask: a thought": 0.4,
+    "as clients ask: an answer": 0.8,
+    "as clients ask: no call": 0.8,
+    "no tool fits": 0.7,
+    "one call": 0.5,
+    "records by a forced call": 0.4,
+    "simple facts": 0.7,
+    "small sums": 0.3,
+    "thinking": 0.3,
+    "thinking with tools": 0.6,
+    "two calls at once": 0.3,
+}
 
 
 def test_it_does_what_its_card_says() -> None:
