@@ -1,6 +1,6 @@
 """Puts the HTTP application together: routes, error replies, the guard around them.
 
-Promises: every reply that is not a success is the OpenAI envelope, whoever made it.
+Promises: every reply that is not a success has the envelope of its path, whoever made it.
 Must not know: how the state's parts were built, sockets.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -29,10 +29,10 @@ from quire_server.errors import (
     ClientGone,
     MethodNotAllowed,
     RouteNotFound,
-    error_body,
     internal_error,
 )
 from quire_server.http import openapi
+from quire_server.http.envelopes import error_reply
 from quire_server.http.guard import PUBLIC_PATHS, Guard, KeyAuth, Reply, RequestLimits
 from quire_server.metrics.metrics import Metrics
 from quire_server.routes import chat, completions, embeddings, health, infill, metrics, models, pages, responses, tokens
@@ -102,7 +102,7 @@ def _handle_errors(app: FastAPI) -> None:
         api_error = _api_error(error, request.scope["path"].removeprefix(request.scope["root_path"]))
         if isinstance(api_error, MethodNotAllowed):
             api_error.headers["Allow"] = _methods_of(request) or api_error.headers.get("Allow", "")
-        return JSONResponse(error_body(api_error), api_error.status, api_error.headers)
+        return error_reply(api_error, request.scope)
 
     for kind in (ApiError, RequestValidationError, HTTPException, ClientDisconnect):
         app.add_exception_handler(kind, reply)
@@ -153,6 +153,7 @@ def _guard(app: FastAPI, state: ServerState) -> None:
             allow_headers=["*"],  # SDKs bring a dozen of their own
             expose_headers=[
                 "x-request-id",
+                "request-id",
                 "retry-after",
                 "retry-after-ms",
                 "x-quire-ignored",

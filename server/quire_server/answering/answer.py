@@ -21,7 +21,7 @@ from quire_server.answering.rendering import ReplyHead, fingerprint
 from quire_server.answering.whole import collect, likeliest
 from quire_server.errors import ApiError
 from quire_server.http.disconnect import unless_client_gone
-from quire_server.http.sse import EventStream
+from quire_server.http.sse import KEEP_ALIVE, EventStream
 from quire_server.state import state_of
 from quire_server.text.tokenizer import TextTokenizer
 
@@ -51,8 +51,10 @@ async def answer(
     renderer: MakeRenderer,
     *,
     gather: Callable[[Generation], Coroutine[object, object, list[ChoiceDelta]]] = collect,
+    keep_alive: bytes = KEEP_ALIVE,
 ) -> Response:
-    """The reply, whole or streamed; `gather` makes the deltas that a whole one is rendered from.
+    """The reply, whole or streamed; `gather` makes the deltas that a whole one is rendered from,
+    `keep_alive` is what a silent stream says.
 
     Raises BadRequest, ContextLengthExceeded, QueueFull, EngineFailed, ClientGone.
     """
@@ -79,6 +81,7 @@ async def answer(
             failure=rendering.failure,
             headers=job.headers,
             keep_alive_seconds=state.settings.sse_keep_alive_interval,
+            keep_alive=keep_alive,
         )
     choices = await unless_client_gone(request, gather(generation))
     if options.reply.keep_best is not None:

@@ -116,6 +116,7 @@ class ReasoningOptions:
     """What the model may think before it answers, where it can."""
 
     effort: str | None = None  # for chat templates that have such a variable
+    effort_param: str = "reasoning_effort"
     max_tokens: int | None = None  # after as many the block is ended
     max_tokens_param: str = "max_reasoning_tokens"
     show: bool = True  # the thoughts are part of the reply

@@ -182,7 +182,7 @@ def _without_effect(state: ServerState, options: GenerationOptions) -> list[str]
     if options.priority and not _is_by_priority(state):
         names.append("priority")
     if options.reasoning.effort is not None and not effort_variables(state, options.reasoning.effort):
-        names.append("reasoning_effort")
+        names.append(options.reasoning.effort_param)
     if options.reasoning.max_tokens is not None and state.formats.marks is None:
         names.append(options.reasoning.max_tokens_param)
     return names

@@ -16,7 +16,6 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from fastapi.responses import JSONResponse
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -29,9 +28,9 @@ from quire_server.errors import (
     RequestTimeout,
     Unauthorized,
     UnsupportedMediaType,
-    error_body,
     internal_error,
 )
+from quire_server.http.envelopes import error_reply, is_anthropic
 from quire_server.settings.keys import ApiKey
 
 PAGES = frozenset(
@@ -93,6 +92,8 @@ class Guard:
         scope["root_path"] = self._root_path  # routes match with and without it: not every proxy takes it away
         scope.setdefault("state", {})["request_id"] = request_id
         exchange = _Exchange(receive, send, request_id, self._limits)
+        if is_anthropic(scope):
+            exchange.id_headers = ("x-request-id", "request-id")  # the second is what Anthropic's SDKs read
         try:
             await self._run(scope, exchange)
         finally:
@@ -120,6 +121,7 @@ class _Exchange:
         self.request_id = request_id
         self.status: int | None = None
         self.client_gone = False
+        self.id_headers: tuple[str, ...] = ("x-request-id",)
         self._receive = receive
         self._send = send
         self._limits = limits
@@ -150,7 +152,9 @@ class _Exchange:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            MutableHeaders(scope=message)["x-request-id"] = self.request_id
+            headers = MutableHeaders(scope=message)
+            for name in self.id_headers:
+                headers[name] = self.request_id
         elif message["type"] == "http.response.body" and not message.get("more_body", False):
             self._oversized = self._oversized or self.status == PayloadTooLarge.status
             if self._oversized and not self._body_complete:
@@ -250,8 +254,8 @@ def check_head(headers: list[tuple[bytes, bytes]], limits: RequestLimits) -> Non
 
 
 async def send_error(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send the error's envelope as a whole reply."""
-    await JSONResponse(error_body(error), error.status, error.headers)(scope, receive, send)
+    """Send the error, in the envelope of its path, as a whole reply."""
+    await error_reply(error, scope)(scope, receive, send)
 
 
 def _reply(scope: Scope, exchange: _Exchange, seconds: float) -> Reply:

@@ -31,6 +31,7 @@ from quire_server.errors import (
     UnsupportedMediaType,
 )
 from quire_server.http.body import body_model
+from quire_server.http.envelopes import AnthropicErrorBody, is_anthropic_path
 from quire_server.http.guard import PUBLIC_PATHS
 
 Document = dict[str, Any]  # JSON
@@ -46,6 +47,7 @@ WITH_BODY: tuple[type[ApiError], ...] = (
     NotReady,
 )
 _REF = "#/components/schemas/{model}"
+_ENVELOPE, _ANTHROPIC_ENVELOPE = "ErrorResponse", "AnthropicErrorResponse"
 _METHODS = frozenset({"get", "post", "put", "patch", "delete"})
 
 
@@ -54,7 +56,9 @@ def complete(document: Document, routers: Iterable[APIRouter], *, needs_key: boo
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):  # ours are 400, in the envelope
         schemas.pop(name, None)
-    schemas.update(_definitions(TypeAdapter(ErrorBody).json_schema(ref_template=_REF), "ErrorResponse"))
+    schemas.update(_definitions(TypeAdapter(ErrorBody).json_schema(ref_template=_REF), _ENVELOPE))
+    anthropic = TypeAdapter(AnthropicErrorBody).json_schema(ref_template=_REF)
+    schemas.update(_definitions(anthropic, _ANTHROPIC_ENVELOPE))
     bodies = {
         (route.path_format, method.lower()): model
         for router in routers
@@ -80,7 +84,7 @@ def complete(document: Document, routers: Iterable[APIRouter], *, needs_key: boo
             responses = operation.setdefault("responses", {})
             responses.pop("422", None)
             for error in errors:
-                responses.setdefault(str(error.status), error_response(error))
+                responses.setdefault(str(error.status), error_response(error, _envelope(path)))
             if needs_key and not is_public:
                 operation["security"] = [{"key": []}]
     if needs_key:
@@ -88,11 +92,11 @@ def complete(document: Document, routers: Iterable[APIRouter], *, needs_key: boo
     return document
 
 
-def error_response(error: type[ApiError]) -> Document:
+def error_response(error: type[ApiError], envelope: str = _ENVELOPE) -> Document:
     """The OpenAPI response object of one error; routes use it for statuses of their own."""
     response: Document = {
         "description": cast(str, error.__doc__).split(": ", 1)[-1].rstrip("."),
-        "content": {"application/json": {"schema": {"$ref": _REF.format(model="ErrorResponse")}}},
+        "content": {"application/json": {"schema": {"$ref": _REF.format(model=envelope)}}},
     }
     if error.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
         whole_seconds = {"schema": {"type": "integer", "minimum": 1}, "description": "seconds to wait"}
@@ -122,6 +126,10 @@ def generation_responses(
             "headers": headers,
         }
     }
+
+
+def _envelope(path: str) -> str:
+    return _ANTHROPIC_ENVELOPE if is_anthropic_path(path) else _ENVELOPE
 
 
 def _inlined(schema: Any, definitions: Document) -> Any:

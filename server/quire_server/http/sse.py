@@ -39,7 +39,7 @@ class EventStream(Response, Generic[Item]):
 
     The stream ends with the item after whose encoding `progress` has finished; `failure` makes the frames with which a
     stream ends that has begun and cannot go on.
-    `keep_alive_seconds`: a comment line after so much silence; it also sends the status, so that errors after it are
+    `keep_alive_seconds`: `keep_alive` after so much silence; it also sends the status, so that errors after it are
     in-band. 0 is never.
     """
 
@@ -54,6 +54,7 @@ class EventStream(Response, Generic[Item]):
         failure: Callable[[ApiError], bytes],
         headers: Mapping[str, str],
         keep_alive_seconds: float,
+        keep_alive: bytes = KEEP_ALIVE,
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
         self.status_code = 200
@@ -64,6 +65,7 @@ class EventStream(Response, Generic[Item]):
         self._progress = progress
         self._failure = failure
         self._keep_alive_seconds = keep_alive_seconds
+        self._keep_alive = keep_alive
         self._stall_seconds = stall_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
@@ -105,7 +107,7 @@ class EventStream(Response, Generic[Item]):
                 await wire.write(self._failure(internal_error()), is_last=True)
 
     async def _watch(self, wire: _Wire) -> None:
-        """Writes comments into a silent stream; returns when the client has stopped reading."""
+        """Writes signs of life into a silent stream; returns when the client has stopped reading."""
         loop = asyncio.get_running_loop()
         period = min(self._keep_alive_seconds or self._stall_seconds, self._stall_seconds)
         while True:
@@ -115,7 +117,7 @@ class EventStream(Response, Generic[Item]):
                 if idle >= self._stall_seconds:
                     return
             elif self._keep_alive_seconds and idle >= self._keep_alive_seconds:
-                await wire.write(KEEP_ALIVE)
+                await wire.write(self._keep_alive)
 
 
 class _Wire:

@@ -1,0 +1,63 @@
+"""Which envelope an error has: OpenAI's, or Anthropic's on the paths of Anthropic's API.
+
+Promises: status and headers are the same in both; the path alone decides, so that errors made before any route have the
+right one too. Must not know: what the routes do.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fastapi.responses import JSONResponse, Response
+from starlette.types import Scope
+from typing_extensions import TypedDict  # pydantic documents only this one before Python 3.12
+
+from quire_server.errors import ApiError, ContextLengthExceeded, error_body
+
+ANTHROPIC_PATH = "/v1/messages"
+
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",  # Anthropic's own servers say 529, which proxies and clients of others do not know
+}
+_TOO_LONG = "prompt is too long: "  # the words by which agents know that they have to shorten their history
+
+
+class AnthropicErrorDetail(TypedDict):
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(TypedDict):
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+    request_id: str
+
+
+def is_anthropic_path(path: str) -> bool:
+    """Whether a path, without the root that a proxy may add, is one of Anthropic's API."""
+    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
+
+
+def is_anthropic(scope: Scope) -> bool:
+    return is_anthropic_path(scope["path"].removeprefix(scope.get("root_path", "")))
+
+
+def anthropic_body(error: ApiError, request_id: str) -> AnthropicErrorBody:
+    """The same safe text as in OpenAI's envelope, under the type that Anthropic has for the status."""
+    message = error_body(error)["error"]["message"]
+    if error.code == ContextLengthExceeded.default_code:
+        message = _TOO_LONG + message
+    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
+def error_reply(error: ApiError, scope: Scope) -> Response:
+    """The error as a whole reply to the request of this scope."""
+    if is_anthropic(scope):
+        return JSONResponse(anthropic_body(error, scope["state"]["request_id"]), error.status, error.headers)
+    return JSONResponse(error_body(error), error.status, error.headers)
