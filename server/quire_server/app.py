@@ -35,7 +35,19 @@ from quire_server.http import openapi
 from quire_server.http.envelopes import error_reply
 from quire_server.http.guard import PUBLIC_PATHS, Guard, KeyAuth, Reply, RequestLimits
 from quire_server.metrics.metrics import Metrics
-from quire_server.routes import chat, completions, embeddings, health, infill, metrics, models, pages, responses, tokens
+from quire_server.routes import (
+    chat,
+    completions,
+    embeddings,
+    health,
+    infill,
+    messages,
+    metrics,
+    models,
+    pages,
+    responses,
+    tokens,
+)
 from quire_server.routes.elsewhere import advice
 from quire_server.state import ServerState
 
@@ -45,6 +57,7 @@ ROUTERS = (
     embeddings.router,
     infill.router,
     responses.router,
+    messages.router,
     models.router,
     tokens.router,
     health.router,

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 POSTS = (
     *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/score", "/score", "/infill"),
     *("/tokenize", "/detokenize", "/v1/chat/completions/input_tokens"),
-    *("/v1/responses", "/v1/responses/input_tokens"),
+    *("/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
 )
 POSTS_WITHOUT_BODY = ("/v1/responses/{response_id}/cancel",)
 GETS = (
@@ -73,7 +73,8 @@ async def test_posts_declare_their_body_and_errors(path: str) -> None:
     for status, response in operation["responses"].items():
         if int(status) >= 400:
             schema = response["content"]["application/json"]["schema"]
-            assert schema == {"$ref": "#/components/schemas/ErrorResponse"}, status
+            envelope = "AnthropicErrorResponse" if path.startswith("/v1/messages") else "ErrorResponse"
+            assert schema == {"$ref": f"#/components/schemas/{envelope}"}, status
     assert "Retry-After" in operation["responses"]["429"]["headers"]
     assert "Retry-After" in operation["responses"]["503"]["headers"]
     assert "parameters" not in operation
@@ -83,6 +84,7 @@ async def test_the_error_schema_is_the_envelope() -> None:
     schemas = (await document())["components"]["schemas"]
     assert schemas["ErrorResponse"]["required"] == ["error"]
     assert set(schemas["ErrorDetail"]["required"]) == {"message", "type", "param", "code"}
+    assert schemas["AnthropicErrorResponse"]["required"] == ["type", "error", "request_id"]
     assert "HTTPValidationError" not in schemas
 
 
@@ -100,7 +102,7 @@ async def test_the_key_is_declared_where_it_is_needed() -> None:
 async def test_refusals_have_declared_statuses(path: str) -> None:
     app = make_app(max_body_bytes=1000, max_header_bytes=3000)
     declared = set(app.openapi()["paths"][path]["post"]["responses"])
-    prompt = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "tokens": [1]}
+    prompt = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "tokens": [1], "max_tokens": 1}
     requests: list[dict[str, Any]] = [
         {"json": {}},
         {"json": {**prompt, "model": "nothing"}},

@@ -1,11 +1,13 @@
 """GET /v1/models and /v1/models/{id}.
 
-Promises: the names that requests may use, in the order they were configured.
+Promises: the names that requests may use, in the order they were configured, in a shape that OpenAI's and Anthropic's
+clients read.
 Must not know: what kind of model it is.
 """
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Literal
 
 from fastapi import APIRouter, Request
@@ -26,17 +28,27 @@ class Model(BaseModel):
     root: str  # the first name of the same model
     parent: str | None = None
     max_model_len: int  # tokens of prompt and answer together
+    # What Anthropic's clients look for:
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int
 
 
 class ModelList(BaseModel):
     object: Literal["list"] = "list"
     data: list[Model]
+    has_more: Literal[False] = False
+    first_id: str
+    last_id: str
 
 
 @router.get("")
 async def list_models(request: Request) -> ModelList:
     state = state_of(request)
-    return ModelList(data=[_model(state, name) for name in state.model_names])
+    names = state.model_names
+    return ModelList(data=[_model(state, name) for name in names], first_id=names[0], last_id=names[-1])
 
 
 @router.get("/{model_id:path}", responses={ModelNotFound.status: error_response(ModelNotFound)})
@@ -48,4 +60,13 @@ async def retrieve_model(model_id: str, request: Request) -> Model:
 
 
 def _model(state: ServerState, name: str) -> Model:
-    return Model(id=name, created=int(state.started), root=state.model_names[0], max_model_len=state.max_model_len)
+    started = int(state.started)
+    return Model(
+        id=name,
+        created=started,
+        root=state.model_names[0],
+        max_model_len=state.max_model_len,
+        display_name=name,
+        created_at=datetime.fromtimestamp(started, UTC).isoformat().replace("+00:00", "Z"),
+        max_input_tokens=state.max_model_len,
+    )
