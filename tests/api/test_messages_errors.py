@@ -30,7 +30,8 @@ def check(reply: httpx.Response, status: int, kind: str) -> str:
     body = reply.json()
     assert set(body) == {"type", "error", "request_id"}
     assert (body["type"], body["error"]["type"]) == ("error", kind)
-    assert set(body["error"]) == {"type", "message"}
+    assert set(body["error"]) == {"type", "message", "details"}
+    assert set(body["error"]["details"]) == {"error_code"}
     assert body["request_id"] == reply.headers["request-id"] == reply.headers["x-request-id"]
     return str(body["error"]["message"])
 
@@ -76,6 +77,8 @@ def check(reply: httpx.Response, status: int, kind: str) -> str:
         ({"thinking": {"type": "between_tools"}}, "type 'between_tools' is not supported"),
         ({"container": "c"}, "'container' is not supported"),
         ({"mcp_servers": [{"type": "url"}]}, "'mcp_servers' is not supported"),
+        ({"compaction": {"type": "summarize"}}, "'compaction' is not supported"),
+        ({"thread": {"type": "create"}}, "'thread' is not supported"),
         ({"output_format": {"type": "text"}}, "output_format"),
     ],
 )
@@ -158,7 +161,7 @@ async def test_a_later_failure_is_an_event() -> None:
     events = parse_events(reply.text)
     assert events[-1] == {
         "type": "error",
-        "error": {"type": "api_error", "message": "bad luck"},
+        "error": {"type": "api_error", "message": "bad luck", "details": {"error_code": "engine_error"}},
         "request_id": reply.headers["request-id"],
     }
     assert [event["type"] for event in events[:2]] == ["message_start", "content_block_start"]
@@ -179,6 +182,13 @@ async def test_a_message_that_was_aborted_is_no_message(monkeypatch: pytest.Monk
         check(await client.post(PATH, json=ASK), 503, "overloaded_error")
         reply = await client.post(PATH, json=ASK | {"stream": True})
     assert parse_events(reply.text)[-1]["error"]["type"] == "overloaded_error"
+
+
+async def test_the_sdks_loops_are_told_to_send_the_whole_conversation() -> None:
+    async with connect(make_app()) as client:
+        reply = await client.post(PATH, json=ASK | {"thread": {"type": "create"}})
+        assert reply.json()["error"]["details"]["error_code"] == "thread_unsupported_request"
+        assert (await client.post(PATH, json=ASK | {"thread": None})).status_code == 200
 
 
 def test_types_by_status() -> None:

@@ -27,9 +27,14 @@ _TYPES = {
 _TOO_LONG = "prompt is too long: "  # the words by which agents know that they have to shorten their history
 
 
+class AnthropicErrorCause(TypedDict):
+    error_code: str
+
+
 class AnthropicErrorDetail(TypedDict):
     type: str
     message: str
+    details: AnthropicErrorCause  # the `code` of OpenAI's envelope, where Anthropic's SDKs look for it
 
 
 class AnthropicErrorBody(TypedDict):
@@ -53,7 +58,8 @@ def anthropic_body(error: ApiError, request_id: str) -> AnthropicErrorBody:
     if error.code == ContextLengthExceeded.default_code:
         message = _TOO_LONG + message
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    detail: AnthropicErrorDetail = {"type": kind, "message": message, "details": {"error_code": error.code}}
+    return {"type": "error", "error": detail, "request_id": request_id}
 
 
 def error_reply(error: ApiError, scope: Scope) -> Response:

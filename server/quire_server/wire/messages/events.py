@@ -76,9 +76,14 @@ class Ping(ReplyModel):
     type: Literal["ping"]
 
 
+class ErrorCause(ReplyModel):
+    error_code: str
+
+
 class StreamError(ReplyModel):
     type: str
     message: str
+    details: ErrorCause
 
 
 class Error(ReplyModel):

@@ -32,6 +32,13 @@ _SAMPLING = (
     *("temperature", "top_p", "min_p", "seed"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
+_UNSUPPORTED = {
+    "compaction": "conversations are shortened by the client",
+    "container": "only the client runs tools",
+    "mcp_servers": "only the client runs tools",
+    # Of the SDKs' own loops, which have the server keep the history; at this error's code they send all of it again.
+    "thread": "each request must have the whole conversation",
+}
 _NATURAL = {"cache_control": None, "service_tier": ("auto", "standard_only"), "speed": ("standard",)}
 
 
@@ -87,20 +94,15 @@ class CountTokensRequest(WireModel):
     thinking: Annotated[Thinking, BeforeValidator(_check_thinking)] | None = None
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = Field(None, description="the older name of output_config.format")
-    container: object = Field(None, description="not supported; null")
-    mcp_servers: list[object] | None = Field(None, description="not supported; null or empty")
     chat_template_kwargs: dict[str, object] | None = Field(None, description="variables of the chat template")
     cache_salt: CacheSalt | None = Field(None, description="requests with different salts share no cached prefix")
 
     @model_validator(mode="after")
     def _check_unsupported(self) -> CountTokensRequest:
-        for name in ("container", "mcp_servers"):
-            if getattr(self, name):
-                raise BadRequest(
-                    f"'{name}' is not supported by this server: only the client runs tools.",
-                    param=name,
-                    code="unsupported_parameter",
-                )
+        for name, why in _UNSUPPORTED.items():
+            if (self.model_extra or {}).get(name):
+                code = "thread_unsupported_request" if name == "thread" else "unsupported_parameter"
+                raise BadRequest(f"'{name}' is not supported by this server: {why}.", param=name, code=code)
         return self
 
     def options(self) -> GenerationOptions:
@@ -154,7 +156,7 @@ class CountTokensRequest(WireModel):
         extras = {
             name: value
             for name, value in (self.model_extra or {}).items()
-            if name not in _NATURAL or value not in (_NATURAL[name] or (value,))
+            if name not in _UNSUPPORTED and (name not in _NATURAL or value not in (_NATURAL[name] or (value,)))
         }
         ignored = review_extras(extras)
         if has_billing_line(self.system):
