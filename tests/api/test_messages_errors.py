@@ -114,6 +114,20 @@ async def test_errors_that_no_route_has_made() -> None:
             assert set((await client.get(path, headers=key)).json()["error"]) == {"message", "type", "param", "code"}
 
 
+async def test_a_key_may_come_as_anthropics_clients_send_it() -> None:
+    async with connect(make_app(api_key=("key",))) as client:
+        assert (await client.post(PATH, json=ASK, headers={"x-api-key": "key"})).status_code == 200
+        check(await client.post(PATH, json=ASK, headers={"x-api-key": "other"}), 401, "authentication_error")
+
+
+async def test_a_proxys_root_does_not_hide_the_path() -> None:
+    async with connect(make_app(root_path="/llm")) as client:
+        for path in (PATH, f"/llm{PATH}"):
+            assert (await client.post(path, json=ASK)).status_code == 200
+            check(await client.post(path, json={}), 400, "invalid_request_error")
+        assert "type" not in (await client.get(f"/llm{PATH}-x")).json()
+
+
 async def test_an_unexpected_exception_has_the_envelope() -> None:
     state = make_state()
     state.client = None  # type: ignore[assignment]

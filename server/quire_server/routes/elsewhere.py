@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 COMPLETIONS, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
-EMBEDDINGS, RESPONSES = "/v1/embeddings", "/v1/responses"
+EMBEDDINGS, RESPONSES, MESSAGES = "/v1/embeddings", "/v1/responses", "/v1/messages"
 
 # By the path without a slash at its end.
 _ELSEWHERE = {
@@ -27,6 +27,7 @@ _ELSEWHERE = {
         ),
         CHAT,
     ),
+    **dict.fromkeys(("/messages", "/v1/message", "/anthropic/v1/messages", "/v1/complete"), MESSAGES),
     **dict.fromkeys(("/responses", "/v1/response", "/api/responses", "/openai/v1/responses"), RESPONSES),
     **dict.fromkeys(("/models", "/api/models", "/api/tags", "/v1/engines", "/get_model_info", "/model_info"), MODELS),
     **dict.fromkeys(

@@ -54,7 +54,7 @@ async def list_models(request: Request) -> ModelList:
 @router.get("/{model_id:path}", responses={ModelNotFound.status: error_response(ModelNotFound)})
 async def retrieve_model(model_id: str, request: Request) -> Model:
     state = state_of(request)
-    if not state.knows_model(model_id):
+    if model_id not in state.model_names:  # here an empty name asks for none, not for the default
         raise ModelNotFound(model_id)
     return _model(state, model_id)
 
