@@ -17,6 +17,7 @@ import psutil
 
 START_SECONDS = 60.0
 STOP_SECONDS = 40.0
+PYTHON = "QUIRE_PYTHON"  # names the interpreter; to a server it would be a setting that there is not
 _ADDRESS = re.compile(r"Uvicorn running on (http://127\.0\.0\.1:\d+)")
 
 
@@ -35,7 +36,7 @@ class Served:
         self.process = subprocess.Popen(
             # Where the tests of a client run in an environment of its own, the server's is named.
             [
-                os.environ.get("QUIRE_PYTHON", sys.executable),
+                os.environ.get(PYTHON, sys.executable),
                 "-m",
                 "quire_server.cli",
                 "serve",
@@ -48,7 +49,7 @@ class Served:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **self._env},
+            env={name: value for name, value in {**os.environ, **self._env}.items() if name != PYTHON},
         )
         try:
             self._wait_until_ready(started)
