@@ -19,7 +19,7 @@ test-e2e: $(VENV)/.dev
 
 # The SDKs and frameworks that people use, unmodified and newest, against the embedded model; installs them.
 client-test: $(VENV)/.serve .venv-clients/.complete
-	QUIRE_PYTHON=$(CURDIR)/$(BIN)/python .venv-clients/bin/python -m pytest tests/clients $(ARGS)
+	SERVER_PYTHON=$(CURDIR)/$(BIN)/python .venv-clients/bin/python -m pytest tests/clients $(ARGS)
 
 .venv-clients/.complete: tests/clients/requirements.txt
 	$(PYTHON) -m venv .venv-clients

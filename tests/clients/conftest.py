@@ -1,4 +1,4 @@
-"""A server for clients that are installed beside it: `QUIRE_PYTHON` is the interpreter that has Quire."""
+"""A server for clients that are installed beside it: `SERVER_PYTHON` is the interpreter that has Quire."""
 
 from __future__ import annotations
 

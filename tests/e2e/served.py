@@ -17,7 +17,7 @@ import psutil
 
 START_SECONDS = 60.0
 STOP_SECONDS = 40.0
-PYTHON = "QUIRE_PYTHON"  # names the interpreter; to a server it would be a setting that there is not
+PYTHON = "SERVER_PYTHON"  # names the interpreter; to a server it would be a setting that there is not
 _ADDRESS = re.compile(r"Uvicorn running on (http://127\.0\.0\.1:\d+)")
 
 
