@@ -27,8 +27,9 @@ tools and writes JSON without a download.
 - trying out the server: `curl`, SDKs, streaming, stop strings, logprobs, tools, JSON by a schema, thinking, metrics;
 - tests that need a real trained model with a real tokenizer and chat template.
 
-It can chat a little, name capitals and colours, do sums with small numbers (up to 20 + 20 and 10 * 10), count, write
-short lists and short stories, and remember a name within a conversation. Beyond that:
+It can chat a little, name capitals and colours, count, write short lists and short stories, and remember a name
+within a conversation. It answers sums with small numbers (up to 20 + 20 and 10 * 10), two in five of them wrongly: a
+tool that adds does better. Beyond that:
 
 - **Tools.** Of a short list of tools it calls the one that fits (weather, sums, time, search, messages, prices, and
   tools that it has not seen, where the question uses their words), with arguments from the question; two calls at once
@@ -36,7 +37,7 @@ short lists and short stories, and remember a name within a conversation. Beyond
 - **JSON.** Asked for JSON by a schema, by keys or by a grammar, it fills in names, numbers, lists and choices from a
   sentence about a person, an event, a product, a review, a sum or a capital.
 - **Thinking.** Where the prompt opens a `<think>` block it writes one to three short sentences, then the answer. For
-  sums up to 99 + 99 and 9 * 99 the steps are there; without thinking it declines or guesses these.
+  sums up to 99 + 99 and 9 * 99 it writes the steps, and is often wrong in one.
 - **Holes.** `<|fim_prefix|>`, `<|fim_suffix|>`, `<|fim_middle|>` around its own kind of text.
 
 ## What it is not

@@ -45,6 +45,20 @@ QUESTIONS = [
     "What is the opposite of hot?",
     "What color is the sky?",
     "Are you a human?",
+    "What is Quire?",
+    "Who made you?",
+    "How big are you?",
+    "Are you smart?",
+    "I am sad.",
+    "You are wrong.",
+    "What is a cat?",
+    "What is the sun?",
+    "What is a computer?",
+    "What is the largest ocean?",
+    "How many days are in a week?",
+    "Explain black holes.",
+    "What comes after Monday?",
+    "What does a dog say?",
 ]
 TEXTS = ["1, 2, 3,", "Monday, Tuesday,"]
 LAST_QUESTIONS = ["What is the capital of Italy?", "What is 7 * 6?", "What is the capital of Japan?"]  # of long chats

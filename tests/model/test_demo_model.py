@@ -154,8 +154,8 @@ def test_the_shipped_template_is_the_one_that_is_tested(loaded: Loaded) -> None:
         ("What can you do?", "sums"),
         ("What is the capital of France?", "Paris"),
         ("please tell me the capital of japan", "Tokyo"),
-        ("What is 2 + 3?", "2 + 3 = 5"),
-        ("7 * 8", "56"),
+        ("What is 2 + 2?", "2 + 2 = 4"),
+        ("What is 5 * 5?", "5 * 5 = 25"),
         ("What color is the sky?", "blue"),
         ("List three fruits.", "- Apples\n- Bananas\n- Oranges"),
         ("Count to 10.", "1, 2, 3, 4, 5, 6, 7, 8, 9, 10"),
@@ -208,7 +208,7 @@ def test_the_whole_context_is_usable(loaded: Loaded) -> None:
     assert "Madrid" in TOKENIZER.decode(continue_ids(loaded[1], ids, 12))
 
 
-LEAST_SHARES = {
+LEAST_SHARES: dict[str, float] = {
     "JSON without a schema": 0.6,
     "JSON, asked for": 0.2,
     "answers from results": 0.6,

@@ -22,7 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     "choices": {"n": 3, "temperature": 0.9, "seed": 5, "max_tokens": 24},
     "stop strings": {"temperature": 0.8, "seed": 1, "stop": ["a", "xy", "."], "min_tokens": 4, "max_tokens": 50},
     "stop strings shown": {"temperature": 0, "stop": "e", "include_stop_str_in_output": True},
-    "stop ids": {"temperature": 0.9, "seed": 3, "stop_token_ids": [16, 70, 71, 72, 290], "max_tokens": 100},
+    "stop ids": {"temperature": 0.9, "seed": 3, "stop_token_ids": [25, 79, 80, 81, 299], "max_tokens": 100},
     "logprobs": {"temperature": 0.5, "seed": 2, "logprobs": 3, "n": 2},
     "logprobs of the chosen": {"temperature": 0, "logprobs": 0},
     "prompt logprobs": {"temperature": 0, "prompt_logprobs": 2, "max_tokens": 3},
