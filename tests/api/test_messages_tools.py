@@ -41,6 +41,7 @@ def told_tools(model: Model) -> list[str]:
         (f"Let me see.\n{CALL}\n{OTHER}", {"type": "any"}, [SAID, WEATHER, TIME], "tool_use"),
         (f"{OTHER}\n{CALL}", {"type": "auto", "disable_parallel_tool_use": True}, [TIME], "tool_use"),
         (OTHER, {"type": "tool", "name": "get_time"}, [TIME], "tool_use"),
+        (f"{CALL}\nThen.\n{OTHER}", None, [WEATHER, {"type": "text", "text": "\nThen.\n"}, TIME], "tool_use"),
         (OTHER, {"type": "none"}, [{"type": "text", "text": OTHER}], "end_turn"),
         ("Let me see.\n", None, [SAID], "end_turn"),
     ],

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from quire_server.answering.generation import ChoiceDelta
+from quire_server.answering.pieces import Answer, Thought, pieces
 from quire_server.text.parsing.calls import CallDelta
 
 Block = dict[str, Any]
@@ -49,18 +50,16 @@ class Content:
         return any(block["type"] == "tool_use" for block in self.blocks)
 
     def take(self, delta: ChoiceDelta) -> Iterator[Event]:
-        """The events of what is new. In one delta what is open goes on first; then come thoughts, text and uses."""
-        calls = list(delta.calls)
-        while calls and self._open is not None and self._open.call == calls[0].index:
-            yield from self._use(calls.pop(0))
-        if self._is_open("text"):
-            yield from self._grow({"type": "text", "text": ""}, delta.text)
-            yield from self._grow({"type": "thinking", "thinking": "", "signature": ""}, delta.reasoning)
-        else:
-            yield from self._grow({"type": "thinking", "thinking": "", "signature": ""}, delta.reasoning)
-            yield from self._grow({"type": "text", "text": ""}, delta.text)
-        for call in calls:
-            yield from self._use(call)
+        """The events of what is new."""
+        open_call = None if self._open is None else self._open.call
+        for piece in pieces(delta, open_call=open_call, is_answer_open=self._is_open("text")):
+            match piece:
+                case Thought(text):
+                    yield from self._grow({"type": "thinking", "thinking": "", "signature": ""}, text)
+                case Answer(text):
+                    yield from self._grow({"type": "text", "text": ""}, text)
+                case call:
+                    yield from self._use(call)
 
     def end(self) -> Iterator[Event]:
         """The events of the last block's end."""
@@ -81,8 +80,6 @@ class Content:
         self._open = None
 
     def _grow(self, start: Block, text: str) -> Iterator[Event]:
-        if not text:
-            return
         if not self._is_open(start["type"]):
             yield from self._begin(_Open(start))
         yield from self._add(text)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from quire_engine.types import TokenLogprobs
 from quire_server.answering.generation import ChoiceDelta
+from quire_server.answering.pieces import Answer, Thought, pieces
 from quire_server.answering.responses.ids import item_id
 from quire_server.text.parsing.calls import CallDelta
 
@@ -32,21 +33,18 @@ class Output:
         self._num_fresh = 0  # of those, the last delta's
 
     def take(self, delta: ChoiceDelta) -> Iterator[Event]:
-        """The events of what is new. In one delta what is open goes on first; then come thoughts, text and calls."""
+        """The events of what is new."""
         self._unseen += delta.logprobs
         self._num_fresh = len(delta.logprobs)
-        calls = list(delta.calls)
-        if isinstance(self._open, _Call):
-            while calls and calls[0].index == self._open.index:
-                yield from self._call(calls.pop(0))
-        if isinstance(self._open, _Message):
-            yield from self._say(delta.text)
-            yield from self._think(delta.reasoning)
-        else:
-            yield from self._think(delta.reasoning)
-            yield from self._say(delta.text)
-        for call in calls:
-            yield from self._call(call)
+        open_call = self._open.index if isinstance(self._open, _Call) else None
+        for piece in pieces(delta, open_call=open_call, is_answer_open=isinstance(self._open, _Message)):
+            match piece:
+                case Thought(text):
+                    yield from self._think(text)
+                case Answer(text):
+                    yield from self._say(text)
+                case call:
+                    yield from self._call(call)
 
     def end(self, *, is_cut: bool) -> Iterator[Event]:
         """The events of the last item's end. `is_cut`: it stops in its midst.
@@ -62,16 +60,12 @@ class Output:
         return isinstance(self._open, _Message | _Call)
 
     def _think(self, text: str) -> Iterator[Event]:
-        if not text:
-            return
         if not isinstance(self._open, _Thought):
             yield from self._begin(_Thought(self._next_id("rs")))
         assert isinstance(self._open, _Thought)
         yield self._event(self._open.grow(text))
 
     def _say(self, text: str) -> Iterator[Event]:
-        if not text:
-            return
         if not isinstance(self._open, _Message):
             if self._open is not None:  # log-probabilities are shown of the answer only, not of thoughts, calls, marks
                 del self._unseen[: len(self._unseen) - self._num_fresh]
