@@ -24,7 +24,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture(autouse=True)
 def _told(monkeypatch):
-    def logprobs(token, wanted):
+    def logprobs(token, wanted, named=()):
         return TokenLogprobs(token_id=token, logprob=LOGPROBS.get(token, -1.5), rank=1)
 
     monkeypatch.setattr(fake_engine, "fake_logprobs", logprobs)
