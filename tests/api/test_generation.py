@@ -155,7 +155,8 @@ async def test_the_documents_describe_both_forms() -> None:
         operation = document["paths"][path]["post"]
         content = operation["responses"]["200"]["content"]
         assert content["application/json"]["schema"] == {"$ref": f"#/components/schemas/{whole}"}
-        assert "choices" in content["text/event-stream"]["schema"]["properties"]
+        event = content["text/event-stream"]["schema"]["properties"]
+        assert "choices" in event["data"]["contentSchema"]["properties"]
         assert "$ref" not in json.dumps(content["text/event-stream"])
         assert {"400", "404", "429", "500", "503"} <= operation["responses"].keys()
         assert operation["requestBody"]["content"]["application/json"]["schema"]

@@ -36,7 +36,7 @@ BODY = {
 async def walk(report: Path) -> Trace:
     """One streamed chat through the application, the supervisor and a real engine process; the server half's trace."""
     # What looks for thoughts and calls is passed by those replies alone that may have them.
-    settings = Settings(kv_memory="16MiB", max_num_seqs=4, num_threads=1, reasoning_parser="none")
+    settings = Settings(kv_memory="16MiB", max_num_seqs=4, num_threads=1)
     supervisor = Supervisor(settings.engine_config(), program=(sys.executable, str(TRACED), str(report)))
     starting = asyncio.create_task(supervisor.start())
     state = await build_state(settings, supervisor, starting)

@@ -174,3 +174,11 @@ def test_serving_lists_what_is_refused():
     assert by_first[UNSUPPORTED].startswith("refused")
     assert by_first[UNSUPPORTED_FORMATS].startswith("refused")
     assert by_first[FORMATS].startswith("enforced")
+
+
+def test_long_constants_are_refused():
+    """The engine looks at all of a forced text for each of its tokens."""
+    for keyword, value in (("const", "a" * 4097), ("enum", ["b", "a" * 4097])):
+        with pytest.raises(SchemaRefused, match=r"a constant at #/properties/x has more than 4096 characters"):
+            reviewed({"type": "object", "properties": {"x": {keyword: value}}})
+    assert reviewed({"const": "a" * 4096}) == {"const": "a" * 4096}

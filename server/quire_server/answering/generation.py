@@ -164,7 +164,8 @@ class Generation:
             self.usage.completion_tokens += count
             record.tokens(output.choice, count, now)
         if self.usage.reasoning_tokens is not None:
-            self.usage.reasoning_tokens += choice.new_reasoning_tokens()
+            self.usage.reasoning_tokens += choice.num_new_thoughts
+            choice.num_new_thoughts = 0
         return choice
 
 
@@ -187,6 +188,7 @@ class _Choice:
         self, delta: ChoiceDelta, request: GenerationRequest, options: TextOptions, tokenizer: TextTokenizer
     ) -> None:
         self.finish_reason: ChoiceFinish | None = None
+        self.num_new_thoughts = 0  # tokens of thoughts that nobody has counted yet
         self._new = delta
         self._is_opened = False
         self._is_closed = False
@@ -204,7 +206,9 @@ class _Choice:
         )
         self._parser = None if options.new_parser is None else options.new_parser()
         self._calls_finish = options.calls_finish
-        self._num_reasoning_tokens = 0  # that have been counted
+        self._is_answering = False
+        self._shown_ids = options.shown_ids
+        self._num_reasoning_tokens = 0
         self._matcher = StopMatcher(options.stop, options.include_stop) if options.stop else None
 
     def absorb(self, output: TokenOutput) -> int:
@@ -216,15 +220,18 @@ class _Choice:
         pieces = self._detokenizer.push_each(output.token_ids[: len(output.token_ids) - hidden])
         pieces.extend([""] * hidden)
         shown: Iterator[str] = iter(pieces)
-        if self._parser is not None:  # as far as it is asked: what comes after a stop string is nobody's
-            shown = map(self._parser.push, output.token_ids, pieces)
+        parser = self._parser
+        if parser is not None and self._is_answering and self._shown_ids.isdisjoint(output.token_ids):
+            parser = None  # the thoughts are over, and there is nothing else to read
+        if parser is not None:  # as far as it is asked: what comes after a stop string is nobody's
+            shown = map(parser.push, output.token_ids, pieces)
         if self._matcher is None:
             pieces = list(shown)
             self._new.text += "".join(pieces)
         else:
             pieces = self._match(self._matcher, shown)
-        if self._parser is not None:
-            self._take_parsed(self._parser)
+        if parser is not None:
+            self._take_parsed(parser)
         count = len(pieces)
         self._num_tokens += count
         self._num_unsent += count
@@ -251,13 +258,10 @@ class _Choice:
         self._new = ChoiceDelta(index=delta.index, prompt=delta.prompt)
         return delta
 
-    def new_reasoning_tokens(self) -> int:
-        """Those that have come since the last call."""
-        parser, before = self._parser, self._num_reasoning_tokens
-        self._num_reasoning_tokens = 0 if parser is None else parser.num_reasoning_tokens
-        return self._num_reasoning_tokens - before
-
     def _take_parsed(self, parser: ReplyParser) -> None:
+        self._is_answering = parser.is_over
+        self.num_new_thoughts += parser.num_reasoning_tokens - self._num_reasoning_tokens
+        self._num_reasoning_tokens = parser.num_reasoning_tokens
         self._new.reasoning += parser.reasoning
         self._new.calls += parser.calls
         parser.reasoning, parser.calls = "", []

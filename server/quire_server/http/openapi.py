@@ -109,7 +109,14 @@ def generation_responses(
 ) -> dict[int | str, Document]:
     """The OpenAPI responses object of a reply that comes whole or as a stream of chunks, of which `ending` is last."""
     schema = chunk.model_json_schema(mode="serialization")
-    stream = {"schema": _inlined(schema, schema.get("$defs", {}))}
+    # One event, as OpenAPI 3.2 and tools that read streams have it.
+    data = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": _inlined(schema, schema.get("$defs", {})),
+    }
+    event = {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["data"]}
+    stream = {"schema": event}
     headers = {
         name: {"schema": {"type": "string"}, "description": description}
         for name, description in (

@@ -18,13 +18,13 @@ from quire_server.wire.common import GenerationFields, WireModel
 from quire_server.wire.extras import review_extras
 
 MAX_GRAMMAR_CHARS = 65_536  # of a schema or a grammar
-MAX_REGEX_CHARS = 16_384
+MAX_REGEX_CHARS = 4096  # what is forced is looked at again for every token
 MAX_STRUCTURE_CHOICES = 4096
 
 SchemaOrText = dict[str, object] | Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)]
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
 RegexText = Annotated[str, Field(min_length=1, max_length=MAX_REGEX_CHARS)]
-ChoiceText = Annotated[str, Field(min_length=1)]
+ChoiceText = Annotated[str, Field(min_length=1, max_length=4096)]
 ChoiceList = Annotated[list[ChoiceText], Field(fail_fast=True, min_length=1, max_length=MAX_STRUCTURE_CHOICES)]
 
 

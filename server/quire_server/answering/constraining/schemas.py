@@ -15,6 +15,7 @@ Schema: TypeAlias = dict[str, object]
 
 MAX_SCHEMA_CHARS = 65_536
 MAX_SCHEMA_DEPTH = 64
+MAX_CONSTANT_CHARS = 4096  # of one text that is forced: each of its tokens costs the engine a look at all of it
 
 # Keywords by what stands under them. Names of properties are no keywords, and constants are no schemas.
 _ONE = ("additionalItems", "additionalProperties", "items")
@@ -105,6 +106,10 @@ class _Review:
                 raise SchemaRefused(f"'$ref' at {path} leads out of the schema; only references within it are followed")
             if reference == "#" or reference.startswith("#/"):  # the others are anchors
                 self._references.append((reference, path))
+        constants = schema.get("enum")
+        for constant in [*(constants if isinstance(constants, list) else ()), schema.get("const")]:
+            if isinstance(constant, str) and len(constant) > MAX_CONSTANT_CHARS:
+                raise SchemaRefused(f"a constant at {path} has more than {MAX_CONSTANT_CHARS} characters")
         for below, where in _subschemas(schema, path):
             self._walk(below, where, depth + 1)
 

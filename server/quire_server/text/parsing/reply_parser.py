@@ -47,6 +47,11 @@ class ReplyParser:
         return self._splitter.num_tokens if self._splitter is not None else 0
 
     @property
+    def is_over(self) -> bool:
+        """Whether pieces may be shown as they are, except for those of the marks of thinking."""
+        return self._call_parser is None and (self._splitter is None or self._splitter.is_over)
+
+    @property
     def has_calls(self) -> bool:
         """The reply has begun a call, which a client has been or will be shown."""
         return self._reply.num_calls > 0

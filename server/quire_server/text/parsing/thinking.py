@@ -43,6 +43,11 @@ class ThinkingSplitter:
         self.num_tokens += is_thought
         return self._take()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all that comes is answer, but for marks that are tokens, which are still not shown."""
+        return self._part == "answer" and not self._is_trimming and self._marks.are_tokens
+
     def finish(self, piece: str = "") -> str:
         """What was held, and `piece`, which comes with no token."""
         if self._marks.are_tokens:
