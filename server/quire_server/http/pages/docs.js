@@ -103,13 +103,16 @@ function schemaTables(schema, title) {
 // What a required field may be, to begin with.
 const BEGINNINGS = {
   messages: [{ role: "user", content: "Hello!" }], prompt: "Hello!", input: "Hello!", max_tokens: 64, tokens: [1, 2, 3],
+  text_1: "a cat", text_2: "a dog", input_prefix: "The capital of France", input_suffix: " Paris.", n_predict: 16,
+  max_output_tokens: 64,
 };
 function example(schema) {
   const object = resolved(schema);
   const names = new Set(object.required ?? []);
-  for (const name of ["messages", "prompt", "input"]) {
-    if (!names.size && object.properties?.[name]) names.add(name); // one of several forms
+  for (const form of [["messages"], ["prompt"], ["input"], ["text_1", "text_2"]]) {
+    if (!names.size && object.properties?.[form[0]]) form.forEach((name) => names.add(name)); // one of several forms
   }
+  for (const name of ["n_predict", "max_output_tokens"]) if (object.properties?.[name]) names.add(name);
   if (names.has("max_tokens") || (object.properties?.stream && object.properties?.max_tokens)) names.add("max_tokens");
   return Object.fromEntries([...names].map((name) => [name, BEGINNINGS[name] ?? valueOf(object.properties[name])]));
 }
