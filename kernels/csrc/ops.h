@@ -67,8 +67,9 @@ QUIRE_API int32_t quire_norm_linear(Context* context, const Linear* w, const bf1
                                     float eps, void* out, int32_t as_float);
 
 // The column of the largest value of each row of norm -> w, of equal values the first, and whether all were finite.
+// `allowed` [m, (n + 63) / 64] has a bit for each column that may be told, or is null: all may. -1: none may.
 QUIRE_API int32_t quire_greedy(Context* context, const Linear* w, const bf16* x, int64_t m, const bf16* norm, float eps,
-                               int64_t* columns, uint8_t* finite);
+                               const uint64_t* allowed, int64_t* columns, uint8_t* finite);
 
 // out [m, n] = residual [m, n] + w x; `out` may be `residual`.
 QUIRE_API int32_t quire_linear_add(Context* context, const Linear* w, const bf16* x, int64_t m, const bf16* residual,

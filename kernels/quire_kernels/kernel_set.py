@@ -159,9 +159,11 @@ class KernelSet:
         call, no target comes twice. None: indexing as above does it, by way of memory for all sources.
     kv_block_bytes(num_layers, num_kv_heads, block_size, head_dim, dtype) -> int
         Bytes of one block of that pool.
-    greedy(x [S, K], norm [K], eps, w) -> (S ids, S bools), or None
+    greedy(x [S, K], norm [K], eps, w, allowed) -> (S ids, S bools), or None
         The argmax of each row of `logits`, of equal values the first, and whether the row was finite: for an
-        implementation that finds it without writing the logits down.
+        implementation that finds it without writing the logits down. `allowed` is None, or on the host int64
+        [S, ceil(V / 64)], contiguous: column i may be told if bit i % 64 of word i // 64 is set. Whether a row is
+        finite does not depend on it; the id is -1 where no column may be told.
     choose(logits [S, V] float32, rows) -> (ids [R] int64, finite [R] bool, possible [R] bool), or None
         All on the device, without waiting for it. Temperature, top-k, top-p, min-p and one draw from the counter-based
         generator (Philox4x32-10, key seed, counter position then choice), as the engine's sampler does on a CPU. The
@@ -189,7 +191,7 @@ class KernelSet:
     # the scales of its rows. None: matrices stay as they are, and a tied head is the embedding.
     packed_bits: float | None = None
     packed_bytes: Callable[[LinearWeight], int] | None = None  # of one matrix; with `packed_bits`
-    greedy: Callable[[Tensor, Tensor, float, LinearWeight], tuple[list[int], list[bool]]] | None = None
+    greedy: Callable[[Tensor, Tensor, float, LinearWeight, Tensor | None], tuple[list[int], list[bool]]] | None = None
     choose: Callable[[Tensor, ChoiceRows], tuple[Tensor, Tensor, Tensor]] | None = None
     attention_scratch: Callable[[int, int, int, int], int] | None = None
     copy_blocks: Callable[[Tensor, Sequence[tuple[int, int]]], None] | None = None

@@ -67,6 +67,48 @@ def test_of_equal_maxima_the_first_wins_whoever_computes_them_in_whatever_order(
         assert all(3000 <= i < 3100 for i in ids)
 
 
+@pytest.mark.parametrize("rows", [1, 5, 33])
+@pytest.mark.parametrize("columns", [1, 63, 64, 65, 1000])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_of_the_columns_that_have_a_bit_the_first_greatest_wins(rows, columns, quantization):
+    kernels, x, norm, weight, _ = head(rows, 96, columns, quantization=quantization)
+    weight[columns // 2 :] = weight[: columns - columns // 2].clone()  # every value twice
+    packed = kernels.pack_linear(weight, None)
+    logits = kernels.logits(x, norm, 1e-6, packed)
+    dice = torch.Generator().manual_seed(rows + columns)
+    for share in (0.0, 0.01, 0.5, 0.99, 1.0):
+        may = torch.rand(rows, columns, generator=dice) < share
+        ids, finite = kernels.greedy(x, norm, 1e-6, packed, words_of(may))
+        masked = logits.masked_fill(~may, -math.inf)
+        assert ids == torch.where(may.any(dim=1), masked.argmax(dim=1), -1).tolist()
+        assert all(finite)
+
+
+def words_of(may):
+    words = torch.nn.functional.pad(may, (0, -may.shape[1] % 64)).view(len(may), -1, 64).long()
+    return (words << torch.arange(64)).sum(dim=2)
+
+
+def test_bits_beyond_the_last_column_mean_nothing_and_words_of_another_shape_are_refused():
+    kernels, x, norm, weight, offsets = head(3, 32, 70, bias=True)
+    packed = kernels.pack_linear(weight * 0.01, offsets - 100)
+    every = torch.full((3, 2), -1)
+    assert kernels.greedy(x, norm, 1e-6, packed, every) == kernels.greedy(x, norm, 1e-6, packed)
+    for wrong in (every[:, :1], every.int(), every[:2], torch.full((3, 4), -1)[:, ::2]):
+        with pytest.raises(ValueError, match="allowed"):
+            kernels.greedy(x, norm, 1e-6, packed, wrong)
+
+
+def test_what_is_not_finite_is_told_where_it_has_no_bit():
+    kernels, x, norm, weight, _ = head(3, 64, 300)
+    weight[131] = math.inf
+    allowed = torch.zeros(3, 5, dtype=torch.int64)
+    allowed[0, 0] = 1
+    ids, finite = kernels.greedy(x, norm, 1e-6, kernels.pack_linear(weight, None), allowed)
+    assert finite == [False] * 3
+    assert ids[1:] == [-1, -1]
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_row_that_is_not_finite_says_so_alone(value):
     kernels, x, norm, weight, _ = head(6, 64, 300)

@@ -6,6 +6,7 @@ import threading
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -187,10 +188,14 @@ def test_an_attention_that_forgets_the_window_is_found():
     assert {each.op for each in failures(attention_checks(subject(wrong), windowed, own=False))} == {"attention"}
 
 
-def greedy_of(ids):
-    def greedy(x, norm, eps, w):
+def greedy_of(ids, *, forgets_bits=False):
+    def greedy(x, norm, eps, w, allowed):
         logits = REFERENCE.logits(x, norm, eps, w)
-        return ids(logits), logits.isfinite().all(dim=1).tolist()
+        finite = logits.isfinite().all(dim=1).tolist()
+        if allowed is not None and not forgets_bits:
+            bits = np.unpackbits(allowed.numpy().view(np.uint8), axis=1, bitorder="little", count=logits.shape[1])
+            logits = logits.masked_fill(torch.from_numpy(bits == 0), -torch.inf)
+        return ids(logits), finite
 
     return greedy
 
@@ -199,6 +204,8 @@ def test_faster_ops_are_held_to_those_they_stand_for():
     right = replace(REFERENCE, greedy=greedy_of(lambda logits: logits.argmax(dim=1).tolist()))
     assert not failed_ops(right)
     assert failed_ops(replace(right, greedy=greedy_of(lambda logits: logits.argmin(dim=1).tolist()))) == {"greedy"}
+    forgetting = greedy_of(lambda logits: logits.argmax(dim=1).tolist(), forgets_bits=True)
+    assert failed_ops(replace(right, greedy=forgetting)) == {"greedy"}
     kernels = cpu_set()
     assert not failed_ops(kernels)
 

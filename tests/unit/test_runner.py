@@ -41,7 +41,7 @@ class NextToken:
         logits[ids == NAN] = float("nan")
         return logits
 
-    def greedy(self, hidden):
+    def greedy(self, hidden, allowed=None):
         return None
 
 
@@ -239,7 +239,7 @@ def test_a_batch_without_samples_needs_no_logits():
 class NextTokenWithoutLogits(NextToken):
     """Finds maxima without logits, where nothing else is asked."""
 
-    def greedy(self, hidden):
+    def greedy(self, hidden, allowed=None):
         ids = hidden[:, 0].long()
         return ((ids + 1) % VOCAB).tolist(), (ids != NAN).tolist()
 

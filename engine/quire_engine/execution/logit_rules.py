@@ -77,14 +77,28 @@ def asks_for_argmax(sampling: SamplingParams) -> bool:
     return not draws(sampling) and sampling.num_logprobs is None and not may_have_rules(sampling)
 
 
+def asks_for_masked_argmax(sampling: SamplingParams) -> bool:
+    """Whether every token is the maximum of what a mask leaves of the model's own logits, and no more is asked."""
+    return (
+        is_constrained(sampling)
+        and not draws(sampling)
+        and sampling.num_logprobs is None
+        and (sampling.min_tokens == 0 or bool(sampling.grammar))  # whose mask knows of stop tokens
+        and not _changes_some_logits(sampling)
+    )
+
+
 def _changes_logits(sampling: SamplingParams) -> bool:
+    return is_constrained(sampling) or _changes_some_logits(sampling)
+
+
+def _changes_some_logits(sampling: SamplingParams) -> bool:
     return bool(
         sampling.logit_bias
         or sampling.allowed_token_ids
         or sampling.banned_token_ids
         or sampling.banned_sequences
         or sampling.has_penalties
-        or is_constrained(sampling)
     )
 
 

@@ -6,22 +6,24 @@ would have got anyway; logits take a bounded amount of memory. Must not know: qu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
 from quire_engine.execution.alone import compute_alone
 from quire_engine.execution.constrained.constraints import Constraints
 from quire_engine.execution.constrained.grammars import Grammars
-from quire_engine.execution.logit_rules import asks_for_argmax
+from quire_engine.execution.logit_rules import asks_for_argmax, asks_for_masked_argmax
 from quire_engine.execution.model_input import LogitRows, ModelInput, build_model_input
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.pooling import take_pooled
-from quire_engine.execution.sampler import NON_FINITE, Sampler, SampleRow
+from quire_engine.execution.sampler import NO_CANDIDATE, NON_FINITE, Sampler, SampleRow
 from quire_engine.types import TokenLogprobs
 
 LOGITS_BYTES = 64 << 20  # most float32 logits materialised at once
@@ -35,7 +37,7 @@ class Model(Protocol):
     def forward(self, step: ModelInput, kv: Tensor) -> Tensor: ...
     def normed(self, hidden: Tensor) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
-    def greedy(self, hidden: Tensor) -> tuple[list[int], list[bool]] | None: ...
+    def greedy(self, hidden: Tensor, allowed: Tensor | None) -> tuple[list[int], list[bool]] | None: ...
 
 
 class KVBlocks(Protocol):
@@ -142,21 +144,31 @@ class Runner:
 
     def _greedy(self, batch: Batch, hidden: Tensor, logit_rows: Sequence[LogitRows], result: StepResult) -> bool:
         """Whether the step needs nothing but maxima, and the model has found them without the logits."""
-        for item in batch.items:
-            if item.wants_prompt_logprobs or (item.wants_sample and not asks_for_argmax(item.sampling)):
+        masked: dict[int, SampleRow] = {}  # by the row of `hidden`
+        for item, at in zip(batch.items, logit_rows, strict=True):
+            if item.wants_prompt_logprobs:
                 return False
-        found = self._decoder.greedy(hidden)
+            if item.wants_sample and not asks_for_argmax(item.sampling):
+                # A fork follows a grammar of its own, though from the same row.
+                if item.forks or not asks_for_masked_argmax(item.sampling):
+                    return False
+                masked[at.first] = _sample_row(item, item.sequence_id, item.choice, at.first)
+        allowed = self._sampler.constraints.allowed(list(masked.values()), self._vocab_size) if masked else None
+        found = self._decoder.greedy(hidden, None if allowed is None else _words(allowed.bits, masked, len(hidden)))
         if found is None:
             return False
-        tokens = [
-            (SampledToken(token_id=token) if finite else SampledToken(error=NON_FINITE),)
-            for token, finite in zip(*found, strict=True)
-        ]
+        tokens = [(_greatest(token, finite),) for token, finite in zip(*found, strict=True)]
         for item, at in zip(batch.items, logit_rows, strict=True):
             if item.wants_sample:
                 result.samples[item.sequence_id] = tokens[at.first]
                 for fork in item.forks:
                     result.samples[fork.sequence_id] = tokens[at.first]
+        if allowed is not None:
+            for i, (at_row, row) in enumerate(masked.items()):
+                error = allowed.errors.get(i)
+                result.samples[row.sequence_id] = (
+                    self._sampler.with_forced(row, tokens[at_row][0]) if error is None else (SampledToken(error=error),)
+                )
         return True
 
     def _check_ids(self, item: ScheduledSequence) -> None:
@@ -184,18 +196,7 @@ class Runner:
                 choices = [(item.sequence_id, item.choice), *((f.sequence_id, f.choice) for f in item.forks)]
                 for sequence_id, choice in choices:
                     pending.sequence_ids.append(sequence_id)
-                    pending.rows.append(
-                        SampleRow(
-                            sampling=item.sampling,
-                            stop=item.stop,
-                            choice=choice,
-                            prompt_token_ids=item.prompt_token_ids,
-                            output_token_ids=item.output_token_ids,
-                            position=item.end,
-                            logits_row=row,
-                            sequence_id=sequence_id,
-                        )
-                    )
+                    pending.rows.append(_sample_row(item, sequence_id, choice, row))
         return slices
 
     def _score(
@@ -214,3 +215,32 @@ class Runner:
             scores[item.sequence_id].append(
                 replace(entry, top_ids=entry.top_ids[:wanted], top_logprobs=entry.top_logprobs[:wanted])
             )
+
+
+def _sample_row(item: ScheduledSequence, sequence_id: int, choice: int, logits_row: int) -> SampleRow:
+    return SampleRow(
+        sampling=item.sampling,
+        stop=item.stop,
+        choice=choice,
+        prompt_token_ids=item.prompt_token_ids,
+        output_token_ids=item.output_token_ids,
+        position=item.end,
+        logits_row=logits_row,
+        sequence_id=sequence_id,
+    )
+
+
+def _words(bits: NDArray[np.int32], rows: Collection[int], num_rows: int) -> Tensor:
+    """The `allowed` of `num_rows` rows, of which `rows`, in order, have the lines of `bits`."""
+    words = bits.view(np.int64)
+    if len(words) == num_rows:
+        return torch.from_numpy(words)
+    every = np.full((num_rows, words.shape[1]), -1, dtype=np.int64)
+    every[list(rows)] = words
+    return torch.from_numpy(every)
+
+
+def _greatest(token_id: int, is_finite: bool) -> SampledToken:
+    if not is_finite:
+        return SampledToken(error=NON_FINITE)
+    return SampledToken(token_id=token_id) if token_id >= 0 else SampledToken(error=NO_CANDIDATE)

@@ -26,6 +26,7 @@ struct Output {
   int64_t stride;
   const bf16* residual;  // kAdd: same shape and stride, may be `data`
   Best* best = nullptr;  // kBest: the worker's own, one for each row; `data` is not used
+  const uint64_t* allowed = nullptr;  // kBest: [m, panels] bits of columns that may be the best, or null: all may
 };
 
 // Partial sums and decoded weights that one worker needs for m rows, in bytes.

@@ -57,8 +57,10 @@ inline void store(const Output& out, int64_t at, int64_t width, Vec value) {
   }
 }
 
-// Of equal values the first column stays, in whatever order the panels reach a worker.
-inline void keep_best(const Vec* value, int64_t first, int64_t columns, Best* best) {
+// Of equal values the first column stays, in whatever order the panels reach a worker. Values that may not be the best
+// are looked at all the same: they tell whether the row is finite.
+inline void keep_best(const Vec* value, int64_t first, int64_t columns, uint64_t allowed, Best* best) {
+  static_assert(kPanelRows == 64, "one bit for each column of a panel");
   float lanes[kPanelRows];
   Vec probe = vzero();  // x * 0 is not 0 for what is not finite
   Vec top = value[0];
@@ -69,8 +71,13 @@ inline void keep_best(const Vec* value, int64_t first, int64_t columns, Best* be
   }
   if (!(lane_sum(probe) == 0.0f)) best->finite = false;
   const int64_t live = std::min<int64_t>(kPanelRows, columns - first);
-  if (live == kPanelRows && best->column >= 0 && !(lane_max(top) >= best->value)) return;
-  for (int64_t i = 0; i < live; ++i) {
+  if (live < kPanelRows) {
+    allowed &= (uint64_t{1} << live) - 1;
+  } else if (best->column >= 0 && !(lane_max(top) >= best->value)) {
+    return;
+  }
+  for (; allowed != 0; allowed &= allowed - 1) {
+    const int64_t i = __builtin_ctzll(allowed);
     const bool wins =
         best->column < 0 || lanes[i] > best->value || (lanes[i] == best->value && first + i < best->column);
     if (!wins) continue;
@@ -90,7 +97,8 @@ void finish(const Linear& w, const Rows& rows, const Output& out, int64_t row, i
     Vec value[kVecs];
     scaled.row(r, sums, value);
     if constexpr (kEpilogue == Epilogue::kBest) {
-      keep_best(value, first, columns, out.best + r);
+      const uint64_t allowed = out.allowed == nullptr ? ~uint64_t{0} : out.allowed[r * panel_count(w) + panel];
+      keep_best(value, first, columns, allowed, out.best + r);
       continue;
     }
     if constexpr (kGated) {

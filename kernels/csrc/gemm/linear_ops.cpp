@@ -104,13 +104,13 @@ QUIRE_API int32_t quire_linear_add(Context* context, const Linear* w, const bf16
 }
 
 QUIRE_API int32_t quire_greedy(Context* context, const Linear* w, const bf16* x, int64_t m, const bf16* norm, float eps,
-                               int64_t* columns, uint8_t* finite) {
+                               const uint64_t* allowed, int64_t* columns, uint8_t* finite) {
   return guarded(context, [&] {
     const int64_t workers = context->pool.size();
     context->between.reserve(static_cast<size_t>(workers * m) * sizeof(Best));
     Best* best = reinterpret_cast<Best*>(context->between.data());
     std::fill(best, best + workers * m, Best{0.0f, -1, true});
-    project(*context, *w, {x, m, norm, eps}, {Epilogue::kBest, nullptr, 0, nullptr, best});
+    project(*context, *w, {x, m, norm, eps}, {Epilogue::kBest, nullptr, 0, nullptr, best, allowed});
     for (int64_t row = 0; row < m; ++row) {
       Best first{0.0f, -1, true};
       for (int64_t worker = 0; worker < workers; ++worker) {

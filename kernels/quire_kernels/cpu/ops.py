@@ -79,13 +79,16 @@ class LinearOps:
     def logits(self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear) -> Tensor:
         return self._normed(x, norm, eps, w, torch.float32)
 
-    def greedy(self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear) -> tuple[list[int], list[bool]]:
+    def greedy(
+        self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear, allowed: Tensor | None = None
+    ) -> tuple[list[int], list[bool]]:
         """The argmax of `logits` without them ever being in memory."""
         x = _rows(x, w.num_inputs)
         _check_norm(norm, w.num_inputs)
         rows = x.shape[0]
         columns, finite = (ctypes.c_int64 * rows)(), (ctypes.c_uint8 * rows)()
-        if self._greedy(self._handle, w.address, x.data_ptr(), rows, norm.data_ptr(), eps, columns, finite):
+        bits = None if allowed is None else _bits(allowed, rows, w.num_outputs)
+        if self._greedy(self._handle, w.address, x.data_ptr(), rows, norm.data_ptr(), eps, bits, columns, finite):
             raise MemoryError(f"multiplying {rows} rows")
         return list(columns), [bool(value) for value in finite]
 
@@ -112,6 +115,13 @@ class LinearOps:
         if self._norm_linear(self._handle, w.address, *arguments):
             raise MemoryError(f"multiplying {rows} rows")
         return out
+
+
+def _bits(allowed: Tensor, rows: int, columns: int) -> int:
+    shape = (rows, -(-columns // 64))
+    if allowed.dtype is not torch.int64 or tuple(allowed.shape) != shape or not allowed.is_contiguous():
+        raise ValueError(f"allowed must be contiguous int64 {list(shape)}, not {allowed.dtype} {list(allowed.shape)}")
+    return allowed.data_ptr()
 
 
 def _check_norm(norm: Tensor, width: int) -> None:

@@ -84,9 +84,18 @@ class LinearOps:
     def logits(self, x: Tensor, norm: Tensor, eps: float, w: Linear) -> Tensor:
         return self._product.logits(rms_norm(x, norm, eps), w)
 
-    def greedy(self, x: Tensor, norm: Tensor, eps: float, w: Linear) -> tuple[list[int], list[bool]]:
+    def greedy(
+        self, x: Tensor, norm: Tensor, eps: float, w: Linear, allowed: Tensor | None = None
+    ) -> tuple[list[int], list[bool]]:
         """One copy to the host."""
-        ids, finite, _ = choose(self.logits(x, norm, eps, w), _greatest(len(x), x.device))
+        logits, rows = self.logits(x, norm, eps, w), _greatest(len(x), x.device)
+        ids, finite, _ = choose(logits, rows)
+        if allowed is not None:
+            octets = allowed.to(x.device).view(torch.uint8).unsqueeze(2)
+            bits = octets >> torch.arange(8, dtype=torch.uint8, device=x.device) & 1
+            forbidden = bits.flatten(1)[:, : logits.shape[1]] == 0
+            ids, _, possible = choose(logits.masked_fill(forbidden, -torch.inf), rows)
+            ids = torch.where(possible, ids, -1)
         found: list[list[int]] = torch.stack([ids, finite.to(torch.int64)]).tolist()
         return found[0], [bool(flag) for flag in found[1]]
 

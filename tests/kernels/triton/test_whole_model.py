@@ -45,7 +45,16 @@ def test_greedy_is_the_argmax_of_the_logits():
     hidden[1, 7] = float("nan")
     ids, finite = model.decoder.greedy(hidden)
     assert finite == [True, False, True]
-    assert [ids[0], ids[2]] == model.decoder.logits(hidden[[0, 2]]).argmax(dim=1).tolist()
+    logits = model.decoder.logits(hidden[[0, 2]])
+    assert [ids[0], ids[2]] == logits.argmax(dim=1).tolist()
+    allowed = torch.zeros(3, -(-logits.shape[1] // 64), dtype=torch.int64)
+    allowed[0, 1] = -(2**63) | 9  # columns 64, 67, 127
+    allowed[1] = -1
+    ids, finite = model.decoder.greedy(hidden, allowed)
+    assert finite == [True, False, True]
+    columns = [64, 67, 127]
+    assert ids[0] == columns[int(logits[0, columns].argmax())]
+    assert ids[2] == -1
 
 
 def test_chunks_in_a_batch_have_the_bits_of_the_whole_alone():

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire_engine.execution.constrained.follower import Follower, clear_bits, set_bits
 from quire_engine.execution.constrained.grammars import Grammars
@@ -27,6 +28,7 @@ MAX_FORCED = 7  # tokens that one step adds to the one it computed: with max_num
 class Allowed:
     """What the constrained rows of a step may choose from."""
 
+    bits: NDArray[np.int32]  # [n, whole words of 64 bits], a line for each of those rows in order; no mask: all are set
     masks: dict[int, Mask] = field(default_factory=dict)  # by the row's index; whoever has none may choose from all
     errors: dict[int, str] = field(default_factory=dict)  # by the row's index: why there is nothing to choose from
 
@@ -40,21 +42,26 @@ class Constraints:
 
     def allowed(self, rows: Sequence[SampleRow], vocab_size: int) -> Allowed:
         """The masks of those of `rows` that have one now; ids are below `vocab_size`."""
-        found = Allowed()
         constrained = [i for i, row in enumerate(rows) if row.is_constrained]
+        bits = np.empty((len(constrained), -(-vocab_size // 64) * 2), dtype=np.int32)
+        found = Allowed(bits)
         if not constrained:
             return found
-        masks = np.empty((len(constrained), -(-vocab_size // 32)), dtype=np.int32)
-        address = masks.ctypes.data  # to be asked for every row costs more than most masks
+        bits[:, -1] = 0  # where the vocabulary ends in the middle of a word
+        masks = bits[:, : -(-vocab_size // 32)]
+        address, line = bits.ctypes.data, bits.strides[0]  # to be asked for every row costs more than most masks
         for i, mask in zip(constrained, masks, strict=True):
             row = rows[i]
             try:
                 if self._fill(self._follower(row), row, mask, address, vocab_size):
                     found.masks[i] = mask
+                else:
+                    mask.fill(-1)
             except GrammarError as error:
                 self._followers.pop(_key(row), None)
                 found.errors[i] = str(error)
-            address += mask.nbytes
+                mask.fill(0)
+            address += line
         while len(self._followers) > len(rows) + _SPARE_FOLLOWERS:
             self._followers.popitem(last=False)
         return found
@@ -121,7 +128,7 @@ class Constraints:
 
     def _only(self, follower: Follower, row: SampleRow) -> int | None:
         forced = follower.forced
-        if forced is None and follower.is_complete and len(row.stop.stop_token_ids) == 1:
+        if forced is None and len(row.stop.stop_token_ids) == 1 and follower.is_complete:
             return row.stop.stop_token_ids[0]
         return forced
 

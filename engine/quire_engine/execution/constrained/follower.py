@@ -17,14 +17,15 @@ from quire_engine.types import SamplingParams
 
 
 class Follower:
-    """One choice's. `tokens` are those that it has taken in."""
+    """One choice's."""
 
     def __init__(self, sampling: SamplingParams, grammars: Grammars | None) -> None:
         """Raises GrammarError."""
         if sampling.grammar and grammars is None:
             raise GrammarError("this engine follows no grammars")
-        self.grammar, self.thinking_params = sampling.grammar, sampling.thinking
-        self.tokens: tuple[int, ...] = ()
+        self._sampling = sampling
+        self._tokens: tuple[int, ...] = ()  # as it was given them: equal tokens are then mostly the same objects
+        self._ahead: list[int] = []  # behind those, one by one
         self._thinking = None if sampling.thinking is None else Thinking(sampling.thinking)
         self._matcher: LLMatcher | None = None
         if sampling.grammar and grammars is not None:
@@ -32,22 +33,30 @@ class Follower:
 
     def follows(self, sampling: SamplingParams, tokens: tuple[int, ...]) -> bool:
         """Whether it stands at the beginning of these tokens, or anywhere in them, of such a request."""
-        if self.grammar != sampling.grammar or self.thinking_params != sampling.thinking:
+        mine, known, ahead = self._sampling, self._tokens, self._ahead
+        if mine is not sampling and (mine.grammar != sampling.grammar or mine.thinking != sampling.thinking):
             return False
-        known = self.tokens
-        return known is tokens or (tokens if len(tokens) == len(known) else tokens[: len(known)]) == known
+        if known is tokens:
+            return not ahead
+        middle = len(known)
+        if ahead and tokens[middle : middle + len(ahead)] != tuple(ahead):
+            return False
+        return tokens[:middle] == known
 
     def take(self, tokens: tuple[int, ...]) -> None:
         """Go on to the end of these tokens, which it `follows`. Raises GrammarError."""
-        if len(tokens) > len(self.tokens):
-            for token_id in tokens[len(self.tokens) :]:
+        taken = len(self._tokens) + len(self._ahead)
+        if len(tokens) > taken:
+            for token_id in tokens[taken:]:
                 self._push(token_id)
-        self.tokens = tokens
+        self._tokens = tokens
+        if self._ahead:
+            self._ahead = []
 
     def take_one(self, token_id: int) -> None:
         """Go on by one token. Raises GrammarError."""
         self._push(token_id)
-        self.tokens = (*self.tokens, token_id)
+        self._ahead.append(token_id)
 
     @property
     def forced(self) -> int | None:

@@ -80,11 +80,14 @@ class Decoder:
         return self._kernels.logits(hidden, self._weights.final_norm, self.config.norm_eps, self._weights.head)
 
     @torch.inference_mode()
-    def greedy(self, hidden: Tensor) -> tuple[list[int], list[bool]] | None:
-        """The argmax of each row of `logits(hidden)` and whether the row is finite; None: take it from the logits."""
+    def greedy(self, hidden: Tensor, allowed: Tensor | None = None) -> tuple[list[int], list[bool]] | None:
+        """The argmax of each row of `logits(hidden)` and whether the row is finite; None: take it from the logits.
+
+        Of the columns that have a bit in `allowed`, as `KernelSet.greedy` has it.
+        """
         if self._kernels.greedy is None:
             return None
-        return self._kernels.greedy(hidden, self._weights.final_norm, self.config.norm_eps, self._weights.head)
+        return self._kernels.greedy(hidden, self._weights.final_norm, self.config.norm_eps, self._weights.head, allowed)
 
     @torch.inference_mode()
     def choose(self, logits: Tensor, rows: ChoiceRows) -> tuple[Tensor, Tensor, Tensor]:
