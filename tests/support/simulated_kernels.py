@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from quire_engine.execution import sampler
+from quire_engine.execution import distribution, sampler
 from quire_engine.execution.model_input import Rows
 from quire_engine.execution.sampler import SampleRow
 from quire_engine.types import SamplingParams, StopParams
@@ -129,7 +129,7 @@ def choose_op(  # noqa: PLR0917 - what a launch takes
     values = logits.index_select(0, logits_rows)
     if not rows:
         return logits_rows.clone(), *(torch.empty(0, dtype=torch.bool) for _ in range(2))
-    ids, possible = sampler._choose(values, rows)
+    ids, possible = sampler._choose(distribution.padded(values), rows)
     return ids.clamp(0, vocab_size - 1), sampler.is_finite(values), possible
 
 

@@ -22,10 +22,14 @@ _PREFIX = 1024  # tokens; nearly every nucleus fits, and selecting them is far c
 def padded(logits: Tensor) -> Tensor:
     """A private copy of [S, V] as [S, V'] with V' a multiple of the alignment, filled with -inf."""
     num_rows, vocab_size = logits.shape
-    width = -(-vocab_size // _ALIGNMENT) * _ALIGNMENT
-    copy = logits.new_full((num_rows, width), -torch.inf)
+    copy = logits.new_full((num_rows, padded_width(vocab_size)), -torch.inf)
     copy[:, :vocab_size] = logits
     return copy
+
+
+def padded_width(vocab_size: int) -> int:
+    """The V' of `padded`."""
+    return -(-vocab_size // _ALIGNMENT) * _ALIGNMENT
 
 
 def order_keys(values: Tensor) -> Tensor:

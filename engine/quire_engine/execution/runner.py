@@ -148,11 +148,13 @@ class Runner:
         for item, at in zip(batch.items, logit_rows, strict=True):
             if item.wants_prompt_logprobs:
                 return False
-            if item.wants_sample and not asks_for_argmax(item.sampling):
-                # A fork follows a grammar of its own, though from the same row.
-                if item.forks or not asks_for_masked_argmax(item.sampling):
-                    return False
+            if not item.wants_sample:
+                continue
+            # A fork follows a grammar of its own, though from the same row.
+            if asks_for_masked_argmax(item.sampling) and not item.forks:
                 masked[at.first] = _sample_row(item, item.sequence_id, item.choice, at.first)
+            elif not asks_for_argmax(item.sampling):
+                return False
         allowed = self._sampler.constraints.allowed(list(masked.values()), self._vocab_size) if masked else None
         found = self._decoder.greedy(hidden, None if allowed is None else _words(allowed.bits, masked, len(hidden)))
         if found is None:

@@ -6,8 +6,7 @@ fails alone; one device-to-host copy a slice of rows. Must not know: sequences, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -116,8 +115,8 @@ class Sampler:
             rest = [i for i, row in enumerate(rows) if not (row.is_greedy and not row.has_rules)]
             index = torch.tensor(rest, device=logits.device)
             of_rest = {at: masks[i] for at, i in enumerate(rest) if i in masks}
-            mask = partial(self.mask_writer.apply, masks=of_rest)
-            token_ids[index], possible = _choose(logits[index], [rows[i] for i in rest], mask)
+            copied = self.mask_writer.masked(logits[index] if plain else logits, of_rest)
+            token_ids[index], possible = _choose(copied, [rows[i] for i in rest])
             status[index] = torch.where(possible | (status[index] != _OK), status[index], _NO_CANDIDATE)
 
         packed = [status.to(torch.float64).unsqueeze(1), token_ids.to(torch.float64).unsqueeze(1)]
@@ -135,12 +134,11 @@ class Sampler:
         return [_sampled_token(row, some, num_top) for row, some in zip(rows, values, strict=True)]
 
 
-def _choose(
-    logits: Tensor, rows: Sequence[SampleRow], mask: Callable[[Tensor], None] = lambda _: None
-) -> tuple[Tensor, Tensor]:
-    """Token ids [S] after masks, rules and truncation, and whether each row had a candidate [S] bool."""
-    logits = distribution.padded(logits)
-    mask(logits)
+def _choose(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor]:
+    """Token ids [S] after rules and truncation, and whether each row had a candidate [S] bool.
+
+    The logits, which are consumed, are as `distribution.padded` makes them.
+    """
     apply_rules(logits, rows)
     token_ids = logits.argmax(dim=1)
     highest = logits.amax(dim=1)

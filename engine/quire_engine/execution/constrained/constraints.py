@@ -26,7 +26,7 @@ MAX_FORCED = 7  # tokens that one step adds to the one it computed: with max_num
 
 @dataclass(slots=True)
 class Allowed:
-    """What the constrained rows of a step may choose from."""
+    """What the constrained rows of a step may choose from: until the next one's are asked for, in the same memory."""
 
     bits: NDArray[np.int32]  # [n, whole words of 64 bits], a line for each of those rows in order; no mask: all are set
     masks: dict[int, Mask] = field(default_factory=dict)  # by the row's index; whoever has none may choose from all
@@ -38,22 +38,28 @@ class Constraints:
 
     def __init__(self, grammars: Grammars | None, *, max_forced: int = MAX_FORCED) -> None:
         self._grammars, self._max_forced = grammars, max_forced
+        self._bits = np.empty(0, dtype=np.int32)
         self._followers: OrderedDict[tuple[int, int], Follower] = OrderedDict()  # least recently used first
 
     def allowed(self, rows: Sequence[SampleRow], vocab_size: int) -> Allowed:
         """The masks of those of `rows` that have one now; ids are below `vocab_size`."""
-        constrained = [i for i, row in enumerate(rows) if row.is_constrained]
-        bits = np.empty((len(constrained), -(-vocab_size // 64) * 2), dtype=np.int32)
+        constrained = [(i, row) for i, row in enumerate(rows) if row.is_constrained]
+        bits = self._room(len(constrained), -(-vocab_size // 64) * 2)
         found = Allowed(bits)
         if not constrained:
             return found
         bits[:, -1] = 0  # where the vocabulary ends in the middle of a word
+        # A step's own loop, for all that is done eight or a hundred times. To ask numpy anything for each row costs
+        # more than most masks do, so the bits are written by their addresses and looked at as bytes.
         masks = bits[:, : -(-vocab_size // 32)]
-        address, line = bits.ctypes.data, bits.strides[0]  # to be asked for every row costs more than most masks
-        for i, mask in zip(constrained, masks, strict=True):
-            row = rows[i]
+        address, line, size = bits.ctypes.data, bits.strides[0], masks.shape[1] * masks.itemsize
+        octets, at = bits.view(np.uint8).reshape(-1).data, 0
+        for (i, row), mask in zip(constrained, masks, strict=True):
             try:
-                if self._fill(self._follower(row), row, mask, address, vocab_size):
+                follower = self._follower(row)
+                if follower.fill(mask, address + at, size):
+                    if row.sampling.grammar and not follower.ends_thinking:
+                        self._set_ends(follower, row, octets[at : at + size], vocab_size)
                     found.masks[i] = mask
                 else:
                     mask.fill(-1)
@@ -61,7 +67,7 @@ class Constraints:
                 self._followers.pop(_key(row), None)
                 found.errors[i] = str(error)
                 mask.fill(0)
-            address += line
+            at += line
         while len(self._followers) > len(rows) + _SPARE_FOLLOWERS:
             self._followers.popitem(last=False)
         return found
@@ -97,34 +103,46 @@ class Constraints:
         return tuple(forced)
 
     def _follower(self, row: SampleRow) -> Follower:
-        key, tokens = (row.sequence_id, row.choice), tuple(row.output_token_ids)
-        follower = self._followers.pop(key, None)
+        key, tokens = (row.sequence_id, row.choice), row.output_token_ids
+        follower = self._followers.get(key)
+        if follower is not None and follower.stands_behind(row.sampling, tokens):
+            self._followers.move_to_end(key)
+            return follower
+        tokens = tuple(tokens)
         if follower is None or not follower.follows(row.sampling, tokens):
-            follower = Follower(row.sampling, self._grammars)
+            follower = self._followers[key] = Follower(row.sampling, self._grammars)
         follower.take(tokens)
-        self._followers[key] = follower
+        self._followers.move_to_end(key)
         return follower
 
-    def _fill(self, follower: Follower, row: SampleRow, mask: Mask, address: int, vocab_size: int) -> bool:
-        if not follower.fill(mask, address):
-            return False
-        if row.sampling.grammar and not follower.ends_thinking:
-            self._set_ends(follower, row, mask, vocab_size)
-        return True
+    def _room(self, num_rows: int, words: int) -> NDArray[np.int32]:
+        """Memory for masks, kept: fresh pages for those of a large vocabulary cost as much as most masks."""
+        if self._bits.size < num_rows * words:
+            self._bits = np.empty(num_rows * words, dtype=np.int32)
+        return self._bits[: num_rows * words].reshape(num_rows, words)
 
-    def _set_ends(self, follower: Follower, row: SampleRow, mask: Mask, vocab_size: int) -> None:
+    def _set_ends(self, follower: Follower, row: SampleRow, octets: memoryview, vocab_size: int) -> None:
         """Where the grammar is complete any stop token may come; before `min_tokens` only if nothing else can."""
-        ends = tuple([token for token in row.stop.stop_token_ids if 0 <= token < vocab_size])
-        if self._grammars is not None and self._grammars.end_ids != ends:
-            clear_bits(mask, self._grammars.end_ids)  # of those, only what the request stops at
-        if row.num_output < row.sampling.min_tokens:
-            others = mask.copy()
-            clear_bits(others, ends)
-            if others.any():
-                mask[:] = others
+        wanted, told = row.stop.stop_token_ids, self._grammars.end_ids if self._grammars is not None else ()
+        too_soon = row.num_output < row.sampling.min_tokens
+        if told and not too_soon:
+            num_told = 0
+            for token in told:
+                num_told += octets[token >> 3] >> (token & 7) & 1
+            # A grammar that is complete allows every end, so that one that allows none is not.
+            if not num_told or (num_told == len(told) and wanted == told):
                 return
+        ends = tuple([token for token in wanted if 0 <= token < vocab_size])
+        if told != ends:
+            clear_bits(octets, told)  # of those, only what the request stops at
+        if too_soon:
+            before = bytes(octets)
+            clear_bits(octets, ends)
+            if np.frombuffer(octets, dtype=np.uint8).any():
+                return
+            octets[:] = before
         if follower.may_end:
-            set_bits(mask, ends)
+            set_bits(octets, ends)
 
     def _only(self, follower: Follower, row: SampleRow) -> int | None:
         forced = follower.forced

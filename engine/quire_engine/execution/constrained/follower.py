@@ -6,6 +6,8 @@ much, is a GrammarError. Must not know: logits, rows, steps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from llguidance import LLMatcher
 
@@ -42,6 +44,10 @@ class Follower:
         if ahead and tokens[middle : middle + len(ahead)] != tuple(ahead):
             return False
         return tokens[:middle] == known
+
+    def stands_behind(self, sampling: SamplingParams, tokens: Sequence[int]) -> bool:
+        """Whether nobody has to look: it was given these very tokens last, for this very request."""
+        return self._tokens is tokens and self._sampling is sampling and not self._ahead
 
     def take(self, tokens: tuple[int, ...]) -> None:
         """Go on to the end of these tokens, which it `follows`. Raises GrammarError."""
@@ -90,10 +96,10 @@ class Follower:
         """Whether the output may end here. Without a grammar it always may."""
         return self._matcher is None or self._matcher.is_accepting()
 
-    def fill(self, bits: Mask, address: int) -> bool:
+    def fill(self, bits: Mask, address: int, size: int) -> bool:
         """Write one bit for each id that may come next, the ids that end a text among them. False if all may.
 
-        `address` is where `bits` lie.
+        `address` is where `bits` lie, `size` how many bytes: to be asked for every row costs more than most masks.
 
         Raises GrammarError.
         """
@@ -102,11 +108,11 @@ class Follower:
             if self._matcher is not None:
                 self._check_allows(forced)
             bits.fill(0)
-            set_bits(bits, (forced,))
+            set_bits(bits.view(np.uint8).data, (forced,))
             return True
         if self._matcher is None:
             return False
-        self._matcher.unsafe_compute_mask_ptr(address, bits.nbytes)
+        self._matcher.unsafe_compute_mask_ptr(address, size)
         self._check()
         return True
 
@@ -128,15 +134,13 @@ class Follower:
             raise GrammarError("the grammar does not allow thinking to end where its budget is spent")
 
 
-def set_bits(bits: Mask, ids: tuple[int, ...]) -> None:
+def set_bits(octets: memoryview, ids: tuple[int, ...]) -> None:
     """Allow ids that are within the vocabulary."""
-    octets = bits.view(np.uint8)
     for token_id in ids:
         octets[token_id >> 3] |= 1 << (token_id & 7)
 
 
-def clear_bits(bits: Mask, ids: tuple[int, ...]) -> None:
+def clear_bits(octets: memoryview, ids: tuple[int, ...]) -> None:
     """Forbid ids that are within the vocabulary."""
-    octets = bits.view(np.uint8)
     for token_id in ids:
         octets[token_id >> 3] &= 255 ^ (1 << (token_id & 7))

@@ -26,6 +26,7 @@ class Grammars:
         """`folder` has the tokenizer; `vocab_size` is the width of the logits."""
         self._folder, self._vocab_size, self._max_compiled = folder, vocab_size, max_compiled
         self._vocabulary: LLTokenizer | GrammarError | None = None
+        self._end_ids: tuple[int, ...] = ()
         self._limits = LLParserLimits(**GRAMMAR_LIMITS)  # type: ignore[arg-type]
         self._changed = Condition()  # guards what follows
         self._compiled: OrderedDict[str, LLMatcher | GrammarError] = OrderedDict()  # least recently used first
@@ -73,13 +74,14 @@ class Grammars:
     @property
     def end_ids(self) -> tuple[int, ...]:
         """The ids that the vocabulary says end a text; none while it has not been read."""
-        return tuple(self._vocabulary.eos_tokens) if isinstance(self._vocabulary, LLTokenizer) else ()
+        return self._end_ids
 
     def warm_up(self) -> None:
         """Read the vocabulary now, when nobody waits: it takes a second where there are 150,000 tokens."""
         if self._vocabulary is None:
             try:
                 self._vocabulary = load_vocabulary(self._folder, self._vocab_size)
+                self._end_ids = tuple(self._vocabulary.eos_tokens)
             except GrammarError as error:
                 self._vocabulary = error
 

@@ -16,7 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_FEW_CELLS = 1 << 17  # of logits; of fewer a table costs less than a look at each row's mask
+from quire_engine.execution.distribution import padded, padded_width
+
+_FEW_CELLS = 1 << 17  # of logits; of fewer all rows at once cost less than a look at each row's mask
 _MAX_KEPT = 256  # masks whose ids are remembered
 _MAX_IDS = 8  # of a vocabulary at least one in so many is listed, or the table is used
 
@@ -31,14 +33,29 @@ class MaskWriter:
     _tables: dict[torch.device, Tensor] = field(default_factory=dict)
     _kept: OrderedDict[bytes, tuple[bool, NDArray[np.int64]] | None] = field(default_factory=OrderedDict)
 
+    def masked(self, logits: Tensor, masks: Mapping[int, Mask]) -> Tensor:
+        """`distribution.padded` of logits [S, V], with the masks applied to the rows that have one."""
+        if not masks or logits.device.type != "cpu":
+            copy = padded(logits)
+            self.apply(copy, masks)
+            return copy
+        if logits.numel() <= _FEW_CELLS:
+            return _masked_together(logits, masks)
+        width = logits.shape[1]
+        copy = logits.new_empty(len(logits), padded_width(width))
+        sources, targets = logits.numpy(), copy.numpy()
+        targets[:, width:] = -np.inf
+        for row, source in enumerate(sources):
+            mask = masks.get(row)
+            if mask is None:
+                targets[row, :width] = source
+            else:
+                self._mask_row(source, targets[row, :width], mask)
+        return copy
+
     def apply(self, logits: Tensor, masks: Mapping[int, Mask]) -> None:
         """Change the rows of logits [S, V] that have a mask, in place."""
-        if not masks:
-            return
-        if logits.device.type == "cpu" and len(masks) * logits.shape[1] > _FEW_CELLS:
-            for row, mask in masks.items():
-                self._apply_row(logits[row].numpy(), mask)
-        else:
+        if masks:
             self._apply_table(logits, masks)
 
     def _apply_table(self, logits: Tensor, masks: Mapping[int, Mask]) -> None:
@@ -54,25 +71,27 @@ class MaskWriter:
             logits[:, :known].index_add_(0, torch.tensor(list(masks), device=logits.device), added)
 
     # numpy's indexing takes half the time of torch's.
-    def _apply_row(self, logits: NDArray[np.float32], bits: Mask) -> None:
+    def _mask_row(self, source: NDArray[np.float32], target: NDArray[np.float32], bits: Mask) -> None:
+        """Into `target`, as wide as the source and not initialised."""
         key = bits.tobytes()
         if key in self._kept:
             self._kept.move_to_end(key)
             found = self._kept[key]
         else:
-            found = self._kept[key] = _listed(bits, len(logits))
+            found = self._kept[key] = _listed(bits, len(source))
             if len(self._kept) > _MAX_KEPT:
                 self._kept.popitem(last=False)
         if found is None:
-            self._apply_table(torch.from_numpy(logits).unsqueeze(0), {0: bits})
+            target[:] = source
+            self._apply_table(torch.from_numpy(target).unsqueeze(0), {0: bits})
             return
         is_allowed, ids = found
-        if not is_allowed:
-            logits[ids] = -np.inf
-            return
-        kept = logits[ids]
-        logits.fill(-np.inf)
-        logits[ids] = kept
+        if is_allowed:
+            target.fill(-np.inf)
+            target[ids] = source[ids]
+        else:
+            target[:] = source
+            target[ids] = -np.inf
 
     def _table(self, like: Tensor) -> Tensor:
         """[256, 8]: what eight bits add to eight cells."""
@@ -84,13 +103,23 @@ class MaskWriter:
         return table
 
 
+def _masked_together(logits: Tensor, masks: Mapping[int, Mask]) -> Tensor:
+    lines = np.concatenate(list(masks.values())).view(np.uint8).reshape(len(masks), -1)
+    if len(masks) < len(logits):
+        every = np.full((len(logits), lines.shape[1]), 255, dtype=np.uint8)
+        every[list(masks)] = lines
+        lines = every
+    flags = np.unpackbits(lines, axis=1, bitorder="little", count=logits.shape[1]).view(np.bool_)
+    found = torch.where(torch.from_numpy(flags), logits, -torch.inf)
+    return found if padded_width(logits.shape[1]) == logits.shape[1] else padded(found)
+
+
 def _listed(bits: Mask, width: int) -> tuple[bool, NDArray[np.int64]] | None:
     """The ids that a mask allows, or those that it does not, whichever are few; None if neither are."""
-    flags = np.unpackbits(bits.view(np.uint8), bitorder="little", count=width)  # zeros behind the last bit
-    num_allowed = int(flags.sum(dtype=np.int64))
-    few = width // _MAX_IDS
+    flags = np.unpackbits(bits.view(np.uint8), bitorder="little", count=width).view(np.bool_)
+    num_allowed, few = int(np.count_nonzero(flags)), width // _MAX_IDS
     if num_allowed <= few:
         return True, np.flatnonzero(flags)
     if width - num_allowed <= few:
-        return False, np.flatnonzero(flags == 0)
+        return False, np.flatnonzero(~flags)
     return None
