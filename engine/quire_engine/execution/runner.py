@@ -6,13 +6,11 @@ would have got anyway; logits take a bounded amount of memory. Must not know: qu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
@@ -156,7 +154,7 @@ class Runner:
             elif not asks_for_argmax(item.sampling):
                 return False
         allowed = self._sampler.constraints.allowed(list(masked.values()), self._vocab_size) if masked else None
-        found = self._decoder.greedy(hidden, None if allowed is None else _words(allowed.bits, masked, len(hidden)))
+        found = self._decoder.greedy(hidden, None if allowed is None else allowed.words(masked, len(hidden)))
         if found is None:
             return False
         tokens = [(_greatest(token, finite),) for token, finite in zip(*found, strict=True)]
@@ -230,16 +228,6 @@ def _sample_row(item: ScheduledSequence, sequence_id: int, choice: int, logits_r
         logits_row=logits_row,
         sequence_id=sequence_id,
     )
-
-
-def _words(bits: NDArray[np.int32], rows: Collection[int], num_rows: int) -> Tensor:
-    """The `allowed` of `num_rows` rows, of which `rows`, in order, have the lines of `bits`."""
-    words = bits.view(np.int64)
-    if len(words) == num_rows:
-        return torch.from_numpy(words)
-    every = np.full((num_rows, words.shape[1]), -1, dtype=np.int64)
-    every[list(rows)] = words
-    return torch.from_numpy(every)
 
 
 def _greatest(token_id: int, is_finite: bool) -> SampledToken:

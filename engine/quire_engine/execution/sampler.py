@@ -77,7 +77,7 @@ class Sampler:
         if sampled.error is not None or not row.is_constrained:
             return (sampled,)
         forced = self.constraints.forced(row, sampled.token_id)
-        return (sampled, *(SampledToken(token_id=token) for token in forced))
+        return (sampled, *[SampledToken(token_id=token) for token in forced]) if forced else (sampled,)
 
     def score(self, logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs | None]:
         """Log-probabilities of `token_ids[i]` under row i of logits [S, V]; None where the row is not finite.

@@ -8,11 +8,13 @@ free. Must not know: how tokens are chosen, the model, schedules.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from quire_engine.execution.constrained.follower import Follower, clear_bits, set_bits
 from quire_engine.execution.constrained.grammars import Grammars
@@ -31,6 +33,15 @@ class Allowed:
     bits: NDArray[np.int32]  # [n, whole words of 64 bits], a line for each of those rows in order; no mask: all are set
     masks: dict[int, Mask] = field(default_factory=dict)  # by the row's index; whoever has none may choose from all
     errors: dict[int, str] = field(default_factory=dict)  # by the row's index: why there is nothing to choose from
+
+    def words(self, at: Collection[int], num_rows: int) -> Tensor:
+        """[num_rows, words of 64 bits], as `KernelSet.greedy` takes them: those of the constrained rows at `at`."""
+        words = self.bits.view(np.int64)
+        if len(words) < num_rows:
+            every = np.full((num_rows, words.shape[1]), -1, dtype=np.int64)
+            every[list(at)] = words
+            words = every
+        return torch.from_numpy(words)
 
 
 class Constraints:
