@@ -34,8 +34,7 @@ def test_lm_eval_scores_by_echo(server: Served, tmp_path: Path) -> None:
     data.write_text("\n".join(json.dumps({"country": country, "right": right}) for country, right in questions))
     (tmp_path / "capitals.yaml").write_text(TASK.format(file=data))
     arguments = (
-        f"base_url={server.url}/v1/completions,model={MODEL},tokenizer_backend=remote,"
-        f"auth_token={KEY},num_concurrent=4"
+        f"base_url={server.url}/v1/completions,model={MODEL},tokenizer_backend=remote,auth_token={KEY},num_concurrent=4"
     )
     done = subprocess.run(
         [

@@ -44,7 +44,9 @@ def tokenizer() -> Tokenizer:
 
 @cache
 def vocabulary() -> LLTokenizer:
-    return LLTokenizer((demo_model_path() / "tokenizer.json").read_text(), n_vocab=2048, eos_token=[0, 2])
+    return LLTokenizer(
+        (demo_model_path() / "tokenizer.json").read_text(), n_vocab=tokenizer().get_vocab_size(), eos_token=[0, 2]
+    )
 
 
 def engine(blocks: int = 400, **limits) -> BuiltEngine:
@@ -100,7 +102,12 @@ def requests() -> list[GenerationRequest]:
         asked("told", temperature=0.8, top_k=40, seed=3, grammar=grammar, num_logprobs=2),
         asked("penalised", temperature=1.0, seed=4, grammar=grammar, presence_penalty=0.7, logit_bias=((300, 4.0),)),
         asked(
-            "thinking", "Why is the sky blue?", temperature=0.9, seed=5, thinking=replace(THINKING, end_ids=(1, 1)), n=2
+            "thinking",
+            "Tell me a long story.",
+            temperature=0.9,
+            seed=5,
+            thinking=replace(THINKING, end_ids=(1, 1)),
+            n=2,
         ),
         asked(
             "both",
@@ -110,7 +117,10 @@ def requests() -> list[GenerationRequest]:
             grammar='start: /(.|\\n)*/ <[1]> "{\\"sky\\":" ("true" | "false") "}"',
         ),
         asked("late", temperature=1.0, seed=7, grammar="start: /[a-z ]*/", min_tokens=20, max_tokens=30),
-        asked("free", "Tell me a story.", temperature=0.9, seed=8, max_tokens=40),
+        *(
+            asked(f"free {seed}", "Tell me a long story.", temperature=0.9, seed=seed, max_tokens=150)
+            for seed in (8, 9, 10)
+        ),
     ]
 
 
