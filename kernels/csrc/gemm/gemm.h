@@ -24,8 +24,8 @@ struct Output {
   Epilogue epilogue;
   void* data;  // kStoreFloat: float, else bf16; row stride `stride` elements
   int64_t stride;
-  const bf16* residual;  // kAdd: same shape and stride, may be `data`
-  Best* best = nullptr;  // kBest: the worker's own, one for each row; `data` is not used
+  const bf16* residual;               // kAdd: same shape and stride, may be `data`
+  Best* best = nullptr;               // kBest: the worker's own, one for each row; `data` is not used
   const uint64_t* allowed = nullptr;  // kBest: [m, panels] bits of columns that may be the best, or null: all may
 };
 
