@@ -15,7 +15,7 @@ MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The embedded model's, and after it the marks as tokens that are not special."""
+    """The embedded model's without its marks, and after it the marks as tokens that are not special."""
 
     marks: tuple[str, ...] = ()
     ids: dict[str, int] = field(default_factory=dict, compare=False)
@@ -32,6 +32,12 @@ class Vocabulary:
 def _tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
     described = json.loads((demo_model_path() / "tokenizer.json").read_text("utf-8"))
     added = [token for token in described["added_tokens"] if token["content"] not in MARKS]
+    # The embedded model has some of the marks itself: they make room for those that are asked for.
+    vocab = {
+        f"<unused {token_id}>" if text in MARKS else text: token_id
+        for text, token_id in described["model"]["vocab"].items()
+    }
+    described["model"]["vocab"] = vocab
     first = max([*described["model"]["vocab"].values(), *(token["id"] for token in described["added_tokens"])]) + 1
     for token_id, mark in enumerate(vocabulary.marks, first):
         vocabulary.ids[mark] = token_id
