@@ -16,6 +16,8 @@ from quire_server.app import ROUTERS
 from quire_server.flags import option_default, parse_flags
 from quire_server.metrics.metrics import Metrics
 from quire_server.settings import ENV_PREFIX, Settings, flag_name
+from quire_server.text.parsing.formats import TOOL_FORMATS
+from quire_server.text.parsing.reasoning import REASONING_FORMATS
 from quire_server.wire import common
 
 ROOT = Path(__file__).parents[2]
@@ -182,3 +184,13 @@ def test_the_image_sets_settings_that_exist():
     variables = re.findall(rf"\b{ENV_PREFIX}[A-Z_]+", (ROOT / "Dockerfile").read_text())
     assert variables
     assert {name.removeprefix(ENV_PREFIX).lower() for name in variables} <= set(Settings.model_fields)
+
+
+def test_every_format_of_calls_and_of_thoughts_has_its_row():
+    section = TEXT.split("\n## Tools and thinking\n")[1].split("\n## ")[0]
+    named = {
+        name for row in re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)
+    }
+    assert named == {*TOOL_FORMATS, *REASONING_FORMATS}
+    for form in REASONING_FORMATS.values():
+        assert f"`{form.start}`, `{form.end}`".replace("|", "\\|") in section

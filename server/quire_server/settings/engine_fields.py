@@ -84,7 +84,7 @@ class EngineFields(BaseModel):
         {}, "Model", "variables of the chat template; a request's own win; JSON object"
     )
     tool_call_parser: str = option(
-        "auto", "Model", "how the model writes calls of tools; auto: by its chat template; see the table of formats"
+        "auto", "Model", "how the model writes calls of tools; auto: by its chat template; see Tools and thinking"
     )
     reasoning_parser: str = option(
         "auto", "Model", "how the model marks its thoughts; auto: by its chat template; none: they are text"
