@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire_engine.types import TokenLogprobs
-from quire_server.answering.generation import ChoiceDelta, ChoiceFinish, Generation
+from quire_server.answering.choice import ChoiceDelta, ChoiceFinish
+from quire_server.answering.generation import Generation
 from quire_server.answering.prepare import Job
 from quire_server.text.logprobs import LogprobFormat
 from quire_server.text.tokenizer import TextTokenizer

@@ -13,7 +13,8 @@ from typing import Any
 
 import httpx
 
-from quire_server.answering.generation import ChoiceDelta, Usage
+from quire_server.answering.choice import ChoiceDelta
+from quire_server.answering.generation import Usage
 from quire_server.answering.options import GenerationOptions, PromptOptions, ReplyOptions
 from quire_server.answering.rendering import ReplyHead
 from quire_server.answering.responses.renderer import ResponseRenderer

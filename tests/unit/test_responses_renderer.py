@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from quire_engine.types import TokenLogprobs
-from quire_server.answering.generation import ChoiceDelta
+from quire_server.answering.choice import ChoiceDelta
 from quire_server.errors import EngineFailed
 from quire_server.text.parsing.calls import CallDelta
 from quire_server.wire.responses.reply import ResponseObject

@@ -14,7 +14,8 @@ from typing import Protocol
 from fastapi import Request
 from fastapi.responses import Response
 
-from quire_server.answering.generation import ChoiceDelta, Generation
+from quire_server.answering.choice import ChoiceDelta
+from quire_server.answering.generation import Generation
 from quire_server.answering.options import GenerationOptions
 from quire_server.answering.prepare import Job, prepare
 from quire_server.answering.rendering import ReplyHead, fingerprint

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire_server.answering.generation import ChoiceDelta, Generation
+from quire_server.answering.choice import ChoiceDelta
+from quire_server.answering.generation import Generation
 from quire_server.answering.prepare import Job
 from quire_server.answering.rendering import PLAIN_END, ReplyHead, closing_fields, encode, ending, usage_field
 from quire_server.errors import ApiError

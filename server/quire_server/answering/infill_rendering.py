@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from quire_server.answering.generation import ChoiceDelta, Generation
+from quire_server.answering.choice import ChoiceDelta
+from quire_server.answering.generation import Generation
 from quire_server.answering.prepare import Job
 from quire_server.answering.rendering import ReplyHead
 from quire_server.errors import ApiError, error_body

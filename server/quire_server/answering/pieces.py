@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from quire_server.answering.generation import ChoiceDelta
+from quire_server.answering.choice import ChoiceDelta
 from quire_server.text.parsing.calls import CallDelta
 
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from quire_engine.types import GenerationRequest
+from quire_server.answering.choice import TextOptions
 from quire_server.answering.constraining.constraints import constraint
-from quire_server.answering.generation import TextOptions
 from quire_server.answering.infilling import infilled
 from quire_server.answering.notes import notes
 from quire_server.answering.options import Conversation, GenerationOptions

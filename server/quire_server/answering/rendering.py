@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 
 from quire_engine.config import EnginePlan
-from quire_server.answering.generation import ChoiceDelta, Usage
+from quire_server.answering.choice import ChoiceDelta
+from quire_server.answering.generation import Usage
 from quire_server.answering.options import ReplyOptions
 from quire_server.http.sse import DONE
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from quire_server.answering.generation import ChoiceDelta, Generation
+from quire_server.answering.choice import ChoiceDelta
+from quire_server.answering.generation import Generation
 from quire_server.text.logprobs import finite
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from quire_server.answering.generation import ChoiceDelta
+from quire_server.answering.choice import ChoiceDelta
 from quire_server.answering.pieces import Answer, Thought, pieces
 from quire_server.text.parsing.calls import CallDelta
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from quire_engine.types import TokenLogprobs
-from quire_server.answering.generation import ChoiceDelta
+from quire_server.answering.choice import ChoiceDelta
 from quire_server.answering.pieces import Answer, Thought, pieces
 from quire_server.answering.responses.ids import item_id
 from quire_server.text.parsing.calls import CallDelta

@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from quire_server.answering.generation import ChoiceDelta, Generation, Usage
+from quire_server.answering.choice import ChoiceDelta
+from quire_server.answering.generation import Generation, Usage
 from quire_server.answering.prepare import Job
 from quire_server.answering.rendering import ReplyHead
 from quire_server.answering.responses.ids import response_id

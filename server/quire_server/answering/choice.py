@@ -1,0 +1,176 @@
+"""One choice of a generation: tokens in, text, thoughts and calls out, and where they end.
+
+Owns the choice's detokenizer, reader and stop matcher. Promises: what a delta has does not come again, and nothing
+comes after a stop. Must not know: engines, other choices, HTTP, JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from quire_engine.types import GenerationRequest, TokenLogprobs, TokenOutput
+from quire_server.text.detokenizer import Detokenizer
+from quire_server.text.parsing.calls import CallDelta
+from quire_server.text.parsing.reply_parser import ReplyParser
+from quire_server.text.stop_strings import StopMatcher
+from quire_server.text.tokenizer import TextTokenizer
+
+ChoiceFinish = Literal["stop", "length", "tool_calls", "abort"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextOptions:
+    """How tokens become text; the same for all choices of a request."""
+
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    min_tokens: int = 0  # stop strings that these first tokens complete do not count
+    skip_special_tokens: bool = True
+    interval: int = 1  # tokens per delta; the first and the last come at once
+    new_parser: Callable[[], ReplyParser] | None = None  # for each choice, where thoughts and calls are told apart
+    counts_thoughts: bool = False  # the usage has the tokens of thoughts
+    shown_ids: frozenset[int] = frozenset()  # special tokens that the parser has to see
+    calls_finish: bool = True  # a choice that ends with calls says so
+
+
+@dataclass(slots=True, kw_only=True)
+class ChoiceDelta:
+    """What is new of one choice since its last delta. The lists are the receiver's."""
+
+    index: int  # number of the prompt * n + number of the choice
+    prompt: int
+    is_first: bool = False
+    text: str = ""
+    reasoning: str = ""  # thoughts before the text
+    calls: list[CallDelta] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token id, or empty
+    offsets: list[int] = field(default_factory=list)  # with logprobs: characters of the choice's text before each token
+    finish_reason: ChoiceFinish | None = None
+    stop_reason: str | int | None = None  # the stop string or token id; None for the end-of-text token
+
+
+class Choice:
+    """Turns one choice's tokens into text and decides where it ends."""
+
+    def __init__(
+        self, delta: ChoiceDelta, request: GenerationRequest, options: TextOptions, tokenizer: TextTokenizer
+    ) -> None:
+        self.finish_reason: ChoiceFinish | None = None
+        self.num_new_thoughts = 0  # tokens of thoughts that nobody has counted yet
+        self._new = delta
+        self._is_opened = False
+        self._is_closed = False
+        self._num_tokens = 0
+        self._num_unsent = 0
+        self._num_chars = 0
+        self._min_tokens = options.min_tokens
+        self._include_stop = options.include_stop
+        self._silent_stop_ids = frozenset(tokenizer.eos_token_ids)
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            skip_special_tokens=options.skip_special_tokens,
+            prompt_ids=request.prompt_token_ids,
+            shown_ids=options.shown_ids,
+        )
+        self._parser = None if options.new_parser is None else options.new_parser()
+        self._calls_finish = options.calls_finish
+        self._is_answering = False
+        self._shown_ids = options.shown_ids
+        self._num_reasoning_tokens = 0
+        self._matcher = StopMatcher(options.stop, options.include_stop) if options.stop else None
+
+    def absorb(self, output: TokenOutput) -> int:
+        """Take in one output; returns how many of its tokens belong to the choice. None after a stop string."""
+        if self.finish_reason is not None:
+            return 0
+        # A stop token ends the text but is not part of it, unless the client asks for it.
+        hidden = 1 if output.stop_token_id is not None and not self._include_stop else 0
+        pieces = self._detokenizer.push_each(output.token_ids[: len(output.token_ids) - hidden])
+        pieces.extend([""] * hidden)
+        shown: Iterator[str] = iter(pieces)
+        parser = self._parser
+        if parser is not None and self._is_answering and self._shown_ids.isdisjoint(output.token_ids):
+            parser = None  # the thoughts are over, and there is nothing else to read
+        if parser is not None:  # as far as it is asked: what comes after a stop string is nobody's
+            shown = map(parser.push, output.token_ids, pieces)
+        if self._matcher is None:
+            pieces = list(shown)
+            self._new.text += "".join(pieces)
+        else:
+            pieces = self._match(self._matcher, shown)
+        if parser is not None:
+            self._take_parsed(parser)
+        count = len(pieces)
+        self._num_tokens += count
+        self._num_unsent += count
+        self._new.token_ids.extend(output.token_ids[:count])
+        if output.logprobs is not None:
+            self._new.logprobs.extend(output.logprobs[:count])
+            for piece in pieces[:count]:
+                self._new.offsets.append(self._num_chars)
+                self._num_chars += len(piece)
+        if output.finish is not None and self.finish_reason is None:
+            self._end(output)
+        return count
+
+    def take(self, interval: int) -> ChoiceDelta | None:
+        """The delta that is due now, if any."""
+        is_due = self.finish_reason is not None or not self._is_opened or self._num_unsent >= interval
+        if not is_due or self._is_closed or (self._num_tokens == 0 and self.finish_reason is None):
+            return None
+        delta = self._new
+        delta.is_first = not self._is_opened
+        self._is_opened = True
+        self._is_closed = self.finish_reason is not None
+        self._num_unsent = 0
+        self._new = ChoiceDelta(index=delta.index, prompt=delta.prompt)
+        return delta
+
+    def _take_parsed(self, parser: ReplyParser) -> None:
+        self._is_answering = parser.is_over
+        self.num_new_thoughts += parser.num_reasoning_tokens - self._num_reasoning_tokens
+        self._num_reasoning_tokens = parser.num_reasoning_tokens
+        self._new.reasoning += parser.reasoning
+        self._new.calls += parser.calls
+        parser.reasoning, parser.calls = "", []
+
+    def _match(self, matcher: StopMatcher, pieces: Iterator[str]) -> list[str]:
+        """Show what is safe to show; the pieces up to the end of a stop string, or all."""
+        taken = []
+        for count, piece in enumerate(pieces, start=1):
+            taken.append(piece)
+            shown, stop = matcher.push(piece, examine=self._num_tokens + count > self._min_tokens)
+            self._new.text += shown
+            if stop is not None:
+                self._finish("stop", stop)
+                break
+        return taken
+
+    def _end(self, output: TokenOutput) -> None:
+        """The engine has ended the choice; what was held back comes out, and may itself complete a stop string."""
+        text, stop = self._detokenizer.finish(), None
+        if self._parser is not None:
+            text = self._parser.finish(text)
+            self._take_parsed(self._parser)
+        if self._matcher is not None:
+            text, stop = self._matcher.push(text, examine=self._num_tokens > self._min_tokens)
+            if stop is None:
+                text += self._matcher.finish()
+        self._new.text += text
+        stop_id = output.stop_token_id
+        if stop is not None:
+            self._finish("stop", stop)
+        else:
+            self._finish(
+                output.finish if output.finish in {"stop", "abort"} else "length",
+                None if stop_id in self._silent_stop_ids else stop_id,
+            )
+
+    def _finish(self, reason: ChoiceFinish, stop_reason: str | int | None) -> None:
+        if reason == "stop" and self._calls_finish and self._parser is not None and self._parser.has_calls:
+            reason = "tool_calls"
+        self.finish_reason = self._new.finish_reason = reason
+        self._new.stop_reason = stop_reason
