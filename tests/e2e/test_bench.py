@@ -74,5 +74,5 @@ def test_an_open_loop_over_a_trace() -> None:
 def test_a_server_that_does_not_start_is_one_clear_story() -> None:
     done = bench("--repeat", "1", "--", "/no/such/model")
     assert done.returncode == 1
-    assert "not downloaded" in done.stderr
+    assert "there is no such directory" in done.stderr
     assert "Traceback" not in done.stderr
