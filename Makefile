@@ -33,7 +33,7 @@ client-test: $(VENV)/.serve .venv-clients/.complete
 image-test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m image tests/e2e/test_image.py -s $(ARGS)
 
-# More than 500 outputs of the embedded model under real JSON schemas, held against a validator: some minutes.
+# More than 500 outputs of the embedded model under real JSON schemas, held against a validator: half a minute.
 schema-test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m schemas tests/model/test_structured_outputs.py -s $(ARGS)
 
