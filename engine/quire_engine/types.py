@@ -12,6 +12,9 @@ from typing import Literal, Protocol
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 WaitReason = Literal["kv", "slots", "budget"]
+# How errors begin that a request's own rules have led to, such as ids that its grammar does not allow.
+NO_CANDIDATE = "no token is left to choose from"
+OF_THE_REQUEST = (NO_CANDIDATE, "the grammar ")
 Pooling = Literal["", "last", "mean"]  # of a prompt's tokens: none, or which make up its vector
 
 

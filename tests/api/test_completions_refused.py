@@ -254,3 +254,12 @@ async def test_an_engine_error_is_500(culprit: bool, header: str | None) -> None
         "message": "bad step", "type": "server_error", "param": None, "code": "engine_error",
     }  # fmt: skip
     assert reply.headers.get("x-should-retry") == header
+
+
+@pytest.mark.parametrize("error", ["no token is left to choose from", "the grammar does not allow token 5"])
+async def test_rules_that_leave_nothing_are_the_requests_own_fault(error: str) -> None:
+    """Known only when a token is to be chosen."""
+    async with connect(make_app(engine=FakeEngine(fail_after=0, error=error))) as client:
+        reply = await client.post("/v1/completions", json=GREEDY)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"] == f"With what this request asks for, {error}."

@@ -11,10 +11,10 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from quire_engine.types import GenerationRequest, TokenLogprobs, TokenOutput
+from quire_engine.types import OF_THE_REQUEST, GenerationRequest, TokenLogprobs, TokenOutput
 from quire_server.answering.choice import Choice, ChoiceDelta, TextOptions
 from quire_server.engine.engine_client import EngineClient, RequestStream
-from quire_server.errors import EngineFailed
+from quire_server.errors import BadRequest, EngineFailed
 from quire_server.metrics.metrics import Metrics, RequestRecord
 from quire_server.text.tokenizer import TextTokenizer
 
@@ -58,7 +58,8 @@ class Generation:
     async def deltas(self) -> AsyncGenerator[list[ChoiceDelta]]:
         """What is new, once per wake-up and at most one delta per choice. The generator must be closed.
 
-        Raises QueueFull or NotReady before the first item, EngineFailed at any time.
+        Raises QueueFull or NotReady before the first item, EngineFailed at any time, BadRequest where
+        the request's own rules leave nothing to generate.
         """
         stream = RequestStream(self._client)
         prompts: dict[str, _Prompt] = {}
@@ -91,7 +92,7 @@ class Generation:
                 if self.finished:
                     return
             raise EngineFailed("The engine ended the request early.")
-        except EngineFailed:
+        except (EngineFailed, BadRequest):
             failed = True
             raise
         finally:
@@ -112,7 +113,10 @@ class Generation:
     def _absorb(self, output: TokenOutput, prompt: _Prompt, now: float) -> Choice:
         """Take in one output; returns the choice it belongs to."""
         if output.finish == "error":
-            raise EngineFailed(output.error or "The engine failed.", culprit=output.culprit)
+            error = output.error or "The engine failed."
+            if error.startswith(OF_THE_REQUEST):
+                raise BadRequest(f"With what this request asks for, {error}.")
+            raise EngineFailed(error, culprit=output.culprit)
         record = prompt.record
         if output.num_cached_tokens > prompt.num_cached_tokens:
             record.cached(output.num_cached_tokens)

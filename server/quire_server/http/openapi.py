@@ -115,7 +115,8 @@ def generation_responses(
         "contentMediaType": "application/json",
         "contentSchema": _inlined(schema, schema.get("$defs", {})),
     }
-    event = {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["data"]}
+    said = {"anyOf": [data, {"const": ending}]} if ending == "[DONE]" else data
+    event = {"type": "object", "properties": {"event": {"type": "string"}, "data": said}, "required": ["data"]}
     stream = {"schema": event}
     headers = {
         name: {"schema": {"type": "string"}, "description": description}
