@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from quire_engine.batch import ScheduledSequence
 from quire_engine.types import SamplingParams, StopParams
 
 _MIN_TEMPERATURE = 1e-5
@@ -30,6 +31,20 @@ class SampleRow:
     position: int  # of the token to choose
     logits_row: int
     sequence_id: int = 0
+
+    @classmethod
+    def of(cls, item: ScheduledSequence, sequence_id: int, choice: int, logits_row: int) -> SampleRow:
+        """The token behind the item's slice, for the item itself or for one of its forks."""
+        return cls(
+            sampling=item.sampling,
+            stop=item.stop,
+            choice=choice,
+            prompt_token_ids=item.prompt_token_ids,
+            output_token_ids=item.output_token_ids,
+            position=item.end,
+            logits_row=logits_row,
+            sequence_id=sequence_id,
+        )
 
     @property
     def num_output(self) -> int:

@@ -150,7 +150,7 @@ class Runner:
                 continue
             # A fork follows a grammar of its own, though from the same row.
             if asks_for_masked_argmax(item.sampling) and not item.forks:
-                masked[at.first] = _sample_row(item, item.sequence_id, item.choice, at.first)
+                masked[at.first] = SampleRow.of(item, item.sequence_id, item.choice, at.first)
             elif not asks_for_argmax(item.sampling):
                 return False
         allowed = self._sampler.constraints.allowed(list(masked.values()), self._vocab_size) if masked else None
@@ -196,7 +196,7 @@ class Runner:
                 choices = [(item.sequence_id, item.choice), *((f.sequence_id, f.choice) for f in item.forks)]
                 for sequence_id, choice in choices:
                     pending.sequence_ids.append(sequence_id)
-                    pending.rows.append(_sample_row(item, sequence_id, choice, row))
+                    pending.rows.append(SampleRow.of(item, sequence_id, choice, row))
         return slices
 
     def _score(
@@ -215,19 +215,6 @@ class Runner:
             scores[item.sequence_id].append(
                 replace(entry, top_ids=entry.top_ids[:wanted], top_logprobs=entry.top_logprobs[:wanted])
             )
-
-
-def _sample_row(item: ScheduledSequence, sequence_id: int, choice: int, logits_row: int) -> SampleRow:
-    return SampleRow(
-        sampling=item.sampling,
-        stop=item.stop,
-        choice=choice,
-        prompt_token_ids=item.prompt_token_ids,
-        output_token_ids=item.output_token_ids,
-        position=item.end,
-        logits_row=logits_row,
-        sequence_id=sequence_id,
-    )
 
 
 def _greatest(token_id: int, is_finite: bool) -> SampledToken:

@@ -24,7 +24,6 @@ class Reading:
 
     new_parser: Callable[[], ReplyParser]
     shown_ids: frozenset[int]  # special tokens that the parser has to see
-    is_thinking_open: bool  # the prompt's end has opened the block
     thinking: ThinkingParams | None = None  # None: as long as the model likes
     call_format: ToolFormat | None = None  # None: nothing is a call
     thoughts: Thinking | None = None  # that may come before the answer
@@ -55,7 +54,6 @@ def reading(state: ServerState, options: GenerationOptions, prompt: str) -> Read
     return Reading(
         new_parser=new_parser,
         shown_ids=formats.shown_ids(reads_calls=call_format is formats.calls),
-        is_thinking_open=is_open,
         thinking=_budget(state, options, is_open=is_open),
         call_format=call_format,
         # A block that the prompt has closed already is not opened again.

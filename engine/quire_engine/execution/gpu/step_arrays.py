@@ -226,16 +226,7 @@ def _add_choice(  # noqa: PLR0917 - what a choice is
     if item.sampling.num_logprobs is not None:
         step.told.append(index)
     if flags & RULES or item.sampling.logprob_token_ids:
-        rules = SampleRow(
-            sampling=item.sampling,
-            stop=item.stop,
-            choice=choice,
-            prompt_token_ids=item.prompt_token_ids,
-            output_token_ids=item.output_token_ids,
-            position=item.end,
-            logits_row=row,
-            sequence_id=sequence_id,
-        )
+        rules = SampleRow.of(item, sequence_id, choice, row)
         error = id_error(rules, vocab_size)
         if error is not None:
             step.errors[index] = error
