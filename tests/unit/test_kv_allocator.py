@@ -7,6 +7,7 @@ import pytest
 from quire_engine.invariants import InvariantViolation
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.page_table import PageTable
+from quire_engine.scheduling.prefix_match import NO_MATCH
 from quire_engine.scheduling.sequence import Group, Sequence
 from support.fake_executor import request
 
@@ -39,7 +40,7 @@ def test_a_released_prefix_is_matched_and_revived() -> None:
     assert (kv.num_available, kv.num_cached) == (8, 2)
     second = sequence(list(range(10)))
     matched = kv.match(second, 9)
-    assert tuple(matched) == held[:2]
+    assert matched.blocks == held[:2]
     assert kv.seat_cost(second, matched) == 3
     kv.seat(second, matched)
     assert second.num_computed == 8
@@ -64,30 +65,30 @@ def test_blocks_in_use_are_shared_at_no_cost() -> None:
 def test_a_match_is_never_longer_than_asked(limit: int, blocks: int) -> None:
     kv = allocator()
     computed(kv, list(range(8)))
-    assert len(kv.match(sequence(list(range(8))), limit)) == blocks
+    assert len(kv.match(sequence(list(range(8))), limit).blocks) == blocks
 
 
 def test_only_computed_blocks_are_matched() -> None:
     kv = allocator()
     first = sequence(list(range(8)))
-    kv.seat(first, [])
-    assert kv.match(sequence(list(range(8))), 7) == []
+    kv.seat(first, NO_MATCH)
+    assert kv.match(sequence(list(range(8))), 7) == NO_MATCH
     kv.advance(first, 7)
     kv.commit(first, 7)
-    assert len(kv.match(sequence(list(range(8))), 8)) == 1
+    assert len(kv.match(sequence(list(range(8))), 8).blocks) == 1
 
 
 def test_salts_do_not_share() -> None:
     kv = allocator()
     computed(kv, list(range(8)), salt="a")
-    assert kv.match(sequence(list(range(8)), salt="b"), 8) == []
-    assert len(kv.match(sequence(list(range(8)), salt="a"), 8)) == 2
+    assert kv.match(sequence(list(range(8)), salt="b"), 8) == NO_MATCH
+    assert len(kv.match(sequence(list(range(8)), salt="a"), 8).blocks) == 2
 
 
 def test_without_caching_nothing_is_matched() -> None:
     kv = allocator(caching=False)
     kv.release(computed(kv, list(range(8))))
-    assert kv.match(sequence(list(range(8))), 8) == []
+    assert kv.match(sequence(list(range(8))), 8) == NO_MATCH
     assert kv.num_cached == 0
 
 
@@ -96,16 +97,16 @@ def test_eviction_takes_the_least_recent_and_in_it_the_deepest() -> None:
     old, new = computed(kv, list(range(8))), computed(kv, list(range(100, 112)))
     kv.release(old)
     kv.release(new)
-    kv.seat(sequence([50] * 12), [])
+    kv.seat(sequence([50] * 12), NO_MATCH)
     assert kv.total_evictions == 3
-    assert kv.match(sequence(list(range(8))), 8) == []
-    assert len(kv.match(sequence(list(range(100, 112))), 12)) == 2, "the shallow part survives"
+    assert kv.match(sequence(list(range(8))), 8) == NO_MATCH
+    assert len(kv.match(sequence(list(range(100, 112))), 12).blocks) == 2, "the shallow part survives"
 
 
 def test_uncached_blocks_are_reused_before_cached_ones() -> None:
     kv = allocator(num_blocks=4)
     kv.release(computed(kv, list(range(10))))
-    kv.seat(sequence([50] * 8), [])
+    kv.seat(sequence([50] * 8), NO_MATCH)
     assert kv.total_evictions == 0
 
 
@@ -154,7 +155,7 @@ def test_fork_at_a_block_boundary_copies_nothing() -> None:
 def test_fork_of_a_longer_parent_shares_the_prompt_only() -> None:
     kv = allocator()
     parent, child = sequence(list(range(14))), sequence(list(range(6)))
-    kv.seat(parent, [])
+    kv.seat(parent, NO_MATCH)
     kv.advance(parent, 6)
     kv.commit(parent, 6)
     kv.fork(parent, child, 6)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from collections.abc import Sequence as Blocks
 
 from quire_engine.invariants import require
 from quire_engine.scheduling.block_pool import BlockPool
 from quire_engine.scheduling.prefix_cache import PrefixCache, block_hash, root_hash
+from quire_engine.scheduling.prefix_match import NO_MATCH, PrefixMatch
 from quire_engine.scheduling.sequence import Sequence
 
 Copy = tuple[int, int]  # (source block, target block)
@@ -47,28 +47,29 @@ class KVAllocator:
         """Blocks that nobody holds and whose content can be matched."""
         return self._num_cached
 
-    def match(self, sequence: Sequence, max_tokens: int) -> list[int]:
-        """The blocks of the longest cached prefix of at most `max_tokens` tokens. Changes no block."""
+    def match(self, sequence: Sequence, max_tokens: int) -> PrefixMatch:
+        """The longest cached prefix of at most `max_tokens` tokens. Changes no block."""
         if not self._caching:
-            return []
+            return NO_MATCH
         count = max_tokens // self.block_size
         self._extend_hashes(sequence, count)
-        return self._cache.longest_match(sequence.block_hashes[:count])
+        blocks = self._cache.longest_match(sequence.block_hashes[:count])
+        return PrefixMatch(tuple(blocks), len(blocks) * self.block_size)
 
-    def seat_cost(self, sequence: Sequence, matched: Blocks[int]) -> int:
+    def seat_cost(self, sequence: Sequence, match: PrefixMatch) -> int:
         """Available blocks that `seat` would use up."""
-        revived = sum(1 for block in matched if self._pool.refs(block) == 0)
-        return sequence.blocks_for_known - len(matched) + revived
+        revived = sum(1 for block in match.blocks if self._pool.refs(block) == 0)
+        return sequence.blocks_for_known - len(match.blocks) + revived
 
-    def seat(self, sequence: Sequence, matched: Blocks[int]) -> None:
+    def seat(self, sequence: Sequence, match: PrefixMatch) -> None:
         """Give an empty sequence its matched prefix and new blocks for the rest of its known tokens."""
-        for block in matched:
+        for block in match.blocks:
             if self._pool.refs(block) == 0:
                 self._num_cached -= 1
             self._pool.share(block)
-        sequence.table.extend(matched)
-        sequence.num_committed = len(matched)
-        sequence.num_computed = len(matched) * self.block_size
+        sequence.table.extend(match.blocks)
+        sequence.num_committed = len(match.blocks)
+        sequence.num_computed = match.num_tokens
         self._grow(sequence, len(sequence.token_ids))
 
     def reserve_cost(self, sequence: Sequence, end: int) -> int:

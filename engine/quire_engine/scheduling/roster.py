@@ -13,6 +13,7 @@ from quire_engine.invariants import require
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.page_table import PageTable
 from quire_engine.scheduling.policies.order import OrderPolicy
+from quire_engine.scheduling.prefix_match import PrefixMatch
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.types import GenerationRequest
 
@@ -60,9 +61,9 @@ class Roster:
         self.live[request.request_id] = group
         insort(self.waiting, group, key=self._order.key)
 
-    def enter(self, group: Group, matched: list[int], now: float) -> None:
+    def enter(self, group: Group, match: PrefixMatch, now: float) -> None:
         """Run a waiting group: its leader gets the matched blocks, and new ones for the rest of what it knows."""
-        self._kv.seat(group.leader, matched)
+        self._kv.seat(group.leader, match)
         group.enter(now)
         self.num_running += len(group.sequences)
         self.waiting.remove(group)

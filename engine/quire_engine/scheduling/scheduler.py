@@ -149,7 +149,7 @@ class Scheduler:
         waiting: dict[WaitReason, int] = {"kv": 0, "slots": 0, "budget": 0}
         for group in self._roster.waiting:
             waiting[group.wait_reason] += len(group.sequences)
-        kv, planner = self._kv, self._planner
+        kv, admission = self._kv, self._planner.admission
         used = kv.num_blocks - kv.num_available
         return EngineStats(
             running=self._roster.num_running,
@@ -163,8 +163,8 @@ class Scheduler:
             prefill_tokens=self._prefill_tokens,
             decode_tokens=self._decode_tokens,
             total_preemptions=self._roster.total_preemptions,
-            total_prefix_query_tokens=planner.total_query_tokens,
-            total_prefix_hit_tokens=planner.total_hit_tokens,
+            total_prefix_query_tokens=admission.total_query_tokens,
+            total_prefix_hit_tokens=admission.total_hit_tokens,
             total_kv_evictions=kv.total_evictions,
         )
 

@@ -1,22 +1,39 @@
-"""One step's plan while the scheduler makes it: who gets how many tokens, which blocks are copied first.
+"""One step's plan while the scheduler makes it: who gets how many tokens, which blocks are copied first, and why.
 
-Promises: the budget is never overdrawn; what a preempted group was given is taken back whole.
-Must not know: blocks' counts, queues, policies.
+Promises: the budget is never overdrawn; what a preempted group was given is taken back whole; each decision about a
+group is noted. Must not know: blocks' counts, queues, policies.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 from quire_engine.batch import Batch, Fork, ScheduledSequence
 from quire_engine.scheduling.sequence import Group, Sequence
+
+DecisionKind = Literal["elder", "enters", "waits", "preempted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What was decided about one group in a step; slices are not among them, they are the plan itself."""
+
+    kind: DecisionKind
+    request_id: str
+    reason: str = ""  # of waiting: a WaitReason; of a preemption: who needed what it had
+    num_tokens: int = 0  # of entering: cached ones
 
 
 class StepPlan:
     """Slices in the order in which they were first given, which is the order of the batch."""
 
-    __slots__ = ("_copies", "budget", "num_preempted", "slices")
+    __slots__ = ("_copies", "budget", "decisions", "elder", "num_preempted", "slices")
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, elder: Group | None = None) -> None:
         self.budget = budget
+        self.elder = elder  # the group that is not preempted in this step
+        self.decisions: list[Decision] = []
         self.slices: dict[Sequence, int] = {}
         self.num_preempted = 0
         self._copies: dict[Sequence, tuple[int, int]] = {}
@@ -27,6 +44,11 @@ class StepPlan:
         self.budget -= num_tokens
         if copy is not None:
             self._copies[sequence] = copy
+
+    def note(self, kind: DecisionKind, group: Group, *, reason: str = "", num_tokens: int = 0) -> None:
+        """Remember a decision for whoever asks later why."""
+        request_id = group.request.request_id
+        self.decisions.append(Decision(kind=kind, request_id=request_id, reason=reason, num_tokens=num_tokens))
 
     def limit(self, num_tokens: int) -> None:
         """Give at most so many more."""

@@ -14,6 +14,7 @@ from quire_engine.scheduling.policies.chunk import FixedChunk
 from quire_engine.scheduling.policies.elder import ElderRule
 from quire_engine.scheduling.policies.itl import ItlTarget
 from quire_engine.scheduling.policies.order import FirstComeFirstServed, OrderPolicy, PriorityOrder
+from quire_engine.scheduling.policies.queue import AsOrdered, QueuePolicy
 from quire_engine.scheduling.policies.victim import Youngest
 
 
@@ -22,6 +23,7 @@ class Policies:
     """One of each."""
 
     order: OrderPolicy
+    queue: QueuePolicy
     victim: Youngest
     capacity: WholePrompt
     chunk: FixedChunk
@@ -33,6 +35,7 @@ def policies_for(limits: SchedulerLimits) -> Policies:
     """The policies that the settings name."""
     return Policies(
         order=PriorityOrder() if limits.scheduling_policy == "priority" else FirstComeFirstServed(),
+        queue=AsOrdered(),
         victim=Youngest(),
         capacity=WholePrompt(),
         chunk=FixedChunk(limits.prefill_chunk),

@@ -1,0 +1,136 @@
+"""Lets waiting groups enter: in which order, with what they need, and why the others do not.
+
+Owns the counts of cached prompt tokens and the account of waiting for blocks. Promises: slots, budget and blocks are
+never overdrawn; no group is overtaken more than `max_bypasses` times. Must not know: results, outputs.
+"""
+
+from __future__ import annotations
+
+from quire_engine.limits import SchedulerLimits
+from quire_engine.scheduling.giving import Giving
+from quire_engine.scheduling.kv_allocator import KVAllocator
+from quire_engine.scheduling.policies.capacity import WholePrompt
+from quire_engine.scheduling.policies.queue import QueuePolicy
+from quire_engine.scheduling.prefix_match import NO_MATCH, PrefixMatch
+from quire_engine.scheduling.room import Room
+from quire_engine.scheduling.roster import Roster
+from quire_engine.scheduling.sequence import Group
+from quire_engine.scheduling.step_plan import StepPlan
+from quire_engine.types import WaitReason
+
+
+class Admission:
+    """The door between the queue and those who run."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        *,
+        queue: QueuePolicy,
+        capacity: WholePrompt,
+        giving: Giving,
+        room: Room,
+        kv: KVAllocator,
+        roster: Roster,
+    ) -> None:
+        self.total_query_tokens = 0
+        self.total_hit_tokens = 0
+        self._limits = limits
+        self._queue = queue
+        self._capacity = capacity
+        self._giving = giving
+        self._room = room
+        self._kv = kv
+        self._roster = roster
+        self._kv_blocked: Group | None = None  # the queue's head, while it waits for blocks
+        self._kv_blocked_since = 0.0
+
+    def admit(self, plan: StepPlan, num_partial: int, now: float) -> list[Group]:
+        """Let waiting groups enter in order; returns those that did.
+
+        A group that cannot enter lets others pass, at most `max_bypasses` of them in its life, and no more than so
+        many groups are looked past at a time. After a preemption nobody enters: what was freed is spoken for.
+        """
+        closed: WaitReason | None = "kv" if plan.num_preempted else None
+        limit = self._limits.max_bypasses
+        entered: list[Group] = []
+        passed_over: list[Group] = []
+        for group in self._queue.arrange(self._roster.waiting, self.num_cached_tokens):
+            if closed is None and plan.budget == 0:
+                closed = "budget"
+            if closed is not None:
+                self._let_wait(group, closed, plan)
+                continue
+            obstacle = self._try_to_enter(group, plan, num_partial, now)
+            if obstacle is not None:
+                self._let_wait(group, obstacle, plan)
+                passed_over.append(group)
+                if group.num_bypasses >= limit or len(passed_over) > limit:
+                    closed = obstacle
+                continue
+            entered.append(group)
+            num_partial += self._giving.stays_partial(group, plan)
+            for other in passed_over:
+                other.be_bypassed()
+                if other.num_bypasses >= limit:
+                    closed = other.wait_reason
+        return entered
+
+    def seat(self, elder: Group, plan: StepPlan, now: float) -> None:
+        """Bring the elder in, at the cost of as many others as it takes."""
+        self._room.make_seat(elder, plan)
+        match = self._match(elder)
+        self._room.make_seat_blocks(elder, match, plan)
+        self._enter(elder, match, plan, now)
+
+    def num_cached_tokens(self, group: Group) -> int:
+        """Tokens of a waiting group's prompt that it would not have to compute if it entered now."""
+        return self._match(group).num_tokens
+
+    def note_kv_wait(self, now: float) -> None:
+        """Account the time that a group spends at the queue's head for want of blocks."""
+        waiting = self._roster.waiting
+        blocked = waiting[0] if waiting and waiting[0].wait_reason == "kv" else None
+        if blocked is self._kv_blocked:
+            return
+        if self._kv_blocked is not None:
+            self._kv_blocked.note_kv_wait(now - self._kv_blocked_since)
+        self._kv_blocked, self._kv_blocked_since = blocked, now
+
+    def _let_wait(self, group: Group, reason: WaitReason, plan: StepPlan) -> None:
+        if group.wait_reason != reason:
+            plan.note("waits", group, reason=reason)
+        group.wait_for(reason)
+
+    def _try_to_enter(self, group: Group, plan: StepPlan, num_partial: int, now: float) -> WaitReason | None:
+        """Run the group and give it its first tokens, or say why not."""
+        limits = self._limits
+        if self._roster.num_running + len(group.sequences) > limits.max_num_seqs:
+            return "slots"
+        match = self._match(group)
+        leader = group.leader
+        pending = group.pending(leader) - match.num_tokens
+        first = self._giving.first_chunk(pending, plan)
+        goes_on = first < pending or any(follower.num_output_tokens > 0 for follower in group.followers())
+        if plan.budget < min(pending, limits.min_chunk):
+            return "budget"
+        if goes_on and num_partial >= limits.max_num_partial_prefills:
+            return "budget"
+        need = self._kv.seat_cost(leader, match) + group.blocks_beside_leader()
+        if not self._capacity.fits(group, need=need, available=self._kv.num_available):
+            return "kv"
+        self._enter(group, match, plan, now)
+        self._giving.give_chunks(group, plan)
+        return None
+
+    def _match(self, group: Group) -> PrefixMatch:
+        """The cached prefix that the group would enter with; at least one token is left to compute."""
+        leader = group.leader
+        return self._kv.match(leader, group.pending(leader) - 1) if group.reads_cache else NO_MATCH
+
+    def _enter(self, group: Group, match: PrefixMatch, plan: StepPlan, now: float) -> None:
+        if group.first_scheduled is None and group.reads_cache and self._limits.enable_prefix_caching:
+            self.total_query_tokens += len(group.leader.token_ids)
+            self.total_hit_tokens += match.num_tokens
+        plan.note("enters", group, num_tokens=match.num_tokens)
+        self._roster.enter(group, match, now)
