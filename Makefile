@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 
-.PHONY: serve test schema-test test-e2e client-test image-test gpu-test gpu-bench kernel-sim emulated-test check format bench clean
+.PHONY: serve test schema-test test-e2e client-test image-test gpu-test gpu-bench kernel-sim schedule-test emulated-test check format bench clean
 
 serve: $(VENV)/.serve
 	$(BIN)/quire serve $(ARGS)
@@ -55,6 +55,11 @@ kernel-sim: $(VENV)/.dev .venv-oldest/.complete
 .venv-oldest/.complete: | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv-oldest triton==3.6.0
 	touch $@
+
+# The scheduler under random calls and against adversaries, at length: 300,000 steps and 40,000 runs, half an hour.
+schedule-test: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -m pytest -p support.at_length --times 16 --timeout 3600 tests/property/test_*schedul*.py \
+	  tests/property/test_elder_bound.py $(ARGS)
 
 # The kernels for instruction sets that this x86-64 CPU may lack, a minute or two each.
 EMULATED ?= avx512_bf16 avx512_vnni avx512 avx2_vnni

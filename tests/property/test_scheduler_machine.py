@@ -36,7 +36,7 @@ from support.scheduler_model import (
     work_left,
 )
 
-NUM_EXAMPLES = 300
+NUM_EXAMPLES = 300  # `make schedule-test` draws many times as many
 NUM_STEPS = 50
 
 

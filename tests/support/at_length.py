@@ -1,0 +1,22 @@
+"""Runs tests of random schedules for longer: `pytest -p support.at_length --times 20 tests/property/...`.
+
+Promises: a state machine draws so many times its examples; tests that ask for the option do so many times their runs.
+Must not know: any test.
+"""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--times", type=int, default=1, help="how many times the usual number of random runs")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    times: int = config.getoption("--times")
+    for case in {item.cls for item in items if isinstance(item, pytest.Function) and item.cls is not None}:
+        usual = getattr(case, "settings", None)
+        if isinstance(usual, hypothesis.settings):
+            case.settings = hypothesis.settings(usual, max_examples=usual.max_examples * times)
