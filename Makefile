@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# Processes that run the tests, on a core each.
+JOBS ?= 2
 CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 
 .PHONY: serve test schema-test test-e2e client-test image-test gpu-test gpu-bench kernel-sim schedule-test emulated-test check format bench headline clean
@@ -11,7 +13,7 @@ serve: $(VENV)/.serve
 	$(BIN)/quire serve $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not e2e and not gpu and not sim and not image and not schemas" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not e2e and not gpu and not sim and not image and not schemas" $(ARGS)
 
 test-e2e: $(VENV)/.dev
 	PYTHON=$(BIN)/python tests/e2e/peers.sh
