@@ -85,8 +85,22 @@ class StopParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BeamParams:
+    """Beam search instead of sampling; scores are those of transformers' `generate`.
+
+    A finished beam's score is the sum of its tokens' log-probabilities, divided by its length ** length_penalty.
+    """
+
+    width: int  # beams that are followed at once
+    length_penalty: float = 1.0  # above 0 longer beams are worth more, below 0 less
+    # When to end with `width` finished beams. True: at once; False: when the best live one would score below the worst
+    # of them if it ended now; "never": when it could not get above that score at any length up to the greatest.
+    early_stopping: bool | Literal["never"] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One prompt and n choices of continuation."""
+    """One prompt and n choices of continuation; with `beam` the n best of those that beam search finds."""
 
     request_id: str  # internal and random, never the client's
     prompt_token_ids: tuple[int, ...]
@@ -99,6 +113,12 @@ class GenerationRequest:
     resumed_token_ids: tuple[tuple[int, ...], ...] = ()  # crash recovery: per choice, tokens already sent
     finished_choices: tuple[int, ...] = ()  # crash recovery: choices that already ended
     pooling: Pooling = ""  # what is wanted is a vector of the prompt and no token: max_new_tokens is 0, n is 1
+    beam: BeamParams | None = None  # tokens are searched, not sampled; nothing is told before the end
+
+    @property
+    def num_sequences(self) -> int:
+        """What is computed side by side: a sequence for each choice, or for each live beam."""
+        return self.n if self.beam is None else self.beam.width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +153,7 @@ class TokenOutput:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token id
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # the whole prompt; the first is None
+    beam_score: float | None = None  # of a choice that beam search found
     embedding: tuple[float, ...] | None = None  # with pooling, at its end: after the final norm, of any length
     finish: FinishReason | None = None
     stop_token_id: int | None = None  # the stop token that ended the choice (also the last of token_ids)

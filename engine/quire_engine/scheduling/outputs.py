@@ -6,7 +6,10 @@ Must not know: queues, blocks, batches.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from quire_engine.batch import SampledToken
+from quire_engine.scheduling.beams import Hypothesis
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.types import FinishReason, RequestTiming, TokenLogprobs, TokenOutput
 
@@ -55,6 +58,29 @@ def error_output(sequence: Sequence, message: str) -> TokenOutput:
         finish="error",
         error=message,
         culprit=True,
+        num_cached_tokens=group.num_cached_tokens,
+        timing=_timing(group),
+    )
+
+
+def error_outputs(group: Group, ended: Iterable[Sequence], message: str) -> list[TokenOutput]:
+    """The last outputs of a group that failed as a whole: one for each choice; of beams only so many are choices."""
+    return [error_output(sequence, message) for sequence in ended if sequence.choice < group.request.n]
+
+
+def beam_output(group: Group, found: Hypothesis, choice: int) -> TokenOutput:
+    """The only output of a choice that beam search found."""
+    tokens = found.tokens()
+    wanted = group.request.sampling.num_logprobs is not None
+    return TokenOutput(
+        request_id=group.request.request_id,
+        choice=choice,
+        token_ids=tuple([token.token_id for token in tokens]),
+        logprobs=tokens if wanted else None,
+        prompt_logprobs=group.take_prompt_logprobs() if group.prompt_logprobs_due and choice == 0 else None,
+        beam_score=found.score,
+        finish=found.finish,
+        stop_token_id=tokens[-1].token_id if found.finish == "stop" else None,
         num_cached_tokens=group.num_cached_tokens,
         timing=_timing(group),
     )

@@ -35,7 +35,7 @@ class Roster:
 
     def join(self, request: GenerationRequest, *, step: int, work: int, wait_bound: int) -> None:
         """Make a group of the request and let it wait."""
-        resumed = request.resumed_token_ids or ((),) * request.n
+        resumed = request.resumed_token_ids or ((),) * request.num_sequences
         scores_prompt = request.sampling.num_prompt_logprobs is not None
         group = Group(
             request=request,
@@ -46,7 +46,7 @@ class Roster:
             # Whoever resumes a request had them with the first output of choice 0, if there was one.
             prompt_logprobs_due=scores_prompt and 0 not in request.finished_choices and not resumed[0],
         )
-        for choice in range(request.n):
+        for choice in range(request.num_sequences):
             if choice not in request.finished_choices:
                 sequence = Sequence(
                     sequence_id=next(self._sequence_ids),
@@ -91,6 +91,13 @@ class Roster:
         if group.end(sequence):
             queue.remove(group)
             del self.live[group.request.request_id]
+
+    def end_all(self, group: Group) -> list[Sequence]:
+        """End a group; returns the sequences that were unfinished."""
+        ended = list(group.sequences)
+        for sequence in ended:
+            self.end(sequence)
+        return ended
 
     def check(self) -> None:
         """Raise InvariantViolation if queues, counts, tables and blocks disagree."""

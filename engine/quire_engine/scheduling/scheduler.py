@@ -10,8 +10,9 @@ from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResul
 from quire_engine.errors import InfeasibleRequest
 from quire_engine.invariants import InvariantViolation, require
 from quire_engine.limits import SchedulerConfig
+from quire_engine.scheduling.beam_forks import BeamForks
 from quire_engine.scheduling.kv_allocator import KVAllocator
-from quire_engine.scheduling.outputs import error_output, prompt_only_output, token_output
+from quire_engine.scheduling.outputs import error_output, error_outputs, prompt_only_output, token_output
 from quire_engine.scheduling.planner import Planner
 from quire_engine.scheduling.policies import Policies, policies_for
 from quire_engine.scheduling.policies.gate import check_request
@@ -44,6 +45,7 @@ class Scheduler:
         )
         self._roster = Roster(self._kv, policies.order)
         self._planner = Planner(limits, policies, self._kv, self._roster)
+        self._beam_forks = BeamForks(self._kv, self._roster)
         self._step = 0
         self._prefill_tokens = self._decode_tokens = 0  # of the last applied step
         self._scheduled_at: dict[int, float] = {}  # by step, of those not applied
@@ -66,7 +68,9 @@ class Scheduler:
         check_request(self._config, request)
         limits = self._config.limits
         work = self._config.work(
-            num_prompt=len(request.prompt_token_ids), max_new_tokens=request.stop.max_new_tokens, n=request.n
+            num_prompt=len(request.prompt_token_ids),
+            max_new_tokens=request.stop.max_new_tokens,
+            n=request.num_sequences,
         )
         earlier = sum(group.work for group in self._roster.live.values())
         self._roster.join(request, step=self._step, work=work, wait_bound=limits.wait_bound(work, earlier))
@@ -76,8 +80,7 @@ class Scheduler:
         group = self._roster.live.get(request_id)
         if group is None:
             return False
-        for sequence in list(group.sequences):
-            self._roster.end(sequence)
+        self._roster.end_all(group)
         return True
 
     def fail(self, request_id: str, message: str) -> list[TokenOutput]:
@@ -129,7 +132,9 @@ class Scheduler:
                 sequence.group.add_prompt_logprobs(result.prompt_logprobs[item.sequence_id])
             if item.pooling and sequence.group.pooled is not None:
                 sequence.group.pooled.add(result.pooled[item.sequence_id])
-            if item.wants_sample:
+            if sequence.group.beams is not None:
+                outputs += self._beam_forks.take(sequence.group, item, samples, now)
+            elif item.wants_sample:
                 outputs.append(self._take_tokens(sequence, samples[item.sequence_id], end, now))
                 for fork in item.forks:
                     follower = sequences[fork.sequence_id]
@@ -254,13 +259,12 @@ class Scheduler:
     def _finish_prompt_only(self, group: Group, now: float) -> list[TokenOutput]:
         group.note_first_token(now)
         outputs = [prompt_only_output(sequence) for sequence in group.sequences]
-        for sequence in list(group.sequences):
-            self._roster.end(sequence)
+        self._roster.end_all(group)
         return outputs
 
     def _fail_slice(self, sequence: Sequence, item: ScheduledSequence, message: str) -> list[TokenOutput]:
-        """A slice of the prompt that failed failed for every choice that waits for it."""
-        if item.start < item.num_prompt_tokens:
+        """A slice of the prompt that failed failed for every choice that waits for it, a beam's for the search."""
+        if item.start < item.num_prompt_tokens or sequence.group.beams is not None:
             return self._fail_all(sequence.group, message)
         self._roster.end(sequence)
         return [error_output(sequence, message)]
@@ -274,7 +278,4 @@ class Scheduler:
         return []
 
     def _fail_all(self, group: Group, message: str) -> list[TokenOutput]:
-        failed = list(group.sequences)
-        for sequence in failed:
-            self._roster.end(sequence)
-        return [error_output(sequence, message) for sequence in failed]
+        return error_outputs(group, self._roster.end_all(group), message)

@@ -12,9 +12,10 @@ from typing import Literal
 
 from quire_engine.batch import PENDING
 from quire_engine.invariants import require
+from quire_engine.scheduling.beams import BeamSearch
 from quire_engine.scheduling.page_table import PageTable
 from quire_engine.scheduling.pooled_prompt import PooledPrompt
-from quire_engine.types import GenerationRequest, TokenLogprobs, WaitReason
+from quire_engine.types import GenerationRequest, SamplingParams, TokenLogprobs, WaitReason
 
 GroupState = Literal["waiting", "running", "preempted", "finished"]
 
@@ -58,6 +59,11 @@ class Sequence:
             self.token_ids.pop()
         self.is_launched = False
 
+    def go_on(self, past: Iterable[int], token_id: int) -> None:
+        """As a beam: what it knows is `past` and one token more, which is to be computed."""
+        self.token_ids = [*past, token_id]
+        self.is_launched = False
+
     @property
     def blocks_for_known(self) -> int:
         """Blocks that hold every token known now."""
@@ -92,18 +98,22 @@ class Group:
     prompt_logprobs_due: bool = False
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     pooled: PooledPrompt | None = field(init=False)  # None: tokens are wanted
+    beams: BeamSearch | None = field(init=False)  # its sequences are the live beams; None: they are the choices
     # Of the request, read for every sequence in every step:
     num_prompt_tokens: int = field(init=False)
     max_new_tokens: int = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
     reads_output: bool = field(init=False)
+    sampling: SamplingParams = field(init=False)
 
     def __post_init__(self) -> None:
         request = self.request
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.max_new_tokens = request.stop.max_new_tokens
         self.stop_token_ids = frozenset(request.stop.stop_token_ids)
-        self.reads_output = request.sampling.reads_output
+        self.beams = None if request.beam is None else BeamSearch(request, request.beam)
+        self.reads_output = request.sampling.reads_output or self.beams is not None  # the host says who goes on
+        self.sampling = request.sampling if self.beams is None else self.beams.sampling
         self.pooled = PooledPrompt(request.pooling) if request.pooling else None
 
     @property
@@ -186,12 +196,19 @@ class Group:
         self.prompt_shared = True
 
     def launch(self, sequence: Sequence, *, samples: bool) -> None:
-        """All it knows is computed or in flight, and with `samples` its next token, of which the last is its end."""
+        """All it knows is computed or in flight, and with `samples` its next token, of which the last is its end.
+
+        A beam stands still until all of the search have come that far.
+        """
         if samples:
             sequence.token_ids.append(PENDING)
-        if len(sequence.token_ids) == self.num_prompt_tokens + self.max_new_tokens:
+        if self.beams is not None or len(sequence.token_ids) == self.num_prompt_tokens + self.max_new_tokens:
             sequence.is_launched = True
             self.computing.remove(sequence)
+
+    def go_on(self) -> None:
+        """Every beam has its next token."""
+        self.computing = list(self.sequences)
 
     def note_first_token(self, now: float) -> None:
         """Its first token came, or the end of a prompt after which none is wanted."""
@@ -217,6 +234,8 @@ class Group:
         self.prompt_logprobs.clear()
         if self.pooled is not None:
             self.pooled.clear()
+        if self.beams is not None:
+            self.beams.forget_step()
         self.num_preemptions += 1
 
     def end(self, sequence: Sequence) -> bool:

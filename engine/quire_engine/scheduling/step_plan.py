@@ -98,7 +98,7 @@ def _item(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
         wants_sample=wants_sample,
         wants_prompt_logprobs=group.prompt_logprobs_due and start < sequence.num_prompt_tokens - 1,
         forks=_forks(group) if wants_sample and not group.prompt_shared else (),
-        sampling=request.sampling,
+        sampling=group.sampling,
         stop=request.stop,
         pooling=request.pooling if request.pooling != "last" or start + num_tokens == group.num_prompt_tokens else "",
     )

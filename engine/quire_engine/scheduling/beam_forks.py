@@ -1,0 +1,84 @@
+"""What a step's log-probabilities make of a group of beams: who is forked, who is pruned, who is told of.
+
+Promises: the beams of a group go on together; a beam's blocks are shared by all that continue it until they write, and
+free at once when none does. Must not know: how continuations are ranked, budgets, plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from quire_engine.batch import SampledToken, ScheduledSequence
+from quire_engine.invariants import InvariantViolation
+from quire_engine.scheduling.beams import BeamSearch
+from quire_engine.scheduling.kv_allocator import KVAllocator
+from quire_engine.scheduling.outputs import beam_output, error_outputs
+from quire_engine.scheduling.roster import Roster
+from quire_engine.scheduling.sequence import Group
+from quire_engine.types import NO_CANDIDATE, TokenLogprobs, TokenOutput
+
+
+class BeamForks:
+    """A group's sequences are lanes: each computes a beam, and is given another when its own is not continued."""
+
+    def __init__(self, kv: KVAllocator, roster: Roster) -> None:
+        self._kv = kv
+        self._roster = roster
+
+    def take(
+        self, group: Group, item: ScheduledSequence, samples: Mapping[int, tuple[SampledToken, ...]], now: float
+    ) -> list[TokenOutput]:
+        """Take in what may follow a computed slice; the outputs of the whole group, when it is the search's last."""
+        beams = group.beams
+        if beams is None or not item.wants_sample:
+            return []
+        if group.first_token is None:
+            group.note_first_token(now)
+        lanes = [(item.choice, item.sequence_id), *((fork.choice, fork.sequence_id) for fork in item.forks)]
+        for lane, sequence_id in lanes:
+            sample = samples[sequence_id][0]
+            if sample.error is not None:
+                return self._fail(group, sample.error)
+            if beams.offer(lane, _told(sample)):
+                return self._go_on(group, beams)
+        return []
+
+    def _go_on(self, group: Group, beams: BeamSearch) -> list[TokenOutput]:
+        """All beams have come to the end of what they know."""
+        continuations = beams.advance()
+        wanted = group.request.n
+        if continuations is None or (beams.is_over and len(beams.finished) < wanted):
+            return self._fail(group, f"{NO_CANDIDATE} for {group.request.num_sequences} beams")
+        if beams.is_over:
+            outputs = [beam_output(group, found, choice) for choice, found in enumerate(beams.finished[:wanted])]
+            self._roster.end_all(group)
+            return outputs
+        beams.assign(self._fork(group, continuations))
+        group.go_on()
+        return []
+
+    def _fork(self, group: Group, continuations: list[tuple[int, int]]) -> list[int]:
+        """Give each continuation a lane: the first of a beam its own, the others those whose beams are pruned."""
+        lanes = group.sequences
+        pruned = iter([lane for lane in range(len(lanes)) if lane not in {parent for parent, _ in continuations}])
+        kept: set[int] = set()
+        assigned: list[int] = []
+        for parent, token_id in continuations:
+            source = lanes[parent]
+            lane = next(pruned) if parent in kept else parent
+            if lane != parent:
+                self._kv.release(lanes[lane])
+                self._kv.fork(source, lanes[lane], source.num_computed)
+            kept.add(parent)
+            assigned.append(lane)
+            lanes[lane].go_on(source.token_ids[: source.num_computed], token_id)
+        return assigned
+
+    def _fail(self, group: Group, message: str) -> list[TokenOutput]:
+        return error_outputs(group, self._roster.end_all(group), message)
+
+
+def _told(sample: SampledToken) -> TokenLogprobs:
+    if sample.logprobs is None:
+        raise InvariantViolation("the executor did not tell the log-probabilities that it was asked for")
+    return sample.logprobs
