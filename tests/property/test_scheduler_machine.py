@@ -23,7 +23,7 @@ from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.sequence import Group
 from quire_engine.types import GenerationRequest
 from support import scheduler_model
-from support.fake_executor import CorruptKV, FakeExecutor, Run, expected_embedding, expected_tokens
+from support.fake_executor import CorruptKV, FakeExecutor, Run, expected_beams, expected_embedding, expected_tokens
 from support.scheduler_model import (
     check_prompt_logprobs,
     configs,
@@ -119,7 +119,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.run.scheduler.check_invariants()  # I1, I2, I4, I20 on the scheduler's own books
         stats, roster = self.run.scheduler.stats(), self.run.scheduler._roster
-        assert stats.running + sum(stats.waiting.values()) == sum(len(c) for c in self.unfinished.values())
+        unfinished = sum(
+            len(choices) if self.requests[name].beam is None else self.requests[name].num_sequences
+            for name, choices in self.unfinished.items()
+        )
+        assert stats.running + sum(stats.waiting.values()) == unfinished
         assert set(roster.live) == set(self.unfinished)
         filled = filled_slots(roster, self.config.limits.block_size)
         assert stats.blocks_used == len(filled)
@@ -249,13 +253,17 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert output.error == "the model failed"
                 continue
             wanted = self.requests[name]
+            check_prompt_logprobs(wanted, choice, self.run.outputs)
+            if wanted.beam is not None:
+                found = (tuple(self.run.tokens[name, choice]), output.beam_score, output.finish)
+                assert found == expected_beams(wanted)[choice]
+                continue
             resumed = wanted.resumed_token_ids[choice] if wanted.resumed_token_ids else ()
             tokens = expected_tokens(wanted, choice)
             assert (*resumed, *self.run.tokens[name, choice]) == tokens
             stopped = bool(tokens) and tokens[-1] in wanted.stop.stop_token_ids
             assert output.finish == ("stop" if stopped else "length")
             assert output.stop_token_id == (tokens[-1] if stopped else None)
-            check_prompt_logprobs(wanted, choice, self.run.outputs)
             assert output.embedding == expected_embedding(wanted)
         for name in [name for name, choices in self.unfinished.items() if not choices]:
             del self.unfinished[name]

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from quire_engine.batch import PENDING, POOLED_BITS, Batch, SampledToken, ScheduledSequence, StepResult
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams, TokenLogprobs, TokenOutput
+from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, StopParams, TokenLogprobs, TokenOutput
+from support.beam_reference import Found, search
 from support.limits import scheduler_config
 
 VOCAB_SIZE = 1000
@@ -31,6 +32,7 @@ def request(
     priority: int = 0,
     salt: str = "",
     arrival: float = 0.0,
+    beam: BeamParams | None = None,
     prompt_logprobs: int | None = None,
     penalty: float = 1.0,  # with one the batch carries the output, for the executor to check the blocks against
     resumed: tuple[tuple[int, ...], ...] = (),
@@ -41,7 +43,8 @@ def request(
     return GenerationRequest(
         request_id=request_id,
         prompt_token_ids=tokens,
-        sampling=SamplingParams(num_prompt_logprobs=prompt_logprobs, presence_penalty=penalty),
+        # A search has no penalty, and its batches carry the output anyway.
+        sampling=SamplingParams(num_prompt_logprobs=prompt_logprobs, presence_penalty=penalty if beam is None else 0.0),
         stop=StopParams(max_new_tokens=max_tokens, stop_token_ids=stop),
         n=n,
         priority=priority,
@@ -49,6 +52,7 @@ def request(
         arrival_time=arrival,
         resumed_token_ids=resumed,
         finished_choices=finished,
+        beam=beam,
     )
 
 
@@ -64,6 +68,29 @@ def _extend(chain: int, token_id: int) -> int:
 
 def _sample(chain: int, choice: int) -> int:
     return hash((chain, choice)) % VOCAB_SIZE
+
+
+def _likeliest(chain: int, count: int) -> list[tuple[int, float]]:
+    """Tokens and log-probabilities that follow a chain, the likeliest first; some of the same probability."""
+    found, logprob = [], -0.25
+    for i in range(count):
+        found.append(((_sample(chain, 0) + 37 * i) % VOCAB_SIZE, logprob))
+        logprob -= ((chain >> i % 32) % 4) / 8
+    return found
+
+
+def expected_beams(wanted: GenerationRequest) -> list[Found]:
+    """What beam search must find, computed without any scheduler."""
+    assert wanted.beam is not None
+    needed = wanted.beam.width + len(wanted.stop.stop_token_ids)
+
+    def likeliest(tokens: tuple[int, ...]) -> list[tuple[int, float]]:
+        chain = 0
+        for token_id in tokens:
+            chain = _extend(chain, token_id)
+        return _likeliest(chain, needed)
+
+    return search(wanted, likeliest)
 
 
 def expected_tokens(wanted: GenerationRequest, choice: int) -> tuple[int, ...]:
@@ -153,7 +180,9 @@ class FakeExecutor:
                     (item.sequence_id, item.choice),
                     *((fork.sequence_id, fork.choice) for fork in item.forks),
                 ]:
-                    result.samples[sequence_id] = (SampledToken(token_id=_sample(chain[item.end], choice)),)
+                    token_id = _sample(chain[item.end], choice)
+                    told = _told(token_id, chain[item.end], item.sampling.num_logprobs)
+                    result.samples[sequence_id] = (SampledToken(token_id=token_id, logprobs=told),)
         self._sampled = {sequence_id: samples[0].token_id for sequence_id, samples in result.samples.items()}
         return result
 
@@ -187,7 +216,8 @@ class FakeExecutor:
 
     def _chain(self, item: ScheduledSequence) -> list[int]:
         chain = self._chains.setdefault(item.sequence_id, [0])
-        del chain[item.start + 1 :]  # what an earlier run made of it may be void
+        # What an earlier run made of it may be void; a beam may have been given another one's past.
+        del chain[1 if item.sampling.num_logprobs is not None else item.start + 1 :]
         for position in range(len(chain) - 1, item.end):
             inside = position >= item.start
             chain.append(_extend(chain[-1], item.token_ids[position - item.start] if inside else _at(item, position)))
@@ -208,6 +238,13 @@ class FakeExecutor:
         for position in range(item.end):
             if self._slots.get(self._slot(item, position)) != chain[position + 1]:
                 raise CorruptKV(f"sequence {item.sequence_id}, position {position} of {item.end}")
+
+
+def _told(token_id: int, chain: int, num_logprobs: int | None) -> TokenLogprobs | None:
+    if num_logprobs is None:
+        return None
+    ids, logprobs = zip(*_likeliest(chain, num_logprobs), strict=True)
+    return TokenLogprobs(token_id=token_id, logprob=logprobs[0], rank=1, top_ids=ids, top_logprobs=logprobs)
 
 
 def _run(item: ScheduledSequence) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from quire_engine.scheduling.policies import Policies, policies_for
 from quire_engine.scheduling.policies.itl import ItlTarget
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group
-from quire_engine.types import GenerationRequest, Pooling, SamplingParams, StopParams, TokenOutput
+from quire_engine.types import BeamParams, GenerationRequest, Pooling, SamplingParams, StopParams, TokenOutput
 from support.fake_executor import expected_tokens
 from support.limits import scheduler_config
 
@@ -62,12 +62,38 @@ def fits(config: SchedulerConfig, prompt: int, max_tokens: int, n: int) -> bool:
 
 
 def feasible(config: SchedulerConfig, wanted: GenerationRequest) -> bool:
-    return fits(config, len(wanted.prompt_token_ids), wanted.stop.max_new_tokens, wanted.n)
+    return fits(config, len(wanted.prompt_token_ids), wanted.stop.max_new_tokens, wanted.num_sequences)
 
 
 def requests() -> st.SearchStrategy[GenerationRequest]:
-    """Prompts of three families that share their first tokens; of a quarter of them vectors are wanted."""
-    return st.tuples(_for_tokens(), st.sampled_from(["", "", "", "", "", "", "last", "mean"])).map(_perhaps_pooled)
+    """Prompts of three families that share their first tokens; of a quarter of them vectors are wanted, or beams."""
+    pooled = st.tuples(_for_tokens(), st.sampled_from(["", "", "", "", "", "", "last", "mean"])).map(_perhaps_pooled)
+    return st.tuples(pooled, st.none() | st.none() | _beams()).map(_perhaps_searched)
+
+
+def _beams() -> st.SearchStrategy[BeamParams]:
+    return st.builds(
+        BeamParams,
+        width=st.integers(1, 4),
+        length_penalty=st.sampled_from([-1.0, 0.0, 1.0, 2.0]),
+        early_stopping=st.sampled_from([False, True, "never"]),
+    )
+
+
+def _perhaps_searched(drawn: tuple[GenerationRequest, BeamParams | None]) -> GenerationRequest:
+    wanted, beam = drawn
+    if beam is None or wanted.pooling or wanted.stop.max_new_tokens == 0:
+        return wanted
+    stops = tuple(stop for stop in wanted.stop.stop_token_ids if stop % 3 == 0)
+    return dataclasses.replace(
+        wanted,
+        sampling=SamplingParams(num_prompt_logprobs=wanted.sampling.num_prompt_logprobs, min_tokens=wanted.priority),
+        stop=StopParams(max_new_tokens=wanted.stop.max_new_tokens, stop_token_ids=stops),
+        n=min(wanted.n, beam.width),
+        resumed_token_ids=(),
+        finished_choices=(),
+        beam=beam,
+    )
 
 
 def _perhaps_pooled(drawn: tuple[GenerationRequest, Pooling]) -> GenerationRequest:
@@ -108,7 +134,7 @@ def _for_tokens(draw: st.DrawFn) -> GenerationRequest:
 
 def shrunk_to_fit(config: SchedulerConfig, wanted: GenerationRequest) -> GenerationRequest:
     """The nearest feasible request: fewer choices, then fewer tokens, then a shorter prompt."""
-    prompt, tokens, n = wanted.prompt_token_ids or (1,), wanted.stop.max_new_tokens, wanted.n
+    prompt, tokens, n = wanted.prompt_token_ids or (1,), wanted.stop.max_new_tokens, wanted.num_sequences
     while not fits(config, len(prompt), tokens, n):
         if n > config.limits.max_choices:
             n -= 1
@@ -118,8 +144,13 @@ def shrunk_to_fit(config: SchedulerConfig, wanted: GenerationRequest) -> Generat
             prompt = prompt[:-1]
         else:
             n -= 1
+    if wanted.beam is not None:
+        wanted = dataclasses.replace(wanted, beam=dataclasses.replace(wanted.beam, width=n))
     return dataclasses.replace(
-        wanted, prompt_token_ids=prompt, stop=dataclasses.replace(wanted.stop, max_new_tokens=tokens), n=n
+        wanted,
+        prompt_token_ids=prompt,
+        stop=dataclasses.replace(wanted.stop, max_new_tokens=tokens),
+        n=min(wanted.n, n),
     )
 
 
