@@ -1,8 +1,11 @@
-"""Beam search by the whole engine: the tokens and scores of transformers' `generate`, whatever happens on the way."""
+"""Beam search by the whole engine: the tokens and scores of transformers' `generate`, whatever happens on the way.
+
+Against transformers tokens are equal and scores close, its sums being of float32; against ourselves every bit is equal.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -11,11 +14,11 @@ import torch
 
 from quire_engine.build import BuiltEngine, build
 from quire_engine.config import EngineConfig
-from quire_engine.engine import Engine
-from quire_engine.limits import SchedulerLimits
-from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, StopParams, TokenOutput
+from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, StopParams
 from support.checkpoints import VOCAB_SIZE, shared_checkpoint
+from support.limits import engine_config
 from support.model_steps import random_ids
+from support.offline import generate
 
 SHAPES = {
     "qwen3": {},
@@ -64,7 +67,6 @@ RULES = [
     {"length_penalty": 2.0, "early_stopping": "never"},
     {"length_penalty": -1.0, "early_stopping": True},
     {"width": 2, "num_returned": 1, "num_stops": 90},
-    {"width": 1, "num_returned": 1, "num_stops": 3},
     {"width": 8, "num_returned": 3, "min_tokens": 4, "num_stops": 60, "early_stopping": True},
     {"width": 5, "num_returned": 5, "max_tokens": 1},
     {"width": 16, "num_returned": 16, "num_stops": 1},
@@ -78,10 +80,10 @@ CASES = [Case(seed=seed % 5, **rule) for seed, rule in enumerate(RULES)] + [
 ]
 
 
-def config(family: str = "qwen3", *, kv_memory: int = 8 << 20, **limits: Any) -> EngineConfig:
+def config(family: str = "qwen3", **settings: Any) -> EngineConfig:
     path = shared_checkpoint(family, **SHAPES[family])
-    return EngineConfig(
-        model=str(path), device="cpu", num_threads=1, limits=SchedulerLimits(**limits), kv_memory=kv_memory
+    return engine_config(
+        **{"model": str(path), "device": "cpu", "num_threads": 1, "kv_memory": 8 << 20, "dtype": "float32", **settings}
     )
 
 
@@ -101,8 +103,6 @@ def reference_model(family: str) -> Any:
 
 def by_transformers(case: Case) -> list[tuple[tuple[int, ...], float]]:
     """Each returned beam's tokens and score."""
-    if case.width == 1:  # transformers makes it a greedy search, which has no score
-        pytest.skip("compared with greedy decoding instead")
     stops = list(range(case.num_stops))
     with torch.inference_mode():
         result = reference_model(case.family).generate(
@@ -125,35 +125,74 @@ def by_transformers(case: Case) -> list[tuple[tuple[int, ...], float]]:
     return list(zip(tokens, result.sequences_scores.tolist(), strict=True))
 
 
-def run(engine_of: BuiltEngine, *requests: GenerationRequest) -> dict[tuple[str, int], TokenOutput]:
-    """The outputs of beams: exactly one for each choice."""
-    outputs: dict[tuple[str, int], TokenOutput] = {}
-    engine = Engine(engine_of.scheduler, engine_of.runner, check_invariants=True)
-
-    def take(step):
-        for output in step.outputs:
-            assert (output.request_id, output.choice) not in outputs
-            outputs[output.request_id, output.choice] = output
-
-    engine.on_step = take
-    for request in requests:
-        engine.submit(request)
-    while engine.has_work:
-        engine.step()
-    return outputs
+@pytest.fixture(autouse=True, scope="module")
+def _keep_threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_tokens_and_scores_of_transformers(case: Case) -> None:
-    outputs = run(built(case.family), case.request())
+    found = generate(built(case.family), [case.request()])
     expected = by_transformers(case)
-    assert [outputs["r", choice].token_ids for choice in range(case.num_returned)] == [tokens for tokens, _ in expected]
+    assert [tuple(found["r", choice].token_ids) for choice in range(case.num_returned)] == [
+        each for each, _ in expected
+    ]
     for choice, (tokens, score) in enumerate(expected):
-        output = outputs["r", choice]
+        output = found["r", choice]
         assert output.beam_score == pytest.approx(score, rel=1e-4)
         assert output.finish == ("stop" if tokens[-1] < case.num_stops else "length")
-        assert output.stop_token_id == (tokens[-1] if tokens[-1] < case.num_stops else None)
         total = sum(entry.logprob for entry in output.logprobs)
         assert total / len(tokens) ** case.length_penalty == pytest.approx(output.beam_score, rel=1e-12)
         assert [entry.token_id for entry in output.logprobs] == list(tokens)
         assert all(len(entry.top_ids) == 2 for entry in output.logprobs)
+
+
+def test_one_beam_is_a_greedy_search() -> None:
+    searched = replace(Case(width=1, num_returned=1, num_stops=3, max_tokens=20).request(), prompt_token_ids=(5, 6, 7))
+    plain = replace(searched, request_id="plain", beam=None)
+    found = generate(built("qwen3"), [searched, plain])
+    one, other = found["r", 0], found["plain", 0]
+    assert (one.token_ids, one.logprobs, one.finish) == (other.token_ids, other.logprobs, other.finish)
+
+
+def test_the_rules_are_tried() -> None:
+    """Among the cases are searches that end early, by either reason, and ranks that the penalty of length changes."""
+    found = {case: generate(built(case.family), [case.request()]) for case in CASES[:7]}
+    finishes = {output.finish for outputs in found.values() for output in outputs.values()}
+    assert finishes == {"stop", "length"}
+    eager, patient = Case(early_stopping=True), Case(early_stopping="never", length_penalty=2.0)
+    tokens = [
+        [generate(built("qwen3"), [replace(case, seed=seed).request()])["r", 0].token_ids for seed in range(5)]
+        for case in (eager, patient)
+    ]
+    assert sum(map(len, tokens[0])) < sum(map(len, tokens[1]))
+
+
+@pytest.mark.parametrize("computed", [{}, {"dtype": "bfloat16", "kernels": "cpu"}], ids=["reference", "cpu"])
+def test_every_bit_is_that_of_a_search_alone(computed: dict[str, Any]) -> None:
+    """In a pool that holds a part of what runs at once: chunked, preempted, computed again, served from the cache."""
+    requests = [replace(case, max_tokens=24).request(f"r{number}") for number, case in enumerate(CASES[:10])]
+    requests += [replace(requests[1], request_id="again"), replace(requests[2], request_id="plain", n=1, beam=None)]
+    roomy = build(config(**computed, enable_prefix_caching=False))
+    alone: dict[tuple[str, int], Any] = {}
+    for request in requests:
+        alone |= generate(roomy, [request])
+    block_bytes = roomy.plan.bytes_per_block
+    tight = build(
+        config(
+            **computed,
+            kv_memory=26 * block_bytes,
+            max_model_len=100,
+            max_num_seqs=24,
+            max_num_batched_tokens=40,
+            prefill_chunk=16,
+        )
+    )
+    together = generate(tight, requests)
+    assert together == alone
+    searched = [together[name, choice] for name, choice in together if name != "plain"]
+    assert sum(output.num_preemptions for output in searched) > 0
+    assert sum(output.num_cached_tokens for output in searched) > 0
+    assert any(output.num_preemptions == 0 for output in searched)

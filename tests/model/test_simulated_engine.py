@@ -22,7 +22,7 @@ from quire_engine.execution.runner import Runner
 from quire_engine.execution.workspace import measure_workspace
 from quire_engine.limits import SchedulerLimits
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams, ThinkingParams
+from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, StopParams, ThinkingParams
 from quire_kernels.reference import REFERENCE
 from support.checkpoints import shared_checkpoint
 from support.model_steps import CPU, random_ids
@@ -99,6 +99,15 @@ def requests() -> list[GenerationRequest]:
             n=3 if i == 2 else 1,
         )
         for i, options in enumerate(sampling)
+    ] + [
+        GenerationRequest(
+            request_id="beams",
+            prompt_token_ids=tuple(shared[:12]),
+            sampling=SamplingParams(num_logprobs=2),
+            stop=StopParams(max_new_tokens=16, stop_token_ids=tuple(range(0, 512, 40))),
+            n=2,
+            beam=BeamParams(width=3),
+        )
     ]
 
 

@@ -65,7 +65,8 @@ class Searches:
             n=dice.randint(1, 2),
             stop=tuple(range(0, dice.choice([0, 200]), 3)),
             beam=beam if searched else None,
-            penalty=0.0,
+            # With a cache what was computed by others is read: the batch has to say what that was.
+            penalty=float(self.config.limits.enable_prefix_caching),
         )
         self.requests[name] = shrunk_to_fit(self.config, wanted)
         self.engine.submit(self.requests[name])

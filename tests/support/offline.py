@@ -25,6 +25,7 @@ class Generated:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     embedding: tuple[float, ...] | None = None
+    beam_score: float | None = None
     finish: str | None = None
     error: str | None = None
     num_cached_tokens: int = field(default=0, compare=False)
@@ -59,6 +60,7 @@ def generate(
             if output.prompt_logprobs is not None:
                 result.prompt_logprobs = list(output.prompt_logprobs)
             result.embedding = output.embedding
+            result.beam_score = output.beam_score
             result.finish, result.error = output.finish, output.error
             result.num_cached_tokens = max(result.num_cached_tokens, output.num_cached_tokens)
             if output.timing is not None:
