@@ -4,6 +4,7 @@ Promises: the names and shapes that scripts written for vLLM use, and the tokens
 Must not know: torch, which the engine process alone loads.
 """
 
+from quire.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from quire.llm import LLM
 from quire.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.sampling_params import GuidedDecodingParams, SamplingParams, StructuredOutputsParams
@@ -11,6 +12,9 @@ from quire.vectors import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",

@@ -51,14 +51,14 @@ async def run_all(
             choices = await collect(generation)
             outputs[number] = request_output(request_id, job, generation, choices, tokenizer=state.tokenizer)
         finally:
-            for _ in range(job.options.sampling.n):
+            for _ in range(job.options.num_sequences):
                 places.release()
         on_finished(outputs[number])
 
     try:
         async with asyncio.TaskGroup() as group:
             for number, job in enumerate(jobs):
-                for _ in range(job.options.sampling.n):
+                for _ in range(job.options.num_sequences):
                     await places.acquire()
                 group.create_task(run(number, job, str(next(ids))))
     except BaseExceptionGroup as failures:

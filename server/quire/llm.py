@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from quire.batch import prepare_all, run_all
+from quire.beams import BeamSearchOutput, BeamSearchParams, beams_of, searches
 from quire.engine_settings import as_arguments, engine_settings
 from quire.engine_thread import EngineThread
 from quire.outputs import RequestOutput
@@ -97,6 +98,13 @@ class LLM:
                 chat_template_kwargs=chat_template_kwargs,
             )
         return self._run(requests, use_tqdm=use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of each prompt, as many as the search is wide, the best first."""
+        outputs = self._run(searches(prompt_list(prompts), params), use_tqdm=use_tqdm)
+        return [beams_of(output, params, self._work.tokenizer) for output in outputs]
 
     def embed(
         self,

@@ -42,6 +42,7 @@ class CompletionOutput:
     logprobs: list[PositionLogprobs] | None  # one per token id
     finish_reason: ChoiceFinish
     stop_reason: str | int | None  # the stop string or stop token id; None for the end-of-text token
+    beam_score: float | None = None  # of a continuation that beam search found
 
     def finished(self) -> bool:
         """Always: nothing is returned before it is whole."""
@@ -91,6 +92,7 @@ def _completion(choice: ChoiceDelta, num_logprobs: int | None, tokenizer: TextTo
         logprobs=None if logprobs is None else [position for position in logprobs if position is not None],
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
+        beam_score=choice.beam_score,
     )
 
 

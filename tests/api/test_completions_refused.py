@@ -63,8 +63,6 @@ UNSUPPORTED = {
     "response_format": {"type": "structural_tag", "format": {}},
     "structured_outputs": {"structural_tag": "{}"},
     "guided_whitespace_pattern": " *",
-    "use_beam_search": True,
-    "length_penalty": 2.0,
     "prompt_embeds": "AAAA",
     "tools": [{"type": "function", "function": {"name": "f"}}],
     "tool_choice": "auto",

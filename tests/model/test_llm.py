@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, CompletionOutput, RequestOutput, SamplingParams
+from quire import LLM, BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams
 from support.checkpoints import shared_checkpoint
 from support.served_answers import served_answers
 
@@ -69,6 +69,10 @@ def chat_body(messages: object, params: dict[str, Any], options: dict[str, Any])
     return wire
 
 
+SEARCH = BeamSearchParams(beam_width=3, max_tokens=20, length_penalty=0.7)
+BEAMS = {"use_beam_search": True, "n": 3, "max_tokens": 20, "length_penalty": 0.7, "logprobs": 0}
+
+
 class Both:
     """One model, offline and served: the LLM, and all answers of the server by case."""
 
@@ -77,11 +81,13 @@ class Both:
         asked |= {
             (name, i, "chat"): ("/v1/chat/completions", chat_body(CHATS[i], *CHAT_CASES[name])) for name, i in CHATTED
         }
+        asked |= {("beams", i): ("/v1/completions", completion_body(PROMPTS[i], BEAMS)) for i in range(len(PROMPTS))}
         self.served = dict(zip(asked, served_answers(list(asked.values()), model=model, **SETTINGS), strict=True))
         self.llm = LLM(model, **SETTINGS)
         params = [SamplingParams(**CASES[name]) for name, _ in GENERATED]
         outputs = self.llm.generate([PROMPTS[i] for _, i in GENERATED], params, use_tqdm=False)
         self.generated = dict(zip(GENERATED, outputs, strict=True))
+        self.searched = self.llm.beam_search(PROMPTS, SEARCH)
 
 
 GENERATED = [(name, i) for name in CASES for i in range(len(PROMPTS))]
@@ -182,3 +188,21 @@ def test_the_cases_end_in_every_way(both: Both) -> None:
         for choice in output.outputs
     }
     assert ends >= {("length", type(None)), ("stop", str), ("stop", int)}
+
+
+@pytest.mark.parametrize("number", range(len(PROMPTS)))
+def test_beam_search_finds_what_completions_find(both: Both, number: int) -> None:
+    choices = both.served["beams", number]["choices"]
+    sequences = both.searched[number].sequences
+    prompt_ids = choices[0]["prompt_token_ids"]
+    assert len(sequences) == len(choices) == 3
+    assert [each.score for each in sequences] == sorted([each.score for each in sequences], reverse=True)
+    for found, its in zip(sequences, choices, strict=True):
+        ended = its["finish_reason"] == "stop"
+        output = its["token_ids"][:-1] if ended else its["token_ids"]
+        assert found.tokens == prompt_ids + output
+        assert found.text == both.llm.get_tokenizer().decode(found.tokens)
+        assert (found.score, found.finish_reason) == (its["beam_score"], its["finish_reason"])
+        assert found.cum_logprob == sum(its["logprobs"]["token_logprobs"])
+        assert found.score == pytest.approx(found.cum_logprob / len(its["token_ids"]) ** 0.7)
+        assert len(found.logprobs) == len(its["token_ids"])

@@ -148,6 +148,7 @@ class FakeEngine:
             logprobs=None if wanted is None else (fake_logprobs(token, wanted, request.sampling.logprob_token_ids),),
             finish=finish,
             stop_token_id=token if stopped else None,
+            beam_score=-0.5 * (choice + 1) if finish and request.beam else None,
             timing=timing if first or finish else None,
         )
 

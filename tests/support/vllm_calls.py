@@ -56,6 +56,7 @@ GOOD_ANYWHERE: list[Body] = [
     {"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}, {"stream_options": None},
     {"stream": True, "stream_options": {"continuous_usage_stats": True, "include_usage": True}},
     {"user": "me"}, {"vendor_field": {"a": [1]}}, {"stream_interval": 3}, {"priority": 0},
+    {"use_beam_search": True}, {"use_beam_search": True, "n": 2, "length_penalty": 0.5},
 ]  # fmt: skip
 GOOD: dict[str, list[Body]] = {
     TEXT: [
@@ -145,7 +146,7 @@ DIFFERENT: list[Call] = [
     *(Call(path, {"priority": 3}, 400, 200, "without the policy it is named in x-quire-ignored") for path in BOTH),
     *(Call(path, {"max_tokens": 10**6}, 400, 200, "lowered to what fits; editors ask for more") for path in BOTH),
     *(Call(path, fields, 200, 400, NOT_HERE) for path in BOTH for fields in (
-        {"use_beam_search": True}, {"length_penalty": 2.0}, {"vllm_xargs": {"a": 1}}, {"kv_transfer_params": {"a": 1}},
+        {"length_penalty": 2.0}, {"vllm_xargs": {"a": 1}}, {"kv_transfer_params": {"a": 1}},
         {"repetition_detection": {"min_count": 2}}, {"logits_processors": ["x"]}, {"mirostat": 2}, {"beam_width": 4})),
     *(Call(CHAT, fields, 200, 400, NOT_HERE) for fields in (
         {"functions": [{"name": "f"}]}, {"function_call": "auto"}, {"modalities": ["text", "audio"]},

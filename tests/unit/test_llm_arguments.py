@@ -8,10 +8,10 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
-from quire import LLM, GuidedDecodingParams, SamplingParams, StructuredOutputsParams
+from quire import LLM, BeamSearchParams, GuidedDecodingParams, SamplingParams, StructuredOutputsParams
 from quire.engine_settings import ARGUMENTS, engine_settings
 from quire.prompts import completions, conversation_list, params_for, prompt_list
-from quire_server.answering.options import SamplingOptions
+from quire_server.answering.options import BeamOptions, SamplingOptions
 from quire_server.settings import Settings
 from quire_server.wire.completions import CompletionRequest
 
@@ -199,3 +199,26 @@ def test_structured_outputs_are_checked():
         SamplingParams(
             structured_outputs=StructuredOutputsParams(regex="a"), guided_decoding=GuidedDecodingParams(regex="a")
         )
+
+
+def test_a_search_asks_for_all_of_its_beams() -> None:
+    options = BeamSearchParams(beam_width=3, max_tokens=5, length_penalty=0.5, early_stopping="never").options()
+    assert (options.beam, options.sampling.n) == (
+        BeamOptions(width=3, length_penalty=0.5, early_stopping="never"),
+        3,
+    )
+    assert (options.stop.max_tokens, options.stop.ignore_eos, options.sampling.num_logprobs) == (5, False, 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"beam_width": 17}, "n: .* less than or equal to 16"),
+        ({"max_tokens": 0}, "'max_tokens' must be at least 1"),
+        ({"early_stopping": "soon"}, "early_stopping"),
+        ({"length_penalty": 11.0}, "length_penalty"),
+    ],
+)
+def test_values_of_a_search_that_are_not_supported_are_named(values: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        BeamSearchParams(**{"beam_width": 2, "max_tokens": 4, **values})

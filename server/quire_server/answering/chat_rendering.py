@@ -11,7 +11,15 @@ from collections.abc import Sequence
 from quire_server.answering.choice import ChoiceDelta
 from quire_server.answering.generation import Generation
 from quire_server.answering.prepare import Job
-from quire_server.answering.rendering import PLAIN_END, ReplyHead, closing_fields, encode, ending, usage_field
+from quire_server.answering.rendering import (
+    PLAIN_END,
+    ReplyHead,
+    closing_fields,
+    encode,
+    ending,
+    score_field,
+    usage_field,
+)
 from quire_server.errors import ApiError
 from quire_server.http.sse import error_frames
 from quire_server.text.logprobs import LogprobFormat
@@ -85,7 +93,7 @@ class ChatRenderer:
                 "stop_reason": delta.stop_reason,
                 "token_ids": delta.token_ids if with_ids else None,
             }
-            choices.append(choice)
+            choices.append(choice | score_field(delta))
         wanted = self._options.num_prompt_logprobs
         positions = self._generation.prompt_logprobs.get(0, ())
         fields = {

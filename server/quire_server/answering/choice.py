@@ -50,6 +50,7 @@ class ChoiceDelta:
     offsets: list[int] = field(default_factory=list)  # with logprobs: characters of the choice's text before each token
     finish_reason: ChoiceFinish | None = None
     stop_reason: str | int | None = None  # the stop string or token id; None for the end-of-text token
+    beam_score: float | None = None  # of a text that beam search found, with its end
 
 
 class Choice:
@@ -152,6 +153,7 @@ class Choice:
     def _end(self, output: TokenOutput) -> None:
         """The engine has ended the choice; what was held back comes out, and may itself complete a stop string."""
         text, stop = self._detokenizer.finish(), None
+        self._new.beam_score = output.beam_score
         if self._parser is not None:
             text = self._parser.finish(text)
             self._take_parsed(self._parser)

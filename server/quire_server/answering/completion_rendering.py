@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from quire_server.answering.choice import ChoiceDelta
 from quire_server.answering.generation import Generation
 from quire_server.answering.prepare import Job
-from quire_server.answering.rendering import PLAIN_END, ReplyHead, closing_fields, encode, ending, usage_field
+from quire_server.answering.rendering import (
+    PLAIN_END,
+    ReplyHead,
+    closing_fields,
+    encode,
+    ending,
+    score_field,
+    usage_field,
+)
 from quire_server.errors import ApiError
 from quire_server.http.sse import error_frames
 from quire_server.text.detokenizer import Detokenizer
@@ -71,7 +79,7 @@ class CompletionRenderer:
                 "prompt_token_ids": self._requests[delta.prompt].prompt_token_ids if with_ids else None,
                 "token_ids": delta.token_ids if with_ids else None,
             }
-            choices.append(choice)
+            choices.append(choice | score_field(delta))
         return self._head + b',"choices":' + encode(choices) + usage_field(self._generation.usage) + b"}"
 
     def failure(self, error: ApiError) -> bytes:

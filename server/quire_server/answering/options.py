@@ -68,6 +68,16 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BeamOptions:
+    """Beam search instead of sampling."""
+
+    width: int  # beams that are followed at once; the n best are returned
+    width_param: str = "n"
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopOptions:
     """When a choice ends."""
 
@@ -146,6 +156,7 @@ class GenerationOptions:
     prompt: PromptOptions
     model: str | None = None  # None: the one that is served
     sampling: SamplingOptions = SamplingOptions()
+    beam: BeamOptions | None = None  # None: tokens are sampled
     stop: StopOptions = StopOptions()
     reply: ReplyOptions = ReplyOptions()
     tools: ToolOptions | None = None
@@ -153,3 +164,8 @@ class GenerationOptions:
     reasoning: ReasoningOptions = ReasoningOptions()
     priority: int = 0  # lower is earlier, under the priority policy
     ignored: tuple[str, ...] = ()  # names of fields that were accepted without effect
+
+    @property
+    def num_sequences(self) -> int:
+        """What is computed side by side for each prompt: choices, or beams."""
+        return self.sampling.n if self.beam is None else self.beam.width

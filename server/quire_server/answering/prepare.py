@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from quire_engine.types import GenerationRequest
+from quire_server.answering.beams import beam_params
 from quire_server.answering.choice import TextOptions
 from quire_server.answering.constraining.constraints import constraint
 from quire_server.answering.infilling import infilled
@@ -61,6 +62,7 @@ async def prepare(state: ServerState, options: GenerationOptions) -> Job:
     if how is not None:
         sampling = replace(sampling, thinking=how.thinking)
     sampling = replace(sampling, grammar=await _grammar(state, options, how))
+    beam = beam_params(options, sampling, limits)
     requests: list[GenerationRequest] = []
     for token_ids in prompts:
         if not token_ids:
@@ -77,6 +79,7 @@ async def prepare(state: ServerState, options: GenerationOptions) -> Job:
                 arrival_time=time.monotonic(),
                 priority=options.priority if _is_by_priority(state) else 0,
                 cache_salt=options.prompt.cache_salt,
+                beam=beam,
             )
         )
     return Job(

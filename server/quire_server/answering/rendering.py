@@ -64,7 +64,12 @@ def closing_fields(logprobs: object, delta: ChoiceDelta) -> dict[str, object]:
     fields: dict[str, object] = {"logprobs": logprobs, "finish_reason": delta.finish_reason}
     if delta.finish_reason is not None:
         fields["stop_reason"] = delta.stop_reason
-    return fields
+    return fields | score_field(delta)
+
+
+def score_field(delta: ChoiceDelta) -> dict[str, object]:
+    """What is said beside a choice that beam search found, and of no other."""
+    return {} if delta.beam_score is None else {"beam_score": delta.beam_score}
 
 
 def ending(start: bytes, options: ReplyOptions, usage: Usage) -> bytes:

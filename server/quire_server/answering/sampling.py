@@ -95,7 +95,7 @@ def resolve_stop(
     What was asked is lowered to the context, and refused when the pool can never hold it; a default is lowered to both.
     Raises ContextLengthExceeded, BadRequest.
     """
-    n, asked, default = options.sampling.n, options.stop.max_tokens, options.stop.default_max_tokens
+    n, asked, default = options.num_sequences, options.stop.max_tokens, options.stop.default_max_tokens
     room = limits.scheduler.max_model_len - prompt_tokens
     # A prompt may fill the whole context only when nothing is to be generated after it.
     if room < 0 or (room == 0 and asked != 0):

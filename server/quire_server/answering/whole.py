@@ -38,6 +38,7 @@ async def collect(generation: Generation) -> list[ChoiceDelta]:
                     known.offsets += delta.offsets
                     known.finish_reason = delta.finish_reason
                     known.stop_reason = delta.stop_reason
+                    known.beam_score = delta.beam_score
     return [replace(whole[index], text="".join(texts[index])) for index in sorted(whole)]
 
 

@@ -116,7 +116,7 @@ class EngineClient:
 
     @property
     def max_sequences(self) -> int:
-        """Choices that may be accepted and unfinished at once."""
+        """Choices, or beams, that may be accepted and unfinished at once."""
         return self._limits.max_sequences
 
     async def wait_idle(self) -> None:
@@ -131,10 +131,10 @@ class EngineClient:
         """Reserve a place and hand the request to the engine; its outputs go to `stream`. Raises QueueFull."""
         lack = self._lack(request)
         if lack is not None:
-            self._refuse(lack, request.n)
+            self._refuse(lack, request.num_sequences)
         stream.expect(request)
         self._streams[request.request_id] = stream
-        self._sequences += request.n
+        self._sequences += request.num_sequences
         self._prompt_tokens += len(request.prompt_token_ids)
         self._seats.observe(self._clock(), sequences=self._sequences)
         self._idle.clear()
@@ -154,9 +154,9 @@ class EngineClient:
         """Free the request's place, once; abort it in the engine unless it has finished."""
         if self._streams.pop(request.request_id, None) is None:
             return
-        self._sequences -= request.n
+        self._sequences -= request.num_sequences
         self._prompt_tokens -= len(request.prompt_token_ids)
-        self._seats.observe(self._clock(), sequences=self._sequences, ended=request.n)
+        self._seats.observe(self._clock(), sequences=self._sequences, ended=request.num_sequences)
         if not finished:
             self._port.abort(request.request_id)
         if not self._streams:
@@ -164,7 +164,7 @@ class EngineClient:
 
     def _lack(self, request: GenerationRequest) -> str | None:
         """The limit that a request is over, by the name of its setting."""
-        if self._sequences + request.n > self._limits.max_sequences:
+        if self._sequences + request.num_sequences > self._limits.max_sequences:
             return "max_num_queued_reqs"
         limit, tokens = self._limits.max_prompt_tokens, self._prompt_tokens + len(request.prompt_token_ids)
         return "max_num_queued_tokens" if limit is not None and self._streams and tokens > limit else None

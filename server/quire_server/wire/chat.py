@@ -143,6 +143,7 @@ class ChatCompletionRequest(StructuredFields):
                 tools=tuple(tool.for_template() for tool in self._shown_tools(tools)),
             ),
             reasoning=self._reasoning(),
+            beam=self.beam_options(),
             tools=tools,
             source_param="messages",
             add_special_tokens=bool(self.add_special_tokens),  # templates write them
@@ -217,6 +218,7 @@ class ChatChoice(ReplyModel):
     finish_reason: FinishedBecause
     stop_reason: str | int | None = Field(description="the matched stop string or token id; null otherwise")
     token_ids: list[int] | None = Field(description="null without return_token_ids")
+    beam_score: float | None = Field(None, description="of beam search alone: what the choices are ranked by")
 
 
 class ChatCompletionResponse(ReplyModel):
@@ -259,6 +261,7 @@ class ChatChunkChoice(ReplyModel):
     finish_reason: FinishedBecause | None
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
+    beam_score: float | None = Field(None, description="of beam search alone: what the choices are ranked by")
 
 
 class ChatCompletionChunk(ReplyModel):

@@ -32,7 +32,8 @@ _check_prompt, _prompt_schema = one_or_many(MAX_PROMPTS, "prompts")
 class CompletionRequest(StructuredFields):
     prompt: Annotated[Prompts, _check_prompt, _prompt_schema]
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
-        None, description="so many are generated, and the n likeliest returned; the usage counts all; not streamed"
+        None,
+        description="so many are generated, the n likeliest returned; the usage counts all; not streamed, unless beams",
     )
     suffix: str | None = Field(None, description="what follows the text, for models that write the middle of one")
     echo: bool | None = Field(None, description="the prompt is part of the text, and of the logprobs")
@@ -46,7 +47,9 @@ class CompletionRequest(StructuredFields):
         generated, name = (n, "n") if self.best_of is None else (self.best_of, "best_of")
         if generated < n:
             raise BadRequest("'best_of' must be at least 'n'.", param="best_of")
-        if generated > n and self.stream:
+        if self.use_beam_search and self.beam_width is not None:
+            generated, name = self.beam_width, "beam_width"
+        if generated > n and self.stream and not self.use_beam_search:
             raise BadRequest("'best_of' cannot be more than 'n' in a stream.", param="best_of")
         if len(self.prompt) * generated > MAX_SEQUENCES:
             raise BadRequest(f"Prompts times '{name}' must be at most {MAX_SEQUENCES}.", param=name)
@@ -74,6 +77,7 @@ class CompletionRequest(StructuredFields):
             echo=bool(self.echo),
             ignored=ignored,
             reasoning=ReasoningOptions(),
+            beam=self.beam_options(self.best_of),
         )
         if self.suffix:
             for name, given in (("echo", self.echo), ("truncate_prompt_tokens", self.truncate_prompt_tokens)):
@@ -81,7 +85,7 @@ class CompletionRequest(StructuredFields):
                     raise BadRequest(f"'{name}' and 'suffix' cannot be given together.", param=name)
             options = replace(options, prompt=replace(options.prompt, infill=Infill(suffix=self.suffix)))
         n = options.sampling.n
-        if self.best_of is None or self.best_of == n:
+        if self.best_of is None or self.best_of == n or options.beam is not None:
             return options
         # Which are the likeliest, log-probabilities say; shown are those that were asked for.
         told = options.sampling.num_logprobs or 0
@@ -107,6 +111,7 @@ class CompletionChoice(ReplyModel):
     prompt_logprobs: PromptLogprobs | None = Field(description="null without prompt_logprobs in the request")
     prompt_token_ids: list[int] | None = Field(description="null without return_token_ids")
     token_ids: list[int] | None = Field(description="null without return_token_ids")
+    beam_score: float | None = Field(None, description="of beam search alone: what the choices are ranked by")
 
 
 class CompletionResponse(ReplyModel):
@@ -127,6 +132,7 @@ class CompletionChunkChoice(ReplyModel):
     stop_reason: str | int | None = None
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
+    beam_score: float | None = Field(None, description="of beam search alone: what the choices are ranked by")
 
 
 class CompletionChunk(ReplyModel):

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from quire_server.answering.options import (
+    BeamOptions,
     Conversation,
     GenerationOptions,
     PromptOptions,
@@ -56,6 +57,7 @@ def generation_options(
     echo: bool,
     ignored: Iterable[str],
     reasoning: ReasoningOptions,
+    beam: BeamOptions | None,
     tools: ToolOptions | None = None,
 ) -> GenerationOptions:
     """The neutral request of `fields` and of what its endpoint says in its own way."""
@@ -88,6 +90,7 @@ def generation_options(
             logprob_token_ids=tuple(fields.logprob_token_ids or ()),
             num_prompt_logprobs=num_prompt_logprobs,
         ),
+        beam=beam,
         stop=StopOptions(
             max_tokens=max_tokens,
             max_tokens_param=max_tokens_param,

@@ -14,7 +14,8 @@ from pydantic import Field, model_validator
 
 from quire_server.answering.options import Structure
 from quire_server.errors import BadRequest
-from quire_server.wire.common import GenerationFields, WireModel
+from quire_server.wire.beams import BeamFields
+from quire_server.wire.common import WireModel
 from quire_server.wire.extras import review_extras
 
 MAX_GRAMMAR_CHARS = 65_536  # of a schema or a grammar
@@ -115,7 +116,7 @@ class StructuredOutputs(WireModel):
             yield _object(param, compact=compact)
 
 
-class StructuredFields(GenerationFields):
+class StructuredFields(BeamFields):
     """The fields of both endpoints: beside the options, the same wish by all its names."""
 
     response_format: ResponseFormat | None = Field(None, description="text, any JSON object, or a JSON schema")

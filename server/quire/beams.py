@@ -1,0 +1,101 @@
+"""What `LLM.beam_search` takes and returns, with the names and shapes of vLLM's.
+
+Promises: parameters that exist have passed the checks of the server's own request model; plain values come back.
+Must not know: the model, how beams are searched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from quire.outputs import PositionLogprobs, RequestOutput
+from quire.tokenizer import Tokenizer
+from quire_server.answering.choice import ChoiceFinish
+from quire_server.answering.options import GenerationOptions, PromptOptions
+from quire_server.errors import BadRequest
+from quire_server.http.body import validate
+from quire_server.wire.completions import CompletionRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """How the likeliest continuations are searched. Raises ValueError for values that are not supported."""
+
+    beam_width: int  # beams that are followed at once, all of which are returned
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0  # 0 or 1: beams are ranked by the model's own log-probabilities
+    length_penalty: float = 1.0  # a score is divided by the number of tokens to this power
+    include_stop_str_in_output: bool = False  # the end-of-text token is among the tokens
+    early_stopping: bool | Literal["never"] = False  # as in transformers
+
+    def __post_init__(self) -> None:
+        try:
+            self.options()
+        except BadRequest as error:
+            raise ValueError(error.message) from None
+
+    def options(self) -> GenerationOptions:
+        """The neutral request of these parameters, its prompt still to be put in. Raises BadRequest."""
+        return validate(
+            CompletionRequest,
+            {
+                "prompt": "",
+                "use_beam_search": True,
+                "n": self.beam_width,
+                "max_tokens": self.max_tokens,
+                "ignore_eos": self.ignore_eos,
+                "temperature": self.temperature,
+                "length_penalty": self.length_penalty,
+                "include_stop_str_in_output": self.include_stop_str_in_output,
+                "early_stopping": self.early_stopping,
+                "logprobs": 0,
+            },
+        ).options()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchSequence:
+    """One of the beams that were found."""
+
+    tokens: list[int]  # the prompt's, and those that were found
+    logprobs: list[PositionLogprobs]  # one per token that was found, the end-of-text token too
+    cum_logprob: float  # their sum
+    score: float  # by which the beams are ranked
+    text: str  # of all tokens, the prompt's too
+    finish_reason: ChoiceFinish
+    stop_reason: str | int | None  # the stop token id; None for the end-of-text token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchOutput:
+    """The beams of one prompt, the best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+def searches(prompts: list[str | list[int]], params: BeamSearchParams) -> list[GenerationOptions]:
+    """One neutral request for each prompt."""
+    options = params.options()
+    return [replace(options, prompt=PromptOptions(source=[prompt], param="prompt")) for prompt in prompts]
+
+
+def beams_of(output: RequestOutput, params: BeamSearchParams, tokenizer: Tokenizer) -> BeamSearchOutput:
+    """The same beams in the shape of a search's output."""
+    sequences = []
+    for found in output.outputs:
+        hidden = int(found.finish_reason == "stop" and not params.include_stop_str_in_output)
+        tokens = output.prompt_token_ids + found.token_ids[: len(found.token_ids) - hidden]
+        sequences.append(
+            BeamSearchSequence(
+                tokens=tokens,
+                logprobs=found.logprobs or [],
+                cum_logprob=found.cumulative_logprob or 0.0,
+                score=found.beam_score or 0.0,
+                text=tokenizer.decode(tokens),
+                finish_reason=found.finish_reason,
+                stop_reason=found.stop_reason,
+            )
+        )
+    return BeamSearchOutput(sequences=sequences)
