@@ -16,7 +16,8 @@ from quire_engine.scheduling.beam_forks import BeamForks
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.sequence import Group
 from quire_engine.types import BeamParams, GenerationRequest
-from support.fake_executor import CorruptKV, FakeExecutor, Run, expected_beams, expected_tokens, request
+from support.fake_executor import CorruptKV, FakeExecutor, Run, expected_tokens, request
+from support.fake_model import expected_beams
 from support.limits import scheduler_config
 from support.scheduler_model import policies, shrunk_to_fit
 

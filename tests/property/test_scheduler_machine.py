@@ -23,7 +23,8 @@ from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.sequence import Group
 from quire_engine.types import GenerationRequest
 from support import scheduler_model
-from support.fake_executor import CorruptKV, FakeExecutor, Run, expected_beams, expected_embedding, expected_tokens
+from support.fake_executor import CorruptKV, FakeExecutor, Run, expected_embedding, expected_tokens
+from support.fake_model import expected_beams
 from support.scheduler_model import (
     check_prompt_logprobs,
     configs,

@@ -12,10 +12,8 @@ from dataclasses import dataclass, field, replace
 from quire_engine.batch import PENDING, POOLED_BITS, Batch, SampledToken, ScheduledSequence, StepResult
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, StopParams, TokenLogprobs, TokenOutput
-from support.beam_reference import Found, search
+from support.fake_model import VOCAB_SIZE, extend, sample, told
 from support.limits import scheduler_config
-
-VOCAB_SIZE = 1000
 
 
 class CorruptKV(AssertionError):
@@ -62,48 +60,17 @@ def own_tokens(name: str, length: int) -> tuple[int, ...]:
     return tuple((seed * 7919 + position * 104729) % VOCAB_SIZE for position in range(length))
 
 
-def _extend(chain: int, token_id: int) -> int:
-    return hash((chain, token_id))
-
-
-def _sample(chain: int, choice: int) -> int:
-    return hash((chain, choice)) % VOCAB_SIZE
-
-
-def _likeliest(chain: int, count: int) -> list[tuple[int, float]]:
-    """Tokens and log-probabilities that follow a chain, the likeliest first; some of the same probability."""
-    found, logprob = [], -0.25
-    for i in range(count):
-        found.append(((_sample(chain, 0) + 37 * i) % VOCAB_SIZE, logprob))
-        logprob -= ((chain >> i % 32) % 4) / 8
-    return found
-
-
-def expected_beams(wanted: GenerationRequest) -> list[Found]:
-    """What beam search must find, computed without any scheduler."""
-    assert wanted.beam is not None
-    needed = wanted.beam.width + len(wanted.stop.stop_token_ids)
-
-    def likeliest(tokens: tuple[int, ...]) -> list[tuple[int, float]]:
-        chain = 0
-        for token_id in tokens:
-            chain = _extend(chain, token_id)
-        return _likeliest(chain, needed)
-
-    return search(wanted, likeliest)
-
-
 def expected_tokens(wanted: GenerationRequest, choice: int) -> tuple[int, ...]:
     """What the choice must produce, computed without any scheduler."""
     chain = 0
     for token_id in wanted.prompt_token_ids:
-        chain = _extend(chain, token_id)
+        chain = extend(chain, token_id)
     tokens: list[int] = []
     while len(tokens) < wanted.stop.max_new_tokens:
-        tokens.append(_sample(chain, choice))
+        tokens.append(sample(chain, choice))
         if tokens[-1] in wanted.stop.stop_token_ids:
             break
-        chain = _extend(chain, tokens[-1])
+        chain = extend(chain, tokens[-1])
     return tuple(tokens)
 
 
@@ -111,7 +78,7 @@ def expected_embedding(wanted: GenerationRequest) -> tuple[float, ...] | None:
     """The vector that the request must get, computed without any scheduler."""
     chain, chains = 0, []
     for token_id in wanted.prompt_token_ids:
-        chain = _extend(chain, token_id)
+        chain = extend(chain, token_id)
         chains.append(chain)
     match wanted.pooling:
         case "last":
@@ -180,9 +147,9 @@ class FakeExecutor:
                     (item.sequence_id, item.choice),
                     *((fork.sequence_id, fork.choice) for fork in item.forks),
                 ]:
-                    token_id = _sample(chain[item.end], choice)
-                    told = _told(token_id, chain[item.end], item.sampling.num_logprobs)
-                    result.samples[sequence_id] = (SampledToken(token_id=token_id, logprobs=told),)
+                    token_id = sample(chain[item.end], choice)
+                    scores = told(token_id, chain[item.end], item.sampling.num_logprobs)
+                    result.samples[sequence_id] = (SampledToken(token_id=token_id, logprobs=scores),)
         self._sampled = {sequence_id: samples[0].token_id for sequence_id, samples in result.samples.items()}
         return result
 
@@ -220,7 +187,7 @@ class FakeExecutor:
         del chain[1 if item.sampling.num_logprobs is not None else item.start + 1 :]
         for position in range(len(chain) - 1, item.end):
             inside = position >= item.start
-            chain.append(_extend(chain[-1], item.token_ids[position - item.start] if inside else _at(item, position)))
+            chain.append(extend(chain[-1], item.token_ids[position - item.start] if inside else _at(item, position)))
         return chain
 
     def _slot(self, item: ScheduledSequence, position: int) -> tuple[int, int]:
@@ -238,13 +205,6 @@ class FakeExecutor:
         for position in range(item.end):
             if self._slots.get(self._slot(item, position)) != chain[position + 1]:
                 raise CorruptKV(f"sequence {item.sequence_id}, position {position} of {item.end}")
-
-
-def _told(token_id: int, chain: int, num_logprobs: int | None) -> TokenLogprobs | None:
-    if num_logprobs is None:
-        return None
-    ids, logprobs = zip(*_likeliest(chain, num_logprobs), strict=True)
-    return TokenLogprobs(token_id=token_id, logprob=logprobs[0], rank=1, top_ids=ids, top_logprobs=logprobs)
 
 
 def _run(item: ScheduledSequence) -> tuple[int, int]:
