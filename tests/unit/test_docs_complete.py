@@ -100,7 +100,7 @@ def test_routes():
 
 # Where SERVING.md says each bound of the wire: its row, and what stands around the number there.
 BOUNDS = {
-    "MAX_CHOICES": r"choices \(`n`\) \| {}, and",
+    "MAX_CHOICES": r"choices \(`n`\), beams \(`beam_width`\) \| {}, and",
     "MAX_PROMPTS": r"prompts of one completion \| {}, prompts times choices",
     "MAX_SEQUENCES": r"prompts of one completion \| [0-9]+, prompts times choices {} ",
     "MAX_LOGPROBS": r"`logprobs`, `top_logprobs`, `prompt_logprobs` \| {}, and",

@@ -1,6 +1,8 @@
 """A journal entry: what a replay says, and what ends a request that is not replayed."""
 
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams, TokenLogprobs, TokenOutput
+from dataclasses import replace
+
+from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, StopParams, TokenLogprobs, TokenOutput
 from quire_server.engine.journal import JournalEntry
 
 SCORE = TokenLogprobs(token_id=2, logprob=-1.0, rank=1)
@@ -29,6 +31,16 @@ def test_a_replay_carries_delivered_tokens_and_finished_choices() -> None:
     assert resumed.resumed_token_ids == ((5, 6), (), (7,))
     assert resumed.finished_choices == (2,)
     assert resumed.prompt_token_ids == (1, 2)
+
+
+def test_a_search_is_replayed_from_its_beginning() -> None:
+    """Its outputs come together with its end: until then nothing was delivered."""
+    search = replace(request(n=2), beam=BeamParams(width=4))
+    entry = JournalEntry(search)
+    assert entry.resumed_request() == search
+    assert not entry.record(TokenOutput(request_id="a", choice=0, token_ids=(5, 6), finish="stop"))
+    assert entry.record(TokenOutput(request_id="a", choice=1, token_ids=(5, 7), finish="length"))
+    assert len(JournalEntry(search).failure("it is gone", culprit=False)) == 2
 
 
 def test_prompt_logprobs_are_not_asked_for_twice() -> None:
