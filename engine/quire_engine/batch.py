@@ -111,3 +111,4 @@ class StepResult:
     pooled: dict[int, tuple[int, ...]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     starved: set[int] = field(default_factory=set)  # sequence ids
+    num_padding_rows: int = field(default=0, compare=False)  # computed for nobody, beside the batch's own

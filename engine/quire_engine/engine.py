@@ -81,6 +81,7 @@ class Engine:
         self._check_every_step = check_invariants
         self._clock = clock
         self._step_id = 0
+        self._num_padding_rows = 0  # of all steps
         self._in_flight: deque[Batch] = deque()  # launched and not collected, in order
         self._unsent: list[TokenOutput] = []  # refusals, sent with the next StepOutput
         self._stats_changed = False
@@ -162,7 +163,12 @@ class Engine:
             return
         self._stats_changed = False
         step_seconds = self._clock() - started
-        stats = replace(self._scheduler.stats(), step_seconds=step_seconds, host_seconds=step_seconds - execute_seconds)
+        stats = replace(
+            self._scheduler.stats(),
+            step_seconds=step_seconds,
+            host_seconds=step_seconds - execute_seconds,
+            total_padding_rows=self._num_padding_rows,
+        )
         self.on_step(StepOutput(step_id=self._step_id, outputs=tuple(outputs), stats=stats))
 
     def _admit_prepared(self, grammars: GrammarCompiler) -> None:
@@ -181,6 +187,7 @@ class Engine:
         finished = self._clock()
         outputs += self._scheduler.apply(batch, result, finished)
         self._step_id = batch.step_id
+        self._num_padding_rows += result.num_padding_rows
         return finished - started
 
     def _check(self) -> None:

@@ -183,6 +183,10 @@ class EngineStats:
     total_prefix_query_tokens: int = 0
     total_prefix_hit_tokens: int = 0
     total_kv_evictions: int = 0  # cached blocks whose content was dropped for reuse
+    total_blocks_taken: int = 0  # from the free ones, cached ones that lost their content included
+    kv_waiting_since: float | None = None  # clock of arrival_time: the queue's head has waited so long for blocks
+    total_kv_wait_seconds: float = 0.0  # in which some request at the queue's head waited for blocks, as of this step
+    total_padding_rows: int = 0  # rows of steps that computed nothing, so that a step has one of few sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,12 +49,13 @@ class Both:
             seed=seed,
         )
 
-    def check(self) -> None:
-        """Tell the GPU's runner, one step ahead, what was told the other one."""
-        check(self.runner, self.story.steps)
+    def check(self) -> list[int]:
+        """Tell the GPU's runner, one step ahead, what was told the other one; the rows of padding in each step."""
+        return check(self.runner, self.story.steps)
 
 
-def check(runner: GpuRunner, steps: list[Told]) -> None:
+def check(runner: GpuRunner, steps: list[Told]) -> list[int]:
+    padding: list[int] = []
     launched: list[tuple[int, set[int]]] = []
 
     def collect() -> None:
@@ -64,6 +65,7 @@ def check(runner: GpuRunner, steps: list[Told]) -> None:
             result.samples.pop(sequence_id, None)
             result.errors.pop(sequence_id, None)
         assert result == steps[number].result, f"step {number} differs"
+        padding.append(result.num_padding_rows)
 
     for number, (batch, surplus) in enumerate(ahead(steps)):
         runner.launch(batch)
@@ -72,3 +74,4 @@ def check(runner: GpuRunner, steps: list[Told]) -> None:
             collect()
     while launched:
         collect()
+    return padding

@@ -8,6 +8,7 @@ import pytest
 
 from quire_engine.types import EngineStats
 from quire_server.metrics import metrics as module
+from quire_server.metrics.metric_catalog import OUTCOMES
 from quire_server.metrics.metrics import Metrics
 from support.exposition import Scrape, busy, timing
 
@@ -126,7 +127,7 @@ def test_a_request_ends_once_and_only_whole_ones_have_latencies():
     scoring = metrics.start(prompt_tokens=10, max_tokens=0, n=1)
     scoring.finish("length")
     scrape = Scrape(metrics)
-    counts = {outcome: scrape("quire_requests_total", outcome=outcome) for outcome in module.Outcome.__args__}
+    counts = {outcome: scrape("quire_requests_total", outcome=outcome) for outcome in OUTCOMES}
     assert counts == {"stop": 0, "length": 1, "abort": 2, "error": 1}
     assert scrape("quire_prompt_tokens_total") == 20, "the cut one and the scoring one were computed"
     assert scrape("quire_generation_tokens_total") == 2

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire_server.metrics.alert_rules import RULES
 from quire_server.metrics.metrics import Metrics
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -84,6 +85,25 @@ def test_the_dashboard_is_complete():
     ]
     assert len(cells) == len(set(cells)), "panels overlap"
     assert max(x for x, _ in cells) < 24
+
+
+def test_the_dashboards_alerts_are_those_of_prometheus():
+    """All but the one that only somebody outside of the server can notice."""
+    groups = yaml.safe_load((CONFIGS / "prometheus" / "alerts.yml").read_text())["groups"]
+    files = {rule["alert"]: rule for group in groups for rule in group["rules"]}
+    assert files.pop("QuireDown")
+    assert [rule.name for rule in RULES] == list(files)
+    for rule in RULES:
+        told = files[rule.name]
+        seconds = {"s": 1, "m": 60}
+        wanted = told.get("for", "0s")
+        assert rule.for_seconds == int(wanted[:-1]) * seconds[wanted[-1]], rule.name
+        assert rule.severity == told["labels"]["severity"], rule.name
+        assert rule.threshold == float(told["expr"].rpartition("> ")[2]), rule.name
+        assert rule.advice == told["annotations"]["description"], rule.name
+        said = re.sub(r"{{ \$labels.model_name }}: | \({{ \$labels.reason }}\)", "", told["annotations"]["summary"])
+        words = [part.strip() for part in re.split(r"{[^{}]*}%?(?: s\b)?|{{ \$value[^}]*}}", said)]
+        assert words == [part.strip() for part in re.split(r"{[^}]*}%?(?: s\b)?", rule.summary)], rule.name
 
 
 @needs_promtool

@@ -20,6 +20,31 @@ def test_preempted_requests_produce_what_they_would_alone() -> None:
     assert stats.blocks_used == 0
 
 
+def test_a_wait_for_blocks_is_told_while_it_lasts() -> None:
+    """Of the queue's head alone, from the step that turned it away until it enters or is gone."""
+    run = new_run(num_blocks=8, enable_prefix_caching=False)
+    run.add(request("first", 100, 20))
+    run.one_step()
+    assert run.scheduler.stats().kv_waiting_since is None
+    run.add(request("second", 60, 4), request("third", 60, 4))
+    run.one_step()
+    since = run.scheduler.stats().kv_waiting_since
+    assert since is not None
+    run.one_step()
+    stats = run.scheduler.stats()
+    assert stats.kv_waiting_since == since
+    assert stats.total_kv_wait_seconds > 0
+    run.scheduler.abort("second")
+    assert run.scheduler.stats().kv_waiting_since is None
+    run.to_end()
+    stats = run.scheduler.stats()
+    assert stats.kv_waiting_since is None
+    timing = run.finishes["third", 0].timing
+    assert timing is not None
+    assert stats.total_kv_wait_seconds > timing.kv_wait_seconds > 0
+    assert stats.total_blocks_taken == 8 + 4, "of the first and the third"
+
+
 def test_a_preempted_family_shares_its_prompt_again() -> None:
     """Its footprint counts the prompt once, so it must fit again in as many blocks as the first time."""
     run = new_run(num_blocks=14, enable_prefix_caching=False)

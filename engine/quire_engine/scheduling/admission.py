@@ -44,6 +44,8 @@ class Admission:
         self._roster = roster
         self._kv_blocked: Group | None = None  # the queue's head, while it waits for blocks
         self._kv_blocked_since = 0.0
+        self._kv_noted_at = 0.0
+        self.total_kv_wait_seconds = 0.0
 
     def admit(self, plan: StepPlan, num_partial: int, now: float) -> list[Group]:
         """Let waiting groups enter in order; returns those that did.
@@ -87,10 +89,19 @@ class Admission:
         """Tokens of a waiting group's prompt that it would not have to compute if it entered now."""
         return self._match(group).num_tokens
 
+    @property
+    def kv_waiting_since(self) -> float | None:
+        """When the group at the queue's head began to wait for blocks; None: no group does."""
+        blocked = self._kv_blocked
+        return self._kv_blocked_since if blocked is not None and blocked.state != "finished" else None
+
     def note_kv_wait(self, now: float) -> None:
         """Account the time that a group spends at the queue's head for want of blocks."""
         waiting = self._roster.waiting
         blocked = waiting[0] if waiting and waiting[0].wait_reason == "kv" else None
+        if self.kv_waiting_since is not None:
+            self.total_kv_wait_seconds += now - self._kv_noted_at
+        self._kv_noted_at = now
         if blocked is self._kv_blocked:
             return
         if self._kv_blocked is not None:

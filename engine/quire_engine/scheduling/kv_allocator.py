@@ -28,6 +28,7 @@ class KVAllocator:
     def __init__(self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
         self.block_size = block_size
         self.total_evictions = 0
+        self.total_taken = 0
         self._pool = BlockPool(num_blocks)
         self._cache = PrefixCache()
         self._caching = enable_prefix_caching
@@ -168,6 +169,7 @@ class KVAllocator:
 
     def _take(self) -> int:
         block = self._pool.take()
+        self.total_taken += 1
         if self._cache.forget(block):
             self._num_cached -= 1
             self.total_evictions += 1

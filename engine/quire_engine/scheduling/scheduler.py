@@ -171,6 +171,9 @@ class Scheduler:
             total_prefix_query_tokens=admission.total_query_tokens,
             total_prefix_hit_tokens=admission.total_hit_tokens,
             total_kv_evictions=kv.total_evictions,
+            total_blocks_taken=kv.total_taken,
+            kv_waiting_since=admission.kv_waiting_since,
+            total_kv_wait_seconds=admission.total_kv_wait_seconds,
         )
 
     def check_invariants(self) -> None:

@@ -15,7 +15,8 @@ from quire_engine.types import OF_THE_REQUEST, GenerationRequest, TokenLogprobs,
 from quire_server.answering.choice import Choice, ChoiceDelta, TextOptions
 from quire_server.engine.engine_client import EngineClient, RequestStream
 from quire_server.errors import BadRequest, EngineFailed
-from quire_server.metrics.metrics import Metrics, RequestRecord
+from quire_server.metrics.metrics import Metrics
+from quire_server.metrics.request_record import RequestRecord
 from quire_server.text.tokenizer import TextTokenizer
 
 Outcome = Literal["stop", "length", "abort", "error"]
@@ -102,7 +103,10 @@ class Generation:
 
     def _accepted(self, number: int, request: GenerationRequest) -> _Prompt:
         record = self._metrics.start(
-            prompt_tokens=len(request.prompt_token_ids), max_tokens=request.stop.max_new_tokens, n=request.n
+            prompt_tokens=len(request.prompt_token_ids),
+            max_tokens=request.stop.max_new_tokens,
+            n=request.n,
+            request_id=request.request_id,
         )
         choices = [
             Choice(ChoiceDelta(index=number * request.n + i, prompt=number), request, self._options, self._tokenizer)

@@ -19,7 +19,8 @@ from quire_server.answering.sampling import ModelLimits
 from quire_server.answering.vector_options import TextInput, VectorOptions
 from quire_server.engine.engine_client import EngineClient, RequestStream
 from quire_server.errors import BadRequest, ContextLengthExceeded, EngineFailed
-from quire_server.metrics.metrics import Metrics, RequestRecord
+from quire_server.metrics.metrics import Metrics
+from quire_server.metrics.request_record import RequestRecord
 from quire_server.state import ServerState
 
 MAX_INPUT_TOKENS = 1 << 20  # of all texts of a request
@@ -127,7 +128,9 @@ def _feed(
             return
         client.submit(replace(request, arrival_time=time.monotonic()), stream)
         waiting.popleft()
-        record = metrics.start(prompt_tokens=len(request.prompt_token_ids), max_tokens=None, n=1)
+        record = metrics.start(
+            prompt_tokens=len(request.prompt_token_ids), max_tokens=None, n=1, request_id=request.request_id
+        )
         live[request.request_id] = number, record
 
 

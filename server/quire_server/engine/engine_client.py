@@ -136,7 +136,8 @@ class EngineClient:
         self._streams[request.request_id] = stream
         self._sequences += request.num_sequences
         self._prompt_tokens += len(request.prompt_token_ids)
-        self._seats.observe(self._clock(), sequences=self._sequences)
+        self._metrics.occupied(now := self._clock(), self._sequences)
+        self._seats.observe(now, sequences=self._sequences)
         self._idle.clear()
         self._port.submit(request)
 
@@ -156,7 +157,8 @@ class EngineClient:
             return
         self._sequences -= request.num_sequences
         self._prompt_tokens -= len(request.prompt_token_ids)
-        self._seats.observe(self._clock(), sequences=self._sequences, ended=request.num_sequences)
+        self._metrics.occupied(now := self._clock(), self._sequences)
+        self._seats.observe(now, sequences=self._sequences, ended=request.num_sequences)
         if not finished:
             self._port.abort(request.request_id)
         if not self._streams:

@@ -6,12 +6,14 @@ Must not know: the event loop, HTTP, who calls.
 
 from __future__ import annotations
 
+from collections import deque
 from importlib.metadata import version
 from typing import Literal
 
 from quire_engine.config import EnginePlan
 from quire_engine.types import EngineStats, WaitReason
 from quire_server.metrics.metric_values import Counter, Values
+from quire_server.metrics.samples import Window
 
 Outcome = Literal["stop", "length", "abort", "error"]
 OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "abort", "error")
@@ -19,11 +21,11 @@ WAIT_REASONS: tuple[WaitReason, ...] = ("kv", "slots", "budget")
 REJECT_REASONS = ("max_num_queued_reqs", "max_num_queued_tokens", "draining")
 
 # The usual buckets of LLM servers, so that dashboards carry over, with a finer low end for small models.
-_TTFT = (
+TTFT_SECONDS = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0),
     *(7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
-_PER_TOKEN = (
+TOKEN_SECONDS = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0),
     *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
@@ -34,6 +36,7 @@ REQUEST_SECONDS = (
 _STEP = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _HOST = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 1.0)
 STALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+MOST_STEPS = 4096  # kept for whoever looks once a second: more than an engine takes in that time
 _ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -72,19 +75,19 @@ class RequestMetrics:
         self.ttft = values.histogram(
             "quire_time_to_first_token_seconds",
             "From acceptance to the request's first token, seconds.",
-            _TTFT,
+            TTFT_SECONDS,
             alias="vllm:time_to_first_token_seconds",
         )
         self.itl = values.histogram(
             "quire_inter_token_latency_seconds",
             "Between two tokens of a choice, seconds.",
-            _PER_TOKEN,
+            TOKEN_SECONDS,
             alias="vllm:inter_token_latency_seconds",
         )
         self.tpot = values.histogram(
             "quire_request_time_per_output_token_seconds",
             "Mean time between a request's tokens, seconds; requests with one token have none.",
-            _PER_TOKEN,
+            TOKEN_SECONDS,
             alias="vllm:request_time_per_output_token_seconds",
         )
         self.e2e = values.histogram(
@@ -147,6 +150,13 @@ class RequestMetrics:
         self.params_max_tokens = values.histogram(
             "quire_request_params_max_tokens", "max_tokens asked for.", tokens, alias="vllm:request_params_max_tokens"
         )
+        self.static_slots = values.counter(
+            "quire_static_batching_slots",
+            "Token slots that static batching would have reserved for the finished requests: those that held a token,"
+            " and the padding up to the longest of each batch.",
+            ("use",),
+            children=[("useful",), ("padding",)],
+        )
         self.preemptions = values.histogram(
             "quire_request_num_preemptions",
             "How often a request lost its KV blocks and was computed again.",
@@ -160,6 +170,7 @@ class EngineMetrics:
 
     def __init__(self, values: Values) -> None:
         self._state = EngineStats()
+        self._steps: deque[EngineStats] = deque(maxlen=MOST_STEPS)
         self._bytes_per_block = 0
         self._num_blocks = 0
         self.pool = values.gauge("quire_kv_pool_blocks", "KV blocks in the pool.")
@@ -232,12 +243,30 @@ class EngineMetrics:
             "quire_prefix_cache_hit_tokens", "Of those, tokens found.", alias="vllm:prefix_cache_hits"
         )
         self.evictions = values.counter("quire_kv_evictions", "Cached KV blocks whose content was dropped for reuse.")
+        self.blocks_taken = values.counter(
+            "quire_kv_blocks_taken", "KV blocks taken for sequences; one that is found in the prefix cache is not."
+        )
+        self.kv_waiting = values.gauge(
+            "quire_kv_waiting_seconds",
+            "How long the request at the queue's head has been waiting for KV blocks by now; 0 when none is, seconds.",
+        )
+        self.kv_wait_seconds = values.counter(
+            "quire_kv_waiting_time_seconds",
+            "Time in which a request at the queue's head waited for KV blocks, as of the last step, seconds.",
+        )
+        self.padded = values.counter(
+            "quire_engine_padding_rows",
+            "Rows that steps computed for nobody, so that they have one of few sizes; 0 on a CPU.",
+        )
         self.restarts = values.counter("quire_engine_restarts", "Times the engine process was replaced.")
         self._totals = (
             _Total(self.preempted),
             _Total(self.query_tokens),
             _Total(self.hit_tokens),
             _Total(self.evictions),
+            _Total(self.blocks_taken),
+            _Total(self.kv_wait_seconds),
+            _Total(self.padded),
         )
 
     def begin(self, plan: EnginePlan) -> None:
@@ -259,12 +288,16 @@ class EngineMetrics:
                 stats.total_prefix_query_tokens,
                 stats.total_prefix_hit_tokens,
                 stats.total_kv_evictions,
+                stats.total_blocks_taken,
+                stats.total_kv_wait_seconds,
+                stats.total_padding_rows,
             ),
             strict=True,
         ):
             if value != total.last:
                 total.advance(value)
         if stats.step_seconds > stats.host_seconds:  # else the model did not run: the message tells of an abort
+            self._steps.append(stats)
             generated = stats.decode_tokens if generated_tokens is None else generated_tokens
             self.steps.inc()
             self.step_seconds.observe(stats.step_seconds)
@@ -273,7 +306,18 @@ class EngineMetrics:
             self.computed.inc(stats.prefill_tokens, "prefill")
             self.computed.inc(stats.decode_tokens, "decode")
 
-    def show(self) -> None:
+    @property
+    def state(self) -> EngineStats:
+        """The engine's last word."""
+        return self._state
+
+    def take_steps(self) -> list[EngineStats]:
+        """The steps since the last call, the latest `MOST_STEPS` of them."""
+        steps = list(self._steps)
+        self._steps.clear()
+        return steps
+
+    def show(self, now: float) -> None:
         """Set the gauges from the last state: for every reader of the metrics, not for every step."""
         stats = self._state
         waiting = 0
@@ -295,6 +339,8 @@ class EngineMetrics:
         self.slots_allocated.set(stats.slots_allocated)
         self.slots_unused.set(stats.slots_unused)
         self.efficiency.set(1.0 - stats.slots_unused / stats.slots_allocated if stats.slots_allocated else 1.0)
+        since = stats.kv_waiting_since
+        self.kv_waiting.set(0.0 if since is None else max(0.0, now - since))
 
     def restarted(self) -> None:
         self.restarts.inc()
@@ -314,11 +360,68 @@ class _Total:
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
-        self.last = 0
+        self.last: float = 0
 
-    def advance(self, total: int) -> None:
+    def advance(self, total: float) -> None:
         self._counter.inc(total - self.last if total > self.last else total)
         self.last = total
+
+
+class MinuteMetrics:
+    """What can be said of a stretch of time only: gauges over the last minute, renewed each second."""
+
+    def __init__(self, values: Values) -> None:
+        self.efficiency = values.gauge(
+            "quire_batching_efficiency_ratio",
+            "Of the token slots that batches reserved in the last minute, the share that held a token: those computed"
+            " here, and those that static batching would have made of the same requests; 1 of none.",
+            ("batching",),
+            children=[("continuous",), ("static",)],
+        )
+        self.padding = values.gauge(
+            "quire_batching_padding_ratio",
+            "The other share: slots that were reserved and held no token.",
+            ("batching",),
+            children=[("continuous",), ("static",)],
+        )
+        self.in_system = values.gauge(
+            "quire_sequences_in_system",
+            "L of Little's law: accepted and unfinished sequences, mean of the last minute.",
+        )
+        self.arrivals = values.gauge(
+            "quire_sequence_arrivals_per_second", "Lambda of Little's law: sequences accepted a second, last minute."
+        )
+        self.seconds = values.gauge(
+            "quire_sequence_seconds_in_system",
+            "W of Little's law: from acceptance to the end, mean of sequences that ended in the last minute, seconds.",
+        )
+        self.residual = values.gauge(
+            "quire_littles_law_residual_ratio",
+            "L - lambda W, as a share of the larger of the two: near 0 in a steady state; else the load changes, or a"
+            " metric is wrong.",
+        )
+        self.peak = values.gauge("quire_kv_blocks_peak", "Most KV blocks used at once in the last minute.")
+        self.static_blocks = values.gauge(
+            "quire_kv_static_blocks",
+            "KV blocks that static slots would hold for the same requests now: for each sequence the longest of its"
+            " batch, or the longest context.",
+            ("slots",),
+            children=[("longest",), ("max_model_len",)],
+        )
+
+    def show(self, window: Window, *, peak: int, static_longest: int, static_full: int) -> None:
+        """Set the gauges from the last minute."""
+        self.peak.set(peak)
+        self.static_blocks.set(static_longest, "longest")
+        self.static_blocks.set(static_full, "max_model_len")
+        for batching, ratio in (("continuous", window.efficiency), ("static", window.static_efficiency)):
+            self.efficiency.set(ratio, batching)
+            self.padding.set(1.0 - ratio, batching)
+        little = window.little
+        self.in_system.set(little.in_system)
+        self.arrivals.set(little.arrivals)
+        self.seconds.set(little.seconds)
+        self.residual.set(little.residual)
 
 
 class PlanMetrics:

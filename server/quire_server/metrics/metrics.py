@@ -1,4 +1,4 @@
-"""What the server tells Prometheus, under `quire_` names and `vllm:` aliases; `RequestRecord` follows one request.
+"""What the server tells Prometheus, under `quire_` names and `vllm:` aliases, and people on the dashboard.
 
 Promises: each request and token is counted once, whatever restarts; both names show the same values.
 Must not know: routes, how a request is served, torch.
@@ -18,18 +18,22 @@ from prometheus_client import (
 )
 
 from quire_engine.config import EnginePlan
-from quire_engine.types import RequestTiming
+from quire_server.metrics.history import MINUTE, History
 from quire_server.metrics.metric_catalog import (
     REJECT_REASONS,
     REQUEST_SECONDS,
     STALL_SECONDS,
     WAIT_REASONS,
     EngineMetrics,
-    Outcome,
+    MinuteMetrics,
     PlanMetrics,
     RequestMetrics,
 )
 from quire_server.metrics.metric_values import Values
+from quire_server.metrics.occupancy import Occupancy
+from quire_server.metrics.request_board import RequestBoard
+from quire_server.metrics.request_record import Load, RequestRecord
+from quire_server.metrics.static_batching import StaticBatching
 
 
 class Metrics:
@@ -47,6 +51,7 @@ class Metrics:
         self._requests = RequestMetrics(values, max_model_len)
         self._engine = EngineMetrics(values)
         self._plan = PlanMetrics(values)
+        self._minute = MinuteMetrics(values)
         self.observe_step = self._engine.observe  # once per step
         self._rejected = values.counter(
             "quire_rejected",
@@ -71,12 +76,30 @@ class Metrics:
             REQUEST_SECONDS,
             "handler",
         )
+        self._load = Load(Occupancy(), StaticBatching(self._requests.static_slots), RequestBoard())
+        self.occupied = self._load.occupancy.occupied  # whenever a request comes or goes
+        self.history = History(
+            engine=self._engine,
+            requests=self._requests,
+            rejected=self._rejected,
+            stalls=self._stalls,
+            occupancy=self._load.occupancy,
+            static=self._load.static,
+            board=self._load.board,
+        )
 
     # -- one request
 
-    def start(self, prompt_tokens: int, max_tokens: int | None, n: int) -> RequestRecord:
+    def start(self, prompt_tokens: int, max_tokens: int | None, n: int, request_id: str = "") -> RequestRecord:
         """A prompt with n choices was accepted, now."""
-        return RequestRecord(self._requests, prompt_tokens=prompt_tokens, max_tokens=max_tokens, n=n)
+        return RequestRecord(
+            self._requests,
+            self._load,
+            request_id=request_id,
+            prompt_tokens=prompt_tokens,
+            max_tokens=max_tokens,
+            n=n,
+        )
 
     def reject(self, reason: str) -> None:
         """A request was refused before it was queued. `reason` comes from a fixed set, never from a client."""
@@ -93,6 +116,9 @@ class Metrics:
         """The engine started with this plan."""
         self._plan.observe(plan)
         self._engine.begin(plan)
+        limits = plan.scheduler.limits
+        self._load.static.max_size = limits.max_num_seqs
+        self.history.block_size, self.history.max_model_len = limits.block_size, plan.scheduler.max_model_len
 
     def engine_restarted(self) -> None:
         """The engine process was replaced: its totals begin at 0 again, and nothing runs for now."""
@@ -104,14 +130,26 @@ class Metrics:
         """The event loop ran a timer this much too late."""
         self._stalls.observe(seconds)
 
+    def tick(self) -> bytes:
+        """A second has passed; JSON of what it brought. Renews the gauges over the last minute."""
+        history = self.history
+        news = history.tick(time.monotonic(), time.time())
+        self._minute.show(
+            history.window(MINUTE),
+            peak=history.peak,
+            static_longest=history.static_longest,
+            static_full=history.static_full,
+        )
+        return news
+
     def throughput(self) -> Throughput:
         """The totals and gauges of the periodic log line."""
-        self._engine.show()
+        self._engine.show(time.monotonic())
         return Throughput(self._requests, self._engine)
 
     def render(self) -> bytes:
         """The exposition, in the text format."""
-        self._engine.show()
+        self._engine.show(time.monotonic())
         return generate_latest(self.registry)
 
 
@@ -128,117 +166,3 @@ class Throughput:
         self.running = int(engine.running.get())
         self.waiting = sum(int(engine.waiting.get(reason)) for reason in WAIT_REASONS)
         self.usage = engine.usage.get()
-
-
-class RequestRecord:
-    """The times and counts of one prompt and its choices. Times are `time.monotonic()` seconds.
-
-    What the client sees is measured here, in the server; queue, KV wait and prefill come from the engine.
-    """
-
-    __slots__ = (
-        "_cached",
-        "_counts",
-        "_finished",
-        "_first",
-        "_last",
-        "_max_tokens",
-        "_metrics",
-        "_n",
-        "_prompt_counted",
-        "_prompt_tokens",
-        "_started",
-        "_timing",
-        "_token_seconds",
-    )
-
-    def __init__(self, metrics: RequestMetrics, *, prompt_tokens: int, max_tokens: int | None, n: int) -> None:
-        self._metrics = metrics
-        self._prompt_tokens = prompt_tokens
-        self._max_tokens = max_tokens
-        self._n = n
-        self._started = time.monotonic()
-        self._first: float | None = None
-        self._last: list[float] = [0.0] * n
-        self._counts = [0] * n
-        self._token_seconds = 0.0  # summed over choices: from each one's first token to its last
-        self._cached = 0
-        self._timing: RequestTiming | None = None
-        self._prompt_counted = False
-        self._finished = False
-
-    def tokens(self, choice: int, count: int, now: float) -> None:
-        """`count` new tokens of a choice arrived together."""
-        if count <= 0:
-            return
-        metrics = self._metrics
-        metrics.generated.inc(count)
-        if self._first is None:
-            self._first = now
-            metrics.ttft.observe(now - self._started)
-            self._count_prompt()
-        following = count
-        if self._counts[choice] == 0:
-            self._last[choice] = now
-            following -= 1
-        if following:
-            gap = now - self._last[choice]
-            metrics.itl.observe(gap / following, following)
-            self._token_seconds += gap
-            self._last[choice] = now
-        self._counts[choice] += count
-
-    def cached(self, tokens: int) -> None:
-        """So many prompt tokens came from the prefix cache."""
-        self._cached = max(self._cached, tokens)
-
-    def timing(self, timing: RequestTiming) -> None:
-        """What the engine measured so far; of several choices the longest time of each kind counts."""
-        known = self._timing
-        self._timing = timing if known is None else _longest(known, timing)
-
-    def finish(self, outcome: Outcome) -> None:
-        """The request ended. Idempotent. Latencies are those of requests that ran to their end."""
-        if self._finished:
-            return
-        self._finished = True
-        metrics = self._metrics
-        metrics.finished.inc(1, outcome)
-        if outcome not in {"stop", "length"}:
-            return
-        self._count_prompt()
-        generated = sum(self._counts)
-        following = sum(count - 1 for count in self._counts if count)
-        decode_seconds = max(0.0, max(self._last) - self._first) if self._first is not None else 0.0
-        metrics.e2e.observe(time.monotonic() - self._started)
-        metrics.prompt_tokens.observe(self._prompt_tokens)
-        metrics.generation_tokens.observe(generated)
-        metrics.max_generation_tokens.observe(max(self._counts))
-        metrics.computed_tokens.observe(max(0, self._prompt_tokens - self._cached))
-        metrics.params_n.observe(self._n)
-        if self._max_tokens is not None:
-            metrics.params_max_tokens.observe(self._max_tokens)
-        metrics.decode.observe(decode_seconds)
-        if following:
-            metrics.tpot.observe(self._token_seconds / following)
-        if self._timing is not None:
-            metrics.queue.observe(self._timing.queue_seconds)
-            metrics.kv_wait.observe(self._timing.kv_wait_seconds)
-            metrics.prefill.observe(self._timing.prefill_seconds)
-            metrics.inference.observe(self._timing.prefill_seconds + decode_seconds)
-            metrics.preemptions.observe(self._timing.num_preemptions)
-
-    def _count_prompt(self) -> None:
-        if not self._prompt_counted:
-            self._prompt_counted = True
-            self._metrics.prompted.inc(self._prompt_tokens)
-            self._metrics.cached.inc(min(self._cached, self._prompt_tokens))
-
-
-def _longest(one: RequestTiming, other: RequestTiming) -> RequestTiming:
-    return RequestTiming(
-        queue_seconds=max(one.queue_seconds, other.queue_seconds),
-        kv_wait_seconds=max(one.kv_wait_seconds, other.kv_wait_seconds),
-        prefill_seconds=max(one.prefill_seconds, other.prefill_seconds),
-        num_preemptions=max(one.num_preemptions, other.num_preemptions),
-    )

@@ -176,7 +176,7 @@ class Finished:
     pooled_width: int
 
     def read(self) -> StepResult:
-        step, result = self.step, StepResult()
+        step, result = self.step, StepResult(num_padding_rows=self.step.num_padding_rows)
         ids, finite, possible = read_region(self.outcome, self.max_rows, self.first, len(step.choices))
         values: list[float] = []
         if self.columns is not None:

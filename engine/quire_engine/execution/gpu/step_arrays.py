@@ -72,6 +72,7 @@ class StepArrays:
     pooled: list[Pooled] = field(default_factory=list)
     num_pooled_rows: int = 0
     flags: int = 0  # of all choices
+    num_padding_rows: int = 0  # of the rows, at their end: so that a step of decodes has one of few sizes
 
     @property
     def num_rows(self) -> int:
@@ -157,6 +158,7 @@ def pad_decodes(
 ) -> None:
     """Make a step of decodes one of `num_rows`: the rows added are token 0 at position 0, written to `spare_slots`."""
     have, missing = step.num_rows, num_rows - step.num_rows
+    step.num_padding_rows = missing
     step.ids.extend([0] * missing)
     step.source.extend(range(first_word + have, first_word + num_rows))
     step.positions.extend([0] * missing)

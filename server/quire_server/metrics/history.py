@@ -1,0 +1,200 @@
+"""The last ten minutes, second by second, for those who open the dashboard and for gauges over a window.
+
+Owns the samples and the frames made of them. Promises: memory that does not grow; between two ticks a step costs one
+append, a token nothing. Must not know: HTTP, who looks, where the clock comes from.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import msgspec
+
+from quire_engine.types import EngineStats
+from quire_server.metrics.alert_rules import Alert, AlertRules
+from quire_server.metrics.frames import Bar, Frame, bars, blocks, tenant_shares
+from quire_server.metrics.metric_catalog import TOKEN_SECONDS, TTFT_SECONDS, EngineMetrics, RequestMetrics
+from quire_server.metrics.metric_values import Counter, Histogram
+from quire_server.metrics.occupancy import Occupancy
+from quire_server.metrics.request_board import RequestBoard, RequestRow
+from quire_server.metrics.samples import Sample, Window
+from quire_server.metrics.static_batching import StaticBatching
+
+SECONDS = 600  # kept
+MINUTE = 60.0
+_LATENCY_SECONDS = 10.0
+_BAR_SECONDS = 30  # of the timeline that who comes is shown
+_LIVE_ROWS = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Now:
+    """What is shown of this second alone."""
+
+    frame: msgspec.Raw
+    bars: list[Bar]
+    requests: list[RequestRow]  # unfinished ones, then the latest that ended
+    num_live: int
+    alerts: list[Alert]
+
+
+class History:
+    """Takes a sample and makes a frame whenever `tick` is called, which should be once a second."""
+
+    def __init__(
+        self,
+        *,
+        engine: EngineMetrics,
+        requests: RequestMetrics,
+        rejected: Counter,
+        stalls: Histogram,
+        occupancy: Occupancy,
+        static: StaticBatching,
+        board: RequestBoard,
+    ) -> None:
+        self.block_size = 1
+        self.max_model_len = 1
+        self._engine = engine
+        self._requests = requests
+        self._rejected = rejected
+        self._stalls = stalls
+        self._occupancy = occupancy
+        self._static = static
+        self._board = board
+        self._rules = AlertRules()
+        self._samples: deque[Sample] = deque(maxlen=SECONDS + 1)
+        self._frames: deque[bytes] = deque(maxlen=SECONDS)
+        self._bars: deque[list[Bar]] = deque(maxlen=_BAR_SECONDS)
+        self._peaks: deque[int] = deque(maxlen=int(MINUTE))
+
+    def window(self, seconds: float) -> Window:
+        """The last so many seconds, or as many as there are. Raises IndexError before the first tick."""
+        last = self._samples[-1]
+        first = last
+        for sample in reversed(self._samples):
+            first = sample
+            if last.at - sample.at >= seconds:
+                break
+        return Window(first=first, last=last)
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self._samples)
+
+    @property
+    def peak(self) -> int:
+        """Most KV blocks that were used at once within the last minute."""
+        return max(self._peaks, default=0)
+
+    @property
+    def static_longest(self) -> int:
+        """KV blocks that static batches would hold now."""
+        return self._static.kv_blocks(self.block_size)
+
+    @property
+    def static_full(self) -> int:
+        """KV blocks that as many slots of the longest context as sequences run would hold."""
+        return self._engine.state.running * -(-self.max_model_len // self.block_size)
+
+    def past(self) -> bytes:
+        """JSON: the frames that there are, oldest first, and the timeline of the last of them."""
+        frames = b"[" + b",".join(self._frames) + b"]"
+        timeline = msgspec.json.encode(list(self._bars))
+        return b'{"frames":' + frames + b',"bars":' + timeline + b"}"
+
+    def tick(self, now: float, t: float) -> bytes:
+        """Ends a second, at `now` of the clock of the samples and `t` of the epoch; JSON of what is new."""
+        steps = self._engine.take_steps()
+        self._samples.append(self._sample(now))
+        alerts = self._rules.look(self.window)
+        encoded = msgspec.json.encode(self._frame(t, steps))
+        self._frames.append(encoded)
+        self._bars.append(bars(steps))
+        news = Now(
+            frame=msgspec.Raw(encoded),
+            bars=self._bars[-1],
+            requests=[*self._board.live(_LIVE_ROWS), *reversed(self._board.ended)],
+            num_live=self._board.num_live,
+            alerts=alerts,
+        )
+        return msgspec.json.encode(news)
+
+    def _sample(self, now: float) -> Sample:
+        engine, requests, occupancy = self._engine, self._requests, self._occupancy
+        state = engine.state
+        return Sample(
+            at=now,
+            ttft=tuple(requests.ttft.counts),
+            itl=tuple(requests.itl.counts),
+            stalls=tuple(self._stalls.counts),
+            kv_usage=state.blocks_used / state.blocks_total if state.blocks_total else 0.0,
+            kv_waited=0.0 if state.kv_waiting_since is None else max(0.0, now - state.kv_waiting_since),
+            kv_wait_seconds=engine.kv_wait_seconds.get(),
+            accepted=occupancy.accepted,
+            departed=occupancy.departed,
+            seconds_in_system=occupancy.seconds_in_system,
+            sequence_seconds=occupancy.sequence_seconds(now),
+            finished=requests.finished.get("stop") + requests.finished.get("length"),
+            rejected=sum(self._rejected.values.values()),
+            failed=requests.finished.get("error"),
+            restarts=engine.restarts.get(),
+            preempted=engine.preempted.get(),
+            generated=requests.generated.get(),
+            steps=engine.steps.get(),
+            step_seconds=engine.step_seconds.sum,
+            prefilled=engine.computed.get("prefill"),
+            decoded=engine.computed.get("decode"),
+            padded=engine.padded.get(),
+            static_useful=requests.static_slots.get("useful"),
+            static_padding=requests.static_slots.get("padding"),
+        )
+
+    def _frame(self, t: float, steps: list[EngineStats]) -> Frame:
+        stats, second, minute = self._engine.state, self._second(), self.window(MINUTE)
+        latencies, little = self.window(_LATENCY_SECONDS), minute.little
+        self._peaks.append(max([step.blocks_used for step in steps] + [stats.blocks_used]))
+        return Frame(
+            t=round(t, 2),
+            steps=int(second.gain("steps")),
+            prefill=int(second.gain("prefilled")),
+            decode=int(second.gain("decoded")),
+            generated=int(second.gain("generated")),
+            busy=round(min(1.0, second.rate("step_seconds")), 3),
+            step_ms=round(1e3 * max([step.step_seconds for step in steps], default=0.0), 2),
+            running=stats.running,
+            waiting={reason: count for reason, count in stats.waiting.items() if count},
+            kv_waited=round(second.last.kv_waited, 2),
+            blocks=blocks(
+                stats,
+                peak=self._peaks[-1],
+                static_longest=self.static_longest,
+                static_full=self.static_full,
+            ),
+            ttft=_quantiles(latencies, "ttft", TTFT_SECONDS),
+            itl=_quantiles(latencies, "itl", TOKEN_SECONDS),
+            finished=int(second.gain("finished")),
+            rejected=int(second.gain("rejected")),
+            failed=int(second.gain("failed")),
+            preempted=int(second.gain("preempted")),
+            restarts=int(second.gain("restarts")),
+            in_system=round(little.in_system, 3),
+            arrivals=round(little.arrivals, 3),
+            seconds=round(little.seconds, 4),
+            residual=round(little.residual, 4),
+            efficiency=round(minute.efficiency, 4),
+            static_efficiency=round(minute.static_efficiency, 4) if minute.gain("static_useful") else None,
+            tenants=tenant_shares(stats),
+        )
+
+    def _second(self) -> Window:
+        """From the sample before the last one to the last."""
+        before = self._samples[-2] if len(self._samples) > 1 else self._samples[-1]
+        return Window(first=before, last=self._samples[-1])
+
+
+def _quantiles(window: Window, name: str, bounds: tuple[float, ...]) -> tuple[float, float, float] | None:
+    p50, p95, p99 = (window.quantile(name, bounds, q) for q in (0.5, 0.95, 0.99))
+    if p50 is None or p95 is None or p99 is None:
+        return None
+    return round(p50, 5), round(p95, 5), round(p99, 5)

@@ -1,0 +1,187 @@
+"""Follows one request from its acceptance to its end: its times and counts become metrics.
+
+Promises: each token is counted once; only requests that ran to their end have latencies. Must not know: routes, how a
+request is served, the engine.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from quire_engine.types import RequestTiming
+from quire_server.metrics.metric_catalog import Outcome, RequestMetrics
+from quire_server.metrics.occupancy import Occupancy
+from quire_server.metrics.request_board import RequestBoard, RequestRow
+from quire_server.metrics.static_batching import StaticBatching
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What each request tells besides its own numbers."""
+
+    occupancy: Occupancy
+    static: StaticBatching
+    board: RequestBoard
+
+
+class RequestRecord:
+    """The times and counts of one prompt and its choices. Times are `time.monotonic()` seconds.
+
+    What the client sees is measured here, in the server; queue, KV wait and prefill come from the engine.
+    """
+
+    __slots__ = (
+        "_cached",
+        "_counts",
+        "_finished",
+        "_first",
+        "_id",
+        "_last",
+        "_load",
+        "_max_tokens",
+        "_metrics",
+        "_n",
+        "_number",
+        "_outcome",
+        "_prompt_counted",
+        "_prompt_tokens",
+        "_started",
+        "_static",
+        "_timing",
+        "_token_seconds",
+    )
+
+    def __init__(
+        self,
+        metrics: RequestMetrics,
+        load: Load,
+        *,
+        request_id: str,
+        prompt_tokens: int,
+        max_tokens: int | None,
+        n: int,
+    ) -> None:
+        self._metrics = metrics
+        self._load = load
+        self._id = request_id
+        self._prompt_tokens = prompt_tokens
+        self._max_tokens = max_tokens
+        self._n = n
+        self._started = time.monotonic()
+        self._first: float | None = None
+        self._last: list[float] = [0.0] * n
+        self._counts = [0] * n
+        self._token_seconds = 0.0  # summed over choices: from each one's first token to its last
+        self._cached = 0
+        self._timing: RequestTiming | None = None
+        self._prompt_counted = False
+        self._finished = False
+        self._outcome = ""
+        load.occupancy.arrive(n)
+        self._number = load.board.begin(self.row)
+        # A prompt of which a vector is wanted has no output to wait for.
+        self._static = None if max_tokens is None else load.static.join(n, prompt_tokens + max_tokens)
+
+    def tokens(self, choice: int, count: int, now: float) -> None:
+        """`count` new tokens of a choice arrived together."""
+        if count <= 0:
+            return
+        metrics = self._metrics
+        metrics.generated.inc(count)
+        if self._first is None:
+            self._first = now
+            metrics.ttft.observe(now - self._started)
+            self._count_prompt()
+        following = count
+        if self._counts[choice] == 0:
+            self._last[choice] = now
+            following -= 1
+        if following:
+            gap = now - self._last[choice]
+            metrics.itl.observe(gap / following, following)
+            self._token_seconds += gap
+            self._last[choice] = now
+        self._counts[choice] += count
+
+    def cached(self, tokens: int) -> None:
+        """So many prompt tokens came from the prefix cache."""
+        self._cached = max(self._cached, tokens)
+
+    def timing(self, timing: RequestTiming) -> None:
+        """What the engine measured so far; of several choices the longest time of each kind counts."""
+        known = self._timing
+        self._timing = timing if known is None else _longest(known, timing)
+
+    def finish(self, outcome: Outcome) -> None:
+        """The request ended. Idempotent. Latencies are those of requests that ran to their end."""
+        if self._finished:
+            return
+        self._finished, self._outcome = True, outcome
+        load = self._load
+        load.occupancy.leave(self._n, time.monotonic() - self._started)
+        load.board.end(self._number)
+        if self._static is not None:
+            load.static.leave(self._static, self._counts)
+        metrics = self._metrics
+        metrics.finished.inc(1, outcome)
+        if outcome not in {"stop", "length"}:
+            return
+        self._count_prompt()
+        generated = sum(self._counts)
+        following = sum(count - 1 for count in self._counts if count)
+        decode_seconds = max(0.0, max(self._last) - self._first) if self._first is not None else 0.0
+        metrics.e2e.observe(time.monotonic() - self._started)
+        metrics.prompt_tokens.observe(self._prompt_tokens)
+        metrics.generation_tokens.observe(generated)
+        metrics.max_generation_tokens.observe(max(self._counts))
+        metrics.computed_tokens.observe(max(0, self._prompt_tokens - self._cached))
+        metrics.params_n.observe(self._n)
+        if self._max_tokens is not None:
+            metrics.params_max_tokens.observe(self._max_tokens)
+        metrics.decode.observe(decode_seconds)
+        if following:
+            metrics.tpot.observe(self._token_seconds / following)
+        if self._timing is not None:
+            metrics.queue.observe(self._timing.queue_seconds)
+            metrics.kv_wait.observe(self._timing.kv_wait_seconds)
+            metrics.prefill.observe(self._timing.prefill_seconds)
+            metrics.inference.observe(self._timing.prefill_seconds + decode_seconds)
+            metrics.preemptions.observe(self._timing.num_preemptions)
+
+    def row(self) -> RequestRow:
+        """Where its time went, so far."""
+        now = time.monotonic()
+        timing, first = self._timing, self._first
+        last = max(self._last) if self._finished else now
+        state = self._outcome or ("waiting" if first is None else "running")
+        return RequestRow(
+            id=self._id,
+            at=round(time.time() - (now - self._started), 3),
+            state=state,
+            n=self._n,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached,
+            generated_tokens=sum(self._counts),
+            waited=round(now - self._started, 4) if timing is None else 0.0,
+            queue=0.0 if timing is None else round(timing.queue_seconds, 4),
+            kv_wait=0.0 if timing is None else round(timing.kv_wait_seconds, 4),
+            prefill=0.0 if timing is None else round(timing.prefill_seconds, 4),
+            decode=0.0 if first is None else round(max(0.0, last - first), 4),
+            preemptions=0 if timing is None else timing.num_preemptions,
+        )
+
+    def _count_prompt(self) -> None:
+        if not self._prompt_counted:
+            self._prompt_counted = True
+            self._metrics.prompted.inc(self._prompt_tokens)
+            self._metrics.cached.inc(min(self._cached, self._prompt_tokens))
+
+
+def _longest(one: RequestTiming, other: RequestTiming) -> RequestTiming:
+    return RequestTiming(
+        queue_seconds=max(one.queue_seconds, other.queue_seconds),
+        kv_wait_seconds=max(one.kv_wait_seconds, other.kv_wait_seconds),
+        prefill_seconds=max(one.prefill_seconds, other.prefill_seconds),
+        num_preemptions=max(one.num_preemptions, other.num_preemptions),
+    )

@@ -1,0 +1,120 @@
+"""All totals of a moment, and what two moments say of the time between them.
+
+Promises: rates, quantiles and Little's law as Prometheus would work them out of the same numbers.
+Must not know: how often samples are taken, clocks, who asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Totals since the start, but for `kv_usage`, `kv_waited` and `at`."""
+
+    at: float  # seconds, a clock that only goes forward
+    ttft: tuple[int, ...]  # counts of the histograms' buckets
+    itl: tuple[int, ...]
+    stalls: tuple[int, ...]
+    kv_usage: float  # 0 to 1, now
+    kv_waited: float  # seconds that the queue's head has waited for KV blocks, now
+    kv_wait_seconds: float
+    accepted: int  # sequences
+    departed: int  # sequences
+    seconds_in_system: float  # of the departed, summed
+    sequence_seconds: float  # sequences in the system, integrated over time
+    finished: float  # requests that ran to their end
+    rejected: float
+    failed: float
+    restarts: float
+    preempted: float
+    generated: float
+    steps: float
+    step_seconds: float
+    prefilled: float
+    decoded: float
+    padded: float
+    static_useful: float
+    static_padding: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Little:
+    """Little's law: `in_system` should be `arrivals` times `seconds`."""
+
+    in_system: float  # sequences, mean over time
+    arrivals: float  # sequences a second
+    seconds: float  # that a sequence stays, mean over those that left
+
+    @property
+    def residual(self) -> float:
+        """What is missing of one side, of the larger one: -1 to 1, and 0 where nothing is going on."""
+        expected = self.arrivals * self.seconds
+        larger = max(self.in_system, expected)
+        return (self.in_system - expected) / larger if larger > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """From one sample to a later one."""
+
+    first: Sample
+    last: Sample
+
+    @property
+    def seconds(self) -> float:
+        return self.last.at - self.first.at
+
+    def gain(self, name: str) -> float:
+        """How much a total grew."""
+        return float(getattr(self.last, name) - getattr(self.first, name))
+
+    def rate(self, name: str) -> float:
+        """How much a total grew in a second; 0 in no time."""
+        return self.gain(name) / self.seconds if self.seconds > 0 else 0.0
+
+    def quantile(self, name: str, bounds: Sequence[float], q: float) -> float | None:
+        """The quantile of what a histogram counted in the window; None: nothing."""
+        counts = [b - a for a, b in zip(getattr(self.first, name), getattr(self.last, name), strict=True)]
+        return quantile(bounds, counts, q)
+
+    @property
+    def little(self) -> Little:
+        departed = self.gain("departed")
+        return Little(
+            in_system=self.rate("sequence_seconds"),
+            arrivals=self.rate("accepted"),
+            seconds=self.gain("seconds_in_system") / departed if departed else 0.0,
+        )
+
+    @property
+    def static_efficiency(self) -> float:
+        """Of the token slots that static batching would have reserved, the share that held a token; 1 of none."""
+        useful = self.gain("static_useful")
+        reserved = useful + self.gain("static_padding")
+        return useful / reserved if reserved else 1.0
+
+    @property
+    def efficiency(self) -> float:
+        """The same of the batches that were computed: rows that are there to fill up a step hold no token."""
+        computed = self.gain("prefilled") + self.gain("decoded")
+        rows = computed + self.gain("padded")
+        return computed / rows if rows else 1.0
+
+
+def quantile(bounds: Sequence[float], counts: Sequence[int], q: float) -> float | None:
+    """As PromQL's histogram_quantile: linear within a bucket, the last bound for what is above it. None: no counts."""
+    total = sum(counts)
+    if total <= 0:
+        return None
+    rank, below = q * total, 0
+    for index, count in enumerate(counts):
+        if below + count >= rank and count:
+            if index == len(bounds):
+                return float(bounds[-1])
+            lower = bounds[index - 1] if index else 0.0
+            return lower + (bounds[index] - lower) * (rank - below) / count
+        below += count
+    return float(bounds[-1])
