@@ -33,11 +33,13 @@ from quire_server.errors import (
 )
 from quire_server.http import openapi
 from quire_server.http.envelopes import error_reply
+from quire_server.http.feed import Feed
 from quire_server.http.guard import PUBLIC_PATHS, Guard, KeyAuth, Reply, RequestLimits
 from quire_server.metrics.metrics import Metrics
 from quire_server.routes import (
     chat,
     completions,
+    dashboard,
     embeddings,
     health,
     infill,
@@ -63,8 +65,10 @@ ROUTERS = (
     health.router,
     metrics.router,
     pages.router,
+    dashboard.router,
 )
 STALL_PROBE_SECONDS = 0.1
+SECOND = 1.0  # what the dashboard takes for one
 METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})  # others share one metric label
 
 access_log = logging.getLogger("quire.access")
@@ -76,10 +80,12 @@ def create_app(state: ServerState) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         watch = asyncio.create_task(watch_event_loop(state.metrics), name="event-loop-watch")
+        seconds = asyncio.create_task(tell_seconds(state.metrics, app.state.feed), name="seconds")
         try:
             yield
         finally:
             watch.cancel()
+            seconds.cancel()
 
     app = FastAPI(
         title="Quire",
@@ -93,6 +99,7 @@ def create_app(state: ServerState) -> FastAPI:
     app.state.responses = ResponseStore(
         max_responses=state.settings.response_store_size, max_bytes=state.settings.response_store_bytes
     )
+    app.state.feed = Feed()
     for router in ROUTERS:
         app.include_router(router)
     _handle_errors(app)
@@ -108,6 +115,16 @@ async def watch_event_loop(metrics: Metrics) -> None:
         due = loop.time() + STALL_PROBE_SECONDS
         await asyncio.sleep(STALL_PROBE_SECONDS)
         metrics.loop_stall(max(0.0, loop.time() - due))
+
+
+async def tell_seconds(metrics: Metrics, feed: Feed) -> None:
+    """End a second of the metrics' history every second and tell who follows it, until cancelled."""
+    loop = asyncio.get_running_loop()
+    due = loop.time()
+    while True:
+        due = max(due + SECOND, loop.time())  # a second that was missed is not caught up with
+        await asyncio.sleep(due - loop.time())
+        feed.publish(metrics.tick())
 
 
 def _handle_errors(app: FastAPI) -> None:

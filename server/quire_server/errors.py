@@ -80,6 +80,14 @@ class Unauthorized(ApiError):
         )
 
 
+class Forbidden(ApiError):
+    """403: the route is there, and not for this client."""
+
+    status = 403
+    type = "permission_error"
+    default_code = "forbidden"
+
+
 class RouteNotFound(ApiError):
     """404: no such path."""
 

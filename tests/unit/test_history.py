@@ -95,6 +95,9 @@ def test_blocks_that_static_slots_would_hold(metrics: Metrics, clock: Clock) -> 
     for record in records[:3]:
         record.finish("length")
     assert second(metrics, clock)["frame"]["blocks"]["static_longest"] == 64
+    later = metrics.start(prompt_tokens=8, max_tokens=248, n=1)  # would wait for the batch, were that full
+    assert second(metrics, clock)["frame"]["blocks"]["static_longest"] == 80
+    later.finish("abort")
     records[3].finish("abort")
     told = second(metrics, clock)["frame"]["blocks"]
     assert (told["static_longest"], told["peak"]) == (0, 2)

@@ -35,8 +35,9 @@ from quire_server.settings.keys import ApiKey
 
 PAGES = frozenset(
     {
-        *("/", "/docs"),
+        *("/", "/docs", "/dashboard"),
         *("/pages/page.css", "/pages/icon.svg", "/pages/session.js", "/pages/chat.js", "/pages/docs.js"),
+        *("/pages/dashboard.css", "/pages/dashboard.js", "/pages/charts.js", "/pages/requests.js"),
     }
 )
 PUBLIC_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/version", "/metrics"}) | PAGES

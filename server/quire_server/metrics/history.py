@@ -79,10 +79,6 @@ class History:
         return Window(first=first, last=last)
 
     @property
-    def has_begun(self) -> bool:
-        return bool(self._samples)
-
-    @property
     def peak(self) -> int:
         """Most KV blocks that were used at once within the last minute."""
         return max(self._peaks, default=0)
@@ -106,6 +102,8 @@ class History:
     def tick(self, now: float, t: float) -> bytes:
         """Ends a second, at `now` of the clock of the samples and `t` of the epoch; JSON of what is new."""
         steps = self._engine.take_steps()
+        if not self._samples:
+            self._samples.append(self._nothing(now - 1.0))
         self._samples.append(self._sample(now))
         alerts = self._rules.look(self.window)
         encoded = msgspec.json.encode(self._frame(t, steps))
@@ -119,6 +117,11 @@ class History:
             alerts=alerts,
         )
         return msgspec.json.encode(news)
+
+    def _nothing(self, at: float) -> Sample:
+        """Before the first second: every total is 0, so that what came before the first tick is not lost."""
+        last = self._sample(at)
+        return Sample(at=at, ttft=(0,) * len(last.ttft), itl=(0,) * len(last.itl), stalls=(0,) * len(last.stalls))
 
     def _sample(self, now: float) -> Sample:
         engine, requests, occupancy = self._engine, self._requests, self._occupancy
@@ -189,8 +192,7 @@ class History:
 
     def _second(self) -> Window:
         """From the sample before the last one to the last."""
-        before = self._samples[-2] if len(self._samples) > 1 else self._samples[-1]
-        return Window(first=before, last=self._samples[-1])
+        return Window(first=self._samples[-2], last=self._samples[-1])
 
 
 def _quantiles(window: Window, name: str, bounds: tuple[float, ...]) -> tuple[float, float, float] | None:

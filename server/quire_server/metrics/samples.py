@@ -18,26 +18,26 @@ class Sample:
     ttft: tuple[int, ...]  # counts of the histograms' buckets
     itl: tuple[int, ...]
     stalls: tuple[int, ...]
-    kv_usage: float  # 0 to 1, now
-    kv_waited: float  # seconds that the queue's head has waited for KV blocks, now
-    kv_wait_seconds: float
-    accepted: int  # sequences
-    departed: int  # sequences
-    seconds_in_system: float  # of the departed, summed
-    sequence_seconds: float  # sequences in the system, integrated over time
-    finished: float  # requests that ran to their end
-    rejected: float
-    failed: float
-    restarts: float
-    preempted: float
-    generated: float
-    steps: float
-    step_seconds: float
-    prefilled: float
-    decoded: float
-    padded: float
-    static_useful: float
-    static_padding: float
+    kv_usage: float = 0  # 0 to 1, now
+    kv_waited: float = 0  # seconds that the queue's head has waited for KV blocks, now
+    kv_wait_seconds: float = 0
+    accepted: int = 0  # sequences
+    departed: int = 0  # sequences
+    seconds_in_system: float = 0  # of the departed, summed
+    sequence_seconds: float = 0  # sequences in the system, integrated over time
+    finished: float = 0  # requests that ran to their end
+    rejected: float = 0
+    failed: float = 0
+    restarts: float = 0
+    preempted: float = 0
+    generated: float = 0
+    steps: float = 0
+    step_seconds: float = 0
+    prefilled: float = 0
+    decoded: float = 0
+    padded: float = 0
+    static_useful: float = 0
+    static_padding: float = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,8 +56,11 @@ class StaticBatching:
             self._slots.inc(batch.size * batch.longest - batch.useful, "padding")
 
     def kv_blocks(self, block_size: int) -> int:
-        """Blocks that the open batches would hold: each sequence as many as its batch's longest may need.
+        """Blocks that the oldest open batch would hold: each sequence as many as the longest may need.
 
-        The last token of a sequence is never computed, so it needs no slot.
+        The younger ones would wait for it. The last token of a sequence is never computed, so it needs no slot.
         """
-        return sum(batch.size * -(-max(batch.longest_asked - 1, 0) // block_size) for batch in self._open)
+        if not self._open:
+            return 0
+        oldest = self._open[0]
+        return oldest.size * -(-max(oldest.longest_asked - 1, 0) // block_size)

@@ -1,4 +1,4 @@
-"""Pages for people: `/`, the API reference at `/docs`, and the few files that they are made of.
+"""Pages for people: `/`, the API reference at `/docs`, the dashboard, and the few files that they are made of.
 
 Promises: nothing is loaded from elsewhere, by the pages' policy too; they hold no secret, so they need no key, and what
 they ask this server for needs it as always. Must not know: what the pages show; the routes they call.
@@ -56,6 +56,12 @@ async def landing(request: Request) -> Response:
 @router.api_route("/docs", methods=METHODS)
 async def reference() -> Response:
     return _page("docs.html")
+
+
+@router.api_route("/dashboard", methods=METHODS)
+async def dashboard() -> Response:
+    """What the server does, live: the page asks for it at /dashboard/events."""
+    return _page("dashboard.html")
 
 
 @router.api_route("/pages/{name}", methods=METHODS)

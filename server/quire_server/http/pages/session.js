@@ -1,8 +1,8 @@
-// What both pages share: the API key of this tab, calls that carry it, and the events of a streamed reply.
+// What the pages share: the API key of this tab, calls that carry it, and the events of a streamed reply.
 // Addresses are relative, so that the pages also work behind a proxy that serves them under a path of its own.
 
-const STORED = "quire-api-key";
 const form = document.getElementById("key-form");
+const STORED = form.dataset.store ?? "quire-api-key"; // a page may need another key than the API's
 const field = document.getElementById("key");
 const problem = document.getElementById("key-problem");
 let waiting = [];

@@ -1,0 +1,108 @@
+"""GET /dashboard/events: what the dashboard shows, second by second, as server-sent events.
+
+Promises: the last ten minutes first, then a message a second; the stream ends when a draining server has nothing left
+to do; only who may administer the server gets it. Must not know: what the page does with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from importlib.metadata import version
+from ipaddress import ip_address
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from quire_server.errors import Forbidden, QueueFull
+from quire_server.http.feed import Feed
+from quire_server.http.sse import EventStream, error_frames
+from quire_server.state import ServerState, state_of
+
+router = APIRouter(include_in_schema=False)
+
+MOST_VIEWERS = 32
+_RETRY_SECONDS = 10.0
+_PROXY_HEADERS = ("x-forwarded-for", "forwarded", "x-real-ip")
+
+
+@router.get("/dashboard/events")
+async def follow(request: Request) -> Response:
+    may_watch(request)
+    feed: Feed = request.app.state.feed
+    if feed.num_listeners >= MOST_VIEWERS:
+        raise QueueFull(
+            f"{MOST_VIEWERS} dashboards are open on this server, which is the most.", retry_after_seconds=_RETRY_SECONDS
+        )
+    viewing = _Viewing(state_of(request), feed)
+    return EventStream(
+        viewing.messages(),
+        _frame,
+        progress=viewing,
+        failure=error_frames,
+        headers={"x-content-type-options": "nosniff"},
+        keep_alive_seconds=0.0,
+    )
+
+
+def may_watch(request: Request) -> None:
+    """Only clients on this machine: of others nobody knows who they are. Raises Forbidden."""
+    client = request.client
+    proxied = any(name in request.headers for name in _PROXY_HEADERS)
+    if proxied or not (client is None or _is_loopback(client.host)):  # a Unix socket's client has no address
+        raise Forbidden("The dashboard is shown to clients on the server's own machine only.")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
+
+
+def _frame(message: bytes) -> bytes:
+    return b"data: " + message + b"\n\n"
+
+
+class _Viewing:
+    """One page that is open somewhere."""
+
+    def __init__(self, state: ServerState, feed: Feed) -> None:
+        self.finished = False
+        self._state = state
+        self._feed = feed
+
+    async def messages(self) -> AsyncGenerator[bytes]:
+        self._feed.num_listeners += 1
+        try:
+            yield (
+                b'{"server":'
+                + msgspec.json.encode(self._about())
+                + b',"past":'
+                + self._state.metrics.history.past()
+                + b"}"
+            )
+            while not self.finished:
+                news = await self._feed.next()
+                self.finished = self._state.draining and self._state.client.in_flight == 0
+                yield b'{"now":' + news + b"}"
+        finally:
+            self._feed.num_listeners -= 1
+
+    def _about(self) -> dict[str, object]:
+        plan = self._state.client.plan
+        limits = plan.scheduler.limits
+        return {
+            "started": self._state.started,  # another one after a reconnection: another server
+            "version": version("quire"),
+            "model": self._state.model_names[0],
+            "device": plan.device,
+            "dtype": plan.dtype,
+            "max_model_len": plan.scheduler.max_model_len,
+            "max_num_seqs": limits.max_num_seqs,
+            "block_size": limits.block_size,
+            "num_blocks": plan.scheduler.num_blocks,
+            "bytes_per_block": plan.bytes_per_block,
+        }
