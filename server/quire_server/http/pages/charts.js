@@ -187,7 +187,8 @@ export class TimeChart extends Chart {
   show(frames, span) {
     const marked = this.cursor === null ? null : this.points[this.cursor];
     this.until = frames.at(-1)?.t ?? 0;
-    this.span = span;
+    // No more than there is, from a minute on: a server that has just started has no empty minutes before it.
+    this.span = Math.min(span, Math.max(60, Math.ceil((this.until - (frames[0]?.t ?? 0)) / 60) * 60));
     this.points = frames.filter((frame) => frame.t >= this.until - span);
     if (marked) { // the cursor stays on its moment while the chart moves on
       const found = this.points.indexOf(marked);

@@ -95,7 +95,7 @@ const TILES = [
   ["TTFT p95", (f) => (f.ttft ? seconds(f.ttft[1]) : "–")],
   ["ITL p95", (f) => (f.itl ? seconds(f.itl[1]) : "–")],
   ["Engine busy", (f) => percent(f.busy)],
-  ["Little’s residual", (f) => percent(f.residual)],
+  ["Little’s residual", (f) => (f.seconds ? percent(f.residual) : "–")],
 ];
 const values = TILES.map(([name]) => {
   const value = element("dd", { textContent: "–" });

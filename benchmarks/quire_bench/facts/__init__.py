@@ -1,0 +1,1 @@
+"""What is known of batching and paged memory, checked against a live server: expected beside got."""

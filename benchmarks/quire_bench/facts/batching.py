@@ -1,0 +1,74 @@
+"""Facts on batches and blocks: F1, F2, F8, F12.
+
+Promises: exact counts, of requests whose lengths are exact. Must not know: how the server keeps its counts.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from quire_bench.facts.fact import Fact, equal, near
+from quire_bench.facts.live import Live
+
+LENGTHS = (32, 128, 64, 256)  # the reference's example
+_PROMPT = 8  # tokens of the 32, 128, ...
+
+
+def static_batching(live: Live) -> list[Fact]:
+    """F1, F2: static slots for 32, 128, 64 and 256 tokens are 46.875 % full."""
+    useful = live.gain("quire_static_batching_slots_total", use="useful")
+    padding = live.gain("quire_static_batching_slots_total", use="padding")
+    tokens = live.gain("quire_generation_tokens_total")
+    live.together([partial(live.complete, live.prompt(2), length) for length in LENGTHS])
+    live.until_idle()
+    reserved = useful() + padding()
+    return [
+        equal("F1 tokens generated", 480, tokens()),
+        equal("F1 useful token slots", 480, useful()),
+        equal("F1 slots of a static batch", 1024, reserved),
+        near("F1 static batching's efficiency", 0.46875, useful() / reserved if reserved else 0.0, within=0.0),
+        near("F2 padding of a static batch", 0.53125, padding() / reserved if reserved else 0.0, within=0.0),
+    ]
+
+
+def blocks_of_a_length(live: Live) -> list[Fact]:
+    """F8: 500 tokens are ceil(500 / B) blocks, and as many more fit as the last block has left, not one more."""
+    size = live.block_size
+    blocks = -(-500 // size)
+    slack = blocks * size - 500
+    facts = []
+    for more, expected in ((slack, blocks), (slack + 1, blocks + 1)):
+        taken = live.gain("quire_kv_blocks_taken_total")
+        live.complete(live.prompt(500), more + 1)  # the last token is never computed: it needs no slot
+        live.until_idle()
+        facts.append(equal(f"F8 blocks of 500 tokens and {more} more", expected, taken()))
+    return facts
+
+
+def block_growth(live: Live) -> list[Fact]:
+    """F12: 2 + 8 + 4 + 16 blocks are taken in all, 16 at once at most, and 64 by static slots."""
+    size = live.block_size
+    own = [-(-(length - 1) // size) for length in LENGTHS]
+    # All advance together: when one ends, the others have as many tokens as it had.
+    peak = max(sum(-(-(min(length, end) - 1) // size) for length in LENGTHS if length >= end) for end in LENGTHS)
+    taken = live.gain("quire_kv_blocks_taken_total")
+    with live.watched() as seconds:
+        live.together([partial(live.complete, live.prompt(_PROMPT), length - _PROMPT) for length in LENGTHS])
+        live.until_idle()
+    blocks = [second["frame"]["blocks"] for second in seconds]
+    return [
+        equal("F12 blocks taken, sum at completion", sum(own), taken()),
+        equal("F12 blocks used at once, peak", peak, max(one["peak"] for one in blocks)),
+        equal("F12 blocks of static slots", len(LENGTHS) * max(own), _static(live)),
+    ]
+
+
+def _static(live: Live) -> float:
+    """What static slots hold while such requests run; they must last a second for the gauge to have it."""
+    longest = min(live.max_model_len - _PROMPT, 256 - _PROMPT)
+    with live.watched() as seconds:
+        calls = [partial(live.complete, live.prompt(_PROMPT), min(length, longest)) for length in LENGTHS[:3]]
+        calls += [partial(live.complete, live.prompt(_PROMPT), longest)]
+        for _ in range(6):
+            live.together(calls)
+    return float(max(second["frame"]["blocks"]["static_longest"] for second in seconds))

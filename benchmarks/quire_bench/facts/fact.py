@@ -1,0 +1,42 @@
+"""One fact, and whether the server agrees.
+
+Promises: what was expected and what came, in words a person can compare. Must not know: how either was found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """`name` begins with the fact's number, such as "F1 useful token slots"."""
+
+    name: str
+    expected: str
+    got: str
+    ok: bool
+
+
+def equal(name: str, expected: float, got: float) -> Fact:
+    """Two counts that must be the same."""
+    return Fact(name=name, expected=_text(expected), got=_text(got), ok=expected == got)
+
+
+def near(name: str, expected: float, got: float, *, within: float, unit: str = "") -> Fact:
+    """`got` within a share of `expected`."""
+    return Fact(
+        name=name,
+        expected=f"{expected:.4g}{unit} ± {within:.0%}",
+        got=f"{got:.4g}{unit}",
+        ok=abs(got - expected) <= within * abs(expected),
+    )
+
+
+def at_most(name: str, bound: float, got: float, unit: str = "") -> Fact:
+    """`got` not above a bound."""
+    return Fact(name=name, expected=f"at most {bound:.4g}{unit}", got=f"{got:.4g}{unit}", ok=got <= bound)
+
+
+def _text(value: float) -> str:
+    return f"{value:,.0f}" if value == round(value) else f"{value:g}"
