@@ -7,7 +7,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,13 +29,13 @@ pytestmark = [
 
 
 @contextmanager
-def prometheus(target: str, folder: Path) -> Iterator[str]:
-    """Our own scrape configuration and alert rules, pointed at `target`. Yields the query address."""
+def prometheus(target: str, folder: Path, rules: Callable[[str], str] = str) -> Iterator[str]:
+    """Our own scrape configuration and alert rules, changed by `rules`. Yields the query address."""
     config = yaml.safe_load((CONFIGS / "prometheus" / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config["scrape_configs"][0]["static_configs"][0]["targets"] = [target]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    shutil.copy(CONFIGS / "prometheus" / "alerts.yml", folder)
+    (folder / "alerts.yml").write_text(rules((CONFIGS / "prometheus" / "alerts.yml").read_text()))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
