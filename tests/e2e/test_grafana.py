@@ -45,7 +45,7 @@ def shortened(text: str) -> str:
     """Rules that need seconds where ours need minutes; what they look for stays."""
     rules = yaml.safe_load(text)
     for rule in rules["groups"][0]["rules"]:
-        rule["expr"] = re.sub(r"\[\d+m\]", "[6s]", rule["expr"])
+        rule["expr"] = re.sub(r"\[\d+[ms]\]", "[6s]", rule["expr"])
         if "for" in rule:
             rule["for"] = "2s"
     return yaml.safe_dump(rules)

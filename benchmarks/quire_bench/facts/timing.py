@@ -16,7 +16,8 @@ from quire_bench.servers import BenchError
 
 _REPEATS = 20
 _STEADY_SECONDS = 75.0  # a minute's window, and what leads up to it
-_OVERLOAD_SECONDS = 45.0
+_OVERLOAD_SECONDS = 90.0
+_STREAMS, _PROMPT = 96, 64
 _ALERTS = {"QuireKVCacheNearlyFull", "QuireKVCacheFull"}
 
 
@@ -53,18 +54,20 @@ def littles_law(live: Live) -> list[Fact]:
 
 def full_cache_alerts(live: Live) -> list[Fact]:
     """F17: a pool that is kept full raises the alert for it."""
-    answer = max(1, min(live.max_model_len - 64, 1024))
+    # Together several times what the pool holds, each of them a small part: an end must not empty it noticeably.
+    slots = int(live.label("quire_cache_config_info", "kv_tokens"))
+    answer = max(1, min(live.max_model_len - _PROMPT, max(128, 6 * slots // _STREAMS)))
     over = threading.Event()
 
     def stream() -> None:
         while not over.is_set():
             try:
-                live.complete(live.prompt(64), answer)
+                live.complete(live.prompt(_PROMPT), answer)
             except BenchError:  # the queue is full, as it should be
                 time.sleep(0.5)
 
     with live.watched() as seconds:
-        streams = [threading.Thread(target=stream, daemon=True) for _ in range(96)]
+        streams = [threading.Thread(target=stream, daemon=True) for _ in range(_STREAMS)]
         for each in streams:
             each.start()
         deadline = time.monotonic() + _OVERLOAD_SECONDS

@@ -48,7 +48,7 @@ RULES = (
     Rule(
         name="QuireKVCacheNearlyFull",
         severity="warning",
-        value=lambda windows: windows(0.0).last.kv_usage,
+        value=lambda windows: windows(30.0).rate("kv_usage_seconds"),
         threshold=0.85,
         for_seconds=120.0,
         summary="KV cache {:.0%} full for 2 minutes",
@@ -57,7 +57,7 @@ RULES = (
     Rule(
         name="QuireKVCacheFull",
         severity="critical",
-        value=lambda windows: windows(0.0).last.kv_usage,
+        value=lambda windows: windows(30.0).rate("kv_usage_seconds"),
         threshold=0.90,
         for_seconds=30.0,
         summary="KV cache {:.0%} full",

@@ -126,12 +126,14 @@ class History:
     def _sample(self, now: float) -> Sample:
         engine, requests, occupancy = self._engine, self._requests, self._occupancy
         state = engine.state
+        used = state.blocks_used / state.blocks_total if state.blocks_total else 0.0
+        before = self._samples[-1].kv_usage_seconds if self._samples else 0.0
         return Sample(
             at=now,
             ttft=tuple(requests.ttft.counts),
             itl=tuple(requests.itl.counts),
             stalls=tuple(self._stalls.counts),
-            kv_usage=state.blocks_used / state.blocks_total if state.blocks_total else 0.0,
+            kv_usage_seconds=before + used * (now - self._samples[-1].at if self._samples else 1.0),
             kv_waited=0.0 if state.kv_waiting_since is None else max(0.0, now - state.kv_waiting_since),
             kv_wait_seconds=engine.kv_wait_seconds.get(),
             accepted=occupancy.accepted,

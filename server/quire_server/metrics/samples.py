@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Totals since the start, but for `kv_usage`, `kv_waited` and `at`."""
+    """Totals since the start, but for `kv_waited` and `at`."""
 
     at: float  # seconds, a clock that only goes forward
     ttft: tuple[int, ...]  # counts of the histograms' buckets
     itl: tuple[int, ...]
     stalls: tuple[int, ...]
-    kv_usage: float = 0  # 0 to 1, now
+    kv_usage_seconds: float = 0  # used share of the pool, 0 to 1, integrated over time
     kv_waited: float = 0  # seconds that the queue's head has waited for KV blocks, now
     kv_wait_seconds: float = 0
     accepted: int = 0  # sequences
