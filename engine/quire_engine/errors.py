@@ -4,6 +4,7 @@ QuireError                    everything we raise on purpose; the text is one li
 ├── ConfigError               an impossible setting; names the fix
 ├── ModelLoadError            a checkpoint that cannot be served; names the file
 ├── InfeasibleRequest         can never fit the pool or the limits, whoever else runs
+├── Unanswerable             a question about the engine's state that has no answer
 ├── EngineDead                the engine process is gone and will not come back
 └── ProtocolError             a frame that does not decode
 """
@@ -25,6 +26,10 @@ class ModelLoadError(QuireError):
 
 class InfeasibleRequest(QuireError):
     """A request that no schedule can serve with this pool and these limits."""
+
+
+class Unanswerable(QuireError):
+    """What was asked about the engine's state is not known, or the question is none; the text says which."""
 
 
 class EngineDead(QuireError):

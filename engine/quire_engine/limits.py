@@ -32,6 +32,7 @@ class SchedulerLimits:
     max_bypasses: int = field(default=8, metadata=_MAY_BE_0)  # times a blocked queue head may be overtaken
     elder_age_steps: int = field(default=64, metadata=_MAY_BE_0)  # older than this and its own work is overdue
     scheduling_policy: PolicyName = "fcfs"
+    step_log: int = field(default=4096, metadata=_MAY_BE_0)  # steps remembered with their reasons; 0: none
 
     @property
     def max_choices(self) -> int:

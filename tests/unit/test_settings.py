@@ -267,6 +267,7 @@ def test_engine_config_takes_every_engine_setting():
         "min_chunk": 5,
         "max_bypasses": 6,
         "elder_age_steps": 7,
+        "step_log": 8,
         "block_size": 32,
         "kv_memory": 1000,
         "gpu_memory_utilization": 0.5,

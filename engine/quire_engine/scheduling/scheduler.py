@@ -11,6 +11,7 @@ from quire_engine.errors import InfeasibleRequest
 from quire_engine.invariants import InvariantViolation, require
 from quire_engine.limits import SchedulerConfig
 from quire_engine.scheduling.beam_forks import BeamForks
+from quire_engine.scheduling.inspection import Inspection
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.outputs import error_output, error_outputs, prompt_only_output, token_output
 from quire_engine.scheduling.planner import Planner
@@ -18,6 +19,7 @@ from quire_engine.scheduling.policies import Policies, policies_for
 from quire_engine.scheduling.policies.gate import check_request
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group, Sequence
+from quire_engine.scheduling.step_log import StepLog
 from quire_engine.types import EngineStats, FinishReason, GenerationRequest, TokenOutput, WaitReason
 
 __all__ = ["InvariantViolation", "Scheduler"]
@@ -46,6 +48,8 @@ class Scheduler:
         self._roster = Roster(self._kv, policies.order)
         self._planner = Planner(limits, policies, self._kv, self._roster)
         self._beam_forks = BeamForks(self._kv, self._roster)
+        self._log = StepLog(limits.step_log, self._roster) if limits.step_log else None
+        self.inspection = Inspection(config, self._kv, self._roster, self._log, check=self.check_invariants)
         self._step = 0
         self._prefill_tokens = self._decode_tokens = 0  # of the last applied step
         self._scheduled_at: dict[int, float] = {}  # by step, of those not applied
@@ -61,7 +65,7 @@ class Scheduler:
         """Whether the next plan has to know the tokens in flight: penalties, grammars and thinking follow from them."""
         return any(group.reads_output for group in self._roster.running)
 
-    def add(self, request: GenerationRequest, now: float) -> None:  # noqa: ARG002 - waiting counts from its arrival
+    def add(self, request: GenerationRequest, now: float) -> None:
         """Accept a request: it will finish. Raises InfeasibleRequest if no schedule could serve it."""
         if request.request_id in self._roster.live:
             raise InfeasibleRequest("a request with this id is unfinished")
@@ -74,6 +78,8 @@ class Scheduler:
         )
         earlier = sum(group.work for group in self._roster.live.values())
         self._roster.join(request, step=self._step, work=work, wait_bound=limits.wait_bound(work, earlier))
+        if self._log is not None:
+            self._log.added(self._roster.live[request.request_id], now)
 
     def abort(self, request_id: str) -> bool:
         """End a request without an output; its blocks are free at once. False if it was not live."""
@@ -81,12 +87,19 @@ class Scheduler:
         if group is None:
             return False
         self._roster.end_all(group)
+        if self._log is not None:
+            self._log.ended(request_id, "abort")
         return True
 
     def fail(self, request_id: str, message: str) -> list[TokenOutput]:
         """End a request with an error output for each unfinished choice; empty if it was not live."""
         group = self._roster.live.get(request_id)
-        return [] if group is None else self._fail_all(group, message)
+        if group is None:
+            return []
+        outputs = self._fail_all(group, message)
+        if self._log is not None:
+            self._log.ended(request_id, "error")
+        return outputs
 
     def wait_bound(self, request_id: str) -> int:
         """Steps from submission within which the live request ends. Raises KeyError if it is not live."""
@@ -102,9 +115,11 @@ class Scheduler:
             return None
         self._step += 1
         plan = self._planner.plan(self._step, now)
-        if not plan.slices:
+        batch = plan.batch(self._step) if plan.slices else None
+        if self._log is not None:
+            self._log.planned(self._step, plan, batch, self._kv.num_blocks - self._kv.num_available, now)
+        if batch is None:
             return None
-        batch = plan.batch(self._step)
         self._scheduled_at[self._step] = now
         self._follow(batch)
         return batch
@@ -124,7 +139,7 @@ class Scheduler:
                 outputs += self._fail_slice(sequence, item, errors[item.sequence_id])
                 continue
             if item.sequence_id in result.starved:
-                outputs += self._try_later(sequence.group)
+                outputs += self._try_later(sequence.group, batch.step_id)
                 continue
             end = item.start + len(item.token_ids)
             self._kv.commit(sequence, end)
@@ -146,6 +161,8 @@ class Scheduler:
         # A step that was planned ahead began when the one before it ended.
         began = max(self._scheduled_at.pop(batch.step_id, now), self._applied_at)
         self._applied_at = now
+        if self._log is not None:
+            self._log.applied(batch.step_id, outputs, now - began, now)
         self._itl.learn(prompt_tokens=self._prefill_tokens, num_decodes=batch.num_decodes, seconds=now - began)
         return outputs
 
@@ -272,12 +289,14 @@ class Scheduler:
         self._roster.end(sequence)
         return [error_output(sequence, message)]
 
-    def _try_later(self, group: Group) -> list[TokenOutput]:
+    def _try_later(self, group: Group, step: int) -> list[TokenOutput]:
         """Preempt a group that the device has no memory to compute; that it had none again and again is an error."""
         group.note_starved()
         if group.num_starved > MAX_STARVED:
             return self._fail_all(group, "the device has no memory left to compute this request")
         self._roster.preempt(group)
+        if self._log is not None:
+            self._log.starved(group, step)
         return []
 
     def _fail_all(self, group: Group, message: str) -> list[TokenOutput]:

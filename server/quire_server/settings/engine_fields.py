@@ -137,6 +137,12 @@ class EngineFields(BaseModel):
     scheduling_policy: PolicyName = option(
         LIMITS.scheduling_policy, "Scheduling", "order of waiting requests; priority: lower first"
     )
+    step_log: Count = option(
+        LIMITS.step_log,
+        "Scheduling",
+        "steps remembered with the reason of each decision, for /debug; 0 is none",
+        "steps",
+    )
     async_scheduling: AsyncScheduling = option(
         "auto", "Scheduling", "plan each step while the one before it is computed; auto: on a GPU"
     )

@@ -1,0 +1,77 @@
+"""How the step log keeps steps and events: as flat numbers, of which there are thousands.
+
+Promises: what is kept of a step with n slices is 16 bytes for each in most steps; no token is kept.
+Must not know: who reads them, how long they are kept.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as Values
+
+from quire_engine.batch import Batch, ScheduledSequence
+from quire_engine.scheduling.request_life import RequestLife
+from quire_engine.scheduling.step_plan import Decision
+from quire_engine.scheduling.step_records import EventKind
+from quire_engine.types import FinishReason
+
+_NO_ITEMS: tuple[ScheduledSequence, ...] = ()
+
+
+class Step:
+    """One step as it is kept: flat numbers, since thousands of steps with hundreds of sequences each are."""
+
+    __slots__ = (
+        *("step_id", "ordinal", "planned_at", "applied_at", "applied_ordinal", "seconds"),
+        *("ids", "starts", "sizes", "num_tokens", "num_decodes", "copies", "decisions"),
+        *("running", "waiting", "blocks_used", "ends", "forced", "starved", "turning"),
+    )
+
+    def __init__(self, step_id: int, ordinal: int, batch: Batch | None, decisions: list[Decision], now: float) -> None:
+        items = batch.items if batch is not None else _NO_ITEMS
+        self.step_id = step_id
+        self.ordinal = ordinal
+        self.planned_at = now
+        self.applied_at: float | None = None
+        self.applied_ordinal: int | None = None
+        self.seconds = 0.0
+        self.ids = array("q", [item.sequence_id for item in items])
+        self.starts = array("q", [item.start for item in items])
+        self.num_tokens = batch.num_tokens if batch is not None else 0
+        self.num_decodes = batch.num_decodes if batch is not None else 0
+        # None: one token each, as in most steps.
+        self.sizes = array("q", [item.num_tokens for item in items]) if self.num_tokens != len(items) else None
+        self.copies = batch.copies if batch is not None else ()
+        self.decisions = decisions
+        self.running = self.waiting = self.blocks_used = 0
+        self.ends: list[tuple[str, int, FinishReason, int]] = []
+        self.forced: list[tuple[str, int, int]] = []
+        self.starved: list[str] = []
+        self.turning: list[tuple[RequestLife, int]] = []  # whose prompts are computed with it, and in which run
+
+
+class Event:
+    """What came from outside, with the hashes of blocks as the sequence has them when they are asked for."""
+
+    __slots__ = ("after_step", "asked", "at", "choice", "hashes", "kind", "ordinal", "request_id")
+
+    def __init__(
+        self,
+        kind: EventKind,
+        request_id: str,
+        *,
+        ordinal: int,
+        after_step: int,
+        at: float,
+        choice: int = 0,
+        asked: dict[str, object] | None = None,
+        hashes: Values[bytes] = (),
+    ) -> None:
+        self.kind = kind
+        self.request_id = request_id
+        self.ordinal = ordinal
+        self.after_step = after_step
+        self.at = at
+        self.choice = choice
+        self.asked = asked or {}
+        self.hashes = hashes
