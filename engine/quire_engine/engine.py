@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from quire_engine.batch import Batch, StepResult
 from quire_engine.errors import InfeasibleRequest
@@ -123,6 +123,10 @@ class Engine:
         was_preparing = self._preparing.pop(request_id, None) is not None
         if self._scheduler.abort(request_id) or was_preparing:
             self._stats_changed = True
+
+    def inspect(self, what: str, arguments: Mapping[str, Any]) -> object:
+        """A plain value that answers a question about this moment. Raises Unanswerable."""
+        return self._scheduler.inspection.answer(what, arguments)
 
     def health(self) -> EngineHealth:
         return EngineHealth(alive=True, step_id=self._step_id, has_work=self._scheduler.has_work)

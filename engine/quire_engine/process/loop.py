@@ -11,7 +11,8 @@ import socket
 
 from quire_engine.engine import Engine
 from quire_engine.errors import ProtocolError
-from quire_engine.process.transport import Abort, Frame, FrameDecoder, Shutdown, encode_frame
+from quire_engine.process.inspecting import inspected
+from quire_engine.process.transport import Abort, Frame, FrameDecoder, Inspect, Shutdown, encode_frame
 from quire_engine.types import GenerationRequest
 
 HEARTBEAT_SECONDS = 1.0
@@ -69,6 +70,8 @@ class EngineLoop:
                 self._engine.submit(frame)
             case Abort():
                 self._engine.abort(frame.request_id)
+            case Inspect():
+                self.send(inspected(self._engine, frame))
             case Shutdown():
                 self._stopping = True
             case _:

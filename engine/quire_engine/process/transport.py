@@ -33,6 +33,24 @@ class Shutdown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Inspect:
+    """A question about the engine's state; what can be asked is in `scheduling.inspection`."""
+
+    token: int  # comes back with the answer
+    what: str
+    argument: str = "{}"  # JSON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspected:
+    """The answer as JSON, or in words why there is none."""
+
+    token: int
+    body: bytes = b""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StartFailed:
     """The engine could not be built; one line for the operator."""
 
@@ -41,7 +59,16 @@ class StartFailed:
 
 
 Frame: TypeAlias = (
-    EngineConfig | GenerationRequest | Abort | Shutdown | EnginePlan | StartFailed | StepOutput | EngineHealth
+    EngineConfig
+    | GenerationRequest
+    | Abort
+    | Shutdown
+    | Inspect
+    | EnginePlan
+    | StartFailed
+    | StepOutput
+    | EngineHealth
+    | Inspected
 )
 
 
@@ -56,6 +83,8 @@ class Kind(IntEnum):
     START_FAILED = 6
     STEP = 7
     HEARTBEAT = 8
+    INSPECT = 9
+    INSPECTED = 10
 
 
 _TYPES: dict[Kind, type] = {
@@ -67,6 +96,8 @@ _TYPES: dict[Kind, type] = {
     Kind.START_FAILED: StartFailed,
     Kind.STEP: StepOutput,
     Kind.HEARTBEAT: EngineHealth,
+    Kind.INSPECT: Inspect,
+    Kind.INSPECTED: Inspected,
 }
 _KINDS: dict[type, Kind] = {payload: kind for kind, payload in _TYPES.items()}
 _DECODERS: dict[int, msgspec.msgpack.Decoder[Frame]] = {

@@ -13,20 +13,26 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from os import getpid
 from typing import cast
 
 from quire_engine.config import EngineConfig, EnginePlan
-from quire_engine.errors import ConfigError, EngineDead, ModelLoadError, ProtocolError
-from quire_engine.process.transport import Frame, FrameDecoder, StartFailed, encode_frame
+from quire_engine.errors import ConfigError, EngineDead, ModelLoadError, ProtocolError, QuireError, Unanswerable
+from quire_engine.process.transport import Frame, FrameDecoder, Inspect, Inspected, StartFailed, encode_frame
 from quire_engine.types import EngineHealth, StepOutput
 
 log = logging.getLogger("quire.supervisor")
 
+MOST_QUESTIONS = 32  # under way at once
 _SOCKET_BUFFER_BYTES = 4 << 20
 _WATCH_SECONDS = 1.0
 _REAP_SECONDS = 0.005
 _SECONDS_FOR_STACKS = 0.5  # from the signal that prints them to the kill
+
+
+class TooManyQuestions(QuireError):
+    """The engine answers one question after the other, between its steps."""
 
 
 class EngineProcess(asyncio.Protocol):
@@ -41,6 +47,8 @@ class EngineProcess(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         self._answer: asyncio.Future[EnginePlan | StartFailed | None] = loop.create_future()  # to START; None: it ended
         self._lost: asyncio.Future[None] = loop.create_future()
+        self._asked: dict[int, asyncio.Future[Inspected]] = {}
+        self._tokens = count()
         self._latest: StepOutput | EngineHealth = EngineHealth(alive=True, step_id=0, has_work=False)
         self._heard = time.monotonic()
         self._killed_by_us = False
@@ -99,6 +107,22 @@ class EngineProcess(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(encode_frame(frame))
 
+    async def inspect(self, what: str, argument: str) -> bytes:
+        """The engine's answer, JSON. Raises Unanswerable in the engine's words, TooManyQuestions, EngineDead."""
+        if len(self._asked) >= MOST_QUESTIONS:
+            raise TooManyQuestions(f"{MOST_QUESTIONS} questions are not answered yet")
+        token = next(self._tokens)
+        asked: asyncio.Future[Inspected] = asyncio.get_running_loop().create_future()
+        self._asked[token] = asked
+        try:
+            self.send(Inspect(token=token, what=what, argument=argument))
+            answer = await asked
+        finally:
+            del self._asked[token]
+        if answer.error:
+            raise Unanswerable(answer.error)
+        return answer.body
+
     async def wait_for_end(self, hang_seconds: float) -> None:
         """Until the socket closes, or nothing has come for `hang_seconds` and the process has been killed."""
         while True:
@@ -146,6 +170,10 @@ class EngineProcess(asyncio.Protocol):
                         self._on_step(frame)
                     case EngineHealth():
                         self._latest = frame
+                    case Inspected():
+                        asked = self._asked.get(frame.token)
+                        if asked is not None and not asked.done():  # else nobody waits for it any more
+                            asked.set_result(frame)
                     case EnginePlan() | StartFailed() if not self._answer.done():
                         self._answer.set_result(frame)
                     case _:
@@ -158,6 +186,9 @@ class EngineProcess(asyncio.Protocol):
     def connection_lost(self, _exc: Exception | None) -> None:
         if not self._answer.done():
             self._answer.set_result(None)
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(EngineDead("the engine process ended while it was asked"))
         self._lost.set_result(None)
 
 

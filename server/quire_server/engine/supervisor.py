@@ -23,6 +23,8 @@ from quire_server.engine.process import EngineProcess
 from quire_server.engine.recovery import Recovery
 from quire_server.engine.restart_policy import RestartBudget, RestartPolicy
 
+ANSWER_SECONDS = 10.0  # to answer a question: the step that runs ends first
+
 log = logging.getLogger("quire.supervisor")
 
 
@@ -87,6 +89,17 @@ class Supervisor:
         if process is None:
             return EngineHealth(alive=False, step_id=0, has_work=len(self._recovery) > 0)
         return process.health
+
+    async def inspect(self, what: str, argument: str = "{}") -> bytes:
+        """An answer about the engine's state, JSON. Raises Unanswerable; another QuireError where nobody answers."""
+        process = self._receiver()
+        if process is None:
+            raise EngineDead("no engine is there to be asked")
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                return await process.inspect(what, argument)
+        except TimeoutError:
+            raise EngineDead(f"the engine has not answered for {ANSWER_SECONDS:g} s; a step runs") from None
 
     # ---------------------------------------------------------------- life
 
