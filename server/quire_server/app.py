@@ -32,6 +32,7 @@ from quire_server.errors import (
     internal_error,
 )
 from quire_server.http import openapi
+from quire_server.http.admin import AdminAuth
 from quire_server.http.envelopes import error_reply
 from quire_server.http.feed import Feed
 from quire_server.http.guard import PUBLIC_PATHS, Guard, KeyAuth, Reply, RequestLimits
@@ -40,6 +41,7 @@ from quire_server.routes import (
     chat,
     completions,
     dashboard,
+    debug,
     embeddings,
     health,
     infill,
@@ -51,6 +53,7 @@ from quire_server.routes import (
     tokens,
 )
 from quire_server.routes.elsewhere import advice
+from quire_server.settings import Settings
 from quire_server.state import ServerState
 
 ROUTERS = (
@@ -64,6 +67,7 @@ ROUTERS = (
     tokens.router,
     health.router,
     metrics.router,
+    debug.router,
     pages.router,
     dashboard.router,
 )
@@ -103,7 +107,7 @@ def create_app(state: ServerState) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router)
     _handle_errors(app)
-    _document(app, needs_key=bool(state.settings.keys))
+    _document(app, state.settings)
     _guard(app, state)
     return app
 
@@ -160,12 +164,14 @@ def _methods_of(request: Request) -> str:
     return ", ".join(sorted({method for each in methods for method in each}))
 
 
-def _document(app: FastAPI, *, needs_key: bool) -> None:
+def _document(app: FastAPI, settings: Settings) -> None:
     framework_document = app.openapi
 
     @cache
     def document() -> dict[str, Any]:
-        return openapi.complete(framework_document(), ROUTERS, needs_key=needs_key)
+        return openapi.complete(
+            framework_document(), ROUTERS, needs_key=bool(settings.keys), needs_admin_key=bool(settings.admin_keys)
+        )
 
     app.openapi = document  # type: ignore[method-assign]  # the framework's documented way
 
@@ -173,7 +179,8 @@ def _document(app: FastAPI, *, needs_key: bool) -> None:
 def _guard(app: FastAPI, state: ServerState) -> None:
     settings = state.settings
     root = settings.root_path
-    if settings.keys:  # added first, so innermost: CORS answers preflights, which carry no key
+    app.add_middleware(AdminAuth, keys=settings.admin_keys, root_path=root)
+    if settings.keys:  # among the innermost: CORS answers preflights, which carry no key
         app.add_middleware(KeyAuth, keys=settings.keys, root_path=root)
     if settings.allowed_origins:
         app.add_middleware(

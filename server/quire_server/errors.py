@@ -81,11 +81,11 @@ class Unauthorized(ApiError):
 
 
 class Forbidden(ApiError):
-    """403: the route is there, and not for this client."""
+    """403: for the operator only, and no key could help here."""
 
     status = 403
-    type = "permission_error"
-    default_code = "forbidden"
+    type = "invalid_request_error"
+    default_code = "admin_only"
 
 
 class RouteNotFound(ApiError):
@@ -113,6 +113,14 @@ class ResponseNotFound(ApiError):
     status = 404
     type = "invalid_request_error"
     default_code = "response_not_found"
+
+
+class NotRemembered(ApiError):
+    """404: what was asked about the engine is not known, or not any more."""
+
+    status = 404
+    type = "invalid_request_error"
+    default_code = "not_remembered"
 
 
 class MethodNotAllowed(ApiError):

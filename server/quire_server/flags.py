@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from quire_server.settings import ENV_PREFIX, GROUPS, Settings, SettingsError, flag_name, load_settings, suggest
-from quire_server.settings.sources import check_keys, environment_names
+from quire_server.settings.sources import check_admin_keys, check_keys, environment_names
 from quire_server.settings.spelling import Kinds, plain_words
 from quire_server.settings.values import synonym_of
 from quire_server.settings.vllm import (
@@ -103,6 +103,8 @@ def parse_command_line(argv: Sequence[str], prog: str = "quire serve") -> Comman
         flags["model"] = positional
     if "api_key" not in flags and "api_key_file" not in flags:
         check_keys()
+    if "admin_api_key" not in flags and "admin_api_key_file" not in flags:
+        check_admin_keys()
     settings = load_settings(flags)
     if settings.config is not None:
         notes += read_settings_file(settings.config, Settings.model_fields)[1]

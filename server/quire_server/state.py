@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -16,8 +16,9 @@ from typing import cast
 from fastapi import Request
 
 from quire_engine.config import EnginePlan
-from quire_engine.errors import ModelLoadError
+from quire_engine.errors import EngineDead, ModelLoadError
 from quire_server.engine.engine_client import EngineClient, QueueLimits
+from quire_server.engine.request_names import RequestNames
 from quire_server.engine.supervisor import EngineState, Supervisor
 from quire_server.metrics.metrics import Metrics
 from quire_server.settings import Settings
@@ -33,6 +34,10 @@ def _engine_serves() -> str | None:
     return None
 
 
+async def _nobody_to_ask(_what: str, _argument: str) -> bytes:
+    raise EngineDead("there is no engine to be asked")
+
+
 @dataclass(slots=True, kw_only=True)
 class ServerState:
     """The server's parts; only `draining` changes while it runs."""
@@ -46,6 +51,8 @@ class ServerState:
     pooling: PoolingMethod  # how texts become vectors
     formats: ModelFormats = PLAIN  # how the model writes thoughts and calls
     engine_trouble: Callable[[], str | None] = _engine_serves  # asked at each probe: why the engine cannot serve now
+    inspect: Callable[[str, str], Awaitable[bytes]] = _nobody_to_ask  # `Supervisor.inspect`
+    names: RequestNames = field(default_factory=RequestNames)
     started: float = field(default_factory=time.time)  # seconds since the epoch
     draining: bool = False
     text: TextThreads = field(init=False)  # tokenizer and prompts, off the event loop
@@ -120,6 +127,7 @@ async def build_state(settings: Settings, supervisor: Supervisor, starting: asyn
         model_names=names,
         formats=formats,
         pooling=pooling_method(settings.pooling, settings.model_path),
+        inspect=supervisor.inspect,
         engine_trouble=lambda: _TROUBLE[supervisor.state],
     )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from quire_server.http.guard import PUBLIC_PATHS
+from quire_server.http.guard import PUBLIC_PATHS, is_admin_path
 from quire_server.logs import JsonFormatter, TextFormatter
 from support.fakes import MODEL, connect, exchange, listening, make_app, parse_reply
 
@@ -41,6 +41,8 @@ async def test_every_route_and_method_needs_the_key() -> None:
             reply = await client.request(method, path)
             if path in PUBLIC_PATHS:
                 assert reply.status_code in {200, 405}, (method, path)
+            elif is_admin_path(path):  # this key does not open them, and no other would: none is configured
+                assert reply.status_code == 403, (method, path)
             else:
                 assert reply.status_code == 401, (method, path)
 

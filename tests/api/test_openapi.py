@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire_server.http.guard import PUBLIC_PATHS
+from quire_server.http.guard import PUBLIC_PATHS, is_admin_path
 from support.fakes import connect, make_app
 
 pytestmark = pytest.mark.anyio
@@ -22,6 +22,8 @@ GETS = (
     *("/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items"),
     *("/v1/models", "/v1/models/{model_id}", "/tokenizer_info", "/version", "/metrics"),
     *("/health", "/health/live", "/health/ready"),
+    *("/debug/steps", "/debug/requests", "/debug/requests/{request_id}"),
+    *("/debug/kv", "/debug/kv/audit", "/debug/kv/{request_id}"),
 )
 
 
@@ -95,7 +97,16 @@ async def test_the_key_is_declared_where_it_is_needed() -> None:
     assert whole["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
     for path, operations in whole["paths"].items():
         for operation in operations.values():
-            assert ("security" in operation) == (path not in PUBLIC_PATHS), path
+            assert ("security" in operation) == (path not in PUBLIC_PATHS and not is_admin_path(path)), path
+
+
+async def test_the_operators_key_is_declared_for_the_operators_routes() -> None:
+    whole = await document(admin_api_key=("key",))
+    assert set(whole["components"]["securitySchemes"]) == {"adminKey"}
+    for path, operations in whole["paths"].items():
+        for operation in operations.values():
+            assert ("security" in operation) == is_admin_path(path), path
+            assert ("403" in operation["responses"]) == is_admin_path(path), path
 
 
 @pytest.mark.parametrize("path", POSTS)

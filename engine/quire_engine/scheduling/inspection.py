@@ -26,6 +26,7 @@ from quire_engine.scheduling.why_slow import explanation, summary
 
 MOST_STEPS = 256  # in one answer: it is made between two steps, for which every stream waits
 MOST_REQUESTS = 512  # in one answer
+MOST_EXPLAINED = 16  # in one answer: each looks at every step
 RECENT = 32  # of those that have ended, beside the live ones
 
 Arguments = Mapping[str, Any]
@@ -93,7 +94,7 @@ class Inspection:
     def request(self, arguments: Arguments) -> object:
         """All that is known of requests: why they take, or took, so long."""
         log = self._required()
-        lives = [life for each in arguments["ids"][:MOST_REQUESTS] if (life := log.life(str(each))) is not None]
+        lives = [life for each in arguments["ids"][:MOST_EXPLAINED] if (life := log.life(str(each))) is not None]
         if not lives:
             raise Unanswerable("there is no such request, or it ended too long ago")
         step = log.steps[-1].step_id if log.steps else 0
@@ -168,6 +169,7 @@ class Inspection:
     def _required(self) -> StepLog:
         if self._log is None:
             raise Unanswerable("nothing is remembered of steps and requests: the server runs with --step-log 0")
+        self._log.settle()
         return self._log
 
     def _held(self) -> Counter[int]:

@@ -114,6 +114,8 @@ class Scheduler:
         if not self._roster.live:
             return None
         self._step += 1
+        if self._log is not None:
+            self._log.settle()
         plan = self._planner.plan(self._step, now)
         batch = plan.batch(self._step) if plan.slices else None
         if self._log is not None:
@@ -162,7 +164,7 @@ class Scheduler:
         began = max(self._scheduled_at.pop(batch.step_id, now), self._applied_at)
         self._applied_at = now
         if self._log is not None:
-            self._log.applied(batch.step_id, outputs, now - began, now)
+            self._log.results.append((batch.step_id, outputs, now - began, now))
         self._itl.learn(prompt_tokens=self._prefill_tokens, num_decodes=batch.num_decodes, seconds=now - began)
         return outputs
 

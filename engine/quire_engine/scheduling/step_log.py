@@ -30,6 +30,8 @@ class StepLog:
         self.steps: deque[Step] = deque(maxlen=num_steps)
         self.events: deque[Event] = deque(maxlen=4 * num_steps)
         self.live: dict[str, RequestLife] = {}
+        # (step, outputs, seconds, now) of results that were taken in, for `settle`: tokens do not wait for the log.
+        self.results: list[tuple[int, Values[TokenOutput], float, float]] = []
         self.now = 0.0  # of the latest call that knew it
         self._roster = roster
         self._finished: dict[str, RequestLife] = {}  # the longest ended first
@@ -58,6 +60,7 @@ class StepLog:
 
     def added(self, group: Group, now: float) -> None:
         """A request was accepted."""
+        self.settle()
         self.now = now
         request = group.request
         arrived = request.arrival_time if 0.0 < request.arrival_time <= now else now
@@ -86,7 +89,7 @@ class StepLog:
         self._know(sequence, self.live[sequence.group.request.request_id])
 
     def planned(self, step_id: int, plan: StepPlan, batch: Batch | None, blocks_used: int, now: float) -> None:
-        """A plan was made; with no batch nothing is computed."""
+        """A plan was made, `settle` was called before; with no batch nothing is computed."""
         self.now, self._last_step = now, step_id
         step = Step(step_id, self._next_ordinal(), batch, plan.decisions, now)
         roster = self._roster
@@ -107,8 +110,13 @@ class StepLog:
         while self.events and self.events[0].after_step < oldest - 1:
             self.events.popleft()
 
-    def applied(self, step_id: int, outputs: Values[TokenOutput], seconds: float, now: float) -> None:
-        """A step's result was taken in."""
+    def settle(self) -> None:
+        """Note the results that have come, before anything else changes: their tokens are on their way by now."""
+        for result in self.results:
+            self._applied(*result)
+        self.results.clear()
+
+    def _applied(self, step_id: int, outputs: Values[TokenOutput], seconds: float, now: float) -> None:
         self.now = now
         step = self._open.pop(step_id)
         step.applied_at, step.seconds, step.applied_ordinal = now, seconds, self._next_ordinal()
@@ -125,11 +133,13 @@ class StepLog:
 
     def starved(self, group: Group, step_id: int) -> None:
         """The device had no memory for it: it was preempted behind the plan's back."""
+        self.settle()
         self._open[step_id].starved.append(group.request.request_id)
         self._preempted(self.live[group.request.request_id], "device", step_id + 1, self.now)
 
     def ended(self, request_id: str, finish: FinishReason) -> None:
         """A live request ends, and no step has made it."""
+        self.settle()
         self._note_event("abort" if finish == "abort" else "fail", request_id)
         life = self.live[request_id]
         for choice in list(life.sequences):

@@ -62,6 +62,7 @@ async def answer(
     state = state_of(request)
     job = await prepare(state, options)
     request_id = request.scope["state"]["request_id"]
+    state.names.add((request_id, options.reply.id), [each.request_id for each in job.requests])
     if state.settings.enable_log_requests:
         _log(job, request_id)
     generation = Generation(

@@ -18,6 +18,7 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 
+from quire_engine.types import GenerationRequest
 from quire_server.answering.notes import notes
 from quire_server.answering.vector_options import VectorOptions
 from quire_server.answering.vectors import VectorUsage, compute_vectors, prepare_vectors, shaped
@@ -32,7 +33,7 @@ async def answer_embeddings(request: Request, options: VectorOptions, *, as_text
     """A vector for each text. Raises BadRequest, ContextLengthExceeded, QueueFull, EngineFailed, ClientGone."""
     state = state_of(request)
     headers = _notes(state, options)
-    requests = await prepare_vectors(state, options)
+    requests = await _prepared(request, options)
     entries = [b""] * len(requests)
 
     def take(number: int, values: Sequence[float]) -> None:
@@ -49,7 +50,7 @@ async def answer_scores(request: Request, options: VectorOptions, *, num_left: i
     """How alike the texts on the left, of which there are `num_left`, are to those on the right. Raises as above."""
     state = state_of(request)
     headers = _notes(state, options)
-    requests = await prepare_vectors(state, options)
+    requests = await _prepared(request, options)
     vectors: list[array[float]] = [array("d")] * len(requests)
 
     def take(number: int, values: Sequence[float]) -> None:
@@ -65,6 +66,14 @@ async def answer_scores(request: Request, options: VectorOptions, *, num_left: i
         if number % _AT_ONCE == 0:
             await asyncio.sleep(0)
     return _reply(request, options, b",".join(entries), usage, prefix="score-", headers=headers)
+
+
+async def _prepared(request: Request, options: VectorOptions) -> list[GenerationRequest]:
+    """The engine's requests, whose names are known from now on."""
+    state = state_of(request)
+    requests = await prepare_vectors(state, options)
+    state.names.add((request.scope["state"]["request_id"], options.id), [each.request_id for each in requests])
+    return requests
 
 
 def cosine(one: Sequence[float], other: Sequence[float]) -> float:

@@ -41,6 +41,7 @@ PAGES = frozenset(
     }
 )
 PUBLIC_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/version", "/metrics"}) | PAGES
+ADMIN_PATHS = ("/debug", "/admin")  # with all below them; `admin` guards them instead of `KeyAuth`
 LINGER_SECONDS = 2.0
 LINGER_BYTES = 64 << 20
 
@@ -187,9 +188,10 @@ class KeyAuth:
         self._app = app
         self._known = tuple((hashlib.sha256(key.key.encode()).digest(), key.name) for key in keys)
         self._public = public | {root_path + path for path in public}
+        self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._public:
+        if scope["type"] == "http" and not self._is_elsewhere(scope["path"]):
             key = self._known_key(scope["headers"])
             if key is None:
                 await send_error(Unauthorized(), scope, receive, send)
@@ -199,13 +201,23 @@ class KeyAuth:
             scope.setdefault("state", {}).update(key_name=name, key_digest=digest.hex())
         await self._app(scope, receive, send)
 
+    def _is_elsewhere(self, path: str) -> bool:
+        """Open to all, or guarded by another."""
+        return path in self._public or is_admin_path(path, self._root_path)
+
     def _known_key(self, headers: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, str] | None:
         """The digest and the name, which may be empty, of the key that was brought; None without a key of ours."""
-        found = [known for key in _brought(headers) for known in self._known if _is_key(key, known[0])]
+        found = [known for key in brought_keys(headers) for known in self._known if is_key(key, known[0])]
         return found[0] if found else None
 
 
-def _brought(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
+def is_admin_path(path: str, root_path: str = "") -> bool:
+    """Whether a path, with or without the root that a proxy may add, is for the operator."""
+    bare = path.removeprefix(root_path)
+    return any(bare == each or bare.startswith(each + "/") for each in ADMIN_PATHS)
+
+
+def brought_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
     """The keys of a request's head, one at most of each header: of two, nobody knows which a proxy has looked at."""
     bearers, plain = [], []
     for name, value in headers:
@@ -219,7 +231,7 @@ def _brought(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
     return [*(key for scheme, _, key in schemes if scheme.lower() == b"bearer"), *plain]
 
 
-def _is_key(key: bytes, digest: bytes) -> bool:
+def is_key(key: bytes, digest: bytes) -> bool:
     """Compared by digests of equal lengths, so that the time taken has no hint of the key."""
     return hmac.compare_digest(hashlib.sha256(key).digest(), digest)
 

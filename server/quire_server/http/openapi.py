@@ -20,6 +20,7 @@ from quire_server.errors import (
     ApiError,
     BadRequest,
     ErrorBody,
+    Forbidden,
     HeadersTooLarge,
     MethodNotAllowed,
     ModelNotFound,
@@ -32,12 +33,13 @@ from quire_server.errors import (
 )
 from quire_server.http.body import body_model
 from quire_server.http.envelopes import AnthropicErrorBody, is_anthropic_path
-from quire_server.http.guard import PUBLIC_PATHS
+from quire_server.http.guard import PUBLIC_PATHS, is_admin_path
 
 Document = dict[str, Any]  # JSON
 
 ANY_ROUTE: tuple[type[ApiError], ...] = (BadRequest, MethodNotAllowed, HeadersTooLarge, ApiError)
 WITH_KEY: tuple[type[ApiError], ...] = (Unauthorized,)
+FOR_OPERATORS: tuple[type[ApiError], ...] = (Unauthorized, Forbidden)
 WITH_BODY: tuple[type[ApiError], ...] = (
     ModelNotFound,
     RequestTimeout,
@@ -48,10 +50,11 @@ WITH_BODY: tuple[type[ApiError], ...] = (
 )
 _REF = "#/components/schemas/{model}"
 _ENVELOPE, _ANTHROPIC_ENVELOPE = "ErrorResponse", "AnthropicErrorResponse"
+_BEARER = {"type": "http", "scheme": "bearer"}
 _METHODS = frozenset({"get", "post", "put", "patch", "delete"})
 
 
-def complete(document: Document, routers: Iterable[APIRouter], *, needs_key: bool) -> Document:
+def complete(document: Document, routers: Iterable[APIRouter], *, needs_key: bool, needs_admin_key: bool) -> Document:
     """Add request bodies, error replies and the key to the framework's document, in place. Returns it."""
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):  # ours are 400, in the envelope
@@ -79,17 +82,26 @@ def complete(document: Document, routers: Iterable[APIRouter], *, needs_key: boo
             if model is not None:
                 schema = references[model, "validation"]
                 operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-            is_public = path in PUBLIC_PATHS
-            errors = ANY_ROUTE + (() if is_public else WITH_KEY) + (WITH_BODY if model is not None else ())
+            errors = ANY_ROUTE + _refusals(path) + (WITH_BODY if model is not None else ())
             responses = operation.setdefault("responses", {})
             responses.pop("422", None)
             for error in errors:
                 responses.setdefault(str(error.status), error_response(error, _envelope(path)))
-            if needs_key and not is_public:
+            if is_admin_path(path):
+                if needs_admin_key:
+                    operation["security"] = [{"adminKey": []}]
+            elif needs_key and path not in PUBLIC_PATHS:
                 operation["security"] = [{"key": []}]
-    if needs_key:
-        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    schemes = {name: _BEARER for name, needed in (("key", needs_key), ("adminKey", needs_admin_key)) if needed}
+    if schemes:
+        document["components"]["securitySchemes"] = schemes
     return document
+
+
+def _refusals(path: str) -> tuple[type[ApiError], ...]:
+    if is_admin_path(path):
+        return FOR_OPERATORS
+    return () if path in PUBLIC_PATHS else WITH_KEY
 
 
 def error_response(error: type[ApiError], envelope: str = _ENVELOPE) -> Document:

@@ -77,7 +77,7 @@ class Settings(ServerFields, EngineFields, BaseSettings):
             raise ValueError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile, else nothing is encrypted")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
             raise ValueError("--ssl-cert-reqs needs --ssl-ca-certs: whose certificates of clients are good")
-        len(self.keys)  # reads and checks them, once: a file that is changed later changes nothing
+        len(self.keys + self.admin_keys)  # reads and checks them, once: a file that is changed later changes nothing
         return self
 
     @cached_property
@@ -85,6 +85,12 @@ class Settings(ServerFields, EngineFields, BaseSettings):
         """The keys of flags and file; with any, every client must bring one of them."""
         given = map(parse_key, self.api_key)
         return (*given, *(read_keys(self.api_key_file) if self.api_key_file is not None else ()))
+
+    @cached_property
+    def admin_keys(self) -> tuple[ApiKey, ...]:
+        """The keys that open what is the operator's; with none, clients on this machine may."""
+        file = self.admin_api_key_file
+        return (*map(parse_key, self.admin_api_key), *(read_keys(file, "--admin-api-key-file") if file else ()))
 
     @property
     def model_names(self) -> tuple[str, ...]:

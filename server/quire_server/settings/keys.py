@@ -30,7 +30,7 @@ def parse_key(text: str) -> ApiKey:
     """
     name, equals, key = text.partition("=")
     if not text.strip() or (equals and not name and not key):
-        raise ValueError("an API key is empty; give --api-key a non-empty value or leave it out")
+        raise ValueError("an API key is empty; give the flag a non-empty value or leave it out")
     if not name:
         return ApiKey(key=key)
     if not key.strip("=") or not _NAME.fullmatch(name):
@@ -43,14 +43,14 @@ def parse_key(text: str) -> ApiKey:
     return ApiKey(name=name, key=key)
 
 
-def read_keys(path: Path) -> Iterator[ApiKey]:
+def read_keys(path: Path, flag: str = "--api-key-file") -> Iterator[ApiKey]:
     """The keys of a file: one a line; lines that are empty or begin with # do not count. Raises ValueError."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text in UTF-8"
-        raise ValueError(f"--api-key-file {path}: cannot be read: {reason}") from None
+        raise ValueError(f"{flag} {path}: cannot be read: {reason}") from None
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise ValueError(f"--api-key-file {path}: there is no key in it")
+        raise ValueError(f"{flag} {path}: there is no key in it")
     yield from map(parse_key, keys)

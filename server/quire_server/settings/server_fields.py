@@ -28,6 +28,13 @@ class ServerFields(BaseModel):
         (), "Listening", "keys of which every client must bring one: KEY or NAME=KEY; default: none needed", secret=True
     )
     api_key_file: Path | None = option(None, "Listening", "file with more of them, one a line")
+    admin_api_key: Strings = option(
+        (),
+        "Listening",
+        "keys that open /debug, written as for --api-key; default: clients on this machine may",
+        secret=True,
+    )
+    admin_api_key_file: Path | None = option(None, "Listening", "file with more of them, one a line")
     ssl_certfile: Path | None = option(None, "Listening", "certificate and its chain (PEM); clients then speak HTTPS")
     ssl_keyfile: Path | None = option(None, "Listening", "private key, when it is not in --ssl-certfile")
     ssl_keyfile_password: str | None = option(None, "Listening", "password of the private key", secret=True)

@@ -86,9 +86,18 @@ def check_environment(known: Collection[str]) -> None:
 
 def check_keys() -> None:
     """Raises SettingsError where a variable for keys is set and has none: an empty secret must not open a server."""
-    for name in (f"{ENV_PREFIX}API_KEY", VLLM_KEY):
+    _check_keys(f"{ENV_PREFIX}API_KEY", VLLM_KEY)
+
+
+def check_admin_keys() -> None:
+    """The same for the operator's."""
+    _check_keys(f"{ENV_PREFIX}ADMIN_API_KEY")
+
+
+def _check_keys(*names: str) -> None:
+    for name in names:
         if not os.environ.get(name, "key").strip(" \t\r\n,[]\"'"):
-            raise SettingsError(f"{name} is set but has no key in it; unset it to serve without keys")
+            raise SettingsError(f"{name} is set but has no key in it; unset it to serve without")
 
 
 def vllm_key() -> dict[str, object]:
@@ -140,5 +149,5 @@ def explain(problem: ErrorDetails, flags: Mapping[str, object]) -> str:
         source = variable
     else:
         source = f"{field} in the configuration file"
-    given = "" if field == "api_key" else f" (got {str(problem['input'])[:80]!r})"
+    given = "" if field in {"api_key", "admin_api_key"} else f" (got {str(problem['input'])[:80]!r})"
     return f"{source}: {message[:1].lower()}{message[1:]}{given}"

@@ -1,0 +1,101 @@
+"""What the engine did and why, for the operator: steps, requests, blocks.
+
+Promises: nothing changes by being asked, and no text of a client is told; who may ask is decided before.
+Must not know: how the engine keeps it, frames.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Path, Query, Request
+from fastapi.responses import Response
+
+from quire_engine.errors import QuireError, Unanswerable
+from quire_server.errors import NotReady, NotRemembered
+from quire_server.http.openapi import error_response
+from quire_server.state import ServerState, state_of
+
+RETRY_SECONDS = 2.0  # an engine restart takes about as long
+MOST_STEPS = 256
+
+_NOT_READY: dict[int | str, dict[str, Any]] = {NotReady.status: error_response(NotReady)}
+_NOT_KNOWN: dict[int | str, dict[str, Any]] = {**_NOT_READY, NotRemembered.status: error_response(NotRemembered)}
+
+router = APIRouter(prefix="/debug", tags=["debug"])
+
+RequestId = Annotated[str, Path(max_length=256, description="x-request-id, a reply's id, or the engine's own")]
+Number = Annotated[int, Query(ge=0, le=2**53)]
+
+
+@router.get("/steps", response_class=Response, responses=_NOT_KNOWN)
+async def list_steps(
+    request: Request,
+    after: Number = 0,
+    limit: Annotated[int, Query(ge=1, le=MOST_STEPS)] = 100,
+    events: bool = False,
+) -> Response:
+    """The engine's steps after one of them: plan, decisions with their reasons, duration. `events`: for a replay."""
+    return _json(await _ask(state_of(request), "steps", after=after, limit=limit, events=events))
+
+
+@router.get("/requests", response_class=Response, responses=_NOT_KNOWN)
+async def list_requests(request: Request) -> Response:
+    """The live requests, with their state and why they wait, and those that have ended last."""
+    state = state_of(request)
+    answer = msgspec.json.decode(await _ask(state, "requests"))
+    return _json(msgspec.json.encode(_named(state, answer, "live", "ended")))
+
+
+@router.get("/requests/{request_id}", response_class=Response, responses=_NOT_KNOWN)
+async def explain_request(request_id: RequestId, request: Request) -> Response:
+    """Why a request takes, or took, so long; a client's request with several prompts is several of the engine's."""
+    state = state_of(request)
+    answer = msgspec.json.decode(await _ask(state, "request", ids=state.names.find(request_id)))
+    return _json(msgspec.json.encode(_named(state, answer, "requests")))
+
+
+@router.get("/kv", response_class=Response, responses=_NOT_KNOWN)
+async def show_pool(request: Request) -> Response:
+    """The KV pool: used, shared, cached and free blocks, and the slots that lie idle in used ones."""
+    return _json(await _ask(state_of(request), "kv"))
+
+
+@router.get("/kv/audit", response_class=Response, responses=_NOT_KNOWN)
+async def audit_pool(request: Request) -> Response:
+    """Every reference, list and queue counted anew, and the first disagreement. Takes a moment on a large pool."""
+    return _json(await _ask(state_of(request), "audit"))
+
+
+@router.get("/kv/{request_id}", response_class=Response, responses=_NOT_KNOWN)
+async def show_table(
+    request_id: RequestId, request: Request, pos: Annotated[int | None, Query(ge=0, le=2**53)] = None
+) -> Response:
+    """The blocks of a live request; with `pos` the block and the offset of one position."""
+    state = state_of(request)
+    return _json(await _ask(state, "table", ids=state.names.find(request_id), pos=pos))
+
+
+async def _ask(state: ServerState, what: str, **arguments: object) -> bytes:
+    try:
+        return await state.inspect(what, msgspec.json.encode(arguments).decode())
+    except Unanswerable as error:
+        raise NotRemembered(f"{str(error)[:1].upper()}{str(error)[1:]}.") from None
+    except QuireError as error:
+        raise NotReady(f"Not answered: {error}.", retry_after_seconds=RETRY_SECONDS) from None
+
+
+def _named(state: ServerState, answer: dict[str, Any], *lists: str) -> dict[str, Any]:
+    """With the names that clients know."""
+    for each in lists:
+        answer[each] = [
+            {"request_id": one.pop("request_id"), "client_id": state.names.name(one_id), **one}
+            for one in answer[each]
+            for one_id in (one["request_id"],)
+        ]
+    return answer
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json", headers={"Cache-Control": "no-store"})
