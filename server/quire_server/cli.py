@@ -20,6 +20,7 @@ COMMANDS = {
     "eval-quant": ("quire_server.commands.eval_quant", "measure what int8 and int4 cost a model"),
     "verify": ("quire_server.commands.verify", "check that this machine computes what it should"),
     "build-kernels": ("quire_server.commands.build_kernels", "compile the CPU kernels now, not at the first start"),
+    "trace": ("quire_server.commands.trace", "tell what a running server's scheduler does, step by step, and why"),
     "health": ("quire_server.commands.health", "ask the server that runs here whether it takes requests"),
     "version": ("quire_server.commands.version", "print the version"),
 }

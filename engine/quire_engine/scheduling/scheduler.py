@@ -214,6 +214,7 @@ class Scheduler:
         I15  no leak: no block is used when no request is left.
         I16  gauges: `stats` equals the state, counted anew.
         I17* wait bound: a request ends within the steps that `wait_bound` named at its submission.
+        I18  replay: a step log's inputs, given to another scheduler, bring the same plans.
         I20* bypasses: no group is overtaken more than `max_bypasses` times.
 
         The numbers between belong to what this scheduler does not do.

@@ -97,7 +97,7 @@ class StepLog:
         for decision in plan.decisions:
             self._note_decision(decision, step_id, now)
         if self._unplaced:
-            self._place(step_id, now)
+            self._place(step, now)
         if batch is not None:
             self._open[step_id] = step
             if self._num_computing_prompts:
@@ -180,12 +180,16 @@ class StepLog:
         life.preempt(cause, step_id, now)
         self._unplaced.append(life)
 
-    def _place(self, step_id: int, now: float) -> None:
-        """Only changes of a reason are decisions: those who are new in the queue have theirs from before."""
+    def _place(self, step: Step, now: float) -> None:
+        """Only changes of a reason are decisions: those who are new in the queue may have theirs from before."""
         for life in self._unplaced:
             group = life.group
-            if group is not None and group.state != "running":
-                life.wait(group.wait_reason, step_id, now)
+            if group is None or group.state == "running":
+                continue
+            if not life.reason:
+                name, reason = life.request_id, group.wait_reason
+                step.decisions = [*step.decisions, Decision(kind="waits", request_id=name, reason=reason)]
+            life.wait(group.wait_reason, step.step_id, now)
         self._unplaced.clear()
 
     def _note_chunks(self, step: Step, batch: Batch) -> None:

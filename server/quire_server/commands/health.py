@@ -114,10 +114,10 @@ def _secure(address: str) -> str:
 
 def _trouble(address: str, timeout: float) -> str:
     """Why the server at this address takes no requests; empty if it does."""
-    connection = _connection(address, timeout)
+    link = connection(address, timeout)
     try:
-        connection.request("GET", _PATH)
-        reply = connection.getresponse()
+        link.request("GET", _PATH)
+        reply = link.getresponse()
         if reply.status == http.client.OK:
             return ""
         try:
@@ -127,18 +127,19 @@ def _trouble(address: str, timeout: float) -> str:
     except (OSError, http.client.HTTPException) as error:
         return f"{_SILENT}: {error or type(error).__name__}"
     finally:
-        connection.close()
+        link.close()
 
 
-def _connection(address: str, timeout: float) -> http.client.HTTPConnection:
+def connection(address: str, timeout: float, tls: ssl.SSLContext | None = None) -> http.client.HTTPConnection:
+    """To a URL or a socket's path; without `tls` any certificate is taken, which is for what sends no secret."""
     parts = urlsplit(address)
     if parts.scheme == "https+unix":
-        return _UnixConnection(parts.path, timeout, _unchecked())
+        return _UnixConnection(parts.path, timeout, tls or _unchecked())
     if not parts.scheme:
         return _UnixConnection(address, timeout)
     if parts.scheme == "https":
         port = parts.port or 443
-        return http.client.HTTPSConnection(parts.hostname or "", port, timeout=timeout, context=_unchecked())
+        return http.client.HTTPSConnection(parts.hostname or "", port, timeout=timeout, context=tls or _unchecked())
     return http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=timeout)
 
 

@@ -106,6 +106,11 @@ def vllm_key() -> dict[str, object]:
     return {"api_key": (f"={key}",)} if key else {}
 
 
+def admin_key_of_environment() -> str:
+    """The key that a command brings to a server of ours; empty: none."""
+    return os.environ.get(f"{ENV_PREFIX}ADMIN_API_KEY", "").strip()
+
+
 def environment_names() -> tuple[str, ...]:
     """The names of all variables."""
     return tuple(os.environ)

@@ -1,0 +1,157 @@
+"""`quire trace`: tells what the scheduler of a running server does, step by step, and which rule made it so.
+
+Promises: changes nothing in the server; steps come in order, once, and a gap is said to be one. Exit code 0, 1 where
+the server does not answer, 2 for flags that cannot work. Must not know: the engine, settings but the key's variable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import ssl
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO
+from urllib.parse import urlencode
+
+from quire_server.commands.health import connection, listening
+from quire_server.commands.narration import narrate
+from quire_server.settings.sources import admin_key_of_environment
+
+DONE, FAILED, BAD_USAGE = 0, 1, 2
+PAGE = 256  # steps in one answer
+POLL_SECONDS = 0.5
+TIMEOUT = 15.0  # of an answer: the engine gives one between two steps
+
+
+class TraceError(Exception):
+    """The server cannot be read; one line for the user."""
+
+
+class Source:
+    """The step log of one server."""
+
+    def __init__(self, address: str, key: str, *, insecure: bool = False) -> None:
+        self._address = address
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._tls = None if insecure else ssl.create_default_context()
+
+    def page(self, after: int, *, events: bool) -> dict[str, Any]:
+        """Steps after one of them. Raises TraceError."""
+        link = connection(self._address, TIMEOUT, self._tls)
+        try:
+            query = urlencode({"after": after, "limit": PAGE, "events": str(events).lower()})
+            link.request("GET", f"/debug/steps?{query}", headers=self._headers)
+            reply = link.getresponse()
+            body = json.loads(reply.read())
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise TraceError(f"{self._address} does not answer: {error or type(error).__name__}") from None
+        finally:
+            link.close()
+        if reply.status != http.client.OK:
+            raise TraceError(f"{self._address}: {body['error']['message']}")
+        page: dict[str, Any] = body
+        return page
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print the log; the process's exit code."""
+    given = _parser().parse_args(argv)
+    addresses = [given.url] if given.url else sorted(listening())
+    if len(addresses) != 1:
+        found = f"several servers listen here: {', '.join(addresses)}" if addresses else "no server listens here"
+        print(f"quire trace: {found}; name one with --url", file=sys.stderr)
+        return BAD_USAGE
+    source = Source(addresses[0], given.admin_api_key or admin_key_of_environment(), insecure=given.insecure)
+    tell = _Lines(sys.stdout) if given.json else _Story(sys.stdout)
+    try:
+        for page in pages(source, given.after, events=given.json, follow=given.follow):
+            tell.page(page)
+            sys.stdout.flush()
+    except TraceError as error:
+        print(f"quire trace: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        pass
+    return DONE
+
+
+def pages(source: Source, after: int, *, events: bool, follow: bool) -> Iterator[dict[str, Any]]:
+    """Pages with steps whose results are known; `missed` and `restarted` say what is not in them."""
+    while True:
+        page = source.page(after, events=events)
+        page["restarted"] = page["last"] < after
+        if page["restarted"]:
+            after = 0
+            page = source.page(after, events=events) | {"restarted": True}
+        page["missed"] = max(0, page["first"] - after - 1) if page["steps"] else 0
+        full = len(page["steps"]) == PAGE
+        known = [step for step in page["steps"] if step["applied_at"] is not None or not step["slices"]]
+        # In order: with two steps in flight the later one cannot be known before the earlier one.
+        page["steps"] = known
+        if known:
+            after = known[-1]["step_id"]
+            page["events"] = [event for event in page.get("events", ()) if event["after_step"] < after]
+            yield page
+        if not full:
+            if not follow:
+                return
+            time.sleep(POLL_SECONDS)
+
+
+class _Story:
+    """For people."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._since: float | None = None
+
+    def page(self, page: dict[str, Any]) -> None:
+        if page["restarted"]:
+            print("the engine has been restarted; its steps begin anew", file=self._out)
+        if page["missed"]:
+            print(f"... {page['missed']} steps are not remembered any more ...", file=self._out)
+        for step in page["steps"]:
+            if self._since is None:
+                self._since = step["planned_at"]
+            for line in narrate(step, since=self._since):
+                print(line, file=self._out)
+
+
+class _Lines:
+    """For a replay: the format is in `scheduling.step_records`."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._is_begun = False
+
+    def page(self, page: dict[str, Any]) -> None:
+        if not self._is_begun or page["restarted"] or page["missed"]:
+            self._is_begun = True
+            first = page["steps"][0]["step_id"]
+            self._line({"kind": "config", "format": page["format"], "config": page["config"], "first_step": first})
+        steps = [{"kind": "step", **step} for step in page["steps"]]
+        for line in sorted([*steps, *page["events"]], key=lambda each: int(each["ordinal"])):
+            self._line(line)
+
+    def _line(self, value: dict[str, Any]) -> None:
+        print(json.dumps(value, separators=(",", ":")), file=self._out)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="quire trace", description="Tell what a running server's scheduler does in each step, and why."
+    )
+    parser.add_argument("--url", help="of the server, or its Unix socket; default: the one that runs here")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--annotate", action="store_true", help="in words, with the rule behind each decision [default]")
+    kind.add_argument("--json", action="store_true", help="JSON lines that a replay can read")
+    parser.add_argument("--follow", action="store_true", help="go on as long as the server runs")
+    parser.add_argument("--after", type=int, default=0, metavar="STEP", help="begin behind this step [0]")
+    parser.add_argument(
+        "--admin-api-key", default="", metavar="KEY", help="of the server, where it has one; or QUIRE_ADMIN_API_KEY"
+    )
+    parser.add_argument("--insecure", action="store_true", help="take any certificate of an HTTPS server")
+    return parser
