@@ -73,7 +73,7 @@ class Inspection:
         }
         if arguments.get("events"):
             last = chosen[-1].step_id if chosen else 0
-            answer["events"] = [self._event(e) for e in log.events if begin - 1 <= e.after_step < last]
+            answer["events"] = [self._event(e) for e in log.events if begin - 1 <= e.after_step <= last]
             answer["config"], answer["format"] = asdict(self._config), FORMAT
         return answer
 

@@ -86,9 +86,9 @@ class Scheduler:
         group = self._roster.live.get(request_id)
         if group is None:
             return False
-        self._roster.end_all(group)
         if self._log is not None:
-            self._log.ended(request_id, "abort")
+            self._log.ends(request_id, "abort")
+        self._roster.end_all(group)
         return True
 
     def fail(self, request_id: str, message: str) -> list[TokenOutput]:
@@ -96,10 +96,9 @@ class Scheduler:
         group = self._roster.live.get(request_id)
         if group is None:
             return []
-        outputs = self._fail_all(group, message)
         if self._log is not None:
-            self._log.ended(request_id, "error")
-        return outputs
+            self._log.ends(request_id, "error")
+        return self._fail_all(group, message)
 
     def wait_bound(self, request_id: str) -> int:
         """Steps from submission within which the live request ends. Raises KeyError if it is not live."""
@@ -164,7 +163,7 @@ class Scheduler:
         began = max(self._scheduled_at.pop(batch.step_id, now), self._applied_at)
         self._applied_at = now
         if self._log is not None:
-            self._log.results.append((batch.step_id, outputs, now - began, now))
+            self._log.results.append((batch.step_id, outputs, len(sequences), now - began, now))
         self._itl.learn(prompt_tokens=self._prefill_tokens, num_decodes=batch.num_decodes, seconds=now - began)
         return outputs
 

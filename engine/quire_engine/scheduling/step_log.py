@@ -30,8 +30,9 @@ class StepLog:
         self.steps: deque[Step] = deque(maxlen=num_steps)
         self.events: deque[Event] = deque(maxlen=4 * num_steps)
         self.live: dict[str, RequestLife] = {}
-        # (step, outputs, seconds, now) of results that were taken in, for `settle`: tokens do not wait for the log.
-        self.results: list[tuple[int, Values[TokenOutput], float, float]] = []
+        # Results that were taken in, for `settle`, since tokens do not wait for the log: step, outputs, how many
+        # sequences were unfinished then, seconds, time.
+        self.results: list[tuple[int, Values[TokenOutput], int, float, float]] = []
         self.now = 0.0  # of the latest call that knew it
         self._roster = roster
         self._finished: dict[str, RequestLife] = {}  # the longest ended first
@@ -116,7 +117,9 @@ class StepLog:
             self._applied(*result)
         self.results.clear()
 
-    def _applied(self, step_id: int, outputs: Values[TokenOutput], seconds: float, now: float) -> None:
+    def _applied(
+        self, step_id: int, outputs: Values[TokenOutput], num_unfinished: int, seconds: float, now: float
+    ) -> None:
         self.now = now
         step = self._open.pop(step_id)
         step.applied_at, step.seconds, step.applied_ordinal = now, seconds, self._next_ordinal()
@@ -128,7 +131,7 @@ class StepLog:
         if step.turning:
             step.turning = []
         # In most steps nobody ends and everyone gets one token: then there is nothing to look for.
-        if self._num_unfinished != len(self._roster.sequences) or self._num_reading_output:
+        if self._num_unfinished != num_unfinished or self._num_reading_output:
             self._note_outputs(step, outputs)
 
     def starved(self, group: Group, step_id: int) -> None:
@@ -137,8 +140,8 @@ class StepLog:
         self._open[step_id].starved.append(group.request.request_id)
         self._preempted(self.live[group.request.request_id], "device", step_id + 1, self.now)
 
-    def ended(self, request_id: str, finish: FinishReason) -> None:
-        """A live request ends, and no step has made it."""
+    def ends(self, request_id: str, finish: FinishReason) -> None:
+        """A live request is about to end, and no step has made it."""
         self.settle()
         self._note_event("abort" if finish == "abort" else "fail", request_id)
         life = self.live[request_id]
@@ -173,7 +176,9 @@ class StepLog:
             if len(output.token_ids) > 1:
                 step.forced.append((output.request_id, output.choice, len(output.token_ids)))
         for request_id in dict.fromkeys(end[0] for end in step.ends):
-            self._finish(self.live[request_id], step.step_id)
+            life = self.live[request_id]
+            if life.group is not None and life.group.state == "finished":
+                self._finish(life, step.step_id)
 
     def _preempted(self, life: RequestLife, cause: str, step_id: int, now: float) -> None:
         self._num_computing_prompts -= life.is_computing_prompt
@@ -212,12 +217,9 @@ class StepLog:
         return life.end(choice, finish)
 
     def _finish(self, life: RequestLife, step_id: int) -> None:
-        """The request goes to those that have ended, if its last choice has."""
-        group = life.group
-        if group is None or group.state != "finished":
-            return
+        """The request goes to those that have ended."""
         self._num_computing_prompts -= life.is_computing_prompt
-        self._num_reading_output -= group.reads_output
+        self._num_reading_output -= life.group is not None and life.group.reads_output
         life.finish(step_id, self.now)
         del self.live[life.request_id]
         for sequence_id in life.sequence_ids:

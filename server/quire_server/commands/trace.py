@@ -13,7 +13,7 @@ import ssl
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 from urllib.parse import urlencode
 
 from quire_server.commands.health import connection, listening
@@ -28,6 +28,14 @@ TIMEOUT = 15.0  # of an answer: the engine gives one between two steps
 
 class TraceError(Exception):
     """The server cannot be read; one line for the user."""
+
+
+class StepPages(Protocol):
+    """A step log: a server's, or in tests a scheduler's."""
+
+    def page(self, after: int, *, events: bool) -> dict[str, Any]:
+        """Steps after one of them. Raises TraceError."""
+        ...
 
 
 class Source:
@@ -65,7 +73,7 @@ def run(argv: Sequence[str]) -> int:
         print(f"quire trace: {found}; name one with --url", file=sys.stderr)
         return BAD_USAGE
     source = Source(addresses[0], given.admin_api_key or admin_key_of_environment(), insecure=given.insecure)
-    tell = _Lines(sys.stdout) if given.json else _Story(sys.stdout)
+    tell = Lines(sys.stdout) if given.json else Story(sys.stdout)
     try:
         for page in pages(source, given.after, events=given.json, follow=given.follow):
             tell.page(page)
@@ -78,7 +86,7 @@ def run(argv: Sequence[str]) -> int:
     return DONE
 
 
-def pages(source: Source, after: int, *, events: bool, follow: bool) -> Iterator[dict[str, Any]]:
+def pages(source: StepPages, after: int, *, events: bool, follow: bool) -> Iterator[dict[str, Any]]:
     """Pages with steps whose results are known; `missed` and `restarted` say what is not in them."""
     while True:
         page = source.page(after, events=events)
@@ -93,7 +101,9 @@ def pages(source: Source, after: int, *, events: bool, follow: bool) -> Iterator
         page["steps"] = known
         if known:
             after = known[-1]["step_id"]
-            page["events"] = [event for event in page.get("events", ()) if event["after_step"] < after]
+            # What came after the last of them is told with the next one, where there is to be one.
+            last = after if follow or full else after + 1
+            page["events"] = [event for event in page.get("events", ()) if event["after_step"] < last]
             yield page
         if not full:
             if not follow:
@@ -101,7 +111,7 @@ def pages(source: Source, after: int, *, events: bool, follow: bool) -> Iterator
             time.sleep(POLL_SECONDS)
 
 
-class _Story:
+class Story:
     """For people."""
 
     def __init__(self, out: TextIO) -> None:
@@ -120,7 +130,7 @@ class _Story:
                 print(line, file=self._out)
 
 
-class _Lines:
+class Lines:
     """For a replay: the format is in `scheduling.step_records`."""
 
     def __init__(self, out: TextIO) -> None:

@@ -1,0 +1,200 @@
+"""The step log under random traffic: it tells all that the plans follow from, and its accounts add up.
+
+Each run draws a small pool, prompts of three families, aborts and failures from its seed, on an executor with one step
+or two in flight. I18: the log's lines alone, through another scheduler, bring the same plans for the same reasons.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire_engine.engine import Engine
+from quire_engine.limits import SchedulerConfig
+from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.types import GenerationRequest, StepOutput
+from quire_server.commands.trace import PAGE, Lines, pages
+from support.fake_executor import FakeExecutor, expected_tokens, request
+from support.limits import scheduler_config
+from support.replaying import Line, Replay
+from support.scheduler_model import feasible
+
+NUM_RUNS = 50  # for a long run raise it
+PLAN = ("step_id", "slices", "copies", "decisions", "running", "waiting", "blocks_used", "ends", "starved")
+
+
+class Traffic:
+    """One run: requests come and go until a step number, then all end."""
+
+    def __init__(self, seed: int, *, num_steps: int = 60) -> None:
+        self.dice = random.Random(seed)
+        self.time = 100.0
+        config = self.config = self.draw_config()
+        self.scheduler = Scheduler(config)
+        self.executor = FakeExecutor(config.limits.block_size, max_in_flight=2 if config.plans_ahead else 1)
+        self.engine = Engine(self.scheduler, self.executor, check_invariants=True, clock=self.clock)
+        self.live: set[str] = set()
+        self.asked: list[GenerationRequest] = []
+        self.engine.on_step = self.take
+        number = 0
+        while number < num_steps or self.engine.has_work:
+            if number < num_steps:
+                self.disturb(number)
+            self.engine.step()
+            number += 1
+
+    def draw_config(self) -> SchedulerConfig:
+        dice = self.dice
+        min_chunk, max_num_seqs = dice.randint(1, 6), dice.randint(2, 6)
+        return scheduler_config(
+            num_blocks=dice.randint(5, 24),
+            block_size=dice.randint(1, 5),
+            max_model_len=dice.randint(24, 48),
+            plans_ahead=dice.random() < 0.5,
+            max_num_seqs=max_num_seqs,
+            min_chunk=min_chunk,
+            max_num_batched_tokens=max_num_seqs + min_chunk + dice.randint(0, 12),
+            prefill_chunk=min_chunk + dice.randint(0, 8),
+            itl_target=dice.choice([0.0, 0.02]),
+            max_bypasses=dice.randint(0, 4),
+            elder_age_steps=dice.randint(0, 8),
+            scheduling_policy=dice.choice(["fcfs", "priority"]),
+        )
+
+    def clock(self) -> float:
+        self.time += self.dice.random() / 100
+        return self.time
+
+    def disturb(self, number: int) -> None:
+        dice = self.dice
+        for each in range(dice.choice([0, 0, 0, 1, 1, 3])):
+            wanted = self.draw_request(f"r{number}.{each}")
+            if feasible(self.config, wanted):
+                self.engine.submit(wanted)
+                self.asked.append(wanted)
+                self.live.add(wanted.request_id)
+        if self.live and dice.random() < 0.1:
+            gone = dice.choice(sorted(self.live))
+            self.live.discard(gone)
+            self.engine.abort(gone)
+        if self.scheduler._roster.sequences and dice.random() < 0.05:
+            self.executor.errors[dice.choice(sorted(self.scheduler._roster.sequences))] = "out of luck"
+
+    def draw_request(self, name: str) -> GenerationRequest:
+        dice = self.dice
+        family = [(dice.randint(0, 2) + 1) * 1000 + i for i in range(40)]
+        prompt = (*family[: dice.randint(1, 20)], *(dice.randint(0, 3) for _ in range(dice.randint(0, 6))))
+        if self.asked and dice.random() < 0.3:  # a conversation goes on
+            before = dice.choice(self.asked)
+            prompt = (*before.prompt_token_ids, *expected_tokens(before, dice.randrange(before.n)), 7)
+        n = dice.choice([1, 1, 1, 2, 3])
+        tokens = dice.randint(0 if n == 1 else 1, 12)
+        return request(
+            name,
+            tuple(prompt),
+            tokens,
+            n=n,
+            stop=tuple(range(0, 1000, 9)) if dice.random() < 0.5 else (),
+            priority=dice.randint(0, 2),
+            arrival=self.time - dice.random() / 10,
+            salt=dice.choice(["", "", "", "b"]),
+            prompt_logprobs=1 if dice.random() < 0.1 else None,
+        )
+
+    def take(self, step: StepOutput) -> None:
+        if any(output.finish is not None for output in step.outputs):
+            self.live &= set(self.scheduler._roster.live)
+
+
+class Log:
+    """A scheduler's log in pages, as a server gives them."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._inspection = scheduler.inspection
+
+    def page(self, after: int, *, events: bool) -> dict[str, Any]:
+        answer = self._inspection.answer("steps", {"after": after, "limit": PAGE, "events": events})
+        page: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(answer))
+        return page
+
+
+def lines_of(scheduler: Scheduler) -> list[Line]:
+    """The log as `quire trace --json` writes it."""
+    out = io.StringIO()
+    lines = Lines(out)
+    for page in pages(Log(scheduler), 0, events=True, follow=False):
+        lines.page(page)
+    return [json.loads(line) for line in out.getvalue().splitlines()]
+
+
+def plans(lines: list[Line]) -> list[dict[str, Any]]:
+    return [{name: line[name] for name in PLAN} for line in lines if line["kind"] == "step"]
+
+
+@pytest.mark.parametrize("seed", range(NUM_RUNS))
+def test_a_log_replays_to_the_same_plans(seed: int) -> None:
+    traffic = Traffic(seed)
+    lines = lines_of(traffic.scheduler)
+    replay = Replay(lines)
+    replay.run()
+    replay.scheduler.check_invariants()
+    assert plans(lines_of(replay.scheduler)) == plans(lines)
+
+
+def test_the_runs_see_what_makes_plans_differ() -> None:
+    seen = set()
+    for seed in range(12):
+        for line in lines_of(Traffic(seed).scheduler):
+            seen.add(line["kind"])
+            if line["kind"] == "step":
+                seen |= {f"{each['kind']} {each['reason']}".strip() for each in line["decisions"]}
+                seen |= {f"ends {end[2]}" for end in line["ends"]}
+                seen |= {"cached"} if any(each["num_tokens"] for each in line["decisions"]) else set()
+                seen |= {"copies"} if line["copies"] else set()
+    wanted = {"submit", "abort", "end", "elder", "enters", "waits kv", "waits slots", "waits budget"}
+    wanted |= {"preempted blocks", "cached", "copies", "ends stop", "ends length", "ends error"}
+    assert wanted <= seen
+
+
+@pytest.mark.parametrize("left_out", ["submit", "abort", "end"])
+def test_a_log_that_lacks_an_input_does_not_replay(left_out: str) -> None:
+    """Ends name the blocks of answers, which who goes on with a conversation matches."""
+    differs = 0
+    for seed in range(6):
+        lines = lines_of(Traffic(seed).scheduler)
+        replay = Replay([line for line in lines if line["kind"] != left_out])
+        try:
+            replay.run()
+            differs += plans(lines_of(replay.scheduler)) != plans(lines)
+        except (AssertionError, KeyError):
+            differs += 1
+    assert differs
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_lifes_account_adds_up(seed: int) -> None:
+    """The phases have no gap, in seconds nor in steps, and what is before the first token is the time to it."""
+    traffic = Traffic(seed)
+    answer = traffic.scheduler.inspection.answer("requests", {})
+    assert isinstance(answer, dict)
+    assert answer["num_live"] == 0
+    for each in answer["ended"]:
+        (told,) = traffic.scheduler.inspection.answer("request", {"ids": [each["request_id"]]})["requests"]
+        assert told["state"] == "done"
+        assert sum(part["steps"] for part in told["spent"]) == told["last_step"] - told["added_step"]
+        assert sum(part["seconds"] for part in told["spent"]) == pytest.approx(told["age_seconds"])
+        if told["ttft_seconds"] is not None:
+            before = told["before_first_token"]
+            assert sum(part["seconds"] for part in before) == pytest.approx(told["ttft_seconds"])
+            assert sum(part["steps"] for part in before) == told["first_token_step"] - told["added_step"]
+        assert told["num_stalls"] <= told["num_preemptions"] == len(told["preemptions"])
+    log = traffic.scheduler._log
+    assert log is not None
+    assert not log.live
+    assert not log._life_of
+    assert (log._num_unfinished, log._num_computing_prompts, log._num_reading_output) == (0, 0, 0)

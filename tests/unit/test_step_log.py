@@ -1,0 +1,207 @@
+"""What the step log says of requests whose schedule is known: when they end, in how many slices, why they waited."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from quire_engine.engine import Engine
+from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.types import StepOutput
+from support.fake_executor import FakeExecutor, Run, new_run, request
+from support.limits import scheduler_config
+
+
+def steps(run: Run) -> list[Any]:
+    answer = run.scheduler.inspection.answer("steps", {"limit": 256})
+    assert isinstance(answer, dict)
+    return list(answer["steps"])
+
+
+def told(run: Run | Scheduler, name: str) -> dict[str, Any]:
+    scheduler = run.scheduler if isinstance(run, Run) else run
+    answer = scheduler.inspection.answer("request", {"ids": [name]})
+    assert isinstance(answer, dict)
+    (one,) = answer["requests"]
+    return dict(one)
+
+
+def spent(one: dict[str, Any], part: str = "spent") -> dict[tuple[str, str], int]:
+    return {(each["phase"], each["reason"]): each["steps"] for each in one[part]}
+
+
+def test_each_leaves_at_the_step_that_its_length_says() -> None:
+    """F3: a static batch would hold all four for 200 steps."""
+    run = new_run()
+    run.add(*(request(f"r{length}", 4, length) for length in (10, 50, 100, 200)))
+    run.to_end()
+    ends = [(step.step_id, *end) for step in steps(run) for end in step.ends]
+    assert ends == [(length, f"r{length}", 0, "length", length) for length in (10, 50, 100, 200)]
+    assert [told(run, f"r{length}")["last_step"] for length in (10, 50, 100, 200)] == [10, 50, 100, 200]
+    assert sum(len(step.slices) for step in steps(run)) == 360
+
+
+def test_a_long_prompt_is_four_slices_and_streams_go_on_in_each() -> None:
+    """F6."""
+    run = new_run(
+        num_blocks=1024, max_model_len=8300, prefill_chunk=2048, max_num_batched_tokens=2048 + 16, max_num_seqs=8
+    )
+    run.add(*(request(f"s{i}", 4, 20) for i in range(3)))
+    run.one_step()
+    run.add(request("long", 8192, 2))
+    run.to_end()
+    of_long = [(step, size) for step in steps(run) for name, _, _, size in step.slices if name == "long" and size > 1]
+    assert [size for _, size in of_long] == [2048] * 4
+    for step, _ in of_long:
+        assert [each for each in step.slices if each[3] == 1 and each[0] != "long"] == [
+            (f"s{i}", 0, 4 + step.step_id - 2, 1) for i in range(3)
+        ]
+    one = told(run, "long")
+    assert [(each["step"], each["start"], each["num_tokens"]) for each in one["chunks"]] == [
+        (2 + i, 2048 * i, 2048) for i in range(4)
+    ]
+    assert spent(one, "before_first_token") == {("prefill", ""): 4}
+    assert told(run, "s0")["decode_beside_prompts"] == {"steps": 4, "prompt_tokens": 8192, "seconds": 4.0}
+
+
+def test_the_parts_of_the_time_to_the_first_token_are_all_of_it() -> None:
+    """F5, against what the request's timing says."""
+    dice, now = random.Random(1), [50.0]
+
+    def clock() -> float:
+        now[0] += dice.random() / 50
+        return now[0]
+
+    config = scheduler_config(num_blocks=64, max_num_seqs=2, max_num_batched_tokens=64, itl_target=0.0)
+    scheduler, heard = Scheduler(config), dict[str, StepOutput]()
+    engine = Engine(scheduler, FakeExecutor(16), clock=clock)
+
+    def take(step: StepOutput) -> None:
+        for output in step.outputs:
+            heard.setdefault(output.request_id, step)
+
+    engine.on_step = take
+    for i in range(5):
+        engine.submit(request(f"r{i}", 100, 3, arrival=now[0] - 0.01))
+    while engine.has_work:
+        engine.step()
+    for name, step in heard.items():
+        (timing,) = [output.timing for output in step.outputs if output.request_id == name]
+        one = told(scheduler, name)
+        assert timing is not None
+        assert one["ttft_seconds"] == pytest.approx(timing.queue_seconds + timing.prefill_seconds, abs=1e-9)
+        waited = sum(each["seconds"] for each in one["before_first_token"] if each["phase"] in {"transit", "queue"})
+        assert waited == pytest.approx(timing.queue_seconds, abs=1e-9)
+        assert sum(each["seconds"] for each in one["before_first_token"]) == pytest.approx(one["ttft_seconds"])
+
+
+def test_why_it_waits_is_told_by_reason() -> None:
+    run = new_run(max_num_seqs=1, max_num_batched_tokens=64, num_blocks=8)
+    run.add(request("a", 20, 6), request("b", 10, 2))
+    run.to_end()
+    one = told(run, "b")
+    assert spent(one) == {("queue", "slots"): 6, ("prefill", ""): 1, ("decode", ""): 1}
+    assert one["why"].startswith("It took")
+    assert "--max-num-seqs" in one["why"]
+    first = steps(run)[0]
+    assert [(each.kind, each.request_id, each.reason) for each in first.decisions][-1] == ("waits", "b", "slots")
+
+
+def test_the_first_reason_is_told_even_where_it_is_what_is_taken_for_granted() -> None:
+    run = new_run(max_num_seqs=8, max_num_batched_tokens=32, prefill_chunk=32)
+    run.add(request("a", 32, 2), request("b", 32, 2))
+    run.one_step()
+    (step,) = steps(run)
+    assert ("waits", "b", "budget") in [(each.kind, each.request_id, each.reason) for each in step.decisions]
+
+
+def test_who_is_preempted_has_it_and_its_stall_told() -> None:
+    """Two grow until one has to go; it comes back when the other has ended, and is computed again."""
+    small = {"num_blocks": 8, "block_size": 4, "max_num_batched_tokens": 64, "max_num_seqs": 8, "min_chunk": 4}
+    run = new_run(enable_prefix_caching=False, **small)
+    run.add(request("old", 12, 12), request("young", 12, 12))
+    run.to_end()
+    one, other = told(run, "young"), told(run, "old")
+    (preemption,) = one["preemptions"]
+    (stall,) = one["stalls"]
+    assert (preemption["cause"], preemption["mode"]) == ("elder", "recompute")
+    assert (stall["first_step"], other["last_step"]) == (preemption["step"], 12)
+    assert stall["last_step"] == 12
+    parts = spent(one)
+    assert parts["preempted", "kv"] == 13 - preemption["step"]
+    assert parts["recompute", ""] == 1
+    assert one["num_chunks"] == 2
+    assert "preempted 1 times" in one["why"]
+    assert other["preemptions"] == []
+
+
+def test_cached_tokens_are_told_with_the_decision_and_the_life() -> None:
+    run = new_run()
+    run.add(request("a", tuple(range(40)), 2))
+    run.to_end()
+    run.add(request("b", (*range(40), 99), 2))
+    run.to_end()
+    assert told(run, "b")["cached_tokens"] == 32
+    (enters,) = [
+        each for step in steps(run) for each in step.decisions if (each.kind, each.request_id) == ("enters", "b")
+    ]
+    assert enters.num_tokens == 32
+
+
+def test_choices_are_told_apart_and_copies_too() -> None:
+    run = new_run(block_size=4)
+    run.add(request("a", 6, 3, n=3))
+    run.to_end()
+    first, second, *_ = steps(run)
+    assert first.slices == (("a", 0, 0, 6),)
+    assert second.slices == (("a", 0, 6, 1), ("a", 1, 6, 1), ("a", 2, 6, 1))
+    assert len(second.copies) == 2
+    one = told(run, "a")
+    assert one["finish"] == {"0": "length", "1": "length", "2": "length"}
+    assert (one["output_tokens"], one["choices"]) == (9, 3)
+
+
+def test_an_abort_ends_a_life_and_a_running_one_is_told_so_far() -> None:
+    run = new_run()
+    run.add(request("a", 20, 9), request("b", 20, 9))
+    run.one_step()
+    run.one_step()
+    run.scheduler.abort("a")
+    assert told(run, "a")["finish"] == {"0": "abort"}
+    assert told(run, "a")["output_tokens"] == 2
+    going = told(run, "b")
+    assert (going["state"], going["output_tokens"], going["last_step"]) == ("decode", 2, None)
+    assert going["why"].startswith("It has taken")
+    run.to_end()
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire_engine.scheduling.step_log.MOST_FINISHED", 3)
+    run = new_run(step_log=5)
+    for i in range(20):
+        run.add(request(f"r{i}", 4, 3))
+        run.to_end()
+    log = run.scheduler._log
+    assert log is not None
+    answer = run.scheduler.inspection.answer("requests", {})
+    assert isinstance(answer, dict)
+    assert [each["request_id"] for each in answer["ended"]] == ["r19", "r18", "r17"]
+    assert [step.step_id for step in steps(run)] == [56, 57, 58, 59, 60]
+    assert len(log._names) <= 3
+    assert len(log.events) <= 6
+    assert not log._life_of
+
+
+def test_the_log_changes_no_plan() -> None:
+    """I10: with and without it."""
+    logs = []
+    for size in (0, 3, 4096):
+        run = new_run(
+            step_log=size, num_blocks=20, block_size=4, max_num_batched_tokens=40, max_num_seqs=8, min_chunk=4
+        )
+        run.add(*(request(f"r{i}", 5 + 3 * i, 4 + i, n=1 + i % 2) for i in range(6)))
+        run.to_end()
+        logs.append(run.log)
+    assert logs[0] == logs[1] == logs[2]
