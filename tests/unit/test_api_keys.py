@@ -97,3 +97,19 @@ def test_an_empty_variable_does_not_open_the_server(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(name, value)
     assert refusal().startswith(name)
     assert keys("--api-key", "flag") == [("", "flag")]
+
+
+def test_the_operators_keys_are_written_as_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "keys"
+    file.write_text("# people\nops=0123456789\n")
+    settings = parse_flags(["--admin-api-key", "sesame", "--admin-api-key-file", str(file)])
+    assert [(key.name, key.key) for key in settings.admin_keys] == [("", "sesame"), ("ops", "0123456789")]
+    assert settings.keys == ()
+    assert "sesame" not in repr(settings)
+    assert "sesame" not in refusal("--admin-api-key", "sesame", "", "--port", "x")
+    assert "--admin-api-key-file" in refusal("--admin-api-key-file", str(tmp_path / "nothing"))
+    monkeypatch.setenv("QUIRE_ADMIN_API_KEY", "from-outside")
+    assert [key.key for key in parse_flags([]).admin_keys] == ["from-outside"]
+    monkeypatch.setenv("QUIRE_ADMIN_API_KEY", "")
+    assert "QUIRE_ADMIN_API_KEY is set but" in refusal()
+    assert [key.key for key in parse_flags(["--admin-api-key", "given"]).admin_keys] == ["given"]
