@@ -100,7 +100,7 @@ async def test_it_is_for_this_machine_alone(client: tuple[str, int], headers: di
     telling.cancel()
     assert reply.status_code == status
     if status == 403:
-        assert reply.json()["error"]["code"] == "forbidden"
+        assert reply.json()["error"]["code"] == "admin_only"
 
 
 async def test_only_so_many_look_on(monkeypatch: pytest.MonkeyPatch) -> None:

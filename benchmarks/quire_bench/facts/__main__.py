@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from quire_bench.facts import batching, memory, sharing, timing
+from quire_bench.facts import batching, memory, sharing, steps, timing
 from quire_bench.facts.fact import Fact
 from quire_bench.facts.live import Live
 from quire_bench.servers import BenchError
@@ -31,6 +31,9 @@ def checks(model: Path | None) -> dict[tuple[str, ...], Check]:
         ("F1", "F2"): batching.static_batching,
         ("F8",): batching.blocks_of_a_length,
         ("F12",): batching.block_growth,
+        ("F3", "F4"): steps.finish_steps,
+        ("F6",): steps.chunks_of_a_prompt,
+        ("F7",): steps.place_of_a_token,
         ("F11", "F13"): sharing.shared_prefix,
         ("F5",): timing.first_token_parts,
         ("F14",): sharing.saved_prefill,

@@ -39,12 +39,15 @@ class Live:
 
     # -- asking
 
-    def request(self, method: str, path: str, body: object = None, *, admin: bool = False) -> http.client.HTTPResponse:
+    def request(
+        self, method: str, path: str, body: object = None, *, admin: bool = False, request_id: str = ""
+    ) -> http.client.HTTPResponse:
         """The reply, whose body is still to be read. Raises BenchError for other statuses than 200."""
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = kind(self._netloc, timeout=_PATIENCE)
         key = self._keys[admin]
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        headers |= {"X-Request-Id": request_id} if request_id else {}
         try:
             connection.request(
                 method, self._prefix + path, None if body is None else json.dumps(body).encode(), headers

@@ -1,0 +1,122 @@
+"""Facts on single steps and tables, from the server's own log of them: F3, F4, F6, F7.
+
+Promises: only steps of the requests that are made here count. Must not know: how a step is planned.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+from quire_bench.facts.fact import Fact, equal
+from quire_bench.facts.live import Live
+
+LENGTHS = (10, 50, 100, 200)
+_PROMPT = 4
+_LONG_STEPS = 4  # that the long prompt should take
+_MOST = 256  # steps a reply has
+
+Slice = tuple[str, int, int, int]  # request, choice, start, tokens
+
+
+def finish_steps(live: Live) -> list[Fact]:
+    """F3, F4: four requests that come together leave after 10, 50, 100 and 200 steps, 360 slots in all for 800."""
+    begin = _last_step(live)
+    live.together([partial(live.complete, live.prompt(_PROMPT), length) for length in LENGTHS])
+    steps = _steps_after(live, begin)
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    counts = Counter[str]()
+    for number, slices in steps:
+        for request, _, _, _ in slices:
+            first.setdefault(request, number)
+            last[request] = number
+            counts[request] += 1
+    took = sorted(last[request] - first[request] + 1 for request in last)
+    return [
+        Fact(
+            name="F3 steps from entering to leaving",
+            expected=", ".join(map(str, LENGTHS)),
+            got=", ".join(map(str, took)),
+            ok=took == list(LENGTHS),
+        ),
+        equal("F3 token-steps that were useful", sum(LENGTHS), sum(counts.values())),
+        equal("F3 token-steps of a static batch", 800, len(LENGTHS) * max(LENGTHS)),
+        equal("F4 most sequences in a step", len(LENGTHS), max(len(slices) for _, slices in steps)),
+    ]
+
+
+def chunks_of_a_prompt(live: Live) -> list[Fact]:
+    """F6: a long prompt takes as many steps as it has chunks, and a stream beside it gets a token in each of them."""
+    chunk = _chunk(live)
+    length = min(_LONG_STEPS * chunk, (live.max_model_len - 8) // chunk * chunk)
+    begin = _last_step(live)
+    live.complete(live.prompt(length), 1)
+    alone = [slices for _, slices in _steps_after(live, begin)]
+    begin, began = _last_step(live), threading.Event()
+    stream = threading.Thread(target=_stream, args=(live, live.prompt(_PROMPT), live.max_model_len - 8, began))
+    stream.start()
+    began.wait(30)
+    live.complete(live.prompt(length), 1)
+    beside = [slices for _, slices in _steps_after(live, begin)]
+    longest = Counter(one[0] for slices in beside for one in slices if one[3] > _PROMPT).most_common(1)[0][0]
+    with_long = [slices for slices in beside if any(one[0] == longest for one in slices)]
+    stream.join()
+    return [
+        equal(f"F6 steps of a prompt of {length} tokens, chunks of {chunk}", length / chunk, len(alone)),
+        equal(
+            "F6 of its steps beside a stream, those without the stream's token", 0, sum(len(s) < 2 for s in with_long)
+        ),
+    ]
+
+
+def place_of_a_token(live: Live) -> list[Fact]:
+    """F7: position p lies in block p // B of the table, at offset p % B."""
+    name, began = f"fact-{uuid4().hex}", threading.Event()
+    answer = min(live.max_model_len - 64, 1024)
+    stream = threading.Thread(target=_stream, args=(live, live.prompt(60), answer, began, name))
+    stream.start()
+    began.wait(30)
+    told = json.load(live.request("GET", f"/debug/kv/{name}?pos=37", admin=True))["sequences"][0]
+    whole = json.load(live.request("GET", f"/debug/kv/{name}", admin=True))["sequences"][0]
+    stream.join()
+    index, offset = divmod(37, live.block_size)
+    return [
+        equal("F7 block of position 37", index, told["block_index"]),
+        equal("F7 offset of position 37", offset, told["offset"]),
+        equal("F7 its physical block, by the table", whole["blocks"][index], told["block"]),
+    ]
+
+
+def _stream(live: Live, prompt: list[int], num_tokens: int, began: threading.Event, name: str = "") -> None:
+    """A completion that tells when its first token is there."""
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+    reply = live.request("POST", "/v1/completions", body, request_id=name)
+    for _ in reply:
+        began.set()
+
+
+def _chunk(live: Live) -> int:
+    """The largest slice of a prompt that has the server to itself."""
+    begin = _last_step(live)
+    live.complete(live.prompt(live.max_model_len - 8), 1)
+    return max(one[3] for _, slices in _steps_after(live, begin) for one in slices)
+
+
+def _last_step(live: Live) -> int:
+    return int(json.load(live.request("GET", "/debug/steps?limit=1", admin=True))["last"])
+
+
+def _steps_after(live: Live, step: int) -> list[tuple[int, list[Slice]]]:
+    """The steps after one that computed something, by their numbers."""
+    found: list[tuple[int, list[Slice]]] = []
+    while True:
+        told = json.load(live.request("GET", f"/debug/steps?after={step}&limit={_MOST}", admin=True))["steps"]
+        if not told:
+            return found
+        found += [(each["step_id"], each["slices"]) for each in told if each["slices"]]
+        step = told[-1]["step_id"]
