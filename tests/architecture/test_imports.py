@@ -56,6 +56,7 @@ FOLDERS = {
     "quire_server.answering": {"errors", "state", "text", "engine", "metrics", "http"},
     "quire_server.routes": {"errors", "state", "wire", "answering", "http"},
     "quire_server.commands": {"*", "text", "engine", "http", "settings", "checkpoint"},
+    "quire_bench.facts": {"*"},
     "quire_kernels.reference": {"*"},
     "quire_kernels.cpu": {"*", "reference"},
     "quire_kernels.flash": {"*", "reference"},
