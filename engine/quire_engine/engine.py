@@ -15,7 +15,14 @@ from typing import Any, Protocol
 from quire_engine.batch import Batch, StepResult
 from quire_engine.errors import InfeasibleRequest
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import EngineHealth, GenerationRequest, StepOutput, TokenOutput
+from quire_engine.types import (
+    DEADLINE_EXCEEDED,
+    DEADLINE_PASSED,
+    EngineHealth,
+    GenerationRequest,
+    StepOutput,
+    TokenOutput,
+)
 
 _PREPARING_SECONDS = 0.01  # an abort or another request may come meanwhile
 
@@ -112,9 +119,16 @@ class Engine:
         except InfeasibleRequest as refusal:
             self._refuse(request, str(refusal))
 
-    def _refuse(self, request: GenerationRequest, error: str, *, culprit: bool = False) -> None:
+    def _refuse(self, request: GenerationRequest, error: str, *, code: str = "", culprit: bool = False) -> None:
         self._unsent += [
-            TokenOutput(request_id=request.request_id, choice=choice, finish="error", error=error, culprit=culprit)
+            TokenOutput(
+                request_id=request.request_id,
+                choice=choice,
+                finish="error",
+                error=error,
+                error_code=code,
+                culprit=culprit,
+            )
             for choice in range(request.n)
             if choice not in request.finished_choices
         ]
@@ -149,6 +163,7 @@ class Engine:
             self._admit_prepared(self._grammars)
         started = self._clock()
         outputs, self._unsent = self._unsent, []
+        outputs += self._scheduler.expire(started)
         execute_seconds = 0.0
         if self._in_flight and self._scheduler.needs_results:
             execute_seconds += self._collect(outputs)
@@ -179,7 +194,12 @@ class Engine:
         """Let those in whose grammars have become ready; with nothing else to do wait for one, not for long."""
         if not (self._scheduler.has_work or self._in_flight or self._unsent):
             grammars.wait(_PREPARING_SECONDS)
+        now = self._clock()
         for request in list(self._preparing.values()):
+            if request.deadline is not None and request.deadline <= now:
+                del self._preparing[request.request_id]
+                self._refuse(request, DEADLINE_PASSED, code=DEADLINE_EXCEEDED)
+                continue
             if grammars.prepare(request.sampling.grammar):
                 self._admit(self._preparing.pop(request.request_id))
 

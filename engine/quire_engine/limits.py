@@ -12,7 +12,8 @@ from typing import Literal
 
 from quire_engine.errors import ConfigError
 
-PolicyName = Literal["fcfs", "priority"]
+PolicyName = Literal["fcfs", "priority", "wfq"]
+VictimName = Literal["youngest", "longest-running", "lowest-class", "least-lost"]
 
 _MAY_BE_0 = {"least": 0}  # the other numbers are 1 or more
 
@@ -33,6 +34,9 @@ class SchedulerLimits:
     elder_age_steps: int = field(default=64, metadata=_MAY_BE_0)  # older than this and its own work is overdue
     scheduling_policy: PolicyName = "fcfs"
     step_log: int = field(default=4096, metadata=_MAY_BE_0)  # steps remembered with their reasons; 0: none
+    preemption_victim: VictimName = "youngest"
+    batch_min_share: float = field(default=0.1, metadata=_MAY_BE_0)  # of a step's tokens, for batch work that waits
+    max_consecutive_chunks: int = field(default=0, metadata=_MAY_BE_0)  # of one prompt while others wait; 0: any
 
     @property
     def max_choices(self) -> int:
@@ -52,6 +56,10 @@ class SchedulerLimits:
                 f"max_num_seqs ({self.max_num_seqs}) + min_chunk ({self.min_chunk}) must fit in max_num_batched_tokens"
                 f" ({self.max_num_batched_tokens}): every running sequence and the oldest prompt advance in each step;"
                 f" set max_num_batched_tokens to {needed} or more{fewer}"
+            )
+        if self.batch_min_share > 0.5:
+            raise ConfigError(
+                f"batch_min_share is {self.batch_min_share}, must be at most 0.5: interactive requests go first"
             )
         if self.min_chunk > self.prefill_chunk:
             raise ConfigError(

@@ -15,6 +15,9 @@ WaitReason = Literal["kv", "slots", "budget"]
 # How errors begin that a request's own rules have led to, such as ids that its grammar does not allow.
 NO_CANDIDATE = "no token is left to choose from"
 OF_THE_REQUEST = (NO_CANDIDATE, "the grammar ")
+ServiceClass = Literal["interactive", "batch"]
+DEADLINE_EXCEEDED = "deadline_exceeded"  # an `error_code`, and its error
+DEADLINE_PASSED = "the request was not finished by its deadline"
 Pooling = Literal["", "last", "mean"]  # of a prompt's tokens: none, or which make up its vector
 
 
@@ -113,6 +116,11 @@ class GenerationRequest:
     resumed_token_ids: tuple[tuple[int, ...], ...] = ()  # crash recovery: per choice, tokens already sent
     finished_choices: tuple[int, ...] = ()  # crash recovery: choices that already ended
     pooling: Pooling = ""  # what is wanted is a vector of the prompt and no token: max_new_tokens is 0, n is 1
+    tenant: str = ""  # whom its service is charged to
+    weight: float = 1.0  # of the tenant: twice the weight is twice the service, where tenants compete
+    max_running: int = 0  # sequences of the tenant that may run at once; 0: any number
+    service_class: ServiceClass = "interactive"
+    deadline: float | None = None  # on the clock of arrival_time; unfinished then, it ends with an error
     beam: BeamParams | None = None  # tokens are searched, not sampled; nothing is told before the end
 
     @property
@@ -158,9 +166,22 @@ class TokenOutput:
     finish: FinishReason | None = None
     stop_token_id: int | None = None  # the stop token that ended the choice (also the last of token_ids)
     error: str | None = None  # with finish == "error": one line, safe to show to the client
+    error_code: str = ""  # with error: DEADLINE_EXCEEDED, or empty for what has no name of its own
     culprit: bool = False  # with error: the request itself is the cause, sending it again would fail again
     num_cached_tokens: int = 0  # prompt tokens served from the prefix cache
     timing: RequestTiming | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantStats:
+    """What one tenant has in the engine, and what it has got since the engine started."""
+
+    tenant: str
+    running: int = 0  # sequences
+    waiting: int = 0  # sequences
+    total_prompt_tokens: int = 0  # those that the prefix cache did not have, counted when a request first enters
+    total_output_tokens: int = 0
+    total_service: float = 0.0  # of both, an output token counts twice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +208,7 @@ class EngineStats:
     kv_waiting_since: float | None = None  # clock of arrival_time: the queue's head has waited so long for blocks
     total_kv_wait_seconds: float = 0.0  # in which some request at the queue's head waited for blocks, as of this step
     total_padding_rows: int = 0  # rows of steps that computed nothing, so that a step has one of few sizes
+    tenants: tuple[TenantStats, ...] = ()  # none where no request has named one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import get_args
+
 import pytest
 
 from quire_engine.errors import InfeasibleRequest
-from quire_engine.limits import SchedulerConfig, SchedulerLimits
+from quire_engine.limits import SchedulerConfig, SchedulerLimits, VictimName
 from quire_engine.scheduling.page_table import PageTable
 from quire_engine.scheduling.policies import policies_for
 from quire_engine.scheduling.policies.capacity import WholePrompt
@@ -14,16 +17,18 @@ from quire_engine.scheduling.policies.elder import ElderRule
 from quire_engine.scheduling.policies.gate import check_request
 from quire_engine.scheduling.policies.itl import FEWEST, ItlTarget
 from quire_engine.scheduling.policies.order import PriorityOrder
-from quire_engine.scheduling.policies.victim import Youngest
+from quire_engine.scheduling.policies.victim import LeastLost, LongestRunning, LowestClass, VictimPolicy, Youngest
 from quire_engine.scheduling.sequence import Group, Sequence
-from quire_engine.types import GenerationRequest
+from quire_engine.types import GenerationRequest, ServiceClass
 from support.fake_executor import request
 
 CONFIG = SchedulerConfig(num_blocks=60, max_model_len=4096)
 
 
-def group(arrival: int, *, added: int = 0, work: int = 1, priority: int = 0) -> Group:
-    wanted = request(str(arrival), priority=priority)
+def group(
+    arrival: int, *, added: int = 0, work: int = 1, priority: int = 0, service_class: ServiceClass = "interactive"
+) -> Group:
+    wanted = dataclasses.replace(request(str(arrival), priority=priority), service_class=service_class)
     one = Group(request=wanted, arrival=arrival, added_step=added, work=work)
     tokens = list(wanted.prompt_token_ids)
     one.add_choice(
@@ -44,7 +49,9 @@ def test_orders() -> None:
     fcfs = policies_for(CONFIG.limits).order
     assert sorted([urgent, second, first], key=fcfs.key) == [first, second, urgent]
     assert sorted([second, first, urgent], key=PriorityOrder().key) == [urgent, first, second]
-    assert isinstance(policies_for(SchedulerLimits(scheduling_policy="priority")).order, PriorityOrder)
+    by_priority = policies_for(SchedulerLimits(scheduling_policy="priority")).order
+    batch = group(3, priority=-2, service_class="batch")
+    assert sorted([batch, second, first, urgent], key=by_priority.key) == [urgent, first, second, batch]
 
 
 def test_the_youngest_is_the_victim_and_never_the_elder() -> None:
@@ -52,6 +59,29 @@ def test_the_youngest_is_the_victim_and_never_the_elder() -> None:
     assert Youngest().choose([a, b, c], a) is c
     assert Youngest().choose([a, b, c], c) is b
     assert Youngest().choose([a], a) is None
+
+
+def test_other_victims() -> None:
+    a, b, c = group(0), group(1, priority=3), group(2, service_class="batch")
+    for at, each in ((3.0, a), (1.0, b), (2.0, c)):
+        each.enter(at)
+    for each, computed in ((a, 2), (b, 6), (c, 4)):
+        each.leader.num_computed = computed
+    choices: list[tuple[VictimPolicy, list[Group]]] = [
+        (LongestRunning(), [b, c, a]),
+        (LowestClass(), [c, b, a]),
+        (LeastLost(), [a, c, b]),
+    ]
+    for policy, order in choices:
+        first, second, _ = order
+        assert policy.choose([a, b, c], None) is first
+        assert policy.choose([a, b, c], first) is second, "the elder is never named"
+        assert policy.choose([first], first) is None
+    names = get_args(VictimName)
+    assert {type(policies_for(SchedulerLimits(preemption_victim=name)).victim) for name in names} == {
+        Youngest,
+        *(type(policy) for policy, _ in choices),
+    }
 
 
 def test_a_preempted_group_needs_one_block_more() -> None:

@@ -6,7 +6,11 @@ never overdrawn; no group is overtaken more than `max_bypasses` times. Must not 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from quire_engine.limits import SchedulerLimits
+from quire_engine.scheduling.accounts import Accounts
+from quire_engine.scheduling.classes import ClassShares
 from quire_engine.scheduling.giving import Giving
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.policies.capacity import WholePrompt
@@ -32,6 +36,8 @@ class Admission:
         room: Room,
         kv: KVAllocator,
         roster: Roster,
+        classes: ClassShares,
+        accounts: Accounts,
     ) -> None:
         self.total_query_tokens = 0
         self.total_hit_tokens = 0
@@ -42,6 +48,8 @@ class Admission:
         self._room = room
         self._kv = kv
         self._roster = roster
+        self._classes = classes
+        self._accounts = accounts
         self._kv_blocked: Group | None = None  # the queue's head, while it waits for blocks
         self._kv_blocked_since = 0.0
         self._kv_noted_at = 0.0
@@ -57,13 +65,18 @@ class Admission:
         limit = self._limits.max_bypasses
         entered: list[Group] = []
         passed_over: list[Group] = []
-        for group in self._queue.arrange(self._roster.waiting, self.num_cached_tokens):
+        for group in self._by_class():
             if closed is None and plan.budget == 0:
                 closed = "budget"
             if closed is not None:
                 self._let_wait(group, closed, plan)
                 continue
+            if not self._accounts.has_seats(group, self._roster.running):
+                self._let_wait(group, "slots", plan)  # its tenant's own doing: nobody bypasses it
+                continue
             obstacle = self._try_to_enter(group, plan, num_partial, now)
+            while obstacle in ("slots", "kv") and self._make_class_room(group, plan):
+                obstacle = self._try_to_enter(group, plan, num_partial, now)
             if obstacle is not None:
                 self._let_wait(group, obstacle, plan)
                 passed_over.append(group)
@@ -108,6 +121,29 @@ class Admission:
             self._kv_blocked.note_kv_wait(now - self._kv_blocked_since)
         self._kv_blocked, self._kv_blocked_since = blocked, now
 
+    def _by_class(self) -> Iterator[Group]:
+        """All who wait, each class in the queue policy's order."""
+        for part in self._classes.parts(self._roster.waiting):
+            yield from self._queue.arrange(part, self.num_cached_tokens)
+
+    def _may_begin(self, group: Group, plan: StepPlan) -> bool:
+        """Whether only others' prompts are in the way: each class, and each tenant that is counted, has its own."""
+        own = [each for each in self._roster.running if each.side == group.side and each is not plan.elder]
+        return sum(self._giving.stays_partial(each, plan) for each in own) < self._limits.max_num_partial_prefills
+
+    def _make_class_room(self, group: Group, plan: StepPlan) -> bool:
+        """Preempt a batch group for an interactive one; False if it must wait all the same."""
+        victims = self._classes.victims(group, self._roster.running, plan.elder)
+        if not victims:
+            return False
+        seats = self._limits.max_num_seqs - self._roster.num_running + sum(len(each.sequences) for each in victims)
+        blocks = self._kv.num_available + sum(len(s.table) for each in victims for s in each.sequences)
+        need = self._kv.seat_cost(group.leader, self._match(group)) + group.blocks_beside_leader()
+        if seats < len(group.sequences) or not self._capacity.fits(group, need=need, available=blocks):
+            return False  # nobody is preempted in vain
+        self._room.make_for_class(victims[0], plan)
+        return True
+
     def _let_wait(self, group: Group, reason: WaitReason, plan: StepPlan) -> None:
         if group.wait_reason != reason:
             plan.note("waits", group, reason=reason)
@@ -125,7 +161,7 @@ class Admission:
         goes_on = first < pending or any(follower.num_output_tokens > 0 for follower in group.followers())
         if plan.budget < min(pending, limits.min_chunk):
             return "budget"
-        if goes_on and num_partial >= limits.max_num_partial_prefills:
+        if goes_on and num_partial >= limits.max_num_partial_prefills and not self._may_begin(group, plan):
             return "budget"
         need = self._kv.seat_cost(leader, match) + group.blocks_beside_leader()
         if not self._capacity.fits(group, need=need, available=self._kv.num_available):
@@ -143,5 +179,6 @@ class Admission:
         if group.first_scheduled is None and group.reads_cache and self._limits.enable_prefix_caching:
             self.total_query_tokens += len(group.leader.token_ids)
             self.total_hit_tokens += match.num_tokens
+        self._accounts.enter(group, match.num_tokens)
         plan.note("enters", group, num_tokens=match.num_tokens)
         self._roster.enter(group, match, now)

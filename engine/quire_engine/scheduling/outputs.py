@@ -11,7 +11,14 @@ from collections.abc import Iterable
 from quire_engine.batch import SampledToken
 from quire_engine.scheduling.beams import Hypothesis
 from quire_engine.scheduling.sequence import Group, Sequence
-from quire_engine.types import FinishReason, RequestTiming, TokenLogprobs, TokenOutput
+from quire_engine.types import (
+    DEADLINE_EXCEEDED,
+    DEADLINE_PASSED,
+    FinishReason,
+    RequestTiming,
+    TokenLogprobs,
+    TokenOutput,
+)
 
 
 def token_output(
@@ -84,6 +91,23 @@ def beam_output(group: Group, found: Hypothesis, choice: int) -> TokenOutput:
         num_cached_tokens=group.num_cached_tokens,
         timing=_timing(group),
     )
+
+
+def expired_outputs(group: Group, ended: Iterable[Sequence]) -> list[TokenOutput]:
+    """The last outputs of a group at its deadline: one for each choice that was not finished."""
+    return [
+        TokenOutput(
+            request_id=group.request.request_id,
+            choice=sequence.choice,
+            finish="error",
+            error=DEADLINE_PASSED,
+            error_code=DEADLINE_EXCEEDED,
+            num_cached_tokens=group.num_cached_tokens,
+            timing=_timing(group),
+        )
+        for sequence in ended
+        if sequence.choice < group.request.n
+    ]
 
 
 def _logprobs(samples: tuple[SampledToken, ...]) -> tuple[TokenLogprobs, ...]:

@@ -21,10 +21,13 @@ One step, `Planner.plan`, shares out `max_num_batched_tokens` tokens:
 from __future__ import annotations
 
 from quire_engine.limits import SchedulerLimits
+from quire_engine.scheduling.accounts import Accounts
 from quire_engine.scheduling.admission import Admission
+from quire_engine.scheduling.classes import ClassShares
 from quire_engine.scheduling.giving import Giving
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.policies import Policies
+from quire_engine.scheduling.prompt_turns import PromptTurns
 from quire_engine.scheduling.room import Room
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group
@@ -39,6 +42,11 @@ class Planner:
         self._limits = limits
         self._policies = policies
         self._roster = roster
+        self.accounts = Accounts(of_everyone=limits.scheduling_policy == "wfq")
+        self._classes = ClassShares(limits.batch_min_share)
+        self._turns = PromptTurns(
+            limits.max_consecutive_chunks, self._classes, by_account=limits.scheduling_policy == "wfq"
+        )
         room = Room(limits, policies.victim, kv, roster)
         self._giving = Giving(policies.chunk, kv, room)
         self.admission = Admission(
@@ -49,6 +57,8 @@ class Planner:
             room=room,
             kv=kv,
             roster=roster,
+            classes=self._classes,
+            accounts=self.accounts,
         )
 
     def plan(self, step: int, now: float) -> StepPlan:
@@ -67,6 +77,8 @@ class Planner:
             prefilling += self.admission.admit(plan, num_partial, now)
         self._give_rest(prefilling, plan)
         self.admission.note_kv_wait(now)
+        self.accounts.charge(plan)
+        self._classes.note(plan, self._roster.running, self._roster.waiting)
         return plan
 
     def _elder(self, step: int) -> Group | None:
@@ -96,7 +108,7 @@ class Planner:
 
     def _serve_prefills(self, groups: list[Group], plan: StepPlan) -> int:
         """Chunks of unfinished prompts; returns how many groups but the elder stay in the middle of theirs."""
-        for group in groups:
+        for group in self._turns.first(groups, self._roster.waiting):
             if group.state == "running":
                 self._giving.give_chunks(group, plan)
         others = [group for group in groups if group.state == "running" and group is not plan.elder]

@@ -11,19 +11,21 @@ from typing import Literal
 from quire_engine.invariants import InvariantViolation
 from quire_engine.limits import SchedulerLimits
 from quire_engine.scheduling.kv_allocator import KVAllocator
-from quire_engine.scheduling.policies.victim import Youngest
+from quire_engine.scheduling.policies.victim import VictimPolicy
 from quire_engine.scheduling.prefix_match import PrefixMatch
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group
 from quire_engine.scheduling.step_plan import StepPlan
 
-PreemptionCause = Literal["blocks", "elder"]  # a running group grows; the elder needs blocks or a slot
+PreemptionCause = Literal[
+    "blocks", "elder", "class"
+]  # a running group grows; the elder needs blocks or a slot; an interactive group does
 
 
 class Room:
     """Makes room by preempting running groups, the victim policy's choice one after the other."""
 
-    def __init__(self, limits: SchedulerLimits, victim: Youngest, kv: KVAllocator, roster: Roster) -> None:
+    def __init__(self, limits: SchedulerLimits, victim: VictimPolicy, kv: KVAllocator, roster: Roster) -> None:
         self._limits = limits
         self._victim = victim
         self._kv = kv
@@ -50,6 +52,11 @@ class Room:
         """Preempt until the waiting elder can be seated with what it matched."""
         while self._kv.seat_cost(elder.leader, match) > self._kv.num_available:
             self._preempt_for_elder(plan)
+
+    def make_for_class(self, victim: Group, plan: StepPlan) -> None:
+        """Preempt a batch group for an interactive one that waits."""
+        victim.note_class_preemption()
+        self._preempt(victim, "class", plan)
 
     def _preempt_for_elder(self, plan: StepPlan) -> None:
         victim = self._victim.choose(self._roster.running, plan.elder)

@@ -10,6 +10,7 @@ from bisect import insort
 from itertools import count
 
 from quire_engine.invariants import require
+from quire_engine.scheduling.account import Account
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.page_table import PageTable
 from quire_engine.scheduling.policies.order import OrderPolicy
@@ -33,7 +34,9 @@ class Roster:
         self._arrivals = count()
         self._sequence_ids = count()
 
-    def join(self, request: GenerationRequest, *, step: int, work: int, wait_bound: int) -> None:
+    def join(
+        self, request: GenerationRequest, *, step: int, work: int, wait_bound: int, account: Account | None = None
+    ) -> None:
         """Make a group of the request and let it wait."""
         resumed = request.resumed_token_ids or ((),) * request.num_sequences
         scores_prompt = request.sampling.num_prompt_logprobs is not None
@@ -43,6 +46,7 @@ class Roster:
             added_step=step,
             work=work,
             wait_bound=wait_bound,
+            account=account,
             # Whoever resumes a request had them with the first output of choice 0, if there was one.
             prompt_logprobs_due=scores_prompt and 0 not in request.finished_choices and not resumed[0],
         )

@@ -6,14 +6,23 @@ within its printed bound; same calls, same plans. Must not know: torch, clocks, 
 
 from __future__ import annotations
 
+from collections import Counter
+
 from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
 from quire_engine.errors import InfeasibleRequest
 from quire_engine.invariants import InvariantViolation, require
 from quire_engine.limits import SchedulerConfig
 from quire_engine.scheduling.beam_forks import BeamForks
+from quire_engine.scheduling.deadlines import Deadlines
 from quire_engine.scheduling.inspection import Inspection
 from quire_engine.scheduling.kv_allocator import KVAllocator
-from quire_engine.scheduling.outputs import error_output, error_outputs, prompt_only_output, token_output
+from quire_engine.scheduling.outputs import (
+    error_output,
+    error_outputs,
+    expired_outputs,
+    prompt_only_output,
+    token_output,
+)
 from quire_engine.scheduling.planner import Planner
 from quire_engine.scheduling.policies import Policies, policies_for
 from quire_engine.scheduling.policies.gate import check_request
@@ -54,6 +63,7 @@ class Scheduler:
         self._prefill_tokens = self._decode_tokens = 0  # of the last applied step
         self._scheduled_at: dict[int, float] = {}  # by step, of those not applied
         self._applied_at = 0.0
+        self._deadlines = Deadlines()
 
     @property
     def has_work(self) -> bool:
@@ -77,9 +87,24 @@ class Scheduler:
             n=request.num_sequences,
         )
         earlier = sum(group.work for group in self._roster.live.values())
-        self._roster.join(request, step=self._step, work=work, wait_bound=limits.wait_bound(work, earlier))
+        account = self._planner.accounts.open(request, self._roster.waiting)
+        self._roster.join(
+            request, step=self._step, work=work, wait_bound=limits.wait_bound(work, earlier), account=account
+        )
+        self._deadlines.add(request, self._roster.live)
         if self._log is not None:
             self._log.added(self._roster.live[request.request_id], now)
+
+    def expire(self, now: float) -> list[TokenOutput]:
+        """End the requests whose deadline has passed; their blocks are free at once."""
+        outputs: list[TokenOutput] = []
+        for request_id in self._deadlines.due(now):
+            group = self._roster.live.get(request_id)
+            if group is not None:
+                if self._log is not None:
+                    self._log.ends(request_id, "error")
+                outputs += expired_outputs(group, self._roster.end_all(group))
+        return outputs
 
     def abort(self, request_id: str) -> bool:
         """End a request without an output; its blocks are free at once. False if it was not live."""
@@ -192,6 +217,7 @@ class Scheduler:
             total_blocks_taken=kv.total_taken,
             kv_waiting_since=admission.kv_waiting_since,
             total_kv_wait_seconds=admission.total_kv_wait_seconds,
+            tenants=self._planner.accounts.stats(self._roster.running, self._roster.waiting),
         )
 
     def check_invariants(self) -> None:
@@ -222,8 +248,9 @@ class Scheduler:
         roster.check()
         require(roster.num_running <= limits.max_num_seqs, f"{roster.num_running} sequences run")
         others = [group for group in roster.running if group is not self._planner.elder]
-        partial = sum(1 for group in others if group.is_prefilling)
-        require(partial <= limits.max_num_partial_prefills, f"{partial} requests are in the middle of their prompts")
+        for side, partial in Counter(group.side for group in others if group.is_prefilling).items():
+            most = limits.max_num_partial_prefills
+            require(partial <= most, f"{partial} requests of {side} are in the middle of their prompts")
         for group in roster.live.values():
             age = self._step - group.added_step
             require(age < group.wait_bound, f"request {group.request.request_id} is alive after {age} steps")
@@ -274,6 +301,8 @@ class Scheduler:
                 self._roster.end(sequence)
                 break
         token_ids[at : at + 1] = taken
+        if group.account is not None:
+            group.account.charge_output(len(taken))
         if sequence.num_forced != len(taken) - 1:
             sequence.note_forced(len(taken) - 1)
         return token_output(sequence, samples, tuple(taken), finish)

@@ -12,6 +12,7 @@ from typing import Literal
 
 from quire_engine.batch import PENDING
 from quire_engine.invariants import require
+from quire_engine.scheduling.account import Account
 from quire_engine.scheduling.beams import BeamSearch
 from quire_engine.scheduling.page_table import PageTable
 from quire_engine.scheduling.pooled_prompt import PooledPrompt
@@ -91,7 +92,11 @@ class Group:
     wait_reason: WaitReason = "budget"
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_class_preemptions: int = 0  # of its preemptions, those for interactive groups
     num_starved: int = 0  # of its preemptions, those because the device had no memory to compute it
+    account: Account | None = None  # that it is charged to, where anyone counts
+    num_uncharged: int = 0  # tokens at the end of its prompt that the account is still to be charged for
+    entered_at: float = 0.0  # when it last began to run
     first_scheduled: float | None = None
     first_token: float | None = None
     kv_wait_seconds: float = 0.0
@@ -105,6 +110,7 @@ class Group:
     stop_token_ids: frozenset[int] = field(init=False)
     reads_output: bool = field(init=False)
     sampling: SamplingParams = field(init=False)
+    is_batch: bool = field(init=False)
 
     def __post_init__(self) -> None:
         request = self.request
@@ -114,12 +120,18 @@ class Group:
         self.beams = None if request.beam is None else BeamSearch(request, request.beam)
         self.reads_output = request.sampling.reads_output or self.beams is not None  # the host says who goes on
         self.sampling = request.sampling if self.beams is None else self.beams.sampling
+        self.is_batch = request.service_class == "batch"
         self.pooled = PooledPrompt(request.pooling) if request.pooling else None
 
     @property
     def reads_cache(self) -> bool:
         """Scores of the prompt, and the mean of its rows, need every row of it computed."""
         return self.request.sampling.num_prompt_logprobs is None and self.request.pooling != "mean"
+
+    @property
+    def side(self) -> tuple[str, bool]:
+        """Whose prompts compete for being begun: those of a class, and of a tenant where tenants are kept apart."""
+        return "" if self.account is None else self.account.tenant, self.is_batch
 
     def pending(self, sequence: Sequence) -> int:
         """Tokens that a computing sequence, or a waiting group's leader, can compute now; 1 is a decode.
@@ -172,6 +184,14 @@ class Group:
         """The device had no memory for its slice."""
         self.num_starved += 1
 
+    def note_charged(self, num_tokens: int) -> None:
+        """So many of the prompt's first tokens are paid for, or were cached."""
+        self.num_uncharged = self.num_prompt_tokens - num_tokens
+
+    def note_class_preemption(self) -> None:
+        """It is about to be preempted for an interactive group."""
+        self.num_class_preemptions += 1
+
     def be_bypassed(self) -> None:
         """A group behind it entered, and it could not."""
         self.num_bypasses += 1
@@ -185,6 +205,7 @@ class Group:
         require(self.state in {"waiting", "preempted"}, f"a group that is {self.state} enters")
         leader = self.leader
         self.state = "running"
+        self.entered_at = now
         self.computing = [leader]
         if self.first_scheduled is None:
             self.first_scheduled = now
@@ -248,4 +269,6 @@ class Group:
         if self.sequences:
             return False
         self.state = "finished"
+        if self.account is not None and self.num_uncharged:
+            self.account.forget(self.num_uncharged)
         return True

@@ -20,7 +20,7 @@ from quire_engine.config import (
     KVCacheDType,
     Quantization,
 )
-from quire_engine.limits import LIMIT_NAMES, PolicyName, SchedulerLimits, out_of_range
+from quire_engine.limits import LIMIT_NAMES, PolicyName, SchedulerLimits, VictimName, out_of_range
 from quire_server.settings.option import option
 from quire_server.settings.values import BlockSize, Count, JsonObject, Names, OptionalCount, Positive, Size, synonym_of
 
@@ -135,7 +135,20 @@ class EngineFields(BaseModel):
         LIMITS.elder_age_steps, "Scheduling", "age from which a waiting request is overdue and served first", "steps"
     )
     scheduling_policy: PolicyName = option(
-        LIMITS.scheduling_policy, "Scheduling", "order of waiting requests; priority: lower first"
+        LIMITS.scheduling_policy,
+        "Scheduling",
+        "order of waiting requests; priority: lower first; wfq: fair shares of tenants by their weights",
+    )
+    preemption_victim: VictimName = option(
+        LIMITS.preemption_victim, "Scheduling", "who gives up its memory first when it runs out"
+    )
+    batch_min_share: float = option(
+        LIMITS.batch_min_share, "Scheduling", "share of the computed tokens that batch requests get at least, up to 0.5"
+    )
+    max_consecutive_chunks: int = option(
+        LIMITS.max_consecutive_chunks,
+        "Scheduling",
+        "steps in a row in which a long prompt goes before others that wait; 0 is any",
     )
     step_log: Count = option(
         LIMITS.step_log,

@@ -24,6 +24,16 @@ class FirstComeFirstServed:
         return (group.arrival,)
 
 
+class ByClass:
+    """Interactive groups before batch ones, within each class by another order."""
+
+    def __init__(self, within: OrderPolicy) -> None:
+        self._within = within
+
+    def key(self, group: Group) -> tuple[int, ...]:
+        return (int(group.is_batch), *self._within.key(group))
+
+
 class PriorityOrder:
     """By (priority, arrival): lower numbers go first, equal ones in order of submission."""
 
