@@ -51,7 +51,8 @@ class ClassShares:
         batch = total = 0
         for sequence, num_tokens in plan.slices.items():
             group = sequence.group
-            useful = num_tokens if group.num_preemptions == 0 else int(sequence.num_output_tokens > 0)
+            start = sequence.num_computed
+            useful = max(start + num_tokens - max(start, group.num_computed_before), 0)
             total += useful
             if group.is_batch:
                 batch += useful

@@ -75,9 +75,9 @@ class Roster:
 
     def preempt(self, group: Group) -> None:
         """Take every block from a running group; it waits in its old place and is computed again."""
+        group.preempt()
         for sequence in group.sequences:
             self._kv.release(sequence)
-        group.preempt()
         self.total_preemptions += 1
         self.num_running -= len(group.sequences)
         self.running.remove(group)

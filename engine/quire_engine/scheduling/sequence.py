@@ -93,6 +93,7 @@ class Group:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_class_preemptions: int = 0  # of its preemptions, those for interactive groups
+    num_computed_before: int = 0  # tokens that a choice had computed when the group was last preempted
     num_starved: int = 0  # of its preemptions, those because the device had no memory to compute it
     account: Account | None = None  # that it is charged to, where anyone counts
     num_uncharged: int = 0  # tokens at the end of its prompt that the account is still to be charged for
@@ -245,8 +246,9 @@ class Group:
         return (None, *self.prompt_logprobs)
 
     def preempt(self) -> None:
-        """Wait again, with nothing computed."""
+        """Wait again, with what was computed lost; the caller takes the blocks."""
         require(self.state == "running", f"a group that is {self.state} is preempted")
+        self.num_computed_before = max(self.num_computed_before, *(s.num_computed for s in self.sequences))
         self.state = "preempted"
         self.computing = []
         for sequence in self.sequences:

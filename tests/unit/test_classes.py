@@ -1,0 +1,121 @@
+"""Interactive before batch, batch never less than its share, and prompts that give way."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from quire_engine.limits import SchedulerConfig
+from quire_engine.scheduling.classes import MAX_CLASS_PREEMPTIONS
+from quire_engine.types import GenerationRequest
+from support.fake_executor import Run, new_run, produced_alone, request
+from support.limits import scheduler_config
+from support.simulated_tenants import Arrival, History, Machine, simulate
+
+
+def batch(name: str, prompt: int = 8, max_tokens: int = 8, n: int = 1) -> GenerationRequest:
+    return dataclasses.replace(request(name, prompt, max_tokens, n=n), service_class="batch")
+
+
+def entered(run: Run) -> list[str]:
+    """The ids of those who run."""
+    return [group.request.request_id for group in run.scheduler._roster.running]
+
+
+def test_interactive_requests_go_first() -> None:
+    run = new_run(max_num_seqs=2, batch_min_share=0.0)
+    run.add(request("first", 8, 30), batch("b1"), batch("b2"), request("i1", 8, 3), request("i2", 8, 3))
+    run.to_end()
+    ends = run.finish_step
+    assert max(ends["i1"], ends["i2"]) < min(ends["b1"], ends["b2"])
+
+
+def test_an_interactive_request_takes_the_seat_of_a_batch_one() -> None:
+    run = new_run(max_num_seqs=2)
+    run.add(request("elder", 8, 60), wanted := batch("b", 8, 40))
+    for _ in range(10):
+        run.one_step()
+    run.add(short := request("i", 8, 4))
+    run.one_step()
+    assert entered(run) == ["elder", "i"]
+    run.to_end()
+    assert produced_alone(run, wanted, short)
+    assert run.scheduler.stats().total_preemptions == 1
+
+
+def test_memory_is_taken_from_batch_work_only_where_that_helps() -> None:
+    run = new_run(num_blocks=10, block_size=16, max_num_seqs=4)
+    run.add(request("elder", 64, 16), batch("b", 60, 4))
+    run.one_step()
+    run.add(request("large", 100, 4))  # seven blocks: with the batch request's four it would have six
+    run.one_step()
+    assert entered(run) == ["elder", "b"], "nobody is preempted in vain"
+    run.to_end()
+
+
+def test_batch_requests_are_preempted_for_their_class_a_bounded_number_of_times() -> None:
+    run = new_run(max_num_seqs=2, batch_min_share=0.0, elder_age_steps=10_000)
+    run.add(request("elder", 8, 400), batch("b", 8, 200))
+    for number in range(3 * MAX_CLASS_PREEMPTIONS):
+        for _ in range(6):
+            run.one_step()
+        run.add(request(f"i{number}", 8, 2))
+    group = run.scheduler._roster.live["b"]
+    for _ in range(30):
+        run.one_step()
+    assert group.num_class_preemptions == MAX_CLASS_PREEMPTIONS
+    assert group.state == "running"
+
+
+def overload(share: float) -> History:
+    """Interactive requests for more than the machine computes, and batch work beside them."""
+    chats = [Arrival(at=number * 0.05, tenant="chat", prompt=100, output=30) for number in range(1200)]
+    work = [Arrival(at=0.5, tenant="work", prompt=300, output=60, service_class="batch") for _ in range(60)]
+    config: SchedulerConfig = scheduler_config(
+        num_blocks=400, max_num_seqs=12, max_num_batched_tokens=256, prefill_chunk=256, batch_min_share=share
+    )
+    return simulate(config, [*chats, *work], until=60, machine=Machine(0.02, 0.0008, 0.001))
+
+
+@pytest.mark.parametrize("share", [0.2, 0.3, 0.4])
+def test_batch_work_gets_its_share_under_overload(share: float) -> None:
+    history = overload(share)
+    computed = {tenant: history.total(tenant, 10) for tenant in ("chat", "work")}
+    assert computed["work"] / sum(computed.values()) == pytest.approx(share, abs=0.04)
+
+
+def test_without_a_share_batch_work_gets_what_the_elder_rule_gives() -> None:
+    history = overload(0.0)
+    assert 0 < history.total("work", 10) < 0.15 * history.total("chat", 10)
+
+
+def late(config_value: int) -> float:
+    """Seconds to the first token of short prompts that come while two long ones are computed in small steps."""
+    long = [Arrival(at=0.0, tenant="long", prompt=3000, output=4) for _ in range(3)]
+    short = [Arrival(at=1.0 + 0.7 * number, tenant="short", prompt=60, output=4) for number in range(8)]
+    config = scheduler_config(
+        num_blocks=2000,
+        max_model_len=4096,
+        max_num_seqs=16,
+        max_num_batched_tokens=128,
+        prefill_chunk=64,
+        itl_target=0.0,
+        max_consecutive_chunks=config_value,
+    )
+    return simulate(config, [*long, *short], machine=Machine(0.02, 0.001, 0.001)).p95("short")
+
+
+def test_a_long_prompt_gives_way_after_some_chunks_in_a_row() -> None:
+    assert late(2) < 0.6 * late(0)
+
+
+def test_who_gives_way_gets_what_nobody_takes() -> None:
+    """Alone, or beside others that cannot enter, a cap on chunks costs no step."""
+    steps = []
+    for cap in (0, 1):
+        run = new_run(max_num_seqs=2, max_num_batched_tokens=64, prefill_chunk=64, max_consecutive_chunks=cap)
+        run.add(request("a", 640, 2), request("b", 640, 2), request("c", 640, 2))
+        run.to_end()
+        steps.append(run.step)
+    assert steps[1] <= steps[0] + 1
