@@ -170,7 +170,7 @@ def _document(app: FastAPI, settings: Settings) -> None:
     @cache
     def document() -> dict[str, Any]:
         return openapi.complete(
-            framework_document(), ROUTERS, needs_key=bool(settings.keys), needs_admin_key=bool(settings.admin_keys)
+            framework_document(), ROUTERS, needs_key=settings.needs_key, needs_admin_key=bool(settings.admin_keys)
         )
 
     app.openapi = document  # type: ignore[method-assign]  # the framework's documented way
@@ -180,8 +180,8 @@ def _guard(app: FastAPI, state: ServerState) -> None:
     settings = state.settings
     root = settings.root_path
     app.add_middleware(AdminAuth, keys=settings.admin_keys, root_path=root)
-    if settings.keys:  # among the innermost: CORS answers preflights, which carry no key
-        app.add_middleware(KeyAuth, keys=settings.keys, root_path=root)
+    if settings.needs_key:  # among the innermost: CORS answers preflights, which carry no key
+        app.add_middleware(KeyAuth, keys=settings.keys, tenants=settings.tenant_list, root_path=root)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

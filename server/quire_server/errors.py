@@ -229,6 +229,19 @@ class NotReady(ApiError):
             self.headers["Connection"] = "close"
 
 
+class DeadlineExceeded(ApiError):
+    """504: the request was not finished in the time that its client gave it."""
+
+    status = 504
+    default_code = "deadline_exceeded"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The request was not finished by its deadline ('timeout' or X-Request-Timeout).",
+            headers={"x-should-retry": "false"},  # whoever had no time left has none for another try
+        )
+
+
 def error_body(err: ApiError) -> ErrorBody:
     """The OpenAI envelope; the message cut to 1 KB of UTF-8, memory addresses and control characters removed."""
     return {

@@ -134,7 +134,7 @@ def example(settings: Settings, state: ServerState, listening: Listening) -> str
         where = f"--unix-socket {settings.uds} {scheme}://localhost"
     if settings.ssl_certfile is not None:
         where = f"--insecure {where}"  # the certificate is for a name that is not known here
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.keys else ""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.needs_key else ""
     model = state.model_names[0]
     if state.prompts is None:
         path, body = "completions", f'{{"model": "{model}", "prompt": "Once upon a time", "max_tokens": 40}}'

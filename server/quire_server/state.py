@@ -17,9 +17,13 @@ from fastapi import Request
 
 from quire_engine.config import EnginePlan
 from quire_engine.errors import EngineDead, ModelLoadError
+from quire_engine.types import EnginePort
 from quire_server.engine.engine_client import EngineClient, QueueLimits
 from quire_server.engine.request_names import RequestNames
 from quire_server.engine.supervisor import EngineState, Supervisor
+from quire_server.engine.tenant_gate import TenantGate
+from quire_server.engine.tenants import Tenant, Tenants
+from quire_server.engine.ttft_gate import TtftGate
 from quire_server.metrics.metrics import Metrics
 from quire_server.settings import Settings
 from quire_server.text.grammar_check import GrammarCheck
@@ -49,6 +53,7 @@ class ServerState:
     metrics: Metrics
     model_names: tuple[str, ...]  # the first is the one that replies report
     pooling: PoolingMethod  # how texts become vectors
+    tenants: Tenants = field(default_factory=Tenants)
     formats: ModelFormats = PLAIN  # how the model writes thoughts and calls
     engine_trouble: Callable[[], str | None] = _engine_serves  # asked at each probe: why the engine cannot serve now
     inspect: Callable[[str, str], Awaitable[bytes]] = _nobody_to_ask  # `Supervisor.inspect`
@@ -110,19 +115,19 @@ async def build_state(settings: Settings, supervisor: Supervisor, starting: asyn
         raise
     names = settings.model_names
     metrics = Metrics(
-        names[0], vllm_aliases=settings.enable_vllm_metric_names, max_model_len=plan.scheduler.max_model_len
+        names[0],
+        vllm_aliases=settings.enable_vllm_metric_names,
+        max_model_len=plan.scheduler.max_model_len,
+        tenants=[each.name for each in settings.tenant_list],
     )
     metrics.observe_plan(plan)
     supervisor.on_restart = metrics.engine_restarted
-    limits = QueueLimits(
-        max_sequences=plan.scheduler.limits.max_num_seqs + settings.max_num_queued_reqs,
-        max_prompt_tokens=settings.max_num_queued_tokens,
-    )
     return ServerState(
         settings=settings,
         tokenizer=tokenizer,
         prompts=prompts,
-        client=EngineClient(supervisor, plan=plan, limits=limits, metrics=metrics),
+        client=new_client(supervisor, settings, plan, metrics),
+        tenants=tenants_of(settings),
         metrics=metrics,
         model_names=names,
         formats=formats,
@@ -130,6 +135,41 @@ async def build_state(settings: Settings, supervisor: Supervisor, starting: asyn
         inspect=supervisor.inspect,
         engine_trouble=lambda: _TROUBLE[supervisor.state],
     )
+
+
+def new_client(port: EnginePort, settings: Settings, plan: EnginePlan, metrics: Metrics) -> EngineClient:
+    """What stands between requests and the engine, with the limits of the settings."""
+    step_tokens = plan.scheduler.limits.max_num_batched_tokens
+    tenants = tenants_of(settings).all
+    return EngineClient(
+        port,
+        plan=plan,
+        limits=QueueLimits(
+            max_sequences=plan.scheduler.limits.max_num_seqs + settings.max_num_queued_reqs,
+            max_prompt_tokens=settings.max_num_queued_tokens,
+        ),
+        metrics=metrics,
+        tenants=TenantGate(tenants, metrics.tenants, time.monotonic()) if tenants else None,
+        ttft=None if settings.slo_ttft is None else TtftGate(settings.slo_ttft, step_tokens=step_tokens),
+    )
+
+
+def tenants_of(settings: Settings) -> Tenants:
+    """The tenants of the operator's file; without one, and with fair queueing, each key that has a name is one."""
+    by_digest = {
+        digest: Tenant(
+            name=entry.name,
+            weight=entry.weight,
+            service_class=entry.service_class,
+            requests_per_minute=entry.requests_per_minute,
+            tokens_per_minute=entry.tokens_per_minute,
+            max_queued=entry.max_queued,
+            max_running=entry.max_running,
+        )
+        for entry in settings.tenant_list
+        for digest in entry.key_sha256
+    }
+    return Tenants(by_digest, names_of_keys=not by_digest and settings.scheduling_policy == "wfq")
 
 
 _TROUBLE = {  # without STARTING: nobody can ask before the engine has been ready

@@ -1,7 +1,7 @@
 """The scheduler under arbitrary calls, against a plain-Python model of what may be seen from outside.
 
 The invariants are those of `Scheduler.check_invariants`, by their numbers; a twin that gets the same calls must make
-the same plans. For a long run raise NUM_EXAMPLES.
+the same plans. For a long run raise NUM_EXAMPLES. Shares of tenants (I11) are looked at in `test_fair_machine`.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
@@ -68,17 +69,20 @@ def make_state(
 ) -> ServerState:
     """The state of a server with a fake engine; keyword arguments go to `Settings`. Call inside an event loop."""
     from quire_server.engine.engine_client import EngineClient, QueueLimits
+    from quire_server.engine.tenant_gate import TenantGate
     from quire_server.metrics.metrics import Metrics
     from quire_server.settings import Settings
-    from quire_server.state import ServerState
+    from quire_server.state import ServerState, tenants_of
     from quire_server.text.pooling_method import pooling_method
 
     plan = make_plan(max_model_len=max_model_len)
     tokenizer = load_tokenizer()
-    metrics = Metrics(model_names[0], max_model_len=max_model_len)
+    options = Settings(**settings)
+    tenants = tenants_of(options)
+    metrics = Metrics(model_names[0], max_model_len=max_model_len, tenants=[each.name for each in tenants.all])
     metrics.observe_plan(plan)
     return ServerState(
-        settings=Settings(**settings),
+        settings=options,
         tokenizer=tokenizer,
         prompts=_chat_template(tokenizer) if chat else None,
         client=EngineClient(
@@ -86,7 +90,9 @@ def make_state(
             plan=plan,
             limits=QueueLimits(max_sequences=max_queued_sequences),
             metrics=metrics,
+            tenants=TenantGate(tenants.all, metrics.tenants, time.monotonic()) if tenants.all else None,
         ),
+        tenants=tenants,
         metrics=metrics,
         model_names=model_names,
         pooling=pooling_method(settings.get("pooling", "auto"), tokenizer_path()),

@@ -235,6 +235,7 @@ class Scheduler:
         I8   no idling: no step is empty while a request is unfinished.
         I9   gate: a request that cannot be served is refused by `add`, never later.
         I10  determinism: same calls, same plans and same outputs.
+        I11  shares: under fair queueing, tenants that always wait differ by no more than `FairQueue` promises.
         I12  solo tokens: a choice's tokens are those it gets alone, however it is batched, cut, shared or preempted.
         I15  no leak: no block is used when no request is left.
         I16  gauges: `stats` equals the state, counted anew.

@@ -14,6 +14,7 @@ from typing import Protocol
 from fastapi import Request
 from fastapi.responses import Response
 
+from quire_server.answering.caller import caller_of
 from quire_server.answering.choice import ChoiceDelta
 from quire_server.answering.generation import Generation
 from quire_server.answering.options import GenerationOptions
@@ -57,10 +58,10 @@ async def answer(
     """The reply, whole or streamed; `gather` makes the deltas that a whole one is rendered from,
     `keep_alive` is what a silent stream says.
 
-    Raises BadRequest, ContextLengthExceeded, QueueFull, EngineFailed, ClientGone.
+    Raises BadRequest, ContextLengthExceeded, QueueFull, EngineFailed, DeadlineExceeded, ClientGone.
     """
     state = state_of(request)
-    job = await prepare(state, options)
+    job = await prepare(state, options, caller_of(request))
     request_id = request.scope["state"]["request_id"]
     state.names.add((request_id, options.reply.id), [each.request_id for each in job.requests])
     if state.settings.enable_log_requests:

@@ -11,10 +11,10 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from quire_engine.types import OF_THE_REQUEST, GenerationRequest, TokenLogprobs, TokenOutput
+from quire_engine.types import DEADLINE_EXCEEDED, OF_THE_REQUEST, GenerationRequest, TokenLogprobs, TokenOutput
 from quire_server.answering.choice import Choice, ChoiceDelta, TextOptions
 from quire_server.engine.engine_client import EngineClient, RequestStream
-from quire_server.errors import BadRequest, EngineFailed
+from quire_server.errors import BadRequest, DeadlineExceeded, EngineFailed
 from quire_server.metrics.metrics import Metrics
 from quire_server.metrics.request_record import RequestRecord
 from quire_server.text.tokenizer import TextTokenizer
@@ -59,8 +59,8 @@ class Generation:
     async def deltas(self) -> AsyncGenerator[list[ChoiceDelta]]:
         """What is new, once per wake-up and at most one delta per choice. The generator must be closed.
 
-        Raises QueueFull or NotReady before the first item, EngineFailed at any time, BadRequest where
-        the request's own rules leave nothing to generate.
+        Raises QueueFull or NotReady before the first item, EngineFailed and DeadlineExceeded at any time, BadRequest
+        where the request's own rules leave nothing to generate.
         """
         stream = RequestStream(self._client)
         prompts: dict[str, _Prompt] = {}
@@ -117,6 +117,9 @@ class Generation:
     def _absorb(self, output: TokenOutput, prompt: _Prompt, now: float) -> Choice:
         """Take in one output; returns the choice it belongs to."""
         if output.finish == "error":
+            if output.error_code == DEADLINE_EXCEEDED:
+                self._metrics.deadline_exceeded()
+                raise DeadlineExceeded
             error = output.error or "The engine failed."
             if error.startswith(OF_THE_REQUEST):
                 raise BadRequest(f"With what this request asks for, {error}.")
@@ -130,6 +133,9 @@ class Generation:
             self.prompt_logprobs[prompt.number] = output.prompt_logprobs
         if output.timing is not None:
             record.timing(output.timing)
+            if output.finish is None:
+                request = self.requests[prompt.number]
+                self._metrics.tenants.queued(request.tenant, output.timing.queue_seconds)
         choice = prompt.choices[output.choice]
         count = choice.absorb(output)
         if count:

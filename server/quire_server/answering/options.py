@@ -163,6 +163,8 @@ class GenerationOptions:
     structure: Structure | None = None  # None: any text
     reasoning: ReasoningOptions = ReasoningOptions()
     priority: int = 0  # lower is earlier, under the priority policy
+    timeout: float | None = None  # seconds; None: as long as it takes
+    is_batch: bool = False  # it may wait for those that are not
     ignored: tuple[str, ...] = ()  # names of fields that were accepted without effect
 
     @property

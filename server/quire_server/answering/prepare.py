@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from quire_engine.types import GenerationRequest
 from quire_server.answering.beams import beam_params
+from quire_server.answering.caller import Caller
 from quire_server.answering.choice import TextOptions
 from quire_server.answering.constraining.constraints import constraint
 from quire_server.answering.infilling import infilled
@@ -48,7 +49,7 @@ def admit(state: ServerState, model: str | None) -> None:
         raise ModelNotFound(model or "")
 
 
-async def prepare(state: ServerState, options: GenerationOptions) -> Job:
+async def prepare(state: ServerState, options: GenerationOptions, caller: Caller | None = None) -> Job:
     """Check prompts and parameters against the model and the pool. Raises BadRequest, ContextLengthExceeded."""
     limits = ModelLimits.of(state.client.plan, state.tokenizer, state.settings.max_logprobs)
     source, how = options.prompt.source, None
@@ -64,24 +65,24 @@ async def prepare(state: ServerState, options: GenerationOptions) -> Job:
     sampling = replace(sampling, grammar=await _grammar(state, options, how))
     beam = beam_params(options, sampling, limits)
     requests: list[GenerationRequest] = []
+    caller = caller or Caller()
     for token_ids in prompts:
         if not token_ids:
             raise BadRequest("The prompt is empty: it has no tokens.", param=options.prompt.param)
         stop = resolve_stop(options, sampling, prompt_tokens=len(token_ids), tokenizer=state.tokenizer, limits=limits)
         seed = options.sampling.seed
-        requests.append(
-            GenerationRequest(
-                request_id=secrets.token_hex(12),
-                prompt_token_ids=tuple(token_ids),
-                sampling=with_seed(sampling, requested=seed, server_seed=state.settings.seed, token_ids=token_ids),
-                stop=stop,
-                n=options.sampling.n,
-                arrival_time=time.monotonic(),
-                priority=options.priority if _is_by_priority(state) else 0,
-                cache_salt=options.prompt.cache_salt,
-                beam=beam,
-            )
+        request = GenerationRequest(
+            request_id=secrets.token_hex(12),
+            prompt_token_ids=tuple(token_ids),
+            sampling=with_seed(sampling, requested=seed, server_seed=state.settings.seed, token_ids=token_ids),
+            stop=stop,
+            n=options.sampling.n,
+            arrival_time=time.monotonic(),
+            priority=options.priority if _is_by_priority(state) else 0,
+            cache_salt=options.prompt.cache_salt,
+            beam=beam,
         )
+        requests.append(caller.claim(request, timeout=options.timeout, is_batch=options.is_batch))
     return Job(
         options=options,
         requests=tuple(requests),

@@ -71,7 +71,7 @@ async def answer_scores(request: Request, options: VectorOptions, *, num_left: i
 async def _prepared(request: Request, options: VectorOptions) -> list[GenerationRequest]:
     """The engine's requests, whose names are known from now on."""
     state = state_of(request)
-    requests = await prepare_vectors(state, options)
+    requests = await prepare_vectors(state, options, caller_of(request))
     state.names.add((request.scope["state"]["request_id"], options.id), [each.request_id for each in requests])
     return requests
 

@@ -31,5 +31,7 @@ class VectorOptions:
     dimensions: int | None = None  # the first ones of each vector, for models that were trained to be cut
     normalize: bool = True  # to a length of 1
     priority: int = 0  # lower is earlier, under the priority policy
+    timeout: float | None = None  # seconds; None: as long as it takes
+    is_batch: bool = False  # it may wait for those that are not
     cache_salt: str = ""
     ignored: tuple[str, ...] = ()  # names of fields that were accepted without effect

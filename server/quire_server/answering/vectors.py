@@ -14,11 +14,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams, TokenOutput
+from quire_engine.types import DEADLINE_EXCEEDED, GenerationRequest, SamplingParams, StopParams, TokenOutput
+from quire_server.answering.caller import Caller
 from quire_server.answering.sampling import ModelLimits
 from quire_server.answering.vector_options import TextInput, VectorOptions
 from quire_server.engine.engine_client import EngineClient, RequestStream
-from quire_server.errors import BadRequest, ContextLengthExceeded, EngineFailed
+from quire_server.errors import BadRequest, ContextLengthExceeded, DeadlineExceeded, EngineFailed, QueueFull
 from quire_server.metrics.metrics import Metrics
 from quire_server.metrics.request_record import RequestRecord
 from quire_server.state import ServerState
@@ -42,7 +43,9 @@ def shaped(values: Sequence[float], options: VectorOptions) -> list[float]:
     return [value / length for value in kept] if length else list(kept)
 
 
-async def prepare_vectors(state: ServerState, options: VectorOptions) -> list[GenerationRequest]:
+async def prepare_vectors(
+    state: ServerState, options: VectorOptions, caller: Caller | None = None
+) -> list[GenerationRequest]:
     """A request for each text. Raises BadRequest, ContextLengthExceeded."""
     method = state.pooling
     if method.name == "none":
@@ -53,23 +56,23 @@ async def prepare_vectors(state: ServerState, options: VectorOptions) -> list[Ge
     limits = ModelLimits.of(state.client.plan, state.tokenizer, state.settings.max_logprobs)
     by_priority = limits.scheduler.limits.scheduling_policy == "priority"
     requests: list[GenerationRequest] = []
+    caller = caller or Caller()
     total = 0
     for each in options.inputs:
         token_ids = await _token_ids(state, each, options, limits)
         total += len(token_ids)
         if total > MAX_INPUT_TOKENS:
             raise BadRequest(f"A request may have {MAX_INPUT_TOKENS} tokens in all texts.", param=each.param)
-        requests.append(
-            GenerationRequest(
-                request_id=secrets.token_hex(12),
-                prompt_token_ids=tuple(token_ids),
-                sampling=SamplingParams(temperature=0.0),
-                stop=StopParams(max_new_tokens=0),
-                priority=options.priority if by_priority else 0,
-                cache_salt=options.cache_salt,
-                pooling=method.name,
-            )
+        request = GenerationRequest(
+            request_id=secrets.token_hex(12),
+            prompt_token_ids=tuple(token_ids),
+            sampling=SamplingParams(temperature=0.0),
+            stop=StopParams(max_new_tokens=0),
+            priority=options.priority if by_priority else 0,
+            cache_salt=options.cache_salt,
+            pooling=method.name,
         )
+        requests.append(caller.claim(request, timeout=options.timeout, is_batch=options.is_batch))
         await asyncio.sleep(0)  # thousands of short texts are a long one: let streams run between them
     return requests
 
@@ -126,7 +129,12 @@ def _feed(
         number, request = waiting[0]
         if number and not client.has_room(request):  # the first is refused as any request is
             return
-        client.submit(replace(request, arrival_time=time.monotonic()), stream)
+        try:
+            client.submit(replace(request, arrival_time=time.monotonic()), stream)
+        except QueueFull:
+            if number:
+                return  # over its tenant's rate in the middle of a list: asked again later
+            raise
         waiting.popleft()
         record = metrics.start(
             prompt_tokens=len(request.prompt_token_ids), max_tokens=None, n=1, request_id=request.request_id
@@ -140,6 +148,8 @@ def _ended(output: TokenOutput, record: RequestRecord) -> tuple[float, ...]:
         record.timing(output.timing)
     if output.embedding is None:
         record.finish("error")
+        if output.error_code == DEADLINE_EXCEEDED:
+            raise DeadlineExceeded
         raise EngineFailed(output.error or "The engine ended the request early.", culprit=output.culprit)
     record.cached(output.num_cached_tokens)
     record.finish("stop")

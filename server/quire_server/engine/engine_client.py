@@ -12,9 +12,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire_engine.config import EnginePlan
-from quire_engine.types import EnginePort, GenerationRequest, StepOutput, TokenOutput
+from quire_engine.types import (
+    DEADLINE_EXCEEDED,
+    DEADLINE_PASSED,
+    EnginePort,
+    GenerationRequest,
+    StepOutput,
+    TokenOutput,
+)
 from quire_server.engine.retry_line import RetryLine, SeatMeter
-from quire_server.errors import QueueFull
+from quire_server.engine.tenant_gate import TenantGate
+from quire_server.engine.ttft_gate import TtftGate
+from quire_server.errors import DeadlineExceeded, QueueFull
 from quire_server.metrics.metrics import Metrics
 
 
@@ -75,10 +84,22 @@ class RequestStream:
         if request is not None:
             self._client.release(request, finished=False)
 
+    def expire(self, request_id: str) -> None:
+        """A live request's time is over: its first unfinished choice says so, and all of it is given up."""
+        request = self._live[request_id]
+        end = TokenOutput(request_id=request_id, finish="error", error=DEADLINE_PASSED, error_code=DEADLINE_EXCEEDED)
+        self._buffer.append(end)
+        self._live.pop(request_id)
+        self._client.release(request, finished=False)
+        self._wake()
+
     def close(self) -> None:
         """Give up what is live. Idempotent."""
         for request_id in list(self._live):
             self.give_up(request_id)
+        self._wake()
+
+    def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -93,13 +114,18 @@ class EngineClient:
         plan: EnginePlan,
         limits: QueueLimits,
         metrics: Metrics,
+        tenants: TenantGate | None = None,
+        ttft: TtftGate | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._tenants = tenants
+        self._ttft = ttft
         self.plan = plan
         self._port = port
         self._limits = limits
         self._metrics = metrics
         self._streams: dict[str, RequestStream] = {}
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._sequences = 0
         self._prompt_tokens = 0
         self._clock = clock
@@ -128,18 +154,35 @@ class EngineClient:
         return self._lack(request) is None
 
     def submit(self, request: GenerationRequest, stream: RequestStream) -> None:
-        """Reserve a place and hand the request to the engine; its outputs go to `stream`. Raises QueueFull."""
+        """Reserve a place and hand the request to the engine; its outputs go to `stream`.
+
+        Raises QueueFull, DeadlineExceeded.
+        """
+        now = self._clock()
+        if request.deadline is not None and request.deadline <= now:
+            raise DeadlineExceeded
         lack = self._lack(request)
         if lack is not None:
             self._refuse(lack, request.num_sequences)
+        self._ask_gates(request, now)
+        self._watch(request)
         stream.expect(request)
         self._streams[request.request_id] = stream
         self._sequences += request.num_sequences
         self._prompt_tokens += len(request.prompt_token_ids)
-        self._metrics.occupied(now := self._clock(), self._sequences)
+        self._metrics.occupied(now, self._sequences)
         self._seats.observe(now, sequences=self._sequences)
         self._idle.clear()
         self._port.submit(request)
+
+    def _watch(self, request: GenerationRequest) -> None:
+        """End the request at its deadline, whether there is an engine to do it or not."""
+        if request.deadline is not None:
+            left, loop = request.deadline - self._clock(), asyncio.get_running_loop()
+            self._deadlines[request.request_id] = loop.call_later(left, self._expire, request.request_id)
+
+    def _expire(self, request_id: str) -> None:
+        self._streams[request_id].expire(request_id)
 
     def on_step(self, step: StepOutput) -> None:
         """Fan one engine step out to the streams it has news for."""
@@ -149,12 +192,25 @@ class EngineClient:
             stream = self._streams.get(output.request_id)
             if stream is not None:
                 stream.deliver(output)
+        if self._tenants is not None:
+            self._tenants.observe(step.stats.tenants, self._clock())
+        if self._ttft is not None:
+            for output in step.outputs:
+                if output.timing is not None:  # the first of a choice, or its last
+                    self._ttft.answered(output.request_id)
+            self._ttft.observe(step.stats, self._clock())
         self._metrics.observe_step(step.stats, num_tokens)  # last: a fault in counting must not cost tokens
 
     def release(self, request: GenerationRequest, *, finished: bool) -> None:
         """Free the request's place, once; abort it in the engine unless it has finished."""
         if self._streams.pop(request.request_id, None) is None:
             return
+        if request.deadline is not None:
+            self._deadlines.pop(request.request_id).cancel()
+        if self._tenants is not None:
+            self._tenants.release(request, self._clock())
+        if self._ttft is not None:
+            self._ttft.answered(request.request_id)
         self._sequences -= request.num_sequences
         self._prompt_tokens -= len(request.prompt_token_ids)
         self._metrics.occupied(now := self._clock(), self._sequences)
@@ -163,6 +219,23 @@ class EngineClient:
             self._port.abort(request.request_id)
         if not self._streams:
             self._idle.set()
+
+    def _ask_gates(self, request: GenerationRequest, now: float) -> None:
+        """What the tenant may have, then what all wait for; nothing is used up where either refuses."""
+        if self._tenants is not None:
+            try:
+                self._tenants.check(request, now)
+            except QueueFull:
+                self._metrics.reject("tenant")
+                raise
+        if self._ttft is not None:
+            wait = self._ttft.refusal(request, now)
+            if wait is not None:
+                self._metrics.reject("slo_ttft")
+                raise QueueFull("the first token would come too late", retry_after_seconds=wait, code="slo_ttft")
+            self._ttft.accept(request, now)
+        if self._tenants is not None:
+            self._tenants.take(request, now)
 
     def _lack(self, request: GenerationRequest) -> str | None:
         """The limit that a request is over, by the name of its setting."""

@@ -22,6 +22,7 @@ _TYPES = {
     408: "timeout_error",
     413: "request_too_large",
     429: "rate_limit_error",
+    504: "timeout_error",
     503: "overloaded_error",  # Anthropic's own servers say 529, which proxies and clients of others do not know
 }
 _TOO_LONG = "prompt is too long: "  # the words by which agents know that they have to shorten their history

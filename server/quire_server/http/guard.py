@@ -32,6 +32,7 @@ from quire_server.errors import (
 )
 from quire_server.http.envelopes import error_reply, is_anthropic
 from quire_server.settings.keys import ApiKey
+from quire_server.settings.tenants import TenantEntry
 
 PAGES = frozenset(
     {
@@ -183,10 +184,20 @@ class KeyAuth:
     """Deny by default: every path but the public ones needs a key, as `Authorization: Bearer <key>` or `x-api-key`."""
 
     def __init__(
-        self, app: ASGIApp, *, keys: Iterable[ApiKey], public: frozenset[str] = PUBLIC_PATHS, root_path: str = ""
+        self,
+        app: ASGIApp,
+        *,
+        keys: Iterable[ApiKey],
+        tenants: Iterable[TenantEntry] = (),
+        public: frozenset[str] = PUBLIC_PATHS,
+        root_path: str = "",
     ) -> None:
         self._app = app
-        self._known = tuple((hashlib.sha256(key.key.encode()).digest(), key.name) for key in keys)
+        known = {hashlib.sha256(key.key.encode()).digest(): key.name for key in keys}
+        for tenant in tenants:
+            for digest in tenant.key_sha256:
+                known.setdefault(bytes.fromhex(digest), tenant.name)
+        self._known = tuple(known.items())
         self._public = public | {root_path + path for path in public}
         self._root_path = root_path
 

@@ -19,6 +19,7 @@ from pydantic.json_schema import models_json_schema
 from quire_server.errors import (
     ApiError,
     BadRequest,
+    DeadlineExceeded,
     ErrorBody,
     Forbidden,
     HeadersTooLarge,
@@ -47,6 +48,7 @@ WITH_BODY: tuple[type[ApiError], ...] = (
     UnsupportedMediaType,
     QueueFull,
     NotReady,
+    DeadlineExceeded,
 )
 _REF = "#/components/schemas/{model}"
 _ENVELOPE, _ANTHROPIC_ENVELOPE = "ErrorResponse", "AnthropicErrorResponse"

@@ -18,7 +18,7 @@ from quire_server.metrics.samples import Window
 Outcome = Literal["stop", "length", "abort", "error"]
 OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "abort", "error")
 WAIT_REASONS: tuple[WaitReason, ...] = ("kv", "slots", "budget")
-REJECT_REASONS = ("max_num_queued_reqs", "max_num_queued_tokens", "draining")
+REJECT_REASONS = ("max_num_queued_reqs", "max_num_queued_tokens", "draining", "tenant", "slo_ttft")
 
 # The usual buckets of LLM servers, so that dashboards carry over, with a finer low end for small models.
 TTFT_SECONDS = (

@@ -7,6 +7,7 @@ Must not know: routes, how a request is served, torch.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -34,6 +35,7 @@ from quire_server.metrics.occupancy import Occupancy
 from quire_server.metrics.request_board import RequestBoard
 from quire_server.metrics.request_record import Load, RequestRecord
 from quire_server.metrics.static_batching import StaticBatching
+from quire_server.metrics.tenant_metrics import TenantMetrics
 
 
 class Metrics:
@@ -41,7 +43,9 @@ class Metrics:
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, model_name: str, *, vllm_aliases: bool = True, max_model_len: int = 2048) -> None:
+    def __init__(
+        self, model_name: str, *, vllm_aliases: bool = True, max_model_len: int = 2048, tenants: Sequence[str] = ()
+    ) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
@@ -52,6 +56,7 @@ class Metrics:
         self._engine = EngineMetrics(values)
         self._plan = PlanMetrics(values)
         self._minute = MinuteMetrics(values)
+        self.tenants = TenantMetrics(values, tenants)
         self.observe_step = self._engine.observe  # once per step
         self._rejected = values.counter(
             "quire_rejected",
@@ -59,6 +64,9 @@ class Metrics:
             ("reason",),
             children=[(reason,) for reason in REJECT_REASONS],
             alias="vllm:admission_rejections",
+        )
+        self._late = values.counter(
+            "quire_deadlines_exceeded", "HTTP requests that ended at their deadline, unfinished."
         )
         self._stalls = values.histogram(
             "quire_event_loop_stall_seconds",
@@ -109,6 +117,10 @@ class Metrics:
         """A reply ended. `handler` is a route's template and `method` a known one: clients must not make labels."""
         self._http_requests.inc(1, handler, method, str(status))
         self._http_seconds.observe(seconds, handler)
+
+    def deadline_exceeded(self) -> None:
+        """A request was not finished in time."""
+        self._late.inc()
 
     # -- the engine
 

@@ -22,7 +22,17 @@ from quire_engine.config import (
 )
 from quire_engine.limits import LIMIT_NAMES, PolicyName, SchedulerLimits, VictimName, out_of_range
 from quire_server.settings.option import option
-from quire_server.settings.values import BlockSize, Count, JsonObject, Names, OptionalCount, Positive, Size, synonym_of
+from quire_server.settings.values import (
+    BlockSize,
+    Count,
+    JsonObject,
+    Names,
+    OptionalCount,
+    Positive,
+    PositiveSeconds,
+    Size,
+    synonym_of,
+)
 
 DEMO_MODEL = "quire-demo"
 LIMITS = SchedulerLimits()  # the defaults; what the values may be is checked by the record too
@@ -164,6 +174,9 @@ class EngineFields(BaseModel):
     )
     max_num_queued_tokens: OptionalCount = option(
         None, "Scheduling", "prompt tokens accepted and unfinished; more get 429; default: no limit", "tokens"
+    )
+    slo_ttft: PositiveSeconds | None = option(
+        None, "Scheduling", "requests whose first token would come later get 429; default: no limit", "s"
     )
 
     @field_validator(*LIMIT_NAMES)

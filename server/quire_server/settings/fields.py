@@ -30,6 +30,7 @@ from quire_server.settings.sources import (
     vllm_key,
     with_flags,
 )
+from quire_server.settings.tenants import TenantEntry, read_tenants
 from quire_server.settings.vllm import read_settings_file
 
 GROUPS = ("Model", "Memory", "Scheduling", "Listening", "Limits", "Streaming", "Lifetime", "Observing")
@@ -77,7 +78,9 @@ class Settings(ServerFields, EngineFields, BaseSettings):
             raise ValueError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile, else nothing is encrypted")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
             raise ValueError("--ssl-cert-reqs needs --ssl-ca-certs: whose certificates of clients are good")
-        len(self.keys + self.admin_keys)  # reads and checks them, once: a file that is changed later changes nothing
+        # Reads and checks them, once: a file that is changed later changes nothing.
+        len(self.keys + self.admin_keys)
+        len(self.tenant_list)
         return self
 
     @cached_property
@@ -91,6 +94,16 @@ class Settings(ServerFields, EngineFields, BaseSettings):
         """The keys that open what is the operator's; with none, clients on this machine may."""
         file = self.admin_api_key_file
         return (*map(parse_key, self.admin_api_key), *(read_keys(file, "--admin-api-key-file") if file else ()))
+
+    @cached_property
+    def tenant_list(self) -> tuple[TenantEntry, ...]:
+        """The tenants of the file; with any, every client must bring a key, theirs or one of `keys`."""
+        return () if self.tenants is None else read_tenants(self.tenants)
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether clients must bring a key."""
+        return bool(self.keys or self.tenant_list)
 
     @property
     def model_names(self) -> tuple[str, ...]:

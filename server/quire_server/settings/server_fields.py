@@ -35,6 +35,9 @@ class ServerFields(BaseModel):
         secret=True,
     )
     admin_api_key_file: Path | None = option(None, "Listening", "file with more of them, one a line")
+    tenants: Path | None = option(
+        None, "Listening", "YAML file with tenants: digests of their keys, weights, rates, quotas; see Tenants"
+    )
     ssl_certfile: Path | None = option(None, "Listening", "certificate and its chain (PEM); clients then speak HTTPS")
     ssl_keyfile: Path | None = option(None, "Listening", "private key, when it is not in --ssl-certfile")
     ssl_keyfile_password: str | None = option(None, "Listening", "password of the private key", secret=True)

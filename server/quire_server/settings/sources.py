@@ -40,17 +40,22 @@ def with_flags(advice: str) -> str:
     return re.sub(r"\b([a-z_]+) to (?=\d)", lambda found: f"{flag_name(found[1])} ", advice)
 
 
+def read_yaml(path: Path, source: str) -> object:
+    """What a file says, whatever that is. Raises SettingsError, which begins with `source`."""
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{source}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
+
+
 def read_config(path: Path, known: Callable[[str], bool], names: Collection[str]) -> dict[str, object]:
     """What a YAML file sets; keys in kebab-case or snake_case. Raises SettingsError, for unknown keys too.
 
     `names` are suggested for a key that is not `known`.
     """
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--config {path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise SettingsError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
+    values = read_yaml(path, f"--config {path}")
     if values is None:
         return {}
     if not isinstance(values, dict):

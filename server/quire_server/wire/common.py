@@ -58,8 +58,10 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 TokenCount = Annotated[int, Field(ge=0, le=2**31 - 1)]
 LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Timeout = Annotated[float, Field(gt=0, le=86_400)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Probability = Annotated[float, Field(ge=0, le=1)]
+ServiceTier = Annotated[str, Field(max_length=64)]
 RequestName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
 CacheSalt = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]{1,256}$")]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -153,5 +155,7 @@ class GenerationFields(WireModel):
     return_tokens_as_token_ids: bool | None = None
 
     priority: Int64 | None = Field(None, description="lower is earlier, under the priority policy")
+    timeout: Timeout | None = Field(None, description="seconds; unfinished by then, it ends with 504")
+    service_tier: ServiceTier | None = Field(None, description="flex: after requests without it; others are reported")
     cache_salt: CacheSalt | None = Field(None, description="requests with different salts share no cached prefix")
     request_id: RequestName | None = None

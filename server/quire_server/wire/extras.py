@@ -14,6 +14,8 @@ _ABSENT: tuple[object, ...] = (None,)
 _OFF: tuple[object, ...] = (None, False)
 _EMPTY: tuple[object, ...] = (None, "", [], {})
 
+BATCH_TIER = "flex"  # what OpenAI calls requests that may wait
+
 # Fields that ask for something this server does not do, with the values that do not ask for it.
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "audio": _ABSENT,
@@ -54,7 +56,7 @@ IGNORED: Mapping[str, tuple[object, ...]] = {
     "include_reasoning": (None, True),
     "parallel_tool_calls": (None, True),
     "separate_reasoning": (None, True),
-    "service_tier": (None, "auto", "default"),
+    "service_tier": (None, "auto", "default", BATCH_TIER),
     "spaces_between_special_tokens": (None, True),
     "store": _OFF,
     "stream_reasoning": (None, True),

@@ -21,14 +21,17 @@ from quire_server.answering.options import (
     ToolOptions,
 )
 from quire_server.errors import BadRequest
-from quire_server.wire.extras import review_extras
+from quire_server.wire.extras import BATCH_TIER, review_extras
 from quire_server.wire.structure import StructuredFields
 
 
 def review(fields: StructuredFields) -> list[str]:
     """The names of fields without effect. Raises BadRequest for fields and combinations that are not supported."""
-    spaces = {"spaces_between_special_tokens": fields.spaces_between_special_tokens}
-    ignored = review_extras(spaces | (fields.model_extra or {}))
+    told = {
+        "spaces_between_special_tokens": fields.spaces_between_special_tokens,
+        "service_tier": fields.service_tier,
+    }
+    ignored = review_extras(told | (fields.model_extra or {}))
     stream = fields.stream_options
     if stream is not None:
         if not fields.stream:
@@ -119,6 +122,8 @@ def generation_options(
         tools=tools,
         model=fields.model,
         ignored=tuple(dict.fromkeys(ignored)),
+        timeout=fields.timeout,
+        is_batch=fields.service_tier == BATCH_TIER,
         **_given(priority=fields.priority),
     )
 

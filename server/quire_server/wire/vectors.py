@@ -12,8 +12,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from quire_server.answering.vector_options import TextInput, VectorOptions
 from quire_server.errors import BadRequest
-from quire_server.wire.common import CacheSalt, Int64, RequestName, WireModel
-from quire_server.wire.extras import review_extras
+from quire_server.wire.common import CacheSalt, Int64, RequestName, ServiceTier, Timeout, WireModel
+from quire_server.wire.extras import BATCH_TIER, review_extras
 from quire_server.wire.prompts import Prompts, one_or_many
 from quire_server.wire.reply import ReplyModel, UsageInfo
 
@@ -46,6 +46,8 @@ class VectorFields(WireModel):
     )
     truncation_side: Literal["left", "right"] | None = Field(None, description="which end is cut off; right by default")
     priority: Int64 | None = Field(None, description="lower is earlier, under the priority policy")
+    timeout: Timeout | None = Field(None, description="seconds; unfinished by then, it ends with 504")
+    service_tier: ServiceTier | None = Field(None, description="flex: after requests without it; others are reported")
     cache_salt: CacheSalt | None = Field(None, description="requests with different salts share no cached prefix")
     request_id: RequestName | None = None
 
@@ -62,8 +64,10 @@ class VectorFields(WireModel):
             dimensions=dimensions,
             normalize=normalize,
             priority=self.priority or 0,
+            timeout=self.timeout,
+            is_batch=self.service_tier == BATCH_TIER,
             cache_salt=self.cache_salt or "",
-            ignored=tuple(review_extras(self.model_extra)),
+            ignored=tuple(review_extras({"service_tier": self.service_tier} | (self.model_extra or {}))),
         )
 
 

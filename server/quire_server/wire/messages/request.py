@@ -22,7 +22,7 @@ from quire_server.answering.options import (
     Structure,
 )
 from quire_server.errors import BadRequest
-from quire_server.wire.common import CacheSalt, Int64, Penalty, Probability, StopStrings, TokenCount, WireModel
+from quire_server.wire.common import CacheSalt, Int64, Penalty, Probability, StopStrings, Timeout, TokenCount, WireModel
 from quire_server.wire.extras import review_extras
 from quire_server.wire.messages.blocks import MAX_MESSAGES, Message, TextBlocks, extras_of
 from quire_server.wire.messages.history import BILLING_LINE, has_billing_line, templated
@@ -184,6 +184,7 @@ class MessageRequest(CountTokensRequest):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    timeout: Timeout | None = Field(None, description="seconds; unfinished by then, it ends with 504")
     priority: Int64 | None = Field(None, description="lower is earlier, under the priority policy")
 
     def options(self) -> GenerationOptions:
@@ -201,5 +202,6 @@ class MessageRequest(CountTokensRequest):
             reasoning=prompt.reasoning,
             model=prompt.model,
             priority=self.priority or 0,
+            timeout=self.timeout,
             ignored=prompt.ignored,
         )

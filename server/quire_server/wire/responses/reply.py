@@ -106,7 +106,7 @@ class ResponseObject(ReplyModel):
     prompt_cache_key: str | None
     reasoning: dict[str, str | None]
     safety_identifier: str | None
-    service_tier: Literal["default"]
+    service_tier: Literal["default", "flex"]
     store: bool
     temperature: float
     text: dict[str, Any]

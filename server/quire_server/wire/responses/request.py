@@ -32,11 +32,12 @@ from quire_server.wire.common import (
     Penalty,
     Probability,
     StopStrings,
+    Timeout,
     TokenCount,
     TokenIds,
     WireModel,
 )
-from quire_server.wire.extras import review_extras
+from quire_server.wire.extras import BATCH_TIER, review_extras
 from quire_server.wire.responses.extras import INCLUDE_LOGPROBS, review, review_includes
 from quire_server.wire.responses.history import messages
 from quire_server.wire.responses.items import ContentItem, Items, MessageItem
@@ -121,6 +122,7 @@ class ResponseRequest(WireModel):
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_BIASED_TOKENS)] | None = None
     min_tokens: TokenCount | None = None
     ignore_eos: bool | None = None
+    timeout: Timeout | None = Field(None, description="seconds; unfinished by then, it ends with 504")
     priority: Int64 | None = Field(None, description="lower is earlier, under the priority policy")
     cache_salt: CacheSalt | None = Field(None, description="requests with different salts share no cached prefix")
 
@@ -154,7 +156,7 @@ class ResponseRequest(WireModel):
             "prompt_cache_key": self.prompt_cache_key,
             "reasoning": {"effort": self._effort, "summary": None},
             "safety_identifier": self.safety_identifier,
-            "service_tier": "default",
+            "service_tier": BATCH_TIER if self.service_tier == BATCH_TIER else "default",
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "text": text.shown(),
             "tool_choice": "auto"
@@ -209,6 +211,8 @@ class ResponseRequest(WireModel):
             reasoning=ReasoningOptions(effort=self._effort, max_tokens=self.max_reasoning_tokens),
             model=self.model,
             priority=self.priority or 0,
+            timeout=self.timeout,
+            is_batch=self.service_tier == BATCH_TIER,
             ignored=tuple(dict.fromkeys(ignored)),
         )
 

@@ -1,0 +1,66 @@
+"""Whose a request is and how long its client waits for it: what follows from its head and not from its body.
+
+Promises: the shorter of the two times that a client may name counts, from the moment the request came. Must not know:
+dialects, what is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field, replace
+
+from fastapi import Request
+
+from quire_engine.types import GenerationRequest
+from quire_server.engine.tenants import NOBODY, Tenant
+from quire_server.errors import BadRequest
+from quire_server.state import state_of
+
+TIMEOUT_HEADER = "x-request-timeout"
+LONGEST_TIMEOUT = 86_400.0  # seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """The client of one request. `claim` says so on the engine's requests."""
+
+    tenant: Tenant = NOBODY
+    timeout: float | None = None  # seconds, of the header
+    came_at: float = field(default_factory=time.monotonic)
+
+    def claim(self, request: GenerationRequest, *, timeout: float | None, is_batch: bool) -> GenerationRequest:
+        """The request with its tenant and deadline; `timeout` and `is_batch` are what its body asks for."""
+        times = [seconds for seconds in (self.timeout, timeout) if seconds is not None]
+        tenant = self.tenant
+        return replace(
+            request,
+            tenant=tenant.name,
+            weight=tenant.weight,
+            max_running=tenant.max_running or 0,
+            service_class="batch" if is_batch else tenant.service_class,
+            deadline=self.came_at + min(times) if times else None,
+        )
+
+
+def caller_of(request: Request) -> Caller:
+    """Whom the request's key stands for, and its X-Request-Timeout. Raises BadRequest."""
+    known = request.scope.get("state", {})
+    tenant = state_of(request).tenants.of(known.get("key_digest", ""), known.get("key_name", ""))
+    return Caller(tenant=tenant, timeout=_timeout(request.headers.getlist(TIMEOUT_HEADER)))
+
+
+def _timeout(values: list[str]) -> float | None:
+    if not values:
+        return None
+    try:
+        (text,) = values
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= LONGEST_TIMEOUT:
+        raise BadRequest(
+            f"The header X-Request-Timeout must be a number of seconds, more than 0 and at most {LONGEST_TIMEOUT:g}.",
+            param=TIMEOUT_HEADER,
+        )
+    return seconds
