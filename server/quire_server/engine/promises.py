@@ -9,13 +9,16 @@ that it was told would be a guess.
 
 from __future__ import annotations
 
+from bisect import insort
 from dataclasses import dataclass
 
 from quire_engine.types import GenerationRequest
 
 LONGEST_SECONDS = 59.0  # from 60 on, older OpenAI SDKs retry when they like, and none obeys above 120
 GRACE_SECONDS = 3.0  # Retry-After is whole seconds for most, and the way back takes some
-_MOST = 10_000  # promises at once
+_MOST = 10_000  # different requests with promises at once
+_MOST_ALIKE = 8
+_CLOCK_SECONDS = 0.001  # what a time in milliseconds may be short of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +44,27 @@ class Promises:
 
     def redeem(self, request: GenerationRequest, now: float) -> bool:
         """Whether the request was promised this moment, or an earlier one; the promise is used up."""
-        self._forget(now)
-        promises = self._by_ticket.get(ticket(request), [])
-        if not promises or promises[0].at > now + 0.001:
-            return False
-        self._drop(ticket(request), promises.pop(0))
-        return True
+        key = ticket(request)
+        promises = self._by_ticket.get(key, [])
+        while promises and promises[0].at <= now + _CLOCK_SECONDS:
+            promise = promises.pop(0)
+            self._drop(key, promise)
+            if promise.at + GRACE_SECONDS >= now:
+                return True
+        return False
 
     def place(self, request: GenerationRequest, *, now: float, seconds: float, amount: float) -> float:
-        """Seconds after which the request may come again; who comes too early is told the rest of the first time."""
-        known = self._by_ticket.get(ticket(request))
-        if known and known[0].at > now:
-            return known[0].at - now
+        """Seconds after which the request may come again.
+
+        Clients may send the same request, so each refusal has a time of its own, up to a number: who comes again and
+        again before its time is told the last one.
+        """
+        known = self._by_ticket.get(ticket(request), [])
+        if len(known) >= _MOST_ALIKE and known[-1].at > now:
+            return known[-1].at - now
         if seconds > LONGEST_SECONDS or len(self._by_ticket) >= _MOST:
             return LONGEST_SECONDS  # too far away to be promised
-        self._by_ticket.setdefault(ticket(request), []).append(_Promise(now + seconds, amount))
+        insort(self._by_ticket.setdefault(ticket(request), []), _Promise(now + seconds, amount), key=_time)
         self._reserved += amount
         return seconds
 
@@ -70,6 +79,10 @@ class Promises:
             del self._by_ticket[key]
         if not self._by_ticket:
             self._reserved = 0.0  # no rest of rounding
+
+
+def _time(promise: _Promise) -> float:
+    return promise.at
 
 
 def ticket(request: GenerationRequest) -> int:

@@ -72,7 +72,8 @@ class TtftGate:
         """A step has ended, of whose outputs those with a first token have been told before."""
         hits = stats.total_prefix_hit_tokens
         found, self._last_hits = max(hits - self._last_hits, 0), hits
-        if self._last_step is not None:
+        is_full = bool(self._pending) or self.rate is None  # else it had no more to compute than it did
+        if self._last_step is not None and is_full:
             self._tokens = self._tokens * _KEEP + stats.prefill_tokens + found
             self._seconds = self._seconds * _KEEP + now - self._last_step
         self._last_step = now if self._pending else None
