@@ -19,6 +19,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from quire_engine.types import GenerationRequest
+from quire_server.answering.caller import caller_of
 from quire_server.answering.notes import notes
 from quire_server.answering.vector_options import VectorOptions
 from quire_server.answering.vectors import VectorUsage, compute_vectors, prepare_vectors, shaped
