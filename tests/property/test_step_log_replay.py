@@ -39,6 +39,7 @@ class Traffic:
         self.executor = FakeExecutor(config.limits.block_size, max_in_flight=2 if config.plans_ahead else 1)
         self.engine = Engine(self.scheduler, self.executor, check_invariants=True, clock=self.clock)
         self.live: set[str] = set()
+        self.penalty = self.dice.choice([0.0, 0.0, 1.0])  # with one the engine waits for each result before it plans
         self.asked: list[GenerationRequest] = []
         self.engine.on_step = self.take
         number = 0
@@ -103,6 +104,7 @@ class Traffic:
             priority=dice.randint(0, 2),
             arrival=self.time - dice.random() / 10,
             salt=dice.choice(["", "", "", "b"]),
+            penalty=self.penalty,
             prompt_logprobs=1 if dice.random() < 0.1 else None,
         )
 

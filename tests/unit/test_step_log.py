@@ -205,3 +205,15 @@ def test_the_log_changes_no_plan() -> None:
         run.to_end()
         logs.append(run.log)
     assert logs[0] == logs[1] == logs[2]
+
+
+def test_a_decode_that_is_planned_ahead_is_no_slice_of_the_prompt() -> None:
+    config = scheduler_config(num_blocks=64, max_num_batched_tokens=128, plans_ahead=True)
+    scheduler = Scheduler(config)
+    engine = Engine(scheduler, FakeExecutor(16, max_in_flight=2))
+    engine.submit(request("a", 100, 4, penalty=0.0))
+    while engine.has_work:
+        engine.step()
+    one = told(scheduler, "a")
+    assert [(each["start"], each["num_tokens"]) for each in one["chunks"]] == [(0, 100)]
+    assert {phase: number for (phase, _), number in spent(one).items() if number} == {"prefill": 1, "decode": 3}
