@@ -95,7 +95,7 @@ async def test_it_is_for_this_machine_alone(client: tuple[str, int], headers: di
     state.metrics.tick()
     telling = asyncio.create_task(app_module.tell_seconds(state.metrics, app.state.feed))
     transport = httpx.ASGITransport(app=app, client=client)
-    async with httpx.AsyncClient(transport=transport, base_url="http://server") as caller:
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as caller:
         reply = await caller.get("/dashboard/events", headers=headers)
     telling.cancel()
     assert reply.status_code == status
@@ -108,7 +108,7 @@ async def test_only_so_many_look_on(monkeypatch: pytest.MonkeyPatch) -> None:
     app = make_app()
     app.state.feed.num_listeners = 2
     async with connect(app) as client:
-        reply = await client.get("/dashboard/events")
+        reply = await client.get("http://127.0.0.1/dashboard/events")
     assert reply.status_code == 429
     assert reply.headers["retry-after"] == "10"
 

@@ -46,6 +46,7 @@ FOLDERS = {
     "quire_engine.process": {"*"},
     "quire_engine.tools": {"*", "execution", "demo"},
     "quire_engine.demo": set(),
+    "quire_bench.facts": {"servers"},
     "quire_server.wire": {"errors", "answering.options", "answering.vector_options"},
     "quire_server.text": {"errors"},
     "quire_server.metrics": set(),
