@@ -36,7 +36,7 @@ class SchedulerLimits:
     step_log: int = field(default=4096, metadata=_MAY_BE_0)  # steps remembered with their reasons; 0: none
     preemption_victim: VictimName = "youngest"
     batch_min_share: float = field(default=0.1, metadata=_MAY_BE_0)  # of a step's tokens, for batch work that waits
-    max_consecutive_chunks: int = field(default=0, metadata=_MAY_BE_0)  # of one prompt while others wait; 0: any
+    max_consecutive_chunks: int = field(default=2, metadata=_MAY_BE_0)  # of one prompt while others wait; 0: any
 
     @property
     def max_choices(self) -> int:

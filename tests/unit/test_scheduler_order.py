@@ -107,7 +107,7 @@ def test_streams_do_not_wait_for_a_long_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("streams", "sizes"), [([], [512]), (["stream"], [65] * 4)], ids=["alone", "beside a stream, 64 tokens a step"]
+    ("streams", "sizes"), [([], [512]), (["stream"], [65] * 3)], ids=["alone", "beside a stream, 64 tokens a step"]
 )
 def test_short_prompts_do_not_wait_for_a_long_one(streams: list[str], sizes: list[int]) -> None:
     run = new_run(num_blocks=1024, max_model_len=8192, prefill_chunk=512, itl_target=0.1)

@@ -3,12 +3,15 @@
 Owns how many chunks each has had in a row. Promises: what nobody else takes goes to those that gave way, in the same
 step; the elder's claim is not touched. Must not know: blocks, budgets, how large chunks are.
 
-A prompt gives way, for one step, after `max_consecutive_chunks` chunks in a row while another prompt is begun or waits;
-batch work gives way to interactive prompts unless its share is due; under fair queueing a prompt gives way to those of
-other tenants that wait and have not got more, and that are begun and have less left: both are charged for already.
+A prompt gives way, for one step, after `max_consecutive_chunks` chunks in a row while another is begun or waits that is
+only behind it; batch work gives way to interactive prompts unless its share is due; under fair queueing a prompt gives
+way to those of other tenants that wait and have not got more, and that are begun and have less left: both are charged
+for already.
 """
 
 from __future__ import annotations
+
+from itertools import chain
 
 from quire_engine.scheduling.classes import ClassShares
 from quire_engine.scheduling.sequence import Group
@@ -35,7 +38,8 @@ class PromptTurns:
         return first
 
     def _gives_way(self, group: Group, prefilling: list[Group], waiting: list[Group]) -> bool:
-        if self._limit and self._in_a_row.get(group, 1) >= self._limit:
+        is_over = self._limit and self._in_a_row.get(group, 1) >= self._limit
+        if is_over and any(self._is_like(other, group) for other in chain(prefilling, waiting)):
             return True
         queues = [queue for queue in (prefilling, waiting) if queue]  # batch last in each
         if group.is_batch != self._classes.is_due:
@@ -48,6 +52,11 @@ class PromptTurns:
         if any(_tokens_left(other) < _tokens_left(group) for other in others):
             return True
         return any(other.account is not group.account and _promised(other) <= _promised(group) for other in waiting)
+
+    def _is_like(self, other: Group, group: Group) -> bool:
+        """Whether only their order says who of the two goes first."""
+        is_same = other.account is group.account or not self._by_account
+        return other is not group and other.is_batch == group.is_batch and is_same
 
 
 def _tokens_left(group: Group) -> int:
