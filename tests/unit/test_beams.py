@@ -74,6 +74,22 @@ def test_when_two_finished_beams_are_enough(rule, penalty, goes_on) -> None:
     assert beams.is_over != goes_on
 
 
+def test_a_live_beam_that_can_only_draw_level_ends_the_search() -> None:
+    beams, _ = search(stops=(0,), length_penalty=0.0)
+    step(beams, *[told((0, -1.0), (3, -1.0), (9, -3.0))] * 2)
+    beams.assign([0, 1])
+    step(beams, told((0, -1.0), (4, -1.0), (5, -9.0)), told((6, -8.0), (0, -8.0), (8, -9.0)))
+    assert ([found.score for found in beams.finished], beams.is_over) == ([-1.0, -2.0], True)
+
+
+def test_what_was_offered_before_a_preemption_is_offered_again() -> None:
+    beams, _ = search(width=2)
+    assert not beams.offer(0, told((1, -1.0), (2, -2.0)))
+    beams.forget_step()
+    assert not beams.offer(1, told((1, -1.0), (2, -2.0)))
+    assert beams.offer(0, told((1, -1.0), (2, -2.0)))
+
+
 def test_too_few_continuations_are_told() -> None:
     beams, _ = search(width=4)
     assert step(beams, *[told((1, -1.0), (2, -2.0))] * 4) is None
