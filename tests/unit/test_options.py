@@ -29,6 +29,7 @@ OTHERS: dict[str, object] = {
     "guided_regex": "a", "guided_choice": ["a"], "guided_grammar": "start: /a/", "guided_json_object": True,
     "json_schema": "{}", "regex": "a", "ebnf": 'root ::= "a"', "grammar": 'root ::= "a"',
     "priority": 1, "cache_salt": "s", "request_id": "r",
+    "use_beam_search": True, "beam_width": 2, "length_penalty": 0.5, "early_stopping": "never",
 }  # fmt: skip
 TOOLS = [{"type": "function", "function": {"name": "get_time"}}]
 OWN: dict[Dialect, dict[str, object]] = {
@@ -46,6 +47,7 @@ OWN: dict[Dialect, dict[str, object]] = {
 WITHOUT_EFFECT: dict[Dialect, set[str]] = {CompletionRequest: set(), ChatCompletionRequest: {"echo"}}
 NEEDS: dict[str, dict[str, object]] = {
     "stream_options": {"stream": True}, "top_logprobs": {"logprobs": True},
+    **{name: {"use_beam_search": True} for name in ("beam_width", "length_penalty", "early_stopping")},
     "tool_choice": {"tools": TOOLS}, "parallel_tool_calls": {"tools": TOOLS},
 }  # fmt: skip
 
