@@ -39,7 +39,8 @@ class Giving:
                 has_more = True
             elif sequence not in plan.slices and not self.give(sequence, 1, plan):
                 return False
-        return has_more
+        # The last token of a prompt, with outputs behind it that are known: those come next.
+        return has_more or (not group.prompt_shared and self.stays_partial(group, plan))
 
     def give_chunks(self, group: Group, plan: StepPlan, *, others: bool = True) -> None:
         """A chunk of each unfinished prompt; `others`: more may want a part of the step."""
