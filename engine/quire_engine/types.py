@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-WaitReason = Literal["kv", "slots", "budget"]
+WaitReason = Literal["kv", "slots", "budget", "prefix"]  # prefix: another request is computing it
+WAIT_REASONS: tuple[WaitReason, ...] = ("kv", "slots", "budget", "prefix")
 # How errors begin that a request's own rules have led to, such as ids that its grammar does not allow.
 NO_CANDIDATE = "no token is left to choose from"
 OF_THE_REQUEST = (NO_CANDIDATE, "the grammar ")
@@ -194,6 +195,9 @@ class EngineStats:
     blocks_used: int = 0
     blocks_cached: int = 0  # matchable but not referenced
     blocks_free: int = 0
+    blocks_shared: int = 0  # of the used: held by two or more sequences
+    blocks_unshared: int = 0  # of the used: held by one
+    blocks_saved: int = 0  # more that would be used if none were shared
     slots_allocated: int = 0  # token slots in used blocks
     slots_unused: int = 0  # of those, holding no token (internal waste)
     prefill_tokens: int = 0  # this step
@@ -209,6 +213,7 @@ class EngineStats:
     total_kv_wait_seconds: float = 0.0  # in which some request at the queue's head waited for blocks, as of this step
     total_padding_rows: int = 0  # rows of steps that computed nothing, so that a step has one of few sizes
     tenants: tuple[TenantStats, ...] = ()  # none where no request has named one
+    total_prefill_tokens_saved: int = 0  # found, not computed, whenever a request entered; after preemptions too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

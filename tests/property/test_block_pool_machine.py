@@ -53,6 +53,8 @@ class PoolMachine(RuleBasedStateMachine):
             assert list(self.pool.free_blocks()) == self.free
             assert self.pool.num_free == len(self.free)
             assert {block: self.pool.refs(block) for block in self.refs} == self.refs
+            assert self.pool.num_shared == sum(refs > 1 for refs in self.refs.values())
+            assert self.pool.num_saved == sum(refs - 1 for refs in self.refs.values() if refs)
 
 
 PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

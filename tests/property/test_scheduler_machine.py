@@ -128,6 +128,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert set(roster.live) == set(self.unfinished)
         filled = filled_slots(roster, self.config.limits.block_size)
         assert stats.blocks_used == len(filled)
+        held = Counter(block for s in roster.sequences.values() for block in s.table.block_ids)
+        assert stats.blocks_shared == sum(tables > 1 for tables in held.values())
+        assert stats.blocks_unshared == sum(tables == 1 for tables in held.values())
+        assert stats.blocks_saved == sum(held.values()) - len(held)
         assert stats.slots_allocated == len(filled) * self.config.limits.block_size
         assert stats.slots_unused == stats.slots_allocated - sum(filled.values())
 
@@ -224,7 +228,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         key = scheduler._roster._order.key
         entered = [g for g in waiting if g.state == "running" and g is not scheduler._planner.elder]
         for group in waiting:
-            if group.state != "running":
+            if group.state != "running" and group.wait_reason != "prefix":
                 name = group.request.request_id
                 self.bypasses[name] += sum(key(other) > key(group) for other in entered)
                 assert self.bypasses[name] <= self.config.limits.max_bypasses  # I20

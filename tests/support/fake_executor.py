@@ -165,7 +165,10 @@ class FakeExecutor:
             result.samples.update(dict.fromkeys(ids, (SampledToken(token_id=0),)))
 
     def copy(self, batch: Batch) -> None:
-        """The blocks that are copied before the step's first write."""
+        """The blocks that are copied before the step's first write; a GPU copies all at once."""
+        sources, targets = {source for source, _ in batch.copies}, [target for _, target in batch.copies]
+        assert sources.isdisjoint(targets), "a block is read and written by the same step's copies"
+        assert len(set(targets)) == len(targets), "two copies have one target"
         for source, target in batch.copies:
             self.num_copies += 1
             for offset in range(self._block_size):

@@ -37,14 +37,15 @@ def test_a_released_prefix_is_matched_and_revived() -> None:
     first = computed(kv, list(range(10)))
     held = first.table.block_ids
     kv.release(first)
-    assert (kv.num_available, kv.num_cached) == (8, 2)
+    assert (kv.num_available, kv.num_cached) == (8, 3)
     second = sequence(list(range(10)))
     matched = kv.match(second, 9)
-    assert matched.blocks == held[:2]
-    assert kv.seat_cost(second, matched) == 3
-    kv.seat(second, matched)
+    assert (matched.blocks, matched.tail) == (held[:2], (held[2], 1))
+    whole = matched.without_tail(4)
+    assert kv.seat_cost(second, whole) == 3
+    kv.seat(second, whole)
     assert second.num_computed == 8
-    assert (kv.num_available, kv.num_cached) == (5, 0)
+    assert (kv.num_available, kv.num_cached) == (5, 1)
     kv.check([second])
 
 
@@ -105,7 +106,10 @@ def test_eviction_takes_the_least_recent_and_in_it_the_deepest() -> None:
 
 def test_uncached_blocks_are_reused_before_cached_ones() -> None:
     kv = allocator(num_blocks=4)
-    kv.release(computed(kv, list(range(10))))
+    one = sequence(list(range(10)))
+    kv.seat(one, NO_MATCH)
+    kv.commit(one, 8)
+    kv.release(one)
     kv.seat(sequence([50] * 8), NO_MATCH)
     assert kv.total_evictions == 0
 

@@ -138,9 +138,9 @@ def test_f11_chats_share_the_system_prompt_by_content() -> None:
     assert len(set().union(*tables)) == 12 + 16 == run.scheduler.stats().blocks_used
     assert run.finishes == {}
     cached = {output.request_id: output.num_cached_tokens for output in run.outputs}
-    assert cached == {"first": 0, **{f"r{i}": 192 for i in range(15)}}
+    assert cached == {"first": 0, **{f"r{i}": 200 for i in range(15)}}
     stats = run.scheduler.stats()
-    assert (stats.total_prefix_query_tokens, stats.total_prefix_hit_tokens) == (200 + 15 * 201, 15 * 192)
+    assert (stats.total_prefix_query_tokens, stats.total_prefix_hit_tokens) == (200 + 15 * 201, 15 * 200)
 
 
 def test_f11_copies_at_the_first_divergent_write() -> None:

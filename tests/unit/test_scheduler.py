@@ -112,19 +112,20 @@ def test_scoring_the_prompt_does_not_read_the_cache() -> None:
     for name, logprobs in [("a", None), ("b", 1), ("c", None)]:
         run.add(request(name, prompt, 2, prompt_logprobs=logprobs))
         run.to_end()
-    assert [outputs_of(run, name)[0].num_cached_tokens for name in "abc"] == [0, 0, 48]
+    assert [outputs_of(run, name)[0].num_cached_tokens for name in "abc"] == [0, 0, 63]
     assert len(outputs_of(run, "b")[0].prompt_logprobs or ()) == 64
     assert run.scheduler.stats().total_prefix_query_tokens == 128
 
 
-def test_a_fully_cached_prompt_still_computes_its_last_block() -> None:
+def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
     run, prompt = new_run(), own_tokens("p", 64)
     run.add(request("a", prompt, 2))
     run.to_end()
     run.add(request("b", prompt, 2))
     batch = run.one_step()
     assert batch is not None
-    assert [(item.start, item.num_tokens) for item in batch.items] == [(48, 16)]
+    assert [(item.start, item.num_tokens) for item in batch.items] == [(63, 1)]
+    assert len(batch.copies) == 1
 
 
 def test_output_is_cached_too() -> None:
@@ -134,7 +135,7 @@ def test_output_is_cached_too() -> None:
     run.to_end()
     run.add(request("b", (*first.prompt_token_ids, *expected_tokens(first, 0), 7), 2))
     run.to_end()
-    assert outputs_of(run, "b")[0].num_cached_tokens == 48, "49 tokens were computed: three blocks"
+    assert outputs_of(run, "b")[0].num_cached_tokens == 48, "49 were computed: one alone is not worth a copy"
 
 
 def test_no_caching_when_it_is_off() -> None:
@@ -152,7 +153,7 @@ def test_salts_keep_tenants_apart() -> None:
     for name, salt in [("a", "x"), ("b", "y"), ("c", "x")]:
         run.add(request(name, prompt, 2, salt=salt))
         run.to_end()
-    assert [outputs_of(run, name)[0].num_cached_tokens for name in "abc"] == [0, 0, 48]
+    assert [outputs_of(run, name)[0].num_cached_tokens for name in "abc"] == [0, 0, 63]
 
 
 def test_choices_fork_from_one_row() -> None:

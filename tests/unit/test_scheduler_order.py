@@ -48,15 +48,15 @@ def test_waiting_is_counted_by_reason() -> None:
     slots = new_run(max_num_seqs=2)
     slots.add(*(request(f"r{i}", 8, 8, n=2 if i else 1) for i in range(3)))
     slots.one_step()
-    assert slots.scheduler.stats().waiting == {"kv": 0, "slots": 4, "budget": 0}
+    assert slots.scheduler.stats().waiting == {"kv": 0, "slots": 4, "budget": 0, "prefix": 0}
     blocks = new_run(num_blocks=4)
     blocks.add(request("a", 40, 8), request("b", 40, 8))
     blocks.one_step()
-    assert blocks.scheduler.stats().waiting == {"kv": 1, "slots": 0, "budget": 0}
+    assert blocks.scheduler.stats().waiting == {"kv": 1, "slots": 0, "budget": 0, "prefix": 0}
     budget = new_run(max_num_batched_tokens=80, prefill_chunk=80)
     budget.add(request("a", 80, 8), request("b", 40, 8))
     budget.one_step()
-    assert budget.scheduler.stats().waiting == {"kv": 0, "slots": 0, "budget": 1}
+    assert budget.scheduler.stats().waiting == {"kv": 0, "slots": 0, "budget": 1, "prefix": 0}
 
 
 def test_nobody_enters_for_a_sliver_of_the_budget() -> None:

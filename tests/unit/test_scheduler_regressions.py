@@ -146,5 +146,5 @@ def test_what_a_preemption_frees_is_not_given_away_in_the_same_step() -> None:
         batch = run.one_step()
     assert batch is not None
     assert [item.num_prompt_tokens for item in batch.items] == [40]
-    assert run.scheduler.stats().waiting == {"kv": 2, "slots": 0, "budget": 0}
+    assert run.scheduler.stats().waiting == {"kv": 2, "slots": 0, "budget": 0, "prefix": 0}
     run.to_end()

@@ -41,6 +41,7 @@ class Admission:
     ) -> None:
         self.total_query_tokens = 0
         self.total_hit_tokens = 0
+        self.total_saved_tokens = 0  # as the hits, and what preempted groups found again
         self._limits = limits
         self._queue = queue
         self._capacity = capacity
@@ -61,11 +62,11 @@ class Admission:
         A group that cannot enter lets others pass, at most `max_bypasses` of them in its life, and no more than so
         many groups are looked past at a time. After a preemption nobody enters: what was freed is spoken for.
         """
-        closed: WaitReason | None = "kv" if plan.num_preempted else None
+        closed = self._closed(plan)
         limit = self._limits.max_bypasses
         entered: list[Group] = []
         passed_over: list[Group] = []
-        for group in self._by_class():
+        for group in list(self._roster.waiting) if closed else self._by_class():
             if closed is None and plan.budget == 0:
                 closed = "budget"
             if closed is not None:
@@ -79,6 +80,8 @@ class Admission:
                 obstacle = self._try_to_enter(group, plan, num_partial, now)
             if obstacle is not None:
                 self._let_wait(group, obstacle, plan)
+                if obstacle == "prefix":  # it chose to wait: whoever goes on takes nothing from it
+                    continue
                 passed_over.append(group)
                 if group.num_bypasses >= limit or len(passed_over) > limit:
                     closed = obstacle
@@ -90,6 +93,16 @@ class Admission:
                 if other.num_bypasses >= limit:
                     closed = other.wait_reason
         return entered
+
+    def _closed(self, plan: StepPlan) -> WaitReason | None:
+        """Why nobody can enter at all, so that nobody needs to be asked."""
+        if plan.num_preempted:
+            return "kv"
+        if plan.budget == 0:
+            return "budget"
+        is_full = self._roster.num_running >= self._limits.max_num_seqs
+        # A batch group may have to give its seat to an interactive one.
+        return "slots" if is_full and not any(group.is_batch for group in self._roster.running) else None
 
     def seat(self, elder: Group, plan: StepPlan, now: float) -> None:
         """Bring the elder in, at the cost of as many others as it takes."""
@@ -154,31 +167,48 @@ class Admission:
         limits = self._limits
         if self._roster.num_running + len(group.sequences) > limits.max_num_seqs:
             return "slots"
+        if group.awaited is not None and self._kv.is_awaited(group.awaited):
+            return "prefix"
         match = self._match(group)
         leader = group.leader
+        if self._joins(group, match):
+            return "prefix"
         pending = group.pending(leader) - match.num_tokens
         first = self._giving.first_chunk(pending, plan)
         goes_on = first < pending or any(follower.num_output_tokens > 0 for follower in group.followers())
-        if plan.budget < min(pending, limits.min_chunk):
+        is_one_more = goes_on and num_partial >= limits.max_num_partial_prefills and not self._may_begin(group, plan)
+        if is_one_more or plan.budget < min(pending, limits.min_chunk):
             return "budget"
-        if goes_on and num_partial >= limits.max_num_partial_prefills and not self._may_begin(group, plan):
-            return "budget"
-        need = self._kv.seat_cost(leader, match) + group.blocks_beside_leader()
-        if not self._capacity.fits(group, need=need, available=self._kv.num_available):
+        if not self._fits(group, match):
             return "kv"
         self._enter(group, match, plan, now)
         self._giving.give_chunks(group, plan)
         return None
 
+    def _joins(self, group: Group, match: PrefixMatch) -> bool:
+        """Whether the group should wait for what others compute of its prompt, and then enter with that."""
+        awaited = self._kv.awaited(group.leader, match, group.pending(group.leader) - 1) if group.reads_cache else None
+        group.await_content(awaited)
+        return awaited is not None
+
     def _match(self, group: Group) -> PrefixMatch:
         """The cached prefix that the group would enter with; at least one token is left to compute."""
-        leader = group.leader
-        return self._kv.match(leader, group.pending(leader) - 1) if group.reads_cache else NO_MATCH
+        if not group.reads_cache:
+            return NO_MATCH
+        match = self._kv.match(group.leader, group.pending(group.leader) - 1)
+        if match.tail is None or self._fits(group, match):
+            return match
+        return match.without_tail(self._kv.block_size)  # while a tail is copied it takes a block more
+
+    def _fits(self, group: Group, match: PrefixMatch) -> bool:
+        need = self._kv.seat_cost(group.leader, match) + group.blocks_beside_leader()
+        return self._capacity.fits(group, need=need, available=self._kv.num_available)
 
     def _enter(self, group: Group, match: PrefixMatch, plan: StepPlan, now: float) -> None:
         if group.first_scheduled is None and group.reads_cache and self._limits.enable_prefix_caching:
             self.total_query_tokens += len(group.leader.token_ids)
             self.total_hit_tokens += match.num_tokens
         self._accounts.enter(group, match.num_tokens)
+        self.total_saved_tokens += match.num_tokens
         plan.note("enters", group, num_tokens=match.num_tokens)
         self._roster.enter(group, match, now)

@@ -14,11 +14,13 @@ from quire_engine.invariants import require
 class BlockPool:
     """Block ids 0 .. num_blocks - 1 and a doubly linked list of the free ones, the next to be reused first."""
 
-    __slots__ = ("_next", "_previous", "_refs", "num_blocks", "num_free")
+    __slots__ = ("_next", "_previous", "_refs", "num_blocks", "num_free", "num_saved", "num_shared")
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
+        self.num_shared = 0  # with two references or more
+        self.num_saved = 0  # references beyond each block's first: blocks more that it would take without sharing
         self._refs: list[int] = [0] * num_blocks
         # Entry `num_blocks` is the list's head and tail in one, so that no end is a special case. A block that is
         # in use has itself as both neighbours.
@@ -39,15 +41,22 @@ class BlockPool:
 
     def share(self, block: int) -> None:
         """One more reference; a free block leaves the free list."""
-        if self._refs[block] == 0:
+        refs = self._refs[block]
+        if refs == 0:
             self._unlink(block)
-        self._refs[block] += 1
+        else:
+            self.num_saved += 1
+            self.num_shared += refs == 1
+        self._refs[block] = refs + 1
 
     def drop(self, block: int) -> bool:
         """One reference less; True when none is left, and then the caller must `free_first` or `free_last` it."""
         refs = self._refs[block] - 1
         require(refs >= 0, f"block {block} was released more often than it was taken")
         self._refs[block] = refs
+        if refs > 0:
+            self.num_saved -= 1
+            self.num_shared -= refs == 1
         return refs == 0
 
     def free_first(self, block: int) -> None:
@@ -76,6 +85,10 @@ class BlockPool:
         require(len(listed) == self.num_free, f"{len(listed)} blocks are listed as free, {self.num_free} are counted")
         unreferenced = sum(1 for refs in self._refs if refs == 0)
         require(unreferenced == self.num_free, f"{unreferenced} blocks have no reference, {self.num_free} are free")
+        shared = [refs for refs in self._refs if refs > 1]
+        require(len(shared) == self.num_shared, f"{len(shared)} blocks are shared, {self.num_shared} are counted")
+        saved = sum(shared) - len(shared)
+        require(saved == self.num_saved, f"{saved} blocks are saved, {self.num_saved} are counted")
 
     def _unlink(self, block: int) -> None:
         before, after = self._previous[block], self._next[block]

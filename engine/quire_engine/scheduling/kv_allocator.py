@@ -11,9 +11,11 @@ from collections.abc import Iterable
 
 from quire_engine.invariants import require
 from quire_engine.scheduling.block_pool import BlockPool
+from quire_engine.scheduling.joining import Promises
 from quire_engine.scheduling.prefix_cache import PrefixCache, block_hash, root_hash
 from quire_engine.scheduling.prefix_match import NO_MATCH, PrefixMatch
-from quire_engine.scheduling.sequence import Sequence
+from quire_engine.scheduling.sequence import Content, Sequence
+from quire_engine.scheduling.tails import Tails
 
 Copy = tuple[int, int]  # (source block, target block)
 
@@ -31,6 +33,9 @@ class KVAllocator:
         self.total_taken = 0
         self._pool = BlockPool(num_blocks)
         self._cache = PrefixCache()
+        self._tails = Tails(block_size)
+        self._promises = Promises(block_size)
+        self._pinned: list[int] = []  # sources of this plan's copies: nobody may take them before they are read
         self._caching = enable_prefix_caching
         self._num_cached = 0  # blocks that are free and matchable
 
@@ -48,30 +53,69 @@ class KVAllocator:
         """Blocks that nobody holds and whose content can be matched."""
         return self._num_cached
 
+    @property
+    def num_shared(self) -> int:
+        """Blocks that two or more tables hold."""
+        return self._pool.num_shared
+
+    @property
+    def num_saved(self) -> int:
+        """Blocks more that the tables would need if they shared none."""
+        return self._pool.num_saved
+
     def match(self, sequence: Sequence, max_tokens: int) -> PrefixMatch:
-        """The longest cached prefix of at most `max_tokens` tokens. Changes no block."""
+        """The longest known prefix of at most `max_tokens` tokens. Changes no block."""
         if not self._caching:
             return NO_MATCH
-        count = max_tokens // self.block_size
+        size = self.block_size
+        count = max_tokens // size
         self._extend_hashes(sequence, count)
-        blocks = self._cache.longest_match(sequence.block_hashes[:count])
-        return PrefixMatch(tuple(blocks), len(blocks) * self.block_size)
+        blocks = tuple(self._cache.longest_match(sequence.block_hashes[:count]))
+        start = len(blocks) * size
+        rest = sequence.token_ids[start : min(start + size, max_tokens)]
+        tail = (
+            self._tails.longest(self._parent(sequence, len(blocks)), rest) if len(rest) >= self._tails.least else None
+        )
+        return PrefixMatch(blocks, start + (tail[1] if tail else 0), tail)
+
+    def awaited(self, sequence: Sequence, match: PrefixMatch, max_tokens: int) -> Content | None:
+        """What others are computing of the sequence's prefix beyond the match, if it is worth waiting for: its last."""
+        if not self._promises:
+            return None
+        first = len(match.blocks)
+        parent = self._parent(sequence, first)
+        num_tokens, content = self._promises.awaited(sequence, first, max_tokens, parent, self._tails)
+        gain = num_tokens - (match.num_tokens - first * self.block_size)
+        return content if gain >= max(self.block_size // 2, self._tails.least) else None
+
+    def is_awaited(self, content: Content) -> bool:
+        """Whether somebody still computes what `awaited` named."""
+        return self._promises.holds(content)
 
     def seat_cost(self, sequence: Sequence, match: PrefixMatch) -> int:
-        """Available blocks that `seat` would use up."""
+        """Available blocks that `seat` would use up; the source of a copy is one of them until the step is planned."""
         revived = sum(1 for block in match.blocks if self._pool.refs(block) == 0)
-        return sequence.blocks_for_known - len(match.blocks) + revived
+        pinned = int(match.tail is not None and self._pool.refs(match.tail[0]) == 0)
+        return sequence.blocks_for_known - len(match.blocks) + revived + pinned
 
     def seat(self, sequence: Sequence, match: PrefixMatch) -> None:
-        """Give an empty sequence its matched prefix and new blocks for the rest of its known tokens."""
+        """Give an empty sequence its matched prefix and new blocks for the rest of its known tokens.
+
+        A matched tail is copied into the first of those when the sequence is about to write there (`reserve`).
+        """
         for block in match.blocks:
-            if self._pool.refs(block) == 0:
-                self._num_cached -= 1
-            self._pool.share(block)
+            self._hold(block)
         sequence.table.extend(match.blocks)
         sequence.num_committed = len(match.blocks)
         sequence.num_computed = match.num_tokens
+        sequence.num_certain = len(match.blocks) * self.block_size
+        if match.tail is not None:
+            sequence.copies_from = match.tail[0]
+            self._hold(match.tail[0])
         self._grow(sequence, len(sequence.token_ids))
+        if self._caching:
+            self._extend_hashes(sequence, len(sequence.token_ids) // self.block_size)
+            self._promises.make(sequence, len(match.blocks), self._parent(sequence, len(match.blocks)), self._tails)
 
     def reserve_cost(self, sequence: Sequence, end: int) -> int:
         """Available blocks that `reserve` up to position `end` would use up."""
@@ -85,11 +129,20 @@ class KVAllocator:
         Of the owners of a shared block the last one to write keeps it, so n owners cost n - 1 copies.
         """
         copy = None
+        if sequence.copies_from is not None:
+            copy = sequence.copies_from, sequence.table.block_ids[sequence.num_computed // self.block_size]
+            self._pinned.append(sequence.copies_from)
+            sequence.copies_from = None
         if sequence.shares_tail:
             copy = self._copy_tail(sequence) if self._must_copy(sequence) else None
             sequence.shares_tail = False
         self._grow(sequence, end)
         return copy
+
+    def unpin(self) -> None:
+        """The step is planned: what is planned from now on comes after its copies."""
+        while self._pinned:
+            self._drop(self._pinned.pop())
 
     def advance(self, sequence: Sequence, end: int) -> None:
         """The tokens up to position `end` are computed, or will be before anything that is scheduled from now on."""
@@ -97,13 +150,16 @@ class KVAllocator:
 
     def commit(self, sequence: Sequence, num_computed: int) -> None:
         """So many of the sequence's tokens are computed for certain: make the blocks matchable that they fill."""
-        full = num_computed // self.block_size
-        if not self._caching or full <= sequence.num_committed:
+        before, sequence.num_certain = sequence.num_certain, num_computed
+        if not self._caching:
             return
-        self._extend_hashes(sequence, full)
-        for index in range(sequence.num_committed, full):
-            self._cache.register(sequence.block_hashes[index], sequence.table.block_ids[index])
-        sequence.num_committed = full
+        full, prompt = num_computed // self.block_size, sequence.num_prompt_tokens
+        if full > sequence.num_committed:
+            self._commit_blocks(sequence, full)
+        if before < prompt <= num_computed:
+            self._offer_rest(sequence)
+        if self._promises:
+            self._promises.keep(sequence, num_computed)
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let an empty child hold the parent's blocks of the first `num_tokens` computed tokens, a partial one too."""
@@ -115,20 +171,21 @@ class KVAllocator:
         child.num_computed = child.num_reserved = num_tokens
         child.block_hashes = parent.block_hashes[:full]
         child.num_committed = min(parent.num_committed, full)
+        child.num_certain = min(parent.num_certain, num_tokens)
         if partial:
             parent.shares_tail = child.shares_tail = True
 
     def release(self, sequence: Sequence) -> None:
         """Take every block from the sequence; matchable ones stay so until they are reused, the deepest first."""
+        if self._caching:
+            self._offer_rest(sequence)
+            self._promises.withdraw(sequence)
+        if sequence.copies_from is not None:
+            self._drop(sequence.copies_from)
+            sequence.copies_from = None
         for block in reversed(sequence.table.clear()):
-            if not self._pool.drop(block):
-                continue
-            if self._cache.holds(block):
-                self._pool.free_last(block)
-                self._num_cached += 1
-            else:
-                self._pool.free_first(block)
-        sequence.num_computed = sequence.num_reserved = 0
+            self._drop(block)
+        sequence.num_computed = sequence.num_reserved = sequence.num_certain = 0
         sequence.num_committed = 0
         sequence.shares_tail = False
 
@@ -154,11 +211,15 @@ class KVAllocator:
         """Raise InvariantViolation unless counts equal the occurrences in the live tables and every set is disjoint."""
         self._pool.check()
         self._cache.check()
+        self._tails.check()
+        sequences = list(sequences)
         held = Counter(block for sequence in sequences for block in sequence.table.block_ids)
+        held.update(sequence.copies_from for sequence in sequences if sequence.copies_from is not None)
+        held.update(self._pinned)
         for block in range(self.num_blocks):
             refs = self._pool.refs(block)
             require(refs == held[block], f"block {block} has {refs} references and is in {held[block]} tables")
-        cached = sum(1 for block in self._pool.free_blocks() if self._cache.holds(block))
+        cached = sum(1 for block in self._pool.free_blocks() if self._is_known(block))
         require(cached == self._num_cached, f"{cached} blocks are cached and unheld, {self._num_cached} are counted")
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> None:
@@ -170,10 +231,57 @@ class KVAllocator:
     def _take(self) -> int:
         block = self._pool.take()
         self.total_taken += 1
-        if self._cache.forget(block):
+        if self._cache.forget(block) | self._tails.forget(block):
             self._num_cached -= 1
             self.total_evictions += 1
         return block
+
+    def _is_known(self, block: int) -> bool:
+        return self._cache.holds(block) or self._tails.holds(block)
+
+    def _hold(self, block: int) -> None:
+        if self._pool.refs(block) == 0:
+            self._num_cached -= 1
+        self._pool.share(block)
+
+    def _drop(self, block: int) -> None:
+        if not self._pool.drop(block):
+            return
+        if self._is_known(block):
+            self._pool.free_last(block)
+            self._num_cached += 1
+        else:
+            self._pool.free_first(block)
+
+    def _commit_blocks(self, sequence: Sequence, full: int) -> None:
+        self._extend_hashes(sequence, full)
+        size, tokens = self.block_size, sequence.token_ids
+        for index in range(sequence.num_committed, full):
+            block = sequence.table.block_ids[index]
+            is_new = self._cache.register(sequence.block_hashes[index], block)
+            # Others part from a prompt, hardly ever from an output; its blocks are many, and come one in each step.
+            if is_new and index * size < sequence.num_prompt_tokens:
+                self._offer(block, self._parent(sequence, index), tokens[index * size : (index + 1) * size])
+        sequence.num_committed = full
+
+    def _offer_rest(self, sequence: Sequence) -> None:
+        """Let others copy what is computed of the block that the sequence has not filled."""
+        index, rest = divmod(sequence.num_certain, self.block_size)
+        if rest >= self._tails.least:
+            tokens = sequence.token_ids[sequence.num_certain - rest : sequence.num_certain]
+            self._offer(sequence.table.block_ids[index], self._parent(sequence, index), tokens)
+
+    def _offer(self, block: int, parent: bytes, tokens: list[int]) -> None:
+        displaced = self._tails.offer(block, parent, tokens)
+        if displaced is not None and self._pool.refs(displaced) == 0 and not self._cache.holds(displaced):
+            self._num_cached -= 1
+            self._pool.share(displaced)
+            self._pool.drop(displaced)
+            self._pool.free_first(displaced)
+
+    def _parent(self, sequence: Sequence, index: int) -> bytes:
+        """The hash of all blocks before one."""
+        return sequence.block_hashes[index - 1] if index else root_hash(sequence.group.request.cache_salt)
 
     def _must_copy(self, sequence: Sequence) -> bool:
         """Whether a sibling still holds the block that the sequence would write to next."""
@@ -190,5 +298,5 @@ class KVAllocator:
     def _extend_hashes(self, sequence: Sequence, count: int) -> None:
         hashes, size = sequence.block_hashes, self.block_size
         for index in range(len(hashes), count):
-            parent = hashes[-1] if hashes else root_hash(sequence.group.request.cache_salt)
-            hashes.append(block_hash(parent, sequence.token_ids[index * size : (index + 1) * size]))
+            tokens = sequence.token_ids[index * size : (index + 1) * size]
+            hashes.append(block_hash(self._parent(sequence, index), tokens))

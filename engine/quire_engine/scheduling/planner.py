@@ -41,6 +41,7 @@ class Planner:
         self.elder: Group | None = None
         self._limits = limits
         self._policies = policies
+        self._kv = kv
         self._roster = roster
         self.accounts = Accounts(of_everyone=limits.scheduling_policy == "wfq")
         self._classes = ClassShares(limits.batch_min_share)
@@ -79,6 +80,7 @@ class Planner:
         self.admission.note_kv_wait(now)
         self.accounts.charge(plan)
         self._classes.note(plan, self._roster.running, self._roster.waiting)
+        self._kv.unpin()
         return plan
 
     def _elder(self, step: int) -> Group | None:

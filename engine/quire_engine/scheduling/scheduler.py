@@ -29,7 +29,7 @@ from quire_engine.scheduling.policies.gate import check_request
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.step_log import StepLog
-from quire_engine.types import EngineStats, FinishReason, GenerationRequest, TokenOutput, WaitReason
+from quire_engine.types import WAIT_REASONS, EngineStats, FinishReason, GenerationRequest, TokenOutput, WaitReason
 
 __all__ = ["InvariantViolation", "Scheduler"]
 
@@ -194,7 +194,7 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """Gauges of this moment and counters since the start; the caller adds the times."""
-        waiting: dict[WaitReason, int] = {"kv": 0, "slots": 0, "budget": 0}
+        waiting: dict[WaitReason, int] = dict.fromkeys(WAIT_REASONS, 0)
         for group in self._roster.waiting:
             waiting[group.wait_reason] += len(group.sequences)
         kv, admission = self._kv, self._planner.admission
@@ -206,6 +206,9 @@ class Scheduler:
             blocks_used=used,
             blocks_cached=kv.num_cached,
             blocks_free=kv.num_available - kv.num_cached,
+            blocks_shared=kv.num_shared,
+            blocks_unshared=used - kv.num_shared,
+            blocks_saved=kv.num_saved,
             slots_allocated=used * self._config.limits.block_size,
             slots_unused=kv.num_unused_slots([s for group in self._roster.running for s in group.sequences]),
             prefill_tokens=self._prefill_tokens,
@@ -218,6 +221,7 @@ class Scheduler:
             kv_waiting_since=admission.kv_waiting_since,
             total_kv_wait_seconds=admission.total_kv_wait_seconds,
             tenants=self._planner.accounts.stats(self._roster.running, self._roster.waiting),
+            total_prefill_tokens_saved=admission.total_saved_tokens,
         )
 
     def check_invariants(self) -> None:
@@ -225,7 +229,7 @@ class Scheduler:
 
         What holds at all times, by the numbers that the tests cite; those with a star are looked at here:
 
-        I1*  references: a block's count is the number of live tables that hold it.
+        I1*  references: a block's count is the number of live tables that hold it, and of copies planned from it.
         I2*  partition: free, cached and used blocks are disjoint and make up the pool.
         I3   exclusive writes: no step writes to a block that is shared or can be matched.
         I4*  tables: a table has just the blocks for its reserved tokens, of which there are no more than known ones.
@@ -241,7 +245,7 @@ class Scheduler:
         I16  gauges: `stats` equals the state, counted anew.
         I17* wait bound: a request ends within the steps that `wait_bound` named at its submission.
         I18  replay: a step log's inputs, given to another scheduler, bring the same plans.
-        I20* bypasses: no group is overtaken more than `max_bypasses` times.
+        I20* bypasses: no group is overtaken more than `max_bypasses` times, but while it waits for a prefix.
 
         The numbers between belong to what this scheduler does not do.
         """

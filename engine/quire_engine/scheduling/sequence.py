@@ -18,6 +18,7 @@ from quire_engine.scheduling.page_table import PageTable
 from quire_engine.scheduling.pooled_prompt import PooledPrompt
 from quire_engine.types import GenerationRequest, SamplingParams, TokenLogprobs, WaitReason
 
+Content = bytes | tuple[bytes, tuple[int, ...]]  # of a block: its hash, or what is before it and how it begins
 GroupState = Literal["waiting", "running", "preempted", "finished"]
 
 
@@ -39,6 +40,8 @@ class Sequence:
     num_reserved: int = 0  # tokens that its blocks were taken for
     block_hashes: list[bytes] = field(default_factory=list)  # of its leading full blocks, as far as needed yet
     num_committed: int = 0  # leading blocks already offered to the prefix cache
+    num_certain: int = 0  # tokens whose results were applied, or that were matched in whole blocks
+    copies_from: int | None = None  # the block that its next one is to be copied from before the first write; pinned
     shares_tail: bool = False  # its last block may be a sibling's too: look before the next write
 
     @property
@@ -90,6 +93,7 @@ class Group:
     wait_bound: int = 0  # steps from submission to its end, at most
     num_bypasses: int = 0
     wait_reason: WaitReason = "budget"
+    awaited: Content | None = None  # of another's prompt, while it is worth waiting for
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_class_preemptions: int = 0  # of its preemptions, those for interactive groups
@@ -180,6 +184,10 @@ class Group:
     def wait_for(self, reason: WaitReason) -> None:
         """It did not enter in this step, and why."""
         self.wait_reason = reason
+
+    def await_content(self, content: Content | None) -> None:
+        """It waits until somebody else has computed this, or does not any more."""
+        self.awaited = content
 
     def note_starved(self) -> None:
         """The device had no memory for its slice."""

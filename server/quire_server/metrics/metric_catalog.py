@@ -11,13 +11,13 @@ from importlib.metadata import version
 from typing import Literal
 
 from quire_engine.config import EnginePlan
-from quire_engine.types import EngineStats, WaitReason
+from quire_engine.types import WAIT_REASONS, EngineStats
 from quire_server.metrics.metric_values import Counter, Values
+from quire_server.metrics.prefill_cost import PrefillCost
 from quire_server.metrics.samples import Window
 
 Outcome = Literal["stop", "length", "abort", "error"]
 OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "abort", "error")
-WAIT_REASONS: tuple[WaitReason, ...] = ("kv", "slots", "budget")
 REJECT_REASONS = ("max_num_queued_reqs", "max_num_queued_tokens", "draining", "tenant", "slo_ttft")
 
 # The usual buckets of LLM servers, so that dashboards carry over, with a finer low end for small models.
@@ -179,7 +179,8 @@ class EngineMetrics:
         )
         self.waiting = values.gauge(
             "quire_requests_waiting",
-            "Sequences not in the batch, by what they wait for: kv blocks, a slot or the step's token budget.",
+            "Sequences not in the batch, by what they wait for: kv blocks, a slot, the step's token budget or a prefix that"
+            " another request is computing.",
             ("reason",),
             children=[(reason,) for reason in WAIT_REASONS],
         )
@@ -201,6 +202,15 @@ class EngineMetrics:
             "KV blocks by state: used by a sequence, cached for reuse, or free. They add up to the pool.",
             ("state",),
             children=[("used",), ("cached",), ("free",)],
+        )
+        self.blocks_held = values.gauge(
+            "quire_kv_blocks_held",
+            "Used KV blocks by who holds them: shared by several sequences, or one sequence's own.",
+            ("by",),
+            children=[("several",), ("one",)],
+        )
+        self.blocks_saved = values.gauge(
+            "quire_kv_blocks_saved", "KV blocks more that the running sequences would hold if they shared none."
         )
         self.kv_bytes = values.gauge(
             "quire_kv_bytes",
@@ -258,6 +268,15 @@ class EngineMetrics:
             "quire_engine_padding_rows",
             "Rows that steps computed for nobody, so that they have one of few sizes; 0 on a CPU.",
         )
+        self.saved_tokens = values.counter(
+            "quire_prefill_tokens_saved",
+            "Tokens that were found, not computed, whenever a request entered the batch; after a preemption too.",
+        )
+        self.saved_seconds = values.counter(
+            "quire_prefill_seconds_saved",
+            "The time of those at what a prompt token more costs in a step, as measured while serving, seconds.",
+        )
+        self._prefill_cost = PrefillCost()
         self.restarts = values.counter("quire_engine_restarts", "Times the engine process was replaced.")
         self._totals = (
             _Total(self.preempted),
@@ -268,6 +287,7 @@ class EngineMetrics:
             _Total(self.kv_wait_seconds),
             _Total(self.padded),
         )
+        self._saved = _Total(self.saved_tokens)
 
     def begin(self, plan: EnginePlan) -> None:
         """An engine with this plan has started; it holds nothing yet."""
@@ -296,6 +316,9 @@ class EngineMetrics:
         ):
             if value != total.last:
                 total.advance(value)
+        if stats.total_prefill_tokens_saved != self._saved.last:
+            num_saved = self._saved.advance(stats.total_prefill_tokens_saved)
+            self.saved_seconds.inc(num_saved * self._prefill_cost.seconds_per_token)
         if stats.step_seconds > stats.host_seconds:  # else the model did not run: the message tells of an abort
             self._steps.append(stats)
             generated = stats.decode_tokens if generated_tokens is None else generated_tokens
@@ -303,6 +326,11 @@ class EngineMetrics:
             self.step_seconds.observe(stats.step_seconds)
             self.host_seconds.observe(stats.host_seconds)
             self.iteration_tokens.observe(stats.prefill_tokens + generated)
+            self._prefill_cost.learn(
+                prompt_tokens=stats.prefill_tokens,
+                num_decodes=stats.decode_tokens,
+                seconds=stats.step_seconds - stats.host_seconds,
+            )
             self.computed.inc(stats.prefill_tokens, "prefill")
             self.computed.inc(stats.decode_tokens, "decode")
 
@@ -336,6 +364,9 @@ class EngineMetrics:
         ):
             self.blocks.set(blocks, state)
             self.kv_bytes.set(blocks * self._bytes_per_block, state)
+        self.blocks_held.set(stats.blocks_shared, "several")
+        self.blocks_held.set(stats.blocks_unshared, "one")
+        self.blocks_saved.set(stats.blocks_saved)
         self.slots_allocated.set(stats.slots_allocated)
         self.slots_unused.set(stats.slots_unused)
         self.efficiency.set(1.0 - stats.slots_unused / stats.slots_allocated if stats.slots_allocated else 1.0)
@@ -344,7 +375,7 @@ class EngineMetrics:
 
     def restarted(self) -> None:
         self.restarts.inc()
-        for total in self._totals:
+        for total in (*self._totals, self._saved):
             total.last = 0
         self._reset()
 
@@ -362,9 +393,12 @@ class _Total:
         self._counter = counter
         self.last: float = 0
 
-    def advance(self, total: float) -> None:
-        self._counter.inc(total - self.last if total > self.last else total)
+    def advance(self, total: float) -> float:
+        """Take in the total; by how much it has grown."""
+        more = total - self.last if total > self.last else total
+        self._counter.inc(more)
         self.last = total
+        return more
 
 
 class MinuteMetrics:

@@ -19,12 +19,12 @@ from prometheus_client import (
 )
 
 from quire_engine.config import EnginePlan
+from quire_engine.types import WAIT_REASONS
 from quire_server.metrics.history import MINUTE, History
 from quire_server.metrics.metric_catalog import (
     REJECT_REASONS,
     REQUEST_SECONDS,
     STALL_SECONDS,
-    WAIT_REASONS,
     EngineMetrics,
     MinuteMetrics,
     PlanMetrics,
