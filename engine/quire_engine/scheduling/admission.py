@@ -167,7 +167,7 @@ class Admission:
         limits = self._limits
         if self._roster.num_running + len(group.sequences) > limits.max_num_seqs:
             return "slots"
-        if group.awaited is not None and self._kv.is_awaited(group.awaited):
+        if group.awaited is not None and self._kv.is_promised(group.awaited):
             return "prefix"
         match = self._match(group)
         leader = group.leader
@@ -188,7 +188,7 @@ class Admission:
     def _joins(self, group: Group, match: PrefixMatch) -> bool:
         """Whether the group should wait for what others compute of its prompt, and then enter with that."""
         awaited = self._kv.awaited(group.leader, match, group.pending(group.leader) - 1) if group.reads_cache else None
-        group.await_content(awaited)
+        group.wait_for_promise(awaited)
         return awaited is not None
 
     def _match(self, group: Group) -> PrefixMatch:

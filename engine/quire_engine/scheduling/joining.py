@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from quire_engine.scheduling.sequence import Content, Sequence
+from quire_engine.scheduling.sequence import Content, Promise, Sequence
 from quire_engine.scheduling.tails import Tails, num_common
 
 
@@ -35,17 +35,18 @@ class Promises:
     def __bool__(self) -> bool:
         return bool(self._of)
 
-    def holds(self, content: Content) -> bool:
-        """Whether somebody who runs is still to compute it."""
-        return content in self._by_content
+    def holds(self, promise: Promise) -> bool:
+        """Whether this sequence is still to compute it; whoever enters next may promise the same again."""
+        content, sequence = promise
+        return self._by_content.get(content) is sequence
 
-    def make(self, sequence: Sequence, first: int, roots: bytes, tails: Tails) -> None:
+    def make(self, sequence: Sequence, first: int, root: bytes, tails: Tails) -> None:
         """A sequence that enters will compute its known tokens from block `first` on; its hashes are known so far."""
         size, tokens, hashes = self._block_size, sequence.token_ids, sequence.block_hashes
         own: deque[tuple[int, Content]] = deque()
         for index in range(first, -(-len(tokens) // size)):
             end = min((index + 1) * size, len(tokens))
-            begins = tails.beginning(hashes[index - 1] if index else roots, tokens[index * size : end])
+            begins = tails.beginning(hashes[index - 1] if index else root, tokens[index * size : end])
             contents: list[Content] = [] if begins is None else [begins]
             if index < len(hashes):
                 contents.append(hashes[index])
@@ -72,18 +73,18 @@ class Promises:
             del self._by_content[content]
 
     def awaited(
-        self, sequence: Sequence, first: int, max_tokens: int, roots: bytes, tails: Tails
-    ) -> tuple[int, Content | None]:
-        """Tokens behind block `first` that others will compute for a sequence, and the last content of them."""
+        self, sequence: Sequence, first: int, max_tokens: int, root: bytes, tails: Tails
+    ) -> tuple[int, Promise | None]:
+        """Tokens behind block `first` that others will compute for a sequence, and the last promise of them."""
         size, hashes = self._block_size, sequence.block_hashes
         index, full = first, max_tokens // size
         while index < full and hashes[index] in self._by_content:
             index += 1
-        last: Content | None = hashes[index - 1] if index > first else None
+        last = (hashes[index - 1], self._by_content[hashes[index - 1]]) if index > first else None
         start = index * size
         tokens = sequence.token_ids[start : min(start + size, max_tokens)]
-        begins = tails.beginning(hashes[index - 1] if index else roots, tokens)
+        begins = tails.beginning(hashes[index - 1] if index else root, tokens)
         provider = self._by_content.get(begins) if begins is not None else None
-        if provider is None:
+        if begins is None or provider is None:
             return start - first * size, last
-        return start - first * size + num_common(provider.token_ids[start : start + size], tokens), begins
+        return start - first * size + num_common(provider.token_ids[start : start + size], tokens), (begins, provider)

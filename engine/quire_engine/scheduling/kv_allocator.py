@@ -14,7 +14,7 @@ from quire_engine.scheduling.block_pool import BlockPool
 from quire_engine.scheduling.joining import Promises
 from quire_engine.scheduling.prefix_cache import PrefixCache, block_hash, root_hash
 from quire_engine.scheduling.prefix_match import NO_MATCH, PrefixMatch
-from quire_engine.scheduling.sequence import Content, Sequence
+from quire_engine.scheduling.sequence import Promise, Sequence
 from quire_engine.scheduling.tails import Tails
 
 Copy = tuple[int, int]  # (source block, target block)
@@ -78,19 +78,19 @@ class KVAllocator:
         )
         return PrefixMatch(blocks, start + (tail[1] if tail else 0), tail)
 
-    def awaited(self, sequence: Sequence, match: PrefixMatch, max_tokens: int) -> Content | None:
+    def awaited(self, sequence: Sequence, match: PrefixMatch, max_tokens: int) -> Promise | None:
         """What others are computing of the sequence's prefix beyond the match, if it is worth waiting for: its last."""
         if not self._promises:
             return None
         first = len(match.blocks)
         parent = self._parent(sequence, first)
-        num_tokens, content = self._promises.awaited(sequence, first, max_tokens, parent, self._tails)
+        num_tokens, promise = self._promises.awaited(sequence, first, max_tokens, parent, self._tails)
         gain = num_tokens - (match.num_tokens - first * self.block_size)
-        return content if gain >= max(self.block_size // 2, self._tails.least) else None
+        return promise if gain >= max(self.block_size // 2, self._tails.least) else None
 
-    def is_awaited(self, content: Content) -> bool:
-        """Whether somebody still computes what `awaited` named."""
-        return self._promises.holds(content)
+    def is_promised(self, promise: Promise) -> bool:
+        """Whether who was to compute what `awaited` named still does."""
+        return self._promises.holds(promise)
 
     def seat_cost(self, sequence: Sequence, match: PrefixMatch) -> int:
         """Available blocks that `seat` would use up; the source of a copy is one of them until the step is planned."""

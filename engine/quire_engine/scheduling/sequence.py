@@ -74,6 +74,9 @@ class Sequence:
         return self.table.num_blocks_for(len(self.token_ids))
 
 
+Promise = tuple[Content, Sequence]  # a block, and who will have computed it
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Group:
     """One request: the unit of admission, preemption and waiting.
@@ -93,7 +96,7 @@ class Group:
     wait_bound: int = 0  # steps from submission to its end, at most
     num_bypasses: int = 0
     wait_reason: WaitReason = "budget"
-    awaited: Content | None = None  # of another's prompt, while it is worth waiting for
+    awaited: Promise | None = None  # what another computes of its prompt, while it is worth waiting for
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_class_preemptions: int = 0  # of its preemptions, those for interactive groups
@@ -185,9 +188,9 @@ class Group:
         """It did not enter in this step, and why."""
         self.wait_reason = reason
 
-    def await_content(self, content: Content | None) -> None:
+    def wait_for_promise(self, promise: Promise | None) -> None:
         """It waits until somebody else has computed this, or does not any more."""
-        self.awaited = content
+        self.awaited = promise
 
     def note_starved(self) -> None:
         """The device had no memory for its slice."""

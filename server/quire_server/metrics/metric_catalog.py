@@ -179,8 +179,8 @@ class EngineMetrics:
         )
         self.waiting = values.gauge(
             "quire_requests_waiting",
-            "Sequences not in the batch, by what they wait for: kv blocks, a slot, the step's token budget or a prefix that"
-            " another request is computing.",
+            "Sequences not in the batch, by what they wait for: kv blocks, a slot, the step's token budget or a"
+            " prefix that another request is computing.",
             ("reason",),
             children=[(reason,) for reason in WAIT_REASONS],
         )
