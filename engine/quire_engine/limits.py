@@ -12,7 +12,7 @@ from typing import Literal
 
 from quire_engine.errors import ConfigError
 
-PolicyName = Literal["fcfs", "priority", "wfq"]
+PolicyName = Literal["fcfs", "priority", "wfq", "lpm", "dlpm"]
 VictimName = Literal["youngest", "longest-running", "lowest-class", "least-lost"]
 
 _MAY_BE_0 = {"least": 0}  # the other numbers are 1 or more

@@ -61,7 +61,7 @@ class Ahead:
             max_bypasses=dice.randint(0, 4),
             elder_age_steps=dice.randint(0, 8),
             enable_prefix_caching=dice.random() < 0.5,
-            scheduling_policy=dice.choice(["fcfs", "priority"]),
+            scheduling_policy=dice.choice(["fcfs", "priority", "lpm", "dlpm"]),
         )
 
     def submit(self) -> None:

@@ -224,6 +224,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.count_bypasses(before["waiting"])
 
     def count_bypasses(self, waiting: list[Group]) -> None:
+        if self.config.limits.scheduling_policy in {"lpm", "dlpm"}:
+            return  # those ask others first: nobody is overtaken by that
         scheduler = self.run.scheduler
         key = scheduler._roster._order.key
         entered = [g for g in waiting if g.state == "running" and g is not scheduler._planner.elder]

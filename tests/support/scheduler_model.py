@@ -36,7 +36,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         max_bypasses=draw(st.integers(0, 4)),
         elder_age_steps=draw(st.integers(0, 8)),
         enable_prefix_caching=draw(st.booleans()),
-        scheduling_policy=draw(st.sampled_from(["fcfs", "priority"])),
+        scheduling_policy=draw(st.sampled_from(["fcfs", "priority", "lpm", "dlpm"])),
     )
 
 

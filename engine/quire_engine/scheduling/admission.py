@@ -62,11 +62,11 @@ class Admission:
         A group that cannot enter lets others pass, at most `max_bypasses` of them in its life, and no more than so
         many groups are looked past at a time. After a preemption nobody enters: what was freed is spoken for.
         """
-        closed = self._closed(plan)
+        closed: WaitReason | None = "kv" if plan.num_preempted else None
         limit = self._limits.max_bypasses
         entered: list[Group] = []
         passed_over: list[Group] = []
-        for group in list(self._roster.waiting) if closed else self._by_class():
+        for group in self._by_class():
             if closed is None and plan.budget == 0:
                 closed = "budget"
             if closed is not None:
@@ -93,16 +93,6 @@ class Admission:
                 if other.num_bypasses >= limit:
                     closed = other.wait_reason
         return entered
-
-    def _closed(self, plan: StepPlan) -> WaitReason | None:
-        """Why nobody can enter at all, so that nobody needs to be asked."""
-        if plan.num_preempted:
-            return "kv"
-        if plan.budget == 0:
-            return "budget"
-        is_full = self._roster.num_running >= self._limits.max_num_seqs
-        # A batch group may have to give its seat to an interactive one.
-        return "slots" if is_full and not any(group.is_batch for group in self._roster.running) else None
 
     def seat(self, elder: Group, plan: StepPlan, now: float) -> None:
         """Bring the elder in, at the cost of as many others as it takes."""

@@ -80,6 +80,8 @@ class Planner:
         self.admission.note_kv_wait(now)
         self.accounts.charge(plan)
         self._classes.note(plan, self._roster.running, self._roster.waiting)
+        if self._policies.charge is not None and self._roster.waiting:
+            self._policies.charge(plan.slices)
         self._kv.unpin()
         return plan
 

@@ -6,7 +6,7 @@ Must not know: each other, the scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from quire_engine.limits import SchedulerLimits, VictimName
@@ -16,8 +16,10 @@ from quire_engine.scheduling.policies.elder import ElderRule
 from quire_engine.scheduling.policies.fair_queue import FairQueue
 from quire_engine.scheduling.policies.itl import ItlTarget
 from quire_engine.scheduling.policies.order import ByClass, FirstComeFirstServed, OrderPolicy, PriorityOrder
+from quire_engine.scheduling.policies.prefix_first import DeficitLongestPrefix, LongestPrefix
 from quire_engine.scheduling.policies.queue import AsOrdered, QueuePolicy
 from quire_engine.scheduling.policies.victim import LeastLost, LongestRunning, LowestClass, VictimPolicy, Youngest
+from quire_engine.scheduling.sequence import Sequence
 
 VICTIMS: Mapping[VictimName, type[VictimPolicy]] = {
     "youngest": Youngest,
@@ -38,13 +40,18 @@ class Policies:
     chunk: FixedChunk
     itl: ItlTarget
     elder: ElderRule
+    charge: Callable[[Mapping[Sequence, int]], None] | None = None  # is told each step's slices while anyone waits
 
 
 def policies_for(limits: SchedulerLimits) -> Policies:
     """The policies that the settings name."""
+    name = limits.scheduling_policy
+    deficit = DeficitLongestPrefix() if name == "dlpm" else None
+    queues: dict[str, QueuePolicy] = {"wfq": FairQueue(), "lpm": LongestPrefix()}
     return Policies(
-        order=ByClass(PriorityOrder() if limits.scheduling_policy == "priority" else FirstComeFirstServed()),
-        queue=FairQueue() if limits.scheduling_policy == "wfq" else AsOrdered(),
+        order=ByClass(PriorityOrder() if name == "priority" else FirstComeFirstServed()),
+        queue=deficit or queues.get(name, AsOrdered()),
+        charge=deficit.charge if deficit else None,
         victim=VICTIMS[limits.preemption_victim](),
         capacity=WholePrompt(),
         chunk=FixedChunk(limits.prefill_chunk),

@@ -23,10 +23,3 @@ class AsOrdered:
 
     def arrange(self, waiting: list[Group], num_cached_tokens: Callable[[Group], int]) -> Iterable[Group]:  # noqa: ARG002
         return list(waiting)  # a copy: whoever enters leaves the queue
-
-
-class LongestPrefix:
-    """Who has most of its prompt cached goes first (LPM of SGLang, Zheng et al., NeurIPS 2024); ties as they stand."""
-
-    def arrange(self, waiting: list[Group], num_cached_tokens: Callable[[Group], int]) -> Iterable[Group]:
-        return sorted(waiting, key=num_cached_tokens, reverse=True)
