@@ -115,6 +115,7 @@ class KVAllocator:
         self._grow(sequence, len(sequence.token_ids))
         if self._caching:
             self._extend_hashes(sequence, len(sequence.token_ids) // self.block_size)
+            sequence.num_promised = len(sequence.token_ids)
             self._promises.make(sequence, len(match.blocks), self._parent(sequence, len(match.blocks)), self._tails)
 
     def reserve_cost(self, sequence: Sequence, end: int) -> int:
@@ -153,13 +154,13 @@ class KVAllocator:
         before, sequence.num_certain = sequence.num_certain, num_computed
         if not self._caching:
             return
-        full, prompt = num_computed // self.block_size, sequence.num_prompt_tokens
+        full = num_computed // self.block_size
         if full > sequence.num_committed:
             self._commit_blocks(sequence, full)
-        if before < prompt <= num_computed:
-            self._offer_rest(sequence)
-        if self._promises:
+        if before < sequence.num_promised:
             self._promises.keep(sequence, num_computed)
+            if num_computed >= sequence.num_promised:
+                self._offer_rest(sequence)
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let an empty child hold the parent's blocks of the first `num_tokens` computed tokens, a partial one too."""
@@ -186,7 +187,7 @@ class KVAllocator:
         for block in reversed(sequence.table.clear()):
             self._drop(block)
         sequence.num_computed = sequence.num_reserved = sequence.num_certain = 0
-        sequence.num_committed = 0
+        sequence.num_committed = sequence.num_promised = 0
         sequence.shares_tail = False
 
     def is_writable(self, block: int) -> bool:

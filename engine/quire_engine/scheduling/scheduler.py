@@ -29,7 +29,7 @@ from quire_engine.scheduling.policies.gate import check_request
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.step_log import StepLog
-from quire_engine.types import WAIT_REASONS, EngineStats, FinishReason, GenerationRequest, TokenOutput, WaitReason
+from quire_engine.types import EngineStats, FinishReason, GenerationRequest, TokenOutput, WaitReason
 
 __all__ = ["InvariantViolation", "Scheduler"]
 
@@ -194,7 +194,7 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """Gauges of this moment and counters since the start; the caller adds the times."""
-        waiting: dict[WaitReason, int] = dict.fromkeys(WAIT_REASONS, 0)
+        waiting: dict[WaitReason, int] = {"kv": 0, "slots": 0, "budget": 0, "prefix": 0}
         for group in self._roster.waiting:
             waiting[group.wait_reason] += len(group.sequences)
         kv, admission = self._kv, self._planner.admission

@@ -41,6 +41,7 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)  # of its leading full blocks, as far as needed yet
     num_committed: int = 0  # leading blocks already offered to the prefix cache
     num_certain: int = 0  # tokens whose results were applied, or that were matched in whole blocks
+    num_promised: int = 0  # tokens that it knew when it entered: others may wait for them
     copies_from: int | None = None  # the block that its next one is to be copied from before the first write; pinned
     shares_tail: bool = False  # its last block may be a sibling's too: look before the next write
 
