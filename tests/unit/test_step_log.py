@@ -143,11 +143,11 @@ def test_cached_tokens_are_told_with_the_decision_and_the_life() -> None:
     run.to_end()
     run.add(request("b", (*range(40), 99), 2))
     run.to_end()
-    assert told(run, "b")["cached_tokens"] == 32
+    assert told(run, "b")["cached_tokens"] == 40
     (enters,) = [
         each for step in steps(run) for each in step.decisions if (each.kind, each.request_id) == ("enters", "b")
     ]
-    assert enters.num_tokens == 32
+    assert enters.num_tokens == 40
 
 
 def test_choices_are_told_apart_and_copies_too() -> None:
