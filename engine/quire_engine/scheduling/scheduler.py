@@ -7,6 +7,7 @@ within its printed bound; same calls, same plans. Must not know: torch, clocks, 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
 from quire_engine.errors import InfeasibleRequest
@@ -28,8 +29,9 @@ from quire_engine.scheduling.policies import Policies, policies_for
 from quire_engine.scheduling.policies.gate import check_request
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group, Sequence
+from quire_engine.scheduling.statistics import engine_stats
 from quire_engine.scheduling.step_log import StepLog
-from quire_engine.types import EngineStats, FinishReason, GenerationRequest, TokenOutput, WaitReason
+from quire_engine.types import EngineStats, FinishReason, GenerationRequest, TokenOutput
 
 __all__ = ["InvariantViolation", "Scheduler"]
 
@@ -194,35 +196,8 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """Gauges of this moment and counters since the start; the caller adds the times."""
-        waiting: dict[WaitReason, int] = {"kv": 0, "slots": 0, "budget": 0, "prefix": 0}
-        for group in self._roster.waiting:
-            waiting[group.wait_reason] += len(group.sequences)
-        kv, admission = self._kv, self._planner.admission
-        used = kv.num_blocks - kv.num_available
-        return EngineStats(
-            running=self._roster.num_running,
-            waiting=waiting,
-            blocks_total=kv.num_blocks,
-            blocks_used=used,
-            blocks_cached=kv.num_cached,
-            blocks_free=kv.num_available - kv.num_cached,
-            blocks_shared=kv.num_shared,
-            blocks_unshared=used - kv.num_shared,
-            blocks_saved=kv.num_saved,
-            slots_allocated=used * self._config.limits.block_size,
-            slots_unused=kv.num_unused_slots([s for group in self._roster.running for s in group.sequences]),
-            prefill_tokens=self._prefill_tokens,
-            decode_tokens=self._decode_tokens,
-            total_preemptions=self._roster.total_preemptions,
-            total_prefix_query_tokens=admission.total_query_tokens,
-            total_prefix_hit_tokens=admission.total_hit_tokens,
-            total_kv_evictions=kv.total_evictions,
-            total_blocks_taken=kv.total_taken,
-            kv_waiting_since=admission.kv_waiting_since,
-            total_kv_wait_seconds=admission.total_kv_wait_seconds,
-            tenants=self._planner.accounts.stats(self._roster.running, self._roster.waiting),
-            total_prefill_tokens_saved=admission.total_saved_tokens,
-        )
+        books = engine_stats(self._kv, self._roster, self._planner)
+        return replace(books, prefill_tokens=self._prefill_tokens, decode_tokens=self._decode_tokens)
 
     def check_invariants(self) -> None:
         """Raise InvariantViolation if queues, counts, tables and blocks disagree. Call between steps.

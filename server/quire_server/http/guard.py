@@ -42,7 +42,7 @@ PAGES = frozenset(
     }
 )
 PUBLIC_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/version", "/metrics"}) | PAGES
-ADMIN_PATHS = ("/debug", "/admin")  # with all below them; `admin` guards them instead of `KeyAuth`
+ADMIN_PATHS = ("/debug", "/admin", "/dashboard/events")  # with all below them; `admin` guards them instead of `KeyAuth`
 LINGER_SECONDS = 2.0
 LINGER_BYTES = 64 << 20
 
