@@ -24,8 +24,8 @@ _WAITS = {
     "": "waiting for the step that ran when it came",
 }
 _PHASES: dict[Phase, str] = {
-    "transit": "reaching the scheduler: the way to the engine's process, the step that ran meanwhile, or a grammar that"
-    " was compiled",
+    "transit": "reaching the scheduler: the way to the engine's process, the step that ran meanwhile, a grammar that"
+    " was compiled, or an engine that ended before this one",
     "prefill": "computing its prompt",
     "decode": "computing its own output",
     "recompute": "computing again what preemptions had taken",
