@@ -26,7 +26,8 @@ Slice = tuple[str, int, int, int]  # request, choice, start, tokens
 def finish_steps(live: Live) -> list[Fact]:
     """F3, F4: four requests that come together leave after 10, 50, 100 and 200 steps, 360 slots in all for 800."""
     begin = _last_step(live)
-    live.together([partial(live.complete, live.prompt(_PROMPT), length) for length in LENGTHS])
+    # The longest first, so that all overlap, however late the last is sent.
+    live.together([partial(live.complete, live.prompt(_PROMPT), length) for length in sorted(LENGTHS, reverse=True)])
     steps = _steps_after(live, begin)
     first: dict[str, int] = {}
     last: dict[str, int] = {}
