@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from quire_engine.types import EngineStats
+from quire_engine.types import EngineStats, TenantStats
 from quire_server.metrics import metrics as module
 from quire_server.metrics.history import SECONDS
 from quire_server.metrics.metrics import Metrics
@@ -254,3 +254,15 @@ def test_waiting_for_memory_is_an_alert(metrics: Metrics, clock: Clock) -> None:
         fired.append([alert["firing"] for alert in second(metrics, clock)["alerts"]])
     assert fired[-1] == [True]
     assert fired[30] == [False]
+
+
+def test_sharing_and_tenants_are_told(metrics: Metrics, clock: Clock) -> None:
+    tenants = (TenantStats(tenant="a", running=2, total_service=30.0), TenantStats(tenant="b", waiting=1))
+    metrics.observe_step(busy(blocks_shared=5, blocks_unshared=11, blocks_saved=40, tenants=tenants))
+    frame = second(metrics, clock)["frame"]
+    told = frame["blocks"]
+    assert (told["shared"], told["unshared"], told["saved"], told["used"]) == (5, 11, 40, 16)
+    assert [(one["name"], one["running"], one["waiting"], one["service"]) for one in frame["tenants"]] == [
+        ("a", 2, 0, 30.0),
+        ("b", 0, 1, 0.0),
+    ]

@@ -93,26 +93,21 @@ def bars(steps: Sequence[EngineStats]) -> list[Bar]:
 def tenant_shares(stats: EngineStats) -> tuple[TenantShare, ...]:
     """What the engine says of tenants, where it knows any."""
     return tuple(
-        TenantShare(
-            name=str(each.tenant),
-            running=int(each.running),
-            waiting=int(each.waiting),
-            service=round(float(each.total_service), 1),
-        )
-        for each in getattr(stats, "tenants", ())
+        TenantShare(name=each.tenant, running=each.running, waiting=each.waiting, service=round(each.total_service, 1))
+        for each in stats.tenants
     )
 
 
 def blocks(stats: EngineStats, *, peak: int, static_longest: int, static_full: int) -> Blocks:
-    """The pool of one moment. What an engine does not tell is 0, and all of what is used unshared."""
+    """The pool of one moment. What an engine does not tell is 0."""
     return Blocks(
         total=stats.blocks_total,
         used=stats.blocks_used,
         peak=max(peak, stats.blocks_used),
         cached=stats.blocks_cached,
-        shared=getattr(stats, "blocks_shared", 0),
-        unshared=getattr(stats, "blocks_unshared", stats.blocks_used),
-        saved=getattr(stats, "blocks_saved", 0),
+        shared=stats.blocks_shared,
+        unshared=stats.blocks_unshared,
+        saved=stats.blocks_saved,
         waste=round(stats.slots_unused / stats.slots_allocated, 4) if stats.slots_allocated else 0.0,
         static_longest=static_longest,
         static_full=static_full,

@@ -19,7 +19,7 @@ let frames = [], bars = [], latest = null, server = null;
 let span = 300, paused = false, due = false;
 
 const waiting = (reason) => (frame) => frame.waiting[reason] ?? 0;
-const KNOWN_REASONS = ["kv", "slots", "budget"];
+const KNOWN_REASONS = ["kv", "slots", "budget", "prefix"];
 const others = (frame) => Object.entries(frame.waiting)
   .reduce((sum, [reason, count]) => sum + (KNOWN_REASONS.includes(reason) ? 0 : count), 0);
 const percentiles = (name) => ["p50", "p95", "p99"].map((title, index) => ({
@@ -48,6 +48,7 @@ const charts = [
       { name: "waiting for KV blocks", kind: "area", stack: true, colour: "s2", value: waiting("kv") },
       { name: "for a slot", kind: "area", stack: true, colour: "s4", value: waiting("slots") },
       { name: "for the step’s budget", kind: "area", stack: true, colour: "s5", value: waiting("budget") },
+      { name: "for a prefix that another computes", kind: "area", stack: true, colour: "s3", value: waiting("prefix") },
       { name: "for something else", kind: "area", stack: true, colour: "s6", value: others },
     ],
   }),
