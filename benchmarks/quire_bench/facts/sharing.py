@@ -12,7 +12,7 @@ from quire_bench.facts.fact import Fact, at_most, equal, near
 from quire_bench.facts.live import Live
 
 _CHATS, _PREFIX = 16, 200
-_ANSWER = 400  # tokens, so that seconds pass
+_ANSWER = 400  # tokens at most
 _REPEATS = 5
 
 
@@ -20,7 +20,9 @@ def shared_prefix(live: Live) -> list[Fact]:
     """F11, F13: 16 cold chats with a prompt of 200 tokens share its blocks, and the prompt is computed once."""
     size = live.block_size
     prompt = live.prompt(_PREFIX)
-    answer = min(_ANSWER, live.max_model_len - _PREFIX)
+    # Long enough that seconds pass, and so that all 16 fit: who is preempted computes its prompt again.
+    blocks_each = (int(live.label("quire_cache_config_info", "num_blocks")) - _PREFIX // size) // _CHATS
+    answer = max(1, min(_ANSWER, live.max_model_len - _PREFIX, (blocks_each - 2) * size))
     computed = live.gain("quire_engine_computed_tokens_total", kind="prefill")
     with live.watched() as seconds:
         chat = partial(live.complete, prompt, answer, temperature=1)
