@@ -86,8 +86,11 @@ class FairMachine(SchedulerMachine):
         scheduler = self.run.scheduler
         stats = {each.tenant: each for each in scheduler.stats().tenants}
         for tenant, each in stats.items():
-            own = [name for name in self.unfinished if self.requests[name].tenant == tenant]
-            assert each.running + each.waiting == sum(len(self.unfinished[name]) for name in own)
+            own = {name: self.requests[name] for name in self.unfinished if self.requests[name].tenant == tenant}
+            assert each.running + each.waiting == sum(
+                len(self.unfinished[name]) if wanted.beam is None else wanted.num_sequences
+                for name, wanted in own.items()
+            )
             assert each.total_service == PROMPT_COST * each.total_prompt_tokens + OUTPUT_COST * each.total_output_tokens
         accounts = scheduler._planner.accounts._by_tenant
         for tenant, account in accounts.items():
@@ -100,7 +103,7 @@ class FairMachine(SchedulerMachine):
         key = scheduler._roster._order.key
         entered = [g for g in waiting if g.state == "running" and g is not scheduler._planner.elder]
         for group in waiting:
-            if group.state != "running" and not group.request.max_running:
+            if group.state != "running" and not group.request.max_running and group.wait_reason != "prefix":
                 name = group.request.request_id
                 self.bypasses[name] += sum(g.side == group.side and key(g) > key(group) for g in entered)
                 assert self.bypasses[name] <= self.config.limits.max_bypasses  # I20

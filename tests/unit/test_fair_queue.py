@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
 
 import pytest
 
 from quire_engine.limits import SchedulerConfig
+from quire_engine.types import BeamParams, SamplingParams
+from support.fake_executor import new_run, request
 from support.limits import scheduler_config
 from support.simulated_tenants import Arrival, History, Machine, simulate
 
@@ -110,6 +113,19 @@ def test_on_a_fast_machine_the_delay_is_about_a_step() -> None:
     """Alone a chat waits for hardly anything there; beside a flood each step is as long as the ITL target."""
     fast = Machine(0.01, 0.0004, 0.001)
     assert flooded("wfq", fast, flood=True).p95("chat") - flooded("wfq", fast, flood=False).p95("chat") < 0.15
+
+
+def test_beams_are_charged_for_all_that_they_compute() -> None:
+    run = new_run(scheduling_policy="wfq")
+    plain = dataclasses.replace(request("a", 20, 10), sampling=SamplingParams())
+    run.add(
+        dataclasses.replace(plain, tenant="greedy"),
+        dataclasses.replace(plain, request_id="b", tenant="beams", beam=BeamParams(width=3)),
+    )
+    run.to_end()
+    output = {each.tenant: each.total_output_tokens for each in run.scheduler.stats().tenants}
+    assert output["greedy"] == 10
+    assert output["beams"] >= 3 * 9
 
 
 def test_a_quota_of_running_sequences_holds_and_delays_nobody_else() -> None:

@@ -35,6 +35,8 @@ class BeamForks:
         if group.first_token is None:
             group.note_first_token(now)
         lanes = [(item.choice, item.sequence_id), *((fork.choice, fork.sequence_id) for fork in item.forks)]
+        if group.account is not None:
+            group.account.charge_output(len(lanes))  # each is a token's work, whichever beams go on
         for lane, sequence_id in lanes:
             sample = samples[sequence_id][0]
             if sample.error is not None:
