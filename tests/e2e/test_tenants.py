@@ -17,7 +17,7 @@ from e2e.served import Served
 pytestmark = pytest.mark.e2e
 
 KEYS = {"light": "key-of-light", "heavy": "key-of-heavy"}
-SECONDS = 4.0
+SECONDS = 3.0
 SERVICE = {"prompt": 1, "output": 2}  # of a token
 
 

@@ -22,9 +22,9 @@ from support.limits import scheduler_config
 from support.scheduler_model import configs, requests, shrunk_to_fit
 from support.simulated_tenants import OUTPUT_COST, PROMPT_COST, Arrival, Machine, simulate
 
-NUM_EXAMPLES = 100
+NUM_EXAMPLES = 30
 NUM_STEPS = 40
-NUM_RUNS = 15
+NUM_RUNS = 8
 
 
 @st.composite
