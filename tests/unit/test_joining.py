@@ -82,6 +82,9 @@ def test_if_the_provider_ends_another_takes_its_place(end: str) -> None:
     assert batch is not None
     assert [item.sequence_id for item in batch.items] == [1]
     assert waits(run) == 2
+    for _ in range(5):
+        run.one_step()
+    assert waits(run) == 0, "they wait for the new provider alone, and enter together"
     run.to_end()
     assert produced_alone(run, *wanted[1:])
 
@@ -193,9 +196,10 @@ def test_a_thousand_who_wait_are_not_looked_up_again() -> None:
 
 
 def test_no_promise_outlives_its_sequence() -> None:
-    run = new_run()
+    run = new_run(prefill_chunk=48)
     run.add(*chats(3))
     run.one_step()
+    assert run.scheduler._kv._promises
     for name in ("c0", "c1", "c2"):
         run.scheduler.abort(name)
     promises = run.scheduler._kv._promises

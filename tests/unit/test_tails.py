@@ -89,19 +89,23 @@ def test_the_writer_goes_on_in_the_block_that_others_copy() -> None:
 
 
 def test_the_source_of_a_copy_is_not_taken_in_its_step() -> None:
-    """Five blocks: two of the first prompt, known; the second wants three, and the last of the first to copy from."""
-    run = new_run(num_blocks=5, max_model_len=80)
+    """Four blocks: two of the first prompt, known; the second wants two more. The third would get the one to copy."""
+    run = new_run(num_blocks=4, max_model_len=64)
     first = request("first", 24, 1)
     run.add(first)
     run.to_end()
-    second, third = request("second", (*first.prompt_token_ids, *own_tokens("x", 20)), 1), request("third", 16, 1)
+    second, third = request("second", (*first.prompt_token_ids, *own_tokens("x", 20)), 4), request("third", 16, 1)
     run.add(second, third)
     batch = run.one_step()
     assert batch is not None
-    assert [(item.start, item.num_tokens) for item in batch.items] == [(24, 20), (0, 16)]
-    (source, target) = batch.copies[0]
-    assert source not in {block for item in batch.items for block in item.block_ids}
+    assert [(item.start, item.num_tokens) for item in batch.items] == [(24, 20)]
+    assert run.scheduler.stats().waiting["kv"] == 1
+    ((source, target),) = batch.copies
+    assert source not in batch.items[0].block_ids
     assert target == batch.items[0].block_ids[1]
+    after = run.one_step()
+    assert after is not None
+    assert source in {block for item in after.items for block in item.block_ids}, "now it may be taken"
     run.to_end()
     assert produced_alone(run, first, second, third)
 
