@@ -33,10 +33,15 @@ def shape_of(
 
 
 def as_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., D] as an fp8 pool holds it: the values' bits, and one float32 scale for each row."""
-    most = x.float().abs().amax(dim=-1, keepdim=True)
+    """x [..., D] as an fp8 pool holds it: the values' bits, and one float32 scale for each row.
+
+    Computed on the CPU: on a GPU torch divides by a number of Python's as it multiplies by the reciprocal.
+    """
+    wide = x.float().cpu()
+    most = wide.abs().amax(dim=-1, keepdim=True)
     inverse = torch.where(most > 1e-30, torch.tensor(LARGEST) / most, torch.zeros(()))
-    return (x.float() * inverse).to(torch.float8_e4m3fn).view(torch.uint8), (most / LARGEST).squeeze(-1)
+    bits = (wide * inverse).to(torch.float8_e4m3fn).view(torch.uint8)
+    return bits.to(x.device), (most / LARGEST).squeeze(-1).to(x.device)
 
 
 def from_e4m3(bits: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

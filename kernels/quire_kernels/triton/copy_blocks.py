@@ -42,9 +42,12 @@ def copy_blocks(kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         indices = indices.pin_memory().to(kv.device, non_blocking=True)
     num_bytes = kv[0].numel() * kv.itemsize
     chained = {source for source, _ in pairs} & {target for _, target in pairs}
-    if chained or num_bytes % _WORD:  # programs run in any order
-        kv[indices[:, 1]] = kv[indices[:, 0]]
+    whole = not num_bytes % _WORD
+    # As integers: of numbers torch may make other NaNs on its way, as it does on a GPU where it is to be deterministic.
+    pool = kv.view(-1).view(torch.int64 if whole else torch.uint8)
+    if chained or not whole:  # programs run in any order
+        blocks = pool.view(len(kv), -1)
+        blocks[indices[:, 1]] = blocks[indices[:, 0]]
         return
     words = num_bytes // _WORD
-    pool = kv.view(-1).view(torch.int64)
     copy_block_words[triton.cdiv(words, _CHUNK), len(pairs)](pool, indices, WORDS=words, CHUNK=_CHUNK, num_warps=4)
