@@ -196,4 +196,7 @@ class KernelSet:
     attention_scratch: Callable[[int, int, int, int], int] | None = None
     copy_blocks: Callable[[Tensor, Sequence[tuple[int, int]]], None] | None = None
     bind_layers: Callable[[Sequence[LayerWeights], Tensor, float], BoundLayers] | None = None
+    # What attention launches follows from the numbers of rows and sequences and from bounds of the lengths; it finds on
+    # the device what is there, sequences without rows and rows without a sequence among it, whose results are anything.
+    bounded_attention: bool = False
     own_threads: bool = False  # it computes with workers of its own; torch's would only wait beside them

@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import random
+from functools import partialmethod
 
 import pytest
 
 from quire_engine.batch import PENDING
+from quire_engine.execution.gpu.graphs import MixedBucket
 from quire_engine.execution.sampler import NO_CANDIDATE, NON_FINITE
 from support.both_runners import NAN, Both
 from support.model_steps import random_ids
 from support.step_stories import ahead
 
+MIXED_ROWS = (0, 512)  # of steps with prompts that are graphs
 
-def test_decodes_and_prompts_in_chunks():
+
+@pytest.fixture(autouse=True, params=MIXED_ROWS, ids=["decodes", "mixed"])
+def mixed(request, monkeypatch):
+    """Whether steps with prompts are graphs too."""
+    monkeypatch.setattr(Both, "__init__", partialmethod(Both.__init__, mixed_rows=request.param))
+    return bool(request.param)
+
+
+def test_decodes_and_prompts_in_chunks(mixed):
     both = Both()
     for i, length in enumerate((3, 17, 40, 1)):
         both.story.add(i, random_ids(length, i), 8 + i)
     both.story.run()
     padding = both.check()
+    of_prompts = {bucket for bucket in both.runner._graphs._captured if isinstance(bucket, MixedBucket)}
+    assert bool(of_prompts) == mixed
     assert both.device.replays > 4
-    assert set(padding) == {0, 1}, "graphs have 1, 2, 4, ... rows: three sequences leave one over"
+    if mixed:
+        assert max(padding) > 1, "steps of prompts have 16, 32, 64, ... rows"
+    else:
+        assert set(padding) == {0, 1}, "graphs have 1, 2, 4, ... rows: three sequences leave one over"
 
 
 def test_every_way_to_choose():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire_engine.execution.gpu import graphs, packed_input, runner, step_arrays, tables
+from quire_engine.execution.gpu import graphs, packed_input, padding, runner, step_arrays, tables
 from support.both_runners import Both
 from support.model_steps import random_ids
 from support.simulated_device import SimulatedDevice
@@ -107,7 +107,7 @@ def test_a_pending_token_that_is_somebody_else_s(monkeypatch, wrong):
 def test_contexts_that_are_longer_than_their_graph(monkeypatch):
     monkeypatch.setattr(graphs, "_SHORTEST", 16)
     told().check()
-    monkeypatch.setattr(graphs.DecodeGraphs, "bucket", lambda self, rows, _, flags: graphs.Bucket(4, 16, flags))
+    monkeypatch.setattr(graphs.StepGraphs, "bucket", lambda self, rows, _, flags: graphs.Bucket(4, 16, flags))
     fails(told())
 
 
@@ -122,7 +122,7 @@ def test_a_graph_whose_memory_was_replaced(caplog):
 
 def test_rows_that_fill_a_bucket_and_write_to_somebody_s_block(monkeypatch):
     """Three sequences in a bucket of four."""
-    pad = step_arrays.pad_decodes
+    pad = padding.pad_decodes
 
     def astray(step, num_rows, held, spare_slots, first_word):
         pad(step, num_rows, held, [step.kv_slots[0]], first_word)
@@ -133,13 +133,13 @@ def test_rows_that_fill_a_bucket_and_write_to_somebody_s_block(monkeypatch):
 
 def test_logits_that_are_kept_from_one_replay_to_the_next(monkeypatch):
     """The graph's memory is poison again when the next step begins."""
-    run, kept = graphs.DecodeGraphs.run, []
+    run, kept = graphs.StepGraphs.run, []
 
     def stale(self, bucket, compute):
         kept.append(run(self, bucket, compute))
         return kept[-2] if len(kept) > 1 and kept[-2].shape == kept[-1].shape else kept[-1]
 
-    monkeypatch.setattr(graphs.DecodeGraphs, "run", stale)
+    monkeypatch.setattr(graphs.StepGraphs, "run", stale)
     both = told()
     monkeypatch.setattr(SimulatedDevice, "borrow", lambda self, tensor: tensor.clone())
     fails(both)

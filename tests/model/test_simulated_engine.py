@@ -164,9 +164,9 @@ def test_the_memory_of_a_step_is_that_of_the_runner_that_serves(monkeypatch):
     monkeypatch.setattr(quire_engine.execution.workspace, "KVStorage", on_the_cpu)
     books = Books(monkeypatch, SimulatedDevice())
     block = 2 * 2 * 2 * 16 * 32 * 4
-    assert measured(simulated_decoder()) == 70 + 500 + MOST_GRAPHS * GRAPH_BYTES + block
-    assert books.device.captures == 1
-    assert books.device.sent >= 3, "both of the largest batches, and the largest graph's"
+    assert measured(simulated_decoder()) == 70 + 2 * 500 + MOST_GRAPHS * GRAPH_BYTES + block
+    assert books.device.captures == 2, "the largest graph of decodes, and of a step with prompts"
+    assert books.device.sent >= 4, "both of the largest batches, and the largest graphs'"
 
 
 def test_a_step_that_does_not_fit_is_no_measure(monkeypatch):

@@ -5,6 +5,7 @@ Promises: models and pools of their own, of the same random weights. Must not kn
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,12 +37,13 @@ def models() -> tuple[Model, Model]:
 class Both:
     """Both runners of one story."""
 
-    def __init__(self, *, seed: int = 0, chunk: int = 11, **options: Any) -> None:
-        """`options` of the GPU's runner; `wrap` puts something before its model."""
+    def __init__(self, *, seed: int = 0, chunk: int = 11, mixed_rows: int = 0, **options: Any) -> None:
+        """`options` of the GPU's runner; `wrap` puts something before its model; `mixed_rows`: see `RunnerLimits`."""
         host, device = models()
         wrap = options.pop("wrap", lambda decoder: decoder)
         self.device = SimulatedDevice()
-        self.runner = GpuRunner(wrap(device.decoder), device.kv, self.device, LIMITS, **options)
+        limits = replace(LIMITS, mixed_rows=mixed_rows)
+        self.runner = GpuRunner(wrap(device.decoder), device.kv, self.device, limits, **options)
         self.story = Story(
             Runner(host.decoder, host.kv, 16, torch.device("cpu")).execute,
             num_blocks=NUM_BLOCKS,

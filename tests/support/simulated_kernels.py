@@ -59,7 +59,9 @@ def attention_op(  # noqa: PLR0917 - what a launch takes
         max_query_len=max(query_lens),
         max_context_len=max(kv_lens),
     )
-    return REFERENCE.attention(q, shape, kv, layer, step)
+    found = REFERENCE.attention(q, shape, kv, layer, step)
+    found[starts[-1] :] = torch.nan  # rows of no sequence
+    return found
 
 
 @attention_op.register_fake
@@ -156,4 +158,6 @@ def choose(logits: Tensor, rows: ChoiceRows) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-SIMULATED: KernelSet = replace(REFERENCE, name="simulated", attention=attention, choose=choose, greedy=None)
+SIMULATED: KernelSet = replace(
+    REFERENCE, name="simulated", attention=attention, choose=choose, greedy=None, bounded_attention=True
+)

@@ -10,6 +10,7 @@ import torch
 
 from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.gpu.cuda import CudaDevice
+from quire_engine.execution.gpu.graphs import MOST_MIXED_ROWS
 from quire_engine.execution.gpu.runner import GpuRunner, RunnerLimits
 from quire_engine.execution.kv_storage import KVStorage
 from quire_engine.execution.models.decoder import Decoder
@@ -57,6 +58,7 @@ def make_runner(
             max_model_len=max_model_len,
             block_size=limits.block_size,
             spare_block=num_blocks,
+            mixed_rows=MOST_MIXED_ROWS if kernels.bounded_attention else 0,
         ),
         max_in_flight=2 if ahead else 1,
         grammars=grammars,

@@ -10,7 +10,7 @@ import torch
 from quire_engine.batch import Batch, ScheduledSequence
 from quire_engine.config import EngineConfig
 from quire_engine.execution.executor import make_runner, spare_blocks
-from quire_engine.execution.gpu.graphs import GRAPH_BYTES, MOST_GRAPHS
+from quire_engine.execution.gpu.graphs import GRAPH_BYTES, MOST_GRAPHS, MOST_MIXED_ROWS
 from quire_engine.execution.gpu.runner import GpuRunner
 from quire_engine.execution.kv_storage import KVStorage, block_bytes
 from quire_engine.execution.models.config import ModelConfig
@@ -32,8 +32,9 @@ def estimate_workspace(model: ModelConfig, kernels: KernelSet, config: EngineCon
         model.hidden_size + 2 * model.intermediate_size + (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     )
     graphs = 0
-    if kernels.choose is not None:  # the largest graph's own logits and activations, and what every graph takes
+    if kernels.choose is not None:  # the largest graphs' own logits and activations, and what every graph takes
         graphs = 2 * 4 * config.limits.max_num_seqs * (model.vocab_size + width) + MOST_GRAPHS * GRAPH_BYTES
+        graphs += 4 * MOST_MIXED_ROWS * width if kernels.bounded_attention else 0
     return 4 * config.limits.max_num_batched_tokens * width * 4 + 8 * LOGITS_BYTES + scratch + graphs
 
 
@@ -59,7 +60,7 @@ def measure_workspace(
         device=device,
     )
     for batch in largest_batches(config):
-        result = runner.execute(batch)
+        result = runner.execute(batch, graphs=False) if isinstance(runner, GpuRunner) else runner.execute(batch)
         if result.errors or result.starved:
             failure = next(iter(result.errors.values()), "the device has no memory for one sequence alone")
             raise RuntimeError(f"the model failed on a batch of the configured size: {failure}")
@@ -71,7 +72,7 @@ def measure_workspace(
 
 
 def _measure_graphs(runner: GpuRunner, device: torch.device) -> int:
-    """What the largest graph takes, in which the others find room, and a reserve for what each has for itself.
+    """What the largest graphs take, in which the others find room, and a reserve for what each has for itself.
 
     Asked of the driver: what it keeps of a graph is not in torch's books.
     """

@@ -54,7 +54,9 @@ def with_flash_attention(
                 if reason is None:
                     _log.info("attention is computed by %s (version %s)", library.name, loaded.version)
                     ops = FlashAttention(loaded)
-                    return replace(kernels, attention=ops.attention, name=f"{kernels.name}+{library.name}")
+                    name = f"{kernels.name}+{library.name}"
+                    # Which calls a step takes follows from the lengths of its sequences.
+                    return replace(kernels, attention=ops.attention, bounded_attention=False, name=name)
         refusals.append(f"{library.name} {reason}")
     raise Unavailable(f"cannot take attention from flash-attn: {'; '.join(refusals)} (or set attention to auto)")
 

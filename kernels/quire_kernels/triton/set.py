@@ -53,6 +53,7 @@ def make_triton_set(*, kv_type: KVType = "auto", deterministic: bool = False, wa
         rope_write=attention.rope_write,
         attention=attention.attention,
         attention_scratch=decode_scratch,
+        bounded_attention=True,
         logits=linear.logits,
         greedy=linear.greedy,
         choose=choose,

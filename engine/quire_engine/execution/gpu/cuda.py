@@ -25,14 +25,14 @@ class CudaEvent:
 
 
 class _Borrowed:
-    """An address, as torch takes it from other libraries."""
+    """An address, as torch takes it from other libraries: of integers, since not all of them know bfloat16."""
 
     def __init__(self, tensor: Tensor) -> None:
-        if tensor.dtype != torch.float32 or not tensor.is_contiguous():
-            raise ValueError("only contiguous float32 memory is borrowed")
+        if not tensor.is_contiguous():
+            raise ValueError("only contiguous memory is borrowed")
         self.__cuda_array_interface__ = {
             "shape": tuple(tensor.shape),
-            "typestr": "<f4",
+            "typestr": f"<i{tensor.itemsize}",
             "data": (tensor.data_ptr(), False),
             "strides": None,
             "version": 3,
@@ -88,7 +88,7 @@ class CudaDevice:
 
     def borrow(self, tensor: Tensor) -> Tensor:
         # The memory stays: a pool keeps what it has as long as one of its graphs is there.
-        return torch.as_tensor(_Borrowed(tensor), device=self.torch_device)
+        return torch.as_tensor(_Borrowed(tensor), device=self.torch_device).view(tensor.dtype)
 
     def release(self) -> None:
         torch.cuda.empty_cache()

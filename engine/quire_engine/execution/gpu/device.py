@@ -70,7 +70,7 @@ class Device(Protocol):
         ...
 
     def borrow(self, tensor: Tensor) -> Tensor:
-        """The same memory without keeping it: of a contiguous float32 tensor that a capture allocated.
+        """The same memory without keeping it: of a contiguous tensor that a capture allocated.
 
         Graphs that keep their results have memory of their own for them; those that borrow share it.
         """

@@ -74,6 +74,14 @@ class Forward:
         )
         return self._model.forward(step, self._kv)
 
+    def mixed(self, packed: Packed, num_rows: int, num_sequences: int, context: int) -> Tensor:
+        """[num_sequences, H]: `hidden` of any step of so many rows and sequences whose contexts are `context` at most.
+
+        Launched for all that such a step may hold, of kernels that find on the device what is there.
+        """
+        query_lens = (num_rows, *(1,) * (num_sequences - 1))
+        return self.hidden(packed, query_lens, (context,) * num_sequences, (1,) * num_sequences)
+
     def logits(self, hidden: Tensor) -> Tensor:
         return self._model.logits(hidden)
 

@@ -1,4 +1,4 @@
-"""Decode steps as graphs, each captured when it is first needed.
+"""Steps as graphs, each captured when it is first needed: those of decodes whole, others up to the hidden states.
 
 Promises: a bucket's first step is computed eagerly and is the warm-up of its capture; what cannot be captured is
 computed eagerly, logged once. Must not know: batches, what a step sends, sampling.
@@ -21,7 +21,12 @@ _log = logging.getLogger(__name__)
 
 _SIZES = (1, 2, 4, *range(8, 129, 8), *range(160, 257, 32), *range(320, 513, 64))
 _SHORTEST = 256  # tokens of context: one part of a decode's keys
+# Rows of steps with prompts. With more the device computes longer than the host launches, and a graph gains nothing.
+_MIXED_SIZES = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+_SEQUENCES = (2, 8, 32, 128, 512)  # of such steps: those that are added have no rows
+MOST_MIXED_ROWS = _MIXED_SIZES[-1]
 MOST_GRAPHS = 128
+_MOST_MIXED = 64  # of them
 GRAPH_BYTES = 2 << 20  # of one beside the memory that all share: its nodes and their arguments
 
 
@@ -33,20 +38,32 @@ class Bucket(NamedTuple):
     flags: int  # what the choice of tokens launches
 
 
+class MixedBucket(NamedTuple):
+    """What a graph of a step with prompts is captured for, decodes among them or not."""
+
+    num_rows: int  # more than sequences
+    num_sequences: int  # at least 2, so that both kinds of attention are launched
+    context: int  # tokens at most
+
+
 class _Captured(NamedTuple):
     graph: Graph
-    logits: Tensor  # borrowed: the largest thing in a graph, which all of them have at one place
+    result: Tensor  # borrowed: the largest thing in a graph, which all of them have at one place
 
 
-class DecodeGraphs:
+class StepGraphs:
     """Owns the graphs of one runner."""
 
-    def __init__(self, device: Device, *, max_rows: int, max_context: int) -> None:
+    def __init__(self, device: Device, *, max_rows: int, max_context: int, mixed_rows: int = 0) -> None:
+        """`mixed_rows`: of steps with prompts, at most `MOST_MIXED_ROWS`; 0: there are no graphs of such steps."""
         self._device = device
         self._sizes = row_buckets(max_rows)
         self._contexts = context_buckets(max_context)
-        self._captured: dict[Bucket, _Captured] = {}
-        self._eager: set[Bucket] = set()
+        self._sequences = _SEQUENCES[: bisect_left(_SEQUENCES, max_rows) + 1]
+        least = min(mixed_rows, MOST_MIXED_ROWS)
+        self._mixed_sizes = _MIXED_SIZES[: bisect_left(_MIXED_SIZES, least) + 1] if least else ()
+        self._captured: dict[Bucket | MixedBucket, _Captured] = {}
+        self._eager: set[Bucket | MixedBucket] = set()
         self._full = False
 
     def __len__(self) -> int:
@@ -59,28 +76,46 @@ class DecodeGraphs:
             return None
         return Bucket(self._sizes[size], self._contexts[length], flags)
 
+    def mixed_bucket(self, num_rows: int, num_sequences: int, context: int) -> MixedBucket | None:
+        """The smallest that holds such a step."""
+        count, length = bisect_left(self._sequences, num_sequences), bisect_left(self._contexts, context)
+        if count == len(self._sequences) or length == len(self._contexts):
+            return None
+        sequences = self._sequences[count]
+        size = bisect_left(self._mixed_sizes, max(num_rows, sequences + 1))
+        if size == len(self._mixed_sizes):
+            return None
+        return MixedBucket(self._mixed_sizes[size], sequences, self._contexts[length])
+
+    @property
+    def largest_mixed(self) -> MixedBucket | None:
+        """None: there are no graphs of such steps."""
+        fitting = [count for count in self._sequences if self._mixed_sizes and count < self._mixed_sizes[-1]]
+        return MixedBucket(self._mixed_sizes[-1], fitting[-1], self._contexts[-1]) if fitting else None
+
     @property
     def largest(self) -> Bucket:
         """The one that takes the most memory. Captured first, it leaves room for every other one in what all share."""
         return Bucket(self._sizes[-1], self._contexts[-1], DRAWS | LIMITS_K | LIMITS_P)
 
-    def run(self, bucket: Bucket, compute: Callable[[], Tensor]) -> Tensor:
-        """Issue the bucket's step, whose input has been sent: its logits, which hold until the next step.
+    def run(self, bucket: Bucket | MixedBucket, compute: Callable[[], Tensor]) -> Tensor:
+        """Issue the bucket's step, whose input has been sent: its result, which holds until the next step.
 
         `compute` issues it eagerly, from the same addresses whenever the bucket is the same.
         """
         captured = self._captured.get(bucket)
         if captured is not None:
             captured.graph.replay()
-            return captured.logits
-        logits = compute()
+            return captured.result
+        result = compute()
         if bucket not in self._eager:
             self._capture(bucket, compute)
-        return logits
+        return result
 
-    def _capture(self, bucket: Bucket, compute: Callable[[], Tensor]) -> None:
-        if len(self._captured) >= MOST_GRAPHS:
-            self._give_up(bucket, f"there are {MOST_GRAPHS} already")
+    def _capture(self, bucket: Bucket | MixedBucket, compute: Callable[[], Tensor]) -> None:
+        num_mixed = sum(isinstance(other, MixedBucket) for other in self._captured)
+        if len(self) >= MOST_GRAPHS or (isinstance(bucket, MixedBucket) and num_mixed >= _MOST_MIXED):
+            self._give_up(bucket, f"there are {len(self)} already, {num_mixed} of them of steps with prompts")
             return
         kept: list[Tensor] = []
         try:
@@ -95,7 +130,7 @@ class DecodeGraphs:
             return
         self._captured[bucket] = _Captured(graph, self._device.borrow(kept[0]))
 
-    def _give_up(self, bucket: Bucket, reason: str) -> None:
+    def _give_up(self, bucket: Bucket | MixedBucket, reason: str) -> None:
         self._eager.add(bucket)
         level = logging.DEBUG if self._full else logging.WARNING
         self._full = True

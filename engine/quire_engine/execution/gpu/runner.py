@@ -23,10 +23,11 @@ from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.gpu.device import Device, Event
 from quire_engine.execution.gpu.finishing import Finished, Finisher, Span, spans
 from quire_engine.execution.gpu.forward import Forward, Model
-from quire_engine.execution.gpu.graphs import Bucket, DecodeGraphs
+from quire_engine.execution.gpu.graphs import Bucket, MixedBucket, StepGraphs
 from quire_engine.execution.gpu.outcome import Region, region_at, region_bytes
 from quire_engine.execution.gpu.packed_input import ALIGNMENT, Packed, PackedInput, aligned
-from quire_engine.execution.gpu.step_arrays import StepArrays, StepLimits, build_step_arrays, pad_decodes
+from quire_engine.execution.gpu.padding import pad_decodes, pad_mixed
+from quire_engine.execution.gpu.step_arrays import StepArrays, StepLimits, build_step_arrays
 from quire_engine.execution.gpu.tables import SlotTables, padded_rows
 from quire_engine.execution.runner import LOGITS_BYTES, KVBlocks
 from quire_engine.execution.sampler import Sampler
@@ -57,6 +58,8 @@ class RunnerLimits:
     max_model_len: int
     block_size: int
     spare_block: int  # of the pool, which nobody else writes: where the rows that fill up a bucket go
+    # Of steps with prompts that are graphs too, for kernels whose launches follow from bounds; 0: none is.
+    mixed_rows: int = 0
 
 
 class GpuRunner:
@@ -80,7 +83,12 @@ class GpuRunner:
         self._sampler = Sampler(constraints=Constraints(grammars))
         vocab_size, block_size = model.config.vocab_size, limits.block_size
         self._logits_rows = max(1, logits_bytes // (4 * vocab_size))
-        self._graphs = DecodeGraphs(device, max_rows=limits.max_num_seqs, max_context=limits.max_model_len)
+        self._graphs = StepGraphs(
+            device,
+            max_rows=limits.max_num_seqs,
+            max_context=limits.max_model_len,
+            mixed_rows=min(limits.mixed_rows, limits.max_num_batched_tokens),
+        )
         self._max_rows = max(limits.max_num_seqs, self._graphs.largest.num_rows)
         self._max_cells = max(4096, 2 * -(-limits.max_model_len // block_size))
         self._step_limits = StepLimits(block_size=block_size, vocab_size=vocab_size, max_model_len=limits.max_model_len)
@@ -105,12 +113,12 @@ class GpuRunner:
         self._region = 0  # of the last step
         self._sampled: dict[int, int] = {}  # by sequence id: the word with the token that the last step samples
 
-    def execute(self, batch: Batch) -> StepResult:
-        """One step, waited for."""
-        self.launch(batch)
+    def execute(self, batch: Batch, *, graphs: bool = True) -> StepResult:
+        """One step, waited for; without `graphs` launch by launch, as one that no graph serves."""
+        self.launch(batch, graphs=graphs)
         return self.collect()
 
-    def launch(self, batch: Batch) -> None:
+    def launch(self, batch: Batch, *, graphs: bool = True) -> None:
         """Issue a step. An item that raises gets `errors[sequence_id]`.
 
         Raises only what no single item can be blamed for: a failing block copy, a lost device, exhausted host
@@ -125,7 +133,7 @@ class GpuRunner:
             if batch.copies:
                 self._kv.copy_blocks(batch.copies)
             try:
-                launched: _Launched | StepResult = self._issue(batch, region)
+                launched: _Launched | StepResult = self._issue(batch, region, graphs=graphs)
             except Exception as error:
                 failure = error
             if failure is not None:  # outside of the handler, which would keep the failed step's tensors alive
@@ -144,20 +152,24 @@ class GpuRunner:
         return launched if isinstance(launched, StepResult) else launched.result()
 
     def capture_largest(self) -> None:
-        """Capture the graph that takes the most memory: in what it allocates all others find room."""
-        bucket = self._graphs.largest
+        """Capture the graphs that take the most memory: in what they allocate all others find room."""
+        bucket, mixed = self._graphs.largest, self._graphs.largest_mixed
         with self._device.work(), torch.inference_mode():
             self._run(bucket, self._send_decodes(StepArrays(), bucket))
+            if mixed is not None:
+                self._run_mixed(StepArrays(), mixed)
 
     def _issue(self, batch: Batch, region: int, first: int = 0, *, graphs: bool = True) -> _Launched:
         """Build, send, compute; the outcome of the choices goes to the region's rows from `first` on."""
         into = self._regions[region]
         try:
             step = build_step_arrays(batch, self._tables, self._step_limits, self._sampled, self._first_word)
-            bucket = None
+            bucket = mixed = None
             if graphs and step.only_decodes:
                 bucket = self._graphs.bucket(step.num_rows, max(step.context_lens), step.flags)
-            finisher = self._compute(step, into, first) if bucket is None else self._replay(step, bucket, into)
+            elif graphs and step.samples_at_most_once:
+                mixed = self._graphs.mixed_bucket(step.num_rows, len(step.table_slots), max(step.context_lens))
+            finisher = self._compute(step, into, first, mixed) if bucket is None else self._replay(step, bucket, into)
         except Exception:
             self._tables.forget()
             raise
@@ -180,15 +192,19 @@ class GpuRunner:
 
         return compute_alone(batch, failure, compute, self._device.release)
 
-    def _compute(self, step: StepArrays, region: Region, first: int) -> Finisher:
-        """Any step, launch by launch."""
-        packed = self._send(step)
+    def _compute(self, step: StepArrays, region: Region, first: int, bucket: MixedBucket | None) -> Finisher:
+        """Any step: launch by launch, but for the layers of one that has a bucket."""
+        wanted = list(spans(step, self._logits_rows))
+        if bucket is None:
+            packed = self._send(step)
+            hidden = self._forward.hidden(
+                packed, _differences(step.query_starts), step.context_lens, _differences(step.sampled_starts)
+            )
+        else:
+            packed, hidden = self._run_mixed(step, bucket)
         finisher = Finisher(self._model, step, packed, self._sampler)
-        hidden = self._forward.hidden(
-            packed, _differences(step.query_starts), step.context_lens, _differences(step.sampled_starts)
-        )
         hidden = finisher.pool(hidden)
-        for span in spans(step, self._logits_rows):
+        for span in wanted:
             logits = self._forward.logits(hidden[span.rows])
             rows = self._choice_rows(step, packed, span)
             self._forward.choose(logits, rows, region, first + span.choices.start)
@@ -209,6 +225,13 @@ class GpuRunner:
     def _run(self, bucket: Bucket, packed: Packed) -> Tensor:
         into = self._regions[_GRAPHS]
         return self._graphs.run(bucket, lambda: self._forward.decode(packed, *bucket, into))
+
+    def _run_mixed(self, step: StepArrays, bucket: MixedBucket) -> tuple[Packed, Tensor]:
+        """What was sent, and the hidden states of the rows that are asked for and some more."""
+        tables, first_word = self._tables, self._first_word
+        pad_mixed(step, bucket.num_rows, bucket.num_sequences, tables, self._spare_slots, first_word)
+        packed = self._send(step)
+        return packed, self._graphs.run(bucket, lambda: self._forward.mixed(packed, *bucket))
 
     def _choice_rows(self, step: StepArrays, packed: Packed, span: Span) -> ChoiceRows:
         """The parameters of a span's choices, counted from the span's first row of logits."""
@@ -234,8 +257,9 @@ class GpuRunner:
 
     def _input_bytes(self) -> int:
         """What the largest step sends, and at most `_max_cells` changes of block tables."""
-        limits, rows = self._limits, padded_rows(self._max_rows)
-        tokens = max(limits.max_num_batched_tokens, rows)
+        limits, mixed = self._limits, self._graphs.largest_mixed
+        rows = padded_rows(max(self._max_rows, mixed.num_sequences if mixed else 0))
+        tokens = max(limits.max_num_batched_tokens, rows, mixed.num_rows if mixed else 0)
         of_tokens = 8 * _WORD * tokens  # ids, sources, positions, slots, sample and logit rows, scored rows and ids
         of_sequences = 6 * _WORD * rows
         of_choices = 10 * _WORD * rows  # with a slot's parameters

@@ -72,7 +72,7 @@ class StepArrays:
     pooled: list[Pooled] = field(default_factory=list)
     num_pooled_rows: int = 0
     flags: int = 0  # of all choices
-    num_padding_rows: int = 0  # of the rows, at their end: so that a step of decodes has one of few sizes
+    num_padding_rows: int = 0  # of the rows, at their end: so that a step has one of few sizes
 
     @property
     def num_rows(self) -> int:
@@ -84,16 +84,22 @@ class StepArrays:
         return len(self.sample_rows) - self.num_pooled_rows
 
     @property
+    def samples_at_most_once(self) -> bool:
+        """Whether no sequence is asked for more than its last row."""
+        return not self.scored and not self.pooled
+
+    @property
     def only_decodes(self) -> bool:
         """Whether every sequence has one row, and one token is chosen from each; nothing is scored or pooled."""
-        return (
-            not self.scored
-            and not self.pooled
-            and len(self.ids) == len(self.table_slots) == len(self.choices) == len(self.sample_rows)
+        return self.samples_at_most_once and len(self.ids) == len(self.table_slots) == len(self.choices) == len(
+            self.sample_rows
         )
 
     def fixed(self) -> dict[str, array[int]]:
-        """The sections whose lengths follow from T, B, S and R: sent first, so that they stay where they are."""
+        """The sections whose lengths follow from T, B, S and R: sent first, so that they stay where they are.
+
+        R's are the last of them: where the others lie does not follow from it.
+        """
         return {
             "ids": self.ids,
             "source": self.source,
@@ -102,17 +108,16 @@ class StepArrays:
             "table_slots": self.table_slots,
             "query_starts": self.query_starts,
             "context_lens": self.context_lens,
+            "sample_rows": self.sample_rows,
+            **({"sampled_starts": self.sampled_starts} if len(self.sample_rows) < len(self.ids) else {}),
             "choice_slots": self.choice_slots,
             "choice_positions": self.choice_positions,
             "choice_rows": self.choice_rows,
-            "sample_rows": self.sample_rows,
         }
 
     def variable(self) -> dict[str, array[int]]:
         """The other sections."""
         found = {"told": array("q", self.told), "score_rows": self.score_rows, "score_ids": self.score_ids}
-        if len(self.sample_rows) < len(self.ids):
-            found["sampled_starts"] = self.sampled_starts
         if self.pooled:
             pooled = {row for each in self.pooled for row in range(each.rows.start, each.rows.stop)}
             found["logit_rows"] = array("q", (row for row in range(len(self.sample_rows)) if row not in pooled))
@@ -149,30 +154,11 @@ def build_step_arrays(
             for fork in item.forks:
                 slot, flags = tables.find(fork.sequence_id, fork.choice, item.sampling)
                 _add_choice(step, item, fork.sequence_id, fork.choice, slot, flags, limits.vocab_size)
-    _pad_slots(step, len(step.choices), tables.spare)
+    pad_slots(step, len(step.choices), tables.spare)
     return step
 
 
-def pad_decodes(
-    step: StepArrays, num_rows: int, tables: SlotTables, spare_slots: Sequence[int], first_word: int
-) -> None:
-    """Make a step of decodes one of `num_rows`: the rows added are token 0 at position 0, written to `spare_slots`."""
-    have, missing = step.num_rows, num_rows - step.num_rows
-    step.num_padding_rows = missing
-    step.ids.extend([0] * missing)
-    step.source.extend(range(first_word + have, first_word + num_rows))
-    step.positions.extend([0] * missing)
-    step.kv_slots.extend(spare_slots[i % len(spare_slots)] for i in range(missing))
-    step.table_slots.extend([tables.spare] * missing)
-    step.query_starts.extend(range(have + 1, num_rows + 1))
-    step.context_lens.extend([1] * missing)
-    _pad_slots(step, num_rows, tables.spare)
-    step.choice_rows.extend(range(have, num_rows))
-    step.sample_rows.extend(range(have, num_rows))
-    step.choice_positions.extend([0] * missing)
-
-
-def _pad_slots(step: StepArrays, num_rows: int, spare: int) -> None:
+def pad_slots(step: StepArrays, num_rows: int, spare: int) -> None:
     """Wherever a part of the rows begins, `padded_rows` of it are there."""
     step.choice_slots.extend([spare] * (padded_rows(num_rows) + 4 - len(step.choice_slots)))
 
