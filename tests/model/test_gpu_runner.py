@@ -14,16 +14,16 @@ from support.both_runners import NAN, Both
 from support.model_steps import random_ids
 from support.step_stories import ahead
 
-MIXED_ROWS = (0, 512)  # of steps with prompts that are graphs
 
-
-@pytest.fixture(autouse=True, params=MIXED_ROWS, ids=["decodes", "mixed"])
+@pytest.fixture(autouse=True)
 def mixed(request, monkeypatch):
     """Whether steps with prompts are graphs too."""
-    monkeypatch.setattr(Both, "__init__", partialmethod(Both.__init__, mixed_rows=request.param))
-    return bool(request.param)
+    asked = getattr(request, "param", True)
+    monkeypatch.setattr(Both, "__init__", partialmethod(Both.__init__, mixed_rows=512 if asked else 0))
+    return asked
 
 
+@pytest.mark.parametrize("mixed", [True, False], indirect=True)
 def test_decodes_and_prompts_in_chunks(mixed):
     both = Both()
     for i, length in enumerate((3, 17, 40, 1)):
@@ -190,8 +190,9 @@ def test_a_pending_token_that_nobody_samples_is_an_error_of_its_item():
 NUM_STORIES = 3  # raise it for a long run
 
 
+@pytest.mark.parametrize("mixed", [True, False], indirect=True)
 @pytest.mark.parametrize("seed", range(NUM_STORIES))
-def test_random_stories(seed):
+def test_random_stories(seed, mixed):
     """Sequences of every kind come, fail, are preempted and go, in whatever order."""
     dice = random.Random(seed)
     both = Both(seed=seed, chunk=dice.choice([3, 11, 40]), logits_bytes=dice.choice([1, 3, 9]) * 4 * 512)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -83,14 +84,20 @@ def _tell(device: Any, length: int) -> Story:
 
 
 @pytest.mark.parametrize(
-    ("shortest", "length"),
-    [pytest.param(256, 3, marks=pytest.mark.sim), (512, 3), pytest.param(256, 253, marks=pytest.mark.sim)],
+    ("shortest", "length", "mixed_rows"),
+    [
+        (512, 3, 512),
+        *(pytest.param(256, length, rows, marks=pytest.mark.sim) for length in (3, 253) for rows in (0, 512)),
+    ],
 )
-def test_replays_compute_what_steps_compute_that_are_waited_for(device, monkeypatch, shortest, length):
-    """One part of keys; two parts planned of which one is there; and a context that grows into its second part."""
+def test_replays_compute_what_steps_compute_that_are_waited_for(device, monkeypatch, shortest, length, mixed_rows):
+    """One part of keys; two parts planned of which one is there; and a context that grows into its second part.
+
+    With `mixed_rows` the prompts' step is one of a graph's size too: with rows of no sequence, sequences without rows.
+    """
     monkeypatch.setattr(graphs, "_SHORTEST", shortest)
     story, model = _tell(device, length), _model()
-    runner = GpuRunner(model.decoder, model.kv, device, LIMITS)
+    runner = GpuRunner(model.decoder, model.kv, device, replace(LIMITS, mixed_rows=mixed_rows))
     results = []
     for number, (batch, _) in enumerate(ahead(story.steps)):
         runner.launch(batch)
