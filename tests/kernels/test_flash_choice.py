@@ -62,7 +62,7 @@ def install_3(install) -> None:
 
 def taken(kv: KVFormat = LARGE, capability: tuple[int, int] = HOPPER, **options: object) -> KernelSet:
     return with_flash_attention(
-        replace(REFERENCE, name="triton"),
+        replace(REFERENCE, name="triton", bounded_attention=True),
         **{"device": CPU, "dtype": torch.bfloat16, "kv": kv, "capability": capability, **options},
     )
 
@@ -79,6 +79,7 @@ def test_the_set_is_the_same_but_for_attention(install, caplog):
         found = taken()
     assert found.name == "triton+flash-attn 2"
     assert found.attention != REFERENCE.attention
+    assert not found.bounded_attention, "what it calls follows from the lengths"
     assert replace(found, name="reference", attention=REFERENCE.attention) == REFERENCE
     assert caplog.messages == ["attention is computed by flash-attn 2 (version 2.8.3)"]
 
