@@ -82,7 +82,11 @@ class Batch:
     items: tuple[ScheduledSequence, ...]
     num_tokens: int
     num_decodes: int = 0  # items that are
-    copies: tuple[tuple[int, int], ...] = ()  # (source block, target block), done before any write of the step
+    # Copies of whole blocks, (source, target) each, done in this order and before any write of the step: from the pool
+    # to the host's blocks, from those to the pool, and inside the pool. Each reads what the ones before it left.
+    swap_out: tuple[tuple[int, int], ...] = ()
+    swap_in: tuple[tuple[int, int], ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,6 +112,8 @@ class SchedulerConfig:
     num_blocks: int
     max_model_len: int = 2048
     plans_ahead: bool = False  # a step is planned before the results of the one before it are known
+    num_host_blocks: int = 0  # of host memory, for swapped sequences and evicted prefixes
+    swap_seconds: float = 0.0  # that a block's copy takes, to the host or from it
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
 
     @property
@@ -128,6 +130,8 @@ class SchedulerConfig:
         for name, value in (("num_blocks", self.num_blocks), ("max_model_len", self.max_model_len)):
             if value < 1:
                 raise ConfigError(f"{name} is {value}, must be at least 1")
+        if self.num_host_blocks < 0:
+            raise ConfigError(f"num_host_blocks is {self.num_host_blocks}, must be at least 0")
         self.limits.check()
 
     def largest_max_tokens(self, *, num_prompt: int, n: int) -> int:

@@ -214,6 +214,12 @@ class EngineStats:
     total_padding_rows: int = 0  # rows of steps that computed nothing, so that a step has one of few sizes
     tenants: tuple[TenantStats, ...] = ()  # none where no request has named one
     total_prefill_tokens_saved: int = 0  # found, not computed, whenever a request entered; after preemptions too
+    host_blocks_total: int = 0  # blocks of host memory for swapped sequences and evicted prefixes
+    host_blocks_used: int = 0  # of those, holding what a swapped sequence will go on with
+    host_blocks_cached: int = 0  # of those, holding what may be matched again
+    total_swapped_out_blocks: int = 0
+    total_swapped_in_blocks: int = 0
+    total_preemptions_by_mode: dict[Literal["recompute", "swap"], int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

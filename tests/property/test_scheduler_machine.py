@@ -304,7 +304,8 @@ def test_a_wrong_block_is_noticed() -> None:
 
 def test_every_number_that_is_cited_is_defined_and_every_defined_one_cited() -> None:
     defined = set(re.findall(r"^ +(I\d+)\b", Scheduler.check_invariants.__doc__ or "", re.MULTILINE))
-    files = (__file__, scheduler_model.__file__, Path(__file__).with_name("test_step_log_replay.py"))
+    beside = [Path(__file__).with_name(name) for name in ("test_step_log_replay.py", "test_swapping.py")]
+    files = (__file__, scheduler_model.__file__, *beside)
     text = "".join(Path(path).read_text(encoding="utf-8") for path in files)
     cited = set(re.findall(r"\bI\d+\b", text))
     assert cited == defined

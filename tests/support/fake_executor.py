@@ -98,6 +98,7 @@ class FakeExecutor:
         self._sampled: dict[int, int] = {}  # by sequence id, in the last step
         self._block_size = block_size
         self._slots: dict[tuple[int, int], int] = {}
+        self._host: dict[int, list[int | None]] = {}  # the slots of each block of the host's pool
         self._chains: dict[int, list[int]] = {}  # per sequence: hash of its first 0, 1, 2, ... tokens
         self.errors: dict[int, str] = {}  # by sequence id: fails the sequence's next slice
         self._void: set[tuple[int, int]] = set()  # runs of sequences; of requests, where it is their prompt
@@ -169,6 +170,13 @@ class FakeExecutor:
         sources, targets = {source for source, _ in batch.copies}, [target for _, target in batch.copies]
         assert sources.isdisjoint(targets), "a block is read and written by the same step's copies"
         assert len(set(targets)) == len(targets), "two copies have one target"
+        for source, target in batch.swap_out:
+            self._host[target] = [self._slots.get((source, offset)) for offset in range(self._block_size)]
+        for source, target in batch.swap_in:
+            for offset, held in enumerate(self._host[source]):
+                self._slots.pop((target, offset), None)
+                if held is not None:
+                    self._slots[target, offset] = held
         for source, target in batch.copies:
             self.num_copies += 1
             for offset in range(self._block_size):

@@ -99,6 +99,8 @@ class Admission:
         self._room.make_seat(elder, plan)
         match = self._match(elder)
         self._room.make_seat_blocks(elder, match, plan)
+        if match.restored:  # whoever was swapped out for it may have taken their place on the host
+            match = self._match(elder)
         self._enter(elder, match, plan, now)
 
     def num_cached_tokens(self, group: Group) -> int:
@@ -166,6 +168,7 @@ class Admission:
         pending = group.pending(leader) - match.num_tokens
         first = self._giving.first_chunk(pending, plan)
         goes_on = first < pending or any(follower.num_output_tokens > 0 for follower in group.followers())
+        goes_on = goes_on or group.returns_behind
         is_one_more = goes_on and num_partial >= limits.max_num_partial_prefills and not self._may_begin(group, plan)
         if is_one_more or plan.budget < min(pending, limits.min_chunk):
             return "budget"
@@ -177,13 +180,15 @@ class Admission:
 
     def _joins(self, group: Group, match: PrefixMatch) -> bool:
         """Whether the group should wait for what others compute of its prompt, and then enter with that."""
-        awaited = self._kv.awaited(group.leader, match, group.pending(group.leader) - 1) if group.reads_cache else None
+        awaited = None
+        if group.reads_cache and not group.is_swapped:  # who comes back has its own
+            awaited = self._kv.awaited(group.leader, match, group.pending(group.leader) - 1)
         group.wait_for_promise(awaited)
         return awaited is not None
 
     def _match(self, group: Group) -> PrefixMatch:
         """The cached prefix that the group would enter with; at least one token is left to compute."""
-        if not group.reads_cache:
+        if not (group.reads_cache or group.is_swapped):
             return NO_MATCH
         match = self._kv.match(group.leader, group.pending(group.leader) - 1)
         if match.tail is None or self._fits(group, match):

@@ -190,6 +190,10 @@ class KVAllocator:
         sequence.num_committed = sequence.num_promised = 0
         sequence.shares_tail = False
 
+    def take_moves(self) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
+        """Copies to the host and from it that the next step is to make; there are none where there is no host pool."""
+        return (), ()
+
     def is_writable(self, block: int) -> bool:
         """Whether exactly one table holds the block and nothing can match it."""
         return self._pool.refs(block) == 1 and not self._cache.holds(block)
@@ -232,9 +236,13 @@ class KVAllocator:
     def _take(self) -> int:
         block = self._pool.take()
         self.total_taken += 1
-        if self._cache.forget(block) | self._tails.forget(block):
+        content = self._cache.forget(block)
+        is_tail = self._tails.forget(block)
+        if content is not None or is_tail:
             self._num_cached -= 1
             self.total_evictions += 1
+            if content is not None:
+                self._evict(content, block)
         return block
 
     def _is_known(self, block: int) -> bool:
@@ -283,6 +291,8 @@ class KVAllocator:
     def _parent(self, sequence: Sequence, index: int) -> bytes:
         """The hash of all blocks before one."""
         return sequence.block_hashes[index - 1] if index else root_hash(sequence.group.request.cache_salt)
+    def _evict(self, content: bytes, block: int) -> None:
+        """A block's content is lost with the next write to it: for whoever can keep it elsewhere."""
 
     def _must_copy(self, sequence: Sequence) -> bool:
         """Whether a sibling still holds the block that the sequence would write to next."""

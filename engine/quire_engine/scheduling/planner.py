@@ -32,12 +32,20 @@ from quire_engine.scheduling.room import Room
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group
 from quire_engine.scheduling.step_plan import StepPlan
+from quire_engine.scheduling.swapping import Swapping
 
 
 class Planner:
     """Makes the plans of all steps, over one roster and one allocator."""
 
-    def __init__(self, limits: SchedulerLimits, policies: Policies, kv: KVAllocator, roster: Roster) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        policies: Policies,
+        kv: KVAllocator,
+        roster: Roster,
+        swapping: Swapping | None = None,
+    ) -> None:
         self.elder: Group | None = None
         self._limits = limits
         self._policies = policies
@@ -48,7 +56,7 @@ class Planner:
         self._turns = PromptTurns(
             limits.max_consecutive_chunks, self._classes, by_account=limits.scheduling_policy == "wfq"
         )
-        room = Room(limits, policies.victim, kv, roster)
+        room = Room(limits, policies.victim, kv, roster, swapping)
         self._giving = Giving(policies.chunk, kv, room)
         self.admission = Admission(
             limits,

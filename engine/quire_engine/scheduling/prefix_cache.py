@@ -39,6 +39,10 @@ class PrefixCache:
         """Whether the block's content can be matched."""
         return block in self._hash_of
 
+    def block(self, content: bytes) -> int | None:
+        """The block with this content, if there is one."""
+        return self._block_of.get(content)
+
     def longest_match(self, hashes: Iterable[bytes]) -> list[int]:
         """The blocks of the longest run of known hashes from the first on."""
         blocks: list[int] = []
@@ -58,13 +62,12 @@ class PrefixCache:
         self._hash_of[block] = content
         return True
 
-    def forget(self, block: int) -> bool:
-        """Drop a block's content before the block is reused; False if it had none."""
+    def forget(self, block: int) -> bytes | None:
+        """Drop a block's content before the block is reused, and return it; None if it had none."""
         content = self._hash_of.pop(block, None)
-        if content is None:
-            return False
-        del self._block_of[content]
-        return True
+        if content is not None:
+            del self._block_of[content]
+        return content
 
     def check(self) -> None:
         """Raise InvariantViolation unless both maps mirror each other."""

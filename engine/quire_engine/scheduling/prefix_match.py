@@ -13,8 +13,9 @@ class PrefixMatch:
     """Blocks that hold the first tokens of a prompt, in the order of their positions."""
 
     blocks: tuple[int, ...] = ()
-    num_tokens: int = 0  # in them, and in the tail
+    num_tokens: int = 0  # in them, and in the tail or in `restored`
     tail: tuple[int, int] | None = None  # a block that begins as the next one does, with so many tokens: to be copied
+    restored: tuple[int, ...] = ()  # host blocks with the tokens that follow; there is no tail then
 
     def without_tail(self, block_size: int) -> PrefixMatch:
         """Whole blocks alone."""

@@ -16,6 +16,7 @@ from quire_engine.scheduling.prefix_match import PrefixMatch
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group
 from quire_engine.scheduling.step_plan import StepPlan
+from quire_engine.scheduling.swapping import Swapping
 
 PreemptionCause = Literal[
     "blocks", "elder", "class"
@@ -25,11 +26,19 @@ PreemptionCause = Literal[
 class Room:
     """Makes room by preempting running groups, the victim policy's choice one after the other."""
 
-    def __init__(self, limits: SchedulerLimits, victim: VictimPolicy, kv: KVAllocator, roster: Roster) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        victim: VictimPolicy,
+        kv: KVAllocator,
+        roster: Roster,
+        swapping: Swapping | None = None,
+    ) -> None:
         self._limits = limits
         self._victim = victim
         self._kv = kv
         self._roster = roster
+        self._swapping = swapping  # None: whoever is preempted is computed again
 
     def make_blocks(self, group: Group, cost: int, plan: StepPlan) -> bool:
         """Preempt until `cost` blocks are available; False if the running group itself had to go."""
@@ -65,6 +74,10 @@ class Room:
         self._preempt(victim, "elder", plan)
 
     def _preempt(self, group: Group, cause: PreemptionCause, plan: StepPlan) -> None:
-        plan.take_back(group)
-        plan.note("preempted", group, reason=cause)
-        self._roster.preempt(group)
+        copied_from = plan.take_back(group)
+        is_kept = self._swapping is not None and self._swapping.swap_out(group, copied_from)
+        num_kept = (
+            sum(sequence.swapped.num_tokens for sequence in group.sequences if sequence.swapped) if is_kept else 0
+        )
+        plan.note("preempted", group, reason=cause, num_tokens=num_kept)
+        self._roster.preempt(group, is_kept=is_kept)

@@ -73,11 +73,15 @@ class Roster:
         self.waiting.remove(group)
         insort(self.running, group, key=self._order.key)
 
-    def preempt(self, group: Group) -> None:
-        """Take every block from a running group; it waits in its old place and is computed again."""
-        group.preempt()
-        for sequence in group.sequences:
-            self._kv.release(sequence)
+    def preempt(self, group: Group, *, is_kept: bool = False) -> None:
+        """Take every block from a running group; it waits in its old place and is computed again.
+
+        `is_kept`: they were taken, and what they held was swapped out.
+        """
+        if not is_kept:
+            group.preempt()
+            for sequence in group.sequences:
+                self._kv.release(sequence)
         self.total_preemptions += 1
         self.num_running -= len(group.sequences)
         self.running.remove(group)

@@ -16,7 +16,6 @@ from quire_engine.limits import SchedulerConfig
 from quire_engine.scheduling.beam_forks import BeamForks
 from quire_engine.scheduling.deadlines import Deadlines
 from quire_engine.scheduling.inspection import Inspection
-from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.outputs import (
     error_output,
     error_outputs,
@@ -31,6 +30,7 @@ from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.statistics import engine_stats
 from quire_engine.scheduling.step_log import StepLog
+from quire_engine.scheduling.swapping import allocator_for
 from quire_engine.types import EngineStats, FinishReason, GenerationRequest, TokenOutput
 
 __all__ = ["InvariantViolation", "Scheduler"]
@@ -51,13 +51,9 @@ class Scheduler:
         policies = policies or policies_for(limits)
         self._config = config
         self._itl = policies.itl
-        self._kv = KVAllocator(
-            num_blocks=config.num_blocks,
-            block_size=limits.block_size,
-            enable_prefix_caching=limits.enable_prefix_caching,
-        )
+        self._kv, self._swapping = allocator_for(config)
         self._roster = Roster(self._kv, policies.order)
-        self._planner = Planner(limits, policies, self._kv, self._roster)
+        self._planner = Planner(limits, policies, self._kv, self._roster, self._swapping)
         self._beam_forks = BeamForks(self._kv, self._roster)
         self._log = StepLog(limits.step_log, self._roster) if limits.step_log else None
         self.inspection = Inspection(config, self._kv, self._roster, self._log, check=self.check_invariants)
@@ -143,7 +139,7 @@ class Scheduler:
         if self._log is not None:
             self._log.settle()
         plan = self._planner.plan(self._step, now)
-        batch = plan.batch(self._step) if plan.slices else None
+        batch = plan.batch(self._step, *self._kv.take_moves()) if plan.slices else None
         if self._log is not None:
             self._log.planned(self._step, plan, batch, self._kv.num_blocks - self._kv.num_available, now)
         if batch is None:
@@ -192,12 +188,15 @@ class Scheduler:
         if self._log is not None:
             self._log.results.append((batch.step_id, outputs, len(sequences), now - began, now))
         self._itl.learn(prompt_tokens=self._prefill_tokens, num_decodes=batch.num_decodes, seconds=now - began)
+        if self._swapping is not None:
+            self._swapping.learn(prompt_tokens=self._prefill_tokens, num_decodes=batch.num_decodes, seconds=now - began)
         return outputs
 
     def stats(self) -> EngineStats:
         """Gauges of this moment and counters since the start; the caller adds the times."""
         books = engine_stats(self._kv, self._roster, self._planner)
-        return replace(books, prefill_tokens=self._prefill_tokens, decode_tokens=self._decode_tokens)
+        books = replace(books, prefill_tokens=self._prefill_tokens, decode_tokens=self._decode_tokens)
+        return books if self._swapping is None else self._swapping.add_to(books)
 
     def check_invariants(self) -> None:
         """Raise InvariantViolation if queues, counts, tables and blocks disagree. Call between steps.
@@ -205,7 +204,7 @@ class Scheduler:
         What holds at all times, by the numbers that the tests cite; those with a star are looked at here:
 
         I1*  references: a block's count is the number of live tables that hold it, and of copies planned from it.
-        I2*  partition: free, cached and used blocks are disjoint and make up the pool.
+        I2*  partition: free, cached and used blocks are disjoint and make up the pool; so it is with the host's.
         I3   exclusive writes: no step writes to a block that is shared or can be matched.
         I4*  tables: a table has just the blocks for its reserved tokens, of which there are no more than known ones.
         I5*  limits: a step's tokens and slices, the running sequences and the unfinished prompts keep to them.
@@ -216,6 +215,7 @@ class Scheduler:
         I10  determinism: same calls, same plans and same outputs.
         I11  shares: under fair queueing, tenants that always wait differ by no more than `FairQueue` promises.
         I12  solo tokens: a choice's tokens are those it gets alone, however it is batched, cut, shared or preempted.
+        I14* swap: what a swapped sequence kept is in the pool or on the host, and comes back as it was.
         I15  no leak: no block is used when no request is left.
         I16  gauges: `stats` equals the state, counted anew.
         I17* wait bound: a request ends within the steps that `wait_bound` named at its submission.

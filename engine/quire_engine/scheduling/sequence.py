@@ -16,6 +16,7 @@ from quire_engine.scheduling.account import Account
 from quire_engine.scheduling.beams import BeamSearch
 from quire_engine.scheduling.page_table import PageTable
 from quire_engine.scheduling.pooled_prompt import PooledPrompt
+from quire_engine.scheduling.swapped import Swapped
 from quire_engine.types import GenerationRequest, SamplingParams, TokenLogprobs, WaitReason
 
 Content = bytes | tuple[bytes, tuple[int, ...]]  # of a block: its hash, or what is before it and how it begins
@@ -44,6 +45,8 @@ class Sequence:
     num_promised: int = 0  # tokens that it knew when it entered: others may wait for them
     copies_from: int | None = None  # the block that its next one is to be copied from before the first write; pinned
     shares_tail: bool = False  # its last block may be a sibling's too: look before the next write
+    num_settled: int = 0  # computed tokens whose results were taken in; counted where there is a host pool
+    swapped: Swapped | None = None  # what it has while it waits without blocks; None: nothing, or it runs
 
     @property
     def num_output_tokens(self) -> int:
@@ -152,6 +155,17 @@ class Group:
         return target - sequence.num_computed
 
     @property
+    def is_swapped(self) -> bool:
+        """Whether it waits with something computed."""
+        return any(sequence.swapped is not None for sequence in self.sequences)
+
+    @property
+    def returns_behind(self) -> bool:
+        """Whether a choice of a swapped group, beside its leader, will have more than its next token to compute."""
+        others = [s for s in self.sequences if s.swapped is not None and s is not self.leader]
+        return any(s.swapped is not None and len(s.token_ids) > s.swapped.num_tokens + 1 for s in others)
+
+    @property
     def leader(self) -> Sequence:
         """The sequence that computes the prompt for all, until it is shared.
 
@@ -173,7 +187,12 @@ class Group:
         return not self.prompt_shared or any(self.pending(s) > 1 + s.num_forced for s in self.computing)
 
     def blocks_beside_leader(self) -> int:
-        """Blocks that the other choices need for their known tokens, beyond the prompt's full blocks."""
+        """Blocks that the other choices need for their known tokens, beyond the prompt's full blocks.
+
+        Where all of them were swapped, they come back together and are counted with the leader's.
+        """
+        if self.prompt_shared:
+            return 0
         leader = self.leader
         shared = self.num_prompt_tokens // leader.table.block_size
         return sum(s.blocks_for_known - shared for s in self.sequences if s is not leader)
@@ -219,7 +238,7 @@ class Group:
         leader = self.leader
         self.state = "running"
         self.entered_at = now
-        self.computing = [leader]
+        self.computing = list(self.sequences) if self.prompt_shared else [leader]
         if self.first_scheduled is None:
             self.first_scheduled = now
             self.num_cached_tokens = min(leader.num_computed, leader.num_prompt_tokens)
@@ -263,12 +282,26 @@ class Group:
         self.num_computed_before = max(self.num_computed_before, *(s.num_computed for s in self.sequences))
         self.state = "preempted"
         self.computing = []
-        for sequence in self.sequences:
-            sequence.forget_pending()
+        self.forget_pending()
         self.prompt_shared = len(self.sequences) == 1
         self.prompt_logprobs.clear()
         if self.pooled is not None:
             self.pooled.clear()
+        if self.beams is not None:
+            self.beams.forget_step()
+        self.num_preemptions += 1
+
+    def forget_pending(self) -> None:
+        """Whatever is in flight for its sequences will not be taken."""
+        for sequence in self.sequences:
+            sequence.forget_pending()
+
+    def set_aside(self, *, prompt_shared: bool) -> None:
+        """Wait again, with what is computed kept outside of the pool."""
+        require(self.state == "running", f"a group that is {self.state} is swapped out")
+        self.state = "preempted"
+        self.computing = []
+        self.prompt_shared = prompt_shared
         if self.beams is not None:
             self.beams.forget_step()
         self.num_preemptions += 1

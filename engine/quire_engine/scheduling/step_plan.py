@@ -12,6 +12,7 @@ from typing import Literal
 from quire_engine.batch import Batch, Fork, ScheduledSequence
 from quire_engine.scheduling.sequence import Group, Sequence
 
+Moves = tuple[tuple[int, int], ...]
 DecisionKind = Literal["elder", "enters", "waits", "preempted"]
 
 
@@ -22,7 +23,7 @@ class Decision:
     kind: DecisionKind
     request_id: str
     reason: str = ""  # of waiting: a WaitReason; of a preemption: who needed what it had
-    num_tokens: int = 0  # of entering: cached ones
+    num_tokens: int = 0  # of entering: cached ones, or kept by a swap; of a preemption: those that are kept
 
 
 class StepPlan:
@@ -54,12 +55,16 @@ class StepPlan:
         """Give at most so many more."""
         self.budget = min(self.budget, num_tokens)
 
-    def take_back(self, group: Group) -> None:
-        """Drop the slices and copies of a group that is being preempted."""
+    def take_back(self, group: Group) -> dict[int, int]:
+        """Drop the slices and copies of a group that is being preempted; returns the copies' sources by target."""
         self.num_preempted += 1
+        copied_from: dict[int, int] = {}
         for sequence in group.sequences:
             self.budget += self.slices.pop(sequence, 0)
-            self._copies.pop(sequence, None)
+            copy = self._copies.pop(sequence, None)
+            if copy is not None:
+                copied_from[copy[1]] = copy[0]
+        return copied_from
 
     @property
     def num_streams(self) -> int:
@@ -70,7 +75,7 @@ class StepPlan:
         """Tokens that the group was given."""
         return sum(self.slices.get(sequence, 0) for sequence in group.computing)
 
-    def batch(self, step_id: int) -> Batch:
+    def batch(self, step_id: int, swap_out: Moves = (), swap_in: Moves = ()) -> Batch:
         """The plan as the runner gets it."""
         items = tuple([_item(sequence, num_tokens) for sequence, num_tokens in self.slices.items()])
         return Batch(
@@ -78,6 +83,8 @@ class StepPlan:
             items=items,
             num_tokens=sum(self.slices.values()),
             num_decodes=sum([item.is_decode for item in items]),
+            swap_out=swap_out,
+            swap_in=swap_in,
             copies=tuple(self._copies.values()),
         )
 

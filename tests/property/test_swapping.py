@@ -1,0 +1,175 @@
+"""Swaps to a host pool: the scheduler's machine and its runs one step ahead, with host blocks for victims and prefixes.
+
+What is checked is what is checked without them: a choice's tokens are those that it has alone, read from slots that
+hold what was computed for them (I14), within the printed bound. For a long run raise NUM_RUNS.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize
+
+from property.test_scheduler_ahead import Ahead
+from property.test_scheduler_machine import SchedulerMachine
+from quire_engine.batch import Batch, StepResult
+from quire_engine.invariants import InvariantViolation
+from quire_engine.limits import SchedulerConfig
+from quire_engine.scheduling.host_tier import HostTier
+from quire_engine.scheduling.swapping_allocator import SwappingAllocator
+from support.fake_executor import CorruptKV, FakeExecutor
+from support.scheduler_model import configs
+
+NUM_EXAMPLES = 40
+NUM_RUNS = 400
+
+
+def swapping(config: SchedulerConfig, num_host_blocks: int, seconds: float) -> SchedulerConfig:
+    return dataclasses.replace(config, num_host_blocks=num_host_blocks, swap_seconds=seconds)
+
+
+class SwappingMachine(SchedulerMachine):
+    """The scheduler's machine; a copy costs nothing, or as much as a few of its tokens of a second each."""
+
+    @initialize(config=configs(), num_host_blocks=st.integers(1, 24), seconds=st.sampled_from([0.0, 0.0, 0.05]))
+    def start(self, config: SchedulerConfig, num_host_blocks: int, seconds: float) -> None:
+        super().start(swapping(config, num_host_blocks, seconds))
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "run"):
+            assert self.run.scheduler.stats().host_blocks_used == 0  # I15
+
+
+SwappingMachine.TestCase.settings = settings(
+    max_examples=NUM_EXAMPLES,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+TestSwapping = SwappingMachine.TestCase
+
+
+class AheadWithSwaps(Ahead):
+    """A run with a step in flight while victims of the next one are swapped out, or one without."""
+
+    def draw_config(self) -> SchedulerConfig:
+        config, dice = super().draw_config(), self.dice
+        return swapping(config, dice.randint(1, 24), dice.choice([0.0, 0.0, 0.0, 0.05]))
+
+    def check_end(self) -> None:
+        super().check_end()
+        stats = self.run.scheduler.stats()
+        assert stats.host_blocks_used == 0
+        assert stats.host_blocks_used + stats.host_blocks_cached <= stats.host_blocks_total
+        assert sum(stats.total_preemptions_by_mode.values()) == stats.total_preemptions
+        for mode, count in stats.total_preemptions_by_mode.items():
+            self.seen[mode] += count
+        self.seen["out"] += stats.total_swapped_out_blocks
+        self.seen["in"] += stats.total_swapped_in_blocks
+
+
+def play(seed: int, executor: Callable[[int], FakeExecutor] | None = None) -> Counter[str]:
+    run = AheadWithSwaps(seed, executor)
+    try:
+        run.play()
+    except BaseException as error:
+        error.add_note(f"seed {seed}")
+        raise
+    return run.seen
+
+
+def test_random_swaps_one_step_ahead_give_the_tokens_of_solo_runs() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(NUM_RUNS):
+        seen += play(seed)
+    print(dict(seen))
+    assert all(seen[what] > NUM_RUNS / 10 for what in ("swap", "recompute", "out", "in", "copies", "forks")), seen
+
+
+class SwapsInFirst(FakeExecutor):
+    """A planted fault: blocks come in before others have gone out."""
+
+    def copy(self, batch: Batch) -> None:
+        super().copy(dataclasses.replace(batch, swap_out=(), copies=()))
+        super().copy(dataclasses.replace(batch, swap_in=()))
+
+
+class SwapsLate(FakeExecutor):
+    """A planted fault: blocks go out after the step that reuses them has written."""
+
+    def execute(self, batch: Batch) -> StepResult:
+        result = super().execute(dataclasses.replace(batch, swap_out=()))
+        self.copy(dataclasses.replace(batch, swap_in=(), copies=()))
+        return result
+
+
+class WrongBlock(FakeExecutor):
+    """A planted fault: of two blocks that come in, each gets the other's content."""
+
+    def copy(self, batch: Batch) -> None:
+        sources, targets = [source for source, _ in batch.swap_in], [target for _, target in batch.swap_in]
+        super().copy(dataclasses.replace(batch, swap_in=tuple(zip(reversed(sources), targets, strict=True))))
+
+
+@pytest.mark.parametrize("executor", [SwapsInFirst, SwapsLate, WrongBlock])
+def test_a_fault_of_the_executor_is_found(executor: type[FakeExecutor]) -> None:
+    found = 0
+    for seed in range(100):
+        try:
+            play(seed, lambda size: executor(size, max_in_flight=2))
+        except (CorruptKV, AssertionError, KeyError):
+            found += 1
+    assert found > 1
+
+
+def _forget_tail(patch: pytest.MonkeyPatch) -> None:
+    """The last block, which is not full, is not copied out."""
+    save = HostTier.save
+
+    def careless(self: HostTier, key: bytes, block: int) -> None:
+        if len(key) == 32:  # a hash
+            save(self, key, block)
+        else:
+            self.pool.store(key)
+
+    patch.setattr(HostTier, "save", careless)
+
+
+def _release_early(patch: pytest.MonkeyPatch) -> None:
+    """Host blocks are free for others while a copy of this step is still to read them."""
+
+    def careless(self: HostTier, keys: list[bytes]) -> None:
+        for key in keys:
+            self.pool.drop(key, keep=True)
+
+    patch.setattr(HostTier, "hold", careless)
+    patch.setattr(HostTier, "bring", lambda self, key, block: self._arriving.update({block: key}))
+
+
+def _keep_what_is_in_flight(patch: pytest.MonkeyPatch) -> None:
+    """Tokens are kept whose results were not taken in."""
+    swap_out = SwappingAllocator.swap_out
+
+    def hasty(self: SwappingAllocator, sequences: list, copied_from: dict) -> bool:
+        for sequence in sequences:
+            sequence.num_settled = max(sequence.num_settled, min(sequence.num_computed, len(sequence.token_ids) - 1))
+        return swap_out(self, sequences, copied_from)
+
+    patch.setattr(SwappingAllocator, "swap_out", hasty)
+
+
+@pytest.mark.parametrize("plant", [_forget_tail, _release_early, _keep_what_is_in_flight])
+def test_a_fault_of_the_scheduler_is_found(plant: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    for seed in range(1000):
+        try:
+            play(seed)
+        except (CorruptKV, AssertionError, KeyError, InvariantViolation):
+            return
+    pytest.fail("it was not found")
