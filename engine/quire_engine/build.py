@@ -17,7 +17,7 @@ from quire_engine.engine import StepExecutor
 from quire_engine.errors import ConfigError
 from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.device import resolve_device
-from quire_engine.execution.executor import make_runner, runs_by_itself, spare_blocks
+from quire_engine.execution.executor import make_runner, runs_by_itself, spare_blocks, staging_blocks_for
 from quire_engine.execution.gpu.runner import GpuRunner
 from quire_engine.execution.kernel_checks import checked, model_sizes
 from quire_engine.execution.kv_storage import KVStorage, block_bytes
@@ -29,8 +29,8 @@ from quire_engine.execution.models.parameters import Parameters, WeightMemory, c
 from quire_engine.execution.models.weights import load_decoder
 from quire_engine.execution.threaded import ThreadedRunner
 from quire_engine.limits import SchedulerConfig
-from quire_engine.machine import usable_cores
-from quire_engine.memory_plan import PoolSize, check_model_len, plan_text, size_pool
+from quire_engine.machine import available_memory, usable_cores
+from quire_engine.memory_plan import PoolSize, check_model_len, host_blocks, plan_text, size_pool
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_kernels.kernel_set import KernelSet, KVFormat
 from quire_kernels.reference import REFERENCE
@@ -67,6 +67,8 @@ class _Resolved:
     weights: WeightMemory
     memory: PoolMemory
     bytes_per_block: int
+    num_host_blocks: int
+    num_staging_blocks: int  # of the pool, for swaps
 
     @property
     def plans_ahead(self) -> bool:
@@ -83,7 +85,7 @@ class _Resolved:
             max_useful_seqs=self.memory.max_useful_seqs,
         )
 
-    def plan(self, pool: PoolSize, *, load_seconds: float = 0.0) -> EnginePlan:
+    def plan(self, pool: PoolSize, *, load_seconds: float = 0.0, swap_seconds: float = 0.0) -> EnginePlan:
         asked = self.asked
         return EnginePlan(
             model=asked.model,
@@ -103,6 +105,8 @@ class _Resolved:
                 num_blocks=pool.num_blocks,
                 max_model_len=pool.max_model_len,
                 plans_ahead=self.plans_ahead,
+                num_host_blocks=self.num_host_blocks,
+                swap_seconds=swap_seconds,
                 limits=asked.limits,
             ),
             quantization=asked.quantization,
@@ -148,14 +152,17 @@ def build(config: EngineConfig) -> BuiltEngine:
     if pool_bytes is not None:
         pool = resolved.pool(pool_bytes)
     grammars = Grammars(Path(config.tokenizer or config.model), resolved.model.vocab_size)
-    runner = _make_runner(resolved, decoder, pool, grammars)
-    plan = resolved.plan(pool, load_seconds=time.perf_counter() - started)
+    runner, swap_seconds = _make_runner(resolved, decoder, pool, grammars)
+    plan = resolved.plan(pool, load_seconds=time.perf_counter() - started, swap_seconds=swap_seconds)
     return BuiltEngine(plan=plan, runner=runner, scheduler=Scheduler(plan.scheduler), grammars=grammars)
 
 
-def _make_runner(resolved: _Resolved, decoder: Decoder, pool: PoolSize, grammars: Grammars) -> StepExecutor:
+def _make_runner(
+    resolved: _Resolved, decoder: Decoder, pool: PoolSize, grammars: Grammars
+) -> tuple[StepExecutor, float]:
+    """The runner, and what a block's copy to the host or from it takes there."""
     kernels, device, limits = resolved.kernels, resolved.device, resolved.asked.limits
-    num_blocks = pool.num_blocks + spare_blocks(kernels, device)
+    num_blocks = pool.num_blocks + spare_blocks(kernels, device) + resolved.num_staging_blocks
     runner = make_runner(
         decoder,
         kernels,
@@ -166,11 +173,13 @@ def _make_runner(resolved: _Resolved, decoder: Decoder, pool: PoolSize, grammars
         device=device,
         ahead=resolved.plans_ahead,
         grammars=grammars,
+        num_host_blocks=resolved.num_host_blocks,
     )
+    swap_seconds = runner.swap_seconds() if resolved.num_host_blocks else 0.0
     if isinstance(runner, GpuRunner):
         runner.capture_largest()
-        return runner
-    return ThreadedRunner(runner) if resolved.plans_ahead else runner
+        return runner, swap_seconds
+    return (ThreadedRunner(runner) if resolved.plans_ahead else runner), swap_seconds
 
 
 def _resolve(config: EngineConfig, *, check_kernels: bool = False) -> _Resolved:
@@ -211,6 +220,14 @@ def _resolve(config: EngineConfig, *, check_kernels: bool = False) -> _Resolved:
     weights = parameters.memory(dtype.itemsize, kernels.packed_bits)
     if device.type == "cpu" and not kernels.own_threads and config.num_threads is None:
         num_threads = _torch_threads(weights.total)
+    bytes_per_block = block_bytes(kernels, model, config.limits.block_size, dtype)
+    num_host_blocks = host_blocks(
+        swap_space=config.swap_space,
+        bytes_per_block=bytes_per_block,
+        available=available_memory(),
+        on_device=device.type != "cpu" or config.swap_on_cpu,
+    )
+    num_staging_blocks = staging_blocks_for(kernels, device, bytes_per_block, num_host_blocks)
     return _Resolved(
         asked=config,
         model=model,
@@ -221,8 +238,12 @@ def _resolve(config: EngineConfig, *, check_kernels: bool = False) -> _Resolved:
         num_threads=num_threads,
         parameters=parameters,
         weights=weights,
-        memory=pool_memory(config, model, kernels, dtype=dtype, device=device),
-        bytes_per_block=block_bytes(kernels, model, config.limits.block_size, dtype),
+        memory=pool_memory(
+            config, model, kernels, dtype=dtype, device=device, staging_bytes=num_staging_blocks * bytes_per_block
+        ),
+        bytes_per_block=bytes_per_block,
+        num_host_blocks=num_host_blocks,
+        num_staging_blocks=num_staging_blocks,
     )
 
 

@@ -61,6 +61,28 @@ def _checked_kv_memory(free: int, kv_memory: int) -> int:
     return kv_memory
 
 
+def host_blocks(*, swap_space: int, bytes_per_block: int, available: int, on_device: bool) -> int:
+    """Blocks that a swap space holds, with `available` bytes of host memory. Raises ConfigError."""
+    if swap_space == 0:
+        return 0
+    if not on_device:
+        raise ConfigError(
+            f"swap_space={swap_space}, but on a CPU the KV cache lies in the same memory: swapping would only copy;"
+            " set swap_space to 0, and kv_memory to more if requests are preempted"
+        )
+    if swap_space < bytes_per_block:
+        raise ConfigError(
+            f"swap_space={swap_space} holds no block of {bytes_text(bytes_per_block)};"
+            f" set swap_space to {bytes_per_block} or more, or to 0"
+        )
+    if swap_space > available:
+        raise ConfigError(
+            f"swap_space={swap_space} ({bytes_text(swap_space)}) is more than the {bytes_text(available)}"
+            f" of host memory that are free; set swap_space to {available} or less"
+        )
+    return swap_space // bytes_per_block
+
+
 def check_model_len(max_model_len: int | None, positions: int) -> None:
     """Refuse a length that the model was not made for."""
     if max_model_len is not None and max_model_len > positions:
@@ -122,6 +144,7 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
             f"{bytes_text(plan.kv_bytes)} = {scheduler.num_blocks:,} blocks of {bytes_text(plan.bytes_per_block)}"
             f" = {plan.kv_tokens:,} tokens of {bytes_text(bytes_per_token)}",
         ),
+        *_swap_lines(plan),
         ("fits", f"{' or '.join(fits)}; at most {limits.max_num_seqs} run at once"),
         ("reserved vs live", _live_text(plan)),
         (
@@ -134,6 +157,16 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
     if quality:
         lines.append(("quality", quality))
     return "\n".join(f"{name:<17}{text}" for name, text in lines)
+
+
+def _swap_lines(plan: EnginePlan) -> list[tuple[str, str]]:
+    """What preempted sequences and evicted prefixes find on the host, where there is a swap space."""
+    scheduler = plan.scheduler
+    if not scheduler.num_host_blocks:
+        return []
+    seconds = f"; a block takes {1000 * scheduler.swap_seconds:.3g} ms one way" if scheduler.swap_seconds else ""
+    size = bytes_text(scheduler.num_host_blocks * plan.bytes_per_block)
+    return [("swap space", f"{size} of host memory = {scheduler.num_host_blocks:,} blocks{seconds}")]
 
 
 def _live_text(plan: EnginePlan) -> str:

@@ -11,7 +11,7 @@ import quire_engine.execution.executor
 import quire_engine.execution.workspace
 from quire_engine.build import BuiltEngine, build
 from quire_engine.config import EngineConfig
-from quire_engine.execution.executor import make_runner, runs_by_itself, spare_blocks
+from quire_engine.execution.executor import make_runner, runs_by_itself, spare_blocks, staging_blocks_for
 from quire_engine.execution.gpu.graphs import GRAPH_BYTES, MOST_GRAPHS
 from quire_engine.execution.gpu.runner import GpuRunner
 from quire_engine.execution.kv_storage import KVStorage
@@ -48,7 +48,7 @@ def asked() -> EngineConfig:
 
 
 def on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, built: BuiltEngine, *, ahead: bool
+    monkeypatch: pytest.MonkeyPatch, built: BuiltEngine, *, ahead: bool, num_host_blocks: int = 0
 ) -> tuple[BuiltEngine, SimulatedDevice]:
     """The same engine with the runner that a GPU would have."""
     device = SimulatedDevice()
@@ -60,6 +60,7 @@ def on_a_gpu(
         path, model, kernels=SIMULATED, dtype=torch.float32, device=CPU, max_model_len=config.max_model_len
     )
     num_blocks = config.num_blocks + spare_blocks(SIMULATED, CUDA)
+    num_blocks += staging_blocks_for(SIMULATED, CUDA, built.plan.bytes_per_block, num_host_blocks)
     runner = make_runner(
         decoder,
         SIMULATED,
@@ -70,9 +71,10 @@ def on_a_gpu(
         device=CUDA,
         ahead=ahead,
         grammars=built.grammars,
+        num_host_blocks=num_host_blocks,
     )
     assert isinstance(runner, GpuRunner)
-    scheduler = Scheduler(replace(config, plans_ahead=ahead))
+    scheduler = Scheduler(replace(config, plans_ahead=ahead, num_host_blocks=num_host_blocks))
     return BuiltEngine(plan=built.plan, runner=runner, scheduler=scheduler, grammars=built.grammars), device
 
 
@@ -121,6 +123,20 @@ def test_clients_see_the_same(monkeypatch, ahead):
     assert any(r.num_preemptions for r in right.values())
     assert not any(r.error for r in right.values())
     assert device.replays > 10
+
+
+@pytest.mark.parametrize(("ahead", "eager"), [(True, True), (True, False), (False, False)])
+def test_clients_see_the_same_when_requests_are_swapped(monkeypatch, ahead, eager):
+    """Their blocks leave and come back in a lane of the device, which runs as late as it may or as early as it can."""
+    host = build(asked())
+    right = generate(host, requests())
+    gpu, device = on_a_gpu(monkeypatch, host, ahead=ahead, num_host_blocks=30)
+    device.eager_lanes = eager
+    for key, result in generate(gpu, requests()).items():
+        assert replace(result, num_preemptions=0) == replace(right[key], num_preemptions=0)
+    stats = gpu.scheduler.stats()
+    assert stats.total_preemptions_by_mode["swap"] > 0
+    assert stats.total_swapped_in_blocks > 0
 
 
 def test_which_runner_is_made():

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from quire_engine.execution.gpu.device import HostBuffer
+from support.simulated_lane import LaneEvent, SimulatedEvent, SimulatedGraph, SimulatedLane
 
 Work = Callable[[], None]
 
@@ -47,6 +48,8 @@ class SimulatedDevice:
         self._graph_memory: list[Tensor] = []
         self._host: list[HostBuffer] = []
         self.executing = False
+        self.lanes: list[SimulatedLane] = []
+        self.eager_lanes = False  # what is issued to a lane is done as soon as its events allow; else as late
 
     @contextmanager
     def work(self) -> Iterator[None]:
@@ -75,6 +78,13 @@ class SimulatedDevice:
     def record(self) -> SimulatedEvent:
         assert self._capturing is None, "an event inside a capture"
         return SimulatedEvent(self, self._issued)
+
+    def lane(self) -> SimulatedLane:
+        self.lanes.append(SimulatedLane(self))
+        return self.lanes[-1]
+
+    def follow(self, event: LaneEvent) -> None:
+        self.issue(event.pass_by)
 
     def capture(self, body: Callable[[], None]) -> SimulatedGraph:
         self.out_of_memory()
@@ -109,12 +119,18 @@ class SimulatedDevice:
             return
         assert self._capturing is None, f"{reason} inside a capture"
         self.waits.append(reason)
-        while self._done < end:
-            self._done += 1
-            self.execute(self._queue.popleft())
+        self.do_until(end)
 
     def finish(self, reason: str = "synchronize") -> None:
         self.run_until(self._issued, reason)
+        for lane in self.lanes:
+            lane.run_until(lane.issued)
+
+    def do_until(self, end: int) -> None:
+        """As a lane waits for the work, which makes no host wait."""
+        while self._done < end:
+            self._done += 1
+            self.execute(self._queue.popleft())
 
     def execute(self, work: Work) -> None:
         before, self.executing = self.executing, True
@@ -163,28 +179,6 @@ class SimulatedDevice:
 
     def _check_host(self, tensor: Tensor) -> None:
         assert self.is_host(tensor), "a copy from or to memory that is not pinned"
-
-
-class SimulatedEvent:
-    def __init__(self, device: SimulatedDevice, position: int) -> None:
-        self._device, self._position = device, position
-
-    def wait(self) -> None:
-        self._device.run_until(self._position, "event")
-
-
-class SimulatedGraph:
-    def __init__(self, device: SimulatedDevice, capture: _Capture) -> None:
-        self._device, self._capture = device, capture
-
-    def replay(self) -> None:
-        for storage in self._capture.storages.values():
-            if storage.expired():
-                raise RuntimeError("a graph was replayed that reads or writes memory which is not there any more")
-        self._device.replays += 1
-        self._device.poison_graph_memory()
-        for operation in self._capture.operations:
-            self._device.issue(operation)
 
 
 class _Capture:

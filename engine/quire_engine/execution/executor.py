@@ -12,6 +12,8 @@ from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.gpu.cuda import CudaDevice
 from quire_engine.execution.gpu.graphs import MOST_MIXED_ROWS
 from quire_engine.execution.gpu.runner import GpuRunner, RunnerLimits
+from quire_engine.execution.gpu.swaps import staging_blocks
+from quire_engine.execution.host_kv import HostKV
 from quire_engine.execution.kv_storage import KVStorage
 from quire_engine.execution.models.decoder import Decoder
 from quire_engine.execution.runner import Runner
@@ -33,6 +35,11 @@ def spare_blocks(kernels: KernelSet, device: torch.device) -> int:
     return int(runs_by_itself(kernels, device))
 
 
+def staging_blocks_for(kernels: KernelSet, device: torch.device, bytes_per_block: int, num_host_blocks: int) -> int:
+    """Blocks that the pool has behind those for swaps to go through."""
+    return staging_blocks(bytes_per_block, num_host_blocks) if runs_by_itself(kernels, device) else 0
+
+
 def make_runner(
     decoder: Decoder,
     kernels: KernelSet,
@@ -44,10 +51,13 @@ def make_runner(
     device: torch.device,
     ahead: bool = False,
     grammars: Grammars | None = None,
+    num_host_blocks: int = 0,
 ) -> Runner | GpuRunner:
-    """`num_blocks`: those that are scheduled; `kv` has `spare_blocks` more. `ahead`: launch before the last is done."""
+    """`num_blocks`: those that are scheduled; `kv` has `spare_blocks` more, and behind those `staging_blocks_for` so
+    many host blocks. `ahead`: launch before the last is done."""
     if not runs_by_itself(kernels, device):
-        return Runner(decoder, kv, limits.block_size, device, grammars=grammars)
+        host = HostKV(kv.tensor, num_host_blocks) if num_host_blocks else None
+        return Runner(decoder, kv, limits.block_size, device, grammars=grammars, host=host)
     return GpuRunner(
         decoder,
         kv,
@@ -59,6 +69,7 @@ def make_runner(
             block_size=limits.block_size,
             spare_block=num_blocks,
             mixed_rows=MOST_MIXED_ROWS if kernels.bounded_attention else 0,
+            num_host_blocks=num_host_blocks,
         ),
         max_in_flight=2 if ahead else 1,
         grammars=grammars,

@@ -1,4 +1,4 @@
-"""Executes a batch where the host waits for it: block copies, the model, the sampler.
+"""Executes a batch where the host waits for it: swaps, block copies, the model, the sampler.
 
 Promises: a sequence whose data make the model or the sampler fail fails alone, its batch-mates get the tokens they
 would have got anyway; logits take a bounded amount of memory. Must not know: queues, the allocator, requests.
@@ -17,6 +17,7 @@ from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResul
 from quire_engine.execution.alone import compute_alone
 from quire_engine.execution.constrained.constraints import Constraints
 from quire_engine.execution.constrained.grammars import Grammars
+from quire_engine.execution.host_kv import HostBlocks
 from quire_engine.execution.logit_rules import asks_for_argmax, asks_for_masked_argmax
 from quire_engine.execution.model_input import LogitRows, ModelInput, build_model_input
 from quire_engine.execution.models.config import ModelConfig
@@ -71,8 +72,10 @@ class Runner:
         *,
         grammars: Grammars | None = None,
         logits_bytes: int = LOGITS_BYTES,
+        host: HostBlocks | None = None,
     ) -> None:
-        """Without `grammars` requests for them fail."""
+        """Without `grammars` requests for them fail, without `host` batches that swap."""
+        self._host = host
         self._decoder = decoder
         self._kv = kv
         self._block_size = block_size
@@ -102,13 +105,26 @@ class Runner:
         memory. The process is then in an unknown state and its owner should end it.
         """
         with torch.inference_mode():
+            if batch.swap_out or batch.swap_in:
+                self._host_blocks().swap(batch.swap_out, batch.swap_in)
             if batch.copies:
                 self._kv.copy_blocks(batch.copies)
+            if not batch.items:  # none of them turned out to have a token to compute; others' blocks were swapped
+                return StepResult()
             try:
                 return self._compute(batch)
             except Exception as error:
                 failure = error
             return compute_alone(batch, failure, lambda one, _: self._compute(one), self._release)
+
+    def swap_seconds(self) -> float:
+        """What the copy of a block to the host or from it takes, measured; before the first step."""
+        return self._host_blocks().seconds_per_block()
+
+    def _host_blocks(self) -> HostBlocks:
+        if self._host is None:
+            raise RuntimeError("a block is to be swapped where there are no host blocks")
+        return self._host
 
     def _release(self) -> None:
         if self._device.type == "cuda":

@@ -50,7 +50,8 @@ class ThreadedRunner:
         while True:
             batch = _with_tokens(self._launched.get(), last)
             try:
-                last = self._runner.execute(batch) if batch.items else StepResult()
+                moves = batch.items or batch.swap_out or batch.swap_in  # swaps are of others than the items
+                last = self._runner.execute(batch) if moves else StepResult()
             except BaseException as error:  # the caller's to handle: it may end the process
                 self._results.put(error)
                 return

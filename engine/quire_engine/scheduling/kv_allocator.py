@@ -291,6 +291,7 @@ class KVAllocator:
     def _parent(self, sequence: Sequence, index: int) -> bytes:
         """The hash of all blocks before one."""
         return sequence.block_hashes[index - 1] if index else root_hash(sequence.group.request.cache_salt)
+
     def _evict(self, content: bytes, block: int) -> None:
         """A block's content is lost with the next write to it: for whoever can keep it elsewhere."""
 

@@ -1,6 +1,7 @@
 """The device by torch.cuda.
 
-Promises: one stream of its own, in which graphs are captured too; all graphs share one memory pool.
+Promises: one stream of its own, in which graphs are captured too, and one for each lane; all graphs share one memory
+pool.
 Must not know: models, steps.
 """
 
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire_engine.execution.gpu.device import HostBuffer
+from quire_engine.execution.gpu.device import Event, HostBuffer
 
 
 class CudaEvent:
@@ -22,6 +23,29 @@ class CudaEvent:
 
     def wait(self) -> None:
         self._event.synchronize()
+
+    def hold_up(self, stream: torch.cuda.Stream) -> None:
+        """Let a stream wait for it, and nobody else."""
+        stream.wait_event(self._event)
+
+
+class CudaLane:
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def send(self, source: Tensor, target: Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def fetch(self, source: Tensor, target: Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def follow(self, event: Event) -> None:
+        _hold_up(self._stream, event)
+
+    def record(self) -> CudaEvent:
+        return _record(self._stream)
 
 
 class _Borrowed:
@@ -62,9 +86,13 @@ class CudaDevice:
         target.copy_(source, non_blocking=True)
 
     def record(self) -> CudaEvent:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return CudaEvent(event)
+        return _record(self._stream)
+
+    def lane(self) -> CudaLane:
+        return CudaLane(self.torch_device)
+
+    def follow(self, event: Event) -> None:
+        _hold_up(self._stream, event)
 
     def capture(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
         if self._pool is None:
@@ -92,3 +120,15 @@ class CudaDevice:
 
     def release(self) -> None:
         torch.cuda.empty_cache()
+
+
+def _record(stream: torch.cuda.Stream) -> CudaEvent:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return CudaEvent(event)
+
+
+def _hold_up(stream: torch.cuda.Stream, event: Event) -> None:
+    if not isinstance(event, CudaEvent):
+        raise TypeError("an event of another device")
+    event.hold_up(stream)

@@ -1,7 +1,8 @@
-"""What the GPU runner asks of a device: one stream of work, copies to and from the host, events, graphs.
+"""What the GPU runner asks of a device: one stream of work, copies to and from the host, lanes, events, graphs.
 
-Promises: everything issued inside `work` happens on the device in the order it was issued; only `Event.wait` and
-`capture` make the host wait. Must not know: torch.cuda, models, steps.
+Promises: everything issued inside `work`, and everything issued to one lane, happens on the device in the order it was
+issued; between them only events make an order; only `Event.wait` and `capture` make the host wait.
+Must not know: torch.cuda, models, steps.
 """
 
 from __future__ import annotations
@@ -33,6 +34,26 @@ class Event(Protocol):
         ...
 
 
+class Lane(Protocol):
+    """A second stream of the device, for copies that run beside the work."""
+
+    def send(self, source: Tensor, target: Tensor) -> None:
+        """Copy from a host buffer. Nobody waits for it but who follows an event behind it."""
+        ...
+
+    def fetch(self, source: Tensor, target: Tensor) -> None:
+        """Copy to a host buffer."""
+        ...
+
+    def follow(self, event: Event) -> None:
+        """What is issued to the lane from now on is done after everything before the event."""
+        ...
+
+    def record(self) -> Event:
+        """An event behind everything that was issued to the lane."""
+        ...
+
+
 class Graph(Protocol):
     """Captured work."""
 
@@ -42,7 +63,7 @@ class Graph(Protocol):
 
 
 class Device(Protocol):
-    """One device with one stream."""
+    """One device with one stream of work."""
 
     torch_device: torch.device  # where tensors are made
 
@@ -62,6 +83,14 @@ class Device(Protocol):
 
     def record(self) -> Event:
         """An event behind everything issued so far."""
+        ...
+
+    def lane(self) -> Lane:
+        """A new one."""
+        ...
+
+    def follow(self, event: Event) -> None:
+        """What is issued to the stream from now on is done after everything before a lane's event."""
         ...
 
     def capture(self, body: Callable[[], None]) -> Graph:

@@ -28,7 +28,9 @@ from quire_engine.execution.gpu.outcome import Region, region_at, region_bytes
 from quire_engine.execution.gpu.packed_input import ALIGNMENT, Packed, PackedInput, aligned
 from quire_engine.execution.gpu.padding import pad_decodes, pad_mixed
 from quire_engine.execution.gpu.step_arrays import StepArrays, StepLimits, build_step_arrays
+from quire_engine.execution.gpu.swaps import StreamedKV
 from quire_engine.execution.gpu.tables import SlotTables, padded_rows
+from quire_engine.execution.host_kv import HostBlocks
 from quire_engine.execution.runner import LOGITS_BYTES, KVBlocks
 from quire_engine.execution.sampler import Sampler
 from quire_kernels.kernel_set import ChoiceRows
@@ -60,6 +62,7 @@ class RunnerLimits:
     spare_block: int  # of the pool, which nobody else writes: where the rows that fill up a bucket go
     # Of steps with prompts that are graphs too, for kernels whose launches follow from bounds; 0: none is.
     mixed_rows: int = 0
+    num_host_blocks: int = 0  # with some, the pool's blocks behind the spare one are staging blocks
 
 
 class GpuRunner:
@@ -107,6 +110,12 @@ class GpuRunner:
         self._first_word = 3 * each // _WORD
         self._input = PackedInput(device, buffer[3 * each :], num_buffers=num_buffers)
         self._forward = Forward(model, kv.tensor, self._tables, buffer.view(torch.int64), block_size)
+        self._host: HostBlocks | None = None
+        if limits.num_host_blocks:
+            with device.work(), torch.inference_mode():
+                self._host = StreamedKV(
+                    kv, device, first_staging=limits.spare_block + 1, num_blocks=limits.num_host_blocks
+                )
         self._outcomes = [device.host_buffer(each) for _ in range(self.max_in_flight)]
         self._num_launched = 0
         self._in_flight: deque[_Launched | StepResult] = deque()
@@ -130,6 +139,8 @@ class GpuRunner:
         region = 1 - self._region
         failure: Exception | None = None
         with self._device.work(), torch.inference_mode():
+            if batch.swap_out or batch.swap_in:
+                self._host_blocks().swap(batch.swap_out, batch.swap_in)
             if batch.copies:
                 self._kv.copy_blocks(batch.copies)
             try:
@@ -151,6 +162,11 @@ class GpuRunner:
         launched = self._in_flight.popleft()
         return launched if isinstance(launched, StepResult) else launched.result()
 
+    def swap_seconds(self) -> float:
+        """What the copy of a block to the host or from it takes, measured; before the first step."""
+        with self._device.work(), torch.inference_mode():
+            return self._host_blocks().seconds_per_block()
+
     def capture_largest(self) -> None:
         """Capture the graphs that take the most memory: in what they allocate all others find room."""
         bucket, mixed = self._graphs.largest, self._graphs.largest_mixed
@@ -158,6 +174,11 @@ class GpuRunner:
             self._run(bucket, self._send_decodes(StepArrays(), bucket))
             if mixed is not None:
                 self._run_mixed(StepArrays(), mixed)
+
+    def _host_blocks(self) -> HostBlocks:
+        if self._host is None:
+            raise RuntimeError("a block is to be swapped where there are no host blocks")
+        return self._host
 
     def _issue(self, batch: Batch, region: int, first: int = 0, *, graphs: bool = True) -> _Launched:
         """Build, send, compute; the outcome of the choices goes to the region's rows from `first` on."""

@@ -38,9 +38,15 @@ class PoolMemory(Protocol):
 
 
 def pool_memory(
-    asked: EngineConfig, model: ModelConfig, kernels: KernelSet, *, dtype: torch.dtype, device: torch.device
+    asked: EngineConfig,
+    model: ModelConfig,
+    kernels: KernelSet,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    staging_bytes: int = 0,
 ) -> PoolMemory:
-    """The one for `device`."""
+    """The one for `device`; `staging_bytes` of a GPU's memory are for swaps."""
     if device.type == "cpu":
         return CpuMemory(asked)
-    return GpuMemory(asked, model, kernels, dtype=dtype, device=device)
+    return GpuMemory(asked, model, kernels, dtype=dtype, device=device, staging_bytes=staging_bytes)

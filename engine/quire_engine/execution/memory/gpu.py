@@ -27,8 +27,16 @@ class GpuMemory:
     max_useful_seqs: int | None = None  # the GPU is ours, and prefixes fill what sequences leave
 
     def __init__(
-        self, asked: EngineConfig, model: ModelConfig, kernels: KernelSet, *, dtype: torch.dtype, device: torch.device
+        self,
+        asked: EngineConfig,
+        model: ModelConfig,
+        kernels: KernelSet,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        staging_bytes: int = 0,
     ) -> None:
+        self._staging_bytes = staging_bytes
         # The pool's size, and with it the longest sequence, is known only when a step has been measured.
         self._asked = replace(asked, max_model_len=asked.max_model_len or model.max_position_embeddings)
         self._model = model
@@ -55,6 +63,6 @@ class GpuMemory:
             total=total,
             free=free - weights_to_come,
             utilization=self._asked.gpu_memory_utilization,
-            workspace=workspace,
+            workspace=workspace + self._staging_bytes,
             kv_memory=self._asked.kv_memory,
         )

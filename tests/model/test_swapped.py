@@ -1,0 +1,129 @@
+"""Swapped requests and restored prefixes get their solo tokens and log-probabilities, to the last bit.
+
+On a CPU, where swapping is refused but to tests: pool and host blocks are the same memory, what is moved is the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from model.test_bitwise import engine, mixed_requests, solo
+from quire_engine.build import BuiltEngine
+from quire_engine.errors import ConfigError
+from quire_engine.memory_plan import plan_text
+from quire_engine.scheduling.scheduler import Scheduler
+from support.offline import generate
+
+HOST = {"swap_space": 8 << 20, "swap_on_cpu": True}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def swapping(built: BuiltEngine) -> BuiltEngine:
+    """Copies cost nothing, so that whoever can be swapped is."""
+    return replace(built, scheduler=Scheduler(replace(built.plan.scheduler, swap_seconds=0.0)))
+
+
+def tight(model: str, requests, **changes) -> BuiltEngine:
+    """A pool for 1.2 of the largest requests, and host blocks."""
+    plan = engine(model).plan
+    largest = max(
+        plan.scheduler.limits.footprint(num_prompt=len(r.prompt_token_ids), max_new_tokens=r.stop.max_new_tokens, n=r.n)
+        for r in requests
+    )
+    length = max(len(r.prompt_token_ids) + r.stop.max_new_tokens for r in requests)
+    memory = int(1.2 * largest) * plan.bytes_per_block
+    return swapping(engine(model, kv_memory=memory, max_model_len=length, **HOST, **changes))
+
+
+@pytest.mark.parametrize(
+    ("model", "caching", "ahead"),
+    [
+        ("qwen3", False, "off"),
+        ("qwen3", True, "on"),
+        ("bf16", True, "off"),
+        ("bf16-windowed", False, "on"),
+        ("int8-kv", True, "off"),
+        ("int8-kv", False, "on"),
+    ],
+)
+def test_swapped_equals_solo(model, caching, ahead):
+    requests = mixed_requests(20, seed=3)
+    if ahead == "on":  # those with penalties are planned when all is known, and are in the other runs
+        requests = [
+            replace(r, sampling=replace(r.sampling, repetition_penalty=1.0, presence_penalty=0.0)) for r in requests
+        ]
+    small = tight(model, requests, enable_prefix_caching=caching, async_scheduling=ahead, prefill_chunk=24)
+    assert generate(small, requests) == solo(requests, model=model)
+    stats = small.scheduler.stats()
+    assert stats.total_preemptions_by_mode["swap"] > 1
+    assert stats.total_swapped_in_blocks > 3
+    assert stats.host_blocks_used == 0
+
+
+@pytest.mark.parametrize("model", ["qwen3", "int8-kv"])
+def test_a_restored_prefix_equals_a_computed_one(model):
+    """The second time its blocks have been evicted, and come from the host."""
+    requests = [replace(r, n=1) for r in mixed_requests(24, seed=4, longest=80) if len(r.prompt_token_ids) > 40]
+    small = tight(model, requests, enable_prefix_caching=True)
+    first = {}
+    for request in requests:
+        first |= generate(small, [request])
+    before = small.scheduler.stats()
+    again = {}
+    for request in requests:
+        again |= generate(small, [replace(request, request_id=f"{request.request_id} again")])
+    assert {(name.removesuffix(" again"), choice): kept(r) for (name, choice), r in again.items()} == {
+        key: kept(r) for key, r in first.items()
+    }
+    stats = small.scheduler.stats()
+    assert stats.total_swapped_in_blocks > before.total_swapped_in_blocks + len(requests)
+    assert stats.total_prefix_hit_tokens > before.total_prefix_hit_tokens + 16 * len(requests)
+
+
+def kept(result):
+    return result.token_ids, result.logprobs, result.prompt_logprobs, result.finish
+
+
+def test_a_block_that_comes_back_wrong_changes_tokens(monkeypatch):
+    """The comparison above can fail."""
+    from quire_engine.execution.host_kv import HostKV
+
+    swap = HostKV.swap
+    monkeypatch.setattr(HostKV, "swap", lambda self, out, into: swap(self, out, [(0, target) for _, target in into]))
+    requests = mixed_requests(20, seed=3)
+    assert generate(tight("qwen3", requests), requests) != solo(requests, model="qwen3")
+
+
+def test_on_a_cpu_it_is_refused_with_the_reason():
+    with pytest.raises(
+        ConfigError, match=r"swap_space=1024, but on a CPU the KV cache lies in the same memory.*kv_memory"
+    ):
+        engine(swap_space=1024)
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [(100, "holds no block of .*; set swap_space to [0-9]+ or more"), (1 << 60, "more than the .* of host memory")],
+)
+def test_a_swap_space_that_cannot_be_is_refused(space, message):
+    with pytest.raises(ConfigError, match=message):
+        engine(swap_space=space, swap_on_cpu=True)
+
+
+def test_the_plan_tells_of_the_swap_space():
+    plan = engine(**HOST).plan
+    assert plan.scheduler.num_host_blocks == HOST["swap_space"] // plan.bytes_per_block
+    assert plan.scheduler.swap_seconds > 0
+    (line,) = [line for line in plan_text(plan).splitlines() if line.startswith("swap space")]
+    assert "8.00 MiB of host memory = " in line
+    assert "ms one way" in line
+    assert "swap space" not in plan_text(engine().plan)
