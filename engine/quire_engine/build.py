@@ -222,7 +222,7 @@ def _resolve(config: EngineConfig, *, check_kernels: bool = False) -> _Resolved:
         num_threads = _torch_threads(weights.total)
     bytes_per_block = block_bytes(kernels, model, config.limits.block_size, dtype)
     num_host_blocks = host_blocks(
-        swap_space=config.swap_space,
+        config.swap_space,
         bytes_per_block=bytes_per_block,
         available=available_memory(),
         on_device=device.type != "cpu" or config.swap_on_cpu,

@@ -61,7 +61,7 @@ def _checked_kv_memory(free: int, kv_memory: int) -> int:
     return kv_memory
 
 
-def host_blocks(*, swap_space: int, bytes_per_block: int, available: int, on_device: bool) -> int:
+def host_blocks(swap_space: int, *, bytes_per_block: int, available: int, on_device: bool) -> int:
     """Blocks that a swap space holds, with `available` bytes of host memory. Raises ConfigError."""
     if swap_space == 0:
         return 0

@@ -187,7 +187,7 @@ def option_default(field: FieldInfo) -> str:
         return ""
     if isinstance(value, bool):
         return "on" if value else "off"
-    if option_unit(field) == "bytes" and isinstance(value, int):
+    if value and option_unit(field) == "bytes" and isinstance(value, int):
         return f"{value // 2**20}MiB" if value % 2**20 == 0 else f"{value // 2**10}KiB"
     return f"{value:g}" if isinstance(value, float) else str(value)
 

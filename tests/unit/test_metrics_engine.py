@@ -49,7 +49,7 @@ def test_an_engine_that_has_just_started_holds_nothing():
     metrics.observe_step(busy(total_preemptions=1, running=0))
     scrape = Scrape(metrics)
     assert scrape("quire_requests_running") == 0
-    assert scrape("quire_preemptions_total") == 4
+    assert scrape("quire_preemptions_total", mode="recompute") == 4
     metrics.engine_restarted()
     scrape = Scrape(metrics)
     assert scrape("quire_kv_blocks", state="free") == 64
@@ -79,7 +79,7 @@ def test_totals_go_on_over_an_engine_restart(told: bool):
         busy(total_preemptions=2, total_prefix_query_tokens=90, total_prefix_hit_tokens=1, total_kv_evictions=0)
     )
     scrape = Scrape(metrics)
-    assert scrape("quire_preemptions_total") == scrape("vllm:num_preemptions_total") == 7
+    assert scrape("quire_preemptions_total", mode="recompute") == scrape("vllm:num_preemptions_total") == 7
     assert scrape("quire_prefix_cache_query_tokens_total") == scrape("vllm:prefix_cache_queries_total") == 190
     assert scrape("quire_prefix_cache_hit_tokens_total") == scrape("vllm:prefix_cache_hits_total") == 41
     assert scrape("quire_kv_evictions_total") == 7
@@ -91,7 +91,29 @@ def test_a_restart_that_overtakes_the_old_totals_is_counted_whole():
     metrics.observe_step(busy(total_preemptions=5))
     metrics.engine_restarted()
     metrics.observe_step(busy(total_preemptions=8))
-    assert Scrape(metrics)("quire_preemptions_total") == 13
+    assert Scrape(metrics)("quire_preemptions_total", mode="recompute") == 13
+
+
+def test_swaps_by_mode_and_direction_and_where_the_host_keeps_blocks():
+    metrics = Metrics("tiny")
+    metrics.observe_plan(PLAN)
+    told = {
+        "host_blocks_total": 9,
+        "host_blocks_used": 2,
+        "host_blocks_cached": 3,
+        "total_swapped_out_blocks": 7,
+        "total_swapped_in_blocks": 5,
+        "total_preemptions": 6,
+        "total_preemptions_by_mode": {"recompute": 4, "swap": 2},
+    }
+    metrics.observe_step(busy(**told))
+    metrics.engine_restarted()
+    metrics.observe_step(busy(**told))
+    scrape = Scrape(metrics)
+    assert [scrape("quire_preemptions_total", mode=mode) for mode in ("recompute", "swap")] == [8, 4]
+    assert scrape("vllm:num_preemptions_total") == 12
+    assert [scrape("quire_swapped_bytes_total", direction=way) for way in ("out", "in")] == [14 * 1024, 10 * 1024]
+    assert [scrape("quire_host_kv_blocks", state=state) for state in ("used", "cached", "free")] == [2, 3, 4]
 
 
 def test_plan_becomes_labels():

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from quire_engine.config import EngineConfig
-from quire_server.flags import build_parser, option_group, option_unit, parse_flags
+from quire_server.flags import build_parser, option_group, option_unit, parse_command_line, parse_flags
 from quire_server.settings import GROUPS, Settings, SettingsError, flag_name
 
 
@@ -80,6 +80,23 @@ def test_token_counts(text: str, tokens: int | None):
 )
 def test_sizes(text: str, size: int):
     assert parse_flags(["--kv-memory", text]).kv_memory == size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), ("4", 4 << 30), ("1.5", 3 << 29), ("1023", 1023 << 30), ("1024", 1024), ("2GiB", 2 << 30), ("2GB", 2e9)],
+)
+def test_swap_space_takes_gib_as_vllm_does_and_sizes(text: str, size: int):
+    assert parse_flags(["--swap-space", text]).swap_space == size
+    assert parse_command_line(["--kv-offloading-size", text]).settings.swap_space == size
+    if text.replace(".", "").isdigit():
+        assert Settings(swap_space=float(text)).swap_space == size
+
+
+@pytest.mark.parametrize("text", ["-1", "much", "4 pounds"])
+def test_a_swap_space_that_is_none_is_refused(text: str):
+    with pytest.raises(SettingsError, match="--swap-space"):
+        parse_flags([f"--swap-space={text}"])
 
 
 @pytest.mark.parametrize(
@@ -271,6 +288,7 @@ def test_engine_config_takes_every_engine_setting():
         "block_size": 32,
         "kv_memory": 1000,
         "gpu_memory_utilization": 0.5,
+        "swap_space": 2048,
         "enable_prefix_caching": False,
         "scheduling_policy": "priority",
         "preemption_victim": "least-lost",
@@ -282,7 +300,8 @@ def test_engine_config_takes_every_engine_setting():
     }
     got = flat(Settings(**changed).engine_config())
     default = flat(EngineConfig(model=""))
-    assert all(got[name] != default[name] for name in default), "a field of EngineConfig is not set from Settings"
+    assert not got.pop("swap_on_cpu")  # for tests alone
+    assert all(got[name] != default[name] for name in got), "a field of EngineConfig is not set from Settings"
     assert got == changed
 
 

@@ -242,7 +242,23 @@ class EngineMetrics:
             children=[("prefill",), ("decode",)],
         )
         self.preempted = values.counter(
-            "quire_preemptions", "Requests that lost their KV blocks to an older one.", alias="vllm:num_preemptions"
+            "quire_preemptions",
+            "Requests that lost their KV blocks to an older one, by what became of what they held.",
+            ("mode",),
+            children=[("recompute",), ("swap",)],
+        )
+        self._alias_preempted = values.counter(None, "Requests that were preempted.", alias="vllm:num_preemptions")
+        self.swapped_bytes = values.counter(
+            "quire_swapped_bytes",
+            "Bytes of KV blocks that were copied to the host's memory and from it.",
+            ("direction",),
+            children=[("out",), ("in",)],
+        )
+        self.host_blocks = values.gauge(
+            "quire_host_kv_blocks",
+            "KV blocks in the host's memory by state: used by a swapped sequence, cached for reuse, or free.",
+            ("state",),
+            children=[("used",), ("cached",), ("free",)],
         )
         self.query_tokens = values.counter(
             "quire_prefix_cache_query_tokens",
@@ -279,7 +295,11 @@ class EngineMetrics:
         self._prefill_cost = PrefillCost()
         self.restarts = values.counter("quire_engine_restarts", "Times the engine process was replaced.")
         self._totals = (
-            _Total(self.preempted),
+            _Total(self.preempted, "recompute"),
+            _Total(self.preempted, "swap"),
+            _Total(self._alias_preempted),
+            _Total(self.swapped_bytes, "out"),
+            _Total(self.swapped_bytes, "in"),
             _Total(self.query_tokens),
             _Total(self.hit_tokens),
             _Total(self.evictions),
@@ -301,10 +321,15 @@ class EngineMetrics:
         if stats.blocks_total == 0:  # told on behalf of an engine that is gone
             return
         self._state = stats
+        swaps = stats.total_preemptions_by_mode.get("swap", 0)
         for total, value in zip(
             self._totals,
             (
+                stats.total_preemptions - swaps,
+                swaps,
                 stats.total_preemptions,
+                stats.total_swapped_out_blocks * self._bytes_per_block,
+                stats.total_swapped_in_blocks * self._bytes_per_block,
                 stats.total_prefix_query_tokens,
                 stats.total_prefix_hit_tokens,
                 stats.total_kv_evictions,
@@ -367,6 +392,13 @@ class EngineMetrics:
         self.blocks_held.set(stats.blocks_shared, "several")
         self.blocks_held.set(stats.blocks_unshared, "one")
         self.blocks_saved.set(stats.blocks_saved)
+        held = stats.host_blocks_used + stats.host_blocks_cached
+        for state, blocks in (
+            ("used", stats.host_blocks_used),
+            ("cached", stats.host_blocks_cached),
+            ("free", stats.host_blocks_total - held),
+        ):
+            self.host_blocks.set(blocks, state)
         self.slots_allocated.set(stats.slots_allocated)
         self.slots_unused.set(stats.slots_unused)
         self.efficiency.set(1.0 - stats.slots_unused / stats.slots_allocated if stats.slots_allocated else 1.0)
@@ -387,16 +419,17 @@ class EngineMetrics:
 class _Total:
     """Follows a total that falls back to 0 when the engine is replaced."""
 
-    __slots__ = ("_counter", "last")
+    __slots__ = ("_counter", "_labels", "last")
 
-    def __init__(self, counter: Counter) -> None:
+    def __init__(self, counter: Counter, *labels: str) -> None:
         self._counter = counter
+        self._labels = labels
         self.last: float = 0
 
     def advance(self, total: float) -> float:
         """Take in the total; by how much it has grown."""
         more = total - self.last if total > self.last else total
-        self._counter.inc(more)
+        self._counter.inc(more, *self._labels)
         self.last = total
         return more
 

@@ -86,7 +86,7 @@ class Values(Collector):
 
     def counter(
         self,
-        name: str,
+        name: str | None,
         text: str,
         labels: Sequence[str] = (),
         *,
@@ -94,7 +94,10 @@ class Values(Collector):
         alias: str | None = None,
         alias_label: str | None = None,
     ) -> Counter:
-        """A counter; `name` without the `_total` it is shown with. Children declared here are shown from the start."""
+        """A counter; `name` without the `_total` it is shown with, None where it exists as an alias only.
+
+        Children declared here are shown from the start.
+        """
         counter = Counter(children if children is not None else [()] if not labels else [])
         for shown, constant, names in self._names(name, alias, labels, alias_label):
             self._exports.append(

@@ -31,6 +31,7 @@ from quire_server.settings.values import (
     Positive,
     PositiveSeconds,
     Size,
+    SwapSpace,
     synonym_of,
 )
 
@@ -112,6 +113,12 @@ class EngineFields(BaseModel):
     )
     kv_memory: Size | None = option(
         None, "Memory", "size of the KV cache, such as 2GiB; default: from what is free", "bytes"
+    )
+    swap_space: SwapSpace = option(
+        0,
+        "Memory",
+        "host memory for preempted requests and evicted prefixes, such as 8GiB; a number below 1024 is GiB; GPUs only",
+        "bytes",
     )
     block_size: BlockSize = option(LIMITS.block_size, "Memory", "tokens per KV block: 16, 32, 64, 128 or 256", "tokens")
     enable_prefix_caching: bool = option(

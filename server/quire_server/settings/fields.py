@@ -138,6 +138,7 @@ class Settings(ServerFields, EngineFields, BaseSettings):
             limits=self.limits,
             kv_memory=self.kv_memory,
             gpu_memory_utilization=self.gpu_memory_utilization,
+            swap_space=self.swap_space,
             num_threads=self.num_threads,
             async_scheduling=self.async_scheduling,
             check_invariants=self.check_invariants,

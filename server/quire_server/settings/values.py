@@ -63,6 +63,7 @@ def _parse_count(value: object) -> object:
     return int(float(match[1]) * _COUNT_SUFFIX.get(match[2], 1))
 
 
+_LEAST_BYTES = 1024  # nobody means fewer
 _SIZE_UNIT = {"": 1, "b": 1} | {
     f"{letter}{suffix}": (1000 if suffix == "b" else 1024) ** power
     for power, letter in enumerate("kmgt", start=1)
@@ -78,6 +79,15 @@ def _parse_size(value: object) -> object:
     if match is None or match[2] not in _SIZE_UNIT:
         raise ValueError("expected a size such as 512MiB, 2GiB or a number of bytes")
     return int(float(match[1]) * _SIZE_UNIT[match[2]])
+
+
+def _parse_swap_space(value: object) -> object:
+    """A size; a bare number below 1024 counts GiB, as vLLM's flag of this name does."""
+    if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?", value.strip()):
+        value = float(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return int(value * 2**30 if value < _LEAST_BYTES else value)
+    return _parse_size(value)
 
 
 # What vLLM calls some values.
@@ -113,6 +123,7 @@ JsonObject = Annotated[dict[str, object], NoDecode, BeforeValidator(_parse_json)
 Count = Annotated[int, BeforeValidator(_parse_count)]
 OptionalCount = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_parse_count)]
 Size = Annotated[int, BeforeValidator(_parse_size), Field(gt=0)]
+SwapSpace = Annotated[int, BeforeValidator(_parse_swap_space), Field(ge=0)]
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -75,7 +75,7 @@ _GRAPHS = "graphs and compilers change no answer; on a GPU steps run as CUDA gra
 _LORA = "adapters (LoRA) are not served; merge them into the checkpoint"
 _SPECULATION = "tokens are not guessed ahead (speculative decoding)"
 _PLUGIN = "no code of others is loaded into the server"
-_OFFLOAD = "weights and KV cache stay in the memory of the device"
+_OFFLOAD = "weights stay in the memory of the device"
 _TRACES = "there are no traces; /metrics has the numbers"
 _REMOTE = "KV caches are not shared between servers"
 
@@ -136,10 +136,11 @@ FLAGS: tuple[VllmFlag, ...] = (
     # -- Memory
     *_is("kv-cache-memory-bytes", "kv_memory"),
     *_never("num-gpu-blocks-override", "--kv-memory gives the size of the KV cache"),
-    *_any("swap-space", "requests are preempted by computing them again"),
-    *_only("preemption-mode", "recompute", "requests are preempted by computing them again"),
-    *_only("cpu-offload-gb kv-offloading-size offload-group-size", "0 0.0", _OFFLOAD),
-    *_never("kv-offloading-backend offload-num-in-group offload-prefetch-step", _OFFLOAD),
+    *_is("kv-offloading-size", "swap_space"),
+    *_only("kv-offloading-backend", "native", "evicted prefixes are kept in --swap-space"),
+    *_any("preemption-mode", "with --swap-space a preempted request is swapped where that costs less than computing"),
+    *_only("cpu-offload-gb offload-group-size", "0 0.0", _OFFLOAD),
+    *_never("offload-num-in-group offload-prefetch-step", _OFFLOAD),
     *_only("offload-backend", "auto none", _OFFLOAD),
     *_never("cpu-offload-params offload-params", _OFFLOAD, "values"),
     *_any("prefix-caching-hash-algo", "the hash changes no answer; ours is SHA-256"),
