@@ -66,3 +66,29 @@ def test_a_capture_without_memory_is_told_apart_and_survived(kind):
         device.fetch(torch.full((1,), 2.0, device=device.torch_device).view(torch.uint8), back.tensor)
         device.record().wait()
     assert back.bytes.cast("f")[0] == 2.0
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_lane_and_the_work_wait_for_each_other_where_they_follow_events(kind, eager):
+    """A value is changed, taken out by the lane, changed on the way, brought back by it and changed again."""
+    device = device_of(kind)
+    if kind == "simulated":
+        device.eager_lanes = eager
+    size = 64 << 20 if kind == "cuda" else 64
+    there, back, lane = device.host_buffer(size), device.host_buffer(8), device.lane()
+    with device.work(), torch.inference_mode():
+        value = torch.zeros(size, dtype=torch.uint8, device=device.torch_device)
+        for _ in range(5):
+            value.add_(1)
+            lane.follow(device.record())
+            lane.fetch(value, there.tensor)
+            device.follow(lane.record())
+            value.fill_(100)
+            lane.follow(device.record())
+            lane.send(there.tensor, value)
+            device.follow(lane.record())
+        device.fetch(value[-8:], back.tensor)
+        device.record().wait()
+    assert bytes(back.bytes) == b"\5" * 8
+    lane.record().wait()
+    assert bytes(there.bytes[:8]) == b"\5" * 8
