@@ -86,6 +86,7 @@ class Batch:
     # to the host's blocks, from those to the pool, and inside the pool. Each reads what the ones before it left.
     swap_out: tuple[tuple[int, int], ...] = ()
     swap_in: tuple[tuple[int, int], ...] = ()
+    swap_keys: tuple[bytes, ...] = ()  # of `swap_out`: the hash of the content, empty where it is of use to nobody else
     copies: tuple[tuple[int, int], ...] = ()
 
 

@@ -6,8 +6,10 @@ works; `resolve_plan` and `build` share one arithmetic. Must not know: requests,
 
 from __future__ import annotations
 
+import platform
 import time
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -32,6 +34,7 @@ from quire_engine.limits import SchedulerConfig
 from quire_engine.machine import available_memory, usable_cores
 from quire_engine.memory_plan import PoolSize, check_model_len, host_blocks, plan_text, size_pool
 from quire_engine.scheduling.scheduler import Scheduler
+from quire_kernels.cpu.variants import usable_variants
 from quire_kernels.kernel_set import KernelSet, KVFormat
 from quire_kernels.reference import REFERENCE
 from quire_kernels.select import select
@@ -74,6 +77,29 @@ class _Resolved:
     def plans_ahead(self) -> bool:
         asked = self.asked.async_scheduling
         return asked == "on" or (asked == "auto" and runs_by_itself(self.kernels, self.device))
+
+    def kv_layout(self) -> bytes:
+        """All that a block's bytes depend on beside its tokens, as far as it is known to differ."""
+        known = (
+            fingerprint(Path(self.asked.model)),
+            self.model.num_layers,
+            self.model.num_kv_heads,
+            self.model.head_dim,
+            self.dtype,
+            self.asked.limits.block_size,
+            self.bytes_per_block,
+            self.asked.quantization,
+            self.asked.kv_cache_dtype,
+            self.kernels.name,
+            usable_variants()[0].name if self.kernels.own_threads else "",
+            self.replaced_ops,
+            self.asked.attention,
+            self.asked.deterministic,
+            platform.machine() if self.device.type == "cpu" else torch.cuda.get_device_name(self.device),
+            torch.__version__,
+            version("quire"),
+        )
+        return repr(known).encode()
 
     def pool(self, pool_bytes: int) -> PoolSize:
         return size_pool(
@@ -152,15 +178,16 @@ def build(config: EngineConfig) -> BuiltEngine:
     if pool_bytes is not None:
         pool = resolved.pool(pool_bytes)
     grammars = Grammars(Path(config.tokenizer or config.model), resolved.model.vocab_size)
-    runner, swap_seconds = _make_runner(resolved, decoder, pool, grammars)
+    runner, swap_seconds, host_keys = _make_runner(resolved, decoder, pool, grammars)
     plan = resolved.plan(pool, load_seconds=time.perf_counter() - started, swap_seconds=swap_seconds)
-    return BuiltEngine(plan=plan, runner=runner, scheduler=Scheduler(plan.scheduler), grammars=grammars)
+    scheduler = Scheduler(plan.scheduler, host_keys=host_keys)
+    return BuiltEngine(plan=plan, runner=runner, scheduler=scheduler, grammars=grammars)
 
 
 def _make_runner(
     resolved: _Resolved, decoder: Decoder, pool: PoolSize, grammars: Grammars
-) -> tuple[StepExecutor, float]:
-    """The runner, and what a block's copy to the host or from it takes there."""
+) -> tuple[StepExecutor, float, tuple[bytes, ...]]:
+    """The runner, what a block's copy to the host or from it takes there, and what host blocks hold from before."""
     kernels, device, limits = resolved.kernels, resolved.device, resolved.asked.limits
     num_blocks = pool.num_blocks + spare_blocks(kernels, device) + resolved.num_staging_blocks
     runner = make_runner(
@@ -176,10 +203,13 @@ def _make_runner(
         num_host_blocks=resolved.num_host_blocks,
     )
     swap_seconds = runner.swap_seconds() if resolved.num_host_blocks else 0.0
+    host_keys: tuple[bytes, ...] = ()
+    if resolved.asked.kv_offload_dir and resolved.num_host_blocks:
+        host_keys = runner.keep_host_blocks(Path(resolved.asked.kv_offload_dir), resolved.kv_layout())
     if isinstance(runner, GpuRunner):
         runner.capture_largest()
-        return runner, swap_seconds
-    return (ThreadedRunner(runner) if resolved.plans_ahead else runner), swap_seconds
+        return runner, swap_seconds, host_keys
+    return (ThreadedRunner(runner) if resolved.plans_ahead else runner), swap_seconds, host_keys
 
 
 def _resolve(config: EngineConfig, *, check_kernels: bool = False) -> _Resolved:
@@ -227,6 +257,8 @@ def _resolve(config: EngineConfig, *, check_kernels: bool = False) -> _Resolved:
         available=available_memory(),
         on_device=device.type != "cpu" or config.swap_on_cpu,
     )
+    if config.kv_offload_dir and not num_host_blocks:
+        raise ConfigError(f"kv_offload_dir={config.kv_offload_dir} keeps the swap space; set swap_space to a size too")
     num_staging_blocks = staging_blocks_for(kernels, device, bytes_per_block, num_host_blocks)
     return _Resolved(
         asked=config,

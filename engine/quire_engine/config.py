@@ -41,6 +41,7 @@ class EngineConfig:
     kv_memory: int | None = None  # bytes; overrides gpu_memory_utilization
     swap_space: int = 0  # bytes of host memory for preempted sequences and evicted prefixes
     swap_on_cpu: bool = False  # swap where pool and swap space are the same memory: for tests, it gains nothing
+    kv_offload_dir: str = ""  # where what is in the swap space is kept for the next start; empty: nowhere
     gpu_memory_utilization: float = 0.9  # of the GPU; on a CPU the pool is a share of the free memory
     num_threads: int | None = None  # CPU compute threads; None: all usable cores
     async_scheduling: AsyncScheduling = "auto"  # plan a step while the one before it is computed

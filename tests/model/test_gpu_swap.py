@@ -142,6 +142,26 @@ def test_swapped_requests_and_restored_prefixes_have_their_own_bits(device):
     assert stats.total_swapped_in_blocks > 10
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_prefixes_from_an_earlier_start_have_their_own_bits(device, tmp_path):
+    wanted = [replace(request, n=1) for request in requests()]
+    alone = generate(solo := built_on(device), wanted)
+    block = solo.plan.bytes_per_block
+    again: dict[str, object] = {"kv_memory": 26 * block, "swap_space": 100 * block, "swap_on_cpu": True}
+    found, hits = {}, 0
+    for _ in range(2):
+        built = built_on(device, kv_offload_dir=str(tmp_path / "kv"), **again)
+        hits = built.scheduler.stats().host_blocks_cached
+        for request in wanted:
+            found |= generate(built, [request])
+        assert {key: result.token_ids for key, result in found.items()} == {
+            key: result.token_ids for key, result in alone.items()
+        }
+        built.runner._host._files.close()
+    assert hits > 5
+    assert built.scheduler.stats().total_swapped_in_blocks > 5
+
+
 def test_the_benchmark_on_a_cpu(capsys):
     facts = list(measured(TINY, "cpu", SIZES, host_bytes=4 << 20))
     assert facts[0]["bytes_per_second"] > 0

@@ -126,3 +126,33 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
 
     with pytest.raises(AssertionError):
         many()
+
+
+class Files:
+    """What the runner tells its files, in order."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple] = []
+
+    def replace(self, blocks, keys) -> None:
+        self.told.append(("replace", blocks, keys))
+
+    def write(self, blocks, keys, wait) -> None:
+        self.told.append(("write", blocks, keys))
+        self.wait = wait
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_files_are_told_before_a_block_is_replaced_and_wait_for_its_content(eager):
+    device, kv = SimulatedDevice(), Pool(NUM_BLOCKS + 1 + staging_blocks(NUM_BYTES, NUM_HOST))
+    device.eager_lanes = eager
+    streamed = StreamedKV(kv, device, first_staging=NUM_BLOCKS + 1, num_blocks=NUM_HOST)
+    files = streamed._files = Files()
+    with device.work(), torch.inference_mode():
+        kv.tensor[3].fill_(7)
+        streamed.swap([], [(1, 2)])
+        streamed.swap([(3, 5)], [], [b"key"])
+        kv.tensor[3].fill_(9)
+    assert files.told == [("replace", [5], [b"key"]), ("write", [5], [b"key"])]
+    files.wait()
+    assert streamed._host_row(5).tolist() == [7] * NUM_BYTES

@@ -5,7 +5,11 @@ On a CPU, where swapping is refused but to tests: pool and host blocks are the s
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +19,10 @@ from quire_engine.build import BuiltEngine
 from quire_engine.errors import ConfigError
 from quire_engine.memory_plan import plan_text
 from quire_engine.scheduling.scheduler import Scheduler
+from support.checkpoints import shared_checkpoint
 from support.offline import generate
 
+TESTS = Path(__file__).parents[1]
 HOST = {"swap_space": 8 << 20, "swap_on_cpu": True}
 
 
@@ -41,7 +47,8 @@ def tight(model: str, requests, **changes) -> BuiltEngine:
     )
     length = max(len(r.prompt_token_ids) + r.stop.max_new_tokens for r in requests)
     memory = int(1.2 * largest) * plan.bytes_per_block
-    return swapping(engine(model, kv_memory=memory, max_model_len=length, **HOST, **changes))
+    built = engine(model, kv_memory=memory, max_model_len=length, **HOST, **changes)
+    return built if "kv_offload_dir" in changes else swapping(built)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +79,7 @@ def test_swapped_equals_solo(model, caching, ahead):
 @pytest.mark.parametrize("model", ["qwen3", "int8-kv"])
 def test_a_restored_prefix_equals_a_computed_one(model):
     """The second time its blocks have been evicted, and come from the host."""
-    requests = [replace(r, n=1) for r in mixed_requests(24, seed=4, longest=80) if len(r.prompt_token_ids) > 40]
+    requests = prefixed()
     small = tight(model, requests, enable_prefix_caching=True)
     first = {}
     for request in requests:
@@ -93,12 +100,71 @@ def kept(result):
     return result.token_ids, result.logprobs, result.prompt_logprobs, result.finish
 
 
+SERVER = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from model import test_bitwise
+test_bitwise.shared_checkpoint = lambda **_: sys.argv[3]
+from model.test_swapped import offloading, prefixed
+from support.offline import generate
+built = offloading(sys.argv[2])
+for request in prefixed():
+    generate(built, [request])
+built.runner._host._files.close()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def prefixed():
+    return [replace(r, n=1) for r in mixed_requests(24, seed=4, longest=80) if len(r.prompt_token_ids) > 40]
+
+
+def offloading(directory) -> BuiltEngine:
+    return tight("qwen3", prefixed(), enable_prefix_caching=True, kv_offload_dir=str(directory))
+
+
+def test_a_prefix_from_before_a_kill_equals_a_computed_one(tmp_path):
+    """The tokens that the first server computed are taken from its files by the second, and are as if computed."""
+    paths = (TESTS, tmp_path / "kv", shared_checkpoint(family="qwen3"))
+    ended = subprocess.run([sys.executable, "-c", SERVER, *map(str, paths)], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    again = offloading(tmp_path / "kv")
+    restored = again.scheduler.stats().host_blocks_cached
+    assert restored > 5
+    found = {}
+    for request in prefixed():
+        found |= generate(again, [request])
+    assert found == solo(prefixed(), model="qwen3")
+    stats = again.scheduler.stats()
+    assert stats.total_prefix_hit_tokens >= 16 * 5
+    assert stats.total_swapped_in_blocks >= 5
+
+
+def test_files_of_other_weights_are_not_read(tmp_path):
+    first = offloading(tmp_path / "kv")
+    for request in prefixed()[:6]:
+        generate(first, [request])
+    first.runner._host._files.close()
+    assert first.scheduler.stats().total_swapped_out_blocks > 5
+    other = engine("llama", enable_prefix_caching=True, kv_offload_dir=str(tmp_path / "kv"), **HOST)
+    assert other.scheduler.stats().host_blocks_cached == 0
+    same = offloading(tmp_path / "kv")
+    assert same.scheduler.stats().host_blocks_cached > 5
+
+
+def test_files_without_a_swap_space_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="set swap_space to a size too"):
+        engine(kv_offload_dir=str(tmp_path))
+
+
 def test_a_block_that_comes_back_wrong_changes_tokens(monkeypatch):
     """The comparison above can fail."""
     from quire_engine.execution.host_kv import HostKV
 
     swap = HostKV.swap
-    monkeypatch.setattr(HostKV, "swap", lambda self, out, into: swap(self, out, [(0, target) for _, target in into]))
+    monkeypatch.setattr(
+        HostKV, "swap", lambda self, out, into, _=(): swap(self, out, [(0, target) for _, target in into])
+    )
     requests = mixed_requests(20, seed=3)
     assert generate(tight("qwen3", requests), requests) != solo(requests, model="qwen3")
 

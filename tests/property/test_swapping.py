@@ -26,7 +26,7 @@ from support.fake_executor import CorruptKV, FakeExecutor
 from support.scheduler_model import configs
 
 NUM_EXAMPLES = 40
-NUM_RUNS = 400
+NUM_RUNS = 300
 
 
 def swapping(config: SchedulerConfig, num_host_blocks: int, seconds: float) -> SchedulerConfig:
@@ -119,13 +119,12 @@ class WrongBlock(FakeExecutor):
 
 @pytest.mark.parametrize("executor", [SwapsInFirst, SwapsLate, WrongBlock])
 def test_a_fault_of_the_executor_is_found(executor: type[FakeExecutor]) -> None:
-    found = 0
-    for seed in range(100):
+    for seed in range(400):
         try:
             play(seed, lambda size: executor(size, max_in_flight=2))
         except (CorruptKV, AssertionError, KeyError):
-            found += 1
-    assert found > 1
+            return
+    pytest.fail("it was not found")
 
 
 def _forget_tail(patch: pytest.MonkeyPatch) -> None:

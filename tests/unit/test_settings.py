@@ -289,6 +289,7 @@ def test_engine_config_takes_every_engine_setting():
         "kv_memory": 1000,
         "gpu_memory_utilization": 0.5,
         "swap_space": 2048,
+        "kv_offload_dir": "/var/kv",
         "enable_prefix_caching": False,
         "scheduling_policy": "priority",
         "preemption_victim": "least-lost",

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from quire_engine.execution.kv_files import KVFiles
 
 Pairs = Sequence[tuple[int, int]]  # (source, target) each
 
@@ -20,8 +23,15 @@ _MEASURED = 32  # blocks
 class HostBlocks(Protocol):
     """What a runner does with the swaps of a batch; this one here, or the GPU's that copies beside the steps."""
 
-    def swap(self, out: Pairs, into: Pairs) -> None:
-        """Copy blocks of the pool to the host, then host blocks to the pool. No target comes twice in either."""
+    def swap(self, out: Pairs, into: Pairs, keys: Sequence[bytes] = ()) -> None:
+        """Copy blocks of the pool to the host, then host blocks to the pool. No target comes twice in either.
+
+        `keys`, of those that go out, are for the files.
+        """
+        ...
+
+    def keep_in(self, directory: Path, layout: bytes) -> tuple[bytes, ...]:
+        """Keep in files what goes out, and begin with what is in them: the keys of the first host blocks."""
         ...
 
     def seconds_per_block(self) -> float:
@@ -41,12 +51,22 @@ class HostKV:
         self._pool = block_rows(pool)
         self._host = torch.zeros(num_blocks, self._pool.shape[1], dtype=torch.uint8)
         self._clock = clock
+        self._files: KVFiles | None = None
+
+    def keep_in(self, directory: Path, layout: bytes) -> tuple[bytes, ...]:
+        self._files = KVFiles(directory, layout, num_bytes=self._host.shape[1], row=self._host.__getitem__)
+        return self._files.load(len(self._host))
 
     @torch.inference_mode()
-    def swap(self, out: Pairs, into: Pairs) -> None:
+    def swap(self, out: Pairs, into: Pairs, keys: Sequence[bytes] = ()) -> None:
         if out:
+            blocks = [target for _, target in out]
+            if self._files is not None:
+                self._files.replace(blocks, keys)
             sources, targets = _columns(out)
             self._host[targets] = self._pool[sources.to(self._pool.device)].to(self._host.device)
+            if self._files is not None:
+                self._files.write(blocks, keys, _arrived)
         if into:
             sources, targets = _columns(into)
             self._pool[targets.to(self._pool.device)] = self._host[sources].to(self._pool.device)
@@ -59,6 +79,10 @@ class HostKV:
         started = self._clock()
         self.swap(there, there)
         return (self._clock() - started) / (2 * count)
+
+
+def _arrived() -> None:
+    pass
 
 
 def _columns(pairs: Pairs) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -106,7 +107,7 @@ class Runner:
         """
         with torch.inference_mode():
             if batch.swap_out or batch.swap_in:
-                self._host_blocks().swap(batch.swap_out, batch.swap_in)
+                self._host_blocks().swap(batch.swap_out, batch.swap_in, batch.swap_keys)
             if batch.copies:
                 self._kv.copy_blocks(batch.copies)
             if not batch.items:  # none of them turned out to have a token to compute; others' blocks were swapped
@@ -120,6 +121,10 @@ class Runner:
     def swap_seconds(self) -> float:
         """What the copy of a block to the host or from it takes, measured; before the first step."""
         return self._host_blocks().seconds_per_block()
+
+    def keep_host_blocks(self, directory: Path, layout: bytes) -> tuple[bytes, ...]:
+        """Keep what is swapped out in files; the keys of what the first host blocks have from them."""
+        return self._host_blocks().keep_in(directory, layout)
 
     def _host_blocks(self) -> HostBlocks:
         if self._host is None:

@@ -10,18 +10,21 @@ from collections.abc import Iterable, Sequence
 
 from quire_engine.invariants import require
 from quire_engine.scheduling.host_pool import HostPool
+from quire_engine.scheduling.moves import NO_MOVES, Moves
 
-Moves = tuple[tuple[int, int], ...]  # (source block, target block)
 _PRIVATE = b"private "  # how keys begin that name no content: nobody else can ask for them
 
 
 class HostTier:
     """What a step's plan moves to the host and from it."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, stored: Iterable[bytes] = ()) -> None:
+        """`stored`: what blocks 0, 1, ... hold already, the least recently wanted first."""
         self.pool = HostPool(num_blocks)
+        for key in stored:
+            self.pool.store(key)
         self.total_out = self.total_in = 0
-        self._out: dict[int, int] = {}  # host block -> device block
+        self._out: dict[int, tuple[int, bytes]] = {}  # host block -> device block, key
         self._arriving: dict[int, bytes] = {}  # device block -> key
         self._held: list[bytes] = []  # claimed until the copies are on their way
         self._num_private = 0
@@ -72,7 +75,7 @@ class HostTier:
         require(block not in self._arriving, f"block {block} is copied out before its content has come in")
         target = self.pool.store(key)
         if target is not None:
-            self._out[target] = block
+            self._out[target] = block, key
 
     def bring(self, key: bytes, block: int) -> None:
         """Copy a stored key in; it must be held."""
@@ -83,18 +86,19 @@ class HostTier:
         """A device block is handed out for writing: nothing needs to arrive in it."""
         self._arriving.pop(block, None)
 
-    def take(self) -> tuple[Moves, Moves]:
-        """The copies since the last call: out, (device block, host block) each, then in, (host block, device block)."""
+    def take(self) -> Moves:
+        """The copies since the last call."""
         if not (self._out or self._arriving or self._held):
-            return (), ()
-        out = tuple((block, target) for target, block in self._out.items())
+            return NO_MOVES
+        out = tuple((block, target) for target, (block, _) in self._out.items())
+        keys = tuple(b"" if key.startswith(_PRIVATE) else key for _, key in self._out.values())
         into = tuple((self.pool.block(key), block) for block, key in self._arriving.items())
         self.total_out += len(out)
         self.total_in += len(into)
         self._out, self._arriving = {}, {}
         held, self._held = self._held, []
         self.drop(held)
-        return out, into
+        return Moves(out, into, keys)
 
     def check(self, claimed: Iterable[bytes]) -> None:
         """Raise InvariantViolation unless every claim is a swapped sequence's, or held for copies to come."""

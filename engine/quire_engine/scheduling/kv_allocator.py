@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from quire_engine.invariants import require
 from quire_engine.scheduling.block_pool import BlockPool
 from quire_engine.scheduling.joining import Promises
+from quire_engine.scheduling.moves import NO_MOVES, Moves
 from quire_engine.scheduling.prefix_cache import PrefixCache, block_hash, root_hash
 from quire_engine.scheduling.prefix_match import NO_MATCH, PrefixMatch
 from quire_engine.scheduling.sequence import Promise, Sequence
@@ -190,9 +191,9 @@ class KVAllocator:
         sequence.num_committed = sequence.num_promised = 0
         sequence.shares_tail = False
 
-    def take_moves(self) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
+    def take_moves(self) -> Moves:
         """Copies to the host and from it that the next step is to make; there are none where there is no host pool."""
-        return (), ()
+        return NO_MOVES
 
     def is_writable(self, block: int) -> bool:
         """Whether exactly one table holds the block and nothing can match it."""

@@ -7,6 +7,7 @@ within its printed bound; same calls, same plans. Must not know: torch, clocks, 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
 from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
@@ -45,13 +46,16 @@ class Scheduler:
     choices enter, wait and are preempted together. Raises ConfigError for limits that contradict each other.
     """
 
-    def __init__(self, config: SchedulerConfig, *, policies: Policies | None = None) -> None:
+    def __init__(
+        self, config: SchedulerConfig, *, policies: Policies | None = None, host_keys: Iterable[bytes] = ()
+    ) -> None:
+        """`host_keys`: the hashes of what the first host blocks hold, from an earlier run."""
         config.check()
         limits = config.limits
         policies = policies or policies_for(limits)
         self._config = config
         self._itl = policies.itl
-        self._kv, self._swapping = allocator_for(config)
+        self._kv, self._swapping = allocator_for(config, host_keys)
         self._roster = Roster(self._kv, policies.order)
         self._planner = Planner(limits, policies, self._kv, self._roster, self._swapping)
         self._beam_forks = BeamForks(self._kv, self._roster)
@@ -139,7 +143,7 @@ class Scheduler:
         if self._log is not None:
             self._log.settle()
         plan = self._planner.plan(self._step, now)
-        batch = plan.batch(self._step, *self._kv.take_moves()) if plan.slices else None
+        batch = plan.batch(self._step, self._kv.take_moves()) if plan.slices else None
         if self._log is not None:
             self._log.planned(self._step, plan, batch, self._kv.num_blocks - self._kv.num_available, now)
         if batch is None:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quire_engine.batch import Batch, Fork, ScheduledSequence
+from quire_engine.scheduling.moves import NO_MOVES, Moves
 from quire_engine.scheduling.sequence import Group, Sequence
 
-Moves = tuple[tuple[int, int], ...]
 DecisionKind = Literal["elder", "enters", "waits", "preempted"]
 
 
@@ -75,7 +75,7 @@ class StepPlan:
         """Tokens that the group was given."""
         return sum(self.slices.get(sequence, 0) for sequence in group.computing)
 
-    def batch(self, step_id: int, swap_out: Moves = (), swap_in: Moves = ()) -> Batch:
+    def batch(self, step_id: int, moves: Moves = NO_MOVES) -> Batch:
         """The plan as the runner gets it."""
         items = tuple([_item(sequence, num_tokens) for sequence, num_tokens in self.slices.items()])
         return Batch(
@@ -83,8 +83,9 @@ class StepPlan:
             items=items,
             num_tokens=sum(self.slices.values()),
             num_decodes=sum([item.is_decode for item in items]),
-            swap_out=swap_out,
-            swap_in=swap_in,
+            swap_out=moves.swap_out,
+            swap_in=moves.swap_in,
+            swap_keys=moves.swap_keys,
             copies=tuple(self._copies.values()),
         )
 

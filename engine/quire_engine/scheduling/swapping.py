@@ -6,7 +6,7 @@ Must not know: whose turn it is to be preempted, how blocks are copied.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from quire_engine.limits import SchedulerConfig
@@ -68,7 +68,7 @@ class Swapping:
         )
 
 
-def allocator_for(config: SchedulerConfig) -> tuple[KVAllocator, Swapping | None]:
+def allocator_for(config: SchedulerConfig, stored: Iterable[bytes] = ()) -> tuple[KVAllocator, Swapping | None]:
     """The allocator, and who swaps where there is host memory for it."""
     limits = config.limits
     if config.num_host_blocks == 0:
@@ -87,5 +87,6 @@ def allocator_for(config: SchedulerConfig) -> tuple[KVAllocator, Swapping | None
         block_size=limits.block_size,
         enable_prefix_caching=limits.enable_prefix_caching,
         cost=cost,
+        stored=stored,
     )
     return kv, Swapping(kv, cost)

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from quire_engine.invariants import require
-from quire_engine.scheduling.host_tier import HostTier, Moves
+from quire_engine.scheduling.host_tier import HostTier
 from quire_engine.scheduling.kv_allocator import KVAllocator
+from quire_engine.scheduling.moves import Moves
 from quire_engine.scheduling.policies.swap_cost import SwapCost
 from quire_engine.scheduling.prefix_match import PrefixMatch
 from quire_engine.scheduling.swapped import Swapped
@@ -30,13 +31,21 @@ class SwappingAllocator(KVAllocator):
     """
 
     def __init__(
-        self, *, num_blocks: int, num_host_blocks: int, block_size: int, enable_prefix_caching: bool, cost: SwapCost
+        self,
+        *,
+        num_blocks: int,
+        num_host_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        cost: SwapCost,
+        stored: Iterable[bytes] = (),
     ) -> None:
+        """`stored`: the hashes of what host blocks 0, 1, ... hold already."""
         super().__init__(num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching)
-        self.host = HostTier(num_host_blocks)
+        self.host = HostTier(num_host_blocks, stored)
         self._cost = cost
 
-    def take_moves(self) -> tuple[Moves, Moves]:
+    def take_moves(self) -> Moves:
         return self.host.take()
 
     # ---- prefixes -------------------------------------------------------------------------------------------------

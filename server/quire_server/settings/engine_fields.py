@@ -120,6 +120,9 @@ class EngineFields(BaseModel):
         "host memory for preempted requests and evicted prefixes, such as 8GiB; a number below 1024 is GiB; GPUs only",
         "bytes",
     )
+    kv_offload_dir: Path | None = option(
+        None, "Memory", "directory in which the prefixes of the swap space are kept for the next start"
+    )
     block_size: BlockSize = option(LIMITS.block_size, "Memory", "tokens per KV block: 16, 32, 64, 128 or 256", "tokens")
     enable_prefix_caching: bool = option(
         LIMITS.enable_prefix_caching, "Memory", "reuse the KV blocks of equal prompt beginnings"

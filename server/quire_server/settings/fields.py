@@ -139,6 +139,7 @@ class Settings(ServerFields, EngineFields, BaseSettings):
             kv_memory=self.kv_memory,
             gpu_memory_utilization=self.gpu_memory_utilization,
             swap_space=self.swap_space,
+            kv_offload_dir="" if self.kv_offload_dir is None else str(self.kv_offload_dir),
             num_threads=self.num_threads,
             async_scheduling=self.async_scheduling,
             check_invariants=self.check_invariants,

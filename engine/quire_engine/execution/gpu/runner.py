@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import sub
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -140,7 +141,7 @@ class GpuRunner:
         failure: Exception | None = None
         with self._device.work(), torch.inference_mode():
             if batch.swap_out or batch.swap_in:
-                self._host_blocks().swap(batch.swap_out, batch.swap_in)
+                self._host_blocks().swap(batch.swap_out, batch.swap_in, batch.swap_keys)
             if batch.copies:
                 self._kv.copy_blocks(batch.copies)
             try:
@@ -174,6 +175,10 @@ class GpuRunner:
             self._run(bucket, self._send_decodes(StepArrays(), bucket))
             if mixed is not None:
                 self._run_mixed(StepArrays(), mixed)
+
+    def keep_host_blocks(self, directory: Path, layout: bytes) -> tuple[bytes, ...]:
+        """Keep what is swapped out in files; the keys of what the first host blocks have from them."""
+        return self._host_blocks().keep_in(directory, layout)
 
     def _host_blocks(self) -> HostBlocks:
         if self._host is None:

@@ -11,13 +11,15 @@ before is computed, and is put in its place by a copy inside the device when tha
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor
 
 from quire_engine.execution.gpu.device import Device, Event
 from quire_engine.execution.host_kv import Pairs, block_rows
+from quire_engine.execution.kv_files import KVFiles
 from quire_engine.execution.runner import KVBlocks
 
 STAGING_BYTES = 16 << 20  # of each of the four stages; more than that at once goes in turns
@@ -44,6 +46,8 @@ class StreamedKV:
     def __init__(self, kv: KVBlocks, device: Device, *, first_staging: int, num_blocks: int) -> None:
         self._kv, self._device, self._lane = kv, device, device.lane()
         self._rows = block_rows(kv.tensor)
+        self._num_blocks = num_blocks
+        self._files: KVFiles | None = None
         num_bytes = self._rows.shape[1]
         self._size = staging_blocks(num_bytes, num_blocks) // _STAGES
         stages = [_Stage(first_staging + i * self._size) for i in range(_STAGES)]
@@ -54,7 +58,19 @@ class StreamedKV:
             for first in range(0, num_blocks, self._per_slab)
         ]
 
-    def swap(self, out: Pairs, into: Pairs) -> None:
+    def keep_in(self, directory: Path, layout: bytes) -> tuple[bytes, ...]:
+        self._files = KVFiles(directory, layout, num_bytes=self._rows.shape[1], row=self._host_row)
+        return self._files.load(self._num_blocks)
+
+    def swap(self, out: Pairs, into: Pairs, keys: Sequence[bytes] = ()) -> None:
+        blocks = [target for _, target in out]
+        if self._files is not None and out:
+            self._files.replace(blocks, keys)
+        self._swap(out, into)
+        if self._files is not None and out:
+            self._files.write(blocks, keys, self._lane.record().wait)
+
+    def _swap(self, out: Pairs, into: Pairs) -> None:
         written = {target for _, target in out}
         # What goes out in this step and comes in with it comes behind it, and so does what does not fit the stages:
         # there the copies in wait for what is behind the copies out.
@@ -80,6 +96,10 @@ class StreamedKV:
             self._lane.record().wait()
             seconds = time.perf_counter() - started
         return seconds / (2 * count)
+
+    def _host_row(self, block: int) -> Tensor:
+        slab, at = divmod(block, self._per_slab)
+        return self._slabs[slab][at]
 
     def _chunks(self, pairs: Pairs) -> Iterator[Pairs]:
         for start in range(0, len(pairs), self._size):
