@@ -155,10 +155,9 @@ def _keep_what_is_in_flight(patch: pytest.MonkeyPatch) -> None:
     """Tokens are kept whose results were not taken in."""
     swap_out = SwappingAllocator.swap_out
 
-    def hasty(self: SwappingAllocator, sequences: list, copied_from: dict) -> bool:
-        for sequence in sequences:
-            sequence.num_settled = max(sequence.num_settled, min(sequence.num_computed, len(sequence.token_ids) - 1))
-        return swap_out(self, sequences, copied_from)
+    def hasty(self: SwappingAllocator, kept: list, copied_from: dict) -> bool:
+        more = [(s, max(tokens, min(s.num_computed, len(s.token_ids) - 1))) for s, tokens in kept]
+        return swap_out(self, more, copied_from)
 
     patch.setattr(SwappingAllocator, "swap_out", hasty)
 

@@ -28,12 +28,13 @@ class Swapping:
     def swap_out(self, group: Group, copied_from: Mapping[int, int]) -> bool:
         """Take a running group's blocks and keep what they hold; False, with nothing done, if it is to be recomputed.
 
-        Kept is what results were taken in for. What is in flight is void, and computed again to the same end.
+        Kept is what results were taken in for. What is in flight is void, and computed again to the same end; so is
+        the last known token of a beam that was waiting for the others, whose continuations are told once more.
         """
         group.forget_pending()
         shared = all(s.num_settled >= group.num_prompt_tokens for s in group.sequences) or len(group.sequences) == 1
-        kept = group.sequences if shared else [group.leader]
-        if not all(sequence.num_settled > 0 for sequence in kept):
+        kept = [(s, min(s.num_settled, len(s.token_ids) - 1)) for s in (group.sequences if shared else [group.leader])]
+        if not all(num_tokens > 0 for _, num_tokens in kept):
             return False
         num_blocks, num_tokens = self._kv.swap_size(kept)
         if not self._cost.prefers_swap(num_blocks=num_blocks, num_tokens=num_tokens):

@@ -106,26 +106,25 @@ class SwappingAllocator(KVAllocator):
 
     # ---- swapped sequences ----------------------------------------------------------------------------------------
 
-    def swap_size(self, sequences: Iterable[Sequence]) -> tuple[int, int]:
-        """(blocks, tokens) that would be lost with these sequences' tables: what others hold too would not be."""
+    def swap_size(self, kept: Iterable[tuple[Sequence, int]]) -> tuple[int, int]:
+        """(blocks, tokens) that would be lost of sequences' first tokens: what others hold too would not be."""
         held: Counter[int] = Counter()
-        num_tokens = 0
-        for sequence in sequences:
-            held.update(sequence.table.block_ids[: sequence.table.num_blocks_for(sequence.num_settled)])
-            num_tokens += sequence.num_settled
+        total = 0
+        for sequence, num_tokens in kept:
+            held.update(sequence.table.block_ids[: sequence.table.num_blocks_for(num_tokens)])
+            total += num_tokens
         own = sum(1 for block, count in held.items() if self._pool.refs(block) == count)
-        return own, min(num_tokens, own * self.block_size)
+        return own, min(total, own * self.block_size)
 
-    def swap_out(self, sequences: Iterable[Sequence], copied_from: Mapping[int, int]) -> bool:
-        """Release sequences whose settled tokens are kept on the host; False if it has not the room.
+    def swap_out(self, wanted: Iterable[tuple[Sequence, int]], copied_from: Mapping[int, int]) -> bool:
+        """Release sequences, each with so many tokens kept on the host; False if it has not the room.
 
         `copied_from`: by block, where a copy into it was planned in this step that will not be made.
         """
         kept: list[tuple[Sequence, Swapped]] = []
         sources: dict[bytes, int] = {}  # of contents that are nowhere but in the sequence's own block
         private: dict[int, bytes] = {}
-        for sequence in sequences:
-            num_tokens = sequence.num_settled
+        for sequence, num_tokens in wanted:
             blocks = sequence.table.block_ids[: sequence.table.num_blocks_for(num_tokens)]
             full = num_tokens // self.block_size if self._caching else 0
             self._extend_hashes(sequence, full)
