@@ -185,6 +185,15 @@ def test_a_swapped_elder_comes_in_first() -> None:
     assert run.scheduler.stats().total_preemptions_by_mode["swap"] >= 1
 
 
+def test_the_step_log_counts_what_is_swapped() -> None:
+    run = swapping_run()
+    play(run, request("a", 14, 14), request("b", 14, 14))
+    answer = run.scheduler.inspection.answer("steps", {"limit": 256})
+    told = [step.swaps for step in answer["steps"]]
+    assert told == [(len(batch.swap_out), len(batch.swap_in)) for batch in run.log]
+    assert any(back for _, back in told)
+
+
 def test_the_plan_says_what_is_kept() -> None:
     run = swapping_run()
     run.add(request("a", 14, 14), request("b", 14, 14))

@@ -188,6 +188,7 @@ class Inspection:
             prefill_tokens=step.num_tokens - step.num_decodes,
             decode_tokens=step.num_decodes,
             copies=step.copies,
+            swaps=step.swaps,
             decisions=tuple(step.decisions),
             running=step.running,
             waiting=step.waiting,

@@ -162,7 +162,7 @@ class Group:
     @property
     def returns_behind(self) -> bool:
         """Whether a choice of a swapped group, beside its leader, will have more than its next token to compute."""
-        others = [s for s in self.sequences if s.swapped is not None and s is not self.leader]
+        others = (s for s in self.sequences if s is not self.leader)
         return any(s.swapped is not None and len(s.token_ids) > s.swapped.num_tokens + 1 for s in others)
 
     @property
@@ -187,11 +187,8 @@ class Group:
         return not self.prompt_shared or any(self.pending(s) > 1 + s.num_forced for s in self.computing)
 
     def blocks_beside_leader(self) -> int:
-        """Blocks that the other choices need for their known tokens, beyond the prompt's full blocks.
-
-        Where all of them were swapped, they come back together and are counted with the leader's.
-        """
-        if self.prompt_shared:
+        """Blocks that the other choices need for their known tokens, beyond the prompt's full blocks."""
+        if self.prompt_shared:  # all of them were swapped, and come back together: they are counted with the leader's
             return 0
         leader = self.leader
         shared = self.num_prompt_tokens // leader.table.block_size

@@ -23,7 +23,7 @@ class Step:
 
     __slots__ = (
         *("step_id", "ordinal", "planned_at", "applied_at", "applied_ordinal", "seconds"),
-        *("ids", "starts", "sizes", "num_tokens", "num_decodes", "copies", "decisions"),
+        *("ids", "starts", "sizes", "num_tokens", "num_decodes", "copies", "swaps", "decisions"),
         *("running", "waiting", "blocks_used", "ends", "forced", "starved", "turning"),
     )
 
@@ -42,6 +42,7 @@ class Step:
         # None: one token each, as in most steps.
         self.sizes = array("q", [item.num_tokens for item in items]) if self.num_tokens != len(items) else None
         self.copies = batch.copies if batch is not None else ()
+        self.swaps = (len(batch.swap_out), len(batch.swap_in)) if batch is not None else (0, 0)
         self.decisions = decisions
         self.running = self.waiting = self.blocks_used = 0
         self.ends: list[tuple[str, int, FinishReason, int]] = []

@@ -48,7 +48,7 @@ class StepRecord:
     prefill_tokens: int
     decode_tokens: int
     copies: tuple[tuple[int, int], ...]  # (source block, target block)
-    swaps: tuple[tuple[int, int], ...] = ()
+    swaps: tuple[int, int] = (0, 0)  # blocks copied to the host's memory, blocks copied from it
     decisions: tuple[Decision, ...]
     running: int  # sequences, after the plan
     waiting: int  # requests, after the plan

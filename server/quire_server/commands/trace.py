@@ -176,6 +176,9 @@ def narrate(step: dict[str, Any], *, since: float) -> Iterator[str]:
         yield f"  {_decision(decision)}"
     for source, target in step["copies"]:
         yield f"  copy       block {source} to {target}: two sequences go on in it differently  [copy on write]"
+    if any(step.get("swaps", ())):
+        out, back = step["swaps"]
+        yield f"  swaps      {out} blocks to the host, {back} from it  [swap space]"
     for request_id, choice, start, size in slices:
         if size > 1:
             yield f"  computes   {_name(request_id, choice)} tokens {start} to {start + size - 1}  [chunk]"
@@ -202,7 +205,8 @@ def _decision(decision: dict[str, Any]) -> str:
             return f"waits      {name}: {why}  [{rule}]"
         case "preempted":
             why, rule = _PREEMPTIONS.get(reason, (reason, "preemption"))
-            return f"preempted  {name}: {why}  [{rule}]"
+            kept = f", {decision['num_tokens']} computed tokens are kept" if decision["num_tokens"] else ""
+            return f"preempted  {name}: {why}{kept}  [{rule}]"
     return f"{decision['kind']:<10} {name}: {reason}  [{decision['kind']}]"
 
 
