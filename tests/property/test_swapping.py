@@ -92,6 +92,11 @@ def test_random_swaps_one_step_ahead_give_the_tokens_of_solo_runs() -> None:
     assert all(seen[what] > NUM_RUNS / 10 for what in ("swap", "recompute", "out", "in", "copies", "forks")), seen
 
 
+def test_choices_may_end_in_two_results_between_two_plans() -> None:
+    """The step log then meets the end of the second with the request already finished."""
+    play(35608)
+
+
 class SwapsInFirst(FakeExecutor):
     """A planted fault: blocks come in before others have gone out."""
 

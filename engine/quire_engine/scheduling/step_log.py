@@ -113,13 +113,19 @@ class StepLog:
 
     def settle(self) -> None:
         """Note the results that have come, before anything else changes: their tokens are on their way by now."""
+        ended: dict[str, int] = {}  # by request: the step in which its last choice did
         for result in self.results:
-            self._applied(*result)
+            ended |= self._applied(*result)
         self.results.clear()
+        for request_id, step_id in ended.items():  # not before: choices of a request may end in two of the results
+            life = self.live[request_id]
+            if life.group is not None and life.group.state == "finished":
+                self._finish(life, step_id)
 
     def _applied(
         self, step_id: int, outputs: Values[TokenOutput], num_unfinished: int, seconds: float, now: float
-    ) -> None:
+    ) -> dict[str, int]:
+        """A step's result; the requests of which choices ended in it."""
         self.now = now
         step = self._open.pop(step_id)
         step.applied_at, step.seconds, step.applied_ordinal = now, seconds, self._next_ordinal()
@@ -133,6 +139,7 @@ class StepLog:
         # In most steps nobody ends and everyone gets one token: then there is nothing to look for.
         if self._num_unfinished != num_unfinished or self._num_reading_output:
             self._note_outputs(step, outputs)
+        return {request_id: step_id for request_id, *_ in step.ends}
 
     def starved(self, group: Group, step_id: int) -> None:
         """The device had no memory for it: it was preempted behind the plan's back."""
@@ -175,10 +182,6 @@ class StepLog:
                 step.ends.append((output.request_id, output.choice, output.finish, said))
             if len(output.token_ids) > 1:
                 step.forced.append((output.request_id, output.choice, len(output.token_ids)))
-        for request_id in dict.fromkeys(end[0] for end in step.ends):
-            life = self.live[request_id]
-            if life.group is not None and life.group.state == "finished":
-                self._finish(life, step.step_id)
 
     def _preempted(self, life: RequestLife, cause: str, step_id: int, now: float) -> None:
         self._num_computing_prompts -= life.is_computing_prompt
