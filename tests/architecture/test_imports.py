@@ -42,6 +42,7 @@ ONLY_IN = {
 # for the files at the top of the package.
 FOLDERS = {
     "quire_engine.scheduling": {"*"},
+    "quire_engine.simulation": {"*", "scheduling"},
     "quire_engine.execution": {"*"},
     "quire_engine.process": {"*"},
     "quire_engine.tools": {"*", "execution", "demo"},
@@ -63,6 +64,7 @@ FOLDERS = {
     "quire_kernels.triton": {"*", "reference", "flash"},
     "quire_kernels.verify": {"*", "reference"},
 }
+SIMULATES = ("quire_server.commands", "quire_bench")  # commands that answer what would happen if
 # The files whose ids, counts and hashes only the allocator touches.
 BLOCKS = ("quire_engine.scheduling.block_pool", "quire_engine.scheduling.prefix_cache")
 MOST_ENTRIES = 20  # at the top of a package
@@ -165,11 +167,13 @@ def test_block_ids_go_through_the_allocator():
 
 
 def test_the_server_sees_the_engines_contract_only():
-    """The files at the top of the engine's package, what ships with it, and for the supervisor the frames."""
+    """The files at the top of the engine's package, what ships with it, the frames for the supervisor; simulations."""
     for module in [*of("quire_server"), *of("quire_bench"), *of("quire")]:
         for name in imports(module):
             if within(name, ("quire_engine.process",)):
                 assert within(module, ("quire_server.engine",)), f"{module} speaks the engine's frames"
+            elif within(name, ("quire_engine.simulation",)):
+                assert within(module, SIMULATES), f"{module} simulates"
             elif within(name, ("quire_engine",)):
                 assert name.count(".") == 1, f"{module} imports {name}"
 

@@ -1,0 +1,139 @@
+"""What a step takes: seconds from the sizes in its batch.
+
+Promises: the same batch gives the same seconds; a step without prompts follows a straight line, one with prompts a
+table of measured sizes, which never falls. Must not know: the scheduler, clocks, how the numbers were measured.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from quire_engine.batch import Batch
+from quire_engine.errors import ConfigError
+
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Seconds of a step.
+
+    Without prompts: step + row * decodes + context * (tokens that they look at). With prompts the table gives the time
+    for all tokens of the step, linear between two of its sizes and beyond its last: a product that already reads all
+    weights takes decodes along almost for nothing (table 2 of Sarathi-Serve). To both comes what attention reads: for
+    decodes as above, for prompts chunk_context * (tokens of a chunk) * (tokens before it).
+    """
+
+    step: float = 0.0  # seconds of any step
+    row: float = 0.0  # seconds of one more decode
+    context: float = 0.0  # seconds of one more token that a decode looks at
+    prompt: tuple[tuple[int, float], ...] = ()  # (tokens in a step with prompts, seconds), rising; none: as decodes
+    chunk_context: float = 0.0  # seconds of a prompt's token that looks at one more token before its chunk
+    request: float = 0.0  # seconds of a request outside of steps, before its first: parsing, frames
+    origin: Mapping[str, Any] = field(default_factory=dict)  # what was measured where; shown, never computed with
+
+    def decode_seconds(self, num_decodes: int, num_context: int) -> float:
+        """A step of so many decodes, which look at so many tokens together."""
+        return self.step + self.row * num_decodes + self.context * num_context
+
+    def prompt_seconds(self, num_tokens: int) -> float:
+        """A step with prompts, of so many tokens in all, without what attention reads of earlier tokens."""
+        table = self.prompt
+        if not table:
+            return self.step + self.row * num_tokens
+        at = bisect_left(table, (num_tokens, 0.0))
+        if at == 0:
+            return table[0][1]
+        if at == len(table):
+            if at == 1:
+                return table[0][1] * num_tokens / table[0][0]
+            at -= 1
+        (few, low), (many, high) = table[at - 1], table[at]
+        return low + (high - low) * (num_tokens - few) / (many - few)
+
+    def seconds(self, batch: Batch) -> float:
+        """A step as the scheduler planned it."""
+        if batch.num_tokens == batch.num_decodes:
+            return self.decode_seconds(batch.num_decodes, sum([item.start + 1 for item in batch.items]))
+        looked_at = before = 0
+        for item in batch.items:
+            num_tokens = len(item.token_ids)
+            if num_tokens == 1:
+                looked_at += item.start + 1
+            else:
+                before += num_tokens * item.start
+        return self.prompt_seconds(batch.num_tokens) + self.context * looked_at + self.chunk_context * before
+
+    def as_plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+UNIT_STEPS = CostModel(step=1.0)  # every step takes one second, whatever is in it: arrivals are counted in steps
+
+
+def cost_model(plain: Mapping[str, Any], where: str = "the cost model") -> CostModel:
+    """What `as_plain` made, out of JSON. Raises ConfigError."""
+    try:
+        table = tuple((int(tokens), float(seconds)) for tokens, seconds in plain.get("prompt", ()))
+        numbers = {name: float(plain.get(name, 0.0)) for name in ("step", "row", "context", "chunk_context", "request")}
+        model = CostModel(**numbers, prompt=table, origin=dict(plain.get("origin", {})))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{where} is none: {error}; `quire calibrate` writes one") from None
+    rising = all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(table))
+    if min(numbers.values()) < 0 or not rising or (table and table[0][0] < 1):
+        raise ConfigError(f"{where} has a number below 0, or a table that falls; `quire calibrate` writes another")
+    if model.prompt_seconds(1) <= 0 or model.decode_seconds(1, 1) <= 0:
+        raise ConfigError(f"{where} says that steps take no time; `quire calibrate` writes another")
+    return model
+
+
+def read_cost(text: str) -> tuple[CostModel, dict[str, Any]]:
+    """A file of `quire calibrate`, with all that is in it; or numbers such as `step=20ms,row=0.1ms,token=1ms`.
+
+    `token` is the seconds of each prompt token beside `step`; `unit` means steps of one second. Raises ConfigError.
+    """
+    if text == "unit":
+        return UNIT_STEPS, {}
+    if "=" in text and not Path(text).exists():
+        return _from_numbers(text), {}
+    try:
+        plain = json.loads(Path(text).read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cost model {text} cannot be read: {error.strerror}; `quire calibrate` writes one") from None
+    except ValueError:
+        raise ConfigError(f"cost model {text} is not JSON; `quire calibrate` writes one") from None
+    if not isinstance(plain, dict) or not isinstance(plain.get("cost"), dict):
+        raise ConfigError(f"cost model {text} has no entry `cost`; `quire calibrate` writes one")
+    return cost_model(plain["cost"], f"cost model {text}"), plain
+
+
+def _from_numbers(text: str) -> CostModel:
+    known = ("step", "row", "context", "token", "chunk_context", "request")
+    numbers: dict[str, float] = {}
+    for pair in text.split(","):
+        name, _, value = pair.partition("=")
+        if name not in known:
+            raise ConfigError(f"cost model: {name!r} is unknown; use {', '.join(known)}")
+        numbers[name] = seconds(value, f"cost model: {name}")
+    token = numbers.pop("token", numbers.get("row", 0.0))
+    step = numbers.get("step", 0.0)
+    return cost_model({**numbers, "prompt": [(1, step + token), (1025, step + 1025 * token)]})
+
+
+def seconds(text: str, name: str) -> float:
+    """`20ms`, `1.5s`, `3us` or a plain number of seconds. Raises ConfigError."""
+    unit = next((unit for unit in ("us", "ms", "s") if text.endswith(unit)), "")
+    try:
+        value = float(text.removesuffix(unit)) * _UNITS.get(unit, 1.0)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ConfigError(f"{name} is {text!r}; write a time such as 20ms, 1.5s or 3us")
+    return value

@@ -1,0 +1,114 @@
+"""Many steps at once where each only repeats the last: every running sequence decodes, and nobody can enter.
+
+Promises: the scheduler is left as if each step had been scheduled and applied; a test compares both to the bit.
+Must not know: loads, reports.
+
+A simulation would otherwise spend most of its time on steps in which nothing is decided.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.scheduling.sequence import Sequence
+from quire_engine.simulation.cost_model import CostModel
+
+_SIMPLE = ("fcfs", "priority")  # policies that keep no account of the tokens that were given
+_FEWEST = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leap:
+    """Steps that were taken, each a token of each request."""
+
+    request_ids: list[str]
+    ends: list[float]
+    blocks_used: list[int]  # in each step
+
+
+def leap(scheduler: Scheduler, cost: CostModel, now: float, due: float) -> Leap | None:
+    """Take as many steps as are alike from `now` on, the last one begun before the next arrival, at `due`.
+
+    None if fewer than two are: the next one is to be planned.
+    """
+    sequences = _decoding(scheduler)
+    if not sequences:
+        return None
+    num_context = sum(len(sequence.token_ids) for sequence in sequences)
+    most = min(_left(sequence) for sequence in sequences) - 1
+    available, size = scheduler._kv.num_available, scheduler._kv.block_size
+    ends: list[float] = []
+    blocks_used: list[int] = []
+    used = scheduler.num_blocks_used
+    ages = [0] * size  # how many sequences need a block in step i, by i modulo the block size
+    for sequence in sequences:
+        ages[(sequence.table.num_slots - sequence.num_computed) % size] += 1
+    while len(ends) < most and now < due:
+        growth = ages[len(ends) % size]
+        if growth > available:
+            break
+        available -= growth
+        used += growth
+        now += cost.decode_seconds(len(sequences), num_context)
+        num_context += len(sequences)
+        ends.append(now)
+        blocks_used.append(used)
+    if len(ends) < _FEWEST:
+        return None
+    _advance(scheduler, sequences, len(ends))
+    scheduler._step += len(ends)
+    scheduler._applied_at = now
+    scheduler._prefill_tokens, scheduler._decode_tokens = 0, len(sequences)
+    return Leap(
+        request_ids=[sequence.group.request.request_id for sequence in sequences], ends=ends, blocks_used=blocks_used
+    )
+
+
+def _decoding(scheduler: Scheduler) -> list[Sequence]:
+    """All running sequences, in the order in which a step would serve them, if all it does is give each a token."""
+    roster, limits = scheduler._roster, scheduler._config.limits
+    if limits.scheduling_policy not in _SIMPLE or not roster.running:
+        return []
+    if roster.waiting and roster.num_running < limits.max_num_seqs:
+        return []
+    elder = scheduler._planner.elder
+    if elder is None or elder.state != "running" or any(group.wait_reason != "slots" for group in roster.waiting[:1]):
+        return []
+    groups = [elder, *[group for group in roster.running if group is not elder]]
+    sequences: list[Sequence] = []
+    for group in groups:
+        if not group.prompt_shared or group.reads_output or len(group.sequences) != 1:
+            return []
+        sequence = group.sequences[0]
+        if sequence.shares_tail or sequence.num_output_tokens == 0 or group.pending(sequence) != 1:
+            return []
+        sequences.append(sequence)
+    return sequences
+
+
+def _left(sequence: Sequence) -> int:
+    group = sequence.group
+    return group.num_prompt_tokens + group.max_new_tokens - len(sequence.token_ids)
+
+
+def _advance(scheduler: Scheduler, sequences: list[Sequence], count: int) -> None:
+    """Blocks are taken and offered to the cache in the order in which single steps would."""
+    kv = scheduler._kv
+    size = kv.block_size
+    for step in range(count):
+        full = []
+        for sequence in sequences:
+            end = sequence.num_computed + step + 1
+            if end > sequence.table.num_slots:
+                kv.reserve(sequence, end)
+            if end % size == 0:
+                full.append((sequence, end))
+        for sequence, end in full:
+            sequence.token_ids.extend([0] * (end + 1 - len(sequence.token_ids)))
+            kv.commit(sequence, end)
+    for sequence in sequences:
+        end = sequence.num_computed + count
+        sequence.token_ids.extend([0] * (end + 1 - len(sequence.token_ids)))
+        kv.reserve(sequence, end)
+        kv.advance(sequence, end)

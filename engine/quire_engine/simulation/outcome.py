@@ -1,0 +1,85 @@
+"""What became of a simulated load: each request's times, and the run's own counts.
+
+Promises: nothing is rounded or left out; times are seconds of the simulated clock. Must not know: the scheduler, what
+is a good outcome.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from quire_engine.simulation.traces import TraceRow
+
+
+@dataclass(slots=True, kw_only=True)
+class Served:
+    """One request's life. Times are 0 until they are known."""
+
+    row: TraceRow
+    number: int  # in the load
+    at: float  # sent
+    refused: str = ""  # why it was not accepted: the limit's name, or "infeasible"
+    why: str = ""
+    queue_seconds: float = 0.0
+    first_at: float = 0.0
+    last_at: float = 0.0  # the end, when it has ended
+    num_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    ended_step: int = 0  # steps until its last token, counted from 1
+
+    @property
+    def ttft(self) -> float:
+        return self.first_at - self.at
+
+    @property
+    def e2e(self) -> float:
+        return self.last_at - self.at
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean time between its tokens; None with fewer than two."""
+        return (self.last_at - self.first_at) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """The state in one step."""
+
+    at: float
+    blocks_used: int
+    running: int
+    waiting: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """A whole run."""
+
+    num_blocks: int
+    requests: list[Served] = field(default_factory=list)
+    gaps: array[float] = field(default_factory=lambda: array("d"))  # between two tokens of a request, of all requests
+    moments: list[Moment] = field(default_factory=list)  # thinned out in long runs
+    live: list[tuple[float, int]] = field(default_factory=list)  # accepted and unfinished requests from then on
+    seconds: float = 0.0  # until the last request had ended
+    steps: int = 0
+    busy_seconds: float = 0.0
+    computed_tokens: int = 0
+    decode_tokens: int = 0
+    widest: int = 0  # most sequences in one step
+    peak_blocks: int = 0
+    peak_step: int = 0  # in which that was first so, counted from 0
+    block_steps: int = 0  # used blocks, summed over steps
+    cumulative_blocks: int = 0  # each request's at its end, summed
+    total_preemptions: int = 0
+    evictions: int = 0
+
+    def note_live(self, at: float, count: int) -> None:
+        """So many requests are accepted and unfinished from now on."""
+        self.live.append((at, count))
+
+    @property
+    def done(self) -> list[Served]:
+        """Requests that were served."""
+        return [one for one in self.requests if not one.refused]

@@ -1,0 +1,200 @@
+"""From an outcome to the numbers that people compare: latencies, goodput, memory, fairness, Little's law.
+
+Promises: seconds and counts; a number that a run cannot give is None, never 0. Must not know: how the run came about,
+how it is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from quire_engine.simulation.outcome import Outcome, Served
+from quire_engine.simulation.slo import Slo
+
+_EDGE = 0.1  # of a run, left out at both ends where a steady state is looked for
+_OUTPUT_WEIGHT = 2  # service counts an output token twice, a computed prompt token once (Sheng et al., OSDI 2024)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distribution:
+    """Seconds. None: there was nothing to measure."""
+
+    count: int = 0
+    mean: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+    max: float | None = None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Distribution:
+        if not values:
+            return cls()
+        ordered = sorted(values)
+        p50, p90, p95, p99 = (percentile(ordered, percent) for percent in (50, 90, 95, 99))
+        mean = sum(ordered) / len(ordered)
+        return cls(count=len(ordered), mean=mean, p50=p50, p90=p90, p95=p95, p99=p99, max=ordered[-1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantService:
+    """What one tenant got."""
+
+    tenant: str
+    requests: int
+    refused: int
+    service: float  # computed prompt tokens + 2 * output tokens
+    ttft_p95: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """One run. Times in seconds of the simulated clock, rates per second."""
+
+    requests: int
+    served: int
+    refused: dict[str, int]  # by the limit that refused them
+    seconds: float
+    steps: int
+    ttft: Distribution
+    itl: Distribution
+    tpot: Distribution
+    e2e: Distribution
+    queue: Distribution
+    offered_rate: float
+    request_rate: float
+    output_token_rate: float
+    busy: float  # share of the time in which steps were computed
+    good: int  # requests within the objectives; all that were served, if there are none
+    goodput: float  # of those, per second
+    misses: dict[str, float]  # by objective: what was measured, where it was missed
+    peak_blocks: int
+    peak_step: int
+    pool_blocks: int
+    mean_blocks: float
+    cumulative_blocks: int
+    preemptions: int
+    evictions: int
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    little_in_flight: float
+    little_residual: float | None  # 1 - lambda W / L over the middle of the run
+    jain: float | None  # of the tenants' services: 1 is even
+    tenants: tuple[TenantService, ...]
+
+    def as_plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def value(self, quantity: str, statistic: str) -> float | None:
+        """`("ttft", "p95")` and so on; None where nothing was measured."""
+        found: float | None = getattr(getattr(self, quantity), statistic)
+        return found
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Of sorted values, interpolated between neighbours."""
+    place = (len(ordered) - 1) * percent / 100
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def report(outcome: Outcome, slo: Slo | None = None) -> Report:
+    """All numbers of a run."""
+    slo = slo or Slo()
+    done = outcome.done
+    refused: dict[str, int] = {}
+    for one in outcome.requests:
+        if one.refused:
+            refused[one.refused] = refused.get(one.refused, 0) + 1
+    seconds = max(outcome.seconds, 1e-12)
+    good = sum(1 for one in done if slo.is_good(ttft=one.ttft, tpot=one.tpot, e2e=one.e2e))
+    output_tokens = sum(one.num_tokens for one in done)
+    ats = [one.at for one in outcome.requests]
+    span = max(ats) - min(ats) if ats else 0.0
+    tenants = _tenants(outcome.requests)
+    in_flight, residual = little(outcome)
+    made = Report(
+        requests=len(outcome.requests),
+        served=len(done),
+        refused=refused,
+        seconds=outcome.seconds,
+        steps=outcome.steps,
+        ttft=Distribution.of([one.ttft for one in done]),
+        itl=Distribution.of(outcome.gaps),
+        tpot=Distribution.of([one.tpot for one in done if one.tpot is not None]),
+        e2e=Distribution.of([one.e2e for one in done]),
+        queue=Distribution.of([one.queue_seconds for one in done]),
+        offered_rate=(len(ats) - 1) / span if span else 0.0,
+        request_rate=len(done) / seconds,
+        output_token_rate=output_tokens / seconds,
+        busy=outcome.busy_seconds / seconds,
+        good=good,
+        goodput=good / seconds,
+        misses={},
+        peak_blocks=outcome.peak_blocks,
+        peak_step=outcome.peak_step,
+        pool_blocks=outcome.num_blocks,
+        mean_blocks=outcome.block_steps / max(1, outcome.steps),
+        cumulative_blocks=outcome.cumulative_blocks,
+        preemptions=outcome.total_preemptions,
+        evictions=outcome.evictions,
+        prompt_tokens=sum(one.row.input_tokens for one in done),
+        cached_tokens=sum(one.cached_tokens for one in done),
+        computed_tokens=outcome.computed_tokens,
+        little_in_flight=in_flight,
+        little_residual=residual,
+        jain=jain([tenant.service for tenant in tenants]) if len(tenants) > 1 else None,
+        tenants=tenants if len(tenants) > 1 else (),
+    )
+    made.misses.update(slo.misses(made.value))
+    return made
+
+
+def jain(values: Sequence[float]) -> float | None:
+    """Jain's index of fairness: 1 if all are equal, 1/n if one has all; None if nobody got anything."""
+    squares = sum(value * value for value in values)
+    return sum(values) ** 2 / (len(values) * squares) if squares else None
+
+
+def little(outcome: Outcome) -> tuple[float, float | None]:
+    """L, and 1 - lambda W / L over the middle of a run: far from 0 it was not in a steady state."""
+    if not outcome.live:
+        return 0.0, None
+    began = outcome.live[0][0]
+    length = outcome.seconds - began
+    start, end = began + _EDGE * length, outcome.seconds - _EDGE * length
+    area = sum(
+        count * max(0.0, min(until, end) - max(since, start))
+        for (since, count), (until, _) in pairwise([*outcome.live, (outcome.seconds, 0)])
+    )
+    times = [one.e2e for one in outcome.done if start <= one.last_at < end]
+    if not times or not area:
+        return 0.0, None
+    return area / (end - start), 1 - sum(times) / area
+
+
+def _tenants(requests: Sequence[Served]) -> tuple[TenantService, ...]:
+    by_name: dict[str, list[Served]] = {}
+    for one in requests:
+        by_name.setdefault(one.row.tenant, []).append(one)
+    found = []
+    for name, theirs in sorted(by_name.items()):
+        done = [one for one in theirs if not one.refused]
+        computed = sum(one.row.input_tokens - one.cached_tokens for one in done)
+        found.append(
+            TenantService(
+                tenant=name,
+                requests=len(theirs),
+                refused=len(theirs) - len(done),
+                service=computed + _OUTPUT_WEIGHT * sum(one.num_tokens for one in done),
+                ttft_p95=Distribution.of([one.ttft for one in done]).p95,
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,94 @@
+"""What is simulated: a scheduler's limits and pool, the server's bounds on its queue, and what steps cost.
+
+Promises: one frozen record; a setting is changed by the name of its flag, and refused by name when it cannot be.
+Must not know: the scheduler, loads, where the numbers come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, get_args
+
+from quire_engine.errors import ConfigError
+from quire_engine.limits import LIMIT_NAMES, PolicyName, SchedulerConfig, SchedulerLimits
+from quire_engine.simulation.cost_model import UNIT_STEPS, CostModel
+
+_POOL_NAMES = ("num_blocks", "max_model_len", "plans_ahead")
+_QUEUE_NAMES = ("max_num_queued_reqs", "max_num_queued_tokens")
+CHANGEABLE = (*LIMIT_NAMES, *_POOL_NAMES, *_QUEUE_NAMES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """A server as far as its times depend on it."""
+
+    scheduler: SchedulerConfig = field(default_factory=lambda: SchedulerConfig(num_blocks=4096, max_model_len=65536))
+    cost: CostModel = UNIT_STEPS
+    max_num_queued_reqs: int = 256
+    max_num_queued_tokens: int | None = None
+
+    @property
+    def max_sequences(self) -> int:
+        """Choices that may be accepted and unfinished."""
+        return self.scheduler.limits.max_num_seqs + self.max_num_queued_reqs
+
+    def with_settings(self, pairs: Iterable[tuple[str, object]]) -> Setup:
+        """Changed and checked as a whole: values as texts of a command line or as they are. Raises ConfigError."""
+        limits: dict[str, Any] = {}
+        pool: dict[str, Any] = {}
+        queue: dict[str, Any] = {}
+        for given, value in pairs:
+            name = given.lstrip("-").replace("-", "_")
+            if name in LIMIT_NAMES:
+                limits[name] = _typed(name, value, getattr(self.scheduler.limits, name))
+            elif name in _POOL_NAMES:
+                pool[name] = _typed(name, value, getattr(self.scheduler, name))
+            elif name in _QUEUE_NAMES:
+                queue[name] = None if value in (None, "", "none") else _typed(name, value, 0)
+            else:
+                raise ConfigError(f"{given} is no setting that a simulation has; it has {', '.join(CHANGEABLE)}")
+        scheduler = replace(self.scheduler, **pool, limits=replace(self.scheduler.limits, **limits))
+        scheduler.check()
+        if any(value is not None and value < 0 for value in queue.values()):
+            raise ConfigError("max_num_queued_reqs and max_num_queued_tokens must be at least 0")
+        return replace(self, scheduler=scheduler, **queue)
+
+    def settings(self) -> dict[str, Any]:
+        """All that `with_settings` can change, by name."""
+        limits = {one.name: getattr(self.scheduler.limits, one.name) for one in fields(SchedulerLimits)}
+        pool = {name: getattr(self.scheduler, name) for name in _POOL_NAMES}
+        return {**limits, **pool, **{name: getattr(self, name) for name in _QUEUE_NAMES}}
+
+
+def setup(plain: Mapping[str, Any], cost: CostModel) -> Setup:
+    """With the settings that a file names under `settings`, such as `quire calibrate` writes it. Raises ConfigError."""
+    named = plain.get("settings", {})
+    return Setup(cost=cost).with_settings((name, value) for name, value in named.items() if name in CHANGEABLE)
+
+
+def parse_settings(texts: Iterable[str]) -> list[tuple[str, object]]:
+    """`name=value` each. Raises ConfigError."""
+    pairs: list[tuple[str, object]] = []
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator:
+            raise ConfigError(f"{text!r} should be NAME=VALUE, such as max_num_seqs=32")
+        pairs.append((name, value))
+    return pairs
+
+
+def _typed(name: str, value: object, like: object) -> object:
+    """The value as the type that the setting has. Raises ConfigError."""
+    if not isinstance(value, str):
+        return value
+    try:
+        if isinstance(like, bool):
+            return {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}[value.lower()]
+        if isinstance(like, int | float):
+            return type(like)(value)
+    except (KeyError, ValueError):
+        raise ConfigError(f"{name} is {value!r}, must be like {like}") from None
+    if name == "scheduling_policy" and value not in get_args(PolicyName):
+        raise ConfigError(f"{name} is {value!r}, must be {' or '.join(get_args(PolicyName))}")
+    return value

@@ -1,0 +1,187 @@
+"""The engine's loop without an engine: the real scheduler, a clock that a cost model moves, requests as they come due.
+
+Owns the clock and what becomes of each request. Promises: the same load and setup give the same outcome, to the bit;
+requests are seen between steps, as by the engine process. Must not know: wall time, what the outcome is used for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from quire_engine.batch import Batch, SampledToken, StepResult
+from quire_engine.errors import InfeasibleRequest
+from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.simulation.leap import leap
+from quire_engine.simulation.outcome import Moment, Outcome, Served
+from quire_engine.simulation.requests import as_request
+from quire_engine.simulation.setup import Setup
+from quire_engine.simulation.traces import TraceRow
+from quire_engine.types import TokenOutput
+
+_ONE_TOKEN: tuple[SampledToken, ...] = (SampledToken(token_id=0),)
+_MOMENTS = 4096  # kept of a run; when there are more, every second one goes
+Watcher = Callable[[Batch, float, float], None]  # a step, from when to when
+
+
+class Simulation:
+    """One run over one load."""
+
+    def __init__(self, setup: Setup, *, watch: Watcher | None = None, leaps: bool = True) -> None:
+        """`watch` sees every step. `leaps`: several steps at once where they can be told in advance."""
+        self._setup = setup
+        self._cost = setup.cost
+        self._scheduler = Scheduler(setup.scheduler)
+        self._watch = watch
+        self._leaps = leaps and watch is None and not setup.scheduler.plans_ahead
+        self._now = 0.0
+        self._live: dict[str, Served] = {}
+        self._live_tokens = 0  # of prompts
+        self._in_flight: deque[tuple[Batch, float]] = deque()  # with the time of its end
+        self._free_at = 0.0  # when what computes has nothing left
+        self._block_size = setup.scheduler.limits.block_size
+        self._stride, self._since = 1, 0  # of moments
+        self.outcome = Outcome(num_blocks=setup.scheduler.num_blocks)
+
+    def run(self, rows: Sequence[TraceRow], *, speed: float = 1.0) -> Outcome:
+        """Serve the whole load to its end; arrivals come `speed` times as fast."""
+        outcome, scheduler = self.outcome, self._scheduler
+        dues = [row.at / speed + self._cost.request for row in rows]
+        next_row = 0
+        while next_row < len(rows) or scheduler.has_work or self._in_flight:
+            while next_row < len(rows) and dues[next_row] <= self._now:
+                self._arrive(rows[next_row], next_row, rows[next_row].at / speed)
+                next_row += 1
+            due = dues[next_row] if next_row < len(rows) else float("inf")
+            if not scheduler.has_work and not self._in_flight:
+                self._now = max(self._now, due)
+                continue
+            if not (self._leaps and self._leap(due)):
+                self._step()
+        outcome.seconds = self._now
+        outcome.total_preemptions = scheduler.stats().total_preemptions
+        outcome.evictions = scheduler.stats().total_kv_evictions
+        return outcome
+
+    def _arrive(self, row: TraceRow, number: int, at: float) -> None:
+        """Into the queue if it has room, as the server decides; `at`: when it was sent."""
+        served = Served(row=row, number=number, at=at)
+        self.outcome.requests.append(served)
+        limit = self._setup.max_num_queued_tokens
+        if len(self._live) + 1 > self._setup.max_sequences:
+            served.refused = "max_num_queued_reqs"
+        elif limit is not None and self._live and self._live_tokens + row.input_tokens > limit:
+            served.refused = "max_num_queued_tokens"
+        else:
+            request = as_request(row, number, at=self._now)
+            try:
+                self._scheduler.add(request, self._now)
+            except InfeasibleRequest as refusal:
+                served.refused, served.why = "infeasible", str(refusal)
+            else:
+                self._live[request.request_id] = served
+                self._live_tokens += row.input_tokens
+                self.outcome.note_live(self._now, len(self._live))
+
+    def _step(self) -> None:
+        """Plan and launch a step; with one in flight, or nothing to plan, take in the earliest."""
+        batch = self._scheduler.schedule(self._now)
+        if batch is not None:
+            seconds = self._cost.seconds(batch)
+            begins = max(self._now, self._free_at)
+            self._free_at = begins + seconds
+            self._in_flight.append((batch, self._free_at))
+            self._note_step(batch, begins)
+        if batch is None or not self._setup.scheduler.plans_ahead or len(self._in_flight) > 1:
+            self._collect()
+
+    def _collect(self) -> None:
+        batch, ended = self._in_flight.popleft()
+        self._now = max(self._now, ended)
+        samples = {item.sequence_id: _ONE_TOKEN for item in batch.items if item.wants_sample}
+        for output in self._scheduler.apply(batch, StepResult(samples=samples), self._now):
+            self._take(output)
+
+    def _note_step(self, batch: Batch, begins: float) -> None:
+        outcome = self.outcome
+        used = self._scheduler.num_blocks_used
+        if used > outcome.peak_blocks:
+            outcome.peak_blocks, outcome.peak_step = used, outcome.steps
+        outcome.steps += 1
+        outcome.block_steps += used
+        outcome.busy_seconds += self._free_at - begins
+        outcome.computed_tokens += batch.num_tokens
+        outcome.decode_tokens += batch.num_decodes
+        outcome.widest = max(outcome.widest, len(batch.items))
+        self._note_moment(begins, used, len(batch.items))
+        if self._watch is not None:
+            self._watch(batch, begins, self._free_at)
+
+    def _note_moment(self, at: float, used: int, running: int) -> None:
+        self._since += 1
+        if self._since < self._stride:
+            return
+        self._since, moments = 0, self.outcome.moments
+        moments.append(Moment(at=at, blocks_used=used, running=running, waiting=len(self._live) - running))
+        if len(moments) >= 2 * _MOMENTS:
+            del moments[::2]
+            self._stride *= 2
+
+    def _take(self, output: TokenOutput) -> None:
+        now, served = self._now, self._live[output.request_id]
+        if served.num_tokens == 0:
+            served.first_at = now
+            served.cached_tokens = output.num_cached_tokens
+            if output.timing is not None:
+                served.queue_seconds = output.timing.queue_seconds
+        else:
+            self.outcome.gaps.append(now - served.last_at)
+        served.last_at = now
+        served.num_tokens += len(output.token_ids)
+        if output.finish is not None:
+            self._end(output, served)
+
+    def _end(self, output: TokenOutput, served: Served) -> None:
+        del self._live[output.request_id]
+        self._live_tokens -= served.row.input_tokens
+        self.outcome.note_live(self._now, len(self._live))
+        served.ended_step = self.outcome.steps
+        if output.timing is not None:
+            served.preemptions = output.timing.num_preemptions
+        computed = served.row.input_tokens + served.num_tokens - 1
+        self.outcome.cumulative_blocks += -(-computed // self._block_size)
+
+    def _leap(self, due: float) -> bool:
+        """Take all steps at once that only repeat the last; False if not even two do."""
+        taken = leap(self._scheduler, self._cost, self._now, due)
+        if taken is None:
+            return False
+        outcome, gaps = self.outcome, self.outcome.gaps
+        count, running = len(taken.ends), len(taken.request_ids)
+        first_gaps = [taken.ends[0] - self._live[name].last_at for name in taken.request_ids]
+        gaps.extend(first_gaps)
+        for before, after in pairwise(taken.ends):
+            gaps.extend([after - before] * running)
+        for name in taken.request_ids:
+            served = self._live[name]
+            served.last_at = taken.ends[-1]
+            served.num_tokens += count
+        begins = self._now
+        for used, end in zip(taken.blocks_used, taken.ends, strict=True):
+            if used > outcome.peak_blocks:
+                outcome.peak_blocks, outcome.peak_step = used, outcome.steps
+            outcome.steps += 1
+            outcome.block_steps += used
+            outcome.busy_seconds += end - begins
+            self._note_moment(begins, used, running)
+            begins = end
+        outcome.computed_tokens += count * running
+        outcome.decode_tokens += count * running
+        self._now = self._free_at = taken.ends[-1]
+        return True
+
+
+def simulate(setup: Setup, rows: Sequence[TraceRow], *, speed: float = 1.0, watch: Watcher | None = None) -> Outcome:
+    """The outcome of a load. Raises ConfigError for a setup that contradicts itself."""
+    return Simulation(setup, watch=watch).run(rows, speed=speed)

@@ -1,0 +1,69 @@
+"""Objectives for latencies, such as `ttft_p95=2s,itl_p99=150ms`: read, and held against what was measured.
+
+Promises: an objective that cannot be read is refused by name. Must not know: where measurements come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire_engine.errors import ConfigError
+from quire_engine.simulation.cost_model import seconds
+
+QUANTITIES = ("ttft", "itl", "tpot", "e2e", "queue")
+STATISTICS = ("p50", "p90", "p95", "p99", "max", "mean")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """A statistic of a latency, and the most that it may be."""
+
+    quantity: str
+    statistic: str
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.quantity}_{self.statistic}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """All objectives; none is met by everything."""
+
+    objectives: tuple[Objective, ...] = ()
+
+    def misses(self, value: Callable[[str, str], float | None]) -> dict[str, float]:
+        """The objectives that are missed, with what was measured instead; what was not measured misses nothing."""
+        found = {}
+        for one in self.objectives:
+            measured = value(one.quantity, one.statistic)
+            if measured is not None and measured > one.seconds:
+                found[one.name] = measured
+        return found
+
+    def is_good(self, *, ttft: float, tpot: float | None, e2e: float) -> bool:
+        """Whether a single request is within: its time to the first token, its mean time per token, its whole time."""
+        measured = {"ttft": ttft, "itl": tpot, "tpot": tpot, "e2e": e2e}
+        return all((measured.get(one.quantity) or 0.0) <= one.seconds for one in self.objectives)
+
+    def __str__(self) -> str:
+        return ",".join(f"{one.name}={one.seconds:g}s" for one in self.objectives)
+
+
+def parse_slo(text: str) -> Slo:
+    """`ttft_p95=2s,itl_p99=150ms`. Raises ConfigError."""
+    objectives = []
+    for pair in text.split(","):
+        name, _, value = pair.strip().partition("=")
+        quantity, _, statistic = name.partition("_")
+        if quantity not in QUANTITIES or statistic not in STATISTICS:
+            raise ConfigError(
+                f"objective {pair!r}: write QUANTITY_STATISTIC=TIME, such as ttft_p95=2s; quantities are"
+                f" {', '.join(QUANTITIES)}, statistics {', '.join(STATISTICS)}"
+            )
+        objectives.append(
+            Objective(quantity=quantity, statistic=statistic, seconds=seconds(value, f"objective {name}"))
+        )
+    return Slo(objectives=tuple(objectives))

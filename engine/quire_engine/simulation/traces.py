@@ -1,0 +1,179 @@
+"""Recorded and drawn loads: arrival times and lengths, without text.
+
+Promises: rows in order of arrival, the first at 0 s; a file that is no known format is refused with its line. Reads
+Azure's CSV, Mooncake's JSON lines (prefixes as hash ids), ServeGen's clients, and JSON lines of our own. Must not know:
+servers, the scheduler, how prompts are made.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+MOONCAKE_BLOCK = 512  # tokens per hash id
+
+
+class TraceError(ValueError):
+    """A file that is no trace; the text names file and line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRow:
+    """One request. Equal block numbers stand for equal tokens."""
+
+    at: float  # seconds after the first
+    input_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...] = ()
+    block_tokens: int = 0
+    tenant: str = ""
+
+
+def read_trace(path: Path, *, scale_length: float = 1.0, seed: int = 0) -> tuple[TraceRow, ...]:
+    """The rows of a file, lengths multiplied and at least 1; `seed` is for files that say only how loads are drawn.
+
+    Raises TraceError.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path} cannot be read: {error}") from None
+    lines = text.splitlines()
+    if lines and lines[0].lstrip().startswith("{"):
+        rows = _drawn(path, text, scale_length, seed) if _is_servegen(text) else _json_lines(path, lines, scale_length)
+    else:
+        rows = _azure(path, lines, scale_length)
+    if not rows:
+        raise TraceError(f"{path} has no rows")
+    rows.sort(key=lambda row: row.at)
+    first = rows[0].at
+    return tuple(replace(row, at=row.at - first) for row in rows)
+
+
+def _azure(path: Path, lines: list[str], scale: float) -> list[TraceRow]:
+    table = csv.reader(lines)
+    header = tuple(next(table, ()))
+    if header != AZURE_COLUMNS:
+        raise TraceError(
+            f"{path}:1: expected the columns {','.join(AZURE_COLUMNS)} or JSON lines with timestamp, input_length"
+            " and output_length, or with at, input_tokens and output_tokens"
+        )
+    rows = []
+    for number, cells in enumerate(table, start=2):
+        if not cells:
+            continue
+        try:
+            when, context, generated = cells
+            at = datetime.fromisoformat(when).timestamp()
+            lengths = _scaled(int(context), scale), _scaled(int(generated), scale)
+        except ValueError as error:
+            raise TraceError(f"{path}:{number}: {error}") from None
+        rows.append(TraceRow(at=at, input_tokens=lengths[0], output_tokens=lengths[1]))
+    return rows
+
+
+def _json_lines(path: Path, lines: list[str], scale: float) -> list[TraceRow]:
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            plain = json.loads(line)
+            rows.append((_ours if "input_tokens" in plain else _mooncake)(plain, scale))
+        except KeyError as error:
+            raise TraceError(f"{path}:{number}: there is no {error}") from None
+        except (TypeError, ValueError, AttributeError) as error:
+            raise TraceError(f"{path}:{number}: {error}") from None
+    return rows
+
+
+def _mooncake(plain: dict[str, Any], scale: float) -> TraceRow:
+    return TraceRow(
+        at=float(plain["timestamp"]) / 1e3,
+        input_tokens=_scaled(_whole(plain["input_length"]), scale),
+        output_tokens=_scaled(_whole(plain["output_length"]), scale),
+        blocks=tuple([_whole(number) for number in plain.get("hash_ids", ())]),
+        block_tokens=math.ceil(MOONCAKE_BLOCK * scale),
+    )
+
+
+def _ours(plain: dict[str, Any], scale: float) -> TraceRow:
+    """`{"at": S, "input_tokens": N, "output_tokens": N}`, and if known "tenant", "blocks" and "block_tokens"."""
+    block_tokens = _whole(plain.get("block_tokens", 0))
+    return TraceRow(
+        at=float(plain["at"]),
+        input_tokens=_scaled(_whole(plain["input_tokens"]), scale),
+        output_tokens=_scaled(_whole(plain["output_tokens"]), scale),
+        blocks=tuple([_whole(number) for number in plain.get("blocks", ())]) if block_tokens else (),
+        block_tokens=math.ceil(block_tokens * scale),
+        tenant=str(plain.get("tenant", "")),
+    )
+
+
+def _is_servegen(text: str) -> bool:
+    try:
+        plain = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(plain, dict) and "clients" in plain
+
+
+def _drawn(path: Path, text: str, scale: float, seed: int) -> list[TraceRow]:
+    """ServeGen: each client's arrivals are a renewal process of its own, its lengths come from their quantiles."""
+    plain, rows = json.loads(text), []
+    try:
+        for client in plain["clients"]:
+            rng = random.Random(f"{seed}/{client['client']}")
+            draw = _gaps(client["pattern"], *client["params"])
+            at = draw(rng)
+            while at < plain["window_s"]:
+                rows.append(
+                    TraceRow(
+                        at=at,
+                        input_tokens=_scaled(_quantile(client["input_q5"], rng.random()), scale),
+                        output_tokens=_scaled(_quantile(client["output_q5"], rng.random()), scale),
+                        tenant=str(client["client"]),
+                    )
+                )
+                at += draw(rng)
+    except KeyError as error:
+        raise TraceError(f"{path}: a client has no {error}") from None
+    except (TypeError, ValueError) as error:
+        raise TraceError(f"{path}: {error}") from None
+    return rows
+
+
+def _gaps(pattern: str, shape: float, scale: float) -> Callable[[random.Random], float]:
+    """How the next gap between two arrivals of a client is drawn."""
+    if not (shape > 0 and scale > 0):
+        raise ValueError("shape and scale of a client's gaps must be above 0")
+    if pattern == "Gamma":
+        return lambda rng: rng.gammavariate(shape, scale)
+    if pattern == "Weibull":
+        return lambda rng: rng.weibullvariate(scale, shape)
+    raise ValueError(f"the pattern {pattern!r} is unknown; use Gamma or Weibull")
+
+
+def _quantile(values: list[float], share: float) -> float:
+    """Between two neighbours of equally spaced quantiles."""
+    place = share * (len(values) - 1)
+    below = min(int(place), len(values) - 2)
+    return values[below] + (values[below + 1] - values[below]) * (place - below)
+
+
+def _whole(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"expected a whole number, got {value!r}")
+    return value
+
+
+def _scaled(tokens: float, scale: float) -> int:
+    return max(1, round(tokens * scale))

@@ -1,0 +1,152 @@
+"""What the commands that simulate, plan and diagnose print: tables on a terminal, or as wide text in a file.
+
+Promises: a number that is not known is a dash. Must not know: where the numbers come from.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from quire_engine.simulation.published import Check
+from quire_engine.simulation.report import Distribution, Report
+from quire_engine.simulation.static_batching import StaticOutcome
+
+WIDTH = 110  # where there is no terminal
+_LATENCIES = (
+    ("ttft", "time to the first token"),
+    ("itl", "between two tokens"),
+    ("tpot", "per token, of each request"),
+    ("e2e", "whole request"),
+    ("queue", "in the queue"),
+)
+
+
+def wide_console(console: Console | None = None) -> Console:
+    """One on which tables are not squeezed."""
+    console = console or Console()
+    return console if console.is_terminal else Console(file=console.file, width=max(WIDTH, console.width))
+
+
+def complain(command: str, message: str, code: int) -> int:
+    """Say on stderr what is wrong; returns the exit code."""
+    for line in message.splitlines():
+        print(f"quire {command}: {line}", file=sys.stderr)
+    return code
+
+
+def duration(seconds: float | None) -> str:
+    """Three significant digits in a unit that fits."""
+    if seconds is None:
+        return "-"
+    factor, unit = next(
+        ((factor, unit) for factor, unit in ((1.0, "s"), (1e3, "ms")) if abs(seconds) * factor >= 0.9995), (1e6, "us")
+    )
+    value = seconds * factor
+    return f"{value:,.0f} {unit}" if abs(value) >= 999.5 else f"{value:.3g} {unit}"
+
+
+def print_checks(title: str, checks: Sequence[Check], console: Console) -> None:
+    """Expected and got, line by line."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("number")
+    for column in ("expected", "got", ""):
+        table.add_column(column, justify="right")
+    for check in checks:
+        tolerance = f" ± {check.tolerance:.3g}" if check.tolerance else ""
+        table.add_row(
+            check.name,
+            f"{check.expected:.6g}{check.unit}{tolerance}",
+            f"{check.got:.6g}{check.unit}",
+            "ok" if check.ok else "[red]DIFFERS[/red]",
+        )
+    console.print(table)
+
+
+def print_report(title: str, found: Report, console: Console) -> None:
+    """All of a run on one screen."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("latency")
+    for column in ("p50", "p90", "p95", "p99", "max", "mean"):
+        table.add_column(column, justify="right")
+    for name, text in _LATENCIES:
+        values: Distribution = getattr(found, name)
+        table.add_row(
+            text,
+            *(duration(value) for value in (values.p50, values.p90, values.p95, values.p99, values.max, values.mean)),
+        )
+    console.print(table)
+    for name, text in _lines(found):
+        console.print(f"{name:<14}{text}", highlight=False)
+    if found.tenants:
+        _print_tenants(found, console)
+
+
+def _lines(found: Report) -> list[tuple[str, str]]:
+    refused = ", ".join(f"{count:,} by {reason}" for reason, count in found.refused.items())
+    hits = f"{found.cached_tokens / found.prompt_tokens:.1%}" if found.prompt_tokens else "-"
+    residual = "-" if found.little_residual is None else f"{found.little_residual:+.2%}"
+    lines = [
+        ("requests", f"{found.served:,} of {found.requests:,} served; refused: {refused or 'none'}"),
+        (
+            "throughput",
+            f"{found.request_rate:.4g} requests/s, {found.output_token_rate:,.4g} output tokens/s over"
+            f" {duration(found.seconds)}; offered {found.offered_rate:.4g} requests/s; computing {found.busy:.1%}",
+        ),
+        ("goodput", f"{found.goodput:.4g} requests/s: {found.good:,} within the objectives"),
+        (
+            "KV blocks",
+            f"peak {found.peak_blocks:,} of {found.pool_blocks:,} in step {found.peak_step:,}, mean"
+            f" {found.mean_blocks:,.4g}; cumulative {found.cumulative_blocks:,}",
+        ),
+        (
+            "scheduling",
+            f"{found.steps:,} steps, {found.preemptions:,} preemptions, {found.evictions:,} cached blocks evicted;"
+            f" {hits} of prompt tokens from the prefix cache",
+        ),
+        ("Little's law", f"{found.little_in_flight:.4g} requests in flight, residual {residual}"),
+    ]
+    for name, measured in found.misses.items():
+        lines.append(("MISSED", f"{name} is {duration(measured)}"))
+    return lines
+
+
+def _print_tenants(found: Report, console: Console) -> None:
+    even = "-" if found.jain is None else f"{found.jain:.3f}"
+    table = Table(title=f"Tenants; Jain's index of their service {even}", title_justify="left")
+    table.add_column("tenant")
+    for column in ("requests", "refused", "service", "TTFT p95"):
+        table.add_column(column, justify="right")
+    for one in found.tenants:
+        table.add_row(
+            one.tenant or "(none)",
+            f"{one.requests:,}",
+            f"{one.refused:,}",
+            f"{one.service:,.0f}",
+            duration(one.ttft_p95),
+        )
+    console.print(table)
+
+
+def print_static(found: StaticOutcome, continuous: Report, console: Console) -> None:
+    """Static batches beside the scheduler's run."""
+    outcome = found.outcome
+    table = Table(title="The same load in static batches", title_justify="left")
+    table.add_column("")
+    for column in ("static", "continuous"):
+        table.add_column(column, justify="right")
+    rows = (
+        ("steps", f"{outcome.steps:,}", f"{continuous.steps:,}"),
+        ("time", duration(outcome.seconds), duration(continuous.seconds)),
+        ("decode slots computed", f"{found.slot_steps:,}", f"{found.useful_steps:,}"),
+        ("of them useful", f"{found.efficiency:.3%}", "100%"),
+        ("padding", f"{1 - found.efficiency:.1%}", "0%"),
+        ("blocks at once, peak", f"{outcome.peak_blocks:,}", f"{continuous.peak_blocks:,}"),
+        ("blocks, each request's at its end", f"{outcome.cumulative_blocks:,}", f"{continuous.cumulative_blocks:,}"),
+    )
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

@@ -1,0 +1,249 @@
+"""`quire simulate`: a load through the scheduler that serves, on a clock that a cost model moves.
+
+Promises: exit code 0 when all went as expected, 1 when a check differs or an objective is missed, 2 for flags and files
+that cannot work. Must not know: how anything is simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from rich.console import Console
+
+from quire_engine.errors import ConfigError
+from quire_engine.simulation.comparison import compare
+from quire_engine.simulation.cost_model import read_cost
+from quire_engine.simulation.lengths import exercise_setup, rows_of
+from quire_engine.simulation.outcome import Outcome
+from quire_engine.simulation.plotting import svg, terminal
+from quire_engine.simulation.published import EXERCISES, WITH_DATA
+from quire_engine.simulation.report import Report, report
+from quire_engine.simulation.setup import Setup, parse_settings, setup
+from quire_engine.simulation.simulator import simulate
+from quire_engine.simulation.slo import Slo, parse_slo
+from quire_engine.simulation.static_batching import StaticOutcome, simulate_static
+from quire_engine.simulation.traces import TraceError, TraceRow, read_trace
+from quire_server.commands.shown import complain, duration, print_checks, print_report, print_static, wide_console
+
+DONE, FAILED, BAD_USAGE = 0, 1, 2
+DEFAULT_COST = "quire-calibration.json"
+_EPILOG = f"""\
+Steps take what the cost model says: --cost FILE of `quire calibrate` (default ./{DEFAULT_COST}), or numbers
+such as step=20ms,row=0.2ms,context=0.1us,token=0.1ms, or unit: steps of one second. With --lengths it is unit.
+
+examples:
+  quire simulate --lengths 32,128,64,256 --arrivals 0,2,4,6 --compare static --plot
+  quire simulate --check all
+  quire simulate --check v3 --data /data/Mooncake
+  quire simulate --trace AzureLLMInferenceTrace_conv.csv --scale-rate 0.5 --slo ttft_p95=2s,itl_p99=150ms
+  quire simulate --trace conversation_trace.jsonl --set max_num_seqs=32 --json b.json --against a.json"""
+_GARBAGE_EVERY = 100_000  # objects: a simulation makes many that live long
+
+T = TypeVar("T", int, float)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_USAGE, f"quire simulate: {message}\n")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Simulate and print; the process's exit code."""
+    given = _parser().parse_args(argv)
+    console = wide_console()
+    gc.set_threshold(_GARBAGE_EVERY)
+    try:
+        if given.check is not None:
+            return _check(given, console)
+        return _simulate(given, console)
+    except (ConfigError, TraceError) as error:
+        return complain("simulate", str(error), BAD_USAGE)
+    except KeyboardInterrupt:
+        return FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="quire simulate",
+        description="Run a load through the scheduler that serves, without a machine: what would happen if.",
+        epilog=_EPILOG,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    load = parser.add_argument_group("Load, one of").add_mutually_exclusive_group(required=True)
+    load.add_argument("--trace", type=Path, metavar="FILE", help="Azure CSV, Mooncake jsonl, ServeGen JSON, or our own")
+    load.add_argument("--lengths", type=_numbers(int), metavar="N,N,...", help="output tokens of single requests")
+    load.add_argument(
+        "--check",
+        choices=(*EXERCISES, *WITH_DATA, "all"),
+        help="published numbers: expected and got; all needs no data",
+    )
+    shape = parser.add_argument_group("Its shape")
+    shape.add_argument(
+        "--arrivals", type=_numbers(float), default=[], metavar="S,S,...", help="of --lengths [all at 0]"
+    )
+    shape.add_argument("--prompt-tokens", type=int, default=1, metavar="N", help="of --lengths [1]")
+    shape.add_argument("--requests", type=int, metavar="N", help="the first N of a trace [all]")
+    shape.add_argument("--scale-len", type=_positive, default=1.0, metavar="X", help="multiplies a trace's lengths [1]")
+    shape.add_argument(
+        "--scale-rate", type=_positive, default=1.0, metavar="X", help="a trace runs X times as fast [1]"
+    )
+    shape.add_argument("--seed", type=int, default=0, help="of loads that are drawn [0]")
+    shape.add_argument("--data", type=Path, default=Path(), metavar="DIR", help="where --check finds whole traces [.]")
+    add_setup_flags(parser)
+    out = parser.add_argument_group("Output")
+    out.add_argument("--slo", type=str, metavar="LIST", help="objectives, such as ttft_p95=2s,itl_p99=150ms")
+    out.add_argument("--compare", choices=("static",), help="also the same load in static batches")
+    out.add_argument(
+        "--plot", nargs="?", const="-", metavar="FILE", help="used blocks over time here, and as SVG in FILE"
+    )
+    out.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers here")
+    out.add_argument("--against", type=Path, metavar="FILE", help="compare with an earlier --json")
+    return parser
+
+
+def add_setup_flags(parser: argparse.ArgumentParser) -> None:
+    """What is simulated: these commands share it."""
+    what = parser.add_argument_group("Server")
+    what.add_argument("--cost", metavar="FILE", help=f"what steps take; see below [{DEFAULT_COST}]")
+    what.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a limit of the scheduler, the pool or the queue, such as max_num_seqs=32 or num_blocks=4096; repeatable",
+    )
+
+
+def asked_setup(given: argparse.Namespace) -> Setup:
+    """The server that the flags describe. Raises ConfigError."""
+    cost, plain = read_cost(given.cost or DEFAULT_COST)
+    return setup(plain, cost).with_settings(parse_settings(given.set))
+
+
+def asked_trace(given: argparse.Namespace) -> tuple[TraceRow, ...]:
+    """The rows that the flags name. Raises TraceError, ConfigError."""
+    if given.requests is not None and given.requests < 1:
+        raise ConfigError("--requests must be at least 1")
+    return read_trace(given.trace, scale_length=given.scale_len, seed=given.seed)[: given.requests]
+
+
+def _check(given: argparse.Namespace, console: Console) -> int:
+    ok = True
+    for name, (text, compute) in EXERCISES.items():
+        if given.check in (name, "all"):
+            checks = compute()
+            print_checks(f"{name}: {text}", checks, console)
+            ok = ok and all(check.ok for check in checks)
+    for name, (text, compute_with) in WITH_DATA.items():
+        if given.check == name:
+            checks = compute_with(given.data)
+            print_checks(f"{name}: {text}", checks, console)
+            ok = ok and all(check.ok for check in checks)
+    return DONE if ok else FAILED
+
+
+def _simulate(given: argparse.Namespace, console: Console) -> int:
+    slo = parse_slo(given.slo) if given.slo else Slo()
+    if given.lengths is not None:
+        rows = rows_of(given.lengths, given.arrivals, prompt_tokens=given.prompt_tokens)
+        asked = exercise_setup(rows)
+        if given.cost:
+            asked = setup({}, read_cost(given.cost)[0]).with_settings(asked.settings().items())
+        asked = asked.with_settings(parse_settings(given.set))
+    else:
+        rows, asked = asked_trace(given), asked_setup(given)
+    earlier = _earlier(given.against)
+    started = time.perf_counter()
+    outcome = simulate(asked, rows, speed=given.scale_rate)
+    took = time.perf_counter() - started
+    found = report(outcome, slo)
+    name = "lengths" if given.trace is None else given.trace.name
+    print_report(f"{name}, simulated", found, console)
+    if given.lengths is not None:
+        ends = "/".join(f"{one.ended_step}" for one in outcome.requests)
+        console.print(f"{'finish':<14}after steps {ends}", highlight=False)
+    static: StaticOutcome | None = None
+    if given.compare:
+        static = simulate_static(asked, rows, speed=given.scale_rate)
+        print_static(static, found, console)
+    if earlier is not None:
+        _print_comparison(earlier, found, console)
+    if given.plot:
+        _plot(given.plot, outcome, name, static, console)
+    if given.json is not None:
+        _write(given.json, found, asked, given)
+    console.print(
+        f"{len(rows):,} requests simulated in {duration(took)}: {len(rows) / max(took, 1e-9):,.0f} a second",
+        highlight=False,
+    )
+    return FAILED if found.misses else DONE
+
+
+def _plot(where: str, outcome: Outcome, name: str, static: StaticOutcome | None, console: Console) -> None:
+    for line in terminal(outcome):
+        console.print(line, highlight=False, markup=False)
+    if where != "-":
+        blocks = None if static is None else static.outcome.peak_blocks
+        try:
+            Path(where).write_text(svg(outcome, title=f"KV blocks, {name}", static_blocks=blocks), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--plot {where} cannot be written: {error.strerror}") from None
+
+
+def _write(path: Path, found: Report, asked: Setup, given: argparse.Namespace) -> None:
+    plain = {
+        "report": found.as_plain(),
+        "settings": asked.settings(),
+        "cost": asked.cost.as_plain(),
+        "load": {"trace": str(given.trace or ""), "scale_rate": given.scale_rate, "scale_len": given.scale_len},
+    }
+    try:
+        path.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from None
+
+
+def _earlier(path: Path | None) -> dict[str, object] | None:
+    if path is None:
+        return None
+    try:
+        plain = json.loads(path.read_bytes())["report"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--against {path} is no --json of an earlier run: {error}") from None
+    if not isinstance(plain, dict):
+        raise ConfigError(f"--against {path} is no --json of an earlier run")
+    return plain
+
+
+def _print_comparison(earlier: dict[str, object], found: Report, console: Console) -> None:
+    console.print("Against the earlier run:")
+    for one in compare(earlier, found.as_plain()):
+        change = "" if one.ratio is None else f"  x{one.ratio:.3g}"
+        console.print(f"  {one.name:<22}{one.before:>14.6g} -> {one.after:.6g}{change}", highlight=False)
+
+
+def _numbers(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
+    def parse(text: str) -> list[T]:
+        try:
+            return [kind(word) for word in text.split(",")]
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected numbers such as 32,128, got {text!r}") from None
+
+    return parse
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value

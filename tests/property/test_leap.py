@@ -1,0 +1,72 @@
+"""Steps taken at once leave the scheduler, and every request's times, as single steps do: to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire_engine.simulation.cost_model import CostModel
+from quire_engine.simulation.setup import Setup
+from quire_engine.simulation.simulator import Simulation
+from quire_engine.simulation.traces import TraceRow
+
+COST = CostModel(step=0.01, row=0.0003, context=1.7e-6, prompt=((1, 0.01), (64, 0.05)), chunk_context=1e-6)
+ROWS = st.builds(
+    TraceRow,
+    at=st.floats(0, 5),
+    input_tokens=st.integers(1, 90),
+    output_tokens=st.integers(1, 120),
+    blocks=st.lists(st.integers(0, 3), max_size=4).map(tuple),
+    block_tokens=st.just(20),
+)
+
+
+def state(simulation: Simulation) -> tuple[Any, ...]:
+    outcome, kv = simulation.outcome, simulation._scheduler._kv
+    requests = [
+        (r.number, r.refused, r.queue_seconds, r.first_at, r.last_at, r.num_tokens, r.cached_tokens, r.preemptions)
+        for r in outcome.requests
+    ]
+    counts = (outcome.steps, outcome.peak_blocks, outcome.peak_step, outcome.block_steps, outcome.total_preemptions)
+    blocks = (list(kv._pool.free_blocks()), dict(kv._cache._hash_of), kv.total_evictions)
+    return requests, counts, sorted(outcome.gaps), blocks, simulation._scheduler._step, outcome.live
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(ROWS, min_size=1, max_size=12),
+    num_blocks=st.integers(14, 60),
+    max_num_seqs=st.integers(1, 6),
+    policy=st.sampled_from(["fcfs", "priority"]),
+    elder_age=st.sampled_from([0, 64]),
+)
+def test_a_leap_is_so_many_steps(
+    rows: list[TraceRow], num_blocks: int, max_num_seqs: int, policy: str, elder_age: int
+) -> None:
+    asked = replace(Setup(), cost=COST, max_num_queued_reqs=6).with_settings(
+        [
+            *(("num_blocks", num_blocks), ("max_model_len", 256), ("max_num_seqs", max_num_seqs)),
+            *(("max_num_batched_tokens", 64), ("prefill_chunk", 48), ("scheduling_policy", policy)),
+            ("elder_age_steps", elder_age),
+        ]
+    )
+    rows = sorted(rows, key=lambda row: row.at)
+    by_leaps, by_steps = Simulation(asked), Simulation(asked, leaps=False)
+    by_leaps.run(rows)
+    by_steps.run(rows)
+    by_leaps._scheduler.check_invariants()
+    assert state(by_leaps) == state(by_steps)
+
+
+def test_leaps_are_taken() -> None:
+    """Else the property above says nothing."""
+    asked = replace(Setup(), cost=COST)
+    simulation, leapt = Simulation(asked), []
+    take = simulation._leap
+    simulation._leap = lambda due: leapt.append(take(due)) or leapt[-1]  # type: ignore[method-assign]
+    simulation.run([TraceRow(at=float(i), input_tokens=20, output_tokens=100) for i in range(5)])
+    assert sum(leapt) >= 5
+    assert simulation.outcome.steps > 10 * len(leapt)

@@ -1,0 +1,69 @@
+"""`quire simulate`: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quire_server.commands.simulate import run
+
+TRACE = str(Path(__file__).parents[2] / "benchmarks" / "data" / "azure_conv_sample.csv")
+COST = "step=20ms,row=0.2ms,context=0.1us,token=0.1ms"
+
+
+def test_lengths_arrivals_and_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "blocks.svg"
+    assert (
+        run(["--lengths", "32,128,64,256", "--arrivals", "0,2,4,6", "--compare", "static", "--plot", str(picture)]) == 0
+    )
+    out = capsys.readouterr().out
+    assert "after steps 32/130/68/262" in out
+    assert "peak 16 of" in out
+    assert "cumulative 30" in out
+    assert "█" in out
+    assert picture.read_text().startswith("<svg")
+
+
+def test_checks_say_what_was_expected(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--check", "s1.3"]) == 0
+    out = capsys.readouterr().out
+    assert "46.875%" in out
+    assert "DIFFERS" not in out
+
+
+def test_a_trace_its_objectives_and_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = tmp_path / "first.json"
+    load = ["--trace", TRACE, "--requests", "30", "--cost", COST]
+    assert run([*load, "--slo", "ttft_p95=60s", "--json", str(first)]) == 0
+    plain = json.loads(first.read_text())
+    assert plain["report"]["served"] == 30
+    assert plain["settings"]["max_num_seqs"] == 64
+    capsys.readouterr()
+    assert run([*load, "--slo", "itl_p50=1ms", "--against", str(first), "--set", "max_num_seqs=2"]) == 1
+    out = capsys.readouterr().out
+    assert "MISSED" in out
+    assert "request_rate" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["--trace", TRACE], "quire calibrate"),
+        (["--trace", "absent.csv", "--cost", COST], "cannot be read"),
+        (["--trace", TRACE, "--cost", COST, "--set", "speed=9"], "speed is no setting"),
+        (["--trace", TRACE, "--cost", COST, "--slo", "ttft=1"], "QUANTITY_STATISTIC"),
+        (["--trace", TRACE, "--cost", COST, "--against", "absent.json"], "--against"),
+        (["--lengths", "3,4", "--arrivals", "1"], "2 lengths and 1 arrivals"),
+        (["--check", "v3", "--data", "absent"], "conversation_trace.jsonl"),
+    ],
+)
+def test_what_cannot_work_is_one_line(
+    argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(argv) == 2
+    said = capsys.readouterr().err
+    assert complaint in said
+    assert said.count("\n") == 1

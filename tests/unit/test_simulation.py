@@ -1,0 +1,219 @@
+"""Simulated runs: published numbers, times by hand, the queue's limits, static batches, what a report says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from quire_engine.batch import Batch
+from quire_engine.errors import ConfigError
+from quire_engine.limits import SchedulerConfig, SchedulerLimits
+from quire_engine.simulation.comparison import compare
+from quire_engine.simulation.cost_model import UNIT_STEPS, CostModel, cost_model, read_cost, seconds
+from quire_engine.simulation.lengths import exercise_setup, rows_of
+from quire_engine.simulation.plotting import svg, terminal
+from quire_engine.simulation.prefix_study import hit_rate
+from quire_engine.simulation.published import EXERCISES, poisson, queue_of_one
+from quire_engine.simulation.report import jain, report
+from quire_engine.simulation.setup import Setup, parse_settings, setup
+from quire_engine.simulation.simulator import simulate
+from quire_engine.simulation.slo import parse_slo
+from quire_engine.simulation.static_batching import simulate_static
+from quire_engine.simulation.traces import TraceRow, read_trace
+
+DATA = Path(__file__).parents[2] / "benchmarks" / "data"
+COST = CostModel(step=0.02, row=0.001, context=1e-6, prompt=((1, 0.02), (512, 0.5)), chunk_context=1e-6)
+
+
+def row(at: float = 0.0, inputs: int = 10, outputs: int = 3, tenant: str = "") -> TraceRow:
+    return TraceRow(at=at, input_tokens=inputs, output_tokens=outputs, tenant=tenant)
+
+
+@pytest.mark.parametrize("name", sorted(set(EXERCISES) - {"v10"}))
+def test_published_numbers(name: str) -> None:
+    checks = EXERCISES[name][1]()
+    assert [check for check in checks if not check.ok] == []
+    assert len(checks) >= 2
+
+
+def test_v10_the_queue_of_one_slot_is_m_d_1() -> None:
+    """In full by `quire simulate --check v10`; here fewer requests, and each wait against Lindley's recursion."""
+    (check,) = queue_of_one(10_000, loads=(0.5,))
+    assert check.got == pytest.approx(check.expected, rel=0.06)
+    rows, free, waits = poisson(1_000, 0.7, seed=3), 0.0, []
+    for one in rows:
+        begins = max(one.at, free)
+        waits.append(begins - one.at)
+        free = begins + 1.0
+    limits = SchedulerLimits(enable_prefix_caching=False, max_num_seqs=1, max_bypasses=0)
+    asked = replace(
+        Setup(), scheduler=SchedulerConfig(num_blocks=8, max_model_len=64, limits=limits), max_num_queued_reqs=1_000
+    )
+    got = [served.first_at - served.at - 1.0 for served in simulate(asked, rows).done]
+    assert got == pytest.approx(waits)
+
+
+def test_v2_v3_prefix_hits_by_the_size_of_the_cache() -> None:
+    """The published sizes need the whole traces: `quire simulate --check v3 --data DIR`."""
+    rows = [
+        TraceRow(at=0.0, input_tokens=tokens, output_tokens=1, blocks=blocks, block_tokens=10)
+        for tokens, blocks in ((25, (1, 2, 3)), (30, (4, 5, 6)), (25, (1, 2, 3)), (29, (1, 2, 7)), (30, (4, 9, 6)))
+    ]
+    infinite = hit_rate(rows)
+    assert (infinite.hit_tokens, infinite.hit_blocks, infinite.prompt_tokens) == (25 + 20 + 10, 3 + 2 + 1, 139)
+    assert hit_rate(rows, 6) == replace(infinite, blocks=6, hit_tokens=25 + 20 + 10)
+    assert hit_rate(rows, 4).hit_tokens == 10 + 20, "of the third prompt block 1 is left, the last to be reused"
+    sample = hit_rate(read_trace(DATA / "mooncake_conversation_sample.jsonl"))
+    assert (sample.hit_blocks, sample.asked_blocks) == (59, 1486), "all but one share the first block"
+
+
+def test_prefix_hits_come_from_the_real_cache_too() -> None:
+    """A pool that holds everything hits what the study says, but for the block that is recomputed at the least."""
+    rows = [replace(one, at=100.0 * i) for i, one in enumerate(read_trace(DATA / "mooncake_conversation_sample.jsonl"))]
+    asked = Setup(cost=COST).with_settings([("num_blocks", 60_000), ("max_model_len", 200_000)])
+    found = report(simulate(asked, rows[:12]))
+    study = hit_rate(rows[:12])
+    assert 0 <= study.hit_tokens - found.cached_tokens <= 12 * 16
+
+
+def test_a_request_alone_takes_what_its_steps_take() -> None:
+    found = simulate(Setup(cost=COST), [row(at=5.0, inputs=100, outputs=3)])
+    (one,) = found.done
+    assert one.at == 5.0
+    assert one.ttft == pytest.approx(COST.prompt_seconds(100))
+    assert one.e2e - one.ttft == pytest.approx(2 * 0.021 + 101e-6 + 102e-6)
+    assert list(found.gaps) == pytest.approx([0.021 + 101e-6, 0.021 + 102e-6])
+
+
+def test_a_long_prompt_is_computed_in_chunks_that_look_back() -> None:
+    seen: list[int] = []
+
+    def watch(batch: Batch, began: float, ended: float) -> None:
+        seen.append(batch.num_tokens)
+        before = sum(item.start * item.num_tokens for item in batch.items)
+        assert ended - began == pytest.approx(COST.prompt_seconds(batch.num_tokens) + 1e-6 * before)
+
+    simulate(Setup(cost=COST), [row(inputs=1500, outputs=1)], watch=watch)
+    assert sum(seen) == 1500
+    assert max(seen) == 512
+
+
+def test_requests_beyond_the_queue_are_refused() -> None:
+    asked = Setup(cost=COST, max_num_queued_reqs=1).with_settings([("max_num_seqs", 2)])
+    found = report(simulate(asked, [row(outputs=50) for _ in range(5)]))
+    assert (found.served, found.refused) == (3, {"max_num_queued_reqs": 2})
+    by_tokens = replace(asked, max_num_queued_tokens=25)
+    assert report(simulate(by_tokens, [row(outputs=50) for _ in range(5)])).refused == {"max_num_queued_tokens": 3}
+    too_long = report(simulate(asked, [row(inputs=70_000)]))
+    assert too_long.refused == {"infeasible": 1}
+
+
+def test_planning_ahead_hides_no_step() -> None:
+    """With a step in flight the same steps are computed one after the other; none overlaps another."""
+    asked = Setup(cost=COST).with_settings([("plans_ahead", True)])
+    spans: list[tuple[float, float]] = []
+    found = simulate(asked, [row(at=0.1 * i, outputs=20) for i in range(6)], watch=lambda _, a, b: spans.append((a, b)))
+    assert all(before[1] <= after[0] for before, after in pairwise(spans))
+    assert [one.num_tokens for one in found.done] == [20] * 6
+
+
+def test_static_batches_wait_for_their_longest() -> None:
+    asked = Setup(cost=UNIT_STEPS).with_settings([("max_num_seqs", 2)])
+    static = simulate_static(asked, [row(outputs=2), row(outputs=10), row(outputs=1)])
+    assert [one.last_at for one in static.outcome.requests] == [2.0, 10.0, 11.0]
+    assert (static.batches, static.slot_steps, static.useful_steps) == (2, 21, 13)
+
+
+def test_fairness_and_littles_law() -> None:
+    assert jain([1, 1, 1]) == pytest.approx(1)
+    assert jain([1, 0, 0, 0]) == pytest.approx(0.25)
+    rows = [replace(one, tenant="ab"[i % 2]) for i, one in enumerate(poisson(400, 2.0, output_tokens=8, seed=5))]
+    found = report(simulate(Setup(cost=COST), rows))
+    assert found.little_residual == pytest.approx(0, abs=0.05)
+    assert [(one.tenant, one.requests) for one in found.tenants] == [("a", 200), ("b", 200)]
+    assert found.tenants[0].service == 200 * (1 + 2 * 8)
+    assert found.jain == pytest.approx(1, abs=1e-3)
+
+
+def test_objectives() -> None:
+    slo = parse_slo("ttft_p95=2s,itl_p99=150ms")
+    found = report(simulate(Setup(cost=COST), [row(outputs=9)]), slo)
+    assert (found.misses, found.good) == ({}, 1)
+    strict = report(simulate(Setup(cost=COST), [row(outputs=9)]), parse_slo("itl_p99=15ms"))
+    assert list(strict.misses) == ["itl_p99"]
+    assert strict.good == 0
+    for text in ("ttft=2s", "ttft_p42=2s", "ttft_p95", "ttft_p95=soon", ""):
+        with pytest.raises(ConfigError):
+            parse_slo(text)
+
+
+@pytest.mark.parametrize(("text", "value"), [("20ms", 0.02), ("3us", 3e-6), ("1.5s", 1.5), ("2", 2.0)])
+def test_times(text: str, value: float) -> None:
+    assert seconds(text, "x") == pytest.approx(value)
+
+
+def test_cost_models_are_checked(tmp_path: Path) -> None:
+    assert read_cost("step=20ms,token=1ms")[0].prompt_seconds(100) == pytest.approx(0.12)
+    assert cost_model(COST.as_plain()) == COST
+    assert COST.prompt_seconds(1023) == pytest.approx(0.02 + 0.48 * 1022 / 511)
+    falling = {"step": 1, "prompt": [[1, 2.0], [8, 1.0]]}
+    for plain in (falling, {"step": -1}, {}, {"prompt": 3}):
+        with pytest.raises(ConfigError, match="quire calibrate"):
+            cost_model(plain)
+    for text in ("stop=1", str(tmp_path), str(tmp_path / "absent")):
+        with pytest.raises(ConfigError):
+            read_cost(text)
+
+
+def test_settings_by_name() -> None:
+    changed = Setup().with_settings(parse_settings(["--max-num-seqs=7", "enable_prefix_caching=off", "itl_target=0.5"]))
+    limits = changed.scheduler.limits
+    assert (limits.max_num_seqs, limits.enable_prefix_caching, limits.itl_target) == (7, False, 0.5)
+    assert setup({"settings": changed.settings()}, UNIT_STEPS) == changed
+    for text in ("max_num_seqs", "nonsense=3", "max_num_seqs=many", "max_num_seqs=600", "scheduling_policy=best"):
+        with pytest.raises(ConfigError):
+            Setup().with_settings(parse_settings([text]))
+
+
+def test_traces_of_our_own_and_of_servegen(tmp_path: Path) -> None:
+    own = tmp_path / "own.jsonl"
+    own.write_text(
+        '{"at": 3.5, "input_tokens": 9, "output_tokens": 2, "tenant": "t", "blocks": [1], "block_tokens": 8}\n'
+    )
+    assert read_trace(own) == (
+        TraceRow(at=0.0, input_tokens=9, output_tokens=2, tenant="t", blocks=(1,), block_tokens=8),
+    )
+    drawn = tmp_path / "clients.json"
+    lengths = {"input_q5": [1, 5, 9], "output_q5": [2, 2, 4]}
+    clients = [
+        {"client": number, "pattern": pattern, "params": [0.9, 0.1], **lengths}
+        for number, pattern in enumerate(("Gamma", "Weibull"), start=1)
+    ]
+    drawn.write_text(json.dumps({"window_s": 60, "clients": clients}))
+    rows = read_trace(drawn)
+    assert rows == read_trace(drawn)
+    assert rows != read_trace(drawn, seed=1)
+    assert {one.tenant for one in rows} == {"1", "2"}
+    assert 900 < len(rows) < 1500
+    assert {one.input_tokens for one in rows} == set(range(1, 10))
+
+
+def test_pictures_show_the_peak() -> None:
+    rows = rows_of((32, 128, 64, 256), (0, 2, 4, 6))
+    outcome = simulate(exercise_setup(rows), rows)
+    picture = svg(outcome, title="a < b", static_blocks=64)
+    assert "peak 16 blocks, step 118" in picture
+    assert "static slots 64 blocks" in picture
+    assert "a &lt; b" in picture
+    lines = terminal(outcome, width=40, height=4)
+    assert lines[0].strip().startswith("16")
+    assert "█" in lines[0]
+
+
+def test_a_comparison_names_what_changed() -> None:
+    found = compare({"a": {"b": 1, "c": 2}, "d": 5, "e": None}, {"a": {"b": 2, "c": 2}, "d": 5, "e": 1, "f": 1})
+    assert [(one.name, one.before, one.after, one.ratio) for one in found] == [("a.b", 1.0, 2.0, 2.0)]
