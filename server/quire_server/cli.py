@@ -18,6 +18,7 @@ COMMANDS = {
     "serve": ("quire_server.commands.serve", "serve a model over the OpenAI HTTP API"),
     "bench": ("quire_bench.command", "put load on servers and say how fast they are"),
     "eval-quant": ("quire_server.commands.eval_quant", "measure what int8 and int4 cost a model"),
+    "calibrate": ("quire_server.commands.calibrate", "measure what steps take on this machine, for simulate and plan"),
     "simulate": ("quire_server.commands.simulate", "run a load through the scheduler without a machine"),
     "verify": ("quire_server.commands.verify", "check that this machine computes what it should"),
     "build-kernels": ("quire_server.commands.build_kernels", "compile the CPU kernels now, not at the first start"),

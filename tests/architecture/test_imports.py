@@ -45,7 +45,7 @@ FOLDERS = {
     "quire_engine.simulation": {"*", "scheduling"},
     "quire_engine.execution": {"*"},
     "quire_engine.process": {"*"},
-    "quire_engine.tools": {"*", "execution", "demo"},
+    "quire_engine.tools": {"*", "execution", "demo", "simulation"},
     "quire_engine.demo": set(),
     "quire_server.wire": {"errors", "answering.options", "answering.vector_options"},
     "quire_server.text": {"errors"},

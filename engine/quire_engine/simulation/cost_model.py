@@ -12,12 +12,40 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire_engine.batch import Batch
 from quire_engine.errors import ConfigError
 
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+class StepSizes(NamedTuple):
+    """All of a step that its time depends on."""
+
+    num_tokens: int
+    num_decodes: int
+    context: int  # tokens that slices of one token look at
+    before: int  # for longer slices: tokens of the slice x tokens before it
+
+    @property
+    def has_prompts(self) -> bool:
+        return self.num_tokens != self.num_decodes
+
+
+def step_sizes(batch: Batch) -> StepSizes:
+    """The sizes of a planned step."""
+    if batch.num_tokens == batch.num_decodes:
+        context = sum([item.start + 1 for item in batch.items])
+        return StepSizes(batch.num_tokens, batch.num_decodes, context, 0)
+    context = before = 0
+    for item in batch.items:
+        num_tokens = len(item.token_ids)
+        if num_tokens == 1:
+            context += item.start + 1
+        else:
+            before += num_tokens * item.start
+    return StepSizes(batch.num_tokens, batch.num_decodes, context, before)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,16 +87,14 @@ class CostModel:
 
     def seconds(self, batch: Batch) -> float:
         """A step as the scheduler planned it."""
-        if batch.num_tokens == batch.num_decodes:
-            return self.decode_seconds(batch.num_decodes, sum([item.start + 1 for item in batch.items]))
-        looked_at = before = 0
-        for item in batch.items:
-            num_tokens = len(item.token_ids)
-            if num_tokens == 1:
-                looked_at += item.start + 1
-            else:
-                before += num_tokens * item.start
-        return self.prompt_seconds(batch.num_tokens) + self.context * looked_at + self.chunk_context * before
+        return self.seconds_of(step_sizes(batch))
+
+    def seconds_of(self, sizes: StepSizes) -> float:
+        """A step of these sizes."""
+        if not sizes.has_prompts:
+            return self.decode_seconds(sizes.num_decodes, sizes.context)
+        of_prompts = self.prompt_seconds(sizes.num_tokens)
+        return of_prompts + self.context * sizes.context + self.chunk_context * sizes.before
 
     def as_plain(self) -> dict[str, Any]:
         """For JSON."""

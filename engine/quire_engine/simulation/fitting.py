@@ -1,0 +1,198 @@
+"""From measured steps to a cost model: robust non-negative least squares for decodes, a rising table for prompts.
+
+Promises: outliers move nothing far; no coefficient is below 0; the stated error is that of steps that were held out.
+Must not know: how steps were measured, torch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
+from statistics import fmean, median
+from typing import Any
+
+from quire_engine.errors import ConfigError
+from quire_engine.simulation.cost_model import CostModel, StepSizes
+
+_HELD_OUT = 0.2
+_ROUNDS = 12  # of reweighting
+_HUBER = 1.5  # residuals beyond so many robust deviations count less
+_BUCKETS_PER_DOUBLING = 2
+_FEWEST = 8  # measured steps of a kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A step that was measured."""
+
+    sizes: StepSizes
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitError:
+    """Of steps that the fit had not seen: |predicted - measured| / measured."""
+
+    decode_steps: int
+    decode_median: float
+    decode_mean: float
+    prompt_steps: int
+    prompt_median: float
+    prompt_mean: float
+
+    def as_plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def fit(samples: Sequence[Sample], *, seed: int = 0) -> tuple[CostModel, FitError]:
+    """A model of all samples, and the error of one of four fifths of them on the rest. Raises ConfigError."""
+    shuffled = list(samples)
+    random.Random(seed).shuffle(shuffled)
+    held = max(1, round(_HELD_OUT * len(shuffled)))
+    return fit_all(samples), error_of(fit_all(shuffled[held:]), shuffled[:held])
+
+
+def error_of(model: CostModel, samples: Sequence[Sample]) -> FitError:
+    """How far a model is off."""
+
+    def errors(of_prompts: bool) -> list[float]:
+        chosen = [sample for sample in samples if sample.sizes.has_prompts == of_prompts]
+        return [abs(model.seconds_of(one.sizes) - one.seconds) / one.seconds for one in chosen]
+
+    decode, prompt = errors(False), errors(True)
+    return FitError(
+        decode_steps=len(decode),
+        decode_median=median(decode) if decode else 0.0,
+        decode_mean=fmean(decode) if decode else 0.0,
+        prompt_steps=len(prompt),
+        prompt_median=median(prompt) if prompt else 0.0,
+        prompt_mean=fmean(prompt) if prompt else 0.0,
+    )
+
+
+def fit_all(samples: Sequence[Sample]) -> CostModel:
+    """The model of all samples. Raises ConfigError if there are too few of a kind."""
+    decodes = [one for one in samples if not one.sizes.has_prompts]
+    prompts = [one for one in samples if one.sizes.has_prompts]
+    if len(decodes) < _FEWEST or len(prompts) < _FEWEST:
+        raise ConfigError(
+            f"{len(decodes)} steps of decodes and {len(prompts)} with prompts are too few to fit; measure for longer"
+        )
+    rows = [(1.0, float(one.sizes.num_decodes), float(one.sizes.context)) for one in decodes]
+    step, row, context = least_squares(rows, [one.seconds for one in decodes])
+    model = CostModel(step=step, row=row, context=context)
+    # The slope from a table of chunks that begin their prompts, then the table from all.
+    looked_back = [one for one in prompts if one.sizes.before > one.sizes.num_tokens]
+    first = [one for one in prompts if one.sizes.before <= one.sizes.num_tokens]
+    if len(looked_back) >= _FEWEST and len(first) >= _FEWEST:
+        model = replace(model, prompt=_table(first, model))
+        (chunk_context,) = least_squares(
+            [(float(one.sizes.before),) for one in looked_back],
+            [one.seconds - model.seconds_of(one.sizes) for one in looked_back],
+            relative_to=[one.seconds for one in looked_back],
+        )
+        model = replace(model, chunk_context=chunk_context)
+    return replace(model, prompt=_table(prompts, model))
+
+
+def _table(samples: Sequence[Sample], model: CostModel) -> tuple[tuple[int, float], ...]:
+    """What is left of steps with prompts without what their attention reads."""
+    points = []
+    for one in samples:
+        looked_at = model.context * one.sizes.context + model.chunk_context * one.sizes.before
+        points.append((one.sizes.num_tokens, one.seconds - looked_at))
+    return rising_table(points)
+
+
+def least_squares(
+    rows: Sequence[tuple[float, ...]], values: Sequence[float], *, relative_to: Sequence[float] | None = None
+) -> tuple[float, ...]:
+    """Coefficients of at least 0 with the least robust sum of squared relative residuals.
+
+    Residuals count as shares of `relative_to`, by default of the values: a step of 1 ms matters like one of 100 ms.
+    """
+    scale = [1.0 / max(value, 1e-12) for value in (relative_to or values)]
+    weights = [1.0] * len(rows)
+    found: tuple[float, ...] = (0.0,) * len(rows[0])
+    for _ in range(_ROUNDS):
+        found = _non_negative(rows, values, [w * s * s for w, s in zip(weights, scale, strict=True)])
+        residuals = [
+            abs(sum(c * x for c, x in zip(found, row, strict=True)) - value) * s
+            for row, value, s in zip(rows, values, scale, strict=True)
+        ]
+        deviation = 1.4826 * median(residuals)
+        if deviation <= 1e-12:
+            break
+        weights = [min(1.0, _HUBER * deviation / max(residual, 1e-12)) for residual in residuals]
+    return found
+
+
+def rising_table(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Medians of buckets of sizes, made to rise by pooling neighbours that fall."""
+    buckets: dict[int, list[tuple[int, float]]] = {}
+    for size, seconds in points:
+        buckets.setdefault(_bucket(size), []).append((size, seconds))
+    pools: list[tuple[float, float, list[int]]] = []  # weight, seconds, sizes
+    for _, members in sorted(buckets.items()):
+        size, seconds = round(median(m[0] for m in members)), max(median(m[1] for m in members), 1e-9)
+        pools.append((float(len(members)), seconds, [size]))
+        while len(pools) > 1 and pools[-2][1] > pools[-1][1]:
+            (w2, s2, sizes2), (w1, s1, sizes1) = pools.pop(), pools.pop()
+            pools.append((w1 + w2, (w1 * s1 + w2 * s2) / (w1 + w2), sizes1 + sizes2))
+    return tuple((size, seconds) for _, seconds, sizes in pools for size in sizes)
+
+
+def _bucket(size: int) -> int:
+    """Sizes up to 8 by themselves, then so many to a doubling."""
+    if size <= 8:
+        return size
+    doublings = size.bit_length() - 1
+    part = (size - (1 << doublings)) * _BUCKETS_PER_DOUBLING >> doublings
+    return 8 + (doublings - 3) * _BUCKETS_PER_DOUBLING + part + 1
+
+
+def _non_negative(
+    rows: Sequence[tuple[float, ...]], values: Sequence[float], weights: Sequence[float]
+) -> tuple[float, ...]:
+    """The best of all choices of coefficients that are not 0: with three of them there are seven."""
+    width = len(rows[0])
+    gram = [
+        [sum(w * r[i] * r[j] for r, w in zip(rows, weights, strict=True)) for j in range(width)] for i in range(width)
+    ]
+    moment = [sum(w * r[i] * v for r, v, w in zip(rows, values, weights, strict=True)) for i in range(width)]
+    best, least = (0.0,) * width, 0.0
+    for count in range(1, width + 1):
+        for chosen in combinations(range(width), count):
+            solved = _solve([[gram[i][j] for j in chosen] for i in chosen], [moment[i] for i in chosen])
+            if solved is None or min(solved) < 0:
+                continue
+            full = [0.0] * width
+            for i, value in zip(chosen, solved, strict=True):
+                full[i] = value
+            loss = sum(
+                full[i] * (sum(gram[i][j] * full[j] for j in range(width)) - 2 * moment[i]) for i in range(width)
+            )
+            if loss < least:
+                best, least = tuple(full), loss
+    return best
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
+    """Gauss with pivots over columns of like size; None where they depend on each other."""
+    size = len(right)
+    scale = [matrix[i][i] ** 0.5 for i in range(size)]
+    if min(scale) <= 0:
+        return None
+    rows = [[matrix[i][j] / (scale[i] * scale[j]) for j in range(size)] + [right[i] / scale[i]] for i in range(size)]
+    for column in range(size):
+        pivot = max(range(column, size), key=lambda row: abs(rows[row][column]))
+        if abs(rows[pivot][column]) < 1e-10:
+            return None
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        for row in range(size):
+            if row != column:
+                factor = rows[row][column] / rows[column][column]
+                rows[row] = [a - factor * b for a, b in zip(rows[row], rows[column], strict=True)]
+    return [rows[i][size] / rows[i][i] / scale[i] for i in range(size)]

@@ -1,0 +1,68 @@
+"""`quire calibrate`: steps of the engine that serves, measured, fitted and written for a simulation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quire_engine.config import EngineConfig
+from quire_engine.demo import demo_model_path
+from quire_engine.limits import SchedulerLimits
+from quire_engine.simulation.cost_model import read_cost
+from quire_engine.simulation.setup import setup
+from quire_engine.simulation.simulator import simulate
+from quire_engine.simulation.traces import TraceRow
+from quire_engine.tools.calibrate import calibrate
+from quire_server.commands import calibrate as command
+
+
+@pytest.fixture(scope="module")
+def calibration() -> dict[str, object]:
+    limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=64, prefill_chunk=64)
+    config = EngineConfig(model=str(demo_model_path()), limits=limits, max_model_len=256, num_threads=1, device="cpu")
+    return calibrate(config, 0.3)
+
+
+def test_a_calibration_is_a_server_to_simulate(calibration: dict[str, object], tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps(calibration))
+    cost, plain = read_cost(str(path))
+    assert cost.decode_seconds(1, 10) > 0
+    assert cost.prompt[-1][0] <= 64
+    assert cost.prompt_seconds(64) > cost.prompt_seconds(1)
+    asked = setup(plain, cost)
+    assert asked.scheduler.limits.max_num_seqs == 4
+    assert asked.scheduler.max_model_len == 256
+    outcome = simulate(asked, [TraceRow(at=0.0, input_tokens=50, output_tokens=8)])
+    assert outcome.done[0].num_tokens == 8
+
+
+def test_the_origin_tells_model_and_machine(calibration: dict[str, object]) -> None:
+    cost = calibration["cost"]
+    assert isinstance(cost, dict)
+    assert set(cost["origin"]) >= {"hash", "model", "kernels", "threads", "processor", "measured"}
+    assert isinstance(calibration["num_samples"], int)
+    assert calibration["num_samples"] > 50
+
+
+def test_the_command_writes_what_the_child_says(
+    calibration: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def ask(tool: str, question: object, reply_type: object, *, timeout: float) -> list[dict[str, object]]:
+        asked.append(tool)
+        return [calibration]
+
+    monkeypatch.setattr(command, "ask", ask)
+    out = tmp_path / "out.json"
+    assert command.run(["--seconds", "1", "--out", str(out), "--", "--max-num-queued-reqs", "9"]) == 0
+    assert asked == ["calibrate"]
+    assert json.loads(out.read_bytes())["settings"]["max_num_queued_reqs"] == 9
+    said = capsys.readouterr().out
+    assert "held out" in said
+    assert "tokens/s" in said
+    assert command.run(["--out", str(tmp_path / "no" / "out.json")]) == 2
+    assert command.run(["--out", str(out), "--", "--no-such-flag"]) == 2
