@@ -1,0 +1,69 @@
+"""The load and the times of a step log, for a simulation with other settings.
+
+Promises: requests come when they came, with the lengths that they turned out to have, and share what they shared. Must
+not know: the scheduler's state, which settings are changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quire_engine.errors import ConfigError
+from quire_engine.simulation.cost_model import CostModel
+from quire_engine.simulation.fitting import fit_all
+from quire_engine.simulation.recorded import Recording
+from quire_engine.simulation.report import Distribution
+from quire_engine.simulation.traces import TraceRow
+
+
+def fitted_cost(recording: Recording) -> CostModel:
+    """What the recorded steps took. Raises ConfigError for a log with too few of a kind."""
+    try:
+        return fit_all(recording.samples())
+    except ConfigError as error:
+        raise ConfigError(f"the log's own steps make no cost model: {error}; give one with --cost") from None
+
+
+def load_of(recording: Recording) -> tuple[TraceRow, ...]:
+    """A row for each request, the first at 0 s; n choices count as one of all their tokens. Raises ConfigError."""
+    said: dict[str, int] = {}
+    for step in recording.steps:
+        for name, _, _, count in step["ends"]:
+            said[name] = said.get(name, 0) + count
+    numbers: dict[str, int] = {}
+    rows = []
+    for entry in recording.entries:
+        if entry.kind != "submit":
+            continue
+        asked = entry.plain["request"]
+        rows.append(
+            TraceRow(
+                at=float(asked.get("arrival_time") or entry.plain["at"]),
+                input_tokens=asked["num_prompt_tokens"],
+                output_tokens=max(1, said.get(entry.request_id, asked["max_new_tokens"])),
+                blocks=tuple(numbers.setdefault(one, len(numbers)) for one in entry.plain.get("block_hashes", ())),
+                block_tokens=recording.config.limits.block_size,
+                tenant=str(asked.get("tenant", "")),
+            )
+        )
+    if not rows:
+        raise ConfigError("the log has no submission; `quire trace --json` writes them with the steps")
+    rows.sort(key=lambda row: row.at)
+    return tuple(replace(row, at=row.at - rows[0].at) for row in rows)
+
+
+def measured(recording: Recording) -> Distribution:
+    """Times to the first token: from arrival to the result of the step that computed the end of the prompt."""
+    arrived: dict[str, float] = {}
+    prompts: dict[str, int] = {}
+    first: dict[str, float] = {}
+    for entry in recording.entries:
+        if entry.kind == "submit":
+            asked = entry.plain["request"]
+            arrived[entry.request_id] = float(asked.get("arrival_time") or entry.plain["at"])
+            prompts[entry.request_id] = asked["num_prompt_tokens"]
+        elif entry.kind == "step" and entry.plain["applied_at"] is not None:
+            for name, _, start, num_tokens in entry.plain["slices"]:
+                if name not in first and start + num_tokens >= prompts.get(name, 1 << 62):
+                    first[name] = float(entry.plain["applied_at"])
+    return Distribution.of([at - arrived[name] for name, at in first.items()])

@@ -1,0 +1,138 @@
+"""A step log as it was written: JSON lines of events and steps, read into calls in their order.
+
+Promises: what `scheduling.step_log` writes is read whole, another format or a torn line is refused with its number.
+Must not know: how a log is replayed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from quire_engine.errors import ConfigError
+from quire_engine.limits import SchedulerConfig, SchedulerLimits
+from quire_engine.simulation.cost_model import StepSizes
+from quire_engine.simulation.fitting import Sample
+
+_FORMAT = 1
+_KINDS = ("submit", "abort", "fail", "end", "step")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One line of a log: an event, or a step."""
+
+    kind: str
+    ordinal: int
+    plain: Mapping[str, Any]
+
+    @property
+    def request_id(self) -> str:
+        return str(self.plain["request_id"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """A whole log."""
+
+    config: SchedulerConfig
+    first_step: int
+    entries: tuple[Entry, ...]
+    unknown_settings: tuple[str, ...] = ()  # of a later version: this scheduler does not have them
+
+    @property
+    def steps(self) -> Iterator[Mapping[str, Any]]:
+        """The steps, in order."""
+        return (entry.plain for entry in self.entries if entry.kind == "step")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has every input of the plans: the ring had not dropped its beginning."""
+        return self.first_step <= 1
+
+    def samples(self) -> list[Sample]:
+        """What its steps took, for a cost model."""
+        return [
+            Sample(sizes=sizes_of(step), seconds=float(step["seconds"])) for step in self.steps if step["seconds"] > 0
+        ]
+
+
+def sizes_of(step: Mapping[str, Any]) -> StepSizes:
+    """As `cost_model.step_sizes` has it of the batch."""
+    context = before = 0
+    for _, _, start, num_tokens in step["slices"]:
+        if num_tokens == 1:
+            context += start + 1
+        else:
+            before += num_tokens * start
+    return StepSizes(step["prefill_tokens"] + step["decode_tokens"], step["decode_tokens"], context, before)
+
+
+@dataclass(slots=True)
+class _Reading:
+    config: Mapping[str, Any] | None = None
+    entries: list[Entry] = field(default_factory=list)
+
+
+def read_log(path: Path) -> Recording:
+    """Raises ConfigError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    reading = _Reading()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            _take(json.loads(line), reading)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{path}:{number}: {_reason(error)}") from None
+    if reading.config is None:
+        raise ConfigError(f"{path} is no step log: it has no line of kind config; `quire trace --json` writes one")
+    config, unknown = _config(reading.config["config"], path)
+    entries = tuple(sorted(reading.entries, key=lambda entry: entry.ordinal))
+    first = int(reading.config.get("first_step", 1))
+    return Recording(config=config, first_step=first, entries=entries, unknown_settings=unknown)
+
+
+def _take(plain: dict[str, Any], reading: _Reading) -> None:
+    kind = plain["kind"]
+    if kind == "config":
+        if plain.get("format") != _FORMAT:
+            raise ValueError(f"the log has format {plain.get('format')!r}; this version reads {_FORMAT}")
+        reading.config = plain
+        return
+    if kind not in _KINDS:
+        raise ValueError(f"entries of kind {kind!r} are unknown")
+    if kind == "step":
+        plain = {"applied_at": None, "applied_ordinal": None, "forced": [], "starved": [], "ends": [], **plain}
+        for name in ("step_id", "planned_at", "slices", "prefill_tokens", "decode_tokens", "seconds"):
+            plain[name]
+    else:
+        plain["request_id"]
+    reading.entries.append(Entry(kind=kind, ordinal=int(plain["ordinal"]), plain=plain))
+
+
+def _config(plain: Mapping[str, Any], path: Path) -> tuple[SchedulerConfig, tuple[str, ...]]:
+    limits = dict(plain["limits"])
+    known = {one.name for one in fields(SchedulerLimits)}
+    unknown = tuple(sorted(set(limits) - known))
+    try:
+        config = SchedulerConfig(
+            num_blocks=plain["num_blocks"],
+            max_model_len=plain["max_model_len"],
+            plans_ahead=plain.get("plans_ahead", False),
+            limits=SchedulerLimits(**{name: value for name, value in limits.items() if name in known}),
+        )
+        config.check()
+    except (TypeError, KeyError) as error:
+        raise ConfigError(f"{path}: the configuration is not one: {_reason(error)}") from None
+    return config, unknown
+
+
+def _reason(error: Exception) -> str:
+    return f"there is no {error}" if isinstance(error, KeyError) else str(error)

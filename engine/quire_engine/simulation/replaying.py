@@ -1,0 +1,173 @@
+"""The recorded calls made again on a scheduler of the same configuration: whether it makes the same plans (I18).
+
+Promises: nothing is taken over from the log but what came from outside of the scheduler; the first difference is told
+with both sides. Must not know: cost models, how a log is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
+from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.simulation.contents import STOP, Contents
+from quire_engine.simulation.recorded import Entry, Recording
+from quire_engine.types import GenerationRequest, SamplingParams, StopParams
+
+_SAME_NAMES = {one.name for one in fields(GenerationRequest)} & {
+    *("n", "priority", "arrival_time", "pooling", "tenant", "weight", "service_class", "deadline")
+}
+_OWN_RULES = SamplingParams(presence_penalty=1.0)  # of a request whose plans need its tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The first step that was planned differently."""
+
+    step_id: int
+    what: str
+    recorded: object
+    replayed: object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What came of it."""
+
+    steps: int  # equal ones
+    requests: int
+    difference: Difference | None
+
+
+def replay(recording: Recording) -> Replay:
+    """Make every call again, up to the first difference. Raises ValueError for a log that lacks its beginning."""
+    if not recording.is_whole:
+        raise ValueError(
+            f"the log begins with step {recording.first_step}: what was live before is not in it, so plans cannot be"
+            " compared; a longer --step-log keeps more steps"
+        )
+    return _Replayer(recording).run()
+
+
+class _Replayer:
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._scheduler = Scheduler(recording.config)
+        self._contents = Contents(recording.entries, recording.config.limits.block_size)
+        self._names: dict[int, tuple[str, int]] = {}  # request and choice by sequence
+        self._launched: dict[int, Batch] = {}
+        self._steps = self._requests = 0
+
+    def run(self) -> Replay:
+        difference = None
+        for _, is_plan, entry in sorted(self._calls(), key=lambda call: call[0]):
+            difference = self._call(entry, is_plan)
+            if difference is not None:
+                break
+        return Replay(steps=self._steps, requests=self._requests, difference=difference)
+
+    def _calls(self) -> Iterator[tuple[int, bool, Entry]]:
+        """With their ordinals; a step is two calls, its plan and the application of its result."""
+        for entry in self._recording.entries:
+            yield entry.ordinal, True, entry
+            if entry.kind == "step" and entry.plain["applied_ordinal"] is not None:
+                yield int(entry.plain["applied_ordinal"]), False, entry
+
+    def _call(self, entry: Entry, is_plan: bool) -> Difference | None:
+        match entry.kind:
+            case "submit":
+                self._submit(entry)
+            case "abort":
+                self._scheduler.abort(entry.request_id)
+            case "fail":
+                self._scheduler.fail(entry.request_id, "failed")
+            case "step" if is_plan:
+                return self._plan(entry.plain)
+            case "step":
+                self._apply(entry.plain)
+        return None
+
+    def _submit(self, entry: Entry) -> None:
+        asked = entry.plain["request"]
+        resumed = tuple(
+            tuple(self._contents.output(entry.request_id, choice, asked["num_prompt_tokens"] + i) for i in range(count))
+            for choice, count in enumerate(asked.get("num_resumed_tokens", ()))
+        )
+        same = {name: asked[name] for name in _SAME_NAMES if name in asked}
+        sampling = _OWN_RULES if asked.get("reads_output") else SamplingParams()
+        if not asked.get("reads_cache", True) and asked.get("pooling", "") != "mean":
+            sampling = SamplingParams(presence_penalty=sampling.presence_penalty, num_prompt_logprobs=0)
+        request = GenerationRequest(
+            request_id=entry.request_id,
+            prompt_token_ids=self._contents.prompt(entry.request_id),
+            sampling=sampling,
+            stop=StopParams(max_new_tokens=asked["max_new_tokens"], stop_token_ids=(STOP,)),
+            resumed_token_ids=resumed,
+            finished_choices=tuple(asked.get("finished_choices", ())),
+            **same,
+        )
+        self._scheduler.add(request, float(entry.plain["at"]))
+        for sequence in self._scheduler._roster.live[entry.request_id].sequences:
+            self._names[sequence.sequence_id] = entry.request_id, sequence.choice
+        self._requests += 1
+
+    def _plan(self, step: Mapping[str, Any]) -> Difference | None:
+        batch = self._scheduler.schedule(float(step["planned_at"]))
+        items = () if batch is None else batch.items
+        if batch is not None:
+            self._launched[step["step_id"]] = batch
+        for what, recorded, replayed in (
+            ("slices", _tuples(step["slices"]), tuple(self._slice(item) for item in items)),
+            ("copies", _tuples(step.get("copies", ())), () if batch is None else batch.copies),
+            ("blocks_used", step.get("blocks_used"), self._scheduler.num_blocks_used),
+            ("running", step.get("running"), self._scheduler._roster.num_running),
+            ("waiting", step.get("waiting"), len(self._scheduler._roster.waiting)),
+        ):
+            if recorded is not None and recorded != replayed:
+                return Difference(step_id=step["step_id"], what=what, recorded=recorded, replayed=replayed)
+        self._steps += 1
+        return None
+
+    def _slice(self, item: ScheduledSequence) -> tuple[str, int, int, int]:
+        return (*self._names[item.sequence_id], item.start, item.num_tokens)
+
+    def _apply(self, step: Mapping[str, Any]) -> None:
+        batch = self._launched.pop(step["step_id"], None)
+        if batch is None:
+            return
+        ends = {(name, choice): finish for name, choice, finish, _ in step["ends"]}
+        forced = {(name, choice): count for name, choice, count in step["forced"]}
+        result = StepResult()
+        for item in batch.items:
+            name, choice = self._names[item.sequence_id]
+            result.prompt_logprobs[item.sequence_id] = ()
+            result.pooled[item.sequence_id] = (0,)
+            if name in step["starved"]:
+                result.starved.add(item.sequence_id)
+            elif ends.get((name, choice)) == "error" and not self._goes_on(item, ends):
+                result.errors[item.sequence_id] = "failed"
+            elif item.wants_sample:
+                for sequence_id in (item.sequence_id, *[fork.sequence_id for fork in item.forks]):
+                    whose = self._names[sequence_id]
+                    result.samples[sequence_id] = self._tokens(
+                        *whose, item.end, forced.get(whose, 1), ends.get(whose, "")
+                    )
+        self._scheduler.apply(batch, result, float(step["applied_at"]))
+
+    def _goes_on(self, item: ScheduledSequence, ends: Mapping[tuple[str, int], str]) -> bool:
+        """Whether another choice took its token from the slice: then not the slice failed, but this one's sample."""
+        return any(ends.get(self._names[fork.sequence_id]) != "error" for fork in item.forks)
+
+    def _tokens(self, name: str, choice: int, at: int, count: int, finish: str) -> tuple[SampledToken, ...]:
+        if finish == "error":
+            return (SampledToken(error="failed"),)
+        ids = [self._contents.output(name, choice, at + i) for i in range(count)]
+        if finish == "stop":
+            ids[-1] = STOP
+        return tuple(SampledToken(token_id=token_id) for token_id in ids)
+
+
+def _tuples(values: Any) -> tuple[tuple[Any, ...], ...]:
+    return tuple(tuple(value) for value in values)

@@ -1,0 +1,119 @@
+"""`quire replay`: a recorded step log through the scheduler again, as it was or with other settings.
+
+Promises: exit code 0 when the plans are the same, 1 when they are not, 2 for flags and files that cannot work. Must not
+know: how anything is replayed or simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+from rich.table import Table
+
+from quire_engine.errors import ConfigError
+from quire_engine.simulation.cost_model import read_cost
+from quire_engine.simulation.counterfactual import fitted_cost, load_of, measured
+from quire_engine.simulation.recorded import Recording, read_log
+from quire_engine.simulation.replaying import replay
+from quire_engine.simulation.report import Distribution, Report, report
+from quire_engine.simulation.setup import Setup, parse_settings
+from quire_engine.simulation.simulator import simulate
+from quire_server.commands.shown import complain, duration, wide_console
+
+DONE, FAILED, BAD_USAGE = 0, 1, 2
+_MOST_SHOWN = 600  # characters of each side of a difference
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_USAGE, f"quire replay: {message}\n")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Replay and print; the process's exit code."""
+    given = _parser().parse_args(argv)
+    console = wide_console()
+    try:
+        recording = read_log(given.log)
+        if recording.unknown_settings:
+            names = ", ".join(recording.unknown_settings)
+            console.print(f"settings that this version's scheduler does not have are left out: {names}")
+        if given.set or given.cost:
+            return _counterfactual(recording, given, console)
+        return _identity(recording, console)
+    except ConfigError as error:
+        return complain("replay", str(error), BAD_USAGE)
+    except KeyboardInterrupt:
+        return FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="quire replay",
+        description="Make the recorded calls again on a scheduler of the recorded configuration and compare all plans."
+        " With --set: the recorded load under other settings, beside the recorded ones, both simulated.",
+        epilog="A log is what `quire trace --json > LOG` writes; its ring must still have had its first step.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--log", type=Path, required=True, metavar="FILE", help="JSON lines of a step log")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="what if: such as max_num_seqs=32; repeatable"
+    )
+    parser.add_argument("--cost", metavar="FILE", help="what steps take [fitted to the steps of the log]")
+    return parser
+
+
+def _identity(recording: Recording, console: Console) -> int:
+    try:
+        found = replay(recording)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if found.difference is None:
+        console.print(
+            f"the same plans: {found.steps:,} steps of {found.requests:,} requests, slices, copies, blocks and queues",
+            highlight=False,
+        )
+        return DONE
+    different = found.difference
+    console.print(f"[red]step {different.step_id} differs[/red] in {different.what}, after {found.steps:,} equal ones")
+    for side, value in (("recorded", different.recorded), ("replayed", different.replayed)):
+        console.print(f"  {side}  {str(value)[:_MOST_SHOWN]}", highlight=False, markup=False)
+    return FAILED
+
+
+def _counterfactual(recording: Recording, given: argparse.Namespace, console: Console) -> int:
+    cost = read_cost(given.cost)[0] if given.cost else fitted_cost(recording)
+    rows = load_of(recording)
+    as_recorded = replace(Setup(cost=cost), scheduler=recording.config, max_num_queued_reqs=len(rows))
+    changed = as_recorded.with_settings(parse_settings(given.set))
+    before, after = report(simulate(as_recorded, rows)), report(simulate(changed, rows))
+    print_beside(measured(recording), before, after, ", ".join(given.set) or "unchanged", console)
+    return DONE
+
+
+def print_beside(ttft: Distribution, before: Report, after: Report, what: str, console: Console) -> None:
+    """The recorded settings and the others, both simulated; what was measured to judge the simulation by."""
+    table = Table(title=f"{before.served:,} recorded requests", title_justify="left")
+    table.add_column("")
+    for column in ("measured", "simulated", what, "ratio"):
+        table.add_column(column, justify="right")
+    for quantity in ("ttft", "itl", "e2e", "queue"):
+        for statistic in ("p50", "p95", "p99"):
+            old, new = before.value(quantity, statistic), after.value(quantity, statistic)
+            known = getattr(ttft, statistic) if quantity == "ttft" else None
+            ratio = f"{new / old:.3g}" if old and new is not None else "-"
+            table.add_row(f"{quantity} {statistic}", duration(known), duration(old), duration(new), ratio)
+    for name, old_count, new_count in (
+        ("preemptions", before.preemptions, after.preemptions),
+        ("peak blocks", before.peak_blocks, after.peak_blocks),
+        ("steps", before.steps, after.steps),
+    ):
+        table.add_row(
+            name, "", f"{old_count:,}", f"{new_count:,}", f"{new_count / old_count:.3g}" if old_count else "-"
+        )
+    console.print(table)

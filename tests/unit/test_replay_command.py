@@ -1,0 +1,112 @@
+"""`quire replay`: the same plans from a log, the first difference told, other settings beside the recorded ones."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire_engine.scheduling.scheduler import Scheduler
+from quire_server.commands.replay import run
+from support.fake_executor import FakeExecutor, request
+from support.limits import scheduler_config
+
+LENGTHS = ((40, 6), (25, 12), (9, 3), (60, 9))
+
+
+def lines() -> list[dict[str, Any]]:
+    """A log in the format that `scheduling.step_records` describes, of a scheduler without a prefix cache."""
+    limits = {"max_num_seqs": 3, "max_num_batched_tokens": 48, "itl_target": 0.0, "enable_prefix_caching": False}
+    config = scheduler_config(num_blocks=32, **limits)
+    scheduler, executor = Scheduler(config), FakeExecutor(config.limits.block_size)
+    made: list[dict[str, Any]] = [{"kind": "config", "format": 1, "config": asdict(config), "first_step": 1}]
+    names: dict[int, str] = {}
+    ordinal = 0
+    for number, (inputs, outputs) in enumerate(LENGTHS):
+        ordinal += 1
+        scheduler.add(request(f"r{number}", inputs, outputs, arrival=1.0), 1.0)
+        asked = {"num_prompt_tokens": inputs, "max_new_tokens": outputs, "n": 1, "arrival_time": 1.0}
+        made.append({"kind": "submit", "ordinal": ordinal, "at": 1.0, "request_id": f"r{number}", "request": asked})
+    now, step = 1.0, 0
+    while scheduler.has_work:
+        batch = scheduler.schedule(now)
+        assert batch is not None
+        names |= {s.sequence_id: s.group.request.request_id for s in scheduler._roster.sequences.values()}
+        step, ordinal = step + 1, ordinal + 2
+        entry: dict[str, Any] = {
+            **{"kind": "step", "step_id": step, "ordinal": ordinal - 1, "applied_ordinal": ordinal, "planned_at": now},
+            **{"applied_at": now + 0.1, "seconds": 0.1, "blocks_used": scheduler.num_blocks_used},
+            "slices": [[names[item.sequence_id], 0, item.start, item.num_tokens] for item in batch.items],
+            **{"prefill_tokens": batch.num_tokens - batch.num_decodes, "decode_tokens": batch.num_decodes},
+            **{"running": scheduler._roster.num_running, "waiting": len(scheduler._roster.waiting), "ends": []},
+        }
+        now += 0.1
+        for output in scheduler.apply(batch, executor.execute(batch), now):
+            if output.finish is not None:
+                asked_for = LENGTHS[int(output.request_id[1:])][1]
+                entry["ends"].append([output.request_id, output.choice, output.finish, asked_for])
+        made.append(entry)
+    return made
+
+
+def written(folder: Path, entries: list[dict[str, Any]]) -> list[str]:
+    path = folder / "log.jsonl"
+    path.write_text("\n".join(json.dumps(entry) for entry in entries))
+    return ["--log", str(path)]
+
+
+def test_the_same_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entries = lines()
+    assert run(written(tmp_path, entries)) == 0
+    steps = sum(entry["kind"] == "step" for entry in entries)
+    assert f"the same plans: {steps} steps of 4 requests" in capsys.readouterr().out
+
+
+def test_a_difference_is_told_with_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entries = lines()
+    third = [entry for entry in entries if entry["kind"] == "step"][2]
+    third["slices"][0][3] += 1
+    assert run(written(tmp_path, entries)) == 1
+    out = capsys.readouterr().out
+    assert "step 3 differs in slices, after 2 equal ones" in out
+    assert "replayed" in out
+
+
+def test_other_settings_beside_the_recorded_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cost = ["--cost", "step=20ms,row=1ms,token=1ms"]
+    assert run([*written(tmp_path, lines()), *cost, "--set", "max_num_seqs=1"]) == 0
+    out = capsys.readouterr().out
+    assert "4 recorded requests" in out
+    assert "max_num_seqs=1" in out
+    assert run([*written(tmp_path, lines()), "--set", "max_num_seqs=1"]) == 2, "too few steps for a cost model"
+    assert "--cost" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda entries: entries[0].update(format=2), "log.jsonl:1: the log has format 2"),
+        (lambda entries: entries.pop(0), "no step log"),
+        (lambda entries: entries[0].update(first_step=9), "begins with step 9"),
+        (lambda entries: entries[-1].pop("slices"), "there is no 'slices'"),
+        (lambda entries: entries[0]["config"]["limits"].update(max_num_seqs=0), "max_num_seqs is 0"),
+        (lambda entries: entries.append({"kind": "sleep"}), "'sleep' are unknown"),
+    ],
+)
+def test_what_is_no_log_is_refused(
+    change: Any, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = lines()
+    change(entries)
+    assert run(written(tmp_path, entries)) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_settings_of_a_later_version_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entries = lines()
+    entries[0]["config"]["limits"]["later"] = 3
+    assert run(written(tmp_path, entries)) == 0
+    assert "later" in capsys.readouterr().out
