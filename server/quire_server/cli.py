@@ -19,6 +19,7 @@ COMMANDS = {
     "bench": ("quire_bench.command", "put load on servers and say how fast they are"),
     "eval-quant": ("quire_server.commands.eval_quant", "measure what int8 and int4 cost a model"),
     "calibrate": ("quire_server.commands.calibrate", "measure what steps take on this machine, for simulate and plan"),
+    "plan": ("quire_server.commands.plan", "find settings for a load, and the memory of a KV cache"),
     "replay": ("quire_server.commands.replay", "plan a recorded log again, as it was or with other settings"),
     "simulate": ("quire_server.commands.simulate", "run a load through the scheduler without a machine"),
     "verify": ("quire_server.commands.verify", "check that this machine computes what it should"),

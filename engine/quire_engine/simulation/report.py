@@ -6,6 +6,7 @@ how it is shown.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -82,6 +83,8 @@ class Report:
     prompt_tokens: int
     cached_tokens: int
     computed_tokens: int
+    backlog_early: int  # requests accepted and unfinished when a quarter of all had come
+    backlog_end: int  # and when the last had come
     little_in_flight: float
     little_residual: float | None  # 1 - lambda W / L over the middle of the run
     jain: float | None  # of the tenants' services: 1 is even
@@ -148,6 +151,8 @@ def report(outcome: Outcome, slo: Slo | None = None) -> Report:
         prompt_tokens=sum(one.row.input_tokens for one in done),
         cached_tokens=sum(one.cached_tokens for one in done),
         computed_tokens=outcome.computed_tokens,
+        backlog_early=_live_at(outcome, sorted(ats)[len(ats) // 4]) if ats else 0,
+        backlog_end=_live_at(outcome, max(ats)) if ats else 0,
         little_in_flight=in_flight,
         little_residual=residual,
         jain=jain([tenant.service for tenant in tenants]) if len(tenants) > 1 else None,
@@ -178,6 +183,12 @@ def little(outcome: Outcome) -> tuple[float, float | None]:
     if not times or not area:
         return 0.0, None
     return area / (end - start), 1 - sum(times) / area
+
+
+def _live_at(outcome: Outcome, at: float) -> int:
+    """Requests that were accepted and unfinished after the first change at or behind a time."""
+    place = bisect_left(outcome.live, at, key=lambda change: change[0])
+    return outcome.live[min(place, len(outcome.live) - 1)][1] if outcome.live else 0
 
 
 def _tenants(requests: Sequence[Served]) -> tuple[TenantService, ...]:

@@ -90,10 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     shape.add_argument("--prompt-tokens", type=int, default=1, metavar="N", help="of --lengths [1]")
     shape.add_argument("--requests", type=int, metavar="N", help="the first N of a trace [all]")
-    shape.add_argument("--scale-len", type=_positive, default=1.0, metavar="X", help="multiplies a trace's lengths [1]")
-    shape.add_argument(
-        "--scale-rate", type=_positive, default=1.0, metavar="X", help="a trace runs X times as fast [1]"
-    )
+    shape.add_argument("--scale-len", type=positive, default=1.0, metavar="X", help="multiplies a trace's lengths [1]")
+    shape.add_argument("--scale-rate", type=positive, default=1.0, metavar="X", help="a trace runs X times as fast [1]")
     shape.add_argument("--seed", type=int, default=0, help="of loads that are drawn [0]")
     shape.add_argument("--data", type=Path, default=Path(), metavar="DIR", help="where --check finds whole traces [.]")
     add_setup_flags(parser)
@@ -239,7 +237,8 @@ def _numbers(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
     return parse
 
 
-def _positive(text: str) -> float:
+def positive(text: str) -> float:
+    """A flag's number above 0."""
     try:
         value = float(text)
     except ValueError:

@@ -1,0 +1,155 @@
+"""What KV caches take, from a model's shape alone: the numbers of the reference documents for any checkpoint.
+
+Promises: bytes by exact arithmetic; a config.json that does not say enough is refused by the key that is missing.
+Must not know: torch, weights, which architectures are served.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire_engine.errors import ModelLoadError
+
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float8_e4m3fn": 1, "int8": 1}
+# The same size under the names that families of models have for it.
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_WIDTH = ("hidden_size", "n_embd", "d_model")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv")
+_LENGTH = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
+_MOST_BYTES = 64 << 20  # of a config.json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVShape:
+    """All that the size of a cache depends on."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    bytes_per_value: int
+    values_per_token: int = 0  # of a layer, where keys and values are held together (MLA); 0: 2 * heads * head_dim
+    max_len: int = 0  # positions; 0: unknown
+
+    @property
+    def layer_bytes_per_token(self) -> int:
+        return (self.values_per_token or 2 * self.kv_heads * self.head_dim) * self.bytes_per_value
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.layers * self.layer_bytes_per_token
+
+    def bytes_per_block(self, block_size: int) -> int:
+        return block_size * self.bytes_per_token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceMemory:
+    """One sequence: what its tokens need, what blocks hold, what a reservation of the whole length would take."""
+
+    tokens: int
+    max_len: int
+    blocks: int
+    slack: int  # token slots of its last block that hold none
+    live_bytes: int
+    paged_bytes: int
+    reserved_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """Reserved over paged."""
+        return self.reserved_bytes / self.paged_bytes
+
+    @property
+    def reserved_waste(self) -> float:
+        return 1 - self.live_bytes / self.reserved_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPrefix:
+    """Blocks of a prefix that many sessions have."""
+
+    prefix: int
+    sessions: int
+    shared_blocks: int
+    separate_blocks: int
+
+    @property
+    def saved_blocks(self) -> int:
+        return self.separate_blocks - self.shared_blocks
+
+
+def kv_shape(path: Path) -> KVShape:
+    """Of the checkpoint in a directory, whatever its architecture; no weight is read. Raises ModelLoadError."""
+    file = path / "config.json"
+    try:
+        if file.stat().st_size > _MOST_BYTES:
+            raise ValueError("it is too large for one")
+        plain = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{file}: {error}") from None
+    if not isinstance(plain, dict):
+        raise ModelLoadError(f"{file}: not an object")
+    inner = plain.get("text_config")
+    return _shape({**plain, **inner} if isinstance(inner, dict) else plain, file)
+
+
+def _shape(plain: Mapping[str, Any], file: Path) -> KVShape:
+    layers = _number(plain, _LAYERS, file)
+    heads = _number(plain, _HEADS, file)
+    kv_heads = _number(plain, _KV_HEADS, file, 1 if plain.get("multi_query") is True else heads)
+    head_dim = _number(plain, ("head_dim",), file, 0) or _number(plain, _WIDTH, file) // heads
+    lora = _number(plain, ("kv_lora_rank",), file, 0)
+    name = str(plain.get("dtype") or plain.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in _BYTES:
+        raise ModelLoadError(f"{file}: dtype={name!r} is unknown; known are {', '.join(_BYTES)}")
+    return KVShape(
+        layers=layers,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        bytes_per_value=_BYTES[name],
+        values_per_token=lora + _number(plain, ("qk_rope_head_dim",), file, 0) if lora else 0,
+        max_len=_number(plain, _LENGTH, file, 0),
+    )
+
+
+def _number(plain: Mapping[str, Any], names: tuple[str, ...], file: Path, default: int | None = None) -> int:
+    value = next((plain[name] for name in names if plain.get(name) is not None), default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0 or (default is None and value == 0):
+        raise ModelLoadError(f"{file}: {' or '.join(names)} is {value!r}, must be a number")
+    return value
+
+
+def sequence_memory(shape: KVShape, *, tokens: int, max_len: int, block_size: int) -> SequenceMemory:
+    """One sequence of so many tokens.
+
+    >>> shape = KVShape(layers=32, kv_heads=32, head_dim=128, bytes_per_value=2)
+    >>> found = sequence_memory(shape, tokens=500, max_len=4096, block_size=16)
+    >>> found.blocks, found.slack, found.paged_bytes, found.live_bytes, found.reserved_bytes
+    (32, 12, 268435456, 262144000, 2147483648)
+    """
+    blocks = -(-tokens // block_size)
+    return SequenceMemory(
+        tokens=tokens,
+        max_len=max_len,
+        blocks=blocks,
+        slack=blocks * block_size - tokens,
+        live_bytes=tokens * shape.bytes_per_token,
+        paged_bytes=blocks * shape.bytes_per_block(block_size),
+        reserved_bytes=max_len * shape.bytes_per_token,
+    )
+
+
+def shared_prefix(*, prefix: int, sessions: int, block_size: int) -> SharedPrefix:
+    """Sessions that begin alike: with a half-filled last block shared until somebody writes to it.
+
+    >>> found = shared_prefix(prefix=200, sessions=16, block_size=16)
+    >>> found.shared_blocks, found.separate_blocks, found.saved_blocks
+    (13, 208, 195)
+    """
+    blocks = -(-prefix // block_size)
+    return SharedPrefix(prefix=prefix, sessions=sessions, shared_blocks=blocks, separate_blocks=sessions * blocks)
