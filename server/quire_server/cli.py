@@ -23,6 +23,7 @@ COMMANDS = {
     "replay": ("quire_server.commands.replay", "plan a recorded log again, as it was or with other settings"),
     "simulate": ("quire_server.commands.simulate", "run a load through the scheduler without a machine"),
     "verify": ("quire_server.commands.verify", "check that this machine computes what it should"),
+    "doctor": ("quire_server.commands.doctor", "name the cause of a running server's bad latencies"),
     "build-kernels": ("quire_server.commands.build_kernels", "compile the CPU kernels now, not at the first start"),
     "trace": ("quire_server.commands.trace", "tell what a running server's scheduler does, step by step, and why"),
     "health": ("quire_server.commands.health", "ask the server that runs here whether it takes requests"),

@@ -1,0 +1,140 @@
+"""`quire doctor`: reads a running server's metrics for a while and names the cause of bad latencies.
+
+Promises: exit code 0 when all objectives are met and nobody was refused, 1 when not, 2 when the server cannot be read
+or the flags cannot work. Must not know: how causes are found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+from rich.console import Console
+from rich.table import Table
+
+from quire_engine.errors import ConfigError
+from quire_engine.simulation.slo import parse_slo
+from quire_server.commands.diagnosis import Diagnosis, diagnose
+from quire_server.commands.health import listening
+from quire_server.commands.scrapes import Scrape, Window, read_scrape
+from quire_server.commands.shown import complain, duration, wide_console
+
+DONE, FAILED, BAD_USAGE = 0, 1, 2
+DEFAULT_SLO = "ttft_p95=2s,itl_p95=200ms"
+_EVERY = 1.0  # seconds between scrapes: gauges change faster than counters matter
+_TIMEOUT = 10.0
+_MOST_BYTES = 16 << 20
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_USAGE, f"quire doctor: {message}\n")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Look and print; the process's exit code."""
+    given = _parser().parse_args(argv)
+    try:
+        slo = parse_slo(given.slo)
+        headers = {"Authorization": f"Bearer {given.api_key}"} if given.api_key else {}
+        url = (given.url or _found()).rstrip("/")
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"--url is {url!r}, must begin with http:// or https://")
+        print(f"reading {url}/metrics for {given.seconds:g} s", file=sys.stderr)
+        scrapes = watch(lambda: fetch(f"{url}/metrics", headers), seconds=given.seconds)
+    except ConfigError as error:
+        return complain("doctor", str(error), BAD_USAGE)
+    except KeyboardInterrupt:
+        return FAILED
+    window = Window([Scrape(at=scrapes[0].at, samples={}), *scrapes] if given.since_start else scrapes)
+    found = diagnose(window, slo)
+    print_diagnosis(found, window, wide_console())
+    return DONE if found.ok and not found.causes else FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="quire doctor",
+        description="Read a running server's metrics for a while, hold them against objectives, and name the cause"
+        " where one is missed: with the numbers that show it, and what to change.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--url", help="of the server [the one that runs here]")
+    parser.add_argument("--slo", default=DEFAULT_SLO, metavar="LIST", help=f"objectives [{DEFAULT_SLO}]")
+    parser.add_argument("--seconds", type=_positive, default=10.0, metavar="S", help="time to look [10]")
+    parser.add_argument("--since-start", action="store_true", help="all since the server's start, not this time alone")
+    parser.add_argument("--api-key", metavar="KEY", help="if the server needs one")
+    return parser
+
+
+def _found() -> str:
+    addresses = sorted(listening())
+    if len(addresses) != 1:
+        found = f"several servers listen here: {', '.join(addresses)}" if addresses else "no server listens here"
+        raise ConfigError(f"{found}; name one with --url")
+    return addresses[0]
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 3600:
+        raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text!r}")
+    return value
+
+
+def fetch(url: str, headers: dict[str, str]) -> str:
+    """One exposition. Raises ConfigError."""
+    try:
+        with urlopen(Request(url, headers=headers), timeout=_TIMEOUT) as reply:
+            text: bytes = reply.read(_MOST_BYTES)
+    except (URLError, OSError, ValueError) as error:
+        raise ConfigError(f"{url} cannot be read: {error}") from None
+    return text.decode(errors="replace")
+
+
+def watch(
+    read: Callable[[], str],
+    *,
+    seconds: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[Scrape]:
+    """Scrapes over a while, the first and the last included. Raises ConfigError for what is no server of ours."""
+    started = clock()
+    scrapes = [read_scrape(read(), started)]
+    if "quire_requests_running" not in scrapes[0].samples:
+        raise ConfigError("what answers there is no Quire: it has no metric quire_requests_running")
+    while (left := started + seconds - clock()) > 0 or len(scrapes) == 1:
+        sleep(min(_EVERY, max(left, 0.0)))
+        scrapes.append(read_scrape(read(), clock()))
+    return scrapes
+
+
+def print_diagnosis(found: Diagnosis, window: Window, console: Console) -> None:
+    """Objectives, then causes."""
+    table = Table(title=f"{found.observed:,.0f} requests in {window.seconds:.0f} s", title_justify="left")
+    table.add_column("objective")
+    for column in ("at most", "measured", ""):
+        table.add_column(column, justify="right")
+    for one in found.measured:
+        verdict = "no data" if one.seconds is None else "ok" if one.ok else "[red]MISSED[/red]"
+        table.add_row(one.objective.name, duration(one.objective.seconds), duration(one.seconds), verdict)
+    console.print(table)
+    for number, cause in enumerate(found.causes, start=1):
+        console.print(f"{number}. [bold]{cause.name}[/bold]", highlight=False)
+        console.print(f"   {cause.numbers}", highlight=False, markup=False)
+        console.print(f"   remedy: {cause.remedy}", highlight=False, markup=False)
+    if all(one.seconds is None for one in found.measured):
+        console.print("too little traffic to say anything: look again under load, or with --since-start")
+    elif found.ok and not found.causes:
+        console.print("the server meets its objectives; if clients see worse, it is the network, a proxy or the client")
+    elif not found.causes:
+        console.print("none of the known causes shows in the metrics; `quire trace` tells single requests' stories")

@@ -1,0 +1,109 @@
+"""What a server's /metrics said, several times over a while: differences of counters, means of gauges, quantiles.
+
+Promises: a metric that is not there reads as nothing, never as an error; a counter that fell began anew. Must not know:
+what the numbers mean, HTTP.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\S+)?$")
+_LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
+
+Labels = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scrape:
+    """One exposition."""
+
+    at: float  # seconds on the reader's clock
+    samples: dict[str, dict[Labels, float]]
+
+    def total(self, name: str, **labels: str) -> float | None:
+        """The sum over all samples with these labels among theirs; None if there are none."""
+        wanted = set(labels.items())
+        found = [value for theirs, value in self.samples.get(name, {}).items() if wanted <= set(theirs)]
+        return sum(found) if found else None
+
+    def label(self, name: str, label: str) -> str:
+        """Of a metric that tells facts in its labels; empty if there is none."""
+        for labels in self.samples.get(name, {}):
+            return dict(labels).get(label, "")
+        return ""
+
+
+def read_scrape(text: str, at: float) -> Scrape:
+    """Of the text format. Lines that are no samples are passed over."""
+    samples: dict[str, dict[Labels, float]] = {}
+    for line in text.splitlines():
+        found = None if line.startswith("#") else _SAMPLE.match(line.strip())
+        if found is None:
+            continue
+        try:
+            value = float(found[3])
+        except ValueError:
+            continue
+        labels = tuple(sorted((name, value_) for name, value_ in _LABEL.findall(found[2] or "")))
+        samples.setdefault(found[1], {})[labels] = value
+    return Scrape(at=at, samples=samples)
+
+
+class Window:
+    """From the first of some scrapes to the last."""
+
+    def __init__(self, scrapes: Sequence[Scrape]) -> None:
+        self._scrapes = scrapes
+        self.seconds = scrapes[-1].at - scrapes[0].at
+        self.last = scrapes[-1]
+
+    def delta(self, name: str, **labels: str) -> float:
+        """What a counter grew by; 0 if it is not there."""
+        before, after = self._scrapes[0].total(name, **labels), self.last.total(name, **labels)
+        if after is None:
+            return 0.0
+        return after - before if before is not None and before <= after else after
+
+    def gauge(self, name: str, **labels: str) -> float:
+        """Its mean over the scrapes; 0 if it is not there."""
+        values = [value for scrape in self._scrapes if (value := scrape.total(name, **labels)) is not None]
+        return sum(values) / len(values) if values else 0.0
+
+    def count(self, name: str) -> float:
+        """Observations of a histogram."""
+        return self.delta(f"{name}_count")
+
+    def mean(self, name: str) -> float | None:
+        """Of a histogram; None without an observation."""
+        count = self.count(name)
+        return self.delta(f"{name}_sum") / count if count else None
+
+    def quantile(self, name: str, share: float) -> float | None:
+        """Interpolated inside of its bucket, as Prometheus does; None without an observation."""
+        bounds = self._buckets(name)
+        total = bounds[-1][1] if bounds else 0.0
+        if not total:
+            return None
+        rank, low, below = share * total, 0.0, 0.0
+        for bound, count in bounds:
+            if count >= rank:
+                if bound == float("inf"):
+                    return low
+                return low + (bound - low) * ((rank - below) / (count - below) if count > below else 0.0)
+            low, below = bound, count
+        return low
+
+    def _buckets(self, name: str) -> list[tuple[float, float]]:
+        """(upper bound, observations up to it) of what came in the window."""
+        bounds: dict[float, float] = {}
+        for scrape, sign in ((self.last, 1.0), (self._scrapes[0], -1.0)):
+            for labels, value in scrape.samples.get(f"{name}_bucket", {}).items():
+                bound = float(dict(labels).get("le", "inf"))
+                bounds[bound] = bounds.get(bound, 0.0) + sign * value
+        counts = sorted(bounds.items())
+        if any(count < 0 for _, count in counts):  # the server was replaced meanwhile
+            return Window([Scrape(at=self.last.at, samples={}), self.last])._buckets(name)
+        return counts
