@@ -24,6 +24,7 @@ class Distribution:
     mean: float | None = None
     p50: float | None = None
     p90: float | None = None
+    p95: float | None = None
     p99: float | None = None
     max: float | None = None
 
@@ -36,6 +37,7 @@ class Distribution:
             mean=sum(ordered) / len(ordered),
             p50=percentile(ordered, 50),
             p90=percentile(ordered, 90),
+            p95=percentile(ordered, 95),
             p99=percentile(ordered, 99),
             max=ordered[-1],
         )

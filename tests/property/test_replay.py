@@ -8,7 +8,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +19,7 @@ from quire_engine.simulation.replaying import replay
 from support.fake_executor import FakeExecutor, own_tokens, request
 from support.limits import scheduler_config
 
-pytest.importorskip("quire_engine.scheduling.step_log")
+SIZE = 16  # of a block
 MOST = 256  # steps in one answer
 
 
@@ -103,6 +102,10 @@ def play(run: Recorded, actions: list[tuple[str, int, int]]) -> None:
     names: list[str] = []
     prompts: dict[str, tuple[int, ...]] = {}
 
+    def own(count: int) -> tuple[int, ...]:
+        """Tokens that no other prompt has: a log names whole blocks, so nothing is shared inside of one here."""
+        return tuple(1_000_000 + 1000 * len(names) + i for i in range(count))
+
     def submit(prompt: tuple[int, ...], outputs: int, n: int = 1, penalty: float = 0.0) -> None:
         name = f"r{len(names)}"
         wanted = request(name, prompt, outputs, n=n, stop=(7, 9, 300, 511), arrival=run.now, penalty=penalty)
@@ -118,19 +121,23 @@ def play(run: Recorded, actions: list[tuple[str, int, int]]) -> None:
             for _ in range(a):
                 run.step()
         elif action == "submit":
-            submit(
-                own_tokens("system", 37)[:a] + own_tokens(str(len(names)), max(0, a - 37)), b, penalty=float(a % 5 == 0)
-            )
+            shared = min(a // SIZE, 2) * SIZE
+            submit((*own_tokens("system", shared), *own(a - shared)), b, penalty=float(a % 5 == 0))
         elif action == "again" and names:
             earlier = names[a % len(names)]
-            submit((*prompts[earlier], *run.answers.get(earlier, []), *own_tokens(str(b), b))[:100], 12)
+            said = (*prompts[earlier], *run.answers.get(earlier, []))[:96]
+            submit((*said[: len(said) // SIZE * SIZE], *own(b + 1)), 12)
         elif action == "fork":
-            submit(own_tokens(str(len(names)), 20 + b), b, n=a)
+            submit(own(20 + b), b, n=a)
         elif action in {"abort", "fail"} and names:
             name = names[a % len(names)]
             run.scheduler.abort(name) if action == "abort" else run.scheduler.fail(name, "told to")
         elif action in {"error", "starve"} and run.scheduler._roster.sequences:
-            ids = sorted(run.scheduler._roster.sequences)
+            # A log names starved requests, not their choices: which of several it was is not in it.
+            live = run.scheduler._roster.sequences.values()
+            ids = sorted(s.sequence_id for s in live if action == "error" or s.group.request.n == 1)
+            if not ids:
+                continue
             if action == "error":
                 run.executor.errors[ids[a % len(ids)]] = "broken"
             else:

@@ -44,7 +44,7 @@ def test_percentiles_are_those_of_numpy():
         values = sorted(rng.expovariate(1) for _ in range(size))
         for percent in (0, 50, 90, 99, 100):
             assert percentile(values, percent) == pytest.approx(numpy.percentile(values, percent))
-    assert Distribution.of([3.0, 1.0, 2.0]) == Distribution(mean=2.0, p50=2.0, p90=2.8, p99=2.98, max=3.0)
+    assert Distribution.of([3.0, 1.0, 2.0]) == Distribution(mean=2.0, p50=2.0, p90=2.8, p95=2.9, p99=2.98, max=3.0)
     assert Distribution.of([]) == Distribution()
 
 

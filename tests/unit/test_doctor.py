@@ -10,8 +10,9 @@ import pytest
 
 from quire_engine.simulation.slo import parse_slo
 from quire_server.commands import doctor
-from quire_server.commands.diagnosis import Diagnosis, diagnose
-from quire_server.commands.scrapes import Scrape, Window, read_scrape
+from quire_server.commands.diagnosis import causes
+from quire_server.commands.diagnosis.causes import Diagnosis, diagnose
+from quire_server.commands.diagnosis.scrapes import Scrape, Window, read_scrape
 from quire_server.metrics.metrics import Metrics
 
 SLO = parse_slo("ttft_p95=1s,itl_p95=100ms")
@@ -139,7 +140,7 @@ def test_labels_with_quotes_and_lines_that_are_none() -> None:
 def test_the_names_are_those_of_the_server() -> None:
     """What the diagnosis reads is there: a metric that was renamed would read as nothing."""
     rendered = Metrics("m").render().decode()
-    source = Path(doctor.__file__).with_name("diagnosis.py").read_text()
+    source = Path(causes.__file__).read_text()
     names = set(re.findall(r'"(quire_\w+)"', source))
     assert len(names) > 15
     declared = set(re.findall(r"^# TYPE (quire_\w+)", rendered, re.MULTILINE))

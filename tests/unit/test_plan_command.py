@@ -20,7 +20,7 @@ from quire_engine.simulation.simulator import simulate
 from quire_engine.simulation.slo import parse_slo
 from quire_engine.simulation.traces import TraceRow
 from quire_server.commands.plan import run
-from quire_server.commands.plan_section import BEGIN, END, write
+from quire_server.commands.planning.plan_section import BEGIN, END, write
 
 GPT = {"n_layer": 12, "n_head": 12, "n_embd": 768, "torch_dtype": "float16", "n_positions": 1024}
 GQA = {

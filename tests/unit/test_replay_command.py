@@ -38,7 +38,11 @@ def lines() -> list[dict[str, Any]]:
         step, ordinal = step + 1, ordinal + 2
         entry: dict[str, Any] = {
             **{"kind": "step", "step_id": step, "ordinal": ordinal - 1, "applied_ordinal": ordinal, "planned_at": now},
-            **{"applied_at": now + 0.1, "seconds": 0.1, "blocks_used": scheduler.num_blocks_used},
+            **{
+                "applied_at": now + 0.1,
+                "seconds": 0.1,
+                "blocks_used": scheduler._kv.num_blocks - scheduler._kv.num_available,
+            },
             "slices": [[names[item.sequence_id], 0, item.start, item.num_tokens] for item in batch.items],
             **{"prefill_tokens": batch.num_tokens - batch.num_decodes, "decode_tokens": batch.num_decodes},
             **{"running": scheduler._roster.num_running, "waiting": len(scheduler._roster.waiting), "ends": []},

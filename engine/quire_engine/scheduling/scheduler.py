@@ -73,11 +73,6 @@ class Scheduler:
         return bool(self._roster.live)
 
     @property
-    def num_blocks_used(self) -> int:
-        """Blocks that sequences hold now; `stats` tells this too, and costs more."""
-        return self._kv.num_blocks - self._kv.num_available
-
-    @property
     def needs_results(self) -> bool:
         """Whether the next plan has to know the tokens in flight: penalties, grammars and thinking follow from them."""
         return any(group.reads_output for group in self._roster.running)

@@ -1,7 +1,8 @@
 """Tokens for a log that has none: contents that are equal just where the recorded block hashes are.
 
 Owns what was made up for each hash. Promises: two blocks with one hash get the same tokens, two with different hashes
-different ones, wherever in prompts or answers they stand. Must not know: the scheduler, steps.
+different ones, wherever in prompts or answers they stand; what prompts share inside of a block no log tells. Must not
+know: the scheduler, steps.
 """
 
 from __future__ import annotations

@@ -27,6 +27,11 @@ class Leap:
     blocks_used: list[int]  # in each step
 
 
+def held_blocks(scheduler: Scheduler) -> int:
+    """Blocks that sequences hold now; `Scheduler.stats` tells this too, and costs more."""
+    return scheduler._kv.num_blocks - scheduler._kv.num_available
+
+
 def leap(scheduler: Scheduler, cost: CostModel, now: float, due: float) -> Leap | None:
     """Take as many steps as are alike from `now` on, the last one begun before the next arrival, at `due`.
 
@@ -40,7 +45,7 @@ def leap(scheduler: Scheduler, cost: CostModel, now: float, due: float) -> Leap 
     available, size = scheduler._kv.num_available, scheduler._kv.block_size
     ends: list[float] = []
     blocks_used: list[int] = []
-    used = scheduler.num_blocks_used
+    used = held_blocks(scheduler)
     ages = [0] * size  # how many sequences need a block in step i, by i modulo the block size
     for sequence in sequences:
         ages[(sequence.table.num_slots - sequence.num_computed) % size] += 1
@@ -112,3 +117,4 @@ def _advance(scheduler: Scheduler, sequences: list[Sequence], count: int) -> Non
         sequence.token_ids.extend([0] * (end + 1 - len(sequence.token_ids)))
         kv.reserve(sequence, end)
         kv.advance(sequence, end)
+        kv.commit(sequence, end)

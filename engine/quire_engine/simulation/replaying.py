@@ -13,6 +13,7 @@ from typing import Any
 from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.simulation.contents import STOP, Contents
+from quire_engine.simulation.leap import held_blocks
 from quire_engine.simulation.recorded import Entry, Recording
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 
@@ -121,7 +122,7 @@ class _Replayer:
         for what, recorded, replayed in (
             ("slices", _tuples(step["slices"]), tuple(self._slice(item) for item in items)),
             ("copies", _tuples(step.get("copies", ())), () if batch is None else batch.copies),
-            ("blocks_used", step.get("blocks_used"), self._scheduler.num_blocks_used),
+            ("blocks_used", step.get("blocks_used"), held_blocks(self._scheduler)),
             ("running", step.get("running"), self._scheduler._roster.num_running),
             ("waiting", step.get("waiting"), len(self._scheduler._roster.waiting)),
         ):

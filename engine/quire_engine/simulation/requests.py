@@ -22,6 +22,7 @@ def as_request(row: TraceRow, number: int, *, at: float) -> GenerationRequest:
         sampling=_GREEDY,
         stop=_stop(row.output_tokens),
         arrival_time=at,
+        tenant=row.tenant,
     )
 
 

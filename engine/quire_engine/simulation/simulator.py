@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from quire_engine.batch import Batch, SampledToken, StepResult
 from quire_engine.errors import InfeasibleRequest
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.simulation.leap import leap
+from quire_engine.simulation.leap import held_blocks, leap
 from quire_engine.simulation.outcome import Moment, Outcome, Served
 from quire_engine.simulation.requests import as_request
 from quire_engine.simulation.setup import Setup
@@ -32,7 +33,8 @@ class Simulation:
         """`watch` sees every step. `leaps`: several steps at once where they can be told in advance."""
         self._setup = setup
         self._cost = setup.cost
-        self._scheduler = Scheduler(setup.scheduler)
+        # Nobody asks a simulated scheduler what it did, and steps that are taken at once are not in its log.
+        self._scheduler = Scheduler(replace(setup.scheduler, limits=replace(setup.scheduler.limits, step_log=0)))
         self._watch = watch
         self._leaps = leaps and watch is None and not setup.scheduler.plans_ahead
         self._now = 0.0
@@ -105,7 +107,7 @@ class Simulation:
 
     def _note_step(self, batch: Batch, begins: float) -> None:
         outcome = self.outcome
-        used = self._scheduler.num_blocks_used
+        used = held_blocks(self._scheduler)
         if used > outcome.peak_blocks:
             outcome.peak_blocks, outcome.peak_step = used, outcome.steps
         outcome.steps += 1

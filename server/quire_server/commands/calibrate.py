@@ -20,7 +20,7 @@ from rich.table import Table
 from quire_engine.errors import ConfigError, QuireError
 from quire_engine.simulation.cost_model import cost_model
 from quire_server.checkpoint.locate import localized
-from quire_server.commands.shown import complain, duration, wide_console
+from quire_server.commands.planning.shown import complain, duration, wide_console
 from quire_server.commands.simulate import DEFAULT_COST
 from quire_server.engine.json_child import ask
 from quire_server.flags import parse_flags

@@ -19,10 +19,10 @@ from rich.table import Table
 
 from quire_engine.errors import ConfigError
 from quire_engine.simulation.slo import parse_slo
-from quire_server.commands.diagnosis import Diagnosis, diagnose
+from quire_server.commands.diagnosis.causes import Diagnosis, diagnose
+from quire_server.commands.diagnosis.scrapes import Scrape, Window, read_scrape
 from quire_server.commands.health import listening
-from quire_server.commands.scrapes import Scrape, Window, read_scrape
-from quire_server.commands.shown import complain, duration, wide_console
+from quire_server.commands.planning.shown import complain, duration, wide_console
 
 DONE, FAILED, BAD_USAGE = 0, 1, 2
 DEFAULT_SLO = "ttft_p95=2s,itl_p95=200ms"

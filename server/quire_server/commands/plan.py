@@ -27,9 +27,9 @@ from quire_engine.simulation.setup import parse_settings, setup
 from quire_engine.simulation.slo import parse_slo
 from quire_engine.simulation.traces import TraceError
 from quire_server.checkpoint.locate import checkpoint_directory
-from quire_server.commands.kv_plan import add_kv_flags, print_kv
-from quire_server.commands.plan_section import Circumstances, section, write
-from quire_server.commands.shown import complain, wide_console
+from quire_server.commands.planning.kv_plan import add_kv_flags, print_kv
+from quire_server.commands.planning.plan_section import Circumstances, section, write
+from quire_server.commands.planning.shown import complain, wide_console
 from quire_server.commands.simulate import DEFAULT_COST, add_setup_flags, asked_trace, positive
 from quire_server.settings import DEMO_MODEL
 

@@ -23,7 +23,7 @@ from quire_engine.simulation.replaying import replay
 from quire_engine.simulation.report import Distribution, Report, report
 from quire_engine.simulation.setup import Setup, parse_settings
 from quire_engine.simulation.simulator import simulate
-from quire_server.commands.shown import complain, duration, wide_console
+from quire_server.commands.planning.shown import complain, duration, wide_console
 
 DONE, FAILED, BAD_USAGE = 0, 1, 2
 _MOST_SHOWN = 600  # characters of each side of a difference

@@ -29,7 +29,14 @@ from quire_engine.simulation.simulator import simulate
 from quire_engine.simulation.slo import Slo, parse_slo
 from quire_engine.simulation.static_batching import StaticOutcome, simulate_static
 from quire_engine.simulation.traces import TraceError, TraceRow, read_trace
-from quire_server.commands.shown import complain, duration, print_checks, print_report, print_static, wide_console
+from quire_server.commands.planning.shown import (
+    complain,
+    duration,
+    print_checks,
+    print_report,
+    print_static,
+    wide_console,
+)
 
 DONE, FAILED, BAD_USAGE = 0, 1, 2
 DEFAULT_COST = "quire-calibration.json"

@@ -1,0 +1,1 @@
+"""What the commands that simulate and plan print and write."""
