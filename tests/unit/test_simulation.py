@@ -14,6 +14,7 @@ from quire_engine.errors import ConfigError
 from quire_engine.limits import SchedulerConfig, SchedulerLimits
 from quire_engine.simulation.comparison import compare
 from quire_engine.simulation.cost_model import UNIT_STEPS, CostModel, cost_model, read_cost, seconds
+from quire_engine.simulation.fairness import shares
 from quire_engine.simulation.lengths import exercise_setup, rows_of
 from quire_engine.simulation.plotting import svg, terminal
 from quire_engine.simulation.prefix_study import hit_rate
@@ -217,3 +218,22 @@ def test_pictures_show_the_peak() -> None:
 def test_a_comparison_names_what_changed() -> None:
     found = compare({"a": {"b": 1, "c": 2}, "d": 5, "e": None}, {"a": {"b": 2, "c": 2}, "d": 5, "e": 1, "f": 1})
     assert [(one.name, one.before, one.after, one.ratio) for one in found] == [("a.b", 1.0, 2.0, 2.0)]
+
+
+def test_v4_tenants_shares_follow_their_weights(tmp_path: Path) -> None:
+    """The published loads need their files (`--check v4 --data DIR`); here two tenants ask for more than there is."""
+    path = tmp_path / "clients.csv"
+    lines = [f"{i % 2},{i / 10:.1f},32,24,0,0" for i in range(160)]
+    path.write_text(
+        "client,req_time_s,prompt_len,output_len,first_token_latency_s,request_latency_s\n" + "\n".join(lines)
+    )
+    rows = [replace(one, weight=1.0 + int(one.tenant)) for one in read_trace(path)]
+    asked = Setup(cost=CostModel(step=0.05), max_num_queued_reqs=500).with_settings(
+        [("max_num_seqs", 4), ("num_blocks", 64), ("enable_prefix_caching", False), ("itl_target", 0.0)]
+    )
+    fair = shares(asked.with_settings([("scheduling_policy", "wfq")]), rows)
+    assert fair.service["1"] / fair.service["0"] == pytest.approx(2, rel=0.15)
+    assert fair.largest_gap <= 2 * 2 * 64 * 16
+    first_come = shares(asked, rows)
+    assert first_come.service["1"] / first_come.service["0"] == pytest.approx(1, rel=0.1)
+    assert first_come.largest_gap > fair.largest_gap

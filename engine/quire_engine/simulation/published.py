@@ -13,6 +13,8 @@ from pathlib import Path
 
 from quire_engine.errors import ConfigError
 from quire_engine.limits import SchedulerConfig, SchedulerLimits
+from quire_engine.simulation.cost_model import CostModel
+from quire_engine.simulation.fairness import shares
 from quire_engine.simulation.lengths import exercise_setup, rows_of
 from quire_engine.simulation.prefix_study import hit_rate
 from quire_engine.simulation.setup import Setup
@@ -106,6 +108,34 @@ def prefix_hits(data: Path) -> list[Check]:
     return checks
 
 
+def tenants_shares(data: Path) -> list[Check]:
+    """Tenants of VTC's benchmark on a pool of 10,000 tokens: gaps in the bound, shares by weight, FCFS by demand."""
+    bound = 2 * max(1 * 256, 2 * 10_000)  # 2 max(wp L_in, wq M)
+    limits = SchedulerLimits(enable_prefix_caching=False, max_num_batched_tokens=1024, itl_target=0.0)
+    cost = CostModel(step=0.03, row=0.0004, context=1e-6, prompt=((1, 0.03), (1024, 0.35)))
+    config = SchedulerConfig(num_blocks=625, max_model_len=2048, limits=limits)
+    setup = Setup(scheduler=config, cost=cost, max_num_queued_reqs=10_000)
+    checks = []
+    for name, policy in (("FCFS__overload", "fcfs"), ("VTC__overload", "wfq"), ("WVTC__overload-weighted", "wfq")):
+        rows = read_trace(_found(data, f"{name}.csv"))
+        if name.startswith("WVTC"):
+            rows = tuple(replace(row, weight=1.0 + int(row.tenant)) for row in rows)
+        found = shares(setup.with_settings([("scheduling_policy", policy)]), rows)
+        weights = {row.tenant: row.weight for row in rows}
+        if policy == "wfq":
+            half = bound / 2
+            checks.append(Check(name=f"{name}: largest gap", expected=half, got=found.largest_gap, tolerance=half))
+        for tenant, weight in sorted(weights.items())[1:]:
+            ratio = found.service[tenant] / found.service["0"]
+            expected = 2.0 if policy == "fcfs" else weight
+            checks.append(
+                Check(
+                    name=f"{name}: tenant {tenant} : tenant 0", expected=expected, got=ratio, tolerance=0.05 * expected
+                )
+            )
+    return checks
+
+
 def shared_prompts() -> list[Check]:
     """What two choices of a mean request of ShareGPT save by sharing the prompt; closed form, and in whole blocks."""
     prompt, output = _SHAREGPT_MEANS
@@ -149,7 +179,7 @@ def poisson(requests: int, rate: float, *, input_tokens: int = 1, output_tokens:
 def _found(data: Path, name: str) -> Path:
     found = sorted(data.rglob(name)) if data.is_dir() else []
     if not found:
-        raise ConfigError(f"there is no {name} under {data}; it is in FAST25-release/traces of kvcache-ai/Mooncake")
+        raise ConfigError(f"there is no {name} under {data}; --help says where it is published")
     return found[0]
 
 
@@ -162,5 +192,6 @@ EXERCISES: dict[str, tuple[str, Callable[[], list[Check]]]] = {
     "v10": ("one slot and Poisson arrivals: the M/D/1 queue", queue_of_one),
 }
 WITH_DATA: dict[str, tuple[str, Callable[[Path], list[Check]]]] = {
+    "v4": ("tenants' shares and gaps by virtual token counters (VTC's artifact)", tenants_shares),
     "v3": ("prefix hits of Mooncake's traces by cache size, and without limit (V2)", prefix_hits),
 }

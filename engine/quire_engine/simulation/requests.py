@@ -23,6 +23,7 @@ def as_request(row: TraceRow, number: int, *, at: float) -> GenerationRequest:
         stop=_stop(row.output_tokens),
         arrival_time=at,
         tenant=row.tenant,
+        weight=row.weight,
     )
 
 
@@ -35,6 +36,11 @@ def prompt(row: TraceRow, number: int) -> tuple[int, ...]:
         tokens += [block] * row.block_tokens
     del tokens[row.input_tokens :]
     return (*tokens, *[_OWN + number] * (row.input_tokens - len(tokens)))
+
+
+def number_of(prompt_token_ids: tuple[int, ...]) -> int:
+    """Which request of the load has the prompt, if it shares none of it."""
+    return prompt_token_ids[-1] - _OWN
 
 
 @lru_cache(maxsize=4096)

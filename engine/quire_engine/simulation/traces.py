@@ -1,8 +1,8 @@
 """Recorded and drawn loads: arrival times and lengths, without text.
 
 Promises: rows in order of arrival, the first at 0 s; a file that is no known format is refused with its line. Reads
-Azure's CSV, Mooncake's JSON lines (prefixes as hash ids), ServeGen's clients, and JSON lines of our own. Must not know:
-servers, the scheduler, how prompts are made.
+Azure's CSV, Mooncake's JSON lines (prefixes as hash ids), ServeGen's clients, tenants of VTC's benchmark, and JSON
+lines of our own. Must not know: servers, the scheduler, how prompts are made.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_CLIENTS = "client,req_time_s,prompt_len,output_len"
 MOONCAKE_BLOCK = 512  # tokens per hash id
 
 
@@ -35,6 +36,7 @@ class TraceRow:
     blocks: tuple[int, ...] = ()
     block_tokens: int = 0
     tenant: str = ""
+    weight: float = 1.0  # of the tenant
 
 
 def read_trace(path: Path, *, scale_length: float = 1.0, seed: int = 0) -> tuple[TraceRow, ...]:
@@ -50,7 +52,7 @@ def read_trace(path: Path, *, scale_length: float = 1.0, seed: int = 0) -> tuple
     if lines and lines[0].lstrip().startswith("{"):
         rows = _drawn(path, text, scale_length, seed) if _is_servegen(text) else _json_lines(path, lines, scale_length)
     else:
-        rows = _azure(path, lines, scale_length)
+        rows = (_of_clients if lines and lines[0].startswith(_CLIENTS) else _azure)(path, lines, scale_length)
     if not rows:
         raise TraceError(f"{path} has no rows")
     rows.sort(key=lambda row: row.at)
@@ -77,6 +79,18 @@ def _azure(path: Path, lines: list[str], scale: float) -> list[TraceRow]:
         except ValueError as error:
             raise TraceError(f"{path}:{number}: {error}") from None
         rows.append(TraceRow(at=at, input_tokens=lengths[0], output_tokens=lengths[1]))
+    return rows
+
+
+def _of_clients(path: Path, lines: list[str], scale: float) -> list[TraceRow]:
+    """Results of the fairness benchmark of Sheng et al. (OSDI 2024), of which arrivals and lengths are read."""
+    rows = []
+    for number, cells in enumerate(csv.reader(lines[1:]), start=2):
+        try:
+            at, lengths = float(cells[1]), (_scaled(int(cells[2]), scale), _scaled(int(cells[3]), scale))
+        except (ValueError, IndexError) as error:
+            raise TraceError(f"{path}:{number}: {error}") from None
+        rows.append(TraceRow(at=at, input_tokens=lengths[0], output_tokens=lengths[1], tenant=cells[0]))
     return rows
 
 

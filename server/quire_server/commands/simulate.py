@@ -44,6 +44,10 @@ _EPILOG = f"""\
 Steps take what the cost model says: --cost FILE of `quire calibrate` (default ./{DEFAULT_COST}), or numbers
 such as step=20ms,row=0.2ms,context=0.1us,token=0.1ms, or unit: steps of one second. With --lengths it is unit.
 
+Whole traces for --check: v3 reads FAST25-release/traces/{{conversation,synthetic}}_trace.jsonl of
+kvcache-ai/Mooncake; v4 reads fair_bench results of Ying1123/VTC-artifact as CSV files with the columns
+client,req_time_s,prompt_len,output_len.
+
 examples:
   quire simulate --lengths 32,128,64,256 --arrivals 0,2,4,6 --compare static --plot
   quire simulate --check all
