@@ -58,7 +58,8 @@ def test_a_leap_is_so_many_steps(
     by_leaps.run(rows)
     by_steps.run(rows)
     by_leaps._scheduler.check_invariants()
-    assert state(by_leaps) == state(by_steps)
+    for mine, other in zip(state(by_leaps), state(by_steps), strict=True):
+        assert mine == other
 
 
 def test_leaps_are_taken() -> None:

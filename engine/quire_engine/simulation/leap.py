@@ -47,10 +47,13 @@ def leap(scheduler: Scheduler, cost: CostModel, now: float, due: float) -> Leap 
     blocks_used: list[int] = []
     used = held_blocks(scheduler)
     ages = [0] * size  # how many sequences need a block in step i, by i modulo the block size
+    spared = [0] * size  # of those in the first round: who entered again may have its next block already
     for sequence in sequences:
-        ages[(sequence.table.num_slots - sequence.num_computed) % size] += 1
+        left = sequence.table.num_slots - sequence.num_computed
+        ages[left % size] += 1
+        spared[left % size] += left // size
     while len(ends) < most and now < due:
-        growth = ages[len(ends) % size]
+        growth = ages[len(ends) % size] - (spared[len(ends)] if len(ends) < size else 0)
         if growth > available:
             break
         available -= growth
@@ -78,7 +81,7 @@ def _decoding(scheduler: Scheduler) -> list[Sequence]:
     if roster.waiting and roster.num_running < limits.max_num_seqs:
         return []
     elder = scheduler._planner.elder
-    if elder is None or elder.state != "running" or any(group.wait_reason != "slots" for group in roster.waiting[:1]):
+    if elder is None or elder.state != "running" or any(group.wait_reason != "slots" for group in roster.waiting):
         return []
     groups = [elder, *[group for group in roster.running if group is not elder]]
     sequences: list[Sequence] = []
