@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 from collections import Counter
@@ -159,7 +160,16 @@ def test_charges_are_for_prompts_once_and_for_outputs_twice() -> None:
     queue = run.scheduler._planner._policies.queue
     assert isinstance(queue, DeficitLongestPrefix)
     run.one_step()
-    start = queue._left["x"]
+    start = queue._left["", "x"]
     run.one_step()
-    assert queue._left["x"] == start - 2
-    assert queue._left["y"] == 2048
+    assert queue._left["", "x"] == start - 2
+    assert queue._left["", "y"] == 2048
+
+
+def test_a_salt_that_is_called_as_a_tenant_is_another_client() -> None:
+    run: Run = new_run(scheduling_policy="dlpm", max_num_seqs=1)
+    run.add(dataclasses.replace(request("a", 20, 4), tenant="x"), request("b", 20, 4, salt="x"))
+    queue = run.scheduler._planner._policies.queue
+    assert isinstance(queue, DeficitLongestPrefix)
+    run.one_step()
+    assert set(queue._left) == {("x", ""), ("", "x")}

@@ -15,6 +15,8 @@ QUANTUM = 2048  # tokens: four usual steps. Less is fairer in the short run, mor
 _OUTPUT_WEIGHT = 2  # a token of output costs more than one of a prompt; as in the paper, and for `wfq`
 _MOST_CLIENTS = 1024  # whose counters are kept while they have nothing to wait for
 
+Client = tuple[str, str]  # a tenant, or a salt
+
 
 class LongestPrefix:
     """Who has most of its prompt cached goes first (LPM of SGLang, Zheng et al., NeurIPS 2024); ties as they stand."""
@@ -35,7 +37,7 @@ class DeficitLongestPrefix:
 
     def __init__(self, quantum: int = QUANTUM) -> None:
         self._quantum = quantum
-        self._left: dict[str, float] = {}  # by client
+        self._left: dict[Client, float] = {}
 
     def arrange(self, waiting: list[Group], num_cached_tokens: Callable[[Group], int]) -> Iterator[Group]:
         """One by one: what a group that has entered is about to cost counts for those behind it."""
@@ -67,7 +69,7 @@ class DeficitLongestPrefix:
             elif sequence.group.num_preemptions == 0:
                 self._left[name] = self._left.get(name, 0.0) - num_tokens
 
-    def _begin(self, clients: set[str]) -> dict[str, float]:
+    def _begin(self, clients: set[Client]) -> dict[Client, float]:
         """The counters for one step, in which they fall by what is only promised yet."""
         for name in clients - self._left.keys():
             self._left[name] = 0.0
@@ -76,7 +78,7 @@ class DeficitLongestPrefix:
                 del self._left[name]
         return dict(self._left)
 
-    def _refill(self, left: dict[str, float], clients: set[str]) -> None:
+    def _refill(self, left: dict[Client, float], clients: set[Client]) -> None:
         """As many quanta for each as it takes until one of them has something left."""
         most = max(left[name] for name in clients)
         more = (int(-most // self._quantum) + 1) * self._quantum
@@ -85,14 +87,15 @@ class DeficitLongestPrefix:
             self._left[name] += more
 
 
-def client(group: Group) -> str:
-    """Whom a request is served for: its tenant; without tenants, those who share a cache."""
-    return group.request.tenant or group.request.cache_salt
+def client(group: Group) -> Client:
+    """Whom a request is served for: its tenant; without one, those who share a cache, whatever name that has."""
+    request = group.request
+    return (request.tenant, "") if request.tenant else ("", request.cache_salt)
 
 
 def _first_of_each(waiting: list[Group]) -> list[Group]:
     """At most `MOST` groups, as many of each client, so that nobody's queue hides another's."""
-    queues: dict[str, list[Group]] = {}
+    queues: dict[Client, list[Group]] = {}
     for group in waiting:
         queues.setdefault(client(group), []).append(group)
     each = max(1, MOST // max(1, len(queues)))
