@@ -16,6 +16,7 @@ from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.simulation.counterfactual import fitted_cost, load_of, measured
 from quire_engine.simulation.recorded import Recording, read_log
 from quire_engine.simulation.replaying import replay
+from quire_engine.types import BeamParams
 from support.fake_executor import FakeExecutor, own_tokens, request
 from support.limits import scheduler_config
 
@@ -88,6 +89,7 @@ ACTIONS = st.lists(
         st.tuples(st.just("submit"), st.integers(1, 70), st.integers(0, 24)),
         st.tuples(st.just("again"), st.integers(0, 9), st.integers(0, 9)),
         st.tuples(st.just("fork"), st.integers(2, 4), st.integers(2, 9)),
+        st.tuples(st.just("search"), st.integers(2, 4), st.integers(2, 9)),
         st.tuples(st.just("abort"), st.integers(0, 9), st.just(0)),
         st.tuples(st.just("fail"), st.integers(0, 9), st.just(0)),
         st.tuples(st.just("error"), st.integers(0, 5), st.just(0)),
@@ -103,12 +105,13 @@ def play(run: Recorded, actions: list[tuple[str, int, int]]) -> None:
     prompts: dict[str, tuple[int, ...]] = {}
 
     def own(count: int) -> tuple[int, ...]:
-        """Tokens that no other prompt has: a log names whole blocks, so nothing is shared inside of one here."""
+        """Tokens that no other prompt has."""
         return tuple(1_000_000 + 1000 * len(names) + i for i in range(count))
 
-    def submit(prompt: tuple[int, ...], outputs: int, n: int = 1, penalty: float = 0.0) -> None:
+    def submit(prompt: tuple[int, ...], outputs: int, n: int = 1, **more: Any) -> None:
         name = f"r{len(names)}"
-        wanted = request(name, prompt, outputs, n=n, stop=(7, 9, 300, 511), arrival=run.now, penalty=penalty)
+        stop = (7, 9, 300, 511)
+        wanted = request(name, prompt, outputs, n=n, stop=stop, arrival=run.now, **{"penalty": 0.0, **more})
         try:
             run.scheduler.add(wanted, run.now)
         except InfeasibleRequest:
@@ -121,23 +124,21 @@ def play(run: Recorded, actions: list[tuple[str, int, int]]) -> None:
             for _ in range(a):
                 run.step()
         elif action == "submit":
-            shared = min(a // SIZE, 2) * SIZE
+            shared = min(a, 2 * SIZE + a % 3)
             submit((*own_tokens("system", shared), *own(a - shared)), b, penalty=float(a % 5 == 0))
         elif action == "again" and names:
             earlier = names[a % len(names)]
             said = (*prompts[earlier], *run.answers.get(earlier, []))[:96]
-            submit((*said[: len(said) // SIZE * SIZE], *own(b + 1)), 12)
+            submit((*said[: len(said) - a], *own(b + 1)), 12)
         elif action == "fork":
             submit(own(20 + b), b, n=a)
+        elif action == "search":
+            submit(own(20 + b), b, n=a - 1, beam=BeamParams(width=a, early_stopping="never"))
         elif action in {"abort", "fail"} and names:
             name = names[a % len(names)]
             run.scheduler.abort(name) if action == "abort" else run.scheduler.fail(name, "told to")
         elif action in {"error", "starve"} and run.scheduler._roster.sequences:
-            # A log names starved requests, not their choices: which of several it was is not in it.
-            live = run.scheduler._roster.sequences.values()
-            ids = sorted(s.sequence_id for s in live if action == "error" or s.group.request.n == 1)
-            if not ids:
-                continue
+            ids = sorted(run.scheduler._roster.sequences)
             if action == "error":
                 run.executor.errors[ids[a % len(ids)]] = "broken"
             else:

@@ -1,31 +1,36 @@
 """The step log under random traffic: it tells all that the plans follow from, and its accounts add up.
 
-Each run draws a small pool, prompts of three families, aborts and failures from its seed, on an executor with one step
-or two in flight. I18: the log's lines alone, through another scheduler, bring the same plans for the same reasons.
+Each run draws a small pool, policies, prompts of three families, tenants, deadlines, beams, aborts and failures from
+its seed, on an executor with one step or two in flight. I18: the log's lines alone, through another scheduler, bring
+the same plans for the same reasons.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import random
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import msgspec
 import pytest
 
 from quire_engine.engine import Engine
-from quire_engine.limits import SchedulerConfig
+from quire_engine.limits import PolicyName, SchedulerConfig, VictimName
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import GenerationRequest, StepOutput
+from quire_engine.simulation.recorded import read_log
+from quire_engine.simulation.replaying import Difference, Replayer
+from quire_engine.types import BeamParams, GenerationRequest, StepOutput
 from quire_server.commands.trace import PAGE, Lines, pages
 from support.fake_executor import FakeExecutor, expected_tokens, request
 from support.limits import scheduler_config
-from support.replaying import Line, Replay
 from support.scheduler_model import feasible
 
+Line = dict[str, Any]
 NUM_RUNS = 50  # for a long run raise it
-PLAN = ("step_id", "slices", "copies", "decisions", "running", "waiting", "blocks_used", "ends", "starved")
+PLAN = ("step_id", "slices", "copies", "swaps", "decisions", "running", "waiting", "blocks_used", "starved", "beams")
 
 
 class Traffic:
@@ -64,7 +69,13 @@ class Traffic:
             itl_target=dice.choice([0.0, 0.02]),
             max_bypasses=dice.randint(0, 4),
             elder_age_steps=dice.randint(0, 8),
-            scheduling_policy=dice.choice(["fcfs", "priority"]),
+            scheduling_policy=dice.choice(get_args(PolicyName)),
+            enable_prefix_caching=dice.random() < 0.9,
+            preemption_victim=dice.choice(get_args(VictimName)),
+            batch_min_share=dice.choice([0.0, 0.1, 0.5]),
+            max_consecutive_chunks=dice.randint(0, 3),
+            num_host_blocks=dice.choice([0, 0, 8, 24]),
+            swap_seconds=dice.choice([0.0, 0.0, 0.001]),
         )
 
     def clock(self) -> float:
@@ -85,9 +96,15 @@ class Traffic:
             self.engine.abort(gone)
         if self.scheduler._roster.sequences and dice.random() < 0.05:
             self.executor.errors[dice.choice(sorted(self.scheduler._roster.sequences))] = "out of luck"
+        if self.scheduler._roster.sequences and dice.random() < 0.05:
+            self.executor.starved.add(dice.choice(sorted(self.scheduler._roster.sequences)))
+        if self.scheduler._roster.live and dice.random() < 0.02:
+            self.scheduler.fail(dice.choice(sorted(self.scheduler._roster.live)), "the operator's doing")
 
     def draw_request(self, name: str) -> GenerationRequest:
         dice = self.dice
+        if self.asked and dice.random() < 0.15:  # what was asked before, for the same answers
+            return dataclasses.replace(dice.choice(self.asked), request_id=name, arrival_time=self.time, deadline=None)
         family = [(dice.randint(0, 2) + 1) * 1000 + i for i in range(40)]
         prompt = (*family[: dice.randint(1, 20)], *(dice.randint(0, 3) for _ in range(dice.randint(0, 6))))
         if self.asked and dice.random() < 0.3:  # a conversation goes on
@@ -95,17 +112,33 @@ class Traffic:
             prompt = (*before.prompt_token_ids, *expected_tokens(before, dice.randrange(before.n)), 7)
         n = dice.choice([1, 1, 1, 2, 3])
         tokens = dice.randint(0 if n == 1 else 1, 12)
-        return request(
+        beam = None
+        if tokens and dice.random() < 0.15:
+            early = dice.choice([False, True, "never"])
+            beam = BeamParams(
+                width=n + dice.randint(0, 2), length_penalty=dice.choice([-1.0, 0.0, 2.0]), early_stopping=early
+            )
+        tenant = dice.choice(["", "a", "b", "c"])
+        wanted = request(
             name,
             tuple(prompt),
             tokens,
             n=n,
-            stop=tuple(range(0, 1000, 9)) if dice.random() < 0.5 else (),
+            stop=tuple(range(0, 1000, 9 if beam is None else 90)) if dice.random() < 0.5 else (),
             priority=dice.randint(0, 2),
             arrival=self.time - dice.random() / 10,
             salt=dice.choice(["", "", "", "b"]),
             penalty=self.penalty,
             prompt_logprobs=1 if dice.random() < 0.1 else None,
+            beam=beam,
+        )
+        return dataclasses.replace(
+            wanted,
+            tenant=tenant,
+            weight=dice.choice([0.5, 1.0, 4.0]),
+            max_running=2 if tenant == "c" else 0,
+            service_class=dice.choice(["interactive", "interactive", "batch"]),
+            deadline=self.time + dice.random() if dice.random() < 0.15 else None,
         )
 
     def take(self, step: StepOutput) -> None:
@@ -134,48 +167,70 @@ def lines_of(scheduler: Scheduler) -> list[Line]:
     return [json.loads(line) for line in out.getvalue().splitlines()]
 
 
+def replayed(lines: list[Line], folder: Path) -> tuple[Scheduler, Difference | None]:
+    """What `quire replay` makes of the log."""
+    path = folder / "log.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    replayer = Replayer(read_log(path))
+    return replayer.scheduler, replayer.run().difference
+
+
 def plans(lines: list[Line]) -> list[dict[str, Any]]:
     return [{name: line[name] for name in PLAN} for line in lines if line["kind"] == "step"]
 
 
 @pytest.mark.parametrize("seed", range(NUM_RUNS))
-def test_a_log_replays_to_the_same_plans(seed: int) -> None:
+def test_a_log_replays_to_the_same_plans(seed: int, tmp_path: Path) -> None:
     traffic = Traffic(seed)
     lines = lines_of(traffic.scheduler)
-    replay = Replay(lines)
-    replay.run()
-    replay.scheduler.check_invariants()
-    assert plans(lines_of(replay.scheduler)) == plans(lines)
+    scheduler, difference = replayed(lines, tmp_path)
+    assert difference is None
+    scheduler.check_invariants()
+    assert plans(lines_of(scheduler)) == plans(lines)
 
 
 def test_the_runs_see_what_makes_plans_differ() -> None:
     seen = set()
-    for seed in range(12):
+    for seed in range(20):
         for line in lines_of(Traffic(seed).scheduler):
             seen.add(line["kind"])
+            seen |= {"shared"} if line.get("shared", (0, 0))[1] else set()
             if line["kind"] == "step":
                 seen |= {f"{each['kind']} {each['reason']}".strip() for each in line["decisions"]}
                 seen |= {f"ends {end[2]}" for end in line["ends"]}
                 seen |= {"cached"} if any(each["num_tokens"] for each in line["decisions"]) else set()
-                seen |= {"copies"} if line["copies"] else set()
+                seen |= {name for name in ("copies", "beams") if line[name]}
+                seen |= {"swaps"} if any(line["swaps"]) else set()
+                seen |= {f"failed {each[2]}" for each in line["failed"]}
+                seen |= {"beams part"} if any(sorted(set(p)) != sorted(p) for _, p in line["beams"]) else set()
     wanted = {"submit", "abort", "end", "elder", "enters", "waits kv", "waits slots", "waits budget"}
     wanted |= {"preempted blocks", "cached", "copies", "ends stop", "ends length", "ends error"}
+    wanted |= {"fail", "expire", "shared", "swaps", "beams", "beams part", "failed slice", "failed memory"}
+    wanted |= {"waits prefix", "preempted class", "preempted elder"}
     assert wanted <= seen
 
 
-@pytest.mark.parametrize("left_out", ["submit", "abort", "end"])
-def test_a_log_that_lacks_an_input_does_not_replay(left_out: str) -> None:
-    """Ends name the blocks of answers, which who goes on with a conversation matches."""
-    differs = 0
-    for seed in range(6):
+@pytest.mark.parametrize("left_out", ["submit", "abort", "fail", "expire", "end"])
+def test_a_log_that_lacks_an_input_does_not_replay(left_out: str, tmp_path: Path) -> None:
+    """Ends tell what answers begin like, which who goes on with a conversation matches."""
+
+    def differs(seed: int) -> bool:
         lines = lines_of(Traffic(seed).scheduler)
-        replay = Replay([line for line in lines if line["kind"] != left_out])
-        try:
-            replay.run()
-            differs += plans(lines_of(replay.scheduler)) != plans(lines)
-        except (AssertionError, KeyError):
-            differs += 1
-    assert differs
+        return replayed([line for line in lines if line["kind"] != left_out], tmp_path)[1] is not None
+
+    assert any(map(differs, range(20)))
+
+
+@pytest.mark.parametrize("left_out", ["shared", "beams", "failed", "deadline", "tenant", "service_class", "cache_salt"])
+def test_each_part_of_a_line_is_needed(left_out: str, tmp_path: Path) -> None:
+    def differs(seed: int) -> bool:
+        lines = lines_of(Traffic(seed).scheduler)
+        for line in lines:
+            line.pop(left_out, None)
+            line.get("request", {}).pop(left_out, None)
+        return replayed(lines, tmp_path)[1] is not None
+
+    assert any(map(differs, range(20)))
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -22,7 +22,7 @@ def lines() -> list[dict[str, Any]]:
     limits = {"max_num_seqs": 3, "max_num_batched_tokens": 48, "itl_target": 0.0, "enable_prefix_caching": False}
     config = scheduler_config(num_blocks=32, **limits)
     scheduler, executor = Scheduler(config), FakeExecutor(config.limits.block_size)
-    made: list[dict[str, Any]] = [{"kind": "config", "format": 1, "config": asdict(config), "first_step": 1}]
+    made: list[dict[str, Any]] = [{"kind": "config", "format": 2, "config": asdict(config), "first_step": 1}]
     names: dict[int, str] = {}
     ordinal = 0
     for number, (inputs, outputs) in enumerate(LENGTHS):
@@ -77,6 +77,10 @@ def test_a_difference_is_told_with_both_sides(tmp_path: Path, capsys: pytest.Cap
     out = capsys.readouterr().out
     assert "step 3 differs in slices, after 2 equal ones" in out
     assert "replayed" in out
+    assert "earlier run" not in out
+    entries[0]["restored_blocks"] = 3
+    assert run(written(tmp_path, entries)) == 1
+    assert "began with 3 blocks of an earlier run" in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_other_settings_beside_the_recorded_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +96,7 @@ def test_other_settings_beside_the_recorded_ones(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda entries: entries[0].update(format=2), "log.jsonl:1: the log has format 2"),
+        (lambda entries: entries[0].update(format=1), "log.jsonl:1: the log has format 1"),
         (lambda entries: entries.pop(0), "no step log"),
         (lambda entries: entries[0].update(first_step=9), "begins with step 9"),
         (lambda entries: entries[-1].pop("slices"), "there is no 'slices'"),

@@ -217,3 +217,33 @@ def test_a_decode_that_is_planned_ahead_is_no_slice_of_the_prompt() -> None:
     one = told(scheduler, "a")
     assert [(each["start"], each["num_tokens"]) for each in one["chunks"]] == [(0, 100)]
     assert {phase: number for (phase, _), number in spent(one).items() if number} == {"prefill": 1, "decode": 3}
+
+
+def test_how_a_preempted_one_comes_back_is_told() -> None:
+    small = {"num_blocks": 8, "block_size": 4, "max_num_batched_tokens": 64, "max_num_seqs": 8, "min_chunk": 4}
+    run = new_run(num_host_blocks=16, **small)
+    run.add(request("old", 12, 12), request("young", 12, 12))
+    run.to_end()
+    (preemption,) = told(run, "young")["preemptions"]
+    assert preemption["mode"] == "swap"
+    assert sum(step.swaps[0] for step in steps(run)) > 0
+
+
+def test_the_shortest_log_knows_who_ended_beside_the_step_in_flight() -> None:
+    config = scheduler_config(num_blocks=64, max_num_batched_tokens=128, plans_ahead=True, step_log=1)
+    scheduler = Scheduler(config)
+    executor = FakeExecutor(16, max_in_flight=2)
+    engine = Engine(scheduler, executor)
+    seen = []
+    engine.submit(request("a", 20, 12, penalty=0.0, stop=tuple(range(0, 1000, 2))))
+    while engine.has_work:
+        engine.step()
+        seen += scheduler.inspection.answer("steps", {})["steps"]  # type: ignore[index]
+    assert {name for step in seen for name, *_ in step.slices} == {"a"}
+
+
+def test_blocks_of_an_earlier_run_are_counted_where_their_contents_are_missing() -> None:
+    scheduler = Scheduler(scheduler_config(num_blocks=64, num_host_blocks=8), host_keys=[b"1" * 32, b"2" * 32])
+    answer = scheduler.inspection.answer("steps", {"events": True})
+    assert isinstance(answer, dict)
+    assert (answer["restored_blocks"], answer["format"]) == (2, 2)

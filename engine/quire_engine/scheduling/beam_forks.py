@@ -15,20 +15,27 @@ from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.outputs import beam_output, error_outputs
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group
+from quire_engine.scheduling.step_log import StepLog
 from quire_engine.types import NO_CANDIDATE, TokenLogprobs, TokenOutput
 
 
 class BeamForks:
     """A group's sequences are lanes: each computes a beam, and is given another when its own is not continued."""
 
-    def __init__(self, kv: KVAllocator, roster: Roster) -> None:
+    def __init__(self, kv: KVAllocator, roster: Roster, log: StepLog | None) -> None:
         self._kv = kv
         self._roster = roster
+        self._log = log
 
     def take(
-        self, group: Group, item: ScheduledSequence, samples: Mapping[int, tuple[SampledToken, ...]], now: float
+        self,
+        group: Group,
+        item: ScheduledSequence,
+        samples: Mapping[int, tuple[SampledToken, ...]],
+        step_id: int,
+        now: float,
     ) -> list[TokenOutput]:
-        """Take in what may follow a computed slice; the outputs of the whole group, when it is the search's last."""
+        """Take in what may follow a slice of a step; the outputs of the whole group, when it is the search's last."""
         beams = group.beams
         if beams is None or not item.wants_sample:
             return []
@@ -42,10 +49,10 @@ class BeamForks:
             if sample.error is not None:
                 return self._fail(group, sample.error)
             if beams.offer(lane, _told(sample)):
-                return self._go_on(group, beams)
+                return self._go_on(group, beams, step_id)
         return []
 
-    def _go_on(self, group: Group, beams: BeamSearch) -> list[TokenOutput]:
+    def _go_on(self, group: Group, beams: BeamSearch, step_id: int) -> list[TokenOutput]:
         """All beams have come to the end of what they know."""
         continuations = beams.advance()
         wanted = group.request.n
@@ -55,8 +62,12 @@ class BeamForks:
             outputs = [beam_output(group, found, choice) for choice, found in enumerate(beams.finished[:wanted])]
             self._roster.end_all(group)
             return outputs
-        beams.assign(self._fork(group, continuations))
+        lanes = self._fork(group, continuations)
+        beams.assign(lanes)
         group.go_on()
+        if self._log is not None:
+            parent_of = dict(zip(lanes, (parent for parent, _ in continuations), strict=True))
+            self._log.searched(group, step_id, tuple(parent_of[lane] for lane in range(len(lanes))))
         return []
 
     def _fork(self, group: Group, continuations: list[tuple[int, int]]) -> list[int]:
@@ -69,6 +80,8 @@ class BeamForks:
             source = lanes[parent]
             lane = next(pruned) if parent in kept else parent
             if lane != parent:
+                if self._log is not None:
+                    self._log.pruned(lanes[lane])
                 self._kv.release(lanes[lane])
                 self._kv.fork(source, lanes[lane], source.num_computed)
             kept.add(parent)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from hashlib import blake2b
-from secrets import token_bytes
 from typing import Any
 
 from quire_engine.errors import Unanswerable
@@ -41,6 +39,7 @@ class Inspection:
         kv: KVAllocator,
         roster: Roster,
         log: StepLog | None,
+        num_restored: int,
         *,
         check: Callable[[], None],
     ) -> None:
@@ -48,8 +47,8 @@ class Inspection:
         self._kv = kv
         self._roster = roster
         self._log = log
+        self._num_restored = num_restored  # host blocks with contents of an earlier run
         self._check = check
-        self._salt = token_bytes(16)  # of the hashes that are told: nobody can try out texts against them
 
     def answer(self, what: str, arguments: Arguments) -> object:
         """The answer to one question. Raises Unanswerable."""
@@ -74,7 +73,7 @@ class Inspection:
         if arguments.get("events"):
             last = chosen[-1].step_id if chosen else 0
             answer["events"] = [self._event(e) for e in log.events if begin - 1 <= e.after_step <= last]
-            answer["config"], answer["format"] = asdict(self._config), FORMAT
+            answer |= {"config": asdict(self._config), "format": FORMAT, "restored_blocks": self._num_restored}
         return answer
 
     def requests(self, arguments: Arguments) -> object:
@@ -196,12 +195,11 @@ class Inspection:
             ends=tuple(step.ends),
             forced=tuple(step.forced),
             starved=tuple(step.starved),
+            failed=tuple(step.failed),
+            beams=tuple(step.beams),
         )
 
     def _event(self, event: Event) -> RequestEvent:
-        hashes = event.hashes
-        if event.kind == "submit":
-            hashes = hashes[: int(str(event.asked["num_prompt_tokens"])) // self._kv.block_size]
         return RequestEvent(
             kind=event.kind,
             ordinal=event.ordinal,
@@ -210,7 +208,9 @@ class Inspection:
             request_id=event.request_id,
             choice=event.choice,
             request=event.asked,
-            block_hashes=tuple(blake2b(each, digest_size=8, key=self._salt).hexdigest() for each in hashes),
+            num_tokens=event.num_tokens,
+            shared=event.shared,
+            complete_from=event.complete_from,
         )
 
 

@@ -15,6 +15,7 @@ from quire_engine.types import FinishReason
 # transit: from the arrival to the scheduler; queue: until it enters; prefill: until its first token; decode: until its
 # end; preempted: until it enters again; recompute: until its next token; done: nothing more comes.
 Phase = Literal["transit", "queue", "prefill", "decode", "preempted", "recompute", "done"]
+PreemptionMode = Literal["recompute", "swap"]
 MOST_NOTES = 512  # chunks, preemptions and stalls that one life keeps each; beyond that they are counted only
 
 
@@ -33,7 +34,7 @@ class Preemption:
 
     step: int
     cause: str
-    mode: str
+    mode: PreemptionMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class RequestLife:
     num_resumed_tokens: int  # output that an earlier engine process had made
     wait_bound: int
     group: Group | None  # None: it has ended
+    told_at: int = 0  # its prompt's number among the contents
     phase: Phase = "transit"
     reason: str = ""  # of waiting
     spent: dict[tuple[Phase, str], Spent] = field(default_factory=dict)
@@ -140,7 +142,7 @@ class RequestLife:
             if len(self.stalls) < MOST_NOTES:
                 self.stalls.append(Stall(first, step - 1, now - since))
 
-    def preempt(self, cause: str, step: int, now: float, *, mode: str = "recompute") -> None:
+    def preempt(self, cause: str, step: int, now: float, *, mode: PreemptionMode) -> None:
         """It gives its blocks back and waits again."""
         if self.first_token_step is not None and self._stalled_at is None:
             self._stalled_at = step, now
@@ -149,13 +151,11 @@ class RequestLife:
             self.preemptions.append(Preemption(step, cause, mode))
         self._turn("preempted", "", step - 1, now)
 
-    def end(self, choice: int, finish: FinishReason) -> int:
+    def end(self, choice: int, finish: FinishReason, num_tokens: int) -> None:
         """A choice ends; how many tokens it has said."""
         self.finishes[choice] = finish
-        sequence = self.sequences.pop(choice, None)
-        said = 0 if sequence is None else sequence.num_output_tokens
-        self.num_output_tokens += said
-        return said
+        del self.sequences[choice]
+        self.num_output_tokens += num_tokens
 
     def finish(self, step: int, now: float) -> None:
         """The last choice has ended; nothing of the request is kept but these numbers."""

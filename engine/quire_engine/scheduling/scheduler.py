@@ -7,7 +7,7 @@ within its printed bound; same calls, same plans. Must not know: torch, clocks, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import replace
 
 from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
@@ -47,7 +47,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, *, policies: Policies | None = None, host_keys: Iterable[bytes] = ()
+        self, config: SchedulerConfig, *, policies: Policies | None = None, host_keys: Collection[bytes] = ()
     ) -> None:
         """`host_keys`: the hashes of what the first host blocks hold, from an earlier run."""
         config.check()
@@ -58,9 +58,11 @@ class Scheduler:
         self._kv, self._swapping = allocator_for(config, host_keys)
         self._roster = Roster(self._kv, policies.order)
         self._planner = Planner(limits, policies, self._kv, self._roster, self._swapping)
-        self._beam_forks = BeamForks(self._kv, self._roster)
-        self._log = StepLog(limits.step_log, self._roster) if limits.step_log else None
-        self.inspection = Inspection(config, self._kv, self._roster, self._log, check=self.check_invariants)
+        self._log = StepLog(limits, self._roster) if limits.step_log else None
+        self._beam_forks = BeamForks(self._kv, self._roster, self._log)
+        self.inspection = Inspection(
+            config, self._kv, self._roster, self._log, len(host_keys), check=self.check_invariants
+        )
         self._step = 0
         self._prefill_tokens = self._decode_tokens = 0  # of the last applied step
         self._scheduled_at: dict[int, float] = {}  # by step, of those not applied
@@ -104,7 +106,7 @@ class Scheduler:
             group = self._roster.live.get(request_id)
             if group is not None:
                 if self._log is not None:
-                    self._log.ends(request_id, "error")
+                    self._log.ends(request_id, "expire", now)
                 outputs += expired_outputs(group, self._roster.end_all(group))
         return outputs
 
@@ -124,7 +126,7 @@ class Scheduler:
         if group is None:
             return []
         if self._log is not None:
-            self._log.ends(request_id, "error")
+            self._log.ends(request_id, "fail")
         return self._fail_all(group, message)
 
     def wait_bound(self, request_id: str) -> int:
@@ -176,7 +178,7 @@ class Scheduler:
             if item.pooling and sequence.group.pooled is not None:
                 sequence.group.pooled.add(result.pooled[item.sequence_id])
             if sequence.group.beams is not None:
-                outputs += self._beam_forks.take(sequence.group, item, samples, now)
+                outputs += self._beam_forks.take(sequence.group, item, samples, batch.step_id, now)
             elif item.wants_sample:
                 outputs.append(self._take_tokens(sequence, samples[item.sequence_id], end, now))
                 for fork in item.forks:
@@ -190,7 +192,7 @@ class Scheduler:
         began = max(self._scheduled_at.pop(batch.step_id, now), self._applied_at)
         self._applied_at = now
         if self._log is not None:
-            self._log.results.append((batch.step_id, outputs, len(sequences), now - began, now))
+            self._log.results.append((batch.step_id, outputs, len(sequences), result, (now - began, now)))
         self._itl.learn(prompt_tokens=self._prefill_tokens, num_decodes=batch.num_decodes, seconds=now - began)
         if self._swapping is not None:
             self._swapping.learn(prompt_tokens=self._prefill_tokens, num_decodes=batch.num_decodes, seconds=now - began)

@@ -1,18 +1,19 @@
 """How the step log keeps steps and events: as flat numbers, of which there are thousands.
 
-Promises: what is kept of a step with n slices is 16 bytes for each in most steps; no token is kept.
+Promises: what is kept of a step with n slices is 16 bytes for each in most steps; no token is kept here.
 Must not know: who reads them, how long they are kept.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence as Values
 
-from quire_engine.batch import Batch, ScheduledSequence
+from quire_engine.batch import PENDING, Batch, ScheduledSequence
+from quire_engine.scheduling.contents import NOTHING
 from quire_engine.scheduling.request_life import RequestLife
+from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.step_plan import Decision
-from quire_engine.scheduling.step_records import EventKind
+from quire_engine.scheduling.step_records import EventKind, FailedPart
 from quire_engine.types import FinishReason
 
 _NO_ITEMS: tuple[ScheduledSequence, ...] = ()
@@ -24,7 +25,7 @@ class Step:
     __slots__ = (
         *("step_id", "ordinal", "planned_at", "applied_at", "applied_ordinal", "seconds"),
         *("ids", "starts", "sizes", "num_tokens", "num_decodes", "copies", "swaps", "decisions"),
-        *("running", "waiting", "blocks_used", "ends", "forced", "starved", "turning"),
+        *("running", "waiting", "blocks_used", "ends", "forced", "starved", "failed", "beams", "turning"),
     )
 
     def __init__(self, step_id: int, ordinal: int, batch: Batch | None, decisions: list[Decision], now: float) -> None:
@@ -48,13 +49,18 @@ class Step:
         self.ends: list[tuple[str, int, FinishReason, int]] = []
         self.forced: list[tuple[str, int, int]] = []
         self.starved: list[str] = []
+        self.failed: list[tuple[str, int, FailedPart]] = []
+        self.beams: list[tuple[str, tuple[int, ...]]] = []
         self.turning: list[tuple[RequestLife, int]] = []  # whose prompts are computed with it, and in which run
 
 
 class Event:
-    """What came from outside, with the hashes of blocks as the sequence has them when they are asked for."""
+    """What came from outside, or what a choice had said at its end."""
 
-    __slots__ = ("after_step", "asked", "at", "choice", "hashes", "kind", "ordinal", "request_id")
+    __slots__ = (
+        *("after_step", "asked", "at", "choice", "complete_from", "kind", "num_tokens", "ordinal"),
+        *("request_id", "shared"),
+    )
 
     def __init__(
         self,
@@ -66,7 +72,6 @@ class Event:
         at: float,
         choice: int = 0,
         asked: dict[str, object] | None = None,
-        hashes: Values[bytes] = (),
     ) -> None:
         self.kind = kind
         self.request_id = request_id
@@ -75,4 +80,37 @@ class Event:
         self.at = at
         self.choice = choice
         self.asked = asked or {}
-        self.hashes = hashes
+        self.num_tokens = 0
+        self.shared = NOTHING
+        self.complete_from = 0
+
+
+def num_known_tokens(sequence: Sequence) -> int:
+    """Its tokens without those in flight."""
+    num_known = len(sequence.token_ids)
+    while sequence.token_ids[num_known - 1] == PENDING:
+        num_known -= 1
+    return num_known
+
+
+def asked_of(group: Group) -> dict[str, object]:
+    """What plans follow from, of a request; how it samples, and its tokens, are its own affair."""
+    request = group.request
+    return {
+        "num_prompt_tokens": group.num_prompt_tokens,
+        "max_new_tokens": group.max_new_tokens,
+        "n": request.n,
+        "priority": request.priority,
+        "arrival_time": request.arrival_time,
+        "num_resumed_tokens": [len(token_ids) for token_ids in request.resumed_token_ids],
+        "finished_choices": list(request.finished_choices),
+        "reads_cache": group.reads_cache,
+        "reads_output": group.reads_output,
+        "pooling": request.pooling,
+        "tenant": request.tenant,
+        "weight": request.weight,
+        "max_running": request.max_running,
+        "service_class": request.service_class,
+        "deadline": request.deadline,
+        "num_beams": 0 if request.beam is None else request.beam.width,
+    }

@@ -2,22 +2,25 @@
 
 Owns the ring of steps, the events between them and the lives of live and of recently finished requests. Promises: to
 note costs a step little, whoever reads pays for the rest; it decides nothing, so plans do not depend on it.
-Must not know: policies, clocks, how steps are computed; the tokens' values it does not keep.
+Must not know: policies, clocks, how steps are computed; what becomes of the tokens that it hands on to be compared.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Values
+from typing import Literal
 
-from quire_engine.batch import PENDING, Batch
-from quire_engine.scheduling.request_life import RequestLife
+from quire_engine.batch import PENDING, Batch, StepResult
+from quire_engine.limits import SchedulerLimits
+from quire_engine.scheduling.contents import MOST_BYTES, Contents
+from quire_engine.scheduling.request_life import PreemptionMode, RequestLife
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group, Sequence
-from quire_engine.scheduling.step_entries import Event, Step
+from quire_engine.scheduling.step_entries import Event, Step, asked_of, num_known_tokens
 from quire_engine.scheduling.step_plan import Decision, StepPlan
-from quire_engine.scheduling.step_records import EventKind
+from quire_engine.scheduling.step_records import EventKind, FailedPart
 from quire_engine.types import FinishReason, TokenOutput
 
 MOST_FINISHED = 1024  # lives kept of requests that have ended
@@ -26,15 +29,16 @@ MOST_FINISHED = 1024  # lives kept of requests that have ended
 class StepLog:
     """Noted by the scheduler with every call that changes it; read between steps."""
 
-    def __init__(self, num_steps: int, roster: Roster) -> None:
-        self.steps: deque[Step] = deque(maxlen=num_steps)
-        self.events: deque[Event] = deque(maxlen=4 * num_steps)
+    def __init__(self, limits: SchedulerLimits, roster: Roster) -> None:
+        self.steps: deque[Step] = deque(maxlen=limits.step_log)
+        self.events: deque[Event] = deque(maxlen=4 * limits.step_log)
         self.live: dict[str, RequestLife] = {}
         # Results that were taken in, for `settle`, since tokens do not wait for the log: step, outputs, how many
-        # sequences were unfinished then, seconds, time.
-        self.results: list[tuple[int, Values[TokenOutput], int, float, float]] = []
+        # sequences were unfinished then, what was computed, (seconds, time).
+        self.results: list[tuple[int, Values[TokenOutput], int, StepResult, tuple[float, float]]] = []
         self.now = 0.0  # of the latest call that knew it
         self._roster = roster
+        self._contents = Contents(MOST_BYTES if limits.enable_prefix_caching else 0)
         self._finished: dict[str, RequestLife] = {}  # the longest ended first
         self._ordinal = 0
         self._last_step = 0  # planned
@@ -83,11 +87,20 @@ class StepLog:
         self.live[request.request_id] = life
         self._num_reading_output += group.reads_output
         self._unplaced.append(life)
-        self._note_event("submit", request.request_id, asked=_asked(group), hashes=group.leader.block_hashes)
+        event = self._note_event("submit", request.request_id, asked=asked_of(group))
+        event.num_tokens, life.told_at = life.num_prompt_tokens, event.ordinal
+        event.asked["cache_salt"] = self._contents.name_of(request.cache_salt)
+        if self._contents.compares:
+            event.shared = self._contents.tell(event.ordinal, request.cache_salt, request.prompt_token_ids)
+            event.complete_from = self._contents.complete_from
 
-    def forked(self, sequence: Sequence) -> None:
-        """A live request has one sequence more than it was added with."""
-        self._know(sequence, self.live[sequence.group.request.request_id])
+    def pruned(self, sequence: Sequence) -> None:
+        """A beam is not continued: its sequence is about to be given another one."""
+        self._tell_output(self.live[sequence.group.request.request_id], sequence)
+
+    def searched(self, group: Group, step_id: int, parents: tuple[int, ...]) -> None:
+        """All beams of a group have come a token further: which one each sequence continues."""
+        self._open[step_id].beams.append((group.request.request_id, parents))
 
     def planned(self, step_id: int, plan: StepPlan, batch: Batch | None, blocks_used: int, now: float) -> None:
         """A plan was made, `settle` was called before; with no batch nothing is computed."""
@@ -123,12 +136,17 @@ class StepLog:
                 self._finish(life, step_id)
 
     def _applied(
-        self, step_id: int, outputs: Values[TokenOutput], num_unfinished: int, seconds: float, now: float
+        self,
+        step_id: int,
+        outputs: Values[TokenOutput],
+        num_unfinished: int,
+        result: StepResult,
+        times: tuple[float, float],
     ) -> dict[str, int]:
         """A step's result; the requests of which choices ended in it."""
-        self.now = now
         step = self._open.pop(step_id)
-        step.applied_at, step.seconds, step.applied_ordinal = now, seconds, self._next_ordinal()
+        step.seconds, self.now = times
+        step.applied_at, step.applied_ordinal, now = self.now, self._next_ordinal(), self.now
         for life, run in step.turning:
             group = life.group
             if group is not None and group.num_preemptions == run and group.first_token is not None:
@@ -136,9 +154,11 @@ class StepLog:
                 life.go_on(step_id, now)
         if step.turning:
             step.turning = []
+        if result.errors or result.starved:
+            self._note_failures(step, result)
         # In most steps nobody ends and everyone gets one token: then there is nothing to look for.
         if self._num_unfinished != num_unfinished or self._num_reading_output:
-            self._note_outputs(step, outputs)
+            self._note_outputs(step, outputs, result)
         return {request_id: step_id for request_id, *_ in step.ends}
 
     def starved(self, group: Group, step_id: int) -> None:
@@ -147,10 +167,12 @@ class StepLog:
         self._open[step_id].starved.append(group.request.request_id)
         self._preempted(self.live[group.request.request_id], "device", step_id + 1, self.now)
 
-    def ends(self, request_id: str, finish: FinishReason) -> None:
+    def ends(self, request_id: str, kind: Literal["abort", "fail", "expire"], now: float | None = None) -> None:
         """A live request is about to end, and no step has made it."""
         self.settle()
-        self._note_event("abort" if finish == "abort" else "fail", request_id)
+        self.now = self.now if now is None else now
+        self._note_event(kind, request_id)
+        finish: FinishReason = "abort" if kind == "abort" else "error"
         life = self.live[request_id]
         for choice in list(life.sequences):
             self._end(life, choice, finish)
@@ -164,7 +186,8 @@ class StepLog:
         elif decision.kind == "waits":
             life.wait(decision.reason, step_id, now)
         elif decision.kind == "preempted":
-            self._preempted(life, decision.reason, step_id, now)
+            mode: PreemptionMode = "swap" if decision.num_tokens else "recompute"
+            self._preempted(life, decision.reason, step_id, now, mode=mode)
         elif decision.kind == "elder" and life.elder_step is None:
             life.elder_step = step_id
 
@@ -175,17 +198,30 @@ class StepLog:
         self._names[sequence.sequence_id] = life.request_id, sequence.choice
         self._num_unfinished += 1
 
-    def _note_outputs(self, step: Step, outputs: Values[TokenOutput]) -> None:
+    def _note_failures(self, step: Step, result: StepResult) -> None:
+        """Slices that could not be computed, of whomever: who is passed over is so in a replay, too."""
+        parts: tuple[tuple[Iterable[int], FailedPart], ...] = ((result.errors, "slice"), (result.starved, "memory"))
+        for sequence_ids, part in parts:
+            step.failed += [(*self._names[sequence_id], part) for sequence_id in sequence_ids]
+
+    def _note_outputs(self, step: Step, outputs: Values[TokenOutput], result: StepResult) -> None:
+        if any(output.finish == "error" for output in outputs):
+            wrong = [sequence_id for sequence_id, samples in result.samples.items() if samples[-1].error is not None]
+            step.failed += [(*self._names[sequence_id], "sample") for sequence_id in wrong]
         for output in outputs:
+            life = self.live[output.request_id]
+            is_search = life.group is not None and life.group.beams is not None  # tells all its tokens at its end
             if output.finish is not None:
-                said = self._end(self.live[output.request_id], output.choice, output.finish)
+                said = self._end(life, output.choice, output.finish, len(output.token_ids) if is_search else None)
                 step.ends.append((output.request_id, output.choice, output.finish, said))
-            if len(output.token_ids) > 1:
+            if len(output.token_ids) > 1 and not is_search:
                 step.forced.append((output.request_id, output.choice, len(output.token_ids)))
 
-    def _preempted(self, life: RequestLife, cause: str, step_id: int, now: float) -> None:
+    def _preempted(
+        self, life: RequestLife, cause: str, step_id: int, now: float, *, mode: PreemptionMode = "recompute"
+    ) -> None:
         self._num_computing_prompts -= life.is_computing_prompt
-        life.preempt(cause, step_id, now)
+        life.preempt(cause, step_id, now, mode=mode)
         self._unplaced.append(life)
 
     def _place(self, step: Step, now: float) -> None:
@@ -209,25 +245,40 @@ class StepLog:
                 if item.wants_sample or (life.max_new_tokens == 0 and item.end == item.num_prompt_tokens):
                     step.turning.append((life, item.run))
 
-    def _end(self, life: RequestLife, choice: int, finish: FinishReason) -> int:
-        """A choice ends; how many tokens it has said."""
+    def _end(self, life: RequestLife, choice: int, finish: FinishReason, said: int | None = None) -> int:
+        """A choice ends; how many tokens it has said, if not all that its sequence knows."""
         self._num_unfinished -= 1
-        sequence = life.sequences.get(choice)
-        if sequence is not None:
-            first = sequence.num_prompt_tokens // sequence.table.block_size
-            if len(sequence.block_hashes) > first:
-                self._note_event("end", life.request_id, choice=choice, hashes=sequence.block_hashes[first:])
-        return life.end(choice, finish)
+        sequence = life.sequences[choice]
+        self._tell_output(life, sequence)
+        said = num_known_tokens(sequence) - life.num_prompt_tokens if said is None else said
+        life.end(choice, finish, said)
+        return said
+
+    def _tell_output(self, life: RequestLife, sequence: Sequence) -> None:
+        """What a choice has said, or what a beam has that is given up."""
+        if not self._contents.compares:
+            return
+        num_known = num_known_tokens(sequence)
+        event = self._note_event("end", life.request_id, choice=sequence.choice)
+        event.num_tokens = num_known
+        if num_known > life.num_prompt_tokens:
+            salt = sequence.group.request.cache_salt
+            known = sequence.token_ids[:num_known]
+            event.shared = self._contents.extend(event.ordinal, life.told_at, salt, known, life.num_prompt_tokens)
+            event.complete_from = self._contents.complete_from
 
     def _finish(self, life: RequestLife, step_id: int) -> None:
         """The request goes to those that have ended."""
         self._num_computing_prompts -= life.is_computing_prompt
         self._num_reading_output -= life.group is not None and life.group.reads_output
+        for sequence in life.sequences.values():  # beams beyond the choices
+            self._tell_output(life, sequence)
+        self._num_unfinished -= len(life.sequences)
         life.finish(step_id, self.now)
         del self.live[life.request_id]
         for sequence_id in life.sequence_ids:
             del self._life_of[sequence_id]
-        self._leaving.append((step_id, life.sequence_ids))
+        self._leaving.append((self._last_step, life.sequence_ids))  # a step planned ahead may have them, too
         self._finished[life.request_id] = life
         if len(self._finished) > MOST_FINISHED:
             del self._finished[next(iter(self._finished))]
@@ -239,37 +290,14 @@ class StepLog:
         *,
         choice: int = 0,
         asked: dict[str, object] | None = None,
-        hashes: Values[bytes] = (),
-    ) -> None:
+    ) -> Event:
+        ordinal = self._next_ordinal()
         event = Event(
-            kind,
-            request_id,
-            ordinal=self._next_ordinal(),
-            after_step=self._last_step,
-            at=self.now,
-            choice=choice,
-            asked=asked,
-            hashes=hashes,
+            kind, request_id, ordinal=ordinal, after_step=self._last_step, at=self.now, choice=choice, asked=asked
         )
         self.events.append(event)
+        return event
 
     def _next_ordinal(self) -> int:
         self._ordinal += 1
         return self._ordinal
-
-
-def _asked(group: Group) -> dict[str, object]:
-    """What plans follow from, of a request; how it samples, and its tokens, are its own affair."""
-    request = group.request
-    return {
-        "num_prompt_tokens": group.num_prompt_tokens,
-        "max_new_tokens": group.max_new_tokens,
-        "n": request.n,
-        "priority": request.priority,
-        "arrival_time": request.arrival_time,
-        "num_resumed_tokens": [len(token_ids) for token_ids in request.resumed_token_ids],
-        "finished_choices": list(request.finished_choices),
-        "reads_cache": group.reads_cache,
-        "reads_output": group.reads_output,
-        "pooling": request.pooling,
-    }

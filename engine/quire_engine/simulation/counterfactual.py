@@ -6,9 +6,11 @@ not know: the scheduler's state, which settings are changed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from quire_engine.errors import ConfigError
+from quire_engine.simulation.contents import Contents
 from quire_engine.simulation.cost_model import CostModel
 from quire_engine.simulation.fitting import fit_all
 from quire_engine.simulation.recorded import Recording
@@ -30,7 +32,8 @@ def load_of(recording: Recording) -> tuple[TraceRow, ...]:
     for step in recording.steps:
         for name, _, _, count in step["ends"]:
             said[name] = said.get(name, 0) + count
-    numbers: dict[str, int] = {}
+    numbers: dict[tuple[int, tuple[int, ...]], int] = {}  # of blocks, by the one before and the tokens
+    contents = Contents(recording.entries, recording.config.limits.block_size)
     rows = []
     for entry in recording.entries:
         if entry.kind != "submit":
@@ -41,7 +44,7 @@ def load_of(recording: Recording) -> tuple[TraceRow, ...]:
                 at=float(asked.get("arrival_time") or entry.plain["at"]),
                 input_tokens=asked["num_prompt_tokens"],
                 output_tokens=max(1, said.get(entry.request_id, asked["max_new_tokens"])),
-                blocks=tuple(numbers.setdefault(one, len(numbers)) for one in entry.plain.get("block_hashes", ())),
+                blocks=tuple(_numbered(contents.blocks(entry.request_id), numbers)),
                 block_tokens=recording.config.limits.block_size,
                 tenant=str(asked.get("tenant", "")),
             )
@@ -50,6 +53,14 @@ def load_of(recording: Recording) -> tuple[TraceRow, ...]:
         raise ConfigError("the log has no submission; `quire trace --json` writes them with the steps")
     rows.sort(key=lambda row: row.at)
     return tuple(replace(row, at=row.at - rows[0].at) for row in rows)
+
+
+def _numbered(blocks: Iterable[tuple[int, ...]], numbers: dict[tuple[int, tuple[int, ...]], int]) -> Iterator[int]:
+    """Equal numbers for blocks that are equal with all before them."""
+    number = 0
+    for block in blocks:
+        number = numbers.setdefault((number, block), len(numbers) + 1)
+        yield number
 
 
 def measured(recording: Recording) -> Distribution:

@@ -17,8 +17,8 @@ from quire_engine.limits import SchedulerConfig, SchedulerLimits
 from quire_engine.simulation.cost_model import StepSizes
 from quire_engine.simulation.fitting import Sample
 
-_FORMAT = 1
-_KINDS = ("submit", "abort", "fail", "end", "step")
+_FORMAT = 2
+_KINDS = ("submit", "abort", "fail", "expire", "end", "step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,7 @@ class Recording:
     config: SchedulerConfig
     first_step: int
     entries: tuple[Entry, ...]
+    restored_blocks: int = 0  # of the host, with contents from before the log
     unknown_settings: tuple[str, ...] = ()  # of a later version: this scheduler does not have them
 
     @property
@@ -95,8 +96,13 @@ def read_log(path: Path) -> Recording:
         raise ConfigError(f"{path} is no step log: it has no line of kind config; `quire trace --json` writes one")
     config, unknown = _config(reading.config["config"], path)
     entries = tuple(sorted(reading.entries, key=lambda entry: entry.ordinal))
-    first = int(reading.config.get("first_step", 1))
-    return Recording(config=config, first_step=first, entries=entries, unknown_settings=unknown)
+    return Recording(
+        config=config,
+        first_step=int(reading.config.get("first_step", 1)),
+        entries=entries,
+        restored_blocks=int(reading.config.get("restored_blocks", 0)),
+        unknown_settings=unknown,
+    )
 
 
 def _take(plain: dict[str, Any], reading: _Reading) -> None:
@@ -109,7 +115,14 @@ def _take(plain: dict[str, Any], reading: _Reading) -> None:
     if kind not in _KINDS:
         raise ValueError(f"entries of kind {kind!r} are unknown")
     if kind == "step":
-        plain = {"applied_at": None, "applied_ordinal": None, "forced": [], "starved": [], "ends": [], **plain}
+        plain = {
+            "applied_at": None,
+            "applied_ordinal": None,
+            "forced": [],
+            "failed": [],
+            "beams": [],
+            "ends": [],
+        } | plain
         for name in ("step_id", "planned_at", "slices", "prefill_tokens", "decode_tokens", "seconds"):
             plain[name]
     else:
@@ -123,9 +136,8 @@ def _config(plain: Mapping[str, Any], path: Path) -> tuple[SchedulerConfig, tupl
     unknown = tuple(sorted(set(limits) - known))
     try:
         config = SchedulerConfig(
-            num_blocks=plain["num_blocks"],
-            max_model_len=plain["max_model_len"],
-            plans_ahead=plain.get("plans_ahead", False),
+            **{name: plain[name] for name in ("num_blocks", "max_model_len")},
+            **{name: plain[name] for name in ("plans_ahead", "num_host_blocks", "swap_seconds") if name in plain},
             limits=SchedulerLimits(**{name: value for name, value in limits.items() if name in known}),
         )
         config.check()

@@ -7,7 +7,7 @@ with both sides. Must not know: cost models, how a log is read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
@@ -15,10 +15,12 @@ from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.simulation.contents import STOP, Contents
 from quire_engine.simulation.leap import held_blocks
 from quire_engine.simulation.recorded import Entry, Recording
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams
+from quire_engine.simulation.recorded_beams import RecordedBeams
+from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, StopParams
 
 _SAME_NAMES = {one.name for one in fields(GenerationRequest)} & {
-    *("n", "priority", "arrival_time", "pooling", "tenant", "weight", "service_class", "deadline")
+    *("n", "priority", "arrival_time", "pooling", "cache_salt", "tenant", "weight", "max_running", "service_class"),
+    "deadline",
 }
 _OWN_RULES = SamplingParams(presence_penalty=1.0)  # of a request whose plans need its tokens
 
@@ -49,15 +51,19 @@ def replay(recording: Recording) -> Replay:
             f"the log begins with step {recording.first_step}: what was live before is not in it, so plans cannot be"
             " compared; a longer --step-log keeps more steps"
         )
-    return _Replayer(recording).run()
+    return Replayer(recording).run()
 
 
-class _Replayer:
+class Replayer:
+    """Makes the calls of one recording; `scheduler` has a log of its own then."""
+
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
-        self._scheduler = Scheduler(recording.config)
+        self.scheduler = Scheduler(recording.config)
         self._contents = Contents(recording.entries, recording.config.limits.block_size)
+        self._beams = RecordedBeams(recording.steps, self._contents)
         self._names: dict[int, tuple[str, int]] = {}  # request and choice by sequence
+        self._widths: dict[str, int] = {}  # of searches
         self._launched: dict[int, Batch] = {}
         self._steps = self._requests = 0
 
@@ -81,9 +87,11 @@ class _Replayer:
             case "submit":
                 self._submit(entry)
             case "abort":
-                self._scheduler.abort(entry.request_id)
+                self.scheduler.abort(entry.request_id)
             case "fail":
-                self._scheduler.fail(entry.request_id, "failed")
+                self.scheduler.fail(entry.request_id, "failed")
+            case "expire":
+                self.scheduler.expire(float(entry.plain["at"]))
             case "step" if is_plan:
                 return self._plan(entry.plain)
             case "step":
@@ -100,6 +108,9 @@ class _Replayer:
         sampling = _OWN_RULES if asked.get("reads_output") else SamplingParams()
         if not asked.get("reads_cache", True) and asked.get("pooling", "") != "mean":
             sampling = SamplingParams(presence_penalty=sampling.presence_penalty, num_prompt_logprobs=0)
+        width = int(asked.get("num_beams", 0))
+        if width:  # a search has no rules of its own, and says itself that the host reads its tokens
+            sampling = replace(sampling, presence_penalty=0.0)
         request = GenerationRequest(
             request_id=entry.request_id,
             prompt_token_ids=self._contents.prompt(entry.request_id),
@@ -107,24 +118,28 @@ class _Replayer:
             stop=StopParams(max_new_tokens=asked["max_new_tokens"], stop_token_ids=(STOP,)),
             resumed_token_ids=resumed,
             finished_choices=tuple(asked.get("finished_choices", ())),
+            beam=BeamParams(width=width, early_stopping=True) if width else None,
             **same,
         )
-        self._scheduler.add(request, float(entry.plain["at"]))
-        for sequence in self._scheduler._roster.live[entry.request_id].sequences:
+        self.scheduler.add(request, float(entry.plain["at"]))
+        for sequence in self.scheduler._roster.live[entry.request_id].sequences:
             self._names[sequence.sequence_id] = entry.request_id, sequence.choice
+        if width:
+            self._widths[entry.request_id] = width
         self._requests += 1
 
     def _plan(self, step: Mapping[str, Any]) -> Difference | None:
-        batch = self._scheduler.schedule(float(step["planned_at"]))
+        batch = self.scheduler.schedule(float(step["planned_at"]))
         items = () if batch is None else batch.items
         if batch is not None:
             self._launched[step["step_id"]] = batch
         for what, recorded, replayed in (
             ("slices", _tuples(step["slices"]), tuple(self._slice(item) for item in items)),
             ("copies", _tuples(step.get("copies", ())), () if batch is None else batch.copies),
-            ("blocks_used", step.get("blocks_used"), held_blocks(self._scheduler)),
-            ("running", step.get("running"), self._scheduler._roster.num_running),
-            ("waiting", step.get("waiting"), len(self._scheduler._roster.waiting)),
+            ("swaps", _pair(step.get("swaps")), (0, 0) if batch is None else (len(batch.swap_out), len(batch.swap_in))),
+            ("blocks_used", step.get("blocks_used"), held_blocks(self.scheduler)),
+            ("running", step.get("running"), self.scheduler._roster.num_running),
+            ("waiting", step.get("waiting"), len(self.scheduler._roster.waiting)),
         ):
             if recorded is not None and recorded != replayed:
                 return Difference(step_id=step["step_id"], what=what, recorded=recorded, replayed=replayed)
@@ -139,35 +154,41 @@ class _Replayer:
         if batch is None:
             return
         ends = {(name, choice): finish for name, choice, finish, _ in step["ends"]}
+        failed = {(name, choice, part) for name, choice, part in step["failed"]}
         forced = {(name, choice): count for name, choice, count in step["forced"]}
         result = StepResult()
         for item in batch.items:
             name, choice = self._names[item.sequence_id]
             result.prompt_logprobs[item.sequence_id] = ()
             result.pooled[item.sequence_id] = (0,)
-            if name in step["starved"]:
+            if (name, choice, "memory") in failed:
                 result.starved.add(item.sequence_id)
-            elif ends.get((name, choice)) == "error" and not self._goes_on(item, ends):
+            if (name, choice, "slice") in failed:
                 result.errors[item.sequence_id] = "failed"
-            elif item.wants_sample:
+            if item.wants_sample:
                 for sequence_id in (item.sequence_id, *[fork.sequence_id for fork in item.forks]):
                     whose = self._names[sequence_id]
-                    result.samples[sequence_id] = self._tokens(
-                        *whose, item.end, forced.get(whose, 1), ends.get(whose, "")
-                    )
-        self._scheduler.apply(batch, result, float(step["applied_at"]))
-
-    def _goes_on(self, item: ScheduledSequence, ends: Mapping[tuple[str, int], str]) -> bool:
-        """Whether another choice took its token from the slice: then not the slice failed, but this one's sample."""
-        return any(ends.get(self._names[fork.sequence_id]) != "error" for fork in item.forks)
+                    if (*whose, "sample") in failed:
+                        result.samples[sequence_id] = (SampledToken(error="failed"),)
+                    elif whose[0] in self._widths:
+                        offered = self._beams.offer(step, whose, self._widths[whose[0]], item.end)
+                        result.samples[sequence_id] = (SampledToken(token_id=offered.token_id, logprobs=offered),)
+                    else:
+                        result.samples[sequence_id] = self._tokens(
+                            *whose, item.end, forced.get(whose, 1), ends.get(whose, "")
+                        )
+        self.scheduler.apply(batch, result, float(step["applied_at"]))
+        self._beams.note(step)
 
     def _tokens(self, name: str, choice: int, at: int, count: int, finish: str) -> tuple[SampledToken, ...]:
-        if finish == "error":
-            return (SampledToken(error="failed"),)
         ids = [self._contents.output(name, choice, at + i) for i in range(count)]
         if finish == "stop":
             ids[-1] = STOP
         return tuple(SampledToken(token_id=token_id) for token_id in ids)
+
+
+def _pair(values: Any) -> tuple[Any, ...] | None:
+    return None if values is None else tuple(values)
 
 
 def _tuples(values: Any) -> tuple[tuple[Any, ...], ...]:

@@ -80,6 +80,11 @@ def _identity(recording: Recording, console: Console) -> int:
         )
         return DONE
     different = found.difference
+    if recording.restored_blocks:
+        console.print(
+            f"perhaps because the server began with {recording.restored_blocks:,} blocks of an earlier run, whose"
+            " contents are not in the log"
+        )
     console.print(f"[red]step {different.step_id} differs[/red] in {different.what}, after {found.steps:,} equal ones")
     for side, value in (("recorded", different.recorded), ("replayed", different.replayed)):
         console.print(f"  {side}  {str(value)[:_MOST_SHOWN]}", highlight=False, markup=False)

@@ -154,7 +154,8 @@ class Lines:
         if not self._is_begun or page["restarted"] or page["missed"]:
             self._is_begun = True
             first = page["steps"][0]["step_id"]
-            self._line({"kind": "config", "format": page["format"], "config": page["config"], "first_step": first})
+            told = {name: page[name] for name in ("format", "config", "restored_blocks")}
+            self._line({"kind": "config", **told, "first_step": first})
         steps = [{"kind": "step", **step} for step in page["steps"]]
         for line in sorted([*steps, *page["events"]], key=lambda each: int(each["ordinal"])):
             self._line(line)
