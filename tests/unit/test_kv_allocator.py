@@ -174,3 +174,19 @@ def test_check_sees_a_table_that_lost_a_block() -> None:
     one.table.clear()
     with pytest.raises(InvariantViolation, match="has 1 references and is in 0 tables"):
         kv.check([one])
+
+
+def test_a_block_into_which_nothing_was_copied_is_not_matched() -> None:
+    """A group is preempted in the step in which one of its choices was to get its own copy of the last block."""
+    kv = allocator()
+    first = computed(kv, list(range(7)))
+    second = sequence(list(range(7)))
+    kv.fork(first, second, 7)
+    copy = kv.reserve(second, 8)
+    assert copy is not None
+    source, target = copy
+    kv.void_copies([first, second], {target})
+    kv.release(second)
+    kv.release(first)
+    matched = kv.match(sequence(list(range(9))), 8)
+    assert matched.tail == (source, 3)

@@ -7,7 +7,7 @@ Must not know: queues, budgets, policies, what the blocks' bytes are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from quire_engine.invariants import require
 from quire_engine.scheduling.block_pool import BlockPool
@@ -74,9 +74,8 @@ class KVAllocator:
         blocks = tuple(self._cache.longest_match(sequence.block_hashes[:count]))
         start = len(blocks) * size
         rest = sequence.token_ids[start : min(start + size, max_tokens)]
-        tail = (
-            self._tails.longest(self._parent(sequence, len(blocks)), rest) if len(rest) >= self._tails.least else None
-        )
+        is_enough = len(rest) >= self._tails.least
+        tail = self._tails.longest(self._parent(sequence, len(blocks)), rest) if is_enough else None
         return PrefixMatch(blocks, start + (tail[1] if tail else 0), tail)
 
     def awaited(self, sequence: Sequence, match: PrefixMatch, max_tokens: int) -> Promise | None:
@@ -141,6 +140,13 @@ class KVAllocator:
         self._grow(sequence, end)
         return copy
 
+    def void_copies(self, sequences: Iterable[Sequence], targets: Set[int]) -> None:
+        """Copies into these blocks will not be made: nobody may match there what they were to hold."""
+        for sequence in sequences:
+            full = sequence.num_certain // self.block_size
+            if not targets.isdisjoint(sequence.table.block_ids[full : full + 1]):
+                sequence.num_certain = full * self.block_size
+
     def unpin(self) -> None:
         """The step is planned: what is planned from now on comes after its copies."""
         while self._pinned:
@@ -201,8 +207,7 @@ class KVAllocator:
 
     def num_unused_slots(self, sequences: Iterable[Sequence]) -> int:
         """Token slots in the sequences' blocks that hold no token; a shared block counts once."""
-        unused = 0
-        shared: set[int] = set()
+        unused, shared = 0, set[int]()
         for sequence in sequences:
             spare = sequence.table.num_slots - sequence.num_computed
             if sequence.shares_tail and spare:

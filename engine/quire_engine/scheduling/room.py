@@ -75,6 +75,7 @@ class Room:
 
     def _preempt(self, group: Group, cause: PreemptionCause, plan: StepPlan) -> None:
         copied_from = plan.take_back(group)
+        self._kv.void_copies(group.sequences, copied_from.keys())
         is_kept = self._swapping is not None and self._swapping.swap_out(group, copied_from)
         num_kept = (
             sum(sequence.swapped.num_tokens for sequence in group.sequences if sequence.swapped) if is_kept else 0
