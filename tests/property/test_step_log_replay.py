@@ -104,7 +104,11 @@ class Traffic:
     def draw_request(self, name: str) -> GenerationRequest:
         dice = self.dice
         if self.asked and dice.random() < 0.15:  # what was asked before, for the same answers
-            return dataclasses.replace(dice.choice(self.asked), request_id=name, arrival_time=self.time, deadline=None)
+            again = dice.choice(self.asked)
+            prompt = tuple(list(again.prompt_token_ids))  # the executor tells requests apart by these objects
+            return dataclasses.replace(
+                again, request_id=name, prompt_token_ids=prompt, arrival_time=self.time, deadline=None
+            )
         family = [(dice.randint(0, 2) + 1) * 1000 + i for i in range(40)]
         prompt = (*family[: dice.randint(1, 20)], *(dice.randint(0, 3) for _ in range(dice.randint(0, 6))))
         if self.asked and dice.random() < 0.3:  # a conversation goes on
