@@ -105,7 +105,7 @@ class Traffic:
         dice = self.dice
         if self.asked and dice.random() < 0.15:  # what was asked before, for the same answers
             again = dice.choice(self.asked)
-            prompt = tuple(list(again.prompt_token_ids))  # the executor tells requests apart by these objects
+            prompt = (*again.prompt_token_ids,)  # a copy: the executor tells requests apart by these objects
             return dataclasses.replace(
                 again, request_id=name, prompt_token_ids=prompt, arrival_time=self.time, deadline=None
             )
