@@ -186,7 +186,7 @@ def test_a_block_into_which_nothing_was_copied_is_not_matched() -> None:
     assert copy is not None
     source, target = copy
     kv.void_copies([first, second], {target})
-    kv.release(second)
     kv.release(first)
+    kv.release(second)  # of two that hold as much the last is matched
     matched = kv.match(sequence(list(range(9))), 8)
     assert matched.tail == (source, 3)

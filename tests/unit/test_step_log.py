@@ -229,17 +229,18 @@ def test_how_a_preempted_one_comes_back_is_told() -> None:
     assert sum(step.swaps[0] for step in steps(run)) > 0
 
 
-def test_the_shortest_log_knows_who_ended_beside_the_step_in_flight() -> None:
-    config = scheduler_config(num_blocks=64, max_num_batched_tokens=128, plans_ahead=True, step_log=1)
+def test_a_short_log_knows_who_ended_beside_the_step_in_flight() -> None:
+    config = scheduler_config(num_blocks=64, max_num_batched_tokens=128, plans_ahead=True, step_log=2)
     scheduler = Scheduler(config)
     executor = FakeExecutor(16, max_in_flight=2)
     engine = Engine(scheduler, executor)
     seen = []
     engine.submit(request("a", 20, 12, penalty=0.0, stop=tuple(range(0, 1000, 2))))
+    engine.submit(request("b", 20, 24, penalty=0.0))
     while engine.has_work:
         engine.step()
         seen += scheduler.inspection.answer("steps", {})["steps"]  # type: ignore[index]
-    assert {name for step in seen for name, *_ in step.slices} == {"a"}
+    assert {name for step in seen for name, *_ in step.slices} == {"a", "b"}
 
 
 def test_blocks_of_an_earlier_run_are_counted_where_their_contents_are_missing() -> None:
