@@ -127,6 +127,7 @@ def test_it_finds_a_server_that_was_started_anew_and_is_legible_in_the_dark() ->
         with Served(*SMALL, "--port", port):
             browser.until(LIVE)
             browser.until(f"{tile('Running')} === '0'")
+            browser.until(f"{readout('blocks')}.includes('cached')")
             assert numbers(browser.run(readout("blocks")))["cached"] == 0, "the new server's history, not the old one's"
 
 

@@ -28,6 +28,7 @@ VOLATILE = {"id", "created", "system_fingerprint", "call_id", "item_id", "create
 ELSEWHERE = {
     "make": "other tests of this folder start the server that way",
     "docker": "tests/e2e/test_image.py builds and runs the images",
+    "python": "tests/e2e/test_facts.py runs the facts",
 }
 
 
@@ -160,5 +161,11 @@ def test_command_lines_are_understood(example: Example) -> None:
     else:
         from importlib import import_module
 
+        from quire_server.flags import parse_flags
+
+        own, served = words[1:], []
+        if "--" in own:
+            own, served = own[: own.index("--")], own[own.index("--") + 1 :]
         module = import_module(f"quire_server.commands.{words[0].replace('-', '_')}")
-        module._parser().parse_args(words[1:])
+        module._parser().parse_args(own)
+        parse_flags(served)

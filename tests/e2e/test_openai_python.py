@@ -65,7 +65,9 @@ def test_chat_and_its_stream_agree(api: openai.OpenAI) -> None:
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
-    assert chunks[-1].usage == whole.usage
+    again = chunks[-1].usage
+    assert (again.prompt_tokens, again.completion_tokens) == (whole.usage.prompt_tokens, whole.usage.completion_tokens)
+    assert again.prompt_tokens_details.cached_tokens == whole.usage.prompt_tokens - 1, "it was asked before"
 
 
 def test_chat_logprobs(api: openai.OpenAI) -> None:
