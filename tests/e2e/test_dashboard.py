@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import httpx
@@ -64,6 +65,13 @@ def numbers(text: str) -> dict[str, float]:
     return {name: float(value.replace(",", "")) for name, value in found}
 
 
+def until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def boxes(browser: Browser) -> list[list[float]]:
     script = "[...document.querySelectorAll('section, .tiles div')].map((one) => one.getBoundingClientRect())"
     return browser.run(f"{script}.map((box) => [box.x, box.y, box.width, box.height].map(Math.round))")
@@ -76,9 +84,10 @@ def test_the_page_under_load_says_what_the_metrics_say() -> None:
         before = boxes(browser)
         with load(server, 12):
             browser.until(f"Number({tile('Running')}) === 8 && Number({tile('Waiting')}) === 4")
-            assert server.metric("quire_requests_running") == 8
-            assert server.metric("quire_requests_waiting", reason="slots") == 4
-            assert "for a slot 4" in browser.run(readout("queue"))
+            # Streams end and begin anew, so both are looked at until they say it.
+            until(lambda: server.metric("quire_requests_running") == 8)
+            until(lambda: server.metric("quire_requests_waiting", reason="slots") == 4)
+            browser.until(f"{readout('queue')}.includes('for a slot 4')")
             browser.until("document.querySelectorAll('#requests tbody tr').length >= 12")
             browser.until(f"!{readout('itl')}.includes('nothing')")
             assert browser.run("document.querySelectorAll('#blocks path[d^=M]').length") >= 5
