@@ -9,7 +9,8 @@ One step, `Planner.plan`, shares out `max_num_batched_tokens` tokens:
  3. `_serve_elder`: it gets its decodes, and tokens of its prompt up to `min_chunk` in all;
  4. `_serve_decodes`: every other running sequence that has one token to compute gets it;
  5. where streams run, `ItlTarget.prompt_tokens` limits what is left for the prompts;
- 6. `_serve_prefills`: the running groups' unfinished prompts get chunks, the size of `FixedChunk`;
+ 6. `_serve_prefills`: the running groups' unfinished prompts get chunks, the size of `FixedChunk`, but for those that
+    `PromptTurns` lets give way;
  7. `Admission.admit`: waiting groups enter in the queue policy's order, with their first chunk, while slots, budget and
     blocks last; a group that cannot lets at most `max_bypasses` others pass; after a preemption nobody enters;
  8. `_give_rest`: what nobody took goes to the prompts;

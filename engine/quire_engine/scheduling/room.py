@@ -18,9 +18,8 @@ from quire_engine.scheduling.sequence import Group
 from quire_engine.scheduling.step_plan import StepPlan
 from quire_engine.scheduling.swapping import Swapping
 
-PreemptionCause = Literal[
-    "blocks", "elder", "class"
-]  # a running group grows; the elder needs blocks or a slot; an interactive group does
+# Who needs what the victim has: a running group that grows, the elder, or an interactive group.
+PreemptionCause = Literal["blocks", "elder", "class"]
 
 
 class Room:

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
+from quire_engine.scheduling.account import OUTPUT_COST
 from quire_engine.simulation.outcome import Outcome, Served
 from quire_engine.simulation.slo import Slo
 
 _EDGE = 0.1  # of a run, left out at both ends where a steady state is looked for
-_OUTPUT_WEIGHT = 2  # service counts an output token twice, a computed prompt token once (Sheng et al., OSDI 2024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +204,7 @@ def _tenants(requests: Sequence[Served]) -> tuple[TenantService, ...]:
                 tenant=name,
                 requests=len(theirs),
                 refused=len(theirs) - len(done),
-                service=computed + _OUTPUT_WEIGHT * sum(one.num_tokens for one in done),
+                service=computed + OUTPUT_COST * sum(one.num_tokens for one in done),
                 ttft_p95=Distribution.of([one.ttft for one in done]).p95,
             )
         )

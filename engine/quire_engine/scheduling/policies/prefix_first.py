@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from quire_engine.scheduling.account import OUTPUT_COST
 from quire_engine.scheduling.sequence import Group, Sequence
 
 MOST = 128  # groups; those behind them in the queue follow as they stand
 QUANTUM = 2048  # tokens: four usual steps. Less is fairer in the short run, more leaves prefixes together for longer
-_OUTPUT_WEIGHT = 2  # a token of output costs more than one of a prompt; as in the paper, and for `wfq`
 _MOST_CLIENTS = 1024  # whose counters are kept while they have nothing to wait for
 
 Client = tuple[str, str]  # a tenant, or a salt
@@ -65,7 +65,7 @@ class DeficitLongestPrefix:
         for sequence, num_tokens in slices.items():
             name = client(sequence.group)
             if sequence.num_computed >= sequence.num_prompt_tokens:
-                self._left[name] = self._left.get(name, 0.0) - _OUTPUT_WEIGHT * num_tokens
+                self._left[name] = self._left.get(name, 0.0) - OUTPUT_COST * num_tokens
             elif sequence.group.num_preemptions == 0:
                 self._left[name] = self._left.get(name, 0.0) - num_tokens
 
