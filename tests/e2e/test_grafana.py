@@ -63,7 +63,7 @@ def overload(server: Served, clients: int) -> Iterator[None]:
                 for _ in reply.iter_lines():
                     if over.is_set():
                         break
-            time.sleep(0.05)
+            time.sleep(0.2)
 
     threads = [threading.Thread(target=client, args=(number,)) for number in range(clients)]
     for thread in threads:
@@ -77,7 +77,8 @@ def overload(server: Served, clients: int) -> Iterator[None]:
 
 
 def test_every_panel_has_data_and_the_alerts_fire_in_an_overload(tmp_path: Path) -> None:
-    options = ("--kv-memory", "4MiB", "--max-num-seqs", "8", "--max-num-queued-reqs", "4")
+    # More seats than the pool has memory for, so that it is the pool that is full.
+    options = ("--kv-memory", "4MiB", "--max-num-seqs", "24", "--max-num-queued-reqs", "4")
     with (
         Served(*options) as server,
         prometheus(server.url.removeprefix("http://"), tmp_path, shortened) as address,
@@ -86,7 +87,7 @@ def test_every_panel_has_data_and_the_alerts_fire_in_an_overload(tmp_path: Path)
         for _ in range(3):
             complete(server, max_tokens=8)
         assert query(address, 'ALERTS{alertstate="firing"}') == []
-        with overload(server, 20):
+        with overload(server, 36):
             for name in OVERLOAD:
                 wait_for(address, f'ALERTS{{alertname="{name}", alertstate="firing"}}', seconds=60)
             # While it lasts, not only after.

@@ -17,7 +17,7 @@ from e2e.served import Served
 pytestmark = pytest.mark.e2e
 
 KEYS = {"light": "key-of-light", "heavy": "key-of-heavy"}
-SECONDS = 3.0
+SECONDS = 4.0
 SERVICE = {"prompt": 1, "output": 2}  # of a token
 
 
@@ -33,7 +33,7 @@ def file(tmp_path: Path) -> Path:
 
 
 async def ask(client: httpx.AsyncClient, tenant: str, **fields: object) -> httpx.Response:
-    body = {"prompt": [random.randrange(20, 400) for _ in range(24)], "max_tokens": 8, "ignore_eos": True} | fields
+    body = {"prompt": [random.randrange(20, 400) for _ in range(24)], "max_tokens": 32, "ignore_eos": True} | fields
     return await client.post("/v1/completions", json=body, headers={"x-api-key": KEYS[tenant]})
 
 
@@ -55,7 +55,7 @@ async def shares(url: str) -> float:
     """How many times as much the heavy tenant got as the light one, which had as many requests waiting."""
     limits = httpx.Limits(max_connections=100)
     async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
-        asking = [asyncio.create_task(keep_asking(client, tenant)) for tenant in KEYS for _ in range(24)]
+        asking = [asyncio.create_task(keep_asking(client, tenant)) for tenant in KEYS for _ in range(16)]
         await asyncio.sleep(1.0)
         before = await service(client)
         await asyncio.sleep(SECONDS)
