@@ -1,7 +1,8 @@
 """Simulated against live: `python -m quire_bench.against_simulation` serves traces both ways and prints the errors.
 
 Promises: the same rows at the same speeds, live by `quire serve` on this machine, simulated by the cost model of a
-calibration; exit code 0 when p50 is within 10 % and p95 within 20 % everywhere, else 1 with every miss in the table.
+calibration, with what requests that are alone show of the server around the engine; exit code 0 when p50 is within
+10 % and p95 within 20 % everywhere, else 1 with every miss in the table.
 Must not know: how load is made, how anything is simulated.
 """
 
@@ -11,7 +12,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -23,7 +24,7 @@ from quire_bench.benchmark import run_benchmark
 from quire_bench.measures import Measures
 from quire_bench.servers import BenchError
 from quire_engine.errors import ConfigError
-from quire_engine.simulation.cost_model import read_cost
+from quire_engine.simulation.cost_model import CostModel, read_cost
 from quire_engine.simulation.report import Report, report
 from quire_engine.simulation.setup import Setup, setup
 from quire_engine.simulation.simulator import simulate
@@ -34,6 +35,7 @@ from quire_server.settings import SettingsError
 DONE, FAILED, BAD_USAGE = 0, 1, 2
 _LIMITS = {"p50": 0.10, "p95": 0.20}
 _QUANTITIES = ("ttft", "tpot", "e2e")
+_ALONE_INPUT, _ALONE_OUTPUT, _ALONE_REQUESTS = 256, 32, 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(words[:split])
     try:
         cost, plain = read_cost(given.cost)
+        cost = with_server(cost, _measure_alone(words[split + 1 :]))
+        print(f"the server adds {1e3 * cost.request:.3g} ms to a request; a step takes {1e3 * cost.step:.4g} ms there")
         asked = setup(plain, cost)
         lines = [line for trace in given.trace for line in _compare(trace, given, words[split + 1 :], asked)]
     except (BenchError, ConfigError, SettingsError, TraceError) as error:
@@ -90,15 +94,40 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _measure_alone(flags: Sequence[str]) -> Measures:
+    """Requests one at a time, of lengths that no trace is asked for, on a server of their own."""
+    bench = ["--concurrency", "1", "--input", str(_ALONE_INPUT), "--output", str(_ALONE_OUTPUT)]
+    bench += ["--requests", str(_ALONE_REQUESTS), "--repeat", "1", "--no-probe", "--", *flags]
+    return _bench(bench)
+
+
+def with_server(cost: CostModel, alone: Measures) -> CostModel:
+    """The engine's costs, and what HTTP and text on the same cores add to a request and to a step.
+
+    `quire calibrate` measures the engine by itself. The medians of requests that are alone tell the rest: in the time
+    to the first token, and in each one after it.
+    """
+    context = _ALONE_INPUT + _ALONE_OUTPUT // 2
+    first, later = 1e-3 * (alone.ttft_ms.p50 or 0.0), 1e-3 * (alone.tpot_ms.p50 or 0.0)
+    request = max(0.0, first - cost.prompt_seconds(_ALONE_INPUT))
+    return replace(cost, request=request, step=cost.step + max(0.0, later - cost.decode_seconds(1, context)))
+
+
+def _bench(words: list[str]) -> Measures:
+    """What the one round of one load has measured. Raises BenchError."""
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        results = runner.run(run_benchmark(parse_arguments(words), words, _tell))
+    (measured,) = results.points[0].servers[0].rounds
+    return measured
+
+
 def _compare(trace: Path, given: argparse.Namespace, flags: Sequence[str], asked: Setup) -> Iterator[Line]:
     """All speeds of one trace, each on a server of its own: none finds the prompts of another in its cache."""
     rows = read_trace(trace, scale_length=float(given.scale_len))[: int(given.requests)]
     for speed in given.scale_rate.split(","):
         bench = ["--trace", str(trace), "--scale-rate", speed, "--scale-len", given.scale_len]
         bench += ["--requests", given.requests, "--repeat", "1", "--no-probe", "--", *flags]
-        with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            results = runner.run(run_benchmark(parse_arguments(bench), bench, _tell))
-        (live,) = results.points[0].servers[0].rounds
+        live = _bench(bench)
         yield from lines_of(trace.name, float(speed), live, report(simulate(asked, rows, speed=float(speed))))
 
 

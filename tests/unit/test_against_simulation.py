@@ -7,7 +7,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from quire_bench.against_simulation import lines_of, main, print_lines
+from quire_bench.against_simulation import lines_of, main, print_lines, with_server
 from quire_bench.measures import measure
 from quire_bench.records import Record, Run
 from quire_engine.simulation.cost_model import CostModel
@@ -44,6 +44,16 @@ def test_both_percentiles_and_their_error() -> None:
     print_lines(slower, Console(file=out, width=120))
     assert out.getvalue().count("MISSED") == 3
     assert "p95 within 20%: 3 of 3" in out.getvalue()
+
+
+def test_what_requests_alone_take_longer_is_the_servers() -> None:
+    # 20 ms to each token, where the engine by itself takes 15 for a prompt and 12 for a decode.
+    engine = CostModel(step=0.012, prompt=((1, 0.015), (512, 0.015)))
+    served = with_server(engine, measure(live(0.02)))
+    assert (served.request, served.step) == pytest.approx((0.005, 0.020))
+    assert served.prompt == engine.prompt
+    slower = CostModel(step=0.03, prompt=((1, 0.04), (512, 0.04)))
+    assert with_server(slower, measure(live(0.02))) == slower
 
 
 def test_without_a_calibration_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
