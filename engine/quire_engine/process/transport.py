@@ -51,6 +51,16 @@ class Inspected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoadProgress:
+    """How far the start has come; any number of them before READY."""
+
+    phase: str  # a few words, such as "reading weights"
+    done: int = 0
+    total: int = 0  # 0: not known
+    unit: str = "bytes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StartFailed:
     """The engine could not be built; one line for the operator."""
 
@@ -64,6 +74,7 @@ Frame: TypeAlias = (
     | Abort
     | Shutdown
     | Inspect
+    | LoadProgress
     | EnginePlan
     | StartFailed
     | StepOutput
@@ -85,6 +96,7 @@ class Kind(IntEnum):
     HEARTBEAT = 8
     INSPECT = 9
     INSPECTED = 10
+    LOAD_PROGRESS = 11
 
 
 _TYPES: dict[Kind, type] = {
@@ -98,6 +110,7 @@ _TYPES: dict[Kind, type] = {
     Kind.HEARTBEAT: EngineHealth,
     Kind.INSPECT: Inspect,
     Kind.INSPECTED: Inspected,
+    Kind.LOAD_PROGRESS: LoadProgress,
 }
 _KINDS: dict[type, Kind] = {payload: kind for kind, payload in _TYPES.items()}
 _DECODERS: dict[int, msgspec.msgpack.Decoder[Frame]] = {

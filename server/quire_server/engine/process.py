@@ -19,7 +19,15 @@ from typing import cast
 
 from quire_engine.config import EngineConfig, EnginePlan
 from quire_engine.errors import ConfigError, EngineDead, ModelLoadError, ProtocolError, QuireError, Unanswerable
-from quire_engine.process.transport import Frame, FrameDecoder, Inspect, Inspected, StartFailed, encode_frame
+from quire_engine.process.transport import (
+    Frame,
+    FrameDecoder,
+    Inspect,
+    Inspected,
+    LoadProgress,
+    StartFailed,
+    encode_frame,
+)
 from quire_engine.types import EngineHealth, StepOutput
 
 log = logging.getLogger("quire.supervisor")
@@ -41,6 +49,8 @@ class EngineProcess(asyncio.Protocol):
     def __init__(self, program: Sequence[str], on_step: Callable[[StepOutput], None]) -> None:
         """Launch `program FD PARENT_PID`. Raises EngineDead where that is not possible."""
         self.progressed = False  # it has delivered something
+        self.progress: LoadProgress | None = None  # the latest word on its start
+        self.progressed_at = time.monotonic()  # when that came; its launch before the first
         self._on_step = on_step
         self._decoder = FrameDecoder()
         self._transport: asyncio.Transport | None = None
@@ -170,6 +180,8 @@ class EngineProcess(asyncio.Protocol):
                         self._on_step(frame)
                     case EngineHealth():
                         self._latest = frame
+                    case LoadProgress():
+                        self.progress, self.progressed_at = frame, self._heard
                     case Inspected():
                         asked = self._asked.get(frame.token)
                         if asked is not None and not asked.done():  # else nobody waits for it any more

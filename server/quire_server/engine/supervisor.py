@@ -16,7 +16,7 @@ from enum import Enum
 
 from quire_engine.config import EngineConfig, EnginePlan
 from quire_engine.errors import ConfigError, EngineDead, ModelLoadError
-from quire_engine.process.transport import Abort, Shutdown
+from quire_engine.process.transport import Abort, LoadProgress, Shutdown
 from quire_engine.types import EngineHealth, EngineStats, GenerationRequest, StepOutput
 from quire_server.engine.journal import JournalEntry
 from quire_server.engine.process import EngineProcess
@@ -107,6 +107,11 @@ class Supervisor:
     def pid(self) -> int | None:
         """Process id of the running engine."""
         return self._process.pid if self._process is not None else None
+
+    @property
+    def progress(self) -> LoadProgress | None:
+        """How far the start of the latest engine has come, as far as it has said."""
+        return self._process.progress if self._process is not None else None
 
     async def start(self) -> EnginePlan:
         """Start the first engine. Raises ConfigError or ModelLoadError as the engine does, EngineDead if it crashes."""
