@@ -1,7 +1,7 @@
 """What quantisation costs a checkpoint, as it was measured, kept in the user's cache.
 
 Promises: files are whole or absent; a checkpoint that has changed since has no quality; an unreadable file is the same
-as none. Must not know: torch, how quality is measured.
+as none, and so is one that others may have written. Must not know: torch, how quality is measured.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from quire_kernels.trusted_folder import UntrustedFolder, open_trusted, trusted
+
 _FORMAT = 1  # of the files, and of what is measured
+_MOST_BYTES = 1 << 16  # of a file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,22 +53,22 @@ def stored_quality(
     checkpoint: str, quantization: str | None, kv_cache_dtype: str = "auto", *, directory: Path | None = None
 ) -> Quality | None:
     """The quality of the checkpoint with this fingerprint, if it was measured by `quire eval-quant`."""
-    path = (directory or default_directory()) / _file_name(checkpoint, quantization, kv_cache_dtype)
     try:
-        stored = json.loads(path.read_bytes())
+        path = (directory or default_directory()) / _file_name(checkpoint, quantization, kv_cache_dtype)
+        with open(open_trusted(path), "rb") as file:
+            stored = json.loads(file.read(_MOST_BYTES))
         if stored.pop("format") != _FORMAT:
             return None
         found = Quality(**stored)
         str(found)  # numbers are numbers
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return found
 
 
 def store_quality(quality: Quality, *, directory: Path | None = None) -> Path:
     """Keep it, in place of an earlier measurement. Raises OSError."""
-    directory = directory or default_directory()
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory = trusted(directory or default_directory())
     path = directory / _file_name(quality.checkpoint, quality.quantization, quality.kv_cache_dtype)
     descriptor, temporary = tempfile.mkstemp(dir=directory, prefix=path.name)
     try:
@@ -79,8 +82,11 @@ def store_quality(quality: Quality, *, directory: Path | None = None) -> Path:
 
 
 def default_directory() -> Path:
-    """~/.cache/quire/quality."""
-    return Path.home() / ".cache" / "quire" / "quality"
+    """~/.cache/quire/quality. Raises UntrustedFolder for a user without a home."""
+    try:
+        return Path.home() / ".cache" / "quire" / "quality"
+    except RuntimeError:
+        raise UntrustedFolder("there is no home folder to keep measurements in (set HOME)") from None
 
 
 def _file_name(checkpoint: str, quantization: str | None, kv_cache_dtype: str) -> str:

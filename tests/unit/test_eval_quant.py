@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ def home(tmp_path, monkeypatch):
     kernels.mkdir(parents=True, exist_ok=True)
     cache = tmp_path / "home" / ".cache" / "quire"
     cache.mkdir(parents=True)
-    (cache / "kernels").symlink_to(kernels)
+    shutil.copytree(kernels, cache / "kernels")  # a link would not be trusted
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 

@@ -14,7 +14,6 @@ import fcntl
 import logging
 import os
 import re
-import stat
 import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from threading import Condition, Thread
 from torch import Tensor
 
 from quire_engine.errors import ConfigError
+from quire_kernels.trusted_folder import open_trusted, trusted
 
 _log = logging.getLogger(__name__)
 _MAGIC = b"quire kv block 1"
@@ -150,11 +150,8 @@ class KVFiles:
     def _read(self, path: Path, key: bytes) -> bytes | None:
         """The content, if the file is one of ours, whole."""
         try:
-            with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-                status = os.fstat(file.fileno())
-                if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-                    return None
-                if status.st_size != _HEADER + self._num_bytes:
+            with os.fdopen(open_trusted(path), "rb") as file:
+                if os.fstat(file.fileno()).st_size != _HEADER + self._num_bytes:
                     return None
                 header, payload = file.read(_HEADER), file.read(self._num_bytes)
         except OSError:
@@ -179,15 +176,12 @@ def _bytes_of(row: Tensor) -> memoryview:
 def _make_private(directory: Path) -> None:
     """Make a directory that only we may write to, or see that it is one. Raises ConfigError."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.lstat()
+        trusted(directory)
     except OSError as error:
-        raise ConfigError(f"kv_offload_dir={directory}: {error.strerror}") from None
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise ConfigError(
-            f"kv_offload_dir={directory} must be a directory of the server's own user that nobody else may write to:"
-            " what is read from it becomes a part of answers; chmod go-w it, or name another"
-        )
+            f"kv_offload_dir={directory} must be a directory of the server's own user that nobody else may write to,"
+            f" since what is read from it becomes a part of answers: {error}"
+        ) from None
 
 
 def _locked(directory: Path) -> int:

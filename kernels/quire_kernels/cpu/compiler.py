@@ -1,6 +1,7 @@
 """Compiles the C++ kernels with the system's compiler.
 
 Promises: a complete shared library or a KernelBuildError with the compiler's first complaint; never a partial file.
+An OSError where the disk has no room.
 Must not know: where the result is kept, what the kernels do.
 """
 
@@ -17,6 +18,8 @@ from pathlib import Path
 _COMPILERS = ("c++", "g++", "clang++")
 _TIMEOUT = 300.0  # seconds for one translation unit
 _SHOWN = 2000  # characters of a failing compiler's output
+# What compilers and linkers say where a disk, a quota or a limit on files ends.
+_NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large", "File size limit exceeded")
 
 # Contraction off: whether a * b + c is one rounding or two is written out, so that all tile heights compute alike.
 FLAGS = (
@@ -77,7 +80,8 @@ def compile_library(
     """
     # The longest first, so that none of them is left over when the other processors have nothing more to do.
     sources = sorted(sources, key=lambda source: source.stat().st_size, reverse=True)
-    with tempfile.TemporaryDirectory(prefix="quire-kernels-") as directory:
+    # Beside the result: who was careful about that folder should not have to be about another.
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".objects-") as directory:
         objects = [Path(directory) / f"{source.stem}.o" for source in sources]
 
         def build(source: Path, target: Path) -> None:
@@ -101,4 +105,7 @@ def _run(command: Sequence[str]) -> None:
     except (OSError, subprocess.SubprocessError) as error:
         raise KernelBuildError(f"{command[0]} could not be run: {error}") from error
     if done.returncode:
-        raise CompilationError(f"{command[0]} failed:\n{(done.stderr or done.stdout)[:_SHOWN]}")
+        said = done.stderr or done.stdout
+        if any(words in said for words in _NO_ROOM):
+            raise OSError(f"{command[0]} finds no room to write to")
+        raise CompilationError(f"{command[0]} failed:\n{said[:_SHOWN]}")

@@ -1,12 +1,14 @@
 """Finds, builds and loads the compiled C++ kernels.
 
-Promises: what is loaded was built from the sources at hand, completely; processes that start together build once;
-a cache that cannot be written costs a build at every start, nothing else. Must not know: tensors, what the ops do.
+Promises: what is loaded was built from the sources at hand, completely, and by this user; processes that start together
+build once; a cache that cannot be written or trusted costs a build at every start, nothing else.
+Must not know: tensors, what the ops do.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import hashlib
 import logging
@@ -15,7 +17,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from quire_kernels.cpu.compiler import (
 )
 from quire_kernels.cpu.signatures import declare
 from quire_kernels.cpu.variants import Variant, usable_variants
+from quire_kernels.trusted_folder import UntrustedFolder, open_trusted, trusted
 
 _log = logging.getLogger(__name__)
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -60,27 +63,63 @@ def _load(variant: Variant, cache_dir: Path | None, extra_flags: Sequence[str]) 
     flags = (*FLAGS, *variant.flags, *extra_flags)
     sources = _source_folder()
     key = _key(sources, flags)
+    # Beside the Python that is running: who may write there needs no library.
     prebuilt = _PREBUILT / f"{variant.name}-{key}.so"
     if _is_complete(prebuilt):
         return _open(prebuilt)
     compiler = find_compiler()
     name = f"{variant.name}-{key}-{_digest(compiler.version.encode())[:8]}.so"
-    directory = cache_dir or _default_cache()
-    path = directory / name
-    if _is_complete(path):
-        return _open(path)
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _locked(path.with_suffix(".lock")):
-            if not _is_complete(path):  # another process may have built it meanwhile
-                _build(compiler, variant, sources, flags, path)
-            return _open(path)
-    except OSError as error:
-        _log.warning("cannot keep compiled kernels in %s (%s): they are compiled at every start", directory, error)
-    with tempfile.TemporaryDirectory(prefix="quire-kernels-") as temporary:
-        path = Path(temporary) / name
+
+    def build(path: Path) -> None:
         _build(compiler, variant, sources, flags, path)
-        return _open(path)  # stays mapped when the file is gone
+
+    cache = cache_dir
+    try:
+        cache = cache or _default_cache()
+        return _kept_or_built(trusted(cache) / name, build)
+    except OSError as error:
+        where = cache or "a home folder"
+        _log.warning("compiled kernels cannot be kept in %s (%s): they are compiled at every start", where, error)
+    try:
+        with tempfile.TemporaryDirectory(prefix="quire-kernels-") as temporary:
+            # Resolved: a system's /tmp may be a link, and what counts is where we really are.
+            path = trusted(Path(temporary).resolve()) / name
+            build(path)
+            return _kept(path)  # stays mapped when the file is gone
+    except OSError as error:
+        raise KernelBuildError(
+            f"there is no place for the compiled kernels: {error}; set TMPDIR to a folder of yours with room"
+        ) from error
+
+
+def _kept_or_built(path: Path, build: Callable[[Path], None]) -> ctypes.CDLL:
+    """The library at this path in a trusted folder, built where there is none to be loaded. Raises OSError."""
+    with suppress(OSError):
+        return _kept(path)
+    with _locked(path.with_suffix(".lock")):
+        try:
+            return _kept(path)  # another process may have built it meanwhile
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            _log.warning("%s; it is not loaded but compiled anew", error)
+        build(path)
+        return _kept(path)
+
+
+def _kept(path: Path) -> ctypes.CDLL:
+    """The library at this path, if nobody else can have made it and all of it is there.
+
+    Raises FileNotFoundError where there is none that is whole, UntrustedFolder.
+    """
+    descriptor = open_trusted(path)
+    if not _is_complete(descriptor):
+        os.close(descriptor)
+        raise FileNotFoundError(errno.ENOENT, "not a whole library", str(path))
+    # What was looked at is what is loaded, whatever the path leads to by now. The descriptor stays open: the loader
+    # takes libraries of one name for the same, and the number must not come to mean another.
+    held = Path(f"/proc/self/fd/{descriptor}")
+    return _open(held if held.exists() else path)
 
 
 def build_prebuilt(variant: Variant, directory: Path | None = None) -> Path:
@@ -98,8 +137,8 @@ def build_prebuilt(variant: Variant, directory: Path | None = None) -> Path:
 def _default_cache() -> Path:
     try:
         return Path.home() / ".cache" / "quire" / "kernels"
-    except RuntimeError as error:  # a user without a home
-        raise KernelBuildError(f"there is no place for the compiled kernels: {error}") from error
+    except RuntimeError as error:  # neither a variable nor a user's entry says where it is
+        raise UntrustedFolder("there is no home folder to keep compiled kernels in (set HOME)") from error
 
 
 def _source_folder() -> Path:
@@ -161,9 +200,11 @@ def _build(compiler: Compiler, variant: Variant, sources: Path, flags: Sequence[
     print(f"quire: compiled the CPU kernels in {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
 
 
-def _is_complete(path: Path) -> bool:
+def _is_complete(file: Path | int) -> bool:
+    """Of a path, or of a descriptor, which stays open."""
     try:
-        content = path.read_bytes()
+        with open(file, "rb", closefd=not isinstance(file, int)) as opened:
+            content = opened.read()
     except OSError:
         return False
     return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
@@ -181,8 +222,10 @@ def _open(path: Path) -> ctypes.CDLL:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Held by one process at a time; the operating system lets go of it when its holder dies."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
+        if os.fstat(descriptor).st_uid != os.geteuid():  # who might hold it for ever
+            raise UntrustedFolder(f"{path} belongs to another user; remove it")
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:

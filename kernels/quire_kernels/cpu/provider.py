@@ -35,4 +35,5 @@ class CpuProvider:
                 required.threads, required.quantization, kv_type="int8" if required.kv.kv_type == "int8" else "bf16"
             )
         except KernelBuildError as error:
-            raise Unavailable(f"are not available: {error}") from error
+            said = " ".join(str(error).split("\n")[:2])  # of a compiler's complaints the first
+            raise Unavailable(f"are not available: {said}") from error

@@ -115,9 +115,11 @@ def _run_a_kernel(device: torch.device) -> None:
     import triton  # noqa: PLC0415
 
     from quire_kernels.triton.activation import silu_mul  # noqa: PLC0415
+    from quire_kernels.triton.binaries import keep_to_ourselves  # noqa: PLC0415
 
     if triton.knobs.runtime.interpret:
         raise RuntimeError("Triton was told to interpret its kernels (unset TRITON_INTERPRET)")
+    keep_to_ourselves()
     silu_mul(torch.zeros(1, 32, dtype=torch.bfloat16, device=device))
     torch.cuda.synchronize(device)
 
