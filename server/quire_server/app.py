@@ -7,7 +7,6 @@ Must not know: how the state's parts were built, sockets.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache
@@ -36,7 +35,11 @@ from quire_server.http.admin import AdminAuth
 from quire_server.http.envelopes import error_reply
 from quire_server.http.feed import Feed
 from quire_server.http.guard import PUBLIC_PATHS, Guard, KeyAuth, Reply, RequestLimits
+from quire_server.logs import lost_lines
+from quire_server.logs.requests import StoryTeller, log_reply
+from quire_server.logs.tracing import Tracing
 from quire_server.metrics.metrics import Metrics
+from quire_server.metrics.request_story import CURRENT, RequestStory, totals
 from quire_server.routes import (
     chat,
     completions,
@@ -75,11 +78,12 @@ STALL_PROBE_SECONDS = 0.1
 SECOND = 1.0  # what the dashboard takes for one
 METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})  # others share one metric label
 
-access_log = logging.getLogger("quire.access")
-
 
 def create_app(state: ServerState) -> FastAPI:
     """The application around a built state. It starts nothing: the state's parts are running already."""
+    endpoint = state.settings.otlp_traces_endpoint
+    tracing = None if endpoint is None else Tracing(endpoint, model=state.model_names[0])
+    state.metrics.lost_log_lines = lost_lines
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -90,6 +94,8 @@ def create_app(state: ServerState) -> FastAPI:
         finally:
             watch.cancel()
             seconds.cancel()
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
 
     app = FastAPI(
         title="Quire",
@@ -108,7 +114,7 @@ def create_app(state: ServerState) -> FastAPI:
         app.include_router(router)
     _handle_errors(app)
     _document(app, state.settings)
-    _guard(app, state)
+    _guard(app, state, tracing)
     return app
 
 
@@ -176,7 +182,7 @@ def _document(app: FastAPI, settings: Settings) -> None:
     app.openapi = document  # type: ignore[method-assign]  # the framework's documented way
 
 
-def _guard(app: FastAPI, state: ServerState) -> None:
+def _guard(app: FastAPI, state: ServerState, tracing: Tracing | None) -> None:
     settings = state.settings
     root = settings.root_path
     app.add_middleware(AdminAuth, keys=settings.admin_keys, root_path=root)
@@ -207,29 +213,25 @@ def _guard(app: FastAPI, state: ServerState) -> None:
     app.add_middleware(
         Guard,
         limits=limits,
-        on_reply=_on_reply(state.metrics, log_access=not settings.disable_access_log, root_path=root),
+        on_reply=_on_reply(state, tracing),
         root_path=root,
     )
+    app.add_middleware(StoryTeller)
 
 
-def _on_reply(metrics: Metrics, *, log_access: bool, root_path: str) -> Callable[[Reply], None]:
+def _on_reply(state: ServerState, tracing: Tracing | None) -> Callable[[Reply], None]:
+    settings, metrics, model = state.settings, state.metrics, state.model_names[0]
+
     def on_reply(reply: Reply) -> None:
         method = reply.method if reply.method in METHODS else "other"
         metrics.http_request(reply.route or "none", method, reply.status, reply.seconds)
-        if log_access and reply.path.removeprefix(root_path) not in PUBLIC_PATHS:
-            access_log.info(
-                "%s %s %d %.0f ms%s",
-                reply.method,
-                reply.path,
-                reply.status,
-                reply.seconds * 1000,
-                f" by {reply.key_name}" if reply.key_name else "",
-                extra={
-                    "request_id": reply.request_id,
-                    "client": reply.client,
-                    "status": reply.status,
-                    "key_name": reply.key_name or None,
-                },
-            )
+        if reply.path.removeprefix(settings.root_path) in PUBLIC_PATHS:
+            return
+        story = CURRENT.get() or RequestStory()
+        summaries = story.summaries()
+        if not settings.disable_access_log:
+            log_reply(reply, totals(summaries), model)
+        if tracing is not None:
+            tracing.tell(reply, story.carrier, summaries)
 
     return on_reply

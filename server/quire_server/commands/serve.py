@@ -17,7 +17,6 @@ from quire_engine.config import EnginePlan
 from quire_engine.errors import ConfigError, QuireError
 from quire_engine.memory_plan import plan_text
 from quire_engine.quality_store import quality_text
-from quire_server import logs
 from quire_server.checkpoint.locate import localized
 from quire_server.engine.json_child import ask
 from quire_server.engine.restart_policy import RestartPolicy
@@ -25,6 +24,8 @@ from quire_server.engine.supervisor import Supervisor
 from quire_server.flags import parse_command_line
 from quire_server.http.event_loop import loop_factory
 from quire_server.http.tls import tls_context
+from quire_server.logs import Output, writing
+from quire_server.logs.collector import check_tracing
 from quire_server.settings import Settings, SettingsError
 
 DONE, FAILED, BAD_USAGE, CRASH_LOOP = 0, 1, 2, 70
@@ -40,27 +41,44 @@ def run(argv: Sequence[str]) -> int:
         for line in error.lines:
             print(f"quire serve: {line}", file=sys.stderr)
         return BAD_USAGE
-    settings = given.settings
-    logs.configure(settings.log_level, settings.log_format)
-    for line in given.warnings:
-        log.warning("%s", line)
-    for line in given.notes:
-        log.info("%s", line)
-    try:
-        tls_context(settings)  # its files are read again when the socket listens
-        settings = localized(settings)
-        if settings.dry_run:
-            return _show_plan(settings)
-        with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            return runner.run(_serve(settings))
-    except ConfigError as error:
-        print(f"quire serve: {error}", file=sys.stderr)
-        return BAD_USAGE
-    except QuireError as error:
-        print(f"quire serve: {error}", file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt:  # before the server took over the signals
-        return DONE
+    with writing(given.settings.log_level, given.settings.log_format) as output:
+        for line in given.warnings:
+            log.warning("%s", line)
+        for line in given.notes:
+            log.info("%s", line)
+        try:
+            return _run(given.settings, output)
+        except ConfigError as error:
+            output.say(f"quire serve: {error}")
+            return BAD_USAGE
+        except QuireError as error:
+            output.say(f"quire serve: {error}")
+            return FAILED
+        except BrokenPipeError:  # of stdout, which the plan is printed to
+            raise
+        except OSError as error:  # a file that cannot be read, a disk without room
+            log.debug("where it happened", exc_info=True)
+            output.say(f"quire serve: {_of_file(error)}")
+            return FAILED
+        except KeyboardInterrupt:  # before the server took over the signals
+            return DONE
+
+
+def _run(settings: Settings, output: Output) -> int:
+    tls_context(settings)  # its files are read again when the socket listens
+    check_tracing(settings.otlp_traces_endpoint)
+    settings = localized(settings)
+    if settings.dry_run:
+        return _show_plan(settings)
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(_serve(settings, output))
+
+
+def _of_file(error: OSError) -> str:
+    """The system's words, with the file that they are about."""
+    if error.filename is None:
+        return error.strerror or str(error)
+    return f"{error.filename}: {error.strerror}"
 
 
 def _show_plan(settings: Settings) -> int:
@@ -70,10 +88,10 @@ def _show_plan(settings: Settings) -> int:
     return DONE
 
 
-async def _serve(settings: Settings) -> int:
+async def _serve(settings: Settings, output: Output) -> int:
     """Start the engine process first: it needs the longest, and this half is imported and loaded meanwhile."""
     policy = RestartPolicy(max_restarts=settings.max_engine_restarts, window_seconds=settings.engine_restart_window)
-    supervisor = Supervisor(settings.engine_config(), policy)
+    supervisor = Supervisor(settings.engine_config(), policy, stderr=output.for_children)
     starting = asyncio.create_task(supervisor.start())
     try:
         server = cast(Composition, await asyncio.to_thread(import_module, "quire_server.serving"))

@@ -46,8 +46,13 @@ class TooManyQuestions(QuireError):
 class EngineProcess(asyncio.Protocol):
     """A child process, launched when the object is made; it loads a model when `start` tells it which."""
 
-    def __init__(self, program: Sequence[str], on_step: Callable[[StepOutput], None]) -> None:
-        """Launch `program FD PARENT_PID`. Raises EngineDead where that is not possible."""
+    def __init__(
+        self, program: Sequence[str], on_step: Callable[[StepOutput], None], *, stderr: int | None = None
+    ) -> None:
+        """Launch `program FD PARENT_PID`. Raises EngineDead where that is not possible.
+
+        `stderr`: the descriptor that it gets as its own; None: ours, where it waits for who reads it.
+        """
         self.progressed = False  # it has delivered something
         self.progress: LoadProgress | None = None  # the latest word on its start
         self.progressed_at = time.monotonic()  # when that came; its launch before the first
@@ -63,7 +68,7 @@ class EngineProcess(asyncio.Protocol):
         self._heard = time.monotonic()
         self._killed_by_us = False
         try:
-            self._child, self._socket = _launch(program)
+            self._child, self._socket = _launch(program, stderr)
         except OSError as error:
             raise EngineDead(f"the engine process could not be launched: {error}") from error
 
@@ -204,7 +209,7 @@ class EngineProcess(asyncio.Protocol):
         self._lost.set_result(None)
 
 
-def _launch(program: Sequence[str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _launch(program: Sequence[str], stderr: int | None) -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     with theirs:
         try:
@@ -213,7 +218,7 @@ def _launch(program: Sequence[str]) -> tuple[subprocess.Popen[bytes], socket.soc
             ours.setblocking(False)
             command = [*program, str(theirs.fileno()), str(getpid())]
             # Popen, not asyncio's: the child is reaped by us alone, and spawning takes about a millisecond.
-            return subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL), ours
+            return subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stderr=stderr), ours
         except BaseException:
             ours.close()
             raise

@@ -51,6 +51,7 @@ class Supervisor:
         policy: RestartPolicy | None = None,
         *,
         program: Sequence[str] = (sys.executable, "-m", "quire_engine.process"),
+        stderr: int | None = None,
     ) -> None:
         self.on_step: Callable[[StepOutput], None] = _discard
         self.on_restart: Callable[[], None] = lambda: None
@@ -63,6 +64,7 @@ class Supervisor:
         self._hang_seconds = self._policy.hang_seconds
         self._budget = RestartBudget(self._policy)
         self._program = tuple(program)
+        self._stderr = stderr  # of engine processes; None: ours
         self._process: EngineProcess | None = None  # the latest; it may have ended
         self._recovery = Recovery()
         self._watch: asyncio.Task[None] | None = None
@@ -145,7 +147,7 @@ class Supervisor:
             self._fail(entry, "the server is shutting down")
 
     async def _launch(self) -> tuple[EngineProcess, EnginePlan]:
-        process = self._process = EngineProcess(self._program, self._deliver)
+        process = self._process = EngineProcess(self._program, self._deliver, stderr=self._stderr)
         return process, await process.start(self._config)
 
     async def _supervise(self, process: EngineProcess | None) -> None:

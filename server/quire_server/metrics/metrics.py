@@ -7,7 +7,7 @@ Must not know: routes, how a request is served, torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -34,6 +34,7 @@ from quire_server.metrics.metric_values import Values
 from quire_server.metrics.occupancy import Occupancy
 from quire_server.metrics.request_board import RequestBoard
 from quire_server.metrics.request_record import Load, RequestRecord
+from quire_server.metrics.request_story import CURRENT
 from quire_server.metrics.static_batching import StaticBatching
 from quire_server.metrics.tenant_metrics import TenantMetrics
 
@@ -84,6 +85,10 @@ class Metrics:
             REQUEST_SECONDS,
             "handler",
         )
+        self._lost_lines = values.counter(
+            "quire_log_records_dropped", "Log lines that were lost, since nobody read the log in time."
+        )
+        self.lost_log_lines: Callable[[], int] = lambda: 0  # asked when the metrics are
         self._load = Load(Occupancy(), StaticBatching(self._requests.static_slots), RequestBoard())
         self.occupied = self._load.occupancy.occupied  # whenever a request comes or goes
         self.history = History(
@@ -100,7 +105,7 @@ class Metrics:
 
     def start(self, prompt_tokens: int, max_tokens: int | None, n: int, request_id: str = "") -> RequestRecord:
         """A prompt with n choices was accepted, now."""
-        return RequestRecord(
+        record = RequestRecord(
             self._requests,
             self._load,
             request_id=request_id,
@@ -108,6 +113,10 @@ class Metrics:
             max_tokens=max_tokens,
             n=n,
         )
+        story = CURRENT.get()
+        if story is not None:
+            story.records.append(record)
+        return record
 
     def reject(self, reason: str) -> None:
         """A request was refused before it was queued. `reason` comes from a fixed set, never from a client."""
@@ -162,6 +171,7 @@ class Metrics:
     def render(self) -> bytes:
         """The exposition, in the text format."""
         self._engine.show(time.monotonic())
+        self._lost_lines.values[()] = float(self.lost_log_lines())
         return generate_latest(self.registry)
 
 

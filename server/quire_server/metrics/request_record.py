@@ -16,6 +16,26 @@ from quire_server.metrics.request_board import RequestBoard, RequestRow
 from quire_server.metrics.static_batching import StaticBatching
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSummary:
+    """A prompt and its choices as they ended. Times are `time.monotonic()` seconds."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    max_tokens: int | None
+    n: int
+    outcome: str
+    started: float
+    first: float | None  # token
+    last: float | None
+    ended: float
+    queue_seconds: float | None
+    prefill_seconds: float | None
+    token_seconds: float  # between tokens, summed over choices
+    following_tokens: int  # those that another one of their choice came before
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """What each request tells besides its own numbers."""
@@ -34,6 +54,7 @@ class RequestRecord:
     __slots__ = (
         "_cached",
         "_counts",
+        "_ended",
         "_finished",
         "_first",
         "_id",
@@ -78,6 +99,7 @@ class RequestRecord:
         self._prompt_counted = False
         self._finished = False
         self._outcome = ""
+        self._ended: float | None = None
         load.occupancy.arrive(n)
         self._number = load.board.begin(self.row)
         # A prompt of which a vector is wanted has no output to wait for.
@@ -117,7 +139,7 @@ class RequestRecord:
         """The request ended. Idempotent. Latencies are those of requests that ran to their end."""
         if self._finished:
             return
-        self._finished, self._outcome = True, outcome
+        self._finished, self._outcome, self._ended = True, outcome, time.monotonic()
         load = self._load
         load.occupancy.leave(self._n, time.monotonic() - self._started)
         load.board.end(self._number)
@@ -169,6 +191,26 @@ class RequestRecord:
             prefill=0.0 if timing is None else round(timing.prefill_seconds, 4),
             decode=0.0 if first is None else round(max(0.0, last - first), 4),
             preemptions=0 if timing is None else timing.num_preemptions,
+        )
+
+    def summary(self) -> RequestSummary:
+        """What there is to tell when it has ended; of one that was left behind, that it was."""
+        timing = self._timing
+        return RequestSummary(
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached,
+            output_tokens=sum(self._counts),
+            max_tokens=self._max_tokens,
+            n=self._n,
+            outcome=self._outcome or "abort",
+            started=self._started,
+            first=self._first,
+            last=None if self._first is None else max(self._last),
+            ended=time.monotonic() if self._ended is None else self._ended,
+            queue_seconds=None if timing is None else timing.queue_seconds,
+            prefill_seconds=None if timing is None else timing.prefill_seconds,
+            token_seconds=self._token_seconds,
+            following_tokens=sum(count - 1 for count in self._counts if count),
         )
 
     def _count_prompt(self) -> None:

@@ -84,6 +84,9 @@ class ServerFields(BaseModel):
     )
     enable_log_requests: bool = option(False, "Observing", "log each request's parameters, never its text")
     disable_access_log: bool = option(False, "Observing", "no line per HTTP request")
+    otlp_traces_endpoint: str | None = option(
+        None, "Observing", "collector that gets a trace of each request (OTLP over HTTP); needs quire[otel]"
+    )
     enable_vllm_metric_names: bool = option(True, "Observing", "also export metrics under their vllm: names")
     check_invariants: bool = option(False, "Observing", "audit the scheduler after every step, not only when idle")
     dry_run: bool = option(False, "Observing", "print the memory plan and exit")

@@ -76,7 +76,7 @@ _LORA = "adapters (LoRA) are not served; merge them into the checkpoint"
 _SPECULATION = "tokens are not guessed ahead (speculative decoding)"
 _PLUGIN = "no code of others is loaded into the server"
 _OFFLOAD = "weights stay in the memory of the device"
-_TRACES = "there are no traces; /metrics has the numbers"
+_TRACES = "traces are of requests, with --otlp-traces-endpoint; there are no finer ones"
 _REMOTE = "KV caches are not shared between servers"
 
 FLAGS: tuple[VllmFlag, ...] = (
@@ -239,7 +239,6 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_any("enable-tokenizer-info-endpoint", "/tokenizer_info is always there", "switch"),
     *_only("fingerprint-mode", "full hash", "system_fingerprint is a hash of model and settings"),
     *_never("fingerprint-value", "system_fingerprint is a hash of model and settings"),
-    *_never("otlp-traces-endpoint", _TRACES),
     *_never("collect-detailed-traces", _TRACES, "values"),
     *_off("enable-layerwise-nvtx-tracing enable-logging-iteration-details", _TRACES),
     *_never("profiler-config", _TRACES, "json"),

@@ -1,0 +1,15 @@
+"""What the server tells while it runs: lines on stderr, one for each request too, and traces where they are wanted."""
+
+from quire_server.logs.lines import JsonFormatter, TextFormatter
+from quire_server.logs.output import Output, lost_lines, writing
+from quire_server.logs.throughput import log_throughput, throughput_line
+
+__all__ = [
+    "JsonFormatter",
+    "Output",
+    "TextFormatter",
+    "log_throughput",
+    "lost_lines",
+    "throughput_line",
+    "writing",
+]

@@ -1,0 +1,101 @@
+"""The line of each request, and what is gathered for it while the request is served.
+
+Promises: one line a request, with its times and counts, its client and its key's name; never text, never a key.
+Must not know: routes, how a request is served, sockets.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire_server.http.guard import Reply
+from quire_server.metrics.request_story import CURRENT, RequestStory, StoryTotals
+
+_TRACE_HEADERS = (b"traceparent", b"tracestate")
+
+log = logging.getLogger("quire.access")
+
+
+class StoryTeller:
+    """The outermost application: gives each request a story, which the parts that serve it add to."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        token = CURRENT.set(RequestStory(carrier=_carrier(scope)))
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            CURRENT.reset(token)
+
+
+def _carrier(scope: Scope) -> dict[str, str]:
+    """The headers of W3C's trace context; one that is there twice says nothing."""
+    found = [(name, value) for name, value in scope["headers"] if name in _TRACE_HEADERS]
+    names = [name for name, _ in found]
+    return {name.decode(): value.decode("latin-1") for name, value in found if names.count(name) == 1}
+
+
+def log_reply(reply: Reply, told: StoryTotals | None, model: str) -> None:
+    """The line of a request that has ended; `told` is None where nothing was computed for it."""
+    if not log.isEnabledFor(logging.INFO):
+        return
+    log.info(
+        "%s %s %d %.0f ms%s%s",
+        reply.method,
+        reply.path,
+        reply.status,
+        reply.seconds * 1000,
+        f" by {reply.key_name}" if reply.key_name else "",
+        "" if told is None else f"; {_in_words(told)}",
+        extra={
+            "request_id": reply.request_id,
+            "client": reply.client,
+            "status": reply.status,
+            "key_name": reply.key_name or None,
+            "told": _fields(reply, told, model),
+        },
+    )
+
+
+def _fields(reply: Reply, told: StoryTotals | None, model: str) -> dict[str, object]:
+    fields: dict[str, object] = {
+        "method": reply.method,
+        "path": reply.path,
+        "route": reply.route,
+        "seconds": _rounded(reply.seconds),
+    }
+    if told is not None:
+        fields |= {
+            "model": model,
+            "prompt_tokens": told.prompt_tokens,
+            "cached_tokens": told.cached_tokens,
+            "output_tokens": told.output_tokens,
+            "finish_reason": ",".join(told.finish_reasons),
+            "queue_seconds": _rounded(told.queue_seconds),
+            "ttft_seconds": _rounded(told.ttft_seconds),
+            "tpot_seconds": _rounded(told.tpot_seconds),
+            "e2e_seconds": _rounded(told.e2e_seconds),
+        }
+    return fields
+
+
+def _in_words(told: StoryTotals) -> str:
+    words = [f"{told.prompt_tokens} + {told.output_tokens} tokens"]
+    if told.cached_tokens:
+        words.append(f"{told.cached_tokens} cached")
+    words.append("/".join(told.finish_reasons))
+    for name, seconds in (("queue", told.queue_seconds), ("first", told.ttft_seconds), ("each", told.tpot_seconds)):
+        if seconds is not None:
+            words.append(f"{name} {seconds * 1000:.0f} ms")
+    return ", ".join(words)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)

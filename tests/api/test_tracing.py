@@ -1,0 +1,200 @@
+"""Traces against a small collector: what a span says, whose child it is, and that a broken collector harms nobody."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from architecture.source import reachable
+from quire_engine.errors import ConfigError
+from quire_server.logs import collector, tracing
+from quire_server.logs.collector import check_tracing, traces_url
+from support.fake_engine import FakeEngine
+from support.fakes import connect, make_app, make_state
+
+pytestmark = pytest.mark.anyio
+
+TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+class Collector:
+    """Answers `POST /v1/traces` as told and keeps what came."""
+
+    def __init__(self, status: int = 200, pause: float = 0.0) -> None:
+        self.bodies: list[bytes] = []
+        self.headers: list[dict[str, str]] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                outer.bodies.append(body)
+                outer.headers.append(
+                    {name.lower(): value for name, value in self.headers.items()} | {"path": self.path}
+                )
+                time.sleep(pause)
+                self.send_response(status)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def spans(self) -> tuple[dict[str, object], list[object]]:
+        """The resource's attributes and all spans."""
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+        resource: dict[str, object] = {}
+        spans: list[object] = []
+        for body in self.bodies:
+            request = ExportTraceServiceRequest()
+            request.ParseFromString(body)
+            for each in request.resource_spans:
+                resource |= plain(each.resource.attributes)
+                spans += [span for scope in each.scope_spans for span in scope.spans]
+        return resource, spans
+
+
+def plain(attributes: object) -> dict[str, object]:
+    """Of protobuf's key-value lists."""
+    found: dict[str, object] = {}
+    for each in attributes:  # type: ignore[attr-defined]
+        kind = each.value.WhichOneof("value")
+        value = getattr(each.value, kind)
+        found[each.key] = [item.string_value for item in value.values] if kind == "array_value" else value
+    return found
+
+
+@pytest.fixture
+def collecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    pytest.importorskip("opentelemetry.sdk.trace")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    made = Collector()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+async def send(endpoint: str, **headers: str) -> None:
+    """One completion of 4 tokens through an app that is shut down as a server is."""
+    state = make_state(engine=FakeEngine(step_seconds=0.002, num_cached_tokens=2), otlp_traces_endpoint=endpoint)
+    app = make_app(state)
+    async with app.router.lifespan_context(app), connect(app) as client:
+        body = {"prompt": "secret prompt", "max_tokens": 4}
+        reply = await client.post("/v1/completions", json=body, headers={"x-request-id": "mine", **headers})
+        assert reply.status_code == 200
+        assert (await client.get("/health")).status_code == 200
+        await client.get("/nothing")
+
+
+async def test_a_request_is_a_span_with_its_phases_below(collecting: Collector) -> None:
+    await send(collecting.url)
+    resource, spans = collecting.spans()
+    assert resource["service.name"] == "quire"
+    assert collecting.headers[0]["path"] == "/v1/traces"
+    by_name = {span.name: span for span in spans}  # type: ignore[attr-defined]
+    assert set(by_name) == {"text_completion fake", "queue", "prefill", "decode", "GET unknown"}
+    span = by_name["text_completion fake"]
+    told = plain(span.attributes)  # type: ignore[attr-defined]
+    assert (
+        told.items()
+        >= {
+            "gen_ai.operation.name": "text_completion",
+            "gen_ai.provider.name": "quire",
+            "gen_ai.request.model": "fake",
+            "gen_ai.response.model": "fake",
+            "gen_ai.request.max_tokens": 4,
+            "gen_ai.usage.input_tokens": len("secret prompt"),
+            "gen_ai.usage.output_tokens": 4,
+            "gen_ai.usage.cache_read.input_tokens": 2,
+            "gen_ai.request.id": "mine",
+            "http.route": "/v1/completions",
+            "http.response.status_code": 200,
+        }.items()
+    )
+    assert told["gen_ai.response.finish_reasons"] == ["length"]
+    assert span.kind == 2  # type: ignore[attr-defined]  # a server's
+    assert not span.parent_span_id  # type: ignore[attr-defined]
+    assert "secret" not in str(spans)
+    begins = span.start_time_unix_nano  # type: ignore[attr-defined]
+    assert abs(begins / 1e9 - time.time()) < 60
+    previous = begins
+    for name in ("queue", "prefill", "decode"):
+        phase = by_name[name]
+        assert phase.parent_span_id == span.span_id  # type: ignore[attr-defined]
+        assert previous <= phase.start_time_unix_nano + 1_000_000  # type: ignore[attr-defined]
+        assert phase.start_time_unix_nano <= phase.end_time_unix_nano <= span.end_time_unix_nano + 5_000_000  # type: ignore[attr-defined]
+        previous = phase.start_time_unix_nano  # type: ignore[attr-defined]
+
+
+async def test_the_callers_trace_goes_on(collecting: Collector) -> None:
+    await send(collecting.url, traceparent=f"00-{TRACE}-{CALLER}-01")
+    _, spans = collecting.spans()
+    (span,) = [each for each in spans if each.name == "text_completion fake"]  # type: ignore[attr-defined]
+    assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE, CALLER)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("parent", ["nonsense", f"00-{'0' * 32}-{CALLER}-01", "00-" + "x" * 5000])
+async def test_a_parent_that_is_none_begins_a_trace(collecting: Collector, parent: str) -> None:
+    await send(collecting.url, traceparent=parent)
+    _, spans = collecting.spans()
+    (span,) = [each for each in spans if each.name == "text_completion fake"]  # type: ignore[attr-defined]
+    assert not span.parent_span_id  # type: ignore[attr-defined]
+
+
+async def test_variables_of_the_sdk_hold(collecting: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "chatty")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=1234")
+    await send(collecting.url + "/v1/traces")
+    resource, spans = collecting.spans()
+    assert resource["service.name"] == "chatty"
+    assert spans
+    assert collecting.headers[0]["x-key"] == "1234"
+
+
+async def test_a_collector_that_is_gone_broken_or_slow_harms_nobody(
+    collecting: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    monkeypatch.setattr(tracing.Tracing.close, "__defaults__", (0.2,))
+    slow, broken = Collector(pause=5.0), Collector(status=500)
+    for endpoint in ("http://127.0.0.1:9", slow.url, broken.url):
+        started = time.monotonic()
+        await send(endpoint)
+        assert time.monotonic() - started < 5
+    for thread in threading.enumerate():
+        if thread.name == "traces":
+            thread.join(10)
+    for each in (slow, broken):
+        each.server.shutdown()
+        each.server.server_close()
+
+
+def test_what_cannot_be_a_collector() -> None:
+    check_tracing(None)
+    for endpoint in ("localhost:4317", "grpc://localhost:4317", ""):
+        with pytest.raises(ConfigError, match=r"name a URL such as http://localhost:4318/v1/traces"):
+            check_tracing(endpoint)
+    assert traces_url("http://c:4318/") == "http://c:4318/v1/traces"
+    assert traces_url("http://c:4318/other") == "http://c:4318/other"
+
+
+def test_without_the_package_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collector, "_PARTS", ("no_such_package.trace",))
+    with pytest.raises(ConfigError, match=r"pip install 'quire\[otel\]'"):
+        check_tracing("http://localhost:4318")
+
+
+def test_nothing_of_it_is_loaded_unless_it_is_wanted() -> None:
+    for module in ("quire_server.app", "quire_server.commands.serve"):
+        assert "opentelemetry" not in {name.split(".")[0] for name in reachable(module)}
+    assert "starlette" not in {name.split(".")[0] for name in reachable("quire_server.logs.collector")}
