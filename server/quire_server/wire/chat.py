@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from quire_server.answering.options import Conversation, GenerationOptions, ReasoningOptions, ToolOptions
 from quire_server.errors import BadRequest
 from quire_server.wire.common import LogprobCount, TokenCount, WireModel
+from quire_server.wire.counted import FEW_PARTS
 from quire_server.wire.extras import review_extras
 from quire_server.wire.options import generation_options, review
 from quire_server.wire.reply import FinishedBecause, PromptLogprobs, ReplyModel, UsageInfo
@@ -84,7 +85,7 @@ class Message(WireModel):
 
 
 class ChatCompletionRequest(StructuredFields):
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), FEW_PARTS]
     max_completion_tokens: TokenCount | None = Field(None, description="wins over max_tokens")
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = Field(None, description="needs logprobs")

@@ -23,6 +23,7 @@ from quire_server.answering.options import (
 )
 from quire_server.errors import BadRequest
 from quire_server.wire.common import CacheSalt, Int64, Penalty, Probability, StopStrings, Timeout, TokenCount, WireModel
+from quire_server.wire.counted import FEW_PARTS
 from quire_server.wire.extras import review_extras
 from quire_server.wire.messages.blocks import MAX_MESSAGES, Message, TextBlocks, extras_of
 from quire_server.wire.messages.history import BILLING_LINE, has_billing_line, templated
@@ -87,7 +88,7 @@ class CountTokensRequest(WireModel):
     """What makes a prompt. Anthropic's clients send more fields of it than one model reads; see `options`."""
 
     model: Annotated[str, Field(max_length=256)] | None = Field(None, description="a served name; null: the served one")
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), FEW_PARTS]
     system: str | TextBlocks | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None

@@ -37,6 +37,7 @@ from quire_server.wire.common import (
     TokenIds,
     WireModel,
 )
+from quire_server.wire.counted import FEW_PARTS
 from quire_server.wire.extras import BATCH_TIER, review_extras
 from quire_server.wire.responses.extras import INCLUDE_LOGPROBS, review, review_includes
 from quire_server.wire.responses.history import messages
@@ -72,7 +73,7 @@ def _as_items(value: object) -> object:
 
 class ResponseRequest(WireModel):
     model: Annotated[str, Field(max_length=256)] | None = Field(None, description="a served name; null: the served one")
-    input: Annotated[Items, BeforeValidator(_as_items, json_schema_input_type=str | Items)]
+    input: Annotated[Items, FEW_PARTS, BeforeValidator(_as_items, json_schema_input_type=str | Items)]
     instructions: str | None = Field(None, description="a system message before all others, for this response only")
     previous_response_id: Annotated[str, Field(max_length=256)] | None = Field(
         None, description="a stored response that this one goes on from"
