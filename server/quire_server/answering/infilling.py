@@ -9,15 +9,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from quire_server.answering.options import GenerationOptions, Infill
+from quire_server.answering.sampling import ModelLimits
 from quire_server.errors import BadRequest
 from quire_server.state import ServerState
 from quire_server.text.infilling import Infilling, Parts
 
 
 async def infilled(
-    state: ServerState, source: Sequence[str | Sequence[int]], options: GenerationOptions, infill: Infill
+    state: ServerState,
+    source: Sequence[str | Sequence[int]],
+    options: GenerationOptions,
+    infill: Infill,
+    limits: ModelLimits,
 ) -> tuple[list[Sequence[int]], GenerationOptions]:
-    """Each prompt with its suffix as token ids, and the options with what ends the middle. Raises BadRequest."""
+    """Each prompt with its suffix as token ids, and the options with what ends the middle.
+
+    Raises BadRequest, ContextLengthExceeded.
+    """
     infilling = Infilling.of(state.tokenizer)
     if infilling is None:
         raise BadRequest(
@@ -31,6 +39,7 @@ async def infilled(
         parts = Parts(
             prefix=prefix, suffix=infill.suffix, begun=infill.begun, extras=infill.extras, add_special_tokens=special
         )
+        limits.check_length(state.tokenizer.least_tokens(parts.num_chars), infill.param, is_exact=False)
         prompts.append(await state.text.infill(infilling, parts))
     stop_ids = (*options.stop.token_ids, *infilling.stop_ids)
     return prompts, replace(options, stop=replace(options.stop, token_ids=tuple(dict.fromkeys(stop_ids))))

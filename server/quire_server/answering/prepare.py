@@ -7,6 +7,7 @@ Must not know: dialects, the shapes of replies, HTTP beyond the errors it raises
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Sequence
@@ -24,8 +25,10 @@ from quire_server.answering.reading import Reading, reading
 from quire_server.answering.sampling import ModelLimits, resolve_sampling, resolve_stop, with_seed
 from quire_server.errors import BadRequest, ModelNotFound, NotReady
 from quire_server.state import ServerState
+from quire_server.text.tokenizer import TextTokenizer
 
 _THINKING_SWITCHES = ("enable_thinking", "thinking")  # of Qwen's and of DeepSeek's and Granite's templates
+_IDS_AT_ONCE = 1 << 16
 LEAST_ROOM = 1  # tokens kept free for the answer when a prompt is cut to the context length
 
 
@@ -57,7 +60,8 @@ async def prepare(state: ServerState, options: GenerationOptions, caller: Caller
         rendered = await _render(state, source, options)
         source, how = [rendered], reading(state, options, rendered)
     elif options.prompt.infill is not None:
-        source, options = await infilled(state, source, options, options.prompt.infill)
+        source, options = await infilled(state, source, options, options.prompt.infill, limits)
+    _refuse_too_long(source, options, state.tokenizer, limits)
     prompts, texts = await _encode_prompts(state, source, options, limits)
     sampling = resolve_sampling(options, tokenizer=state.tokenizer, limits=limits)
     if how is not None:
@@ -135,11 +139,13 @@ async def _encode_prompts(
     prompts: list[Sequence[int]] = []
     texts: list[str] = []
     for prompt in source:
+        if prompts:
+            await asyncio.sleep(0)  # many short prompts are a long one
         whole: Sequence[int]
         if isinstance(prompt, str):
             whole = await state.text.encode(prompt, add_special_tokens=options.prompt.add_special_tokens)
         else:
-            limits.check_ids(prompt, options.prompt.param)
+            await _check_ids(prompt, options.prompt.param, limits)
             whole = prompt
         token_ids = _cut(whole, options, limits.scheduler.max_model_len)
         prompts.append(token_ids)
@@ -153,6 +159,26 @@ async def _encode_prompts(
             skip = options.reply.skip_special_tokens
             texts.append(state.tokenizer.decode(token_ids, skip_special_tokens=skip))
     return prompts, texts
+
+
+async def _check_ids(ids: Sequence[int], param: str, limits: ModelLimits) -> None:
+    """Some at a time: one that is cut may have millions."""
+    for at in range(0, len(ids), _IDS_AT_ONCE):
+        if at:
+            await asyncio.sleep(0)
+        limits.check_ids(ids[at : at + _IDS_AT_ONCE], param)
+
+
+def _refuse_too_long(
+    source: Sequence[str | Sequence[int]], options: GenerationOptions, tokenizer: TextTokenizer, limits: ModelLimits
+) -> None:
+    """What cannot fit, however it is tokenized, is not. Raises ContextLengthExceeded."""
+    if options.prompt.keep_tokens is not None:
+        return
+    for prompt in source:
+        is_text = isinstance(prompt, str)
+        least = tokenizer.least_tokens(len(prompt)) if is_text else len(prompt)
+        limits.check_length(least, options.prompt.param, is_exact=not is_text)
 
 
 async def _render(state: ServerState, conversation: Conversation, options: GenerationOptions) -> str:

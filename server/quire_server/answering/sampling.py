@@ -44,6 +44,16 @@ class ModelLimits:
                 f"Token id {wrong} in '{param}' is outside the vocabulary of {self.num_token_ids} ids.", param=param
             )
 
+    def check_length(self, least: int, param: str, *, is_exact: bool) -> None:
+        """Of a prompt with so many tokens, or at least so many. Raises ContextLengthExceeded where it can never fit."""
+        longest = self.scheduler.max_model_len
+        if least > longest:
+            raise ContextLengthExceeded(
+                f"This model's maximum context length is {longest} tokens, but the prompt has"
+                f"{'' if is_exact else ' at least'} {least} tokens.",
+                param=param,
+            )
+
 
 def resolve_sampling(options: GenerationOptions, *, tokenizer: TextTokenizer, limits: ModelLimits) -> SamplingParams:
     """Everything but the seed, which `with_seed` gives per prompt. Raises BadRequest."""

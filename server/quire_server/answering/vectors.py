@@ -159,6 +159,10 @@ def _ended(output: TokenOutput, record: RequestRecord) -> tuple[float, ...]:
 async def _token_ids(state: ServerState, each: TextInput, options: VectorOptions, limits: ModelLimits) -> Sequence[int]:
     keep = limits.scheduler.max_model_len if options.keep_tokens == -1 else options.keep_tokens
     token_ids: Sequence[int]
+    is_text = isinstance(each.source, str)
+    least = state.tokenizer.least_tokens(len(each.source)) if is_text else len(each.source)
+    if keep is None and least > limits.scheduler.max_model_len:
+        raise _too_long(limits.scheduler.max_model_len, f"{'at least ' if is_text else ''}{least}", each.param)
     if isinstance(each.source, str):
         token_ids = await state.text.encode(each.source, add_special_tokens=options.add_special_tokens)
         if keep is not None and len(token_ids) > keep:
@@ -172,12 +176,15 @@ async def _token_ids(state: ServerState, each: TextInput, options: VectorOptions
     most = limits.scheduler.max_model_len
     if len(token_ids) > most or limits.scheduler.largest_max_tokens(num_prompt=len(token_ids), n=1) < 0:
         most = min(most, limits.scheduler.num_slots)
-        raise ContextLengthExceeded(
-            f"The model takes at most {most} tokens here, but the text has {len(token_ids)};"
-            " 'truncate_prompt_tokens' cuts it.",
-            param=each.param,
-        )
+        raise _too_long(most, str(len(token_ids)), each.param)
     return token_ids
+
+
+def _too_long(most: int, tokens: str, param: str) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"The model takes at most {most} tokens here, but the text has {tokens}; 'truncate_prompt_tokens' cuts it.",
+        param=param,
+    )
 
 
 def _cut(whole: Sequence[int], plain: Sequence[int], keep: int, *, keep_start: bool) -> list[int]:

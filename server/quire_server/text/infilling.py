@@ -43,7 +43,13 @@ class Parts:
     @property
     def size(self) -> int:
         """Characters or ids."""
-        return len(self.prefix) + len(self.suffix) + len(self.begun) + sum(len(text) for _, text in self.extras)
+        return self.num_chars + (0 if isinstance(self.prefix, str) else len(self.prefix))
+
+    @property
+    def num_chars(self) -> int:
+        """Of what is text."""
+        prefix = len(self.prefix) if isinstance(self.prefix, str) else 0
+        return prefix + len(self.suffix) + len(self.begun) + sum(len(text) for _, text in self.extras)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,22 +70,30 @@ class LogprobFormat:
         A None position (a prompt's first token, of which nothing is predicted) takes its name from `first_ids`.
         `offsets` are the characters of text before each token.
         """
-        arrays: CompletionArrays = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [*offsets]}
-        for index, position in enumerate(positions):
-            if position is None:
-                arrays["tokens"].append(self.name(first_ids[index]))
-                arrays["token_logprobs"].append(None)
-                arrays["top_logprobs"].append(None)
-                continue
-            name = self.name(position.token_id)
-            arrays["tokens"].append(name)
-            arrays["token_logprobs"].append(finite(position.logprob))
-            # Of tokens that read alike the chosen one keeps the name, else the likelier one.
-            top: dict[str, float] = {name: finite(position.logprob)}
-            for token_id, logprob in _alternatives(position, num_top).items():
-                top.setdefault(self.name(token_id), finite(logprob))
-            arrays["top_logprobs"].append(top)
-        return arrays
+        return {
+            "tokens": self.names(positions, first_ids),
+            "token_logprobs": chosen(positions),
+            "top_logprobs": self.tops(positions, num_top),
+            "text_offset": [*offsets],
+        }
+
+    def names(self, positions: Sequence[TokenLogprobs | None], first_ids: Sequence[int]) -> list[str]:
+        """The first of the parallel lists."""
+        return [
+            self.name(first_ids[index] if position is None else position.token_id)
+            for index, position in enumerate(positions)
+        ]
+
+    def tops(self, positions: Sequence[TokenLogprobs | None], num_top: int) -> list[dict[str, float] | None]:
+        """The third of them."""
+        return [None if position is None else self._top(position, num_top) for position in positions]
+
+    def _top(self, position: TokenLogprobs, num_top: int) -> dict[str, float]:
+        # Of tokens that read alike the chosen one keeps the name, else the likelier one.
+        top: dict[str, float] = {self.name(position.token_id): finite(position.logprob)}
+        for token_id, logprob in _alternatives(position, num_top).items():
+            top.setdefault(self.name(token_id), finite(logprob))
+        return top
 
     def prompt(self, positions: Sequence[TokenLogprobs | None], num_top: int) -> list[dict[str, PromptEntry] | None]:
         """One dict per prompt token from token id to its entry, the prompt's own first; None for the first token."""
@@ -111,6 +119,11 @@ class LogprobFormat:
             "logprob": finite(logprob),
             "bytes": list(self._tokenizer.token_bytes(token_id)),
         }
+
+
+def chosen(positions: Sequence[TokenLogprobs | None]) -> list[float | None]:
+    """The second of a completion's parallel lists."""
+    return [None if position is None else finite(position.logprob) for position in positions]
 
 
 def _alternatives(position: TokenLogprobs, num_top: int) -> dict[int, float]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from quire_engine.errors import ConfigError, ModelLoadError
 from quire_server.errors import BadRequest, ContextLengthExceeded, NotReady
+from quire_server.text.extent import exceeds
 from quire_server.text.tokenizer import SPECIAL_NAMES, TextTokenizer
 from quire_server.text.tool_prompt import told_of_tools
 from quire_server.text.worker_process import ProcessDied, WorkerProcess
@@ -99,6 +100,8 @@ class ChatTemplate:
             )
         if reserved := [name for name in kwargs or {} if name in _RESERVED or name.startswith("_")]:
             raise BadRequest(f"'chat_template_kwargs' cannot set {_listed(reserved)}.", param="chat_template_kwargs")
+        if exceeds((messages, tools, kwargs or {}), 2 * self._max_chars):  # some of it need not be shown
+            raise self._too_long()
         if tools and not self.shows_tools:
             messages = told_of_tools(messages, tools)
         chat = [self._plain(message, i) for i, message in enumerate(messages)]
@@ -160,9 +163,12 @@ class ChatTemplate:
         if "text" in reply:
             return str(reply["text"])
         if reply["error"] == "too_long":
-            raise ContextLengthExceeded(f"The prompt is longer than {self._max_chars} characters.", param="messages")
+            raise self._too_long()
         said = "refused these messages" if reply["error"] == "raised" else "failed on these messages"
         raise BadRequest(f"The chat template {said}: {reply['message']}", param="messages")
+
+    def _too_long(self) -> ContextLengthExceeded:
+        return ContextLengthExceeded(f"The prompt is longer than {self._max_chars} characters.", param="messages")
 
     def _probe(self) -> tuple[bool, bool]:
         """Whether the template shows content given as text, and content given as parts, by trying."""

@@ -1,57 +1,100 @@
 """Text work off the event loop: tokenizing, detokenizing whole texts, rendering chat templates.
 
-Promises: a text of any length leaves the loop free; only a bounded number of worker threads is taken.
-Must not know: what the texts are for.
+Promises: a text of any length leaves the loop free, and short ones do not wait for long ones; what waits is bounded in
+bytes, and is dropped when its caller is cancelled. Must not know: what the texts are for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-import anyio.to_thread
-from anyio import CapacityLimiter
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
 
 from quire_server.text.infilling import Infilling, Parts
 from quire_server.text.prompt import ChatTemplate
+from quire_server.text.text_queue import Lane, TextBudget
 from quire_server.text.tokenizer import TextTokenizer
+from quire_server.text.tokenizer_process import TokenizerGone, TokenizerProcess
 
 INLINE_CHARS = 4096  # a shorter text is encoded in less time than a thread takes to answer
+# The library gives back the interpreter lock while it works, but not while it makes the list of ids and drops its own
+# records of them: 10 ms for so many characters of which each is a token.
+LARGE_CHARS = 1 << 18
+LARGE_IDS = 1 << 17
+MAX_TEXT_BYTES = 64 << 20
 _TOKENIZER_THREADS = 2  # encoding holds a core
 _TEMPLATE_THREADS = 8  # rendering waits for another process
+_BYTES_PER_ID = 8  # of a list, beside the numbers, which are shared or the caller's
+
+Result = TypeVar("Result")
+
+log = logging.getLogger("quire.text")
 
 
 class TextThreads:
-    """The tokenizer and the chat template, awaitable. Encoding releases the interpreter lock."""
+    """The tokenizer and the chat template, awaitable: short texts at once, others in threads, large ones in a process.
 
-    def __init__(self, tokenizer: TextTokenizer, prompts: ChatTemplate | None) -> None:
+    For one event loop. All but `render` keep what they get alive no longer than the caller waits.
+    """
+
+    def __init__(
+        self, tokenizer: TextTokenizer, prompts: ChatTemplate | None, budget: TextBudget | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._prompts = prompts
-        self._tokenizing = CapacityLimiter(_TOKENIZER_THREADS)
-        self._rendering = CapacityLimiter(_TEMPLATE_THREADS)
+        self._budget = budget or TextBudget(MAX_TEXT_BYTES)
+        self._tokenizing = Lane(_TOKENIZER_THREADS)
+        self._rendering = Lane(_TEMPLATE_THREADS)
+        self._large = Lane(1)
+        self._pool = ThreadPoolExecutor(_TOKENIZER_THREADS + _TEMPLATE_THREADS, thread_name_prefix="text")
+        self._process = None if tokenizer.file is None else TokenizerProcess(tokenizer.file)
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """As `TextTokenizer.encode`."""
+    async def encode(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
+        """As `TextTokenizer.encode`. Raises NotReady where too much text waits."""
         if len(text) <= INLINE_CHARS:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await anyio.to_thread.run_sync(
-            lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens), limiter=self._tokenizing
-        )
+        with self._budget.hold(sys.getsizeof(text)):
+            if len(text) > LARGE_CHARS and self._process is not None:
+                await self._large.take(len(text))
+                try:
+                    return await self._process.encode(text, add_special_tokens=add_special_tokens)
+                except TokenizerGone as gone:
+                    log.warning("a long text is tokenized in the server's own process: %s", gone)
+                finally:
+                    self._large.give_back()
+            return await self._in_thread(
+                self._tokenizing,
+                len(text),
+                lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens),
+            )
 
     async def infill(self, infilling: Infilling, parts: Parts) -> list[int]:
         """As `Infilling.prompt`."""
         if parts.size <= INLINE_CHARS:
             return infilling.prompt(self._tokenizer, parts)
-        return await anyio.to_thread.run_sync(
-            lambda: infilling.prompt(self._tokenizer, parts), limiter=self._tokenizing
-        )
+        with self._budget.hold(parts.size):
+            return await self._in_thread(self._tokenizing, parts.size, lambda: infilling.prompt(self._tokenizer, parts))
 
     async def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens included."""
+        """The text of `ids`, which the vocabulary has, special tokens included."""
         if len(ids) <= INLINE_CHARS:
             return self._tokenizer.decode(ids, skip_special_tokens=False)
-        return await anyio.to_thread.run_sync(
-            lambda: self._tokenizer.decode(ids, skip_special_tokens=False), limiter=self._tokenizing
-        )
+        with self._budget.hold(_BYTES_PER_ID * len(ids)):
+            if len(ids) > LARGE_IDS and self._process is not None:
+                await self._large.take(len(ids))
+                try:
+                    return await self._process.decode(ids)
+                except TokenizerGone as gone:
+                    log.warning("many tokens are made text in the server's own process: %s", gone)
+                finally:
+                    self._large.give_back()
+            return await self._in_thread(
+                self._tokenizing, len(ids), lambda: self._tokenizer.decode(ids, skip_special_tokens=False)
+            )
 
     async def render(
         self,
@@ -66,13 +109,54 @@ class TextThreads:
         prompts = self._prompts
         if prompts is None:
             return None
-        return await anyio.to_thread.run_sync(
-            lambda: prompts.render(
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                kwargs=kwargs,
-                tools=tools,
-            ),
-            limiter=self._rendering,
-        )
+        size = chars_of(messages)
+        held: AbstractContextManager[None] = nullcontext() if size <= INLINE_CHARS else self._budget.hold(size)
+        with held:
+            return await self._in_thread(
+                self._rendering,
+                size,
+                lambda: prompts.render(
+                    messages,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    kwargs=kwargs,
+                    tools=tools,
+                ),
+            )
+
+    def close(self) -> None:
+        """Ends the tokenizer's process, if it runs; threads end with what they do."""
+        if self._process is not None:
+            self._process.stop()
+        self._pool.shutdown(wait=False)
+
+    async def _in_thread(self, lane: Lane, size: int, work: Callable[[], Result]) -> Result:
+        """A thread cannot be stopped: the place of one that nobody waits for any more is free when it has ended."""
+        await lane.take(size)
+        try:
+            working = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        except BaseException:
+            lane.give_back()
+            raise
+
+        def ended(done: asyncio.Future[Result]) -> None:
+            lane.give_back()
+            if not done.cancelled():
+                done.exception()  # is known, though nobody may ask
+
+        working.add_done_callback(ended)
+        return await asyncio.shield(working)
+
+
+def chars_of(messages: Sequence[Mapping[str, object]]) -> int:
+    """Characters of the messages' contents, to tell short conversations from long ones."""
+    total = 0
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            total += len(content)
+        elif isinstance(content, list):
+            for part in content:
+                text = part.get("text") if isinstance(part, Mapping) else None
+                total += len(text) if isinstance(text, str) else 1
+    return total

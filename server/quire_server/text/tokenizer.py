@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from quire_engine.errors import ModelLoadError
 from quire_server.errors import BadRequest
+from quire_server.text.least_tokens import longest_token
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -44,6 +45,7 @@ class TextTokenizer:
         special_tokens: Mapping[str, str],
         eos_token_ids: Iterable[int] = (),
         chat_template: str | None = None,
+        file: Path | None = None,
     ) -> None:
         tokenizer.no_truncation()  # a tokenizer.json may carry training-time settings; both would corrupt prompts
         tokenizer.no_padding()
@@ -56,6 +58,8 @@ class TextTokenizer:
         self.vocab_size: int = max(vocab.values(), default=-1) + 1
         self.special_tokens: dict[str, str] = dict(special_tokens)
         self.chat_template = chat_template
+        self.file = file  # the tokenizer.json that it was read from, where it was
+        self._longest_token = longest_token(tokenizer)
         self.bos_token = self.special_tokens.get("bos_token")
         self.eos_token = self.special_tokens.get("eos_token")
         self.bos_token_id: int | None = vocab.get(self.bos_token) if self.bos_token is not None else None
@@ -97,6 +101,7 @@ class TextTokenizer:
                 *_eos_ids(path / "config.json"),
             ],
             chat_template=_chat_template(path, config),
+            file=file,
         )
         if loaded.vocab_size == 0:
             raise ModelLoadError(f"{file}: the vocabulary is empty")
@@ -111,6 +116,10 @@ class TextTokenizer:
     def drops_first_space(self) -> bool:
         """Whether the first token of a text may lose a space that the same token has further on."""
         return self._surface.style == "sentencepiece"
+
+    def least_tokens(self, num_chars: int) -> int:
+        """How many tokens a text of so many characters has at least, whatever it says."""
+        return -(-num_chars // self._longest_token) if self._longest_token else 0
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids; `add_special_tokens` runs the post-processor of tokenizer.json. Raises BadRequest for text

@@ -1,0 +1,182 @@
+"""The tokenizer in a process of its own, for texts whose ids as Python objects would hold the interpreter for long.
+
+Owns the process. Promises: the same ids and texts as `TextTokenizer`; a question that is given up is worked on no
+longer, and its memory is free; an idle process ends. Must not know: whose texts they are, which are long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import logging
+import socket
+import subprocess
+import sys
+import threading
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+
+from quire_server.errors import BadRequest
+from quire_server.text.tokenizer_worker import (
+    DECODE,
+    ENCODE,
+    ENCODE_WITH_SPECIAL,
+    ID_TYPE,
+    OK,
+    PIECE_BYTES,
+)
+
+log = logging.getLogger("quire.text")
+
+_SCRIPT = Path(__file__).with_name("tokenizer_worker.py")
+_SECONDS = 120.0  # of computing, for one text
+_MEMORY_BYTES = 3 << 30  # a token takes about 150 bytes while it is made
+_IDLE_SECONDS = 60.0
+_PIECE_CHARS = PIECE_BYTES // 4  # in UTF-8 no more than a piece
+_PIECE_IDS = PIECE_BYTES // 4
+
+
+class TokenizerGone(Exception):
+    """The process cannot be started: its file is not there any more, or another one is."""
+
+
+class TokenizerProcess:
+    """Started when first asked, and again after it ended. For one event loop, and one question at a time."""
+
+    def __init__(
+        self,
+        file: Path,
+        *,
+        seconds: float = _SECONDS,
+        memory_bytes: int = _MEMORY_BYTES,
+        idle_seconds: float = _IDLE_SECONDS,
+    ) -> None:
+        """`file` is the tokenizer.json, as it is now; each text may take `seconds` and the process `memory_bytes`."""
+        self._file = file
+        self._version = _version(file)
+        self._limits = [str(seconds), str(memory_bytes)]
+        self._idle_seconds = idle_seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._idle: asyncio.TimerHandle | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs, if one does."""
+        return None if self._process is None else self._process.pid
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
+        """As `TextTokenizer.encode`, 4 bytes an id. Raises BadRequest, TokenizerGone."""
+        ids = array(ID_TYPE)
+        parts = (text[at : at + _PIECE_CHARS].encode() for at in range(0, len(text), _PIECE_CHARS))
+        try:
+            await self._ask(ENCODE_WITH_SPECIAL if add_special_tokens else ENCODE, parts, ids.frombytes)
+        except UnicodeEncodeError as exc:
+            raise BadRequest("The text is not valid Unicode: it has a lone surrogate.") from exc
+        return ids
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, which are those of tokens, special ones included. Raises BadRequest, TokenizerGone."""
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        texts: list[str] = []
+        parts = (array(ID_TYPE, ids[at : at + _PIECE_IDS]).tobytes() for at in range(0, len(ids), _PIECE_IDS))
+        await self._ask(DECODE, parts, lambda piece: texts.append(decoder.decode(piece)))
+        return "".join(texts)
+
+    def stop(self) -> None:
+        """Kills the process, if it runs. Its memory takes a while to be freed: nobody waits for that."""
+        self._rest()
+        process, self._process = self._process, None
+        writer, self._reader, self._writer = self._writer, None, None
+        if writer is not None:
+            writer.transport.abort()
+        if process is not None:
+            process.kill()
+            threading.Thread(target=process.wait, name="tokenizer-reaper", daemon=True).start()
+
+    async def _ask(self, question: bytes, content: Iterable[bytes], take: Callable[[bytes], None]) -> None:
+        """One exchange; a process that did not come to its end is stopped, since it would go on with the question."""
+        self._rest()
+        try:
+            reader, writer = await self._connection()
+            for chunk in _framed(chain((question,), content)):
+                writer.write(chunk)
+                await writer.drain()
+            outcome = await _piece(reader)
+            while piece := await _piece(reader):
+                take(piece)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            self.stop()
+            raise _beyond_limits() from None
+        except BaseException:
+            self.stop()
+            raise
+        self._idle = asyncio.get_running_loop().call_later(self._idle_seconds, self.stop)
+        if outcome != OK:
+            raise _beyond_limits()
+
+    async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self._process is not None and self._process.poll() is not None:
+            self.stop()
+        if self._reader is None or self._writer is None:
+            if _version(self._file) != self._version:
+                raise TokenizerGone(f"{self._file} is not the file that it was at the start")
+            ours = self._launch()
+            self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+            try:
+                while await _piece(self._reader):
+                    pass
+            except (ConnectionError, asyncio.IncompleteReadError):
+                raise TokenizerGone("the tokenizer's process could not be started") from None
+        return self._reader, self._writer
+
+    def _launch(self) -> socket.socket:
+        """Starts the process; our end of what it reads and writes."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    # -P: the script's folder must not shadow top-level modules of the process
+                    [sys.executable, "-P", str(_SCRIPT), str(self._file), *self._limits],
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
+                    stderr=subprocess.DEVNULL,  # a traceback could show a client's text
+                    start_new_session=True,  # a Ctrl-C is for the server, which still answers while it drains
+                )
+            except OSError as exc:
+                ours.close()
+                raise TokenizerGone(f"the tokenizer's process could not be started: {exc}") from exc
+        ours.setblocking(False)
+        return ours
+
+    def _rest(self) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+
+
+def _framed(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    for piece in pieces:
+        yield len(piece).to_bytes(4, "little") + piece
+    yield bytes(4)
+
+
+async def _piece(reader: asyncio.StreamReader) -> bytes:
+    """The next piece of a message; empty at its end."""
+    size = int.from_bytes(await reader.readexactly(4), "little")
+    return await reader.readexactly(size) if size else b""
+
+
+def _version(file: Path) -> tuple[int, int] | None:
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns
+
+
+def _beyond_limits() -> BadRequest:
+    return BadRequest("The text is too long to be worked on within this server's limits.", code="text_too_long")

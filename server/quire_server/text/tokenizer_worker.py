@@ -1,0 +1,105 @@
+"""The tokenizer process: very long texts to ids and back; pieces of bytes in, pieces of bytes out.
+
+Promises: dies by itself when it would take too much memory, when a text takes too much computing, or when its parent is
+gone; what a text took is given back to the system before the next one. Must not know: anything else of this package; it
+is started by file name, by `tokenizer_process`.
+
+A message is pieces, each with its length before it (4 bytes, little-endian), and an empty one at its end. A question's
+first piece is one of the letters below, the others together are a text in UTF-8, or ids of 4 bytes each. An answer's
+first piece is `OK` or `FAILED`; then come ids or a text in UTF-8.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import sys
+from array import array
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from tokenizers import Tokenizer
+
+ENCODE, ENCODE_WITH_SPECIAL, DECODE = b"e", b"s", b"d"
+OK, FAILED = b"k", b"f"
+PIECE_BYTES = 1 << 16
+ID_TYPE = "I"
+_NICENESS = 5  # what streams now comes first
+
+
+def pieces(stream: BinaryIO) -> Iterator[bytes]:
+    """One message; EOFError where the other side has gone."""
+    while True:
+        head = stream.read(4)
+        if len(head) < 4:
+            raise EOFError
+        size = int.from_bytes(head, "little")
+        if not size:
+            return
+        piece = stream.read(size)
+        if len(piece) < size:
+            raise EOFError
+        yield piece
+
+
+def answer(tokenizer: Tokenizer, question: bytes, content: bytes) -> bytes:
+    """Ids of a text, or the text of ids."""
+    if question == DECODE:
+        ids = array(ID_TYPE)
+        ids.frombytes(content)
+        (text,) = tokenizer.decode_batch([ids.tolist()], skip_special_tokens=False)
+        return str(text).encode()
+    with_special = question == ENCODE_WITH_SPECIAL
+    (encoding,) = tokenizer.encode_batch_fast([content.decode()], add_special_tokens=with_special)
+    return array(ID_TYPE, encoding.ids).tobytes()
+
+
+def _give_memory_back() -> None:
+    with contextlib.suppress(OSError, AttributeError):  # the C library has it or has not
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _limit(memory_bytes: int) -> None:
+    with contextlib.suppress(ValueError, OSError):  # not every system can bound address space
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # both are inherited from the parent
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+    os.nice(_NICENESS)
+
+
+def main(file: str, seconds: float, memory_bytes: int) -> None:
+    """Answers questions on standard input until it ends; a first answer, without content, says that it is ready."""
+    _limit(memory_bytes)
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+
+    def tell(outcome: bytes, content: bytes = b"") -> None:
+        for piece in (outcome, *(content[at : at + PIECE_BYTES] for at in range(0, len(content), PIECE_BYTES))):
+            sink.write(len(piece).to_bytes(4, "little") + piece)
+        sink.write(bytes(4))
+        sink.flush()
+
+    tokenizer = Tokenizer.from_file(file)
+    tokenizer.no_truncation()  # as in the parent
+    tokenizer.no_padding()
+    tell(OK)
+    while True:
+        try:
+            question, *content = pieces(source)
+        except EOFError:
+            return
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        try:
+            outcome, result = OK, answer(tokenizer, question, b"".join(content))
+        except Exception:  # MemoryError included: what it held is free again by now
+            outcome, result = FAILED, b""
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        tell(outcome, result)
+        del content, result
+        _give_memory_back()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))
