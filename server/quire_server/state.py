@@ -24,12 +24,14 @@ from quire_server.engine.supervisor import EngineState, Supervisor
 from quire_server.engine.tenant_gate import TenantGate
 from quire_server.engine.tenants import Tenant, Tenants
 from quire_server.engine.ttft_gate import TtftGate
+from quire_server.http.large_reply import ReplyBudget
 from quire_server.metrics.metrics import Metrics
 from quire_server.settings import Settings
 from quire_server.text.grammar_check import GrammarCheck
 from quire_server.text.parsing.model_formats import PLAIN, ModelFormats, model_formats
 from quire_server.text.pooling_method import PoolingMethod, pooling_method
 from quire_server.text.prompt import ChatTemplate
+from quire_server.text.text_queue import TextBudget
 from quire_server.text.text_threads import TextThreads
 from quire_server.text.tokenizer import TextTokenizer
 
@@ -62,9 +64,20 @@ class ServerState:
     draining: bool = False
     text: TextThreads = field(init=False)  # tokenizer and prompts, off the event loop
     grammars: GrammarCheck = field(init=False)
+    replies: ReplyBudget = field(init=False)  # bound on those that are large
 
     def __post_init__(self) -> None:
-        self.text = TextThreads(self.tokenizer, self.prompts)
+        texts = TextBudget(
+            self.settings.max_text_bytes_queued,
+            on_change=self.metrics.text_work,
+            on_refused=lambda: self.metrics.reject("max_text_bytes_queued"),
+        )
+        self.text = TextThreads(self.tokenizer, self.prompts, texts)
+        self.replies = ReplyBudget(
+            self.settings.max_reply_bytes_waiting,
+            on_change=self.metrics.large_replies,
+            on_refused=lambda: self.metrics.reject("max_reply_bytes_waiting"),
+        )
         folder = Path(self.settings.tokenizer or self.settings.model_path)
         self.grammars = GrammarCheck(folder, self.tokenizer.eos_token_ids)
 

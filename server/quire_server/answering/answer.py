@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Protocol
 
 from fastapi import Request
@@ -16,13 +16,16 @@ from fastapi.responses import Response
 
 from quire_server.answering.caller import caller_of
 from quire_server.answering.choice import ChoiceDelta
+from quire_server.answering.echoing import generation_class
 from quire_server.answering.generation import Generation
 from quire_server.answering.options import GenerationOptions
 from quire_server.answering.prepare import Job, prepare
 from quire_server.answering.rendering import ReplyHead, fingerprint
+from quire_server.answering.reply_size import size_of_choices, size_of_prompts
 from quire_server.answering.whole import collect, likeliest
 from quire_server.errors import ApiError
 from quire_server.http.disconnect import unless_client_gone
+from quire_server.http.large_reply import PiecedReply
 from quire_server.http.sse import KEEP_ALIVE, EventStream
 from quire_server.state import state_of
 from quire_server.text.tokenizer import TextTokenizer
@@ -31,13 +34,13 @@ log = logging.getLogger("quire.requests")
 
 
 class Renderer(Protocol):
-    """The JSON of one dialect's replies to one request.
+    """The JSON of one dialect's replies to one request; a whole one is in pieces where it may be large.
 
     `failure` are the frames with which a stream ends that has begun and cannot go on.
     """
 
     def frames(self, deltas: Sequence[ChoiceDelta]) -> bytes: ...
-    def body(self, deltas: Sequence[ChoiceDelta]) -> bytes: ...
+    def body(self, deltas: Sequence[ChoiceDelta]) -> bytes | Iterator[bytes]: ...
     def failure(self, error: ApiError) -> bytes: ...
 
 
@@ -61,12 +64,12 @@ async def answer(
     Raises BadRequest, ContextLengthExceeded, QueueFull, EngineFailed, DeadlineExceeded, ClientGone.
     """
     state = state_of(request)
-    job = await prepare(state, options, caller_of(request))
+    job = await unless_client_gone(request, prepare(state, options, caller_of(request)))
     request_id = request.scope["state"]["request_id"]
     state.names.add((request_id, options.reply.id), [each.request_id for each in job.requests])
     if state.settings.enable_log_requests:
         _log(job, request_id)
-    generation = Generation(
+    generation = generation_class(job)(
         job.requests, job.text, tokenizer=state.tokenizer, client=state.client, metrics=state.metrics
     )
     head = ReplyHead(
@@ -86,10 +89,18 @@ async def answer(
             keep_alive_seconds=state.settings.sse_keep_alive_interval,
             keep_alive=keep_alive,
         )
-    choices = await unless_client_gone(request, gather(generation))
-    if options.reply.keep_best is not None:
-        choices = likeliest(choices, options.reply.keep_best)
-    return Response(rendering.body(choices), media_type="application/json", headers=job.headers)
+    held = state.replies.hold()
+    try:
+        held.grow(size_of_prompts(job))
+        choices = await unless_client_gone(request, gather(generation))
+        if options.reply.keep_best is not None:
+            choices = likeliest(choices, options.reply.keep_best)
+        held.grow(size_of_choices(choices))
+        body = rendering.body(choices)
+    except BaseException:
+        held.release()
+        raise
+    return PiecedReply((body,) if isinstance(body, bytes) else body, held=held, headers=job.headers)
 
 
 def _log(job: Job, request_id: str) -> None:

@@ -6,10 +6,11 @@ Must not know: sockets, the engine, how models write calls and thoughts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from quire_server.answering.choice import ChoiceDelta
 from quire_server.answering.generation import Generation
+from quire_server.answering.logprob_pieces import chat_pieces, prompt_pieces
 from quire_server.answering.prepare import Job
 from quire_server.answering.rendering import (
     PLAIN_END,
@@ -21,6 +22,7 @@ from quire_server.answering.rendering import (
     usage_field,
 )
 from quire_server.errors import ApiError
+from quire_server.http.large_json import Pieces, pieces_of_ids, pieces_of_object, pieces_of_parts
 from quire_server.http.sse import error_frames
 from quire_server.text.logprobs import LogprobFormat
 from quire_server.text.parsing.calls import CallDelta
@@ -81,28 +83,31 @@ class ChatRenderer:
             chunk += ending(self._chunk_start, self._options, self._generation.usage)
         return chunk
 
-    def body(self, deltas: Sequence[ChoiceDelta]) -> bytes:
+    def body(self, deltas: Sequence[ChoiceDelta]) -> Iterator[bytes]:
         """The whole reply; one complete delta per choice, in order of their index."""
-        choices, with_ids = [], self._options.token_ids
-        for delta in deltas:
-            choice = {
-                "index": delta.index,
-                "message": self._message(delta),
-                "logprobs": self._logprobs(delta),
-                "finish_reason": delta.finish_reason,
-                "stop_reason": delta.stop_reason,
-                "token_ids": delta.token_ids if with_ids else None,
-            }
-            choices.append(choice | score_field(delta))
-        wanted = self._options.num_prompt_logprobs
+        wanted, with_ids = self._options.num_prompt_logprobs, self._options.token_ids
         positions = self._generation.prompt_logprobs.get(0, ())
         fields = {
-            "choices": choices,
+            "choices": Pieces(pieces_of_parts(pieces_of_object(self._choice(delta)) for delta in deltas)),
             "service_tier": None,
-            "prompt_logprobs": None if wanted is None else self._format.prompt(positions, wanted),
-            "prompt_token_ids": self._request.prompt_token_ids if with_ids else None,
+            "prompt_logprobs": None if wanted is None else prompt_pieces(self._format, positions, wanted),
+            "prompt_token_ids": Pieces(pieces_of_ids(self._request.prompt_token_ids)) if with_ids else None,
         }
-        return self._head + b"," + encode(fields)[1:-1] + usage_field(self._generation.usage) + b"}"
+        yield self._head
+        yield from pieces_of_object(fields, begin=b",", end=b"")
+        yield usage_field(self._generation.usage) + b"}"
+
+    def _choice(self, delta: ChoiceDelta) -> dict[str, object]:
+        """A choice of a whole reply."""
+        wanted = self._options.num_logprobs
+        return {
+            "index": delta.index,
+            "message": self._message(delta),
+            "logprobs": None if wanted is None else chat_pieces(self._format, delta.logprobs, wanted),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+            "token_ids": delta.token_ids if self._options.token_ids else None,
+        } | score_field(delta)
 
     def failure(self, error: ApiError) -> bytes:
         return error_frames(error)

@@ -6,7 +6,7 @@ comes after a stop. Must not know: engines, other choices, HTTP, JSON.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -51,6 +51,7 @@ class ChoiceDelta:
     finish_reason: ChoiceFinish | None = None
     stop_reason: str | int | None = None  # the stop string or token id; None for the end-of-text token
     beam_score: float | None = None  # of a text that beam search found, with its end
+    echoed: Sequence[TokenLogprobs | None] = ()  # the text is a part of the prompt, and these are its positions
 
 
 class Choice:

@@ -5,10 +5,14 @@ Promises: a frame of plain text costs one escape and two concatenations. Must no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
+from quire_engine.types import TokenLogprobs
 from quire_server.answering.choice import ChoiceDelta
+from quire_server.answering.echoing import prompt_offsets
 from quire_server.answering.generation import Generation
+from quire_server.answering.logprob_pieces import completion_pieces, prompt_pieces
 from quire_server.answering.prepare import Job
 from quire_server.answering.rendering import (
     PLAIN_END,
@@ -20,8 +24,8 @@ from quire_server.answering.rendering import (
     usage_field,
 )
 from quire_server.errors import ApiError
+from quire_server.http.large_json import Pieces, pieces_of_ids, pieces_of_object, pieces_of_parts, pieces_of_text
 from quire_server.http.sse import error_frames
-from quire_server.text.detokenizer import Detokenizer
 from quire_server.text.logprobs import CompletionArrays, LogprobFormat
 from quire_server.text.tokenizer import TextTokenizer
 
@@ -63,57 +67,65 @@ class CompletionRenderer:
             chunk += ending(b"data: " + self._head, self._options, self._generation.usage)
         return chunk
 
-    def body(self, deltas: Sequence[ChoiceDelta]) -> bytes:
+    def body(self, deltas: Sequence[ChoiceDelta]) -> Iterator[bytes]:
         """The whole reply; one complete delta per choice, in order of their index."""
-        choices = []
-        for delta in deltas:
-            wanted, with_ids = self._options.num_prompt_logprobs, self._options.token_ids
-            positions = self._generation.prompt_logprobs.get(delta.prompt, ())
-            choice = {
-                "index": delta.index,
-                "text": self._text(delta),
-                "logprobs": self._logprobs(delta),
-                "finish_reason": delta.finish_reason,
-                "stop_reason": delta.stop_reason,
-                "prompt_logprobs": None if wanted is None else self._format.prompt(positions, wanted),
-                "prompt_token_ids": self._requests[delta.prompt].prompt_token_ids if with_ids else None,
-                "token_ids": delta.token_ids if with_ids else None,
-            }
-            choices.append(choice | score_field(delta))
-        return self._head + b',"choices":' + encode(choices) + usage_field(self._generation.usage) + b"}"
+        yield self._head + b',"choices":'
+        yield from pieces_of_parts(pieces_of_object(self._choice(delta)) for delta in deltas)
+        yield usage_field(self._generation.usage) + b"}"
+
+    def _choice(self, delta: ChoiceDelta) -> dict[str, object]:
+        """A choice of a whole reply."""
+        wanted, with_ids = self._options.num_prompt_logprobs, self._options.token_ids
+        positions = self._generation.prompt_logprobs.get(delta.prompt, ())
+        return {
+            "index": delta.index,
+            "text": Pieces(pieces_of_text(self._text(delta))),
+            "logprobs": self._columns(delta),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+            "prompt_logprobs": None if wanted is None else prompt_pieces(self._format, positions, wanted),
+            "prompt_token_ids": Pieces(pieces_of_ids(self._requests[delta.prompt].prompt_token_ids))
+            if with_ids
+            else None,
+            "token_ids": delta.token_ids if with_ids else None,
+        } | score_field(delta)
 
     def failure(self, error: ApiError) -> bytes:
         return error_frames(error)
 
     def _text(self, delta: ChoiceDelta) -> str:
-        if self._options.echo and delta.is_first:
+        if self._options.echo and delta.is_first and not delta.echoed:
             return self._prompt_texts[delta.prompt] + delta.text
         return delta.text
 
     def _logprobs(self, delta: ChoiceDelta) -> CompletionArrays | None:
+        """Of a streamed choice's news."""
         wanted = self._options.num_logprobs
         if wanted is None:
             return None
+        if delta.echoed:
+            return self._format.completion(
+                delta.echoed, self._requests[delta.prompt].prompt_token_ids, delta.offsets, wanted
+            )
+        positions, prompt_ids, offsets = self._shown(delta)
+        return self._format.completion(positions, prompt_ids, list(offsets), wanted)
+
+    def _columns(self, delta: ChoiceDelta) -> Pieces | None:
+        """The same of a whole choice."""
+        wanted = self._options.num_logprobs
+        if wanted is None:
+            return None
+        positions, prompt_ids, offsets = self._shown(delta)
+        return completion_pieces(self._format, positions, prompt_ids, offsets, wanted)
+
+    def _shown(self, delta: ChoiceDelta) -> tuple[Sequence[TokenLogprobs | None], Sequence[int], Iterator[int]]:
+        """The tokens whose log-probabilities are told, the prompt's ids if they are among them, and all offsets."""
         if not self._options.echo:
-            return self._format.completion(delta.logprobs, (), delta.offsets, wanted)
-        shift = len(self._prompt_texts[delta.prompt])
-        offsets = [shift + offset for offset in delta.offsets]
+            return delta.logprobs, (), iter(delta.offsets)
+        text = self._prompt_texts[delta.prompt]
+        offsets = (len(text) + offset for offset in delta.offsets)
         if not delta.is_first:
-            return self._format.completion(delta.logprobs, (), offsets, wanted)
+            return delta.logprobs, (), offsets
         prompt_ids = self._requests[delta.prompt].prompt_token_ids
         positions = (*self._generation.prompt_logprobs.get(delta.prompt, ()), *delta.logprobs)
-        begins = self._prompt_offsets(prompt_ids, self._prompt_texts[delta.prompt])
-        return self._format.completion(positions, prompt_ids, begins + offsets, wanted)
-
-    def _prompt_offsets(self, prompt_ids: Sequence[int], text: str) -> list[int]:
-        """Where in the prompt's text each token begins. Special tokens that the text does not show take no room."""
-        detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=False)
-        offsets, end = [], 0
-        for token_id in prompt_ids:
-            offsets.append(end)
-            if token_id in self._tokenizer.special_ids and not text.startswith(
-                self._tokenizer.token_text(token_id), end
-            ):
-                continue
-            end += len(detokenizer.push((token_id,)))
-        return offsets
+        return positions, prompt_ids, chain(prompt_offsets(self._tokenizer, prompt_ids, text), offsets)

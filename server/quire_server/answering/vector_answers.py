@@ -11,7 +11,7 @@ import base64
 import sys
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import mul
 
 import msgspec
@@ -24,10 +24,14 @@ from quire_server.answering.notes import notes
 from quire_server.answering.vector_options import VectorOptions
 from quire_server.answering.vectors import VectorUsage, compute_vectors, prepare_vectors, shaped
 from quire_server.http.disconnect import unless_client_gone
+from quire_server.http.large_json import Pieces, pieces_of_object
+from quire_server.http.large_reply import HeldReply, PiecedReply
 from quire_server.state import ServerState, state_of
 
 _encode = msgspec.json.Encoder().encode
 _AT_ONCE = 16  # scores, before others get a turn
+_NUMBER_BYTES = 22  # of a reply, for each number of a vector
+_TEXT_BYTES = 6  # the same in base64
 
 
 async def answer_embeddings(request: Request, options: VectorOptions, *, as_text: bool) -> Response:
@@ -35,6 +39,9 @@ async def answer_embeddings(request: Request, options: VectorOptions, *, as_text
     state = state_of(request)
     headers = _notes(state, options)
     requests = await _prepared(request, options)
+    size = state.client.plan.hidden_size if options.dimensions is None else options.dimensions
+    held = state.replies.hold()
+    held.grow(len(requests) * size * (_TEXT_BYTES if as_text else _NUMBER_BYTES))
     entries = [b""] * len(requests)
 
     def take(number: int, values: Sequence[float]) -> None:
@@ -44,7 +51,7 @@ async def answer_embeddings(request: Request, options: VectorOptions, *, as_text
 
     work = compute_vectors(requests, take, client=state.client, metrics=state.metrics)
     usage = await unless_client_gone(request, work)
-    return _reply(request, options, b",".join(entries), usage, prefix="embd-", headers=headers)
+    return _reply(request, options, entries, usage, prefix="embd-", headers=headers, held=held)
 
 
 async def answer_scores(request: Request, options: VectorOptions, *, num_left: int) -> Response:
@@ -66,7 +73,7 @@ async def answer_scores(request: Request, options: VectorOptions, *, num_left: i
         entries.append(_encode({"object": "score", "index": number, "score": score}))
         if number % _AT_ONCE == 0:
             await asyncio.sleep(0)
-    return _reply(request, options, b",".join(entries), usage, prefix="score-", headers=headers)
+    return _reply(request, options, entries, usage, prefix="score-", headers=headers)
 
 
 async def _prepared(request: Request, options: VectorOptions) -> list[GenerationRequest]:
@@ -100,11 +107,12 @@ def _notes(state: ServerState, options: VectorOptions) -> dict[str, str]:
 def _reply(
     request: Request,
     options: VectorOptions,
-    data: bytes,
+    entries: list[bytes],
     usage: VectorUsage,
     *,
     prefix: str,
     headers: dict[str, str],
+    held: HeldReply | None = None,
 ) -> Response:
     head = {
         "id": prefix + (options.id or request.scope["state"]["request_id"]),
@@ -118,5 +126,15 @@ def _reply(
         "total_tokens": usage.prompt_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
-    body = _encode(head)[:-1] + b',"data":[' + data + b'],"usage":' + _encode(tokens) + b"}"
-    return Response(body, media_type="application/json", headers=headers)
+    fields = {**head, "data": Pieces(_list_of(entries)), "usage": tokens}
+    return PiecedReply(pieces_of_object(fields), held=held, headers=headers)
+
+
+def _list_of(entries: list[bytes]) -> Iterator[bytes]:
+    """Each is let go of when it is sent."""
+    start = b"["
+    entries.reverse()
+    while entries:
+        yield start + entries.pop()
+        start = b","
+    yield b"]" if start == b"," else b"[]"

@@ -18,7 +18,10 @@ from quire_server.metrics.samples import Window
 
 Outcome = Literal["stop", "length", "abort", "error"]
 OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "abort", "error")
-REJECT_REASONS = ("max_num_queued_reqs", "max_num_queued_tokens", "draining", "tenant", "slo_ttft")
+REJECT_REASONS = (
+    *("max_num_queued_reqs", "max_num_queued_tokens", "draining", "tenant", "slo_ttft"),
+    *("max_text_bytes_queued", "max_reply_bytes_waiting"),
+)
 
 # The usual buckets of LLM servers, so that dashboards carry over, with a finer low end for small models.
 TTFT_SECONDS = (

@@ -69,6 +69,18 @@ class Metrics:
         self._late = values.counter(
             "quire_deadlines_exceeded", "HTTP requests that ended at their deadline, unfinished."
         )
+        self._text_bytes = values.gauge(
+            "quire_text_work_bytes",
+            "Bytes of the texts that wait to be tokenized, detokenized or rendered, or are.",
+        )
+        self._texts = values.gauge("quire_text_work_waiting", "How many texts these are.")
+        self._reply_bytes = values.gauge(
+            "quire_large_reply_bytes", "Bytes of the replies above 256 KiB that are being made or sent."
+        )
+        self._given_back = values.counter(
+            "quire_memory_given_back_bytes",
+            "Bytes that the server's process gave back to the system after large work.",
+        )
         self._stalls = values.histogram(
             "quire_event_loop_stall_seconds",
             "How late the server's event loop ran a timer, seconds.",
@@ -150,6 +162,19 @@ class Metrics:
     def loop_stall(self, seconds: float) -> None:
         """The event loop ran a timer this much too late."""
         self._stalls.observe(seconds)
+
+    def text_work(self, num_bytes: int, num_texts: int) -> None:
+        """So much text waits to be worked on, or is."""
+        self._text_bytes.set(num_bytes)
+        self._texts.set(num_texts)
+
+    def large_replies(self, num_bytes: int) -> None:
+        """So much is held for large replies."""
+        self._reply_bytes.set(num_bytes)
+
+    def memory_given_back(self, num_bytes: int) -> None:
+        """The process has become so much smaller."""
+        self._given_back.inc(num_bytes)
 
     def tick(self) -> bytes:
         """A second has passed; JSON of what it brought. Renews the gauges over the last minute."""

@@ -6,6 +6,8 @@ Must not know: the engine.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Annotated, Self
 
 from fastapi import APIRouter, Request, Response
@@ -14,12 +16,26 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from quire_server.answering.notes import notes
 from quire_server.errors import BadRequest, ModelNotFound
 from quire_server.http.body import LongList, json_body
+from quire_server.http.disconnect import unless_client_gone
+from quire_server.http.large_json import (
+    IDS_AT_ONCE,
+    Pieces,
+    pieces_of_ids,
+    pieces_of_list,
+    pieces_of_object,
+    pieces_of_text,
+)
+from quire_server.http.large_reply import PiecedReply
 from quire_server.state import ServerState, state_of
+from quire_server.wire.counted import FEW_PARTS
 from quire_server.wire.tools import MAX_TOOLS
 
 router = APIRouter(tags=["tokens"])
 
 MAX_MESSAGES = 4096
+_STRINGS_AT_ONCE = 4096
+_ID_BYTES = 8  # of a reply, for each token
+_STRING_BYTES = 24
 
 
 class TokenizeRequest(BaseModel):
@@ -29,7 +45,9 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[dict[str, JsonValue]], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Annotated[list[dict[str, JsonValue]], Field(min_length=1, max_length=MAX_MESSAGES), FEW_PARTS] | None = (
+        None
+    )
     add_special_tokens: bool | None = None  # default: true for a prompt, false for messages
     return_token_strs: bool = False
     add_generation_prompt: bool = True
@@ -64,38 +82,34 @@ class DetokenizeResponse(BaseModel):
     prompt: str
 
 
-@router.post("/tokenize")
-async def tokenize(
-    body: Annotated[TokenizeRequest, json_body(TokenizeRequest)], request: Request, response: Response
-) -> TokenizeResponse:
+@router.post("/tokenize", response_model=TokenizeResponse)
+async def tokenize(body: Annotated[TokenizeRequest, json_body(TokenizeRequest)], request: Request) -> Response:
     state = state_of(request)
     _check_model(state, body.model)
-    text = await _text(state, body)
-    add_special_tokens = body.add_special_tokens
-    if add_special_tokens is None:
-        add_special_tokens = body.messages is None
-    response.headers.update(notes(state, _unknown(body), body.messages or (), body.chat_template_kwargs))
-    ids = await state.text.encode(text, add_special_tokens=add_special_tokens)
-    return TokenizeResponse(
-        count=len(ids),
-        max_model_len=state.max_model_len,
-        tokens=ids,
-        token_strs=[state.tokenizer.vocabulary_string(token) for token in ids] if body.return_token_strs else None,
-    )
+    headers = notes(state, _unknown(body), body.messages or (), body.chat_template_kwargs)
+    ids = await unless_client_gone(request, _ids(state, body))
+    fields = {
+        "count": len(ids),
+        "max_model_len": state.max_model_len,
+        "tokens": Pieces(pieces_of_ids(ids)),
+        "token_strs": Pieces(pieces_of_list(ids, _STRINGS_AT_ONCE, lambda some, _: _strings(state, some)))
+        if body.return_token_strs
+        else None,
+    }
+    held = state.replies.hold()
+    held.grow(len(ids) * (_STRING_BYTES if body.return_token_strs else _ID_BYTES))
+    return PiecedReply(pieces_of_object(fields), held=held, headers=headers)
 
 
-@router.post("/detokenize")
-async def detokenize(
-    body: Annotated[DetokenizeRequest, json_body(DetokenizeRequest)], request: Request, response: Response
-) -> DetokenizeResponse:
+@router.post("/detokenize", response_model=DetokenizeResponse)
+async def detokenize(body: Annotated[DetokenizeRequest, json_body(DetokenizeRequest)], request: Request) -> Response:
     state = state_of(request)
     _check_model(state, body.model)
-    response.headers.update(notes(state, _unknown(body)))
-    size = state.tokenizer.vocab_size
-    for index, token in enumerate(body.tokens):
-        if not 0 <= token < size:
-            raise BadRequest(f"Token ids are 0 to {size - 1}.", param=f"tokens[{index}]")
-    return DetokenizeResponse(prompt=await state.text.decode(body.tokens))
+    headers = notes(state, _unknown(body))
+    text = await unless_client_gone(request, _text_of(state, body.tokens))
+    held = state.replies.hold()
+    held.grow(len(text))
+    return PiecedReply(pieces_of_object({"prompt": Pieces(pieces_of_text(text))}), held=held, headers=headers)
 
 
 @router.get("/tokenizer_info")
@@ -111,6 +125,29 @@ def _check_model(state: ServerState, name: str | None) -> None:
 
 def _unknown(body: BaseModel) -> list[str]:
     return [name for name, value in (body.model_extra or {}).items() if value is not None]
+
+
+async def _ids(state: ServerState, body: TokenizeRequest) -> Sequence[int]:
+    text = await _text(state, body)
+    add_special_tokens = body.add_special_tokens
+    if add_special_tokens is None:
+        add_special_tokens = body.messages is None
+    return await state.text.encode(text, add_special_tokens=add_special_tokens)
+
+
+async def _text_of(state: ServerState, ids: Sequence[int]) -> str:
+    size = state.tokenizer.vocab_size
+    for at in range(0, len(ids), IDS_AT_ONCE):
+        some = ids[at : at + IDS_AT_ONCE]
+        if not 0 <= min(some) <= max(some) < size:
+            index = next(index for index, token in enumerate(some, start=at) if not 0 <= token < size)
+            raise BadRequest(f"Token ids are 0 to {size - 1}.", param=f"tokens[{index}]")
+        await asyncio.sleep(0)
+    return await state.text.decode(ids)
+
+
+def _strings(state: ServerState, ids: Sequence[int]) -> list[str]:
+    return list(map(state.tokenizer.vocabulary_string, ids))
 
 
 async def _text(state: ServerState, body: TokenizeRequest) -> str:

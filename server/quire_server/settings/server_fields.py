@@ -62,6 +62,15 @@ class ServerFields(BaseModel):
         1024, "Limits", "past responses of /v1/responses kept to be read and continued; 0 keeps none"
     )
     response_store_bytes: Size = option(64 * 2**20, "Limits", "memory for them; the longest unused go first", "bytes")
+    max_text_bytes_queued: Size = option(
+        64 * 2**20, "Limits", "texts that wait to be tokenized, or are, all together; further ones get 503", "bytes"
+    )
+    max_reply_bytes_waiting: Size = option(
+        256 * 2**20,
+        "Limits",
+        "replies above 256 KiB that are made or sent, all together; further ones get 503",
+        "bytes",
+    )
 
     # -- Streaming
     stream_interval: Positive = option(1, "Streaming", "tokens per streamed chunk; the first comes at once", "tokens")

@@ -1,0 +1,92 @@
+"""Long prompts that a stream repeats with their log-probabilities: in parts, before the text that follows them.
+
+Promises: the parts joined are the prompt's text, its tokens' log-probabilities and their offsets; no part takes longer
+than a few milliseconds. Must not know: JSON, sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from quire_engine.types import GenerationRequest
+from quire_server.answering.choice import ChoiceDelta, TextOptions
+from quire_server.answering.generation import Generation
+from quire_server.answering.prepare import Job
+from quire_server.text.detokenizer import Detokenizer
+from quire_server.text.tokenizer import TextTokenizer
+
+TOKENS_AT_ONCE = 128  # with 20 alternatives each a frame of 100 KB
+
+
+def generation_class(job: Job) -> Callable[..., Generation]:
+    """What runs the job's requests, to be called as `Generation` is; a stream's long echoes come in parts."""
+    reply = job.options.reply
+    if reply.stream and reply.echo and reply.num_logprobs is not None:
+        return partial(EchoingGeneration, prompt_texts=job.prompt_texts)
+    return Generation
+
+
+def prompt_offsets(tokenizer: TextTokenizer, prompt_ids: Sequence[int], text: str) -> Iterator[int]:
+    """Where in the prompt's text each token begins. Special tokens that the text does not show take no room."""
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+    end = 0
+    for token_id in prompt_ids:
+        yield end
+        if token_id in tokenizer.special_ids and not text.startswith(tokenizer.token_text(token_id), end):
+            continue
+        end += len(detokenizer.push((token_id,)))
+
+
+class EchoingGeneration(Generation):
+    """A generation in which a choice of a long prompt begins with the parts of it."""
+
+    def __init__(
+        self,
+        requests: Sequence[GenerationRequest],
+        options: TextOptions,
+        *,
+        prompt_texts: Sequence[str],
+        tokenizer: TextTokenizer,
+        **parts: Any,
+    ) -> None:
+        """`parts` are what `Generation` takes beside these."""
+        super().__init__(requests, options, tokenizer=tokenizer, **parts)
+        self._prompt_texts = prompt_texts
+        self._names = tokenizer
+
+    async def deltas(self) -> AsyncGenerator[list[ChoiceDelta]]:
+        """As of any generation; `finished` is told with the last one, as ever."""
+        async with aclosing(super().deltas()) as wakes:
+            async for deltas in wakes:
+                finished, self.finished = self.finished, False
+                for at, delta in enumerate(deltas):
+                    if delta.is_first and len(self.requests[delta.prompt].prompt_token_ids) > TOKENS_AT_ONCE:
+                        for part in self._parts(delta):
+                            yield [part]
+                            await asyncio.sleep(0)
+                        deltas[at] = replace(delta, is_first=False)
+                self.finished = finished
+                yield deltas
+
+    def _parts(self, delta: ChoiceDelta) -> Iterator[ChoiceDelta]:
+        prompt_ids, text = self.requests[delta.prompt].prompt_token_ids, self._prompt_texts[delta.prompt]
+        positions = self.prompt_logprobs.get(delta.prompt, ())
+        begins = prompt_offsets(self._names, prompt_ids, text)
+        offsets = [next(begins)]
+        for at in range(0, len(prompt_ids), TOKENS_AT_ONCE):
+            for _ in range(min(TOKENS_AT_ONCE, len(prompt_ids) - at)):
+                offsets.append(next(begins, len(text)))  # the last is where the part ends
+            yield ChoiceDelta(
+                index=delta.index,
+                prompt=delta.prompt,
+                is_first=at == 0,
+                text=text[offsets[0] : offsets[-1]],
+                offsets=offsets[:-1],
+                echoed=positions[at : at + TOKENS_AT_ONCE],
+            )
+            offsets = offsets[-1:]
