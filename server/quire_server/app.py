@@ -35,6 +35,7 @@ from quire_server.http.admin import AdminAuth
 from quire_server.http.envelopes import error_reply
 from quire_server.http.feed import Feed
 from quire_server.http.guard import PUBLIC_PATHS, Guard, KeyAuth, Reply, RequestLimits
+from quire_server.http.memory import MemoryReturn
 from quire_server.logs import lost_lines
 from quire_server.logs.requests import StoryTeller, log_reply
 from quire_server.logs.tracing import Tracing
@@ -89,6 +90,7 @@ def create_app(state: ServerState) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         watch = asyncio.create_task(watch_event_loop(state.metrics), name="event-loop-watch")
         seconds = asyncio.create_task(tell_seconds(state.metrics, app.state.feed), name="seconds")
+        memory = asyncio.create_task(MemoryReturn(state.metrics.memory_given_back).run(), name="memory")
         try:
             yield
         finally:
@@ -96,6 +98,8 @@ def create_app(state: ServerState) -> FastAPI:
             seconds.cancel()
             if tracing is not None:
                 await asyncio.to_thread(tracing.close)
+            memory.cancel()
+            state.text.close()
 
     app = FastAPI(
         title="Quire",
