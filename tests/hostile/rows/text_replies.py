@@ -1,0 +1,64 @@
+"""Large replies: log-probabilities of long prompts, whole and streamed, and clients that do not read them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+
+import httpx
+
+from e2e.served import Served
+from hostile.row import Row
+from hostile.rows.text_work import judged, post
+from hostile.watch import Watch
+
+_FLAGS = ("--max-body-bytes", "64MiB", "--max-num-queued-tokens", "1000000")
+_PROMPT = [[17 + number] * 380 for number in range(60)]
+READERS = 8
+
+
+def _asked(**more: object) -> bytes:
+    return json.dumps({"prompt": _PROMPT, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 20, **more}).encode()
+
+
+async def prompt_logprobs(server: Served) -> str:
+    """Of 60 prompts together more than 32 MB."""
+    async with Watch(server.url, pid=server.process.pid) as watch:
+        status, size, seconds = await post(server.url, "/v1/completions", _asked())
+        told = await judged(watch, f"answered {status} with {size >> 10} KiB in {seconds:.1f} s")
+        assert status == 200, told
+        assert size > 32_000_000, told
+        return told
+
+
+async def echo(server: Served) -> str:
+    """A stream that begins with its prompt."""
+    body = {"prompt": [9] * 2000, "max_tokens": 1, "echo": True, "logprobs": 20, "stream": True}
+    async with Watch(server.url, pid=server.process.pid) as watch:
+        status, size, seconds = await post(server.url, "/v1/completions", json.dumps(body).encode())
+        return await judged(watch, f"answered {status} with {size >> 10} KiB in {seconds:.1f} s")
+
+
+async def unread(server: Served) -> str:
+    """Replies of 5 MB each, of which the clients take the head only, and then nothing until they leave."""
+    body = _asked(prompt=_PROMPT[:10])
+    headers = {"content-type": "application/json"}
+    async with Watch(server.url, pid=server.process.pid) as watch, AsyncExitStack() as readers:
+        client = await readers.enter_async_context(httpx.AsyncClient(base_url=server.url, timeout=120))
+        for _ in range(READERS):
+            await readers.enter_async_context(client.stream("POST", "/v1/completions", content=body, headers=headers))
+        await asyncio.sleep(2.0)
+        held = server.metric("quire_large_reply_bytes")
+        await readers.aclose()
+        await asyncio.sleep(2.0)
+        told = await judged(watch, f"{held / 2**20:.0f} MiB of replies held while nobody read")
+        assert server.metric("quire_large_reply_bytes") == 0, told
+        return told
+
+
+ROWS = [
+    Row(name="text-prompt-logprobs", what="32 MB of prompt log-probabilities", act=prompt_logprobs, flags=_FLAGS),
+    Row(name="text-echo", what="a streamed echo of 2,000 tokens with log-probabilities", act=echo, flags=_FLAGS),
+    Row(name="text-unread", what=f"{READERS} replies of 5 MB that nobody reads", act=unread, flags=_FLAGS),
+]
