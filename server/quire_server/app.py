@@ -96,10 +96,10 @@ def create_app(state: ServerState) -> FastAPI:
         finally:
             watch.cancel()
             seconds.cancel()
-            if tracing is not None:
-                await asyncio.to_thread(tracing.close)
             memory.cancel()
             state.text.close()
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
 
     app = FastAPI(
         title="Quire",
