@@ -108,7 +108,8 @@ class StepResult:
     is a prompt token; `pooled[id]` is the sum of the slice's pooled rows after the final norm, each value rounded to
     units of 2 ** -POOLED_BITS, so that sums do not depend on how the prompt was cut; `errors[id]` fails that sequence,
     whatever it wanted. Items in `starved` were not computed: the device had no memory for them even alone; they may be
-    tried again.
+    tried again. What is in `non_finite` has an error as well: its row held a value that is no number, so nobody may be
+    given what its blocks hold.
     """
 
     samples: dict[int, tuple[SampledToken, ...]] = field(default_factory=dict)
@@ -116,4 +117,5 @@ class StepResult:
     pooled: dict[int, tuple[int, ...]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     starved: set[int] = field(default_factory=set)  # sequence ids
+    non_finite: set[int] = field(default_factory=set)  # sequence ids
     num_padding_rows: int = field(default=0, compare=False)  # computed for nobody, beside the batch's own

@@ -202,6 +202,8 @@ def _make_runner(
         grammars=grammars,
         num_host_blocks=resolved.num_host_blocks,
     )
+    if resolved.asked.faults:
+        runner.plant(resolved.asked.faults)
     swap_seconds = runner.swap_seconds() if resolved.num_host_blocks else 0.0
     host_keys: tuple[bytes, ...] = ()
     if resolved.asked.kv_offload_dir and resolved.num_host_blocks:

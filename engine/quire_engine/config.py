@@ -22,6 +22,44 @@ AsyncScheduling = Literal["auto", "on", "off"]
 # What `architectures` in a config.json may name; whoever refuses others early must not load the half that computes.
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
+# Where a fault can be injected: in a step, in the engine process, in its start, or in the server's work on texts.
+FaultPoint = Literal[
+    "step.raise",
+    "step.hang",
+    "step.nan",
+    "alloc.fail",
+    "oom",
+    "engine.exit",
+    "start.fail",
+    "start.hang",
+    "detok.raise",
+    "grammar.hang",
+    "template.hang",
+    "ipc.garbage",
+]
+STEP_POINTS: tuple[FaultPoint, ...] = ("step.raise", "step.hang", "step.nan", "alloc.fail", "oom", "engine.exit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A fault that is to happen, for tests of what follows: each time, the nth time, or to requests with a seed."""
+
+    point: FaultPoint
+    nth: int = 0  # counted from 1 in the life of the server; 0: each time
+    seed: int | None = None  # of a step's points: the requests that bring this seed, and no others
+
+
+def faults_of_start(faults: tuple[Fault, ...], start: int) -> tuple[Fault, ...]:
+    """What the engine process of the server's `start`th start is to suffer: an nth time comes once, not in each."""
+    wanted = []
+    for fault in faults:
+        if fault.point.startswith("start."):
+            if fault.nth in (0, start):
+                wanted.append(Fault(point=fault.point))
+        elif fault.nth == 0 or start == 1:
+            wanted.append(fault)
+    return tuple(wanted)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -46,11 +84,13 @@ class EngineConfig:
     num_threads: int | None = None  # CPU compute threads; None: all usable cores
     async_scheduling: AsyncScheduling = "auto"  # plan a step while the one before it is computed
     check_invariants: bool = False  # after every step, not only when idle
+    faults: tuple[Fault, ...] = ()  # to be injected, for tests
 
 
 def engine_config(plain: Mapping[str, Any]) -> EngineConfig:
     """What `dataclasses.asdict` made plain values of, as it comes out of JSON."""
-    return EngineConfig(**{**plain, "limits": SchedulerLimits(**plain["limits"])})
+    faults = tuple(Fault(**fault) for fault in plain.get("faults", ()))
+    return EngineConfig(**{**plain, "limits": SchedulerLimits(**plain["limits"]), "faults": faults})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,9 @@ WAIT_REASONS: tuple[WaitReason, ...] = ("kv", "slots", "budget", "prefix")
 # How errors begin that a request's own rules have led to, such as ids that its grammar does not allow.
 NO_CANDIDATE = "no token is left to choose from"
 OF_THE_REQUEST = (NO_CANDIDATE, "the grammar ")
+NON_FINITE = "the model produced a non-finite value"  # an error: where its values were, others may have theirs
+# How the error of a request begins that alone made a step raise: it would do so again, so it is refused for a while.
+MODEL_FAILED = "the model failed on this request"
 ServiceClass = Literal["interactive", "batch"]
 DEADLINE_EXCEEDED = "deadline_exceeded"  # an `error_code`, and its error
 DEADLINE_PASSED = "the request was not finished by its deadline"

@@ -9,6 +9,7 @@ from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.page_table import PageTable
 from quire_engine.scheduling.prefix_match import NO_MATCH
 from quire_engine.scheduling.sequence import Group, Sequence
+from quire_engine.scheduling.statistics import num_unused_slots
 from support.fake_executor import request
 
 
@@ -122,7 +123,7 @@ def test_fork_shares_everything_and_the_last_owner_writes_in_place() -> None:
         kv.fork(parent, child, 6)
     family = [parent, *children]
     assert kv.num_available == 6
-    assert kv.num_unused_slots(family) == 2
+    assert num_unused_slots(family, kv.block_size) == 2
     tail = parent.table.block_ids[1]
     costs, copies = [], []
     for one in family:

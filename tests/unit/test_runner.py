@@ -1,6 +1,7 @@
 """The runner around a model of three lines: who gets which logits, and who fails when something raises."""
 
 import logging
+import math
 import weakref
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import torch
 from quire_engine.batch import Batch, Fork, ScheduledSequence
 from quire_engine.execution.runner import Runner
 from quire_engine.execution.sampler import NON_FINITE
-from quire_engine.types import SamplingParams, StopParams
+from quire_engine.types import MODEL_FAILED, SamplingParams, StopParams
 
 VOCAB = 16
 BLOCK = 4
@@ -156,7 +157,7 @@ def test_what_the_client_is_told_holds_no_address_and_no_path():
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), torch.AcceleratorError("CUDA error: device-side assert"), RuntimeError("CUDA error: lost")]
+    "error", [torch.AcceleratorError("CUDA error: device-side assert"), RuntimeError("CUDA error: lost")]
 )
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_lost_device_is_nobodys_fault(error, count):
@@ -165,9 +166,36 @@ def test_a_lost_device_is_nobodys_fault(error, count):
         runner(NextToken(raises=error)).execute(batch(*items))
 
 
-@pytest.mark.parametrize("others", [[], [3]])
-def test_who_starves_alone_is_not_to_blame(others):
-    model = NextToken(raises=torch.OutOfMemoryError("CUDA out of memory"))
+@pytest.mark.parametrize("count", [2, 3, 8, 13])
+def test_the_culprit_is_found_in_halves_and_is_named_as_the_cause(count):
+    for place in range(count):
+        model = NextToken()
+        items = [item(i, [3 + i % 5], temperature=0.0) for i in range(count)]
+        items[place] = item(place, [POISON])
+        result = runner(model).execute(batch(*items))
+        assert set(result.errors) == {place}
+        assert result.errors[place].startswith(MODEL_FAILED)
+        assert tokens_of(result) == {i: 4 + i % 5 for i in range(count) if i != place}
+        assert len(model.forwards) <= 2 * math.ceil(math.log2(count)) + 1
+
+
+def test_where_all_fail_none_is_named_as_the_cause():
+    result = runner(NextToken()).execute(batch(*(item(i, [POISON]) for i in range(4))))
+    assert set(result.errors) == set(range(4))
+    assert not any(error.startswith(MODEL_FAILED) for error in result.errors.values())
+
+
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    MemoryError(),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried to"),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("others", [[], [3], [3, 4, 5]])
+def test_who_starves_alone_is_not_to_blame(others, error):
+    model = NextToken(raises=error)
     starving = item(1, [POISON], forks=(Fork(sequence_id=9, choice=1),))
     result = runner(model).execute(batch(starving, *(item(2 + i, [token]) for i, token in enumerate(others))))
     assert (result.starved, result.errors) == ({1}, {})
@@ -226,6 +254,7 @@ def test_non_finite_logits_fail_their_rows_only():
     assert result.samples[1][0].error == NON_FINITE
     assert result.samples[2][0].token_id == 4
     assert result.errors == {3: NON_FINITE}
+    assert result.non_finite == {1, 3}
     assert set(result.prompt_logprobs) == {4}
 
 
@@ -251,6 +280,7 @@ def test_logits_are_not_computed_where_maxima_are_enough():
     assert model.logit_rows == []
     assert [result.samples[i][0].token_id for i in (1, 2, 7)] == [6, 9, 9]
     assert result.samples[3][0].error == NON_FINITE
+    assert result.non_finite == {3}
 
 
 @pytest.mark.parametrize(

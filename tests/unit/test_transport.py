@@ -15,6 +15,7 @@ from quire_engine.process.transport import (
     Inspect,
     Inspected,
     Kind,
+    LoadProgress,
     Shutdown,
     StartFailed,
     encode_frame,
@@ -58,6 +59,7 @@ FRAMES = [
     Inspected(token=3, body=b'{"steps":[]}\xff'),
     make_plan(),
     StartFailed(kind="config", message="no"),
+    LoadProgress(phase="reading weights", done=3, total=9),
     EngineHealth(alive=True, step_id=7, has_work=False),
     StepOutput(
         step_id=9,

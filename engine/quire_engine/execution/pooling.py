@@ -46,6 +46,7 @@ def read_columns(item: ScheduledSequence, columns: Sequence[int], result: StepRe
     *sums, num_lacking = columns
     if num_lacking:
         result.errors[item.sequence_id] = NON_FINITE
+        result.non_finite.add(item.sequence_id)
     else:
         result.pooled[item.sequence_id] = tuple(sums)
 

@@ -6,7 +6,7 @@ would have got anyway; logits take a bounded amount of memory. Must not know: qu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -15,15 +15,17 @@ import torch
 from torch import Tensor
 
 from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
-from quire_engine.execution.alone import compute_alone
+from quire_engine.config import Fault
 from quire_engine.execution.constrained.constraints import Constraints
 from quire_engine.execution.constrained.grammars import Grammars
+from quire_engine.execution.fault_points import FaultPoints
 from quire_engine.execution.host_kv import HostBlocks
 from quire_engine.execution.logit_rules import asks_for_argmax, asks_for_masked_argmax
 from quire_engine.execution.model_input import LogitRows, ModelInput, build_model_input
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.pooling import take_pooled
 from quire_engine.execution.sampler import NO_CANDIDATE, NON_FINITE, Sampler, SampleRow
+from quire_engine.execution.step_recovery import recover
 from quire_engine.types import TokenLogprobs
 
 LOGITS_BYTES = 64 << 20  # most float32 logits materialised at once
@@ -116,7 +118,12 @@ class Runner:
                 return self._compute(batch)
             except Exception as error:
                 failure = error
-            return compute_alone(batch, failure, lambda one, _: self._compute(one), self._release)
+            return recover(batch, failure, lambda part, _: self._compute(part), self._release)
+
+    def plant(self, faults: Iterable[Fault]) -> None:
+        """Let faults happen before whatever is computed from now on."""
+        points = FaultPoints(faults, self._kv.tensor, self._block_size)
+        self._compute = points.around(self._compute)  # type: ignore[assignment,method-assign]
 
     def swap_seconds(self) -> float:
         """What the copy of a block to the host or from it takes, measured; before the first step."""
@@ -155,6 +162,8 @@ class Runner:
             sampled = self._sampler.sample(logits, pending.rows)
             for sequence_id, row, token in zip(pending.sequence_ids, pending.rows, sampled, strict=True):
                 result.samples[sequence_id] = self._sampler.with_forced(row, token)
+                if token.error == NON_FINITE:
+                    result.non_finite.add(sequence_id)
             self._score(logits, pending, scores, result)
         for sequence_id, entries in scores.items():
             if sequence_id not in result.errors:
@@ -190,6 +199,9 @@ class Runner:
                 result.samples[row.sequence_id] = (
                     self._sampler.with_forced(row, tokens[at_row][0]) if error is None else (SampledToken(error=error),)
                 )
+        if not all(found[1]):
+            wrong = (number for number, samples in result.samples.items() if samples[0].error == NON_FINITE)
+            result.non_finite.update(wrong)
         return True
 
     def _check_ids(self, item: ScheduledSequence) -> None:
@@ -231,6 +243,7 @@ class Runner:
         for item, entry in zip(pending.score_items, scored, strict=True):
             if entry is None:
                 result.errors[item.sequence_id] = NON_FINITE
+                result.non_finite.add(item.sequence_id)
                 continue
             wanted = item.sampling.num_prompt_logprobs or 0
             scores[item.sequence_id].append(

@@ -17,7 +17,7 @@ from quire_engine.execution.constrained.constraints import Constraints
 from quire_engine.execution.constrained.token_masks import Mask, MaskWriter
 from quire_engine.execution.logit_rules import SampleRow, apply_rules, id_error
 from quire_engine.execution.rng import uniform
-from quire_engine.types import NO_CANDIDATE, TokenLogprobs
+from quire_engine.types import NO_CANDIDATE, NON_FINITE, TokenLogprobs
 
 __all__ = [
     "NON_FINITE",
@@ -29,8 +29,6 @@ __all__ = [
     "logprob_columns",
     "token_logprobs",
 ]
-
-NON_FINITE = "the model produced a non-finite value"
 
 _OK, _NON_FINITE, _NO_CANDIDATE = 0, 1, 2
 _ERRORS = {_NON_FINITE: NON_FINITE, _NO_CANDIDATE: NO_CANDIDATE}

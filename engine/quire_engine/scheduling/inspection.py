@@ -17,6 +17,7 @@ from quire_engine.limits import SchedulerConfig
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Sequence
+from quire_engine.scheduling.statistics import num_unused_slots
 from quire_engine.scheduling.step_entries import Event, Step
 from quire_engine.scheduling.step_log import StepLog
 from quire_engine.scheduling.step_records import FORMAT, RequestEvent, StepRecord
@@ -105,7 +106,7 @@ class Inspection:
         kv = self._kv
         held = self._held()
         used, size = kv.num_blocks - kv.num_available, kv.block_size
-        unused = kv.num_unused_slots([s for group in self._roster.running for s in group.sequences])
+        unused = num_unused_slots([s for group in self._roster.running for s in group.sequences], size)
         shared = sum(1 for holders in held.values() if holders > 1)
         return {
             "block_size": size,

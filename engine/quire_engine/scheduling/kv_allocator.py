@@ -197,6 +197,14 @@ class KVAllocator:
         sequence.num_committed = sequence.num_promised = 0
         sequence.shares_tail = False
 
+    def disown(self, sequences: Iterable[Sequence]) -> None:
+        """What these sequences' blocks hold is wrong: nobody may match it, neither now nor when they are given back."""
+        for sequence in sequences:
+            sequence.num_certain = 0
+            for block in sequence.table.block_ids:
+                self._cache.forget(block)
+                self._tails.forget(block)
+
     def take_moves(self) -> Moves:
         """Copies to the host and from it that the next step is to make; there are none where there is no host pool."""
         return NO_MOVES
@@ -204,19 +212,6 @@ class KVAllocator:
     def is_writable(self, block: int) -> bool:
         """Whether exactly one table holds the block and nothing can match it."""
         return self._pool.refs(block) == 1 and not self._cache.holds(block)
-
-    def num_unused_slots(self, sequences: Iterable[Sequence]) -> int:
-        """Token slots in the sequences' blocks that hold no token; a shared block counts once."""
-        unused, shared = 0, set[int]()
-        for sequence in sequences:
-            spare = sequence.table.num_slots - sequence.num_computed
-            if sequence.shares_tail and spare:
-                tail = sequence.table.block_ids[sequence.num_computed // self.block_size]
-                if tail in shared:
-                    spare -= self.block_size - sequence.num_computed % self.block_size
-                shared.add(tail)
-            unused += spare
-        return unused
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raise InvariantViolation unless counts equal the occurrences in the live tables and every set is disjoint."""

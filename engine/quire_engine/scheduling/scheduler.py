@@ -17,6 +17,7 @@ from quire_engine.limits import SchedulerConfig
 from quire_engine.scheduling.beam_forks import BeamForks
 from quire_engine.scheduling.deadlines import Deadlines
 from quire_engine.scheduling.inspection import Inspection
+from quire_engine.scheduling.non_finite import part_with
 from quire_engine.scheduling.outputs import (
     error_output,
     error_outputs,
@@ -154,13 +155,15 @@ class Scheduler:
         self._follow(batch)
         return batch
 
-    def apply(self, batch: Batch, result: StepResult, now: float) -> list[TokenOutput]:
+    def apply(self, batch: Batch, result: StepResult, now: float) -> list[TokenOutput]:  # noqa: PLR0912 - kinds of items
         """Take in a step's tokens, scores and errors.
 
         Sequences that ended or were preempted since `schedule` are passed over: what was computed for them is void.
         """
         outputs: list[TokenOutput] = []
         sequences, samples, errors = self._roster.sequences, result.samples, result.errors
+        if result.non_finite:
+            part_with(batch, result, self._roster, self._kv)
         for item in batch.items:
             sequence = sequences.get(item.sequence_id)
             if sequence is None or item.run != sequence.group.num_preemptions:
@@ -207,7 +210,8 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Raise InvariantViolation if queues, counts, tables and blocks disagree. Call between steps.
 
-        What holds at all times, by the numbers that the tests cite; those with a star are looked at here:
+        What holds at all times, by the numbers that the tests cite; those with a star are looked at here, the
+        missing ones belong to what this scheduler does not do:
 
         I1*  references: a block's count is the number of live tables that hold it, and of copies planned from it.
         I2*  partition: free, cached and used blocks are disjoint and make up the pool; so it is with the host's.
@@ -227,8 +231,6 @@ class Scheduler:
         I17* wait bound: a request ends within the steps that `wait_bound` named at its submission.
         I18  replay: a step log's inputs, given to another scheduler, bring the same plans.
         I20* bypasses: no group is overtaken more than `max_bypasses` times, but while it waits for a prefix.
-
-        The numbers between belong to what this scheduler does not do.
         """
         limits, roster = self._config.limits, self._roster
         roster.check()
@@ -295,9 +297,7 @@ class Scheduler:
 
     def _finish_prompt_only(self, group: Group, now: float) -> list[TokenOutput]:
         group.note_first_token(now)
-        outputs = [prompt_only_output(sequence) for sequence in group.sequences]
-        self._roster.end_all(group)
-        return outputs
+        return [prompt_only_output(sequence) for sequence in self._roster.end_all(group)]
 
     def _fail_slice(self, sequence: Sequence, item: ScheduledSequence, message: str) -> list[TokenOutput]:
         """A slice of the prompt that failed failed for every choice that waits for it, a beam's for the search."""

@@ -105,7 +105,7 @@ class Group:
     num_preemptions: int = 0
     num_class_preemptions: int = 0  # of its preemptions, those for interactive groups
     num_computed_before: int = 0  # tokens that a choice had computed when the group was last preempted
-    num_starved: int = 0  # of its preemptions, those because the device had no memory to compute it
+    num_starved: int = 0  # of its preemptions, those because it was not, or not rightly, computed in a step
     account: Account | None = None  # that it is charged to, where anyone counts
     num_uncharged: int = 0  # tokens at the end of its prompt that the account is still to be charged for
     entered_at: float = 0.0  # when it last began to run
@@ -210,7 +210,7 @@ class Group:
         self.awaited = promise
 
     def note_starved(self) -> None:
-        """The device had no memory for its slice."""
+        """The device had no memory for its slice, or what came of it was no number."""
         self.num_starved += 1
 
     def note_charged(self, num_tokens: int) -> None:

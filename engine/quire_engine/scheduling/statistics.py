@@ -6,9 +6,12 @@ Must not know: steps, results, outputs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.planner import Planner
 from quire_engine.scheduling.roster import Roster
+from quire_engine.scheduling.sequence import Sequence
 from quire_engine.types import WAIT_REASONS, EngineStats, WaitReason
 
 
@@ -30,7 +33,7 @@ def engine_stats(kv: KVAllocator, roster: Roster, planner: Planner) -> EngineSta
         blocks_unshared=used - kv.num_shared,
         blocks_saved=kv.num_saved,
         slots_allocated=used * kv.block_size,
-        slots_unused=kv.num_unused_slots([s for group in roster.running for s in group.sequences]),
+        slots_unused=num_unused_slots([s for group in roster.running for s in group.sequences], kv.block_size),
         total_preemptions=roster.total_preemptions,
         total_preemptions_by_mode={"recompute": roster.total_preemptions, "swap": 0},
         total_prefix_query_tokens=admission.total_query_tokens,
@@ -42,3 +45,17 @@ def engine_stats(kv: KVAllocator, roster: Roster, planner: Planner) -> EngineSta
         tenants=planner.accounts.stats(roster.running, roster.waiting),
         total_prefill_tokens_saved=admission.total_saved_tokens,
     )
+
+
+def num_unused_slots(sequences: Iterable[Sequence], block_size: int) -> int:
+    """Token slots in the sequences' blocks that hold no token; a shared block counts once."""
+    unused, shared = 0, set[int]()
+    for sequence in sequences:
+        spare = sequence.table.num_slots - sequence.num_computed
+        if sequence.shares_tail and spare:
+            tail = sequence.table.block_ids[sequence.num_computed // block_size]
+            if tail in shared:
+                spare -= block_size - sequence.num_computed % block_size
+            shared.add(tail)
+        unused += spare
+    return unused

@@ -186,6 +186,7 @@ class Finished:
         for i, choice in enumerate(step.choices):
             if not finite[i]:
                 sampled = SampledToken(error=NON_FINITE)
+                result.non_finite.add(choice.sequence_id)
             elif not possible[i]:
                 sampled = SampledToken(error=NO_CANDIDATE)
             elif choice.num_logprobs is None:
@@ -210,6 +211,7 @@ class Finished:
             row = values[i * width : (i + 1) * width]
             if not row[0]:
                 result.errors[item.sequence_id] = NON_FINITE
+                result.non_finite.add(item.sequence_id)
                 continue
             wanted = item.sampling.num_prompt_logprobs or 0
             scores[item.sequence_id].append(token_logprobs(token, row[1:], self.score_top, wanted))

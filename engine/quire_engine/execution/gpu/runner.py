@@ -8,7 +8,7 @@ fails alone. Must not know: queues, the allocator, how the device is driven.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import sub
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from quire_engine.batch import Batch, ScheduledSequence, StepResult
-from quire_engine.execution.alone import compute_alone
+from quire_engine.config import Fault
 from quire_engine.execution.constrained.constraints import Constraints
 from quire_engine.execution.constrained.grammars import Grammars
+from quire_engine.execution.fault_points import FaultPoints
 from quire_engine.execution.gpu.device import Device, Event
 from quire_engine.execution.gpu.finishing import Finished, Finisher, Span, spans
 from quire_engine.execution.gpu.forward import Forward, Model
@@ -34,6 +35,7 @@ from quire_engine.execution.gpu.tables import SlotTables, padded_rows
 from quire_engine.execution.host_kv import HostBlocks
 from quire_engine.execution.runner import LOGITS_BYTES, KVBlocks
 from quire_engine.execution.sampler import Sampler
+from quire_engine.execution.step_recovery import recover
 from quire_kernels.kernel_set import ChoiceRows
 
 _WORD = 8  # bytes
@@ -149,7 +151,7 @@ class GpuRunner:
             except Exception as error:
                 failure = error
             if failure is not None:  # outside of the handler, which would keep the failed step's tensors alive
-                launched = self._issue_alone(batch, failure, region)
+                launched = self._issue_in_parts(batch, failure, region)
         self._in_flight.append(launched)
         self._num_launched += 1
         self._region = region
@@ -162,6 +164,11 @@ class GpuRunner:
             raise RuntimeError("no step is launched")
         launched = self._in_flight.popleft()
         return launched if isinstance(launched, StepResult) else launched.result()
+
+    def plant(self, faults: Iterable[Fault]) -> None:
+        """Let faults happen before whatever is issued from now on."""
+        points = FaultPoints(faults, self._kv.tensor, self._limits.block_size)
+        self._issue = points.around(self._issue)  # type: ignore[assignment,method-assign]
 
     def swap_seconds(self) -> float:
         """What the copy of a block to the host or from it takes, measured; before the first step."""
@@ -208,15 +215,15 @@ class GpuRunner:
         finished = finisher.finished(outcome, self._max_rows, first, fetched)
         return _Launched(finished=finished, done=self._device.record())
 
-    def _issue_alone(self, batch: Batch, failure: Exception, region: int) -> StepResult:
-        """Item by item and waited for. Who fails leaves token 0 for the step after."""
+    def _issue_in_parts(self, batch: Batch, failure: Exception, region: int) -> StepResult:
+        """Part by part and waited for. Who fails leaves token 0 for the step after."""
         self._regions[region].ids.zero_()
         starts = list(accumulate((len(_sampling_of(item)) for item in batch.items), initial=0))
 
-        def compute(one: Batch, index: int) -> StepResult:
-            return self._issue(one, region, starts[index], graphs=False).result()
+        def compute(part: Batch, index: int) -> StepResult:
+            return self._issue(part, region, starts[index], graphs=False).result()
 
-        return compute_alone(batch, failure, compute, self._device.release)
+        return recover(batch, failure, compute, self._device.release)
 
     def _compute(self, step: StepArrays, region: Region, first: int, bucket: MixedBucket | None) -> Finisher:
         """Any step: launch by launch, but for the layers of one that has a bucket."""
