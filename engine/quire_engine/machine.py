@@ -147,3 +147,28 @@ def _text(file: Path) -> str:
         return file.read_text()
     except OSError:
         return ""
+
+
+def is_stopped(pid: int, root: Path = Path("/")) -> bool:
+    """Whether a process is held by a signal or a debugger; False where the system does not tell."""
+    return _fields(root / f"proc/{pid}/stat")[:1] in (["T"], ["t"])
+
+
+def work_done(pid: int, root: Path = Path("/")) -> int:
+    """What a process and its descendants have done so far, in hundredths of a second and MiB read from disks.
+
+    Only for comparing with a later answer: growth means that something is being done. 0 where the system does not tell.
+    """
+    fields = _fields(root / f"proc/{pid}/stat")
+    if len(fields) < 15:
+        return 0
+    ticks = sum(int(field) for field in fields[11:15])  # its own and its ended children's, in user and system mode
+    done = ticks + _statistic(root / f"proc/{pid}/io", ("read_bytes:",)) // 2**20
+    for task in (root / f"proc/{pid}/task").glob("*"):
+        done += sum(work_done(int(child), root) for child in _text(task / "children").split())
+    return done
+
+
+def _fields(stat: Path) -> list[str]:
+    """The fields of a process' `stat` from its state on; the name before it may have any characters."""
+    return _text(stat).rpartition(")")[2].split()

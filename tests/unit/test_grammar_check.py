@@ -149,6 +149,14 @@ async def test_a_killed_process_is_replaced(check: GrammarCheck):
     assert await check.accept(Grammar(rules='start: "a"'), param="p")
 
 
+async def test_a_stopped_process_is_replaced(check: GrammarCheck):
+    await check.accept(Grammar(rules=WHOLE), param="p")
+    (stopped,) = processes()
+    stopped.suspend()
+    assert await check.accept(Grammar(rules='start: "a"'), param="p")
+    assert stopped not in processes()
+
+
 async def test_a_tokenizer_that_cannot_be_read_refuses(tmp_path):
     check = GrammarCheck(tmp_path, [])
     assert "No such file" in await refusal(check, WHOLE)

@@ -114,6 +114,24 @@ def test_a_killed_process_is_replaced(make) -> None:
     assert template.render(CHAT) == "done"
 
 
+def test_a_stopped_process_is_replaced_and_costs_one_chat_a_moment(make) -> None:
+    """Its own limits do not run while it is stopped, and a signal that would end it waits too."""
+    template = make("{{ messages[0].content }}")
+    long = [{"role": "user", "content": "x" * 200_000}]  # more than a pipe takes: the write waits as well
+    for messages in (CHAT, long):
+        stopped = _template_processes()
+        for child in stopped:
+            child.suspend()
+        try:
+            start = time.monotonic()
+            assert template.render(messages) == messages[0]["content"]
+            assert time.monotonic() - start < 3.0
+            assert not _runs(stopped[-1].pid) or not _runs(stopped[0].pid)
+        finally:
+            for child in _template_processes():
+                child.resume()
+
+
 def test_no_process_is_left_behind() -> None:
     before = set(_template_processes())
     template = ChatTemplate("done", TOKENIZER)

@@ -64,7 +64,8 @@ class GrammarCheck:
             WorkerProcess(_SCRIPT, setup, time_limit=time_limit, memory_bytes=_MEMORY_BYTES)
             for _ in range(_NUM_PROCESSES)
         ]
-        self._close = weakref.finalize(self, _stop_all, tuple(self._idle))
+        self.processes = tuple(self._idle)
+        self._close = weakref.finalize(self, _stop_all, self.processes)
         self._turns = asyncio.Semaphore(_NUM_PROCESSES)
         self._threads: CapacityLimiter | None = None
         self._verdicts = _Verdicts()

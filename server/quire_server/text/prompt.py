@@ -64,6 +64,7 @@ class ChatTemplate:
             WorkerProcess(_SCRIPT, {"source": source}, time_limit=time_limit, memory_bytes=_MEMORY_BYTES)
             for _ in range(_NUM_PROCESSES)
         ]
+        self.processes = tuple(processes)
         self._close = weakref.finalize(self, _stop_all, processes)
         self._idle: queue.LifoQueue[WorkerProcess] = queue.LifoQueue()
         for process in processes:
