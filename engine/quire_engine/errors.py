@@ -6,6 +6,7 @@ QuireError                    everything we raise on purpose; the text is one li
 ├── InfeasibleRequest         can never fit the pool or the limits, whoever else runs
 ├── Unanswerable             a question about the engine's state that has no answer
 ├── EngineDead                the engine process is gone and will not come back
+│   └── CrashLoop             it was started as often as it may, and never got ready
 └── ProtocolError             a frame that does not decode
 """
 
@@ -34,6 +35,10 @@ class Unanswerable(QuireError):
 
 class EngineDead(QuireError):
     """The engine process ended and is not being restarted."""
+
+
+class CrashLoop(EngineDead):
+    """The engine process was started as often as it may and never got ready."""
 
 
 class ProtocolError(QuireError):

@@ -60,6 +60,18 @@ class BadRequest(ApiError):
     default_code = "invalid_value"
 
 
+class RequestQuarantined(BadRequest):
+    """400: the like of this request has taken the engine down, or made a step fail; refused for a while."""
+
+    default_code = "request_quarantined"
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(
+            f"This request made the engine fail before; it is not tried again for {math.ceil(seconds)} s.",
+            headers={"x-should-retry": "false"},
+        )
+
+
 class ContextLengthExceeded(BadRequest):
     """400: the prompt (or prompt and max_tokens) can never fit; say both numbers in the message."""
 

@@ -19,6 +19,7 @@ from quire_engine.config import EnginePlan
 from quire_engine.errors import EngineDead, ModelLoadError
 from quire_engine.types import EnginePort
 from quire_server.engine.engine_client import EngineClient, QueueLimits
+from quire_server.engine.quarantine import Quarantine
 from quire_server.engine.request_names import RequestNames
 from quire_server.engine.supervisor import EngineState, Supervisor
 from quire_server.engine.tenant_gate import TenantGate
@@ -27,6 +28,7 @@ from quire_server.engine.ttft_gate import TtftGate
 from quire_server.http.large_reply import ReplyBudget
 from quire_server.metrics.metrics import Metrics
 from quire_server.settings import Settings
+from quire_server.text.fault_points import plant
 from quire_server.text.grammar_check import GrammarCheck
 from quire_server.text.parsing.model_formats import PLAIN, ModelFormats, model_formats
 from quire_server.text.pooling_method import PoolingMethod, pooling_method
@@ -80,6 +82,8 @@ class ServerState:
         )
         folder = Path(self.settings.tokenizer or self.settings.model_path)
         self.grammars = GrammarCheck(folder, self.tokenizer.eos_token_ids)
+        if self.settings.faults:
+            plant(self.settings.faults, self.tokenizer, self.prompts, self.grammars)
 
     @property
     def max_model_len(self) -> int:
@@ -139,18 +143,20 @@ async def build_state(settings: Settings, supervisor: Supervisor, starting: asyn
         settings=settings,
         tokenizer=tokenizer,
         prompts=prompts,
-        client=new_client(supervisor, settings, plan, metrics),
+        client=new_client(supervisor, settings, plan, metrics, supervisor.quarantine),
         tenants=tenants_of(settings),
         metrics=metrics,
         model_names=names,
         formats=formats,
         pooling=pooling_method(settings.pooling, settings.model_path),
         inspect=supervisor.inspect,
-        engine_trouble=lambda: _TROUBLE[supervisor.state],
+        engine_trouble=lambda: "engine stuck" if supervisor.is_stuck else _TROUBLE[supervisor.state],
     )
 
 
-def new_client(port: EnginePort, settings: Settings, plan: EnginePlan, metrics: Metrics) -> EngineClient:
+def new_client(
+    port: EnginePort, settings: Settings, plan: EnginePlan, metrics: Metrics, quarantine: Quarantine | None = None
+) -> EngineClient:
     """What stands between requests and the engine, with the limits of the settings."""
     step_tokens = plan.scheduler.limits.max_num_batched_tokens
     tenants = tenants_of(settings).all
@@ -164,6 +170,7 @@ def new_client(port: EnginePort, settings: Settings, plan: EnginePlan, metrics: 
         metrics=metrics,
         tenants=TenantGate(tenants, metrics.tenants, time.monotonic()) if tenants else None,
         ttft=None if settings.slo_ttft is None else TtftGate(settings.slo_ttft, step_tokens=step_tokens),
+        quarantine=quarantine,
     )
 
 

@@ -1,7 +1,8 @@
 """An engine process without a model, for tests of the supervisor: real scheduler, loop and frames, invented tokens.
 
 `python fake_engine_process.py FD PARENT_PID`. The model name in the START frame says how it misbehaves: "ok",
-"fail-config", "fail-model", "exit-at-start", "hang:TOKEN" or "poison:TOKEN" (a prompt with TOKEN hangs or kills it).
+"fail-config", "fail-model", "exit-at-start", "hang-at-start", "slow-start" (it says how far it is), "hang:TOKEN" or
+"poison:TOKEN" (a prompt with TOKEN hangs or kills it).
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from quire_engine.batch import Batch, SampledToken, StepResult  # noqa: E402
 from quire_engine.config import EngineConfig, EnginePlan  # noqa: E402
 from quire_engine.engine import Engine  # noqa: E402
 from quire_engine.process.loop import EngineLoop  # noqa: E402
-from quire_engine.process.transport import FrameDecoder, StartFailed, encode_frame  # noqa: E402
+from quire_engine.process.transport import FrameDecoder, LoadProgress, StartFailed, encode_frame  # noqa: E402
 from quire_engine.scheduling.scheduler import Scheduler  # noqa: E402
 from support.limits import scheduler_config  # noqa: E402
 
 STEP_SECONDS = 0.002
+SLOW_STEPS, SLOW_STEP_SECONDS = 8, 0.25  # of "slow-start"
 
 
 def next_token(token_ids: list[int], choice: int) -> int:
@@ -109,6 +111,11 @@ def main(fd: int) -> None:
         sys.exit(1)
     if start.model == "exit-at-start":
         sys.exit(3)
+    while start.model == "hang-at-start":
+        time.sleep(1)
+    for done in range(SLOW_STEPS if start.model == "slow-start" else 0):
+        connection.sendall(encode_frame(LoadProgress(phase="reading weights", done=done, total=SLOW_STEPS)))
+        time.sleep(SLOW_STEP_SECONDS)
     plan = make_plan(start.model)
     loop = EngineLoop(
         Engine(Scheduler(plan.scheduler), InventingExecutor(start.model), check_invariants=True), connection, decoder

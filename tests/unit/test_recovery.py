@@ -2,8 +2,16 @@
 
 from collections.abc import Iterable
 
-from quire_engine.types import EngineStats, GenerationRequest, SamplingParams, StepOutput, StopParams, TokenOutput
-from quire_server.engine.recovery import Recovery
+from quire_engine.types import (
+    MODEL_FAILED,
+    EngineStats,
+    GenerationRequest,
+    SamplingParams,
+    StepOutput,
+    StopParams,
+    TokenOutput,
+)
+from quire_server.engine.recovery import REMEMBERED_SECONDS, Recovery
 
 
 def request(request_id: str, n: int = 1) -> GenerationRequest:
@@ -42,9 +50,9 @@ def progress(recovery: Recovery, *names: str) -> list[str]:
     return [output.request_id for output in delivered.outputs]
 
 
-def crash(recovery: Recovery, *, killed: bool = False) -> list[str]:
+def crash(recovery: Recovery, *, killed: bool = False, now: float = 0.0) -> list[str]:
     """Returns who is guilty."""
-    return [entry.request.request_id for entry in recovery.crashed(killed=killed)]
+    return [entry.request.request_id for entry in recovery.crashed(killed=killed, now=now)]
 
 
 def recovers(recovery: Recovery, names: Iterable[str]) -> None:
@@ -129,11 +137,87 @@ def test_the_second_crash_has_one_culprit() -> None:
     recovers(recovery, "ab")
 
 
-def test_progress_clears_a_name() -> None:
+def test_progress_and_time_clear_a_name() -> None:
     recovery = serving("a")
-    for _ in range(5):
-        assert crash(recovery) == []
+    for number in range(5):
+        assert crash(recovery, now=number * REMEMBERED_SECONDS) == []
         recovers(recovery, "a")
+
+
+def test_who_crashes_a_little_later_each_time_is_on_probation_for_longer_and_found() -> None:
+    """It always brings three tokens before it crashes, and nobody is blamed who only was there."""
+    recovery = serving("a", "bad", "b")
+    for number in range(5):
+        guilty = crash(recovery, now=float(number))
+        if guilty:
+            break
+        waits = True
+        while waits and (resumed := recovery.next_request()) is not None:
+            waits = resumed.request_id != "bad"
+            for _ in range(600 if waits else 3):
+                progress(recovery, resumed.request_id)
+    assert guilty == ["bad"]
+    assert number < 5  # within the restarts that a server has by default
+    recovers(recovery, "ab")
+
+
+def test_what_a_culprit_explains_is_held_against_nobody() -> None:
+    recovery = serving("a")
+    for number in range(20):
+        recovery.admit(request(f"bad{number}"))
+        assert crash(recovery, now=2.0 * number) == []
+        assert sent(recovery) == ["a"]
+        progress(recovery, "a")
+        assert sent(recovery) == [f"bad{number}"]
+        assert crash(recovery, now=2.0 * number + 1) == [f"bad{number}"]
+        recovers(recovery, "a")
+
+
+def test_a_newcomer_is_told_to_wait_while_there_are_suspects() -> None:
+    recovery = serving("a")
+    assert not recovery.has_suspects
+    crash(recovery)
+    assert recovery.has_suspects
+    assert sent(recovery) == ["a"]
+    assert recovery.has_suspects
+    progress(recovery, "a")
+    assert not recovery.has_suspects
+
+
+def test_nobody_is_sent_before_the_engine_has_answered_the_probe() -> None:
+    recovery = serving("a")
+    crash(recovery)
+    probe = recovery.prove()
+    assert recovery.has_suspects
+    assert sent(recovery) == []
+    assert progress(recovery, probe.request_id) == []  # nobody has asked for it
+    assert sent(recovery) == ["a"]
+
+
+def test_a_crash_on_the_probe_is_held_against_nobody() -> None:
+    recovery = serving("a")
+    crash(recovery)
+    for _ in range(5):
+        recovery.prove()
+        assert crash(recovery) == []
+    assert sent(recovery) == ["a"]
+
+
+def test_a_request_that_made_a_step_raise_is_told_of_once() -> None:
+    recovery = serving("a", "b")
+    failed = TokenOutput(request_id="a", finish="error", error=f"{MODEL_FAILED} (ValueError)", culprit=True)
+    other = TokenOutput(request_id="b", finish="error", error="the model produced a non-finite value", culprit=True)
+    recovery.record(step(failed, other))
+    assert [each.request_id for each in recovery.culprits] == ["a"]
+
+
+def test_waiting_requests_can_be_dropped_by_what_they_are() -> None:
+    recovery = serving("a", "bad")
+    recovery.enqueue(request("twin"))
+    assert [each.request.request_id for each in recovery.drop(lambda entry: entry.request.request_id != "a")] == [
+        "twin"
+    ]
+    assert sorted(entry.request.request_id for entry in recovery.dismiss()) == ["a", "bad"]
 
 
 def test_only_requests_the_engine_held_are_blamed() -> None:

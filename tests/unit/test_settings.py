@@ -282,8 +282,9 @@ def test_engine_config_takes_every_engine_setting():
         "async_scheduling": "on",
         "check_invariants": True,
     }
-    got = flat(Settings(**changed).engine_config())
+    got = flat(Settings(**changed, enable_fault_injection="oom@3").engine_config())
     default = flat(EngineConfig(model=""))
+    assert got.pop("faults") == ({"point": "oom", "nth": 3, "seed": None},)
     assert not got.pop("swap_on_cpu")  # for tests alone
     assert all(got[name] != default[name] for name in got), "a field of EngineConfig is not set from Settings"
     assert got == changed

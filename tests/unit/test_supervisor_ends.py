@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from quire_engine.config import EngineConfig
-from quire_engine.errors import ConfigError, EngineDead, ModelLoadError
+from quire_engine.errors import ConfigError, CrashLoop, EngineDead, ModelLoadError
+from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.engine.supervisor import EngineState, Supervisor
 from support.supervising import FAKE, request, run, send_garbage, supervised
 
@@ -23,12 +24,13 @@ from support.supervising import FAKE, request, run, send_garbage, supervised
     [
         ("fail-config", ConfigError, "--kv-memory"),
         ("fail-model", ModelLoadError, "model.safetensors"),
-        ("exit-at-start", EngineDead, "exited with code 3"),
+        ("exit-at-start", CrashLoop, "exited with code 3 while starting; the engine failed 2 times in 600 s"),
     ],
 )
 def test_a_failed_start_says_why(model: str, error: type[Exception], text: str) -> None:
     async def body() -> None:
-        supervisor = Supervisor(EngineConfig(model=model), program=FAKE)
+        policy = RestartPolicy(max_restarts=1, first_backoff_seconds=0.01)
+        supervisor = Supervisor(EngineConfig(model=model), policy, program=FAKE)
         with pytest.raises(error, match=text):
             await supervisor.start()
         await supervisor.stop()

@@ -59,6 +59,10 @@ def main(fd: int, parent_pid: int) -> None:
 
     if not isinstance(start, EngineConfig):
         raise ProtocolError(f"the first frame is a {type(start).__name__}, not the engine's configuration")
+    if start.faults:
+        from quire_engine.process.faults import GarblingLoop, fail_start  # noqa: PLC0415
+
+        fail_start(start.faults)
     try:
         built = build(start)
     except ConfigError as error:
@@ -68,7 +72,11 @@ def main(fd: int, parent_pid: int) -> None:
         connection.sendall(encode_frame(StartFailed(kind="model", message=str(error))))
         sys.exit(1)
     engine = Engine(built.scheduler, built.runner, grammars=built.grammars, check_invariants=start.check_invariants)
-    loop = EngineLoop(engine, connection, decoder)
+    loop = (
+        GarblingLoop(engine, connection, decoder, start.faults)
+        if start.faults
+        else EngineLoop(engine, connection, decoder)
+    )
     # What was imported and loaded stays: collections need not look at it again in the middle of a step.
     gc.collect()
     gc.freeze()

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Protocol, cast
 
 from quire_engine.config import EnginePlan
-from quire_engine.errors import ConfigError, QuireError
+from quire_engine.errors import ConfigError, CrashLoop, QuireError
 from quire_engine.memory_plan import plan_text
 from quire_engine.quality_store import quality_text
 from quire_server.checkpoint.locate import localized
@@ -53,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
             return BAD_USAGE
         except QuireError as error:
             output.say(f"quire serve: {error}")
-            return FAILED
+            return CRASH_LOOP if isinstance(error, CrashLoop) else FAILED
         except BrokenPipeError:  # of stdout, which the plan is printed to
             raise
         except OSError as error:  # a file that cannot be read, a disk without room
@@ -90,7 +90,12 @@ def _show_plan(settings: Settings) -> int:
 
 async def _serve(settings: Settings, output: Output) -> int:
     """Start the engine process first: it needs the longest, and this half is imported and loaded meanwhile."""
-    policy = RestartPolicy(max_restarts=settings.max_engine_restarts, window_seconds=settings.engine_restart_window)
+    policy = RestartPolicy(
+        max_restarts=settings.max_engine_restarts,
+        window_seconds=settings.engine_restart_window,
+        hang_seconds=settings.engine_hang_timeout,
+        start_seconds=settings.engine_start_timeout,
+    )
     supervisor = Supervisor(settings.engine_config(), policy, stderr=output.for_children)
     starting = asyncio.create_task(supervisor.start())
     try:

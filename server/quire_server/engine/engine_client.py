@@ -20,10 +20,11 @@ from quire_engine.types import (
     StepOutput,
     TokenOutput,
 )
+from quire_server.engine.quarantine import Quarantine
 from quire_server.engine.retry_line import RetryLine, SeatMeter
 from quire_server.engine.tenant_gate import TenantGate
 from quire_server.engine.ttft_gate import TtftGate
-from quire_server.errors import DeadlineExceeded, QueueFull
+from quire_server.errors import DeadlineExceeded, QueueFull, RequestQuarantined
 from quire_server.metrics.metrics import Metrics
 
 
@@ -116,10 +117,12 @@ class EngineClient:
         metrics: Metrics,
         tenants: TenantGate | None = None,
         ttft: TtftGate | None = None,
+        quarantine: Quarantine | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tenants = tenants
         self._ttft = ttft
+        self._quarantine = Quarantine() if quarantine is None else quarantine
         self.plan = plan
         self._port = port
         self._limits = limits
@@ -156,11 +159,15 @@ class EngineClient:
     def submit(self, request: GenerationRequest, stream: RequestStream) -> None:
         """Reserve a place and hand the request to the engine; its outputs go to `stream`.
 
-        Raises QueueFull, DeadlineExceeded.
+        Raises QueueFull, DeadlineExceeded, RequestQuarantined.
         """
         now = self._clock()
         if request.deadline is not None and request.deadline <= now:
             raise DeadlineExceeded
+        refused_for = self._quarantine.refusal(request, now)
+        if refused_for is not None:
+            self._metrics.reject("quarantine")
+            raise RequestQuarantined(refused_for)
         lack = self._lack(request)
         if lack is not None:
             self._refuse(lack, request.num_sequences)

@@ -21,10 +21,16 @@ class JournalEntry:
     prompt_scored: bool = False  # the prompt's log-probabilities were delivered
     in_flight: bool = False  # the running engine has it
     strikes: int = 0  # crashes while in flight since it last made progress
+    crashes: list[float] = field(default_factory=list)  # when, of those while in flight that nothing explains yet
 
     def __post_init__(self) -> None:
         self.tokens = [[] for _ in range(self.request.n)]
         self.finished = set()
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether an engine has computed something for it."""
+        return any(self.tokens) or bool(self.finished)
 
     def record(self, output: TokenOutput) -> bool:
         """Note what is about to be delivered. True: it is the request's last output."""
@@ -40,11 +46,10 @@ class JournalEntry:
         sampling = self.request.sampling
         if self.prompt_scored and sampling.num_prompt_logprobs is not None:
             sampling = replace(sampling, num_prompt_logprobs=None)
-        started = any(self.tokens) or bool(self.finished)
         return replace(
             self.request,
             sampling=sampling,
-            resumed_token_ids=tuple(map(tuple, self.tokens)) if started else (),
+            resumed_token_ids=tuple(map(tuple, self.tokens)) if self.has_tokens else (),
             finished_choices=tuple(sorted(self.finished)),
         )
 

@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import count
 from os import getpid
-from typing import cast
+from typing import Any, cast
 
 from quire_engine.config import EngineConfig, EnginePlan
 from quire_engine.errors import ConfigError, EngineDead, ModelLoadError, ProtocolError, QuireError, Unanswerable
+from quire_engine.machine import is_stopped, work_done
 from quire_engine.process.transport import (
     Frame,
     FrameDecoder,
@@ -34,7 +35,10 @@ log = logging.getLogger("quire.supervisor")
 
 MOST_QUESTIONS = 32  # under way at once
 _SOCKET_BUFFER_BYTES = 4 << 20
-_WATCH_SECONDS = 1.0
+_WATCH_SECONDS = 0.5
+_STOPPED_SECONDS = 5.0  # of silence, after which a process that is held by a signal is not waited for any longer
+_LEAST_WORK = 20  # hundredths of a second or MiB: whoever does less in a watch of its start has not got on
+_BUSY_FACTOR = 10  # times as long as an idle one may a start be at work without a word
 _REAP_SECONDS = 0.005
 _SECONDS_FOR_STACKS = 0.5  # from the signal that prints them to the kill
 
@@ -72,12 +76,15 @@ class EngineProcess(asyncio.Protocol):
         except OSError as error:
             raise EngineDead(f"the engine process could not be launched: {error}") from error
 
-    async def start(self, config: EngineConfig) -> EnginePlan:
-        """Build the engine. Raises ConfigError or ModelLoadError as the engine does, EngineDead if it ends instead."""
+    async def start(self, config: EngineConfig, stall_seconds: float = 60.0) -> EnginePlan:
+        """Build the engine. Raises ConfigError or ModelLoadError as the engine does, EngineDead if it ends instead.
+
+        A start that does not get on for `stall_seconds` is ended.
+        """
         try:
             await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
             self.send(config)
-            await asyncio.wait([self._answer])
+            await self._watch_start(stall_seconds)
         except asyncio.CancelledError:
             await self.reap(grace_seconds=0.0)
             raise
@@ -138,19 +145,55 @@ class EngineProcess(asyncio.Protocol):
             raise Unanswerable(answer.error)
         return answer.body
 
-    async def wait_for_end(self, hang_seconds: float) -> None:
-        """Until the socket closes, or nothing has come for `hang_seconds` and the process has been killed."""
+    @property
+    def silence(self) -> float:
+        """Seconds since anything came: every step and, without work, every second brings something."""
+        return time.monotonic() - self._heard
+
+    async def wait_for_end(self, hang_seconds: Callable[[], float]) -> None:
+        """Until the socket closes, or nothing has come for `hang_seconds()` and the process has been killed."""
+        while not await self._ends_or_waits(self._lost):
+            limit = hang_seconds()
+            stopped = self.silence >= min(limit, _STOPPED_SECONDS) and is_stopped(self._child.pid)
+            if stopped or self.silence >= limit:
+                log.error("no sign of life from the engine for %.1f s: it is killed", self.silence)
+                await self._end_hung(stopped)
+                return
+
+    async def _watch_start(self, stall_seconds: float) -> None:
+        """Until the start is answered or the process has ended; kill it where it does not get on."""
+        work, worked_at = 0, self.progressed_at
+        while not await self._ends_or_waits(self._answer):
+            now, done = time.monotonic(), work_done(self._child.pid)
+            if done >= work + _LEAST_WORK:
+                work, worked_at = done, now
+            idle = now - max(worked_at, self.progressed_at)
+            if idle >= stall_seconds or now - self.progressed_at >= _BUSY_FACTOR * stall_seconds:
+                log.error(
+                    "the start of the engine has not got on for %.0f s (%s): it is killed",
+                    now - self.progressed_at if idle < stall_seconds else idle,
+                    "nothing was said of it" if self.progress is None else f"last: {self.progress.phase}",
+                )
+                await self._end_hung(is_stopped(self._child.pid))
+                await asyncio.wait([self._answer])
+
+    async def _ends_or_waits(self, end: asyncio.Future[Any]) -> bool:
+        """Whether it has come; else a moment has passed, in which what has arrived was read."""
         while True:
-            done, _ = await asyncio.wait([self._lost], timeout=_WATCH_SECONDS)
-            if done:
-                return
-            silence = time.monotonic() - self._heard
-            if silence > hang_seconds:
-                log.error("no sign of life from the engine for %.0f s; its stacks follow, then it is killed", silence)
-                self._child.send_signal(signal.SIGUSR1)
-                await asyncio.sleep(_SECONDS_FOR_STACKS)
-                self._kill()
-                return
+            started = time.monotonic()
+            done, _ = await asyncio.wait([end], timeout=_WATCH_SECONDS)
+            # After a longer one it was this process that stood still: the engine's words may lie in the socket, unread.
+            if done or time.monotonic() - started <= 2 * _WATCH_SECONDS:
+                return bool(done)
+
+    async def _end_hung(self, stopped: bool) -> None:
+        if stopped:
+            log.error("the engine process is stopped by a signal or a debugger, so it can print no stacks")
+        else:
+            log.error("the stacks of the engine process follow")
+            self._child.send_signal(signal.SIGUSR1)
+            await asyncio.sleep(_SECONDS_FOR_STACKS)
+        self._kill()
 
     async def reap(self, *, grace_seconds: float) -> None:
         """Wait for the process to end, by force after `grace_seconds`. Idempotent, also after a call was cancelled.

@@ -1,18 +1,26 @@
 """What the server puts up with from its engine: how long a silence, how many failures, how fast a new start.
 
-Owns the count of failures. Promises: what keeps failing within the window is given up; the caller says what time it is.
-Must not know: processes, requests, clocks.
+Owns the count of failures and the longest step. Promises: what keeps failing within the window is given up; a failure
+that a request is to blame for does not count; the caller says what time it is. Must not know: processes, requests,
+clocks.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from quire_engine.config import EnginePlan
+from quire_engine.types import EngineStats
 
-_SLOWEST_FLOPS = 2e10  # of a machine on which one would still serve: a full step of a big model may take minutes
+# Of a machine on which one would still serve: a full step of a big model may take minutes on a CPU.
+_SLOWEST_FLOPS = {"cpu": 2e10}
+_SLOWEST_GPU_FLOPS = 1e12
+_GPU_SECONDS = 60.0  # a kernel is compiled in the step that first needs it
 _LONGEST_BACKOFF_SECONDS = 10.0
+_STEPS = 5.0  # times the longest step seen is a hang
+_FULL = 0.5  # of the most tokens: a step of so many says how long a full one takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,13 +29,48 @@ class RestartPolicy:
 
     max_restarts: int = 5
     window_seconds: float = 600.0
-    hang_seconds: float = 60.0  # silence that means a hang, unless the largest step may take longer
+    hang_seconds: float = 10.0  # silence that means a hang, unless a step may take longer
+    start_seconds: float = 60.0  # without any progress of a start that mean a hang
     first_backoff_seconds: float = 0.1  # doubled with each failed start in a row
 
     def hang_limit(self, plan: EnginePlan) -> float:
         """Seconds of silence that mean a hang: `hang_seconds`, or what the model's largest step may take if more."""
-        full_step = 2.0 * plan.num_parameters * plan.scheduler.limits.max_num_batched_tokens / _SLOWEST_FLOPS
-        return max(self.hang_seconds, full_step)
+        limits, context = plan.scheduler.limits, plan.scheduler.max_model_len
+        attention = 4.0 * (plan.layer_attention + plan.sampled_attention) * context
+        full_step = limits.max_num_batched_tokens * (2.0 * plan.num_parameters + attention)
+        seconds = full_step / _SLOWEST_FLOPS.get(plan.device, _SLOWEST_GPU_FLOPS)
+        return max(self.hang_seconds, seconds, 0.0 if plan.device == "cpu" else _GPU_SECONDS)
+
+
+class HangLimit:
+    """Seconds of silence that mean a hang; longer where steps were seen to take longer.
+
+    Before a step of about the largest size was seen, the plan's estimate of one counts: a short prompt says little.
+    """
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self.longest_step = 0.0  # seconds, of all that were seen
+        self._policy = policy
+        self._least = self._estimate = policy.hang_seconds
+        self._full_tokens = 0.0
+        self._has_seen_full = False
+
+    def expect(self, plan: EnginePlan) -> None:
+        """What the engine was built for."""
+        self._estimate = self._policy.hang_limit(plan)
+        self._full_tokens = _FULL * plan.scheduler.limits.max_num_batched_tokens
+        self._least = self._policy.hang_seconds if plan.device == "cpu" else self._estimate
+
+    def learn(self, stats: EngineStats) -> None:
+        """A step took longer than all before."""
+        self.longest_step = stats.step_seconds
+        if stats.prefill_tokens + stats.decode_tokens >= self._full_tokens:
+            self._has_seen_full = True
+
+    @property
+    def seconds(self) -> float:
+        least = self._least if self._has_seen_full else self._estimate
+        return max(least, _STEPS * self.longest_step)
 
 
 class RestartBudget:
@@ -51,6 +94,10 @@ class RestartBudget:
     def started(self) -> None:
         """A new engine is ready."""
         self._backoff = 0.0
+
+    def forgive(self, times: Collection[float]) -> None:
+        """The failures at these times have turned out to be a request's doing: a client must not use up the budget."""
+        self._failures = deque(time for time in self._failures if time not in times)
 
     def pause(self, now: float) -> float | None:
         """Seconds to wait before the next start. None: give up."""

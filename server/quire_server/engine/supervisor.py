@@ -14,16 +14,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 
-from quire_engine.config import EngineConfig, EnginePlan
-from quire_engine.errors import ConfigError, EngineDead, ModelLoadError
+from quire_engine.config import EngineConfig, EnginePlan, faults_of_start
+from quire_engine.errors import ConfigError, CrashLoop, EngineDead, ModelLoadError
 from quire_engine.process.transport import Abort, LoadProgress, Shutdown
 from quire_engine.types import EngineHealth, EngineStats, GenerationRequest, StepOutput
 from quire_server.engine.journal import JournalEntry
 from quire_server.engine.process import EngineProcess
+from quire_server.engine.quarantine import Quarantine, fingerprint
 from quire_server.engine.recovery import Recovery
-from quire_server.engine.restart_policy import RestartBudget, RestartPolicy
+from quire_server.engine.restart_policy import HangLimit, RestartBudget, RestartPolicy
 
 ANSWER_SECONDS = 10.0  # to answer a question: the step that runs ends first
+_QUIET_SECONDS = 2.5  # an idle engine is heard every second
+_UNREADY = 0.4  # of the silence that means a hang: from then on no more requests are to come
 
 log = logging.getLogger("quire.supervisor")
 
@@ -58,22 +61,27 @@ class Supervisor:
         self.state = EngineState.STARTING
         self.restarts = 0
         self.dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.quarantine = Quarantine()
         self._config = config
         self._checkpoint = ""
         self._policy = policy or RestartPolicy()
-        self._hang_seconds = self._policy.hang_seconds
+        self._hang = HangLimit(self._policy)
         self._budget = RestartBudget(self._policy)
         self._program = tuple(program)
         self._stderr = stderr  # of engine processes; None: ours
         self._process: EngineProcess | None = None  # the latest; it may have ended
+        self._starts = 0
         self._recovery = Recovery()
         self._watch: asyncio.Task[None] | None = None
+        if config.faults:
+            points = ", ".join(fault.point for fault in config.faults)
+            log.warning("FAULTS ARE INJECTED (%s): this server is for tests and will fail on purpose", points)
 
     # ---------------------------------------------------------------- EnginePort
 
     def submit(self, request: GenerationRequest) -> None:
         process = self._receiver()
-        if process is not None:
+        if process is not None and not self._recovery.has_suspects:
             self._recovery.admit(request)
             process.send(request)
         elif self.state in (EngineState.STOPPED, EngineState.DEAD):
@@ -115,9 +123,34 @@ class Supervisor:
         """How far the start of the latest engine has come, as far as it has said."""
         return self._process.progress if self._process is not None else None
 
+    @property
+    def _is_stopped(self) -> bool:
+        return self.state is EngineState.STOPPED
+
+    def stuck_seconds(self) -> float:
+        """0 while the step counter moves or nothing is to be done; else the seconds since it last moved."""
+        if self.state is not EngineState.READY or self._process is None:
+            return 0.0
+        silence = self._process.silence
+        return silence if silence > _QUIET_SECONDS else 0.0
+
+    @property
+    def hang_seconds(self) -> float:
+        """How long the engine may be stuck before it is taken for hung, and replaced."""
+        return self._hang.seconds
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the engine has been silent for so long that requests had better go elsewhere."""
+        return self.stuck_seconds() > _UNREADY * self.hang_seconds
+
     async def start(self) -> EnginePlan:
-        """Start the first engine. Raises ConfigError or ModelLoadError as the engine does, EngineDead if it crashes."""
-        process, plan = await self._launch()
+        """Start the first engine. Raises ConfigError or ModelLoadError as the engine does.
+
+        One that crashes or hangs instead is started again, as after a crash. Raises CrashLoop when that has happened
+        too often, EngineDead where none can be launched or `stop` was called.
+        """
+        process, plan = await self._first_start()
         if self.state is EngineState.STOPPED:
             await process.reap(grace_seconds=0.0)
             raise EngineDead("the engine was stopped while it started")
@@ -126,7 +159,7 @@ class Supervisor:
         self._config = replace(
             self._config, kv_memory=plan.kv_bytes or None, max_model_len=plan.scheduler.max_model_len
         )
-        self._hang_seconds = self._policy.hang_limit(plan)
+        self._hang.expect(plan)
         self.state = EngineState.READY
         self._watch = asyncio.create_task(self._supervise(process), name="engine-supervisor")
         self._send_waiting()
@@ -148,13 +181,34 @@ class Supervisor:
 
     async def _launch(self) -> tuple[EngineProcess, EnginePlan]:
         process = self._process = EngineProcess(self._program, self._deliver, stderr=self._stderr)
-        return process, await process.start(self._config)
+        self._starts += 1
+        config = self._config
+        if config.faults:
+            config = replace(config, faults=faults_of_start(config.faults, self._starts))
+        return process, await process.start(config, self._policy.start_seconds)
+
+    async def _first_start(self) -> tuple[EngineProcess, EnginePlan]:
+        while True:
+            try:
+                return await self._launch()
+            except EngineDead as error:
+                if self._starts == 0 or self._is_stopped:
+                    raise
+                failure = error
+            self._budget.start_failed(time.monotonic())
+            pause = self._budget.pause(time.monotonic())
+            if pause is None:
+                raise CrashLoop(f"{failure}; {self._budget}, which is as often as it may") from None
+            log.error("%s; it is started again", failure)
+            await asyncio.sleep(pause)
+            if self._is_stopped:
+                raise failure
 
     async def _supervise(self, process: EngineProcess | None) -> None:
         """Watch the engine; when it ends, start another, until it has failed too often."""
         try:
             while process is not None:
-                await process.wait_for_end(self._hang_seconds)
+                await process.wait_for_end(lambda: self._hang.seconds)
                 self.state = EngineState.RESTARTING
                 await process.reap(grace_seconds=1.0)
                 self._account_for(process)
@@ -164,13 +218,27 @@ class Supervisor:
             self._give_up("the engine is no longer watched")
 
     def _account_for(self, process: EngineProcess) -> None:
-        """Blame requests, and the engine itself, for a process that has ended."""
+        """Blame requests, or the engine itself, for a process that has ended.
+
+        What a request is to blame for is no failure of the engine, nor are the crashes that led to the proof: those
+        that send such requests must not be able to use up the restarts of all.
+        """
         log.error("the engine process %s with %d live requests; restarting", process.ending, len(self._recovery))
-        killed = process.killed_from_outside
-        for entry in self._recovery.crashed(killed=killed):
+        now, killed = time.monotonic(), process.killed_from_outside
+        guilty = self._recovery.crashed(killed=killed, now=now)
+        for entry in guilty:
+            self._budget.forgive(entry.crashes)
+            self._condemn(entry, now)
+        if not guilty and not (killed and process.progressed):
+            self._budget.engine_failed(now)
+
+    def _condemn(self, guilty: JournalEntry, now: float) -> None:
+        """Refuse the like of a culprit for a while, and let those that wait end as it does: each would crash it too."""
+        key = self.quarantine.add(guilty.request, now)
+        log.error("a request has taken the engine down; its like is refused for a while (%s)", key.hex()[:12])
+        alike = self._recovery.drop(lambda entry: not entry.has_tokens and fingerprint(entry.request) == key)
+        for entry in [guilty, *alike]:
             self._fail(entry, "this request has taken the engine down; it will not be tried again", culprit=True)
-        if not (killed and process.progressed):
-            self._budget.engine_failed(time.monotonic())
 
     async def _restart(self) -> EngineProcess | None:
         """Start engines until one is ready, and replay. None: given up."""
@@ -191,7 +259,7 @@ class Supervisor:
                 return None
             self.state = EngineState.READY
             log.info("the engine is ready again; resuming %d requests", len(self._recovery))
-            self._send_waiting()
+            process.send(self._recovery.prove())
             return process
         self._give_up(str(self._budget))
         return None
@@ -209,10 +277,15 @@ class Supervisor:
     def _deliver(self, step: StepOutput) -> None:
         """Pass on what an engine process has computed. A receiver's bug is not the engine's: it goes on."""
         step = self._recovery.record(step)
+        if step.stats.step_seconds > self._hang.longest_step:
+            self._hang.learn(step.stats)
         try:
             self.on_step(step)
         except Exception:
             log.exception("what step %d computed could not be delivered in full", step.step_id)
+        if self._recovery.culprits:
+            while self._recovery.culprits:
+                self.quarantine.add(self._recovery.culprits.pop(), time.monotonic())
         if self._recovery.waiting:
             self._send_waiting()
 

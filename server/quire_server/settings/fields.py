@@ -14,11 +14,12 @@ from typing import Any, Self
 from pydantic import ValidationError, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from quire_engine.config import EngineConfig
+from quire_engine.config import EngineConfig, Fault
 from quire_engine.demo import demo_model_path
 from quire_engine.errors import ConfigError
 from quire_engine.limits import LIMIT_NAMES, SchedulerLimits
 from quire_server.settings.engine_fields import DEMO_MODEL, EngineFields
+from quire_server.settings.faults import is_loopback, parse_faults
 from quire_server.settings.keys import ApiKey, parse_key, read_keys
 from quire_server.settings.server_fields import ServerFields
 from quire_server.settings.sources import (
@@ -78,6 +79,11 @@ class Settings(ServerFields, EngineFields, BaseSettings):
             raise ValueError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile, else nothing is encrypted")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
             raise ValueError("--ssl-cert-reqs needs --ssl-ca-certs: whose certificates of clients are good")
+        if self.enable_fault_injection and self.uds is None and not is_loopback(self.host):
+            raise ValueError(
+                f"--enable-fault-injection lets clients break the server, and --host {self.host} lets other machines"
+                " in; set --host 127.0.0.1"
+            )
         # Reads and checks them, once: a file that is changed later changes nothing.
         len(self.keys + self.admin_keys)
         len(self.tenant_list)
@@ -118,6 +124,11 @@ class Settings(ServerFields, EngineFields, BaseSettings):
         return demo_model_path() if self.model == DEMO_MODEL else Path(self.model)
 
     @property
+    def faults(self) -> tuple[Fault, ...]:
+        """What is to go wrong, for tests."""
+        return parse_faults(self.enable_fault_injection)
+
+    @property
     def limits(self) -> SchedulerLimits:
         """The settings that are limits of the scheduler: a field of each name there is one here."""
         return SchedulerLimits(**{name: getattr(self, name) for name in LIMIT_NAMES})
@@ -143,6 +154,7 @@ class Settings(ServerFields, EngineFields, BaseSettings):
             num_threads=self.num_threads,
             async_scheduling=self.async_scheduling,
             check_invariants=self.check_invariants,
+            faults=self.faults,
         )
 
 

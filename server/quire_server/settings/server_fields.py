@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
+from quire_server.settings.faults import FaultList
 from quire_server.settings.option import option
 from quire_server.settings.values import Origins, Positive, PositiveSeconds, RootPath, Seconds, Size, Strings
 
@@ -84,6 +85,12 @@ class ServerFields(BaseModel):
         5, "Lifetime", "engine restarts within the window before giving up with exit code 70"
     )
     engine_restart_window: PositiveSeconds = option(600.0, "Lifetime", "the window of --max-engine-restarts", "s")
+    engine_start_timeout: PositiveSeconds = option(
+        60.0, "Lifetime", "a start of the engine that does not get on for so long is ended and tried again", "s"
+    )
+    engine_hang_timeout: PositiveSeconds = option(
+        10.0, "Lifetime", "an engine that is silent for so long, or for five times its longest step, is replaced", "s"
+    )
 
     # -- Observing
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "Observing", "least level logged")
@@ -98,5 +105,10 @@ class ServerFields(BaseModel):
     )
     enable_vllm_metric_names: bool = option(True, "Observing", "also export metrics under their vllm: names")
     check_invariants: bool = option(False, "Observing", "audit the scheduler after every step, not only when idle")
+    enable_fault_injection: FaultList = option(
+        "",
+        "Observing",
+        "faults to suffer, such as step.raise@5,oom@seed=7: a test's; see Faults for tests; loopback only",
+    )
     dry_run: bool = option(False, "Observing", "print the memory plan and exit")
     config: Path | None = option(None, "Observing", "YAML file with any of these settings")

@@ -1,0 +1,47 @@
+"""Faults of the engine process itself, for tests of what follows: starts that fail or hang, bytes that are no frame.
+
+Promises: a process without faults does not load this. Must not know: steps, the model, why a fault is wanted.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from socket import socket
+
+from quire_engine.config import Fault
+from quire_engine.engine import Engine
+from quire_engine.process.loop import EngineLoop
+from quire_engine.process.transport import Frame, FrameDecoder
+from quire_engine.types import StepOutput
+
+EXIT_CODE = 87
+_GARBAGE = b"\xff" * 64
+
+
+def fail_start(faults: Iterable[Fault]) -> None:
+    """End the process, or never return, where that is asked for."""
+    for fault in faults:
+        if fault.point == "start.fail":
+            os._exit(EXIT_CODE)
+        while fault.point == "start.hang":
+            time.sleep(1.0)
+
+
+class GarblingLoop(EngineLoop):
+    """Says something else in place of some step's outputs."""
+
+    def __init__(self, engine: Engine, connection: socket, decoder: FrameDecoder, faults: Iterable[Fault]) -> None:
+        super().__init__(engine, connection, decoder)
+        self._socket = connection
+        self._garbled = {fault.nth for fault in faults if fault.point == "ipc.garbage"}
+        self._outputs = 0
+
+    def send(self, frame: Frame) -> None:
+        if isinstance(frame, StepOutput):
+            self._outputs += 1
+            if not self._garbled.isdisjoint((0, self._outputs)):
+                self._socket.sendall(_GARBAGE)
+                return
+        super().send(frame)

@@ -1,0 +1,47 @@
+"""How faults for tests are written: `step.raise@5,oom@seed=7`.
+
+Promises: a text that is accepted names faults that exist, and each is what it says. Must not know: what a fault does.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from typing import Annotated, get_args
+
+from pydantic import AfterValidator
+
+from quire_engine.config import STEP_POINTS, Fault, FaultPoint
+
+_POINTS: tuple[FaultPoint, ...] = get_args(FaultPoint)
+_FAULT = re.compile(r"([a-z.]+)(?:@(?:([1-9]\d*)|seed=(-?\d+)))?")
+
+
+def parse_faults(text: str) -> tuple[Fault, ...]:
+    """The faults of a list. Raises ValueError, with one that works."""
+    faults = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        found = _FAULT.fullmatch(part)
+        point = next((point for point in _POINTS if found is not None and found[1] == point), None)
+        if found is None or point is None:
+            raise ValueError(f"{part!r} is no fault; expected POINT, POINT@N or POINT@seed=N of {', '.join(_POINTS)}")
+        if found[3] is not None and point not in STEP_POINTS:
+            raise ValueError(f"{point} cannot be tied to a seed; those can: {', '.join(STEP_POINTS)}")
+        faults.append(Fault(point=point, nth=int(found[2] or 0), seed=None if found[3] is None else int(found[3])))
+    return tuple(faults)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on can be reached from this machine alone."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _checked(text: str) -> str:
+    parse_faults(text)
+    return text
+
+
+FaultList = Annotated[str, AfterValidator(_checked)]
