@@ -7,11 +7,11 @@ import json
 from contextlib import AsyncExitStack
 
 import httpx
-from hostile.watch import Watch
 
 from e2e.served import Served
 from hostile.row import Row
 from hostile.rows.text_work import judged, post
+from hostile.watch import Watch
 
 _FLAGS = ("--max-body-bytes", "64MiB", "--max-num-queued-tokens", "1000000")
 _PROMPT = [[17 + number] * 380 for number in range(60)]

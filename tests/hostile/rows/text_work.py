@@ -7,10 +7,10 @@ import json
 import time
 
 import httpx
-from hostile.watch import Seen, Watch
 
 from e2e.served import Served
 from hostile.row import Row
+from hostile.watch import Seen, Watch
 
 SECONDS = 120.0
 HELD = 0.1  # seconds that the event loop may be held
