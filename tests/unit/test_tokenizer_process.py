@@ -13,7 +13,7 @@ import pytest
 
 from quire_server.errors import BadRequest
 from quire_server.text.text_queue import TextBudget
-from quire_server.text.text_threads import LARGE_CHARS, LARGE_IDS, TextThreads
+from quire_server.text.text_threads import HUGE, LARGE_CHARS, LARGE_IDS, TextThreads
 from quire_server.text.tokenizer import TextTokenizer
 from quire_server.text.tokenizer_process import TokenizerGone, TokenizerProcess
 from support.fake_tokenizer import write_tokenizer
@@ -117,7 +117,7 @@ async def threads(folder: Path) -> AsyncIterator[TextThreads]:
 
 async def test_all_sizes_give_the_same(threads: TextThreads, folder: Path) -> None:
     tokenizer = TextTokenizer.load(folder)
-    for size in (10, 5000, LARGE_CHARS + 1):
+    for size in (10, 5000, LARGE_CHARS + 1, HUGE + 1):
         text = long_text(size)
         ids = await threads.encode(text, add_special_tokens=False)
         assert list(ids) == tokenizer.encode(text, add_special_tokens=False)
@@ -129,6 +129,15 @@ async def test_where_the_file_is_gone_it_is_done_here(threads: TextThreads, fold
     (folder / "tokenizer.json").unlink()
     text = "a" * (LARGE_CHARS + 1)
     assert list(await threads.encode(text, add_special_tokens=False)) == [97] * len(text)
+
+
+async def test_a_large_text_does_not_wait_for_a_huge_one(threads: TextThreads) -> None:
+    huge = asyncio.create_task(threads.encode("ab" * (2 * HUGE), add_special_tokens=False))
+    await asyncio.sleep(0.2)
+    assert len(await threads.encode("a" * (LARGE_CHARS + 1), add_special_tokens=False)) == LARGE_CHARS + 1
+    assert not huge.done()
+    huge.cancel()
+    await asyncio.gather(huge, return_exceptions=True)
 
 
 async def test_a_short_text_passes_long_ones_whose_callers_have_left(threads: TextThreads) -> None:

@@ -15,6 +15,7 @@ from quire_server.answering.answer import answer
 from quire_server.answering.chat_rendering import ChatRenderer
 from quire_server.answering.prepare import admit, count_prompt_tokens
 from quire_server.http.body import json_body
+from quire_server.http.disconnect import unless_client_gone
 from quire_server.http.openapi import generation_responses
 from quire_server.state import state_of
 from quire_server.wire.chat import ChatCompletionChunk, ChatCompletionRequest, ChatCompletionResponse
@@ -40,5 +41,5 @@ async def count_input_tokens(body: Body, request: Request) -> InputTokens:
     """How many tokens the prompt of such a completion would have; nothing is generated."""
     state = state_of(request)
     admit(state, body.model)
-    count = await count_prompt_tokens(state, body.options())
+    count = await unless_client_gone(request, count_prompt_tokens(state, body.options()))
     return InputTokens(object="response.input_tokens", input_tokens=count)

@@ -16,6 +16,7 @@ from quire_server.answering.messages.renderer import PING, MessageRenderer
 from quire_server.answering.prepare import admit, count_prompt_tokens
 from quire_server.answering.whole import in_order
 from quire_server.http.body import json_body
+from quire_server.http.disconnect import unless_client_gone
 from quire_server.http.envelopes import ANTHROPIC_PATH
 from quire_server.http.openapi import generation_responses
 from quire_server.state import state_of
@@ -43,4 +44,4 @@ async def count_tokens(
     """How many tokens the prompt of such a message would have; nothing is generated."""
     state = state_of(request)
     admit(state, body.model)
-    return TokenCount(input_tokens=await count_prompt_tokens(state, body.options()))
+    return TokenCount(input_tokens=await unless_client_gone(request, count_prompt_tokens(state, body.options())))

@@ -23,6 +23,7 @@ from quire_server.answering.responses.store import ResponseStore, StoredItem, St
 from quire_server.answering.whole import in_order
 from quire_server.errors import BadRequest, ResponseNotFound
 from quire_server.http.body import json_body
+from quire_server.http.disconnect import unless_client_gone
 from quire_server.http.openapi import error_response, generation_responses
 from quire_server.state import state_of
 from quire_server.wire.responses.events import ResponseEvent
@@ -70,7 +71,7 @@ async def count_input_tokens(body: Body, request: Request) -> InputTokens:
     state = state_of(request)
     admit(state, body.model)
     _, items = _conversation(body, _store(request), _owner(request))
-    count = await count_prompt_tokens(state, body.options(items))
+    count = await unless_client_gone(request, count_prompt_tokens(state, body.options(items)))
     return InputTokens(object="response.input_tokens", input_tokens=count)
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from typing import TypeVar
 
 from quire_server.text.infilling import Infilling, Parts
@@ -25,6 +25,7 @@ INLINE_CHARS = 4096  # a shorter text is encoded in less time than a thread take
 # records of them: 10 ms for so many characters of which each is a token.
 LARGE_CHARS = 1 << 18
 LARGE_IDS = 1 << 17
+HUGE = 1 << 21  # characters or ids: seconds of work, which others that are merely large do not wait for
 MAX_TEXT_BYTES = 64 << 20
 _TOKENIZER_THREADS = 2  # encoding holds a core
 _TEMPLATE_THREADS = 8  # rendering waits for another process
@@ -36,7 +37,7 @@ log = logging.getLogger("quire.text")
 
 
 class TextThreads:
-    """The tokenizer and the chat template, awaitable: short texts at once, others in threads, large ones in a process.
+    """The tokenizer and the chat template, awaitable: short texts at once, others in threads, large ones in processes.
 
     For one event loop. All but `render` keep what they get alive no longer than the caller waits.
     """
@@ -49,23 +50,23 @@ class TextThreads:
         self._budget = budget or TextBudget(MAX_TEXT_BYTES)
         self._tokenizing = Lane(_TOKENIZER_THREADS)
         self._rendering = Lane(_TEMPLATE_THREADS)
-        self._large = Lane(1)
+        self._large, self._huge = Lane(1), Lane(1)
         self._pool = ThreadPoolExecutor(_TOKENIZER_THREADS + _TEMPLATE_THREADS, thread_name_prefix="text")
-        self._process = None if tokenizer.file is None else TokenizerProcess(tokenizer.file)
+        self._processes = None
+        if tokenizer.file is not None:  # one for each of the two lanes
+            self._processes = TokenizerProcess(tokenizer.file), TokenizerProcess(tokenizer.file)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
         """As `TextTokenizer.encode`. Raises NotReady where too much text waits."""
         if len(text) <= INLINE_CHARS:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         with self._budget.hold(sys.getsizeof(text)):
-            if len(text) > LARGE_CHARS and self._process is not None:
-                await self._large.take(len(text))
+            if len(text) > LARGE_CHARS:
                 try:
-                    return await self._process.encode(text, add_special_tokens=add_special_tokens)
+                    async with self._process_for(len(text)) as process:
+                        return await process.encode(text, add_special_tokens=add_special_tokens)
                 except TokenizerGone as gone:
                     log.warning("a long text is tokenized in the server's own process: %s", gone)
-                finally:
-                    self._large.give_back()
             return await self._in_thread(
                 self._tokenizing,
                 len(text),
@@ -84,14 +85,12 @@ class TextThreads:
         if len(ids) <= INLINE_CHARS:
             return self._tokenizer.decode(ids, skip_special_tokens=False)
         with self._budget.hold(_BYTES_PER_ID * len(ids)):
-            if len(ids) > LARGE_IDS and self._process is not None:
-                await self._large.take(len(ids))
+            if len(ids) > LARGE_IDS:
                 try:
-                    return await self._process.decode(ids)
+                    async with self._process_for(len(ids)) as process:
+                        return await process.decode(ids)
                 except TokenizerGone as gone:
                     log.warning("many tokens are made text in the server's own process: %s", gone)
-                finally:
-                    self._large.give_back()
             return await self._in_thread(
                 self._tokenizing, len(ids), lambda: self._tokenizer.decode(ids, skip_special_tokens=False)
             )
@@ -126,9 +125,21 @@ class TextThreads:
 
     def close(self) -> None:
         """Ends the tokenizer's process, if it runs; threads end with what they do."""
-        if self._process is not None:
-            self._process.stop()
+        for process in self._processes or ():
+            process.stop()
         self._pool.shutdown(wait=False)
+
+    @asynccontextmanager
+    async def _process_for(self, size: int) -> AsyncIterator[TokenizerProcess]:
+        """The process whose turn it is to work on so many characters or ids. Raises TokenizerGone."""
+        if self._processes is None:
+            raise TokenizerGone("the tokenizer was not read from a file")
+        lane, process = (self._huge, self._processes[1]) if size > HUGE else (self._large, self._processes[0])
+        await lane.take(size)
+        try:
+            yield process
+        finally:
+            lane.give_back()
 
     async def _in_thread(self, lane: Lane, size: int, work: Callable[[], Result]) -> Result:
         """A thread cannot be stopped: the place of one that nobody waits for any more is free when it has ended."""

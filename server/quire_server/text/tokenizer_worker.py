@@ -27,7 +27,7 @@ ENCODE, ENCODE_WITH_SPECIAL, DECODE = b"e", b"s", b"d"
 OK, FAILED = b"k", b"f"
 PIECE_BYTES = 1 << 16
 ID_TYPE = "I"
-_NICENESS = 5  # what streams now comes first
+_NICENESS = 10  # what streams now comes first
 
 
 def pieces(stream: BinaryIO) -> Iterator[bytes]:
