@@ -33,11 +33,17 @@ async def prompt_logprobs(server: Served) -> str:
 
 
 async def echo(server: Served) -> str:
-    """A stream that begins with its prompt."""
+    """A stream that begins with its prompt; a prompt as long, without log-probabilities, is what it is held against."""
     body = {"prompt": [9] * 2000, "max_tokens": 1, "echo": True, "logprobs": 20, "stream": True}
+    plain = {"prompt": [8] * 2000, "max_tokens": 1}
     async with Watch(server.url, pid=server.process.pid) as watch:
+        await post(server.url, "/v1/completions", json.dumps(plain).encode())
+        usual = (await watch.seen()).gap
         status, size, seconds = await post(server.url, "/v1/completions", json.dumps(body).encode())
-        return await judged(watch, f"answered {status} with {size >> 10} KiB in {seconds:.1f} s")
+        told = (
+            f"answered {status} with {size >> 10} KiB in {seconds:.1f} s, the prompt alone makes {usual * 1000:.0f} ms"
+        )
+        return await judged(watch, told, usual)
 
 
 async def unread(server: Served) -> str:
