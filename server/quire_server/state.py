@@ -16,7 +16,7 @@ from typing import cast
 from fastapi import Request
 
 from quire_engine.config import EnginePlan
-from quire_engine.errors import EngineDead, ModelLoadError
+from quire_engine.errors import ConfigError, EngineDead, ModelLoadError
 from quire_engine.types import EnginePort
 from quire_server.engine.engine_client import EngineClient, QueueLimits
 from quire_server.engine.quarantine import Quarantine
@@ -114,17 +114,20 @@ async def build_state(settings: Settings, supervisor: Supervisor, starting: asyn
     tokenizer = await asyncio.to_thread(TextTokenizer.load, Path(settings.tokenizer or settings.model_path))
     source = tokenizer.chat_template
     if settings.chat_template is not None:
-        source = settings.chat_template.read_text(encoding="utf-8")
+        source = _template(settings.chat_template)
     formats = model_formats(settings.tool_call_parser, settings.reasoning_parser, tokenizer, source)
     prompts: ChatTemplate | None = None
     if source is not None:
-        prompts = await asyncio.to_thread(ChatTemplate, source, tokenizer, settings.default_chat_template_kwargs)
+        try:
+            prompts = await asyncio.to_thread(ChatTemplate, source, tokenizer, settings.default_chat_template_kwargs)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{settings.chat_template or settings.model_path}: {error}") from None
     try:
         plan = await starting
         if tokenizer.vocab_size > plan.vocab_size:
             raise ModelLoadError(
-                f"the tokenizer knows {tokenizer.vocab_size} tokens, the model computes {plan.vocab_size};"
-                " they do not belong together"
+                f"{settings.tokenizer or settings.model_path}: the tokenizer knows {tokenizer.vocab_size} tokens, the"
+                f" model computes {plan.vocab_size}; they do not belong together"
             )
     except BaseException:
         if prompts is not None:  # its processes would live as long as the error's traceback
@@ -152,6 +155,14 @@ async def build_state(settings: Settings, supervisor: Supervisor, starting: asyn
         inspect=supervisor.inspect,
         engine_trouble=lambda: "engine stuck" if supervisor.is_stuck else _TROUBLE[supervisor.state],
     )
+
+
+def _template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"--chat-template {file}: cannot be read: {reason}") from None
 
 
 def new_client(

@@ -71,6 +71,10 @@ def main(fd: int, parent_pid: int) -> None:
     except ModelLoadError as error:
         connection.sendall(encode_frame(StartFailed(kind="model", message=str(error))))
         sys.exit(1)
+    except (OSError, MemoryError) as error:  # a file that cannot be read, a disk or a memory without room
+        message = f"the engine cannot be built: {error or type(error).__name__}"
+        connection.sendall(encode_frame(StartFailed(kind="model", message=message)))
+        sys.exit(1)
     engine = Engine(built.scheduler, built.runner, grammars=built.grammars, check_invariants=start.check_invariants)
     loop = (
         GarblingLoop(engine, connection, decoder, start.faults)

@@ -64,7 +64,7 @@ def trouble_of_files(names: Collection[str]) -> str:
 def _architecture(config: Path) -> str | None:
     """What config.json calls it; None where the engine will have more to say."""
     try:
-        if config.stat().st_size > _MOST:
+        if not config.is_file() or config.stat().st_size > _MOST:
             return None
         values = json.loads(config.read_bytes())
         (name,) = values["architectures"]

@@ -85,8 +85,11 @@ class TextTokenizer:
             raise ModelLoadError(f"{file}: the file is missing{hint}")
         try:
             tokenizer = Tokenizer.from_file(str(file))
-        except Exception as exc:  # the library raises bare Exception
-            raise ModelLoadError(f"{file}: not a tokenizer: {exc}") from exc
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as exc:  # the library raises bare Exception, and panics, which are none
+            reason = " ".join(str(exc).split())
+            raise ModelLoadError(f"{file}: not a tokenizer: {reason}") from exc
         config = _read_json(path / "tokenizer_config.json")
         special_tokens = _special_tokens(_read_json(path / "special_tokens_map.json"), config)
         eos_token = special_tokens.get("eos_token")
@@ -232,7 +235,7 @@ def _read_json(file: Path) -> dict[str, object]:
         return {}
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, RecursionError) as exc:
         raise ModelLoadError(f"{file}: not readable as JSON: {exc}") from exc
     if not isinstance(value, dict):
         raise ModelLoadError(f"{file}: must hold a JSON object")

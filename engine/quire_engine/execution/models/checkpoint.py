@@ -89,6 +89,8 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
         entries: dict[str, _Entry] = {}
         for file_path, promised in _files(path).items():
             try:
+                if file_path.exists() and not file_path.is_file():  # a pipe would be waited for
+                    raise ModelLoadError(f"{file_path}: not a plain file")
                 file: _File = stack.enter_context(safe_open(str(file_path), framework="pt", device="cpu"))
                 names = file.keys()
             except FileNotFoundError:

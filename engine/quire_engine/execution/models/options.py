@@ -7,6 +7,7 @@ Must not know: what the keys mean.
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 
 from quire_engine.errors import ModelLoadError
@@ -17,7 +18,10 @@ _MAX_BYTES = 64 << 20  # a config is kilobytes and the largest shard index a few
 def read_json_object(file: Path) -> dict[str, object]:
     """The object in a JSON file. Raises ModelLoadError if it is missing, too large, or not an object."""
     try:
-        if file.stat().st_size > _MAX_BYTES:
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe would wait for its writer
+            raise ModelLoadError(f"{file}: not a plain file")
+        if status.st_size > _MAX_BYTES:
             raise ModelLoadError(f"{file}: larger than {_MAX_BYTES >> 20} MiB")
         value = json.loads(file.read_bytes())
     except FileNotFoundError:
