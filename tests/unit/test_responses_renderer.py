@@ -47,7 +47,7 @@ def streamed(deltas: list[ChoiceDelta], **fields: object) -> list[dict[str, Any]
 
 
 def whole(deltas: list[ChoiceDelta], **fields: object) -> dict[str, Any]:
-    body = renderer(**fields).body(deltas)
+    body = b"".join(renderer(**fields).body(deltas))
     ResponseObject.model_validate_json(body, strict=True)
     reply: dict[str, Any] = json.loads(body)
     return reply
@@ -169,7 +169,7 @@ def test_an_answer_without_a_word_is_an_empty_message() -> None:
 
 def test_what_the_server_stopped_has_failed_and_is_not_kept() -> None:
     kept: list[bytes] = []
-    reply = json.loads(renderer(kept).body([delta(text="We"), delta(finish_reason="abort")]))
+    reply = json.loads(b"".join(renderer(kept).body([delta(text="We"), delta(finish_reason="abort")])))
     assert (reply["status"], reply["error"]["code"], kept) == ("failed", "server_error", [])
 
 
@@ -220,7 +220,7 @@ def sdk(raw: bytes, media_type: str) -> openai.OpenAI:
 
 
 def test_the_sdk_reads_a_whole_response() -> None:
-    client = sdk(renderer(tools=TOOLS).body(story()), "application/json")
+    client = sdk(b"".join(renderer(tools=TOOLS).body(story())), "application/json")
     reply = client.responses.create(model="fake", input="hi")
     assert reply.output_text == "Let me see.Both."
     assert [item.type for item in reply.output] == ["reasoning", "message", "function_call", "function_call", "message"]

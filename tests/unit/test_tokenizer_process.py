@@ -52,6 +52,7 @@ async def test_ids_and_texts_are_those_of_the_tokenizer(make: object, tmp_path: 
                 ids = await process.encode(text, add_special_tokens=special)
                 assert list(ids) == tokenizer.encode(text, add_special_tokens=special)
             assert await process.decode(ids) == tokenizer.decode(ids, skip_special_tokens=False)
+        assert psutil.Process(process.pid).num_threads() <= 2, "also where there are many cores"
     finally:
         process.stop()
 
@@ -117,7 +118,7 @@ async def threads(folder: Path) -> AsyncIterator[TextThreads]:
 
 async def test_all_sizes_give_the_same(threads: TextThreads, folder: Path) -> None:
     tokenizer = TextTokenizer.load(folder)
-    for size in (10, 5000, LARGE_CHARS + 1, HUGE + 1):
+    for size in (10, 5000, LARGE_CHARS + 1):
         text = long_text(size)
         ids = await threads.encode(text, add_special_tokens=False)
         assert list(ids) == tokenizer.encode(text, add_special_tokens=False)
@@ -133,7 +134,7 @@ async def test_where_the_file_is_gone_it_is_done_here(threads: TextThreads, fold
 
 async def test_a_large_text_does_not_wait_for_a_huge_one(threads: TextThreads) -> None:
     huge = asyncio.create_task(threads.encode("ab" * (2 * HUGE), add_special_tokens=False))
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.1)
     assert len(await threads.encode("a" * (LARGE_CHARS + 1), add_special_tokens=False)) == LARGE_CHARS + 1
     assert not huge.done()
     huge.cancel()

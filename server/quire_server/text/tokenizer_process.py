@@ -34,6 +34,8 @@ _SCRIPT = Path(__file__).with_name("tokenizer_worker.py")
 _SECONDS = 120.0  # of computing, for one text
 _MEMORY_BYTES = 3 << 30  # a token takes about 150 bytes while it is made
 _IDLE_SECONDS = 60.0
+# One text is worked on by one thread, and a thread for each of many cores would use up the address space by its heap.
+_FEW_THREADS = ("/usr/bin/env", "TOKENIZERS_PARALLELISM=false", "RAYON_NUM_THREADS=1", "MALLOC_ARENA_MAX=2")
 _PIECE_CHARS = PIECE_BYTES // 4  # in UTF-8 no more than a piece
 _PIECE_IDS = PIECE_BYTES // 4
 
@@ -140,7 +142,7 @@ class TokenizerProcess:
             try:
                 self._process = subprocess.Popen(
                     # -P: the script's folder must not shadow top-level modules of the process
-                    [sys.executable, "-P", str(_SCRIPT), str(self._file), *self._limits],
+                    [*_FEW_THREADS, sys.executable, "-P", str(_SCRIPT), str(self._file), *self._limits],
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
                     stderr=subprocess.DEVNULL,  # a traceback could show a client's text

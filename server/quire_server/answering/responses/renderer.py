@@ -68,16 +68,17 @@ class ResponseRenderer:
         self._save(response)
         return chunk + self._framed([{"type": f"response.{response['status']}", "response": response}])
 
-    def body(self, deltas: Sequence[ChoiceDelta]) -> bytes:
-        """The whole response, of all deltas in the order in which they came."""
+    def body(self, deltas: Sequence[ChoiceDelta]) -> Iterator[bytes]:
+        """The whole response, of all deltas in the order in which they came; empty pieces while it is put together."""
         finish = "length"
         for delta in deltas:
             for _ in self._take(delta):
                 pass
             finish = delta.finish_reason or finish
+            yield b""
         for _ in self._output.end(is_cut=finish in ("length", "abort")):
             pass
-        return self._save(self._ended(finish))
+        yield self._save(self._ended(finish))
 
     def failure(self, error: ApiError) -> bytes:
         """Both events that clients look for: the error, and the response that failed."""
