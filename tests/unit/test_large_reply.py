@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -115,6 +116,28 @@ async def test_others_get_their_turn() -> None:
     await server.reply(iter([PIECE] * 500))
     running.cancel()
     assert turns > 20
+
+
+async def test_others_get_their_turn_while_a_small_reply_is_made() -> None:
+    server, turns = Server(), 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    def pieces() -> Iterator[bytes]:
+        for _ in range(20):
+            until = time.perf_counter() + 0.003
+            while time.perf_counter() < until:
+                pass
+            yield b"x"
+
+    running = asyncio.create_task(others())
+    await server.reply(pieces())
+    running.cancel()
+    assert turns >= 6
 
 
 async def test_what_is_held_is_bounded() -> None:

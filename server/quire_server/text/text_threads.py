@@ -21,8 +21,9 @@ from quire_server.text.tokenizer import TextTokenizer
 from quire_server.text.tokenizer_process import TokenizerGone, TokenizerProcess
 
 INLINE_CHARS = 4096  # a shorter text is encoded in less time than a thread takes to answer
-# The library gives back the interpreter lock while it works, but not while it makes the list of ids and drops its own
-# records of them: 10 ms for so many characters of which each is a token.
+# A thread cannot be stopped when nobody waits for it any more, and what it took stays with the server: up to here that
+# is a tenth of a second and a few megabytes. Making the list of ids, for which the library keeps the interpreter lock,
+# takes some milliseconds for so many.
 LARGE_CHARS = 1 << 18
 LARGE_IDS = 1 << 17
 HUGE = 1 << 21  # characters or ids: seconds of work, which others that are merely large do not wait for
