@@ -168,13 +168,14 @@ class EngineProcess(asyncio.Protocol):
             if done >= work + _LEAST_WORK:
                 work, worked_at = done, now
             idle = now - max(worked_at, self.progressed_at)
-            if idle >= stall_seconds or now - self.progressed_at >= _BUSY_FACTOR * stall_seconds:
+            stopped = idle >= min(stall_seconds, _STOPPED_SECONDS) and is_stopped(self._child.pid)
+            if stopped or idle >= stall_seconds or now - self.progressed_at >= _BUSY_FACTOR * stall_seconds:
                 log.error(
                     "the start of the engine has not got on for %.0f s (%s): it is killed",
-                    now - self.progressed_at if idle < stall_seconds else idle,
+                    idle if stopped or idle >= stall_seconds else now - self.progressed_at,
                     "nothing was said of it" if self.progress is None else f"last: {self.progress.phase}",
                 )
-                await self._end_hung(is_stopped(self._child.pid))
+                await self._end_hung(stopped)
                 await asyncio.wait([self._answer])
 
     async def _ends_or_waits(self, end: asyncio.Future[Any]) -> bool:
