@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 
 import pytest
 
@@ -9,6 +10,7 @@ from quire_engine.engine import Engine
 from quire_engine.process import loop
 from quire_engine.process.loop import EngineLoop
 from quire_engine.process.transport import FrameDecoder, Shutdown, encode_frame
+from quire_engine.types import EngineHealth
 from support.fake_executor import new_run, request
 
 
@@ -58,6 +60,39 @@ def test_on_request_every_step_is_checked_before_it_is_told(monkeypatch):
     watched.serve("a")
     watched.engine.rest()
     assert watched.events == ["check", "sent"] * 2
+
+
+class Waiting:
+    """An engine whose steps have nothing to tell: it waits for a grammar."""
+
+    has_work = True
+
+    def __init__(self) -> None:
+        self.on_step = None
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+        time.sleep(0.002)
+
+    def health(self) -> EngineHealth:
+        return EngineHealth(alive=True, step_id=0, has_work=False)
+
+
+def test_an_engine_that_waits_for_a_grammar_gives_a_sign_of_life(monkeypatch):
+    monkeypatch.setattr(loop, "HEARTBEAT_SECONDS", 0.02)
+    engine = Waiting()
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(10)
+    with ours, theirs:
+        thread = threading.Thread(target=EngineLoop(engine, ours, FrameDecoder()).run, args=([],))
+        thread.start()
+        theirs.recv(1 << 16)
+        theirs.recv(1 << 16)
+        theirs.sendall(encode_frame(Shutdown()))
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+    assert engine.steps > 2
 
 
 def test_the_loop_rests_when_nothing_comes(monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import select
 import socket
+import time
 
 from quire_engine.engine import Engine
 from quire_engine.errors import ProtocolError
@@ -29,6 +30,7 @@ class EngineLoop:
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._stopping = False
+        self._sent = time.monotonic()  # when the latest frame was
         engine.on_step = self.send
 
     def run(self, early_frames: list[Frame]) -> None:
@@ -39,9 +41,13 @@ class EngineLoop:
             self.drain_inbox()
             if self._engine.has_work and not self._stopping:
                 self._engine.step()
+                # Steps that have nothing to tell wait for a grammar: whoever watches must not take that for a hang.
+                if time.monotonic() - self._sent > HEARTBEAT_SECONDS:
+                    self.send(self._engine.health())
 
     def send(self, frame: Frame) -> None:
         """Blocks until the peer's buffer has room: the API process always reads."""
+        self._sent = time.monotonic()
         try:
             self._connection.sendall(encode_frame(frame))
         except (BrokenPipeError, ConnectionResetError):
