@@ -9,8 +9,9 @@ import asyncio
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import psutil
@@ -24,6 +25,7 @@ GARBAGE = "--enable-fault-injection", "ipc.garbage@40", *SMALL
 NO_TEXT = "--enable-fault-injection", "detok.raise@100", *SMALL
 HELD_WORKERS = "--enable-fault-injection", "template.hang@4,grammar.hang@1", *SMALL
 HELD_START = "--enable-fault-injection", "start.hang@1", "--engine-start-timeout", "4", *SMALL
+T = TypeVar("T")
 PATIENCE = 120.0  # seconds that a row waits for what it is to see
 
 
@@ -41,6 +43,13 @@ def _body(number: int = 0, max_tokens: int = 300) -> dict[str, Any]:
 def _chat(**more: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": "Tell me a story."}]
     return {"model": "quire-demo", "messages": messages, "max_tokens": 8, "temperature": 0, **more}
+
+
+async def _in_time(what: str, awaitable: Awaitable[T]) -> T:
+    try:
+        return await asyncio.wait_for(awaitable, PATIENCE)
+    except TimeoutError:
+        raise AssertionError(f"{what}: nothing for {PATIENCE:.0f} s") from None
 
 
 async def _first_seen(http: httpx.AsyncClient, *, ready: bool) -> float:
@@ -99,7 +108,7 @@ async def stopped_worker(server: Served) -> str:
         try:
             for _ in range(4):
                 started = time.monotonic()
-                reply = await asyncio.wait_for(http.post("/v1/chat/completions", json=_chat()), PATIENCE)
+                reply = await _in_time("a chat", http.post("/v1/chat/completions", json=_chat()))
                 seconds.append(time.monotonic() - started)
                 assert reply.status_code == 200, reply.text
         finally:
@@ -124,7 +133,7 @@ async def held_restart(server: Served) -> str:
                 await asyncio.sleep(0.01)
         second.suspend()
         try:
-            seen: Streamed = await asyncio.wait_for(task, PATIENCE)
+            seen: Streamed = await _in_time("the stream", task)
         finally:
             with suppress(psutil.NoSuchProcess):
                 second.kill()
