@@ -95,7 +95,9 @@ class Bystander:
         head = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n"
         reader, writer = await asyncio.open_connection(*self._address, limit=MOST_BYTES)
         try:
-            writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{self._headers}{head}\r\n{body}".encode())
+            writer.write(
+                f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{self._headers}{head}\r\n{body}".encode()
+            )
             status = await reader.readuntil(b"\r\n\r\n")
             if not status.startswith(b"HTTP/1.1 200"):
                 self._felt.refused += 1

@@ -262,3 +262,32 @@ def test_handlers_and_hooks_are_put_back():
         assert lost_lines() == 0
     root.setLevel(level)
     assert (root.handlers[:], threading.excepthook, sys.unraisablehook) == before
+
+
+CHILD = """
+import faulthandler, os, signal, sys
+sys.stderr.write("x" * 99 + "\\n")
+for _ in range(30_000):
+    os.write(2, b"y" * 99 + b"\\n")
+faulthandler.register(signal.SIGUSR1, all_threads=True)
+os.kill(os.getpid(), signal.SIGUSR1)
+"""
+
+
+def test_a_child_that_says_a_lot_waits_for_nobody(pipe: tuple[int, int]):
+    """Three megabytes, with a log that nobody reads."""
+    output = Output("text", pipe[1])
+    child = subprocess.run([sys.executable, "-c", CHILD], stderr=output.for_children, timeout=60, check=False)
+    assert child.returncode == 0
+    until(lambda: output.handler.writer.lost > 0)
+
+
+def test_the_stacks_of_a_hung_child_come_through(pipe: tuple[int, int]):
+    output = Output("json", pipe[1])
+    script = CHILD.replace("30_000", "0")
+    subprocess.run([sys.executable, "-c", script], stderr=output.for_children, timeout=60, check=True)
+    output.close()
+    os.close(pipe[1])
+    said = "\n".join(json.loads(line)["message"] for line in drained(pipe[0]).splitlines())
+    assert "most recent call first" in said
+    assert 'File "<string>", line 7' in said

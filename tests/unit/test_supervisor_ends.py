@@ -46,6 +46,22 @@ def test_a_program_that_cannot_be_launched_is_one_clear_line() -> None:
     run(body)
 
 
+def test_an_engines_last_words_go_where_they_are_wanted() -> None:
+    """Not to the server's own stderr, which nobody may read any more."""
+
+    async def body() -> None:
+        reader, writer = os.pipe()
+        policy = RestartPolicy(max_restarts=0)
+        program = (sys.executable, "-c", "import sys; sys.exit('its last words')")
+        with pytest.raises(EngineDead, match="exited with code 1"):
+            await Supervisor(EngineConfig(model="ok"), policy, program=program, stderr=writer).start()
+        os.close(writer)
+        assert set(os.read(reader, 1000).splitlines()) == {b"its last words"}
+        os.close(reader)
+
+    run(body)
+
+
 def test_stop_during_the_start_leaves_nothing_running() -> None:
     async def body() -> None:
         supervisor = Supervisor(EngineConfig(model="ok"), program=FAKE)
