@@ -91,11 +91,11 @@ async def parts(server: Served) -> str:
 
 
 async def left(server: Served) -> str:
-    """24 clients send 4 MiB to be tokenized and leave; then one comes with 4,800 characters."""
-    body = json.dumps({"prompt": "one tale of seven words, and more. " * 120_000}).encode()
+    """24 clients send 8 MiB to be tokenized and leave; then one comes with 4,800 characters."""
+    body = json.dumps({"prompt": "one tale of seven words, and more. " * 240_000}).encode()
     async with Watch(server.url, pid=server.process.pid) as watch:
         senders = [asyncio.create_task(post(server.url, "/tokenize", body)) for _ in range(24)]
-        await asyncio.sleep(3.0)
+        await asyncio.sleep(10.0)  # for all of them to be read
         for sender in senders:
             sender.cancel()
         await asyncio.gather(*senders, return_exceptions=True)
