@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from quire_server.logs import JsonFormatter, TextFormatter
+from quire_server.metrics.request_story import CURRENT
 from support.fake_engine import FakeEngine
 from support.fakes import connect, listening, make_app, make_state
 
@@ -45,6 +46,7 @@ async def test_what_a_line_says(lines: Callable[[], list[dict[str, object]]]) ->
     headers = {"x-request-id": "mine", "authorization": "Bearer 0123456789"}
     async with connect(app, headers=headers) as client:
         (await client.post("/v1/completions?key=0123456789", json=completion())).raise_for_status()
+    assert CURRENT.get() is None
     (line,) = lines()
     assert line["request_id"] == "mine"
     assert (line["method"], line["path"], line["route"], line["status"]) == (

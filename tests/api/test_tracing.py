@@ -179,6 +179,17 @@ async def test_a_collector_that_is_gone_broken_or_slow_harms_nobody(
         each.server.server_close()
 
 
+async def test_the_end_has_a_time_limit(collecting: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, ended = tracing.Tracing(collecting.url, model="fake"), threading.Event()
+    real = made._provider.shutdown
+    monkeypatch.setattr(made._provider, "shutdown", lambda: ended.wait(30))
+    started = time.monotonic()
+    made.close(0.1)
+    assert time.monotonic() - started < 15
+    ended.set()
+    real()
+
+
 def test_what_cannot_be_a_collector() -> None:
     check_tracing(None)
     for endpoint in ("localhost:4317", "grpc://localhost:4317", ""):

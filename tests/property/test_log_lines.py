@@ -7,7 +7,7 @@ import logging
 import sys
 import unicodedata
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from quire_server.logs import JsonFormatter, TextFormatter
@@ -16,6 +16,11 @@ from quire_server.logs.lines import MOST_CHARACTERS, encoded
 ANY = st.text(st.characters(exclude_categories=()))  # halves of surrogate pairs too
 STEERING = {"Cc", "Zl", "Zp"}
 REVERSING = {"RLE", "LRE", "RLO", "LRO", "PDF", "RLI", "LRI", "FSI", "PDI"}
+STEERS = "".join(
+    char
+    for char in map(chr, range(sys.maxunicode))
+    if unicodedata.category(char) in STEERING or unicodedata.bidirectional(char) in REVERSING
+)
 
 
 def record(message: str, told: dict[str, object], trace: str | None) -> logging.LogRecord:
@@ -29,6 +34,7 @@ def record(message: str, told: dict[str, object], trace: str | None) -> logging.
     return made
 
 
+@example(message="\ud800", value="\udfff", trace="\u2028")
 @given(message=ANY, value=ANY, trace=st.none() | ANY)
 def test_json(message: str, value: str, trace: str | None):
     line = encoded(JsonFormatter().format(record(message, {"path": value}, trace)))
@@ -39,6 +45,8 @@ def test_json(message: str, value: str, trace: str | None):
     assert (read["message"], read["path"]) == (message, value)
 
 
+@example(message="\ud800", trace="\u2028")
+@example(message=STEERS, trace=STEERS)
 @given(message=ANY, trace=st.none() | ANY)
 def test_text(message: str, trace: str | None):
     text = encoded(TextFormatter().format(record(message, {}, trace))).decode()

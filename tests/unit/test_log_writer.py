@@ -247,7 +247,8 @@ def test_a_process_whose_stderr_is_closed_or_never_read_ends_as_it_should():
     done = run("text", "sys.stdout.write(str(lost_lines() > 0) + ' ')", stderr=writer)
     os.close(writer)
     assert done.returncode == 0
-    shell = f"exec {sys.executable} -c '{SCRIPT.format(form='text', more='').replace(chr(39), chr(34))}' 2>&-"
+    more = "import os; assert os.fstat(2).st_rdev == os.stat(os.devnull).st_rdev"
+    shell = f"exec {sys.executable} -c '{SCRIPT.format(form='text', more=more).replace(chr(39), chr(34))}' 2>&-"
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}/server:{ROOT}/engine:{ROOT}/kernels"}
     done = subprocess.run(["sh", "-c", shell], env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "done\n")
