@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -56,6 +56,9 @@ class Swapping:
 
     def collect(self) -> StepResult:
         return self._executor.collect()
+
+    def forget_host_blocks(self, blocks: Sequence[int]) -> None:
+        self._executor.forget_host_blocks(blocks)
 
 
 def measured(

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from quire_engine.batch import Batch, StepResult
-from quire_engine.errors import InfeasibleRequest
+from quire_engine.errors import InfeasibleRequest, Unanswerable
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.types import (
     DEADLINE_EXCEEDED,
     DEADLINE_PASSED,
+    RESET_PREFIX_CACHE,
     EngineHealth,
     GenerationRequest,
     StepOutput,
@@ -41,6 +42,10 @@ class StepExecutor(Protocol):
 
     def collect(self) -> StepResult:
         """The result of the step launched first among those in flight; waits for it."""
+        ...
+
+    def forget_host_blocks(self, blocks: Sequence[int]) -> None:
+        """Nobody will ask for what these blocks of the host's memory hold: what is on disk of it goes."""
         ...
 
 
@@ -141,6 +146,16 @@ class Engine:
     def inspect(self, what: str, arguments: Mapping[str, Any]) -> object:
         """A plain value that answers a question about this moment. Raises Unanswerable."""
         return self._scheduler.inspection.answer(what, arguments)
+
+    def control(self, what: str, arguments: Mapping[str, Any]) -> object:
+        """Do what the operator orders; a plain value that says what was done. Raises Unanswerable."""
+        if what != RESET_PREFIX_CACHE or arguments:
+            raise Unanswerable(f"there is no such order; there is {RESET_PREFIX_CACHE}, without arguments")
+        dropped = self._scheduler.cache_reset.run()
+        if dropped.host_blocks:
+            self._executor.forget_host_blocks(dropped.host_blocks)
+        self._stats_changed = True
+        return {"device_blocks": dropped.num_blocks, "host_blocks": len(dropped.host_blocks)}
 
     def health(self) -> EngineHealth:
         return EngineHealth(alive=True, step_id=self._step_id, has_work=self._scheduler.has_work)

@@ -22,6 +22,7 @@ MODEL_FAILED = "the model failed on this request"
 ServiceClass = Literal["interactive", "batch"]
 DEADLINE_EXCEEDED = "deadline_exceeded"  # an `error_code`, and its error
 DEADLINE_PASSED = "the request was not finished by its deadline"
+RESET_PREFIX_CACHE = "reset_prefix_cache"  # an order to the engine
 Pooling = Literal["", "last", "mean"]  # of a prompt's tokens: none, or which make up its vector
 
 

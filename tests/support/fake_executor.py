@@ -7,6 +7,7 @@ that does not hold what its position needs raises. Must not know: torch, the sch
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from quire_engine.batch import PENDING, POOLED_BITS, Batch, SampledToken, ScheduledSequence, StepResult
@@ -104,11 +105,15 @@ class FakeExecutor:
         self._void: set[tuple[int, int]] = set()  # runs of sequences; of requests, where it is their prompt
         self.starved: set[int] = set()  # sequence ids: there is no memory for their next slice
         self.num_copies = 0
+        self.forgotten: list[int] = []  # blocks of the host
 
     def launch(self, batch: Batch) -> None:
         self.log.append(batch)
         self._launched.append(batch)
         assert len(self._launched) <= self.max_in_flight
+
+    def forget_host_blocks(self, blocks: Sequence[int]) -> None:
+        self.forgotten += blocks
 
     def collect(self) -> StepResult:
         return self.execute(self._launched.popleft())

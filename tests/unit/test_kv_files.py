@@ -181,3 +181,16 @@ def test_a_disk_that_fails_ends_the_writing_and_nothing_else(host, monkeypatch, 
     monkeypatch.undo()
     assert host().keys == ()
     assert "written no more: no space left on device" in caplog.text
+
+
+def test_what_is_forgotten_leaves_the_disk_at_once_and_for_good(host, tmp_path):
+    first = host()
+    for number in range(3):
+        first.store(number, number)
+    late = Event()
+    first.store(1, 5, late.wait)  # still on its way when it is forgotten
+    first.files.forget([0, 1])
+    late.set()
+    second = host()
+    assert second.found() == {KEYS[2]: 2}
+    assert len(files_of(tmp_path)) == 1

@@ -11,6 +11,7 @@ from quire_engine.errors import ProtocolError
 from quire_engine.process.transport import (
     MAX_FRAME_BYTES,
     Abort,
+    Control,
     FrameDecoder,
     Inspect,
     Inspected,
@@ -57,6 +58,8 @@ FRAMES = [
     Shutdown(),
     Inspect(token=3, what="steps", argument='{"after":7}'),
     Inspected(token=3, body=b'{"steps":[]}\xff'),
+    Control(token=4, what="reset_prefix_cache"),
+    LoadProgress(phase="reading weights", done=3, total=1 << 40),
     make_plan(),
     StartFailed(kind="config", message="no"),
     LoadProgress(phase="reading weights", done=3, total=9),

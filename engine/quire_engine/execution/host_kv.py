@@ -34,6 +34,10 @@ class HostBlocks(Protocol):
         """Keep in files what goes out, and begin with what is in them: the keys of the first host blocks."""
         ...
 
+    def forget(self, blocks: Sequence[int]) -> None:
+        """Nobody will ask for what these host blocks hold: it leaves the files."""
+        ...
+
     def seconds_per_block(self) -> float:
         """What one block's copy takes, measured. Call it before the first step."""
         ...
@@ -56,6 +60,10 @@ class HostKV:
     def keep_in(self, directory: Path, layout: bytes) -> tuple[bytes, ...]:
         self._files = KVFiles(directory, layout, num_bytes=self._host.shape[1], row=self._host.__getitem__)
         return self._files.load(len(self._host))
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        if self._files is not None:
+            self._files.forget(blocks)
 
     @torch.inference_mode()
     def swap(self, out: Pairs, into: Pairs, keys: Sequence[bytes] = ()) -> None:

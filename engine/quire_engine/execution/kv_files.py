@@ -90,6 +90,12 @@ class KVFiles:
                 if key:
                     self._key_of[block], self._block_of[key] = key, block
 
+    def forget(self, blocks: Sequence[int]) -> None:
+        """Nobody will ask for what these host blocks hold: their files go."""
+        self.replace(blocks, (b"",) * len(blocks))
+        with self._changed:
+            self._changed.notify()
+
     def write(self, blocks: Sequence[int], keys: Sequence[bytes], wait: Callable[[], None]) -> None:
         """Their contents are there when `wait` returns; they are written some time after that, if nothing replaces
         them before."""

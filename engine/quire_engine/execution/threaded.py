@@ -6,6 +6,7 @@ Must not know: scheduling, the model, what a step costs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from queue import SimpleQueue
 from threading import Thread
@@ -18,6 +19,7 @@ class Computing(Protocol):
     """The part of `runner.Runner` that is called in the thread."""
 
     def execute(self, batch: Batch) -> StepResult: ...
+    def forget_host_blocks(self, blocks: Sequence[int]) -> None: ...
 
 
 class ThreadedRunner:
@@ -44,6 +46,9 @@ class ThreadedRunner:
         if isinstance(result, BaseException):
             raise result
         return result
+
+    def forget_host_blocks(self, blocks: Sequence[int]) -> None:
+        self._runner.forget_host_blocks(blocks)
 
     def _compute(self) -> None:
         last = StepResult()

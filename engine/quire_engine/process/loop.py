@@ -12,8 +12,8 @@ import time
 
 from quire_engine.engine import Engine
 from quire_engine.errors import ProtocolError
-from quire_engine.process.inspecting import inspected
-from quire_engine.process.transport import Abort, Frame, FrameDecoder, Inspect, Shutdown, encode_frame
+from quire_engine.process.inspecting import controlled, inspected
+from quire_engine.process.transport import Abort, Control, Frame, FrameDecoder, Inspect, Shutdown, encode_frame
 from quire_engine.types import GenerationRequest
 
 HEARTBEAT_SECONDS = 1.0
@@ -78,6 +78,8 @@ class EngineLoop:
                 self._engine.abort(frame.request_id)
             case Inspect():
                 self.send(inspected(self._engine, frame))
+            case Control():
+                self.send(controlled(self._engine, frame))
             case Shutdown():
                 self._stopping = True
             case _:

@@ -43,11 +43,20 @@ class Inspect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspected:
-    """The answer as JSON, or in words why there is none."""
+    """The answer to a question or an order as JSON, or in words why there is none."""
 
     token: int
     body: bytes = b""
     error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """An order of the operator's, answered by `Inspected` when it is done; `Engine.control` has what there is."""
+
+    token: int  # comes back with the answer
+    what: str
+    argument: str = "{}"  # JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +83,7 @@ Frame: TypeAlias = (
     | Abort
     | Shutdown
     | Inspect
+    | Control
     | LoadProgress
     | EnginePlan
     | StartFailed
@@ -97,6 +107,7 @@ class Kind(IntEnum):
     INSPECT = 9
     INSPECTED = 10
     LOAD_PROGRESS = 11
+    CONTROL = 16
 
 
 _TYPES: dict[Kind, type] = {
@@ -111,6 +122,7 @@ _TYPES: dict[Kind, type] = {
     Kind.INSPECT: Inspect,
     Kind.INSPECTED: Inspected,
     Kind.LOAD_PROGRESS: LoadProgress,
+    Kind.CONTROL: Control,
 }
 _KINDS: dict[type, Kind] = {payload: kind for kind, payload in _TYPES.items()}
 _DECODERS: dict[int, msgspec.msgpack.Decoder[Frame]] = {

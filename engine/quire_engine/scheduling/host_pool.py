@@ -98,6 +98,13 @@ class HostPool:
             del self._unclaimed[key]
             self._unclaimed[key] = None
 
+    def forget_unclaimed(self) -> tuple[int, ...]:
+        """Free the blocks whose content is kept for nobody in particular; which they were."""
+        blocks = tuple(self._block_of.pop(key) for key in self._unclaimed)
+        self._unclaimed.clear()
+        self._free += blocks
+        return blocks
+
     def check(self, claimed: Iterable[bytes]) -> None:
         """Raise InvariantViolation unless blocks and claims agree; `claimed` has every claim once."""
         counts: dict[bytes, int] = {}

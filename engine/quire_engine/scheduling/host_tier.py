@@ -86,6 +86,17 @@ class HostTier:
         """A device block is handed out for writing: nothing needs to arrive in it."""
         self._arriving.pop(block, None)
 
+    def is_claimed(self, key: bytes) -> bool:
+        """Whether a swapped sequence will go on with it."""
+        return self.pool.is_claimed(key)
+
+    def forget_unclaimed(self) -> tuple[int, ...]:
+        """Nobody will find what is kept for nobody in particular; the host blocks that held it."""
+        blocks = self.pool.forget_unclaimed()
+        for block in blocks:
+            self._out.pop(block, None)  # its copy is not wanted any more
+        return blocks
+
     def take(self) -> Moves:
         """The copies since the last call."""
         if not (self._out or self._arriving or self._held):

@@ -7,7 +7,7 @@ Must not know: queues, budgets, policies, what the blocks' bytes are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Collection, Iterable, Set
 
 from quire_engine.invariants import require
 from quire_engine.scheduling.block_pool import BlockPool
@@ -30,8 +30,7 @@ class KVAllocator:
 
     def __init__(self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
         self.block_size = block_size
-        self.total_evictions = 0
-        self.total_taken = 0
+        self.total_evictions = self.total_taken = 0
         self._pool = BlockPool(num_blocks)
         self._cache = PrefixCache()
         self._tails = Tails(block_size)
@@ -68,8 +67,7 @@ class KVAllocator:
         """The longest known prefix of at most `max_tokens` tokens. Changes no block."""
         if not self._caching:
             return NO_MATCH
-        size = self.block_size
-        count = max_tokens // size
+        size, count = self.block_size, max_tokens // self.block_size
         self._extend_hashes(sequence, count)
         blocks = tuple(self._cache.longest_match(sequence.block_hashes[:count]))
         start = len(blocks) * size
@@ -212,6 +210,13 @@ class KVAllocator:
     def is_writable(self, block: int) -> bool:
         """Whether exactly one table holds the block and nothing can match it."""
         return self._pool.refs(block) == 1 and not self._cache.holds(block)
+
+    def forget_cached(self, kept: Collection[bytes] = ()) -> tuple[int, tuple[int, ...]]:
+        """Nobody matches any more what is known by now but for `kept`; (unheld blocks, host blocks) that had it."""
+        self._cache.keep_only(kept)
+        self._tails.clear()
+        before, self._num_cached = self._num_cached, sum(1 for b in self._pool.free_blocks() if self._is_known(b))
+        return before - self._num_cached, ()
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raise InvariantViolation unless counts equal the occurrences in the live tables and every set is disjoint."""

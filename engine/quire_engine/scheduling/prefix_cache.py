@@ -7,7 +7,7 @@ Must not know: reference counts, sequences, who is waiting.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from hashlib import sha256
 
 from quire_engine.invariants import require
@@ -43,6 +43,10 @@ class PrefixCache:
         """The block with this content, if there is one."""
         return self._block_of.get(content)
 
+    def contents(self) -> Iterable[bytes]:
+        """All that can be matched."""
+        return self._block_of.keys()
+
     def longest_match(self, hashes: Iterable[bytes]) -> list[int]:
         """The blocks of the longest run of known hashes from the first on."""
         blocks: list[int] = []
@@ -68,6 +72,11 @@ class PrefixCache:
         if content is not None:
             del self._block_of[content]
         return content
+
+    def keep_only(self, contents: Collection[bytes]) -> None:
+        """Drop every content but these."""
+        self._block_of = {content: block for content, block in self._block_of.items() if content in contents}
+        self._hash_of = {block: content for content, block in self._block_of.items()}
 
     def check(self) -> None:
         """Raise InvariantViolation unless both maps mirror each other."""

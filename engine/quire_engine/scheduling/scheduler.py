@@ -15,6 +15,7 @@ from quire_engine.errors import InfeasibleRequest
 from quire_engine.invariants import InvariantViolation, require
 from quire_engine.limits import SchedulerConfig
 from quire_engine.scheduling.beam_forks import BeamForks
+from quire_engine.scheduling.cache_reset import CacheReset
 from quire_engine.scheduling.deadlines import Deadlines
 from quire_engine.scheduling.inspection import Inspection
 from quire_engine.scheduling.non_finite import part_with
@@ -64,10 +65,10 @@ class Scheduler:
         self.inspection = Inspection(
             config, self._kv, self._roster, self._log, len(host_keys), check=self.check_invariants
         )
-        self._step = 0
+        self.cache_reset = CacheReset(self._kv, self._log)
+        self._step, self._applied_at = 0, 0.0
         self._prefill_tokens = self._decode_tokens = 0  # of the last applied step
         self._scheduled_at: dict[int, float] = {}  # by step, of those not applied
-        self._applied_at = 0.0
         self._deadlines = Deadlines()
 
     @property
@@ -237,8 +238,7 @@ class Scheduler:
         require(roster.num_running <= limits.max_num_seqs, f"{roster.num_running} sequences run")
         others = [group for group in roster.running if group is not self._planner.elder]
         for side, partial in Counter(group.side for group in others if group.is_prefilling).items():
-            most = limits.max_num_partial_prefills
-            require(partial <= most, f"{partial} requests of {side} are in the middle of their prompts")
+            require(partial <= limits.max_num_partial_prefills, f"{partial} requests of {side} compute their prompts")
         for group in roster.live.values():
             age = self._step - group.added_step
             require(age < group.wait_bound, f"request {group.request.request_id} is alive after {age} steps")

@@ -178,6 +178,11 @@ class StepLog:
             self._end(life, choice, finish)
         self._finish(life, self._last_step)
 
+    def reset(self) -> None:
+        """What is computed by now is matched no more."""
+        self.settle()
+        self._note_event("reset", "")
+
     def _note_decision(self, decision: Decision, step_id: int, now: float) -> None:
         life = self.live[decision.request_id]
         if decision.kind == "enters":

@@ -6,7 +6,7 @@ it is told which of them begin alike, and how far. Must not know: queues, blocks
 The log as JSON lines, which `quire trace --json` writes and a replay reads:
 
     {"kind": "config", "format": 2, "config": {SchedulerConfig}, "first_step": n, "restored_blocks": n}     once, first
-    {"kind": "submit" | "abort" | "fail" | "expire" | "end", ...the fields of RequestEvent}
+    {"kind": "submit" | "abort" | "fail" | "expire" | "end" | "reset", ...the fields of RequestEvent}
     {"kind": "step", ...the fields of StepRecord}
 
 Every call that changes the scheduler's state has an ordinal, in the order of the calls: an event has one, a step two:
@@ -22,6 +22,7 @@ with step 1 has every input of the plans, but for `restored_blocks` whose conten
              up, in their order, and one for each that is left at its end; in between a sequence follows one beam.
     abort    the client has left. `fail`: the request ends with an error that no step has made. `expire`: its deadline
              has passed, at the time `at`; with several at one time the first call ends all.
+    reset    the operator has emptied the prefix cache; of no request.
 
 A content is the tokens of a submit or an end, `num_tokens` of them. `shared` names by its ordinal another content that
 came before, and how many tokens both begin with; no other has more in common with it, and with every other it has in
@@ -40,7 +41,7 @@ from quire_engine.scheduling.step_plan import Decision
 from quire_engine.types import FinishReason
 
 FORMAT = 2
-EventKind = Literal["submit", "abort", "fail", "expire", "end"]
+EventKind = Literal["submit", "abort", "fail", "expire", "end", "reset"]
 # A whole slice, what was to be sampled of it, or the device had no memory for it.
 FailedPart = Literal["slice", "sample", "memory"]
 
@@ -73,7 +74,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestEvent:
-    """Something about one request that is not a plan's decision."""
+    """Something about one request, or about all, that is not a plan's decision."""
 
     kind: EventKind
     ordinal: int

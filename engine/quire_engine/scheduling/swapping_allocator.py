@@ -7,7 +7,7 @@ there; a block that could come from two places comes from the pool. Must not kno
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from quire_engine.invariants import require
@@ -103,6 +103,12 @@ class SwappingAllocator(KVAllocator):
             sequence.swapped = None
         super().release(sequence)
         sequence.num_settled = 0
+
+    def forget_cached(self, kept: Collection[bytes] = ()) -> tuple[int, tuple[int, ...]]:
+        """What swapped sequences will go on with stays where it is, which may be the pool alone."""
+        claimed = {key for key in self._cache.contents() if self.host.is_claimed(key)}
+        num_blocks, _ = super().forget_cached({*kept, *claimed})
+        return num_blocks, self.host.forget_unclaimed()
 
     # ---- swapped sequences ----------------------------------------------------------------------------------------
 

@@ -85,6 +85,11 @@ class Tails:
             del self._blocks[known[0]]
         return True
 
+    def clear(self) -> None:
+        """Drop all blocks."""
+        self._known.clear()
+        self._blocks.clear()
+
     def check(self) -> None:
         """Raise InvariantViolation unless both maps have the same blocks."""
         listed = [block for blocks in self._blocks.values() for block in blocks]

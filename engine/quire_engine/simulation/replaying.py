@@ -92,6 +92,8 @@ class Replayer:
                 self.scheduler.fail(entry.request_id, "failed")
             case "expire":
                 self.scheduler.expire(float(entry.plain["at"]))
+            case "reset":
+                self.scheduler.cache_reset.run()
             case "step" if is_plan:
                 return self._plan(entry.plain)
             case "step":

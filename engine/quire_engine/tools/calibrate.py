@@ -12,7 +12,7 @@ import random
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
@@ -59,6 +59,9 @@ class TimedExecutor:
         self.samples.append(Sample(sizes=step_sizes(self._launched.popleft()), seconds=now - self._since))
         self._since = now
         return result
+
+    def forget_host_blocks(self, blocks: Sequence[int]) -> None:
+        self._inner.forget_host_blocks(blocks)
 
 
 class Grid:

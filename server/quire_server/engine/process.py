@@ -21,6 +21,7 @@ from quire_engine.config import EngineConfig, EnginePlan
 from quire_engine.errors import ConfigError, EngineDead, ModelLoadError, ProtocolError, QuireError, Unanswerable
 from quire_engine.machine import is_stopped, work_done
 from quire_engine.process.transport import (
+    Control,
     Frame,
     FrameDecoder,
     Inspect,
@@ -129,7 +130,7 @@ class EngineProcess(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(encode_frame(frame))
 
-    async def inspect(self, what: str, argument: str) -> bytes:
+    async def ask(self, kind: type[Inspect | Control], what: str, argument: str) -> bytes:
         """The engine's answer, JSON. Raises Unanswerable in the engine's words, TooManyQuestions, EngineDead."""
         if len(self._asked) >= MOST_QUESTIONS:
             raise TooManyQuestions(f"{MOST_QUESTIONS} questions are not answered yet")
@@ -137,7 +138,7 @@ class EngineProcess(asyncio.Protocol):
         asked: asyncio.Future[Inspected] = asyncio.get_running_loop().create_future()
         self._asked[token] = asked
         try:
-            self.send(Inspect(token=token, what=what, argument=argument))
+            self.send(kind(token=token, what=what, argument=argument))
             answer = await asked
         finally:
             del self._asked[token]

@@ -16,7 +16,7 @@ from enum import Enum
 
 from quire_engine.config import EngineConfig, EnginePlan, faults_of_start
 from quire_engine.errors import ConfigError, CrashLoop, EngineDead, ModelLoadError
-from quire_engine.process.transport import Abort, LoadProgress, Shutdown
+from quire_engine.process.transport import Abort, Control, Inspect, LoadProgress, Shutdown
 from quire_engine.types import EngineHealth, EngineStats, GenerationRequest, StepOutput
 from quire_server.engine.journal import JournalEntry
 from quire_server.engine.process import EngineProcess
@@ -102,12 +102,19 @@ class Supervisor:
 
     async def inspect(self, what: str, argument: str = "{}") -> bytes:
         """An answer about the engine's state, JSON. Raises Unanswerable; another QuireError where nobody answers."""
+        return await self._answer(Inspect, what, argument)
+
+    async def control(self, what: str, argument: str = "{}") -> bytes:
+        """What the engine has done for an order of the operator's, JSON. Raises as `inspect` does."""
+        return await self._answer(Control, what, argument)
+
+    async def _answer(self, kind: type[Inspect | Control], what: str, argument: str) -> bytes:
         process = self._receiver()
         if process is None:
             raise EngineDead("no engine is there to be asked")
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                return await process.inspect(what, argument)
+                return await process.ask(kind, what, argument)
         except TimeoutError:
             raise EngineDead(f"the engine has not answered for {ANSWER_SECONDS:g} s; a step runs") from None
 
@@ -122,6 +129,13 @@ class Supervisor:
     def progress(self) -> LoadProgress | None:
         """How far the start of the latest engine has come, as far as it has said."""
         return self._process.progress if self._process is not None else None
+
+    def load_ratio(self) -> float:
+        """How far that is, 0 to 1; 1 once the engine is ready."""
+        if self.state is EngineState.READY:
+            return 1.0
+        progress = self.progress
+        return min(1.0, progress.done / progress.total) if progress is not None and progress.total > 0 else 0.0
 
     @property
     def _is_stopped(self) -> bool:

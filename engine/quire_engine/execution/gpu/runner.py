@@ -187,6 +187,10 @@ class GpuRunner:
         """Keep what is swapped out in files; the keys of what the first host blocks have from them."""
         return self._host_blocks().keep_in(directory, layout)
 
+    def forget_host_blocks(self, blocks: Sequence[int]) -> None:
+        """What these host blocks hold is not wanted any more, in files either."""
+        self._host_blocks().forget(blocks)
+
     def _host_blocks(self) -> HostBlocks:
         if self._host is None:
             raise RuntimeError("a block is to be swapped where there are no host blocks")

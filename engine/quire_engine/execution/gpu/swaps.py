@@ -62,6 +62,10 @@ class StreamedKV:
         self._files = KVFiles(directory, layout, num_bytes=self._rows.shape[1], row=self._host_row)
         return self._files.load(self._num_blocks)
 
+    def forget(self, blocks: Sequence[int]) -> None:
+        if self._files is not None:
+            self._files.forget(blocks)
+
     def swap(self, out: Pairs, into: Pairs, keys: Sequence[bytes] = ()) -> None:
         blocks = [target for _, target in out]
         if self._files is not None and out:
