@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from quire_server.settings import ENV_PREFIX, GROUPS, Settings, SettingsError, flag_name, load_settings, suggest
+from quire_server.settings.keys import readable_by_others
 from quire_server.settings.sources import check_admin_keys, check_keys, environment_names
 from quire_server.settings.spelling import Kinds, plain_words
 from quire_server.settings.values import synonym_of
@@ -73,7 +74,7 @@ class CommandLine:
 
     settings: Settings
     notes: tuple[str, ...]  # on flags that change nothing here
-    warnings: tuple[str, ...]  # on variables of vLLM that would have changed something there
+    warnings: tuple[str, ...]  # on variables of vLLM that would have changed something there, on keys that lie open
 
 
 def parse_flags(argv: Sequence[str], prog: str = "quire serve") -> Settings:
@@ -108,7 +109,22 @@ def parse_command_line(argv: Sequence[str], prog: str = "quire serve") -> Comman
     settings = load_settings(flags)
     if settings.config is not None:
         notes += read_settings_file(settings.config, Settings.model_fields)[1]
-    return CommandLine(settings=settings, notes=tuple(notes), warnings=tuple(variable_warnings(environment_names())))
+    warnings = [*variable_warnings(environment_names()), *_secret_warnings(flags, settings)]
+    return CommandLine(settings=settings, notes=tuple(notes), warnings=tuple(warnings))
+
+
+def _secret_warnings(flags: Mapping[str, object], settings: Settings) -> Iterator[str]:
+    """Where a key lies open to whoever else uses this machine."""
+    told = sorted(name for name in flags if name in _FIELDS and _extra(_FIELDS[name]).get("secret"))
+    if told:
+        names = " and ".join(map(flag_name, told))
+        variables = ", ".join(f"{ENV_PREFIX}{name.upper()}" for name in told)
+        files = "".join(f" or in {flag_name(name)}-file" for name in told if f"{name}_file" in _FIELDS)
+        yield f"{names} on the command line can be read by every user of this machine: put it in {variables}{files}"
+    for name in ("api_key_file", "admin_api_key_file"):
+        path = getattr(settings, name)
+        if path is not None and readable_by_others(path):
+            yield f"{flag_name(name)} {path} can be read by every user of this machine: chmod o-r it"
 
 
 def _kinds() -> Kinds:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire_server.flags import parse_flags
+from quire_server.flags import parse_command_line, parse_flags
 from quire_server.settings import Settings, SettingsError
 from quire_server.settings.keys import ApiKey, parse_key
 
@@ -113,3 +113,38 @@ def test_the_operators_keys_are_written_as_the_others(tmp_path: Path, monkeypatc
     monkeypatch.setenv("QUIRE_ADMIN_API_KEY", "")
     assert "QUIRE_ADMIN_API_KEY is set but" in refusal()
     assert [key.key for key in parse_flags(["--admin-api-key", "given"]).admin_keys] == ["given"]
+
+
+def warnings(*argv: str) -> list[str]:
+    return [line for line in parse_command_line(argv).warnings if "every user" in line]
+
+
+def test_a_key_on_the_command_line_is_warned_of_once_with_the_ways_out():
+    (line,) = warnings("--api-key", "sesame-open", "--api-key", "another")
+    assert line.startswith("--api-key on the command line")
+    assert "QUIRE_API_KEY" in line
+    assert "--api-key-file" in line
+    assert "sesame" not in line
+    (line,) = warnings("--api-key", "a", "--admin-api-key", "b")
+    assert "QUIRE_ADMIN_API_KEY" in line
+
+
+def test_other_ways_are_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("QUIRE_API_KEY", "sesame-open")
+    monkeypatch.setenv("QUIRE_ADMIN_API_KEY", "sesame-too")
+    file = tmp_path / "keys"
+    file.write_text("from-a-file\n")
+    file.chmod(0o640)
+    assert warnings("--api-key-file", str(file)) == []
+    settings = parse_flags(["--api-key-file", str(file)])
+    assert {key.key for key in settings.keys} == {"sesame-open", "from-a-file"}
+    assert [key.key for key in settings.admin_keys] == ["sesame-too"]
+
+
+def test_a_file_that_everybody_reads_is_named(tmp_path: Path):
+    file = tmp_path / "keys"
+    file.write_text("from-a-file\n")
+    file.chmod(0o644)
+    for flag in ("--api-key-file", "--admin-api-key-file"):
+        (line,) = warnings(flag, str(file))
+        assert line == f"{flag} {file} can be read by every user of this machine: chmod o-r it"

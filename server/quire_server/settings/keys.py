@@ -7,6 +7,7 @@ key. Must not know: how clients bring keys.
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,3 +55,11 @@ def read_keys(path: Path, flag: str = "--api-key-file") -> Iterator[ApiKey]:
     if not keys:
         raise ValueError(f"{flag} {path}: there is no key in it")
     yield from map(parse_key, keys)
+
+
+def readable_by_others(path: Path) -> bool:
+    """Whether every user of this machine can read the file."""
+    try:
+        return bool(path.stat().st_mode & stat.S_IROTH)
+    except OSError:
+        return False

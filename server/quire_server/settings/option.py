@@ -15,5 +15,5 @@ T = TypeVar("T")
 
 def option(default: T, group: str, description: str, unit: str = "", *, secret: bool = False) -> T:
     """A field with the group and unit that `--help` and the documents show; a secret is never printed."""
-    extra: JsonDict = {"group": group, "unit": unit}
+    extra: JsonDict = {"group": group, "unit": unit, "secret": secret}
     return Field(default, description=description, json_schema_extra=extra, repr=not secret)
