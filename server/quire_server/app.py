@@ -17,10 +17,10 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 
+from quire_server.answering.deep_check import DeepCheck
 from quire_server.answering.responses.store import ResponseStore
 from quire_server.errors import (
     ApiError,
@@ -31,17 +31,20 @@ from quire_server.errors import (
     internal_error,
 )
 from quire_server.http import openapi
-from quire_server.http.admin import AdminAuth
 from quire_server.http.envelopes import error_reply
 from quire_server.http.feed import Feed
-from quire_server.http.guard import PUBLIC_PATHS, Guard, KeyAuth, Reply, RequestLimits
+from quire_server.http.guard import PUBLIC_PATHS, Reply
+from quire_server.http.hosts import checks_hosts
+from quire_server.http.layers import layers
 from quire_server.http.memory import MemoryReturn
+from quire_server.http.unanswered import OpenRequests
 from quire_server.logs import lost_lines
 from quire_server.logs.requests import StoryTeller, log_reply
 from quire_server.logs.tracing import Tracing
 from quire_server.metrics.metrics import Metrics
 from quire_server.metrics.request_story import CURRENT, RequestStory, totals
 from quire_server.routes import (
+    admin,
     chat,
     completions,
     dashboard,
@@ -72,6 +75,7 @@ ROUTERS = (
     health.router,
     metrics.router,
     debug.router,
+    admin.router,
     pages.router,
     dashboard.router,
 )
@@ -91,9 +95,11 @@ def create_app(state: ServerState) -> FastAPI:
         watch = asyncio.create_task(watch_event_loop(state.metrics), name="event-loop-watch")
         seconds = asyncio.create_task(tell_seconds(state.metrics, app.state.feed), name="seconds")
         memory = asyncio.create_task(MemoryReturn(state.metrics.memory_given_back).run(), name="memory")
+        state.tasks = [watch, seconds]  # it can do without the other
         try:
             yield
         finally:
+            state.tasks = []
             watch.cancel()
             seconds.cancel()
             memory.cancel()
@@ -114,6 +120,8 @@ def create_app(state: ServerState) -> FastAPI:
         max_responses=state.settings.response_store_size, max_bytes=state.settings.response_store_bytes
     )
     app.state.feed = Feed()
+    app.state.deep_check = DeepCheck(state.client)
+    app.state.requests = OpenRequests()
     for router in ROUTERS:
         app.include_router(router)
     _handle_errors(app)
@@ -180,7 +188,11 @@ def _document(app: FastAPI, settings: Settings) -> None:
     @cache
     def document() -> dict[str, Any]:
         return openapi.complete(
-            framework_document(), ROUTERS, needs_key=settings.needs_key, needs_admin_key=bool(settings.admin_keys)
+            framework_document(),
+            ROUTERS,
+            needs_key=settings.needs_key,
+            needs_admin_key=bool(settings.admin_keys),
+            looks_at_hosts=checks_hosts(settings),
         )
 
     app.openapi = document  # type: ignore[method-assign]  # the framework's documented way
@@ -188,38 +200,8 @@ def _document(app: FastAPI, settings: Settings) -> None:
 
 def _guard(app: FastAPI, state: ServerState, tracing: Tracing | None) -> None:
     settings = state.settings
-    root = settings.root_path
-    app.add_middleware(AdminAuth, keys=settings.admin_keys, root_path=root)
-    if settings.needs_key:  # among the innermost: CORS answers preflights, which carry no key
-        app.add_middleware(KeyAuth, keys=settings.keys, tenants=settings.tenant_list, root_path=root)
-    if settings.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=settings.allowed_origins,
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],  # SDKs bring a dozen of their own
-            expose_headers=[
-                "x-request-id",
-                "request-id",
-                "retry-after",
-                "retry-after-ms",
-                "x-quire-ignored",
-                "x-quire-clamped",
-                "x-quire-notes",
-            ],
-        )
-    limits = RequestLimits(
-        max_body_bytes=settings.max_body_bytes,
-        max_header_bytes=settings.max_header_bytes,
-        max_headers=settings.max_headers,
-        body_timeout=settings.body_timeout,
-    )
-    app.add_middleware(
-        Guard,
-        limits=limits,
-        on_reply=_on_reply(state, tracing),
-        root_path=root,
-    )
+    for layer in layers(settings, on_reply=_on_reply(state, tracing), requests=app.state.requests):
+        app.add_middleware(layer)
     app.add_middleware(StoryTeller)
 
 

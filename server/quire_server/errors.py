@@ -100,6 +100,12 @@ class Forbidden(ApiError):
     default_code = "admin_only"
 
 
+class HostNotAllowed(Forbidden):
+    """403: the Host header has a name that is not this server's; --allowed-hosts adds names."""
+
+    default_code = "host_not_allowed"
+
+
 class RouteNotFound(ApiError):
     """404: no such path."""
 
@@ -152,6 +158,14 @@ class RequestTimeout(ApiError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, headers={"Connection": "close"})
+
+
+class Conflict(ApiError):
+    """409: not in the state that the server is in."""
+
+    status = 409
+    type = "invalid_request_error"
+    default_code = "conflict"
 
 
 class PayloadTooLarge(ApiError):
@@ -239,6 +253,25 @@ class NotReady(ApiError):
         super().__init__(message, code=code, headers=_retry_headers(retry_after_seconds, _LONGEST_UNREADINESS))
         if close:
             self.headers["Connection"] = "close"
+
+
+class ShuttingDown(NotReady):
+    """503: the server stops, or has stopped before this request was finished; another one may serve it."""
+
+    default_code = "shutting_down"
+
+    def __init__(self) -> None:
+        super().__init__("The server is shutting down.", close=True)
+
+
+class AbortedByOperator(ApiError):
+    """503: the operator has ended the request; it is not to be sent again."""
+
+    status = 503
+    default_code = "aborted"
+
+    def __init__(self) -> None:
+        super().__init__("The operator has ended this request.", headers={"x-should-retry": "false"})
 
 
 class DeadlineExceeded(ApiError):

@@ -1,7 +1,8 @@
 """Runs one server and takes it down again: the listener, the banner, the signals, the drain.
 
-Owns SIGTERM and SIGINT. Promises: a signal turns readiness to 503 at once and lets running work finish; a second one
-ends it; nothing it started is left. Must not know: routes, sampling, how the engine works.
+Owns SIGTERM and SIGINT. Promises: the port answers before anything heavy is imported; a signal turns readiness to 503
+at once and lets running work finish; a second one ends it, with a word to each client; nothing it started is left.
+Must not know: routes, sampling, how the engine works.
 """
 
 from __future__ import annotations
@@ -11,70 +12,152 @@ import contextlib
 import gc
 import logging
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import ASGIApp
 
 from quire_engine.config import EnginePlan
 from quire_engine.memory_plan import plan_text
 from quire_engine.quality_store import quality_text
-from quire_server.app import create_app
 from quire_server.engine.supervisor import Supervisor
 from quire_server.http import listener
+from quire_server.http.doorway import Doorway
+from quire_server.http.guard import Reply
 from quire_server.http.listener import Listening
-from quire_server.logs import log_throughput
+from quire_server.http.starting import StartProgress, starting_app
+from quire_server.http.unanswered import OpenRequests, ended
+from quire_server.logs.requests import log_reply
+from quire_server.logs.throughput import log_throughput
+from quire_server.metrics.load_progress import while_loading
 from quire_server.settings import Settings
-from quire_server.state import ServerState, build_state
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from quire_server.state import ServerState
+
+# What a stop takes beyond the drain, in seconds; together with the engine's end, which comes last, less than five.
+LAST_WORDS_SECONDS = 1.5  # for clients to take the error with which their requests end
+CLOSING_SECONDS = 1.0  # for what is in the sockets' buffers
 
 log = logging.getLogger("quire")
 
 
 async def serve(settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan]) -> bool:
     """Serve until a signal (True) or until the engine is given up (False). Raises ConfigError and ModelLoadError."""
-    sock = listener.bind(settings)
-    with contextlib.closing(sock), _signals() as stop:
-        building = asyncio.create_task(build_state(settings, supervisor, starting))
-        await _first(building, stop.asked)
-        if not building.done():
-            await _cancel(building)
-            return True
-        state = building.result()
-        started: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
-        serving = asyncio.create_task(
-            listener.serve(create_app(state), settings, sock=sock, on_started=started.set_result), name="listener"
-        )
-        stats = asyncio.create_task(log_throughput(state.metrics, settings.log_stats_interval), name="stats")
-        try:
-            await _first(started, serving)
-            if started.done():
-                listening = started.result()
+    door = Doorway(_while_starting(settings, supervisor))
+    with _signals() as stop:
+        async with _listening(door, settings) as (listening, listener_task):
+            log.info("listening on %s; until the model is loaded requests get 503", listening.where)
+            building = asyncio.create_task(_build(settings, supervisor, starting))
+            await _first(building, stop.asked, listener_task)
+            if not building.done():
+                await _cancel(building)
+                return True
+            state, app = building.result()
+            await door.open(app)
+            stats = asyncio.create_task(log_throughput(state.metrics, settings.log_stats_interval), name="stats")
+            try:
                 # What was imported and built stays: collections need not look at it again between two tokens.
                 gc.collect()
                 gc.freeze()
+                listener.announce(listening)
                 _greet(settings, state, listening)
-                await _first(stop.asked, supervisor.dead, serving)
-                await _drain(settings, state, supervisor, stop)
-                listening.stop(False)
-                await _first(serving, stop.insisted)
-                listening.stop(True)
-            await serving
-        finally:
-            await _cancel(serving, stats)
+                await _first(stop.asked, supervisor.dead, listener_task)
+                await _wind_up(settings, state, supervisor, app.state.requests, stop)
+            finally:
+                await _cancel(stats)
     return not supervisor.dead.done()
 
 
-async def _drain(settings: Settings, state: ServerState, supervisor: Supervisor, stop: _Stop) -> None:
-    """Let running requests finish; when time is up or a second signal comes, end them with an error each."""
-    state.draining = True
-    log.info(
-        "draining %d requests for up to %g s; Ctrl-C again to stop now", state.client.in_flight, settings.drain_timeout
-    )
-    idle = asyncio.create_task(state.client.wait_idle())
+@contextlib.asynccontextmanager
+async def _listening(door: Doorway, settings: Settings) -> AsyncIterator[tuple[Listening, asyncio.Task[None]]]:
+    """The listener around all else. At its end replies that are being sent get a moment, then they are cut off."""
+    with contextlib.closing(listener.bind(settings)) as sock:
+        started: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
+        serving = asyncio.create_task(
+            listener.serve(door, settings, sock=sock, on_started=started.set_result), name="listener"
+        )
+        try:
+            await _first(started, serving)
+            if not started.done():
+                serving.result()
+            try:
+                yield started.result(), serving
+            finally:
+                started.result().stop(False)
+                await _first(serving, seconds=CLOSING_SECONDS)
+                started.result().stop(True)
+                await serving
+        finally:
+            await _cancel(serving)
+
+
+def _while_starting(settings: Settings, supervisor: Supervisor) -> ASGIApp:
+    """The application that says how far the start is."""
+    began = time.monotonic()
+
+    def progress() -> StartProgress:
+        told = supervisor.progress
+        elapsed = time.monotonic() - began
+        if told is None:
+            return StartProgress(phase="starting", done=0, total=0, unit="", elapsed_seconds=elapsed)
+        return StartProgress(
+            phase=told.phase, done=told.done, total=told.total, unit=told.unit, elapsed_seconds=elapsed
+        )
+
+    def on_reply(reply: Reply) -> None:
+        if not settings.disable_access_log:
+            log_reply(reply, None, name)
+
+    name = settings.model_names[0]
+    return starting_app(settings, progress, lambda: while_loading(name, progress().ratio or 0.0), on_reply)
+
+
+async def _build(
+    settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan]
+) -> tuple[ServerState, FastAPI]:
+    """The server's other half, which takes about a second to import."""
+    create_app, build_state = await asyncio.to_thread(_application)
+    state = await build_state(settings, supervisor, starting)
+    return state, create_app(state)
+
+
+def _application() -> Any:
+    from quire_server.app import create_app  # noqa: PLC0415  # heavy: the port listens and the engine starts meanwhile
+    from quire_server.state import build_state  # noqa: PLC0415
+
+    return create_app, build_state
+
+
+async def _wind_up(
+    settings: Settings, state: ServerState, supervisor: Supervisor, requests: OpenRequests, stop: _Stop
+) -> None:
+    """Let what was accepted finish; when time is up or the operator insists, end it with an error each."""
+    state.draining = state.stopping = True
+    work = requests.work()
+    num_open = max(state.client.in_flight, len(work))
+    log.info("draining %d requests for up to %g s; Ctrl-C again to stop now", num_open, settings.drain_timeout)
+    # Those that are still prepared are no less accepted than those that the engine has.
+    idle = asyncio.create_task(_idle(state, work))
     await _first(idle, stop.insisted, supervisor.dead, seconds=settings.drain_timeout)
     if not idle.done():
-        log.warning("ending %d requests that have not finished", state.client.in_flight)
-        await supervisor.stop()
+        log.warning("ending %d requests that have not finished", sum(1 for task in work if not task.done()))
+    # First the word to the clients, which needs no engine; its end may take as long as a step.
+    state.client.close()
+    stopping = asyncio.create_task(supervisor.stop())
+    await _first(idle, seconds=LAST_WORDS_SECONDS)
+    requests.refuse_unanswered()
     await _cancel(idle)
+    await stopping
+
+
+async def _idle(state: ServerState, work: tuple[asyncio.Task[Any], ...]) -> None:
+    await ended(work)
+    await state.client.wait_idle()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

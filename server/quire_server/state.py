@@ -7,6 +7,7 @@ engine does. Must not know: routes, sockets, signals, how the parts work.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from quire_server.engine.supervisor import EngineState, Supervisor
 from quire_server.engine.tenant_gate import TenantGate
 from quire_server.engine.tenants import Tenant, Tenants
 from quire_server.engine.ttft_gate import TtftGate
+from quire_server.errors import NotReady, ShuttingDown
 from quire_server.http.large_reply import ReplyBudget
 from quire_server.metrics.metrics import Metrics
 from quire_server.settings import Settings
@@ -37,9 +39,19 @@ from quire_server.text.text_queue import TextBudget
 from quire_server.text.text_threads import TextThreads
 from quire_server.text.tokenizer import TextTokenizer
 
+REMEDY_SECONDS = 5.0  # from the time at which a hang is noticed until the engine is gone
+
 
 def _engine_serves() -> str | None:
     return None
+
+
+def _whole() -> float:
+    return 1.0
+
+
+def _never_overdue() -> float:
+    return -math.inf
 
 
 async def _nobody_to_ask(_what: str, _argument: str) -> bytes:
@@ -48,7 +60,7 @@ async def _nobody_to_ask(_what: str, _argument: str) -> bytes:
 
 @dataclass(slots=True, kw_only=True)
 class ServerState:
-    """The server's parts; only `draining` changes while it runs."""
+    """The server's parts; only `draining`, `stopping` and `tasks` change while it runs."""
 
     settings: Settings
     tokenizer: TextTokenizer
@@ -61,9 +73,15 @@ class ServerState:
     formats: ModelFormats = PLAIN  # how the model writes thoughts and calls
     engine_trouble: Callable[[], str | None] = _engine_serves  # asked at each probe: why the engine cannot serve now
     inspect: Callable[[str, str], Awaitable[bytes]] = _nobody_to_ask  # `Supervisor.inspect`
+    control: Callable[[str, str], Awaitable[bytes]] = _nobody_to_ask  # `Supervisor.control`
+    # Since the engine should have been taken for hung, and replaced; below 0 it is not to be.
+    overdue_seconds: Callable[[], float] = _never_overdue
+    load_ratio: Callable[[], float] = _whole  # how far the latest start of the engine is, 0 to 1
     names: RequestNames = field(default_factory=RequestNames)
     started: float = field(default_factory=time.time)  # seconds since the epoch
-    draining: bool = False
+    draining: bool = False  # nothing new is taken
+    stopping: bool = False  # and never will be again: the server ends
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)  # that run as long as the server does
     text: TextThreads = field(init=False)  # tokenizer and prompts, off the event loop
     grammars: GrammarCheck = field(init=False)
     replies: ReplyBudget = field(init=False)  # bound on those that are large
@@ -98,6 +116,18 @@ class ServerState:
     def unready_reason(self) -> str | None:
         """A few words for a probe's reply, such as "draining" or "engine restarting"; None when serving."""
         return "draining" if self.draining else self.engine_trouble()
+
+    def fatal_reason(self) -> str | None:
+        """Why only a new process would help; None as long as this one can go on."""
+        if self.overdue_seconds() > REMEDY_SECONDS:  # nobody has replaced it who should have
+            return "engine hung"
+        return "task ended" if any(task.done() for task in self.tasks) else None
+
+    def refusal(self) -> NotReady:
+        """What a draining server tells whom it does not take."""
+        if self.stopping:
+            return ShuttingDown()
+        return NotReady("The server is draining: it takes no new requests.", code="draining", close=True)
 
     def knows_model(self, name: str | None) -> bool:
         """Whether requests may name this model; None and an empty name ask for the default."""
@@ -153,6 +183,9 @@ async def build_state(settings: Settings, supervisor: Supervisor, starting: asyn
         formats=formats,
         pooling=pooling_method(settings.pooling, settings.model_path),
         inspect=supervisor.inspect,
+        control=supervisor.control,
+        overdue_seconds=lambda: supervisor.stuck_seconds() - supervisor.hang_seconds,
+        load_ratio=supervisor.load_ratio,
         engine_trouble=lambda: "engine stuck" if supervisor.is_stuck else _TROUBLE[supervisor.state],
     )
 

@@ -18,7 +18,7 @@ from fastapi.responses import StreamingResponse
 
 from quire_engine.errors import ConfigError
 from quire_server.http import connection
-from quire_server.http.listener import Listening, bind, serve
+from quire_server.http.listener import Listening, announce, bind, serve
 from support.fakes import exchange, listening, make_app, make_state
 
 pytestmark = pytest.mark.anyio
@@ -29,6 +29,8 @@ async def test_port_0_takes_a_free_one_and_tells_it(caplog: pytest.LogCaptureFix
     async with listening(make_app()) as server:
         assert server.port
         assert server.address == f"http://127.0.0.1:{server.port}"
+        assert not caplog.messages, "requests may not be served yet"
+        announce(server)
         assert f"Uvicorn running on {server.address} (Press CTRL+C to quit)" in caplog.messages
         assert "Application startup complete." in caplog.messages
         async with httpx.AsyncClient(base_url=server.address) as client:

@@ -16,12 +16,13 @@ POSTS = (
     *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/score", "/score", "/infill"),
     *("/tokenize", "/detokenize", "/v1/chat/completions/input_tokens"),
     *("/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
+    "/admin/abort",
 )
-POSTS_WITHOUT_BODY = ("/v1/responses/{response_id}/cancel",)
+POSTS_WITHOUT_BODY = ("/v1/responses/{response_id}/cancel", "/admin/drain", "/admin/reset-prefix-cache")
 GETS = (
     *("/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items"),
     *("/v1/models", "/v1/models/{model_id}", "/tokenizer_info", "/version", "/metrics"),
-    *("/health", "/health/live", "/health/ready"),
+    *("/health", "/health/live", "/health/ready", "/health/deep", "/admin/drain"),
     *("/debug/steps", "/debug/requests", "/debug/requests/{request_id}"),
     *("/debug/kv", "/debug/kv/audit", "/debug/kv/{request_id}"),
 )
@@ -128,3 +129,17 @@ async def test_refusals_have_declared_statuses(path: str) -> None:
             reply = await client.post(path, **options)
             assert 400 <= reply.status_code < 500, options
             assert str(reply.status_code) in declared, options
+
+
+async def test_a_foreign_host_is_declared_where_it_is_refused() -> None:
+    for hosts, refused in (((), True), (("*",), False)):
+        whole = await document(allowed_hosts=hosts) if hosts else await document_of_this_machine()
+        for path, operations in whole["paths"].items():
+            expected = is_admin_path(path) or (refused and path not in {"/health", "/health/live", "/health/ready"})
+            assert all(("403" in operation["responses"]) == expected for operation in operations.values()), path
+
+
+async def document_of_this_machine() -> dict[str, Any]:
+    async with connect(make_app(allowed_hosts=()), headers={"host": "localhost"}) as client:
+        result: dict[str, Any] = (await client.get("/openapi.json")).json()
+        return result

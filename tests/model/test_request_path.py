@@ -63,7 +63,7 @@ async def walk(report: Path) -> Trace:
         if not message.get("more_body"):
             ended.set()
 
-    headers = {"host": "server", "content-type": "application/json", "content-length": str(len(body))}
+    headers = {"host": "localhost", "content-type": "application/json", "content-length": str(len(body))}
     scope = {
         "type": "http",
         "asgi": {"version": "3.0"},

@@ -75,6 +75,7 @@ def make_state(
     from quire_server.state import ServerState, tenants_of
     from quire_server.text.pooling_method import pooling_method
 
+    settings.setdefault("allowed_hosts", ("*",))  # clients of tests call it as they like
     plan = make_plan(max_model_len=max_model_len)
     tokenizer = load_tokenizer()
     options = Settings(**settings)

@@ -26,7 +26,7 @@ async def _answers(requests: Sequence[tuple[str, dict[str, Any]]], settings: Set
     supervisor = Supervisor(settings.engine_config())
     state = await build_state(settings, supervisor, asyncio.create_task(supervisor.start()))
     try:
-        async with connect(create_app(state), timeout=120) as client:
+        async with connect(create_app(state), timeout=120, headers={"host": "localhost"}) as client:
             replies = await asyncio.gather(*(client.post(path, json=body) for path, body in requests))
     finally:
         await supervisor.stop()

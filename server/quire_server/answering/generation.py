@@ -11,10 +11,11 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from quire_engine.types import DEADLINE_EXCEEDED, OF_THE_REQUEST, GenerationRequest, TokenLogprobs, TokenOutput
+from quire_engine.types import DEADLINE_EXCEEDED, GenerationRequest, TokenLogprobs, TokenOutput
 from quire_server.answering.choice import Choice, ChoiceDelta, TextOptions
+from quire_server.answering.endings import error_of
 from quire_server.engine.engine_client import EngineClient, RequestStream
-from quire_server.errors import BadRequest, DeadlineExceeded, EngineFailed
+from quire_server.errors import BadRequest, EngineFailed
 from quire_server.metrics.metrics import Metrics
 from quire_server.metrics.request_record import RequestRecord
 from quire_server.text.tokenizer import TextTokenizer
@@ -59,7 +60,7 @@ class Generation:
     async def deltas(self) -> AsyncGenerator[list[ChoiceDelta]]:
         """What is new, once per wake-up and at most one delta per choice. The generator must be closed.
 
-        Raises QueueFull or NotReady before the first item, EngineFailed and DeadlineExceeded at any time, BadRequest
+        Raises QueueFull before the first item, EngineFailed, NotReady and DeadlineExceeded at any time, BadRequest
         where the request's own rules leave nothing to generate.
         """
         stream = RequestStream(self._client)
@@ -119,11 +120,7 @@ class Generation:
         if output.finish == "error":
             if output.error_code == DEADLINE_EXCEEDED:
                 self._metrics.deadline_exceeded()
-                raise DeadlineExceeded
-            error = output.error or "The engine failed."
-            if error.startswith(OF_THE_REQUEST):
-                raise BadRequest(f"With what this request asks for, {error}.")
-            raise EngineFailed(error, culprit=output.culprit)
+            raise error_of(output)
         record = prompt.record
         if output.num_cached_tokens > prompt.num_cached_tokens:
             record.cached(output.num_cached_tokens)

@@ -23,7 +23,7 @@ from quire_server.answering.notes import notes
 from quire_server.answering.options import Conversation, GenerationOptions
 from quire_server.answering.reading import Reading, reading
 from quire_server.answering.sampling import ModelLimits, resolve_sampling, resolve_stop, with_seed
-from quire_server.errors import BadRequest, ModelNotFound, NotReady
+from quire_server.errors import BadRequest, ModelNotFound
 from quire_server.state import ServerState
 from quire_server.text.tokenizer import TextTokenizer
 
@@ -47,7 +47,7 @@ def admit(state: ServerState, model: str | None) -> None:
     """The checks that need no more than the model's name. Raises NotReady, ModelNotFound."""
     if state.draining:
         state.metrics.reject("draining")
-        raise NotReady("The server is shutting down.", close=True)
+        raise state.refusal()
     if not state.knows_model(model):
         raise ModelNotFound(model or "")
 

@@ -14,12 +14,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from quire_engine.types import DEADLINE_EXCEEDED, GenerationRequest, SamplingParams, StopParams, TokenOutput
+from quire_engine.types import GenerationRequest, SamplingParams, StopParams, TokenOutput
 from quire_server.answering.caller import Caller
+from quire_server.answering.endings import error_of
 from quire_server.answering.sampling import ModelLimits
 from quire_server.answering.vector_options import TextInput, VectorOptions
 from quire_server.engine.engine_client import EngineClient, RequestStream
-from quire_server.errors import BadRequest, ContextLengthExceeded, DeadlineExceeded, EngineFailed, QueueFull
+from quire_server.errors import BadRequest, ContextLengthExceeded, EngineFailed, QueueFull
 from quire_server.metrics.metrics import Metrics
 from quire_server.metrics.request_record import RequestRecord
 from quire_server.state import ServerState
@@ -148,9 +149,7 @@ def _ended(output: TokenOutput, record: RequestRecord) -> tuple[float, ...]:
         record.timing(output.timing)
     if output.embedding is None:
         record.finish("error")
-        if output.error_code == DEADLINE_EXCEEDED:
-            raise DeadlineExceeded
-        raise EngineFailed(output.error or "The engine ended the request early.", culprit=output.culprit)
+        raise error_of(output)
     record.cached(output.num_cached_tokens)
     record.finish("stop")
     return output.embedding

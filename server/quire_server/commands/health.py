@@ -33,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
     asked = parser.parse_args(argv)
     addresses = [asked.url] if asked.url else sorted(listening())
     if not addresses:
-        print("quire health: no server listens here; while its model is loaded none does", file=sys.stderr)
+        print("quire health: no server listens here", file=sys.stderr)
         return 1
     ask = _trouble if asked.url else trouble_at
     found = [ask(address, asked.timeout) for address in addresses]

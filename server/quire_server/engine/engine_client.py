@@ -24,7 +24,7 @@ from quire_server.engine.quarantine import Quarantine
 from quire_server.engine.retry_line import RetryLine, SeatMeter
 from quire_server.engine.tenant_gate import TenantGate
 from quire_server.engine.ttft_gate import TtftGate
-from quire_server.errors import DeadlineExceeded, QueueFull, RequestQuarantined
+from quire_server.errors import DeadlineExceeded, QueueFull, RequestQuarantined, ShuttingDown
 from quire_server.metrics.metrics import Metrics
 
 
@@ -86,13 +86,19 @@ class RequestStream:
             self._client.release(request, finished=False)
 
     def expire(self, request_id: str) -> None:
-        """A live request's time is over: its first unfinished choice says so, and all of it is given up."""
-        request = self._live[request_id]
-        end = TokenOutput(request_id=request_id, finish="error", error=DEADLINE_PASSED, error_code=DEADLINE_EXCEEDED)
-        self._buffer.append(end)
-        self._live.pop(request_id)
+        """A live request's time is over."""
+        self.fail(request_id, DEADLINE_PASSED, DEADLINE_EXCEEDED)
+
+    def fail(self, request_id: str, error: str, code: str) -> None:
+        """All of a live request is given up: its first unfinished choice says why."""
+        self._buffer.append(TokenOutput(request_id=request_id, finish="error", error=error, error_code=code))
+        request = self._live.pop(request_id)
         self._client.release(request, finished=False)
         self._wake()
+
+    def request(self, request_id: str) -> GenerationRequest:
+        """A live request."""
+        return self._live[request_id]
 
     def close(self) -> None:
         """Give up what is live. Idempotent."""
@@ -129,6 +135,7 @@ class EngineClient:
         self._metrics = metrics
         self._streams: dict[str, RequestStream] = {}
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._closed = False
         self._sequences = 0
         self._prompt_tokens = 0
         self._clock = clock
@@ -152,15 +159,34 @@ class EngineClient:
         """Until no accepted request is unfinished."""
         await self._idle.wait()
 
+    def live(self) -> list[GenerationRequest]:
+        """Accepted and unfinished requests."""
+        return [stream.request(request_id) for request_id, stream in self._streams.items()]
+
+    def end(self, request_id: str, error: str, code: str) -> bool:
+        """End an unfinished request with an error; False if there is none of this id."""
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            stream.fail(request_id, error, code)
+        return stream is not None
+
+    def close(self) -> None:
+        """The server stops: nothing is accepted any more, and what is unfinished ends with an error."""
+        self._closed = True
+        for request_id in list(self._streams):
+            self.end(request_id, "the server is shutting down", ShuttingDown.default_code)
+
     def has_room(self, request: GenerationRequest) -> bool:
         """Whether `submit` would take it now."""
         return self._lack(request) is None
 
-    def submit(self, request: GenerationRequest, stream: RequestStream) -> None:
+    def submit(self, request: GenerationRequest, stream: RequestStream, *, is_check: bool = False) -> None:
         """Reserve a place and hand the request to the engine; its outputs go to `stream`.
 
-        Raises QueueFull, DeadlineExceeded, RequestQuarantined.
+        A check of the engine has a place of its own. Raises QueueFull, DeadlineExceeded, RequestQuarantined, NotReady.
         """
+        if self._closed:
+            raise ShuttingDown
         now = self._clock()
         if request.deadline is not None and request.deadline <= now:
             raise DeadlineExceeded
@@ -168,10 +194,11 @@ class EngineClient:
         if refused_for is not None:
             self._metrics.reject("quarantine")
             raise RequestQuarantined(refused_for)
-        lack = self._lack(request)
+        lack = None if is_check else self._lack(request)
         if lack is not None:
             self._refuse(lack, request.num_sequences)
-        self._ask_gates(request, now)
+        if not is_check:
+            self._ask_gates(request, now)
         self._watch(request)
         stream.expect(request)
         self._streams[request.request_id] = stream

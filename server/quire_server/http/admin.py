@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from ipaddress import ip_address
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire_server.errors import ApiError, Forbidden, Unauthorized
 from quire_server.http.guard import brought_keys, is_admin_path, is_key, send_error
+from quire_server.http.hosts import is_loopback, names_this_machine
 from quire_server.settings.keys import ApiKey
 
 # Set by proxies: who has one of these was passed on by somebody, and the address is not the client's.
@@ -57,29 +57,14 @@ def _why_not_local(scope: Scope) -> str | None:
     if any(name in _PASSED_ON for name, _ in headers):
         return "the request came through a proxy, and no admin key is configured"
     client = scope.get("client")
-    if client is not None and client[0] and not _is_loopback(client[0]):
+    if client is not None and client[0] and not is_loopback(client[0]):
         return "the client is on another machine, and no admin key is configured"
     hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
     # A page of another site, in a browser on this machine: it may have a name of its own for this address.
-    if client is not None and client[0] and not (len(hosts) == 1 and _names_this_machine(hosts[0])):
+    if client is not None and client[0] and not (len(hosts) == 1 and names_this_machine(hosts[0])):
         return "the request names another host, and no admin key is configured"
     origins = [value.decode("latin-1") for name, value in headers if name == b"origin"]
     sites = [value for name, value in headers if name == b"sec-fetch-site"]
     if any(origin.partition("://")[2] not in hosts for origin in origins) or b"cross-site" in sites:
         return "another site's page has sent the request, and no admin key is configured"
     return None
-
-
-def _names_this_machine(host: str) -> bool:
-    """Whether a Host header is one that leads here from here only."""
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    return name == "localhost" or name.endswith(".localhost") or _is_loopback(name)
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        parsed = ip_address(address)
-    except ValueError:
-        return False
-    mapped = getattr(parsed, "ipv4_mapped", None)
-    return (mapped or parsed).is_loopback

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fastapi.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 from typing_extensions import TypedDict  # pydantic documents only this one before Python 3.12
 

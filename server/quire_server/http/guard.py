@@ -94,7 +94,7 @@ class Guard:
         request_id = choose_request_id(scope["headers"])
         scope["root_path"] = self._root_path  # routes match with and without it: not every proxy takes it away
         scope.setdefault("state", {})["request_id"] = request_id
-        exchange = _Exchange(receive, send, request_id, self._limits)
+        exchange = scope["state"]["exchange"] = _Exchange(receive, send, request_id, self._limits)
         if is_anthropic(scope):
             exchange.id_headers = ("x-request-id", "request-id")  # the second is what Anthropic's SDKs read
         try:

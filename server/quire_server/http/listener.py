@@ -34,6 +34,17 @@ class Listening:
     port: int | None  # the real one; None for a Unix socket
     stop: Callable[[bool], None]
 
+    @property
+    def where(self) -> str:
+        """The address in words."""
+        return self.address if self.port is not None else f"unix socket {self.address}"
+
+
+def announce(listening: Listening) -> None:
+    """Say that requests are served: in the words of uvicorn, for which scripts wait."""
+    log.info("Application startup complete.")
+    log.info("Uvicorn running on %s (Press CTRL+C to quit)", listening.where)
+
 
 def bind(settings: Settings) -> socket.socket:
     """The listening address, taken before anything slow is started. Raises ConfigError naming the setting."""
@@ -84,9 +95,6 @@ async def serve(
 
     def started() -> None:
         address, port = _address(sock, "http" if settings.ssl_certfile is None else "https")
-        where = address if port is not None else f"unix socket {address}"
-        log.info("Application startup complete.")  # in the words of uvicorn, for which scripts wait
-        log.info("Uvicorn running on %s (Press CTRL+C to quit)", where)
         on_started(Listening(address=address, port=port, stop=stop))
 
     server = _Server(config, started)

@@ -23,6 +23,7 @@ from quire_server.errors import (
     ErrorBody,
     Forbidden,
     HeadersTooLarge,
+    HostNotAllowed,
     MethodNotAllowed,
     ModelNotFound,
     NotReady,
@@ -35,6 +36,7 @@ from quire_server.errors import (
 from quire_server.http.body import body_model
 from quire_server.http.envelopes import AnthropicErrorBody, is_anthropic_path
 from quire_server.http.guard import PUBLIC_PATHS, is_admin_path
+from quire_server.http.hosts import PROBES
 
 Document = dict[str, Any]  # JSON
 
@@ -56,7 +58,14 @@ _BEARER = {"type": "http", "scheme": "bearer"}
 _METHODS = frozenset({"get", "post", "put", "patch", "delete"})
 
 
-def complete(document: Document, routers: Iterable[APIRouter], *, needs_key: bool, needs_admin_key: bool) -> Document:
+def complete(
+    document: Document,
+    routers: Iterable[APIRouter],
+    *,
+    needs_key: bool,
+    needs_admin_key: bool,
+    looks_at_hosts: bool = False,
+) -> Document:
     """Add request bodies, error replies and the key to the framework's document, in place. Returns it."""
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):  # ours are 400, in the envelope
@@ -84,7 +93,7 @@ def complete(document: Document, routers: Iterable[APIRouter], *, needs_key: boo
             if model is not None:
                 schema = references[model, "validation"]
                 operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-            errors = ANY_ROUTE + _refusals(path) + (WITH_BODY if model is not None else ())
+            errors = ANY_ROUTE + _refusals(path, looks_at_hosts) + (WITH_BODY if model is not None else ())
             responses = operation.setdefault("responses", {})
             responses.pop("422", None)
             for error in errors:
@@ -100,10 +109,11 @@ def complete(document: Document, routers: Iterable[APIRouter], *, needs_key: boo
     return document
 
 
-def _refusals(path: str) -> tuple[type[ApiError], ...]:
+def _refusals(path: str, looks_at_hosts: bool) -> tuple[type[ApiError], ...]:
     if is_admin_path(path):
         return FOR_OPERATORS
-    return () if path in PUBLIC_PATHS else WITH_KEY
+    foreign = (HostNotAllowed,) if looks_at_hosts and path not in PROBES else ()
+    return foreign if path in PUBLIC_PATHS else (*WITH_KEY, *foreign)
 
 
 def error_response(error: type[ApiError], envelope: str = _ENVELOPE) -> Document:

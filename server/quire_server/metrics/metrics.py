@@ -21,6 +21,7 @@ from prometheus_client import (
 from quire_engine.config import EnginePlan
 from quire_engine.types import WAIT_REASONS
 from quire_server.metrics.history import MINUTE, History
+from quire_server.metrics.load_progress import load_progress
 from quire_server.metrics.metric_catalog import (
     REJECT_REASONS,
     REQUEST_SECONDS,
@@ -86,6 +87,7 @@ class Metrics:
             "How late the server's event loop ran a timer, seconds.",
             STALL_SECONDS,
         )
+        self._load_ratio = load_progress(values)
         self._http_requests = values.counter(
             "quire_http_requests",
             "HTTP replies, by route template, method and status.",
@@ -193,8 +195,9 @@ class Metrics:
         self._engine.show(time.monotonic())
         return Throughput(self._requests, self._engine)
 
-    def render(self) -> bytes:
-        """The exposition, in the text format."""
+    def render(self, load_ratio: float = 1.0) -> bytes:
+        """The exposition, in the text format; how far the engine has come whose start is the latest."""
+        self._load_ratio.set(load_ratio)
         self._engine.show(time.monotonic())
         self._lost_lines.values[()] = float(self.lost_log_lines())
         return generate_latest(self.registry)

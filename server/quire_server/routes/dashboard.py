@@ -1,6 +1,6 @@
 """GET /dashboard/events: what the dashboard shows, second by second, as server-sent events.
 
-Promises: the last ten minutes first, then a message a second; the stream ends when a draining server has nothing left
+Promises: the last ten minutes first, then a message a second; the stream ends when a server that stops has nothing left
 to do. Must not know: who may see it, what the page does with it.
 """
 
@@ -66,7 +66,7 @@ class _Viewing:
             )
             while not self.finished:
                 news = await self._feed.next()
-                self.finished = self._state.draining and self._state.client.in_flight == 0
+                self.finished = self._state.stopping and self._state.client.in_flight == 0
                 yield b'{"now":' + news + b"}"
         finally:
             self._feed.num_listeners -= 1

@@ -16,5 +16,5 @@ router = APIRouter(tags=["metrics"])
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def scrape(request: Request) -> Response:
-    metrics = state_of(request).metrics
-    return Response(metrics.render(), media_type=metrics.content_type)
+    state = state_of(request)
+    return Response(state.metrics.render(state.load_ratio()), media_type=state.metrics.content_type)

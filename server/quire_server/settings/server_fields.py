@@ -32,7 +32,7 @@ class ServerFields(BaseModel):
     admin_api_key: Strings = option(
         (),
         "Listening",
-        "keys that open /debug, written as for --api-key; default: clients on this machine may",
+        "keys that open /debug and /admin, written as for --api-key; default: clients on this machine may",
         secret=True,
     )
     admin_api_key_file: Path | None = option(None, "Listening", "file with more of them, one a line")
@@ -47,6 +47,9 @@ class ServerFields(BaseModel):
         0, "Listening", "certificates of clients: 0 none, 1 checked when brought, 2 required"
     )
     allowed_origins: Origins = option((), "Listening", "origins browsers may call from (CORS); * is any")
+    allowed_hosts: Strings = option(
+        (), "Listening", "names to answer to beside this machine's own, *.NAME is all below NAME, * is any; see Hosts"
+    )
     timeout_keep_alive: PositiveSeconds = option(
         75.0, "Listening", "an idle connection is kept this long; more than the proxy in front does", "s"
     )

@@ -1,0 +1,50 @@
+"""What stands around an application, in its order: the same around the one that serves and the one that only starts.
+
+Promises: nothing of a request is looked at before its size, its host and its key were, and no layer is forgotten for a
+moment. Must not know: what the application does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from quire_server.http.admin import AdminAuth
+from quire_server.http.cors import EXPOSED, METHODS, CorsHeaders, Preflights
+from quire_server.http.guard import Guard, KeyAuth, Reply, RequestLimits
+from quire_server.http.hosts import HostCheck, checks_hosts
+from quire_server.http.unanswered import LastWord, OpenRequests
+from quire_server.settings import Settings
+
+Layer = Callable[[ASGIApp], ASGIApp]
+
+
+def layers(settings: Settings, *, on_reply: Callable[[Reply], None], requests: OpenRequests) -> Iterator[Layer]:
+    """From the innermost to the outermost."""
+    root = settings.root_path
+    yield partial(AdminAuth, keys=settings.admin_keys, root_path=root)
+    if settings.needs_key:  # among the innermost: preflights carry no key
+        yield partial(KeyAuth, keys=settings.keys, tenants=settings.tenant_list, root_path=root)
+    cors: dict[str, Any] = {
+        "allow_origins": settings.allowed_origins,
+        "allow_methods": METHODS,
+        "allow_headers": ("*",),  # SDKs bring a dozen of their own
+        "expose_headers": EXPOSED,
+    }
+    if settings.allowed_origins:
+        yield partial(Preflights, **cors)
+    if checks_hosts(settings):
+        yield partial(HostCheck, allowed=settings.allowed_hosts, root_path=root)
+    yield partial(LastWord, requests=requests)
+    limits = RequestLimits(
+        max_body_bytes=settings.max_body_bytes,
+        max_header_bytes=settings.max_header_bytes,
+        max_headers=settings.max_headers,
+        body_timeout=settings.body_timeout,
+    )
+    yield partial(Guard, limits=limits, on_reply=on_reply, root_path=root)
+    if settings.allowed_origins:
+        yield partial(CorsHeaders, **cors)

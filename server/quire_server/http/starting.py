@@ -1,0 +1,109 @@
+"""What the server answers while its model is loaded: probes say how far it is, everything else gets a 503.
+
+Promises: limits, hosts and keys are checked as they will be later; it needs none of the heavy imports, so that the port
+listens before anything is loaded. Must not know: what is loaded, who loads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire_server.errors import NotReady, error_body
+from quire_server.http.envelopes import error_reply
+from quire_server.http.guard import PUBLIC_PATHS, Reply
+from quire_server.http.layers import layers
+from quire_server.http.unanswered import OpenRequests
+from quire_server.settings import Settings
+
+LOADING = "loading"
+_READY_PATHS = frozenset({"/health", "/health/ready"})
+_SOON = 2.0  # seconds to wait where nothing is known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartProgress:
+    """How far the start is, in the engine's words."""
+
+    phase: str
+    done: int
+    total: int  # 0: not known
+    unit: str
+    elapsed_seconds: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Of this phase, 0 to 1; None where it is not known."""
+        return min(1.0, self.done / self.total) if self.total > 0 else None
+
+    @property
+    def remaining_seconds(self) -> float:
+        """A guess, for who asks when to come back: as fast as until now."""
+        return self.elapsed_seconds * (1 - self.ratio) / self.ratio if self.ratio else _SOON
+
+    def __str__(self) -> str:
+        share = "" if self.ratio is None else f", {100 * self.ratio:.0f} %"
+        return f"{self.phase}{share}, for {self.elapsed_seconds:.0f} s"
+
+
+class Starting:
+    """The application until the whole one is there; `progress` and `metrics` are asked for each reply."""
+
+    def __init__(
+        self, progress: Callable[[], StartProgress], metrics: Callable[[], tuple[bytes, str]], root_path: str = ""
+    ) -> None:
+        self._progress = progress
+        self._metrics = metrics  # the exposition and its media type
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self._reply(scope)(scope, receive, send)
+
+    def _reply(self, scope: Scope) -> Response:
+        path = scope["path"].removeprefix(self._root_path)
+        if scope["method"] in {"GET", "HEAD"}:
+            if path == "/health/live":
+                return JSONResponse({"status": "live"})
+            if path == "/metrics":
+                body, media_type = self._metrics()
+                return Response(body, media_type=media_type)
+        progress = self._progress()
+        error = NotReady(
+            f"The model is being loaded: {progress}.", retry_after_seconds=progress.remaining_seconds, code=LOADING
+        )
+        return _probed(error, progress) if path in _READY_PATHS else error_reply(error, scope)
+
+
+def _probed(error: NotReady, progress: StartProgress) -> Response:
+    """For probes with the figures beside the words."""
+    figures = {
+        "phase": progress.phase,
+        "done": progress.done,
+        "total": progress.total,
+        "unit": progress.unit,
+        "percent": None if progress.ratio is None else round(100 * progress.ratio, 1),
+        "elapsed_seconds": round(progress.elapsed_seconds, 1),
+    }
+    return JSONResponse({**error_body(error), "progress": figures}, error.status, error.headers)
+
+
+def starting_app(
+    settings: Settings,
+    progress: Callable[[], StartProgress],
+    metrics: Callable[[], tuple[bytes, str]],
+    on_reply: Callable[[Reply], None],
+) -> ASGIApp:
+    """The whole of it, with the layers around; `on_reply` is told of each reply that is no probe's."""
+    app: ASGIApp = Starting(progress, metrics, settings.root_path)
+
+    def tell(reply: Reply) -> None:
+        if reply.path.removeprefix(settings.root_path) not in PUBLIC_PATHS:
+            on_reply(reply)
+
+    for layer in layers(settings, on_reply=tell, requests=OpenRequests()):
+        app = layer(app)
+    return app

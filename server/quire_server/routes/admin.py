@@ -1,0 +1,101 @@
+"""What the operator can do to a running server: drain it and undo that, end requests, empty the prefix cache.
+
+Promises: every order says what came of it, and has its line in the log; who may give one is decided before. Must not
+know: how the engine carries it out.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Request
+
+from quire_engine.errors import QuireError
+from quire_engine.types import RESET_PREFIX_CACHE
+from quire_server.errors import AbortedByOperator, Conflict, NotReady, NotRemembered
+from quire_server.http.body import json_body
+from quire_server.http.openapi import error_response
+from quire_server.state import ServerState, state_of
+from quire_server.wire.admin import Aborted, AbortOrder, CacheDropped, DrainStatus
+
+RETRY_SECONDS = 2.0  # an engine restart takes about as long
+
+router = APIRouter(prefix="/admin", tags=["admin"])
+
+log = logging.getLogger("quire.admin")
+
+Order = Annotated[AbortOrder, json_body(AbortOrder)]
+_NOT_READY: dict[int | str, dict[str, Any]] = {NotReady.status: error_response(NotReady)}
+
+
+@router.get("/drain")
+async def drain_status(request: Request) -> DrainStatus:
+    """Whether the server is draining, and what is left."""
+    return _status(state_of(request))
+
+
+@router.post("/drain")
+async def drain(request: Request) -> DrainStatus:
+    """Take no new requests: they get 503, readiness fails, what was accepted goes on. Until it is undone."""
+    state = state_of(request)
+    if not state.draining:
+        state.draining = True
+        log.warning("draining by order: no new requests are taken; %d are unfinished", state.client.in_flight)
+    return _status(state)
+
+
+@router.delete("/drain", responses={Conflict.status: error_response(Conflict)})
+async def undo_drain(request: Request) -> DrainStatus:
+    """Take requests again. A server that was told to stop stops all the same."""
+    state = state_of(request)
+    if state.stopping:
+        raise Conflict("The server is shutting down, which cannot be undone.", code="shutting_down")
+    if state.draining:
+        state.draining = False
+        log.warning("requests are taken again")
+    return _status(state)
+
+
+@router.post("/abort", responses={NotRemembered.status: error_response(NotRemembered)})
+async def abort(order: Order, request: Request) -> Aborted:
+    """End requests: their clients get an error that says so, and their memory is free at once."""
+    state = state_of(request)
+    chosen = _chosen(state, order)
+    for request_id in chosen:
+        state.client.end(request_id, "the operator has ended the request", AbortedByOperator.default_code)
+    log.warning("%d requests were ended by order", len(chosen))
+    names = dict.fromkeys(state.names.name(request_id) or request_id for request_id in chosen)
+    return Aborted(num_aborted=len(chosen), request_ids=list(names))
+
+
+@router.post("/reset-prefix-cache", responses=_NOT_READY)
+async def reset_prefix_cache(request: Request) -> CacheDropped:
+    """Forget every prefix that is kept for later, in the pool, in the host's memory and on disk.
+
+    What unfinished requests hold stays theirs, and their answers are the same.
+    """
+    try:
+        answer = await state_of(request).control(RESET_PREFIX_CACHE, "{}")
+    except QuireError as error:
+        raise NotReady(f"Not done: {error}.", retry_after_seconds=RETRY_SECONDS) from None
+    dropped = CacheDropped.model_validate(msgspec.json.decode(answer))
+    log.warning("the prefix cache was emptied: %d blocks, %d on the host", dropped.device_blocks, dropped.host_blocks)
+    return dropped
+
+
+def _chosen(state: ServerState, order: AbortOrder) -> list[str]:
+    """The engine's ids of those live requests that an order is about. Raises NotRemembered."""
+    live = state.client.live()
+    if order.request_id is None:
+        return [each.request_id for each in live if order.all or each.tenant == order.tenant]
+    wanted = set(state.names.find(order.request_id))
+    found = [each.request_id for each in live if each.request_id in wanted]
+    if not found:
+        raise NotRemembered("No unfinished request has this id.")
+    return found
+
+
+def _status(state: ServerState) -> DrainStatus:
+    return DrainStatus(draining=state.draining, in_flight=state.client.in_flight)
