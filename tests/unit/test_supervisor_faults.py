@@ -24,13 +24,13 @@ def test_a_client_cannot_use_up_the_restarts_of_the_server() -> None:
         async with supervised("poison:666", max_restarts=1) as (supervisor, client):
             supervisor.submit(request("victim", (5,), tokens=900))
             await client.until(lambda: len(client.tokens) == 1)
-            for number in range(3):
+            for number in range(2):
                 name = f"bad{number}"
                 supervisor.submit(request(name, (number, 666)))
                 await client.until(lambda name=name: (name, 0) in client.ends)
                 assert client.ends[name, 0].culprit
-            await client.until(lambda: len(client.ends) == 4)
-            assert supervisor.restarts == 6
+            await client.until(lambda: len(client.ends) == 3)
+            assert supervisor.restarts == 4
             assert client.tokens["victim", 0] == expected((5,), 900)
             assert supervisor.state is EngineState.READY
 
@@ -65,7 +65,7 @@ def test_an_engine_that_crashes_on_a_request_of_ours_is_given_up_and_nobody_is_b
 
 def test_a_stopped_engine_is_replaced_and_its_stream_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
-        async with supervised(hang_seconds=4.0) as (supervisor, client):
+        async with supervised(hang_seconds=3.2) as (supervisor, client):
             supervisor.submit(request("r", tokens=300))
             await client.until(lambda: bool(client.tokens))
             assert supervisor.stuck_seconds() == 0
