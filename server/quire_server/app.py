@@ -31,6 +31,8 @@ from quire_server.errors import (
     internal_error,
 )
 from quire_server.http import openapi
+from quire_server.http.body import BodyReader
+from quire_server.http.body_limits import BodyLimits
 from quire_server.http.envelopes import error_reply
 from quire_server.http.feed import Feed
 from quire_server.http.guard import PUBLIC_PATHS, Reply
@@ -119,14 +121,20 @@ def create_app(state: ServerState) -> FastAPI:
     app.state.responses = ResponseStore(
         max_responses=state.settings.response_store_size, max_bytes=state.settings.response_store_bytes
     )
+    bodies = BodyLimits(
+        max_body_bytes=state.settings.max_body_bytes,
+        max_model_len=state.max_model_len,
+        root_path=state.settings.root_path,
+    )
+    app.state.bodies = BodyReader(bodies)
     app.state.feed = Feed()
     app.state.deep_check = DeepCheck(state.client)
     app.state.requests = OpenRequests()
     for router in ROUTERS:
         app.include_router(router)
     _handle_errors(app)
-    _document(app, state.settings)
-    _guard(app, state, tracing)
+    _document(app, state.settings, bodies)
+    _guard(app, state, bodies, tracing)
     return app
 
 
@@ -182,7 +190,7 @@ def _methods_of(request: Request) -> str:
     return ", ".join(sorted({method for each in methods for method in each}))
 
 
-def _document(app: FastAPI, settings: Settings) -> None:
+def _document(app: FastAPI, settings: Settings, bodies: BodyLimits) -> None:
     framework_document = app.openapi
 
     @cache
@@ -193,14 +201,16 @@ def _document(app: FastAPI, settings: Settings) -> None:
             needs_key=settings.needs_key,
             needs_admin_key=bool(settings.admin_keys),
             looks_at_hosts=checks_hosts(settings),
+            limits=bodies,
         )
 
     app.openapi = document  # type: ignore[method-assign]  # the framework's documented way
 
 
-def _guard(app: FastAPI, state: ServerState, tracing: Tracing | None) -> None:
+def _guard(app: FastAPI, state: ServerState, bodies: BodyLimits, tracing: Tracing | None) -> None:
     settings = state.settings
-    for layer in layers(settings, on_reply=_on_reply(state, tracing), requests=app.state.requests):
+    on_bytes = state.metrics.body_bytes
+    for layer in layers(settings, bodies, on_bytes, on_reply=_on_reply(state, tracing), requests=app.state.requests):
         app.add_middleware(layer)
     app.add_middleware(StoryTeller)
 

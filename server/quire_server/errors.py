@@ -175,8 +175,15 @@ class PayloadTooLarge(ApiError):
     type = "invalid_request_error"
     default_code = "payload_too_large"
 
-    def __init__(self, limit_bytes: int) -> None:
-        super().__init__(f"The request body is larger than {limit_bytes} bytes.", headers={"Connection": "close"})
+    def __init__(self, limit_bytes: int, *, max_model_len: int | None = None) -> None:
+        message, code = f"The request body is larger than {limit_bytes} bytes.", None
+        if max_model_len is not None:  # clients that know this code shorten what they send
+            message = (
+                f"The request body is larger than {limit_bytes} bytes, more than prompts take for which the maximum"
+                f" context length of {max_model_len} tokens has room."
+            )
+            code = ContextLengthExceeded.default_code
+        super().__init__(message, code=code, headers={"Connection": "close"})
 
 
 class UnsupportedMediaType(ApiError):

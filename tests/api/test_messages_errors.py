@@ -130,8 +130,9 @@ async def test_a_proxys_root_does_not_hide_the_path() -> None:
 
 async def test_an_unexpected_exception_has_the_envelope() -> None:
     state = make_state()
+    app = make_app(state)
     state.client = None  # type: ignore[assignment]
-    async with connect(make_app(state)) as client:
+    async with connect(app) as client:
         assert "internal error" in check(await client.post(PATH, json=ASK), 500, "api_error")
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from quire_server.errors import BadRequest, UnsupportedMediaType, error_body
-from quire_server.http.body import MAX_DEPTH, LongList, check_content_type, parse_json, validate
+from quire_server.http.body import LongList, check_content_type, parse_json, validate
+from quire_server.http.json_text import MAX_DEPTH
 
 
 class Part(BaseModel):

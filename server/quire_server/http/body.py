@@ -1,7 +1,7 @@
 """Strict JSON bodies: bytes to a validated pydantic model, for every POST route.
 
-Promises: what a client got wrong is a BadRequest that names the field and never echoes the input at length.
-Must not know: which routes exist, what the fields mean.
+Promises: what a client got wrong is a BadRequest that names the field and never echoes the input at length; a body
+that is not small is parsed and validated off the event loop. Must not know: which routes exist, what the fields mean.
 
 Use in a route:
 
@@ -14,46 +14,107 @@ Use in a route:
 with `validate`, and marks the route, so that /openapi.json documents the model as its request body. A model's
 validators may raise ValueError (its text becomes the message) or any ApiError (passed through as it is). Lists stay
 lists in strict mode: declare `list`, not `tuple`. Declare a list whose length the model does not bound as
-`LongList[X]`: two million wrong items would otherwise become two million error records on the event loop.
+`LongList[X]`: two million wrong items would otherwise become two million error records, and two million right ones
+would hold the interpreter in one go.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Annotated, TypeVar, cast
 
+import anyio.to_thread
+from anyio import CapacityLimiter
 from fastapi import Request, params
-from pydantic import BaseModel, GetCoreSchemaHandler, ValidationError
-from pydantic_core import CoreSchema, ErrorDetails
+from pydantic import BaseModel, GetCoreSchemaHandler, ValidationError, ValidatorFunctionWrapHandler
+from pydantic_core import CoreSchema, ErrorDetails, InitErrorDetails, core_schema
 
-from quire_server.errors import BadRequest, UnsupportedMediaType
+from quire_server.errors import BadRequest, ClientGone, UnsupportedMediaType
+from quire_server.http.body_buffer import BodyBuffer, Bytes
+from quire_server.http.body_limits import BodyLimits, declared_bytes, hold_of
+from quire_server.http.disconnect import unless_client_gone
+from quire_server.http.json_pieces import JsonLimits, parse_pieces
+from quire_server.http.json_text import invalid_json, parse_text, short
 
-MAX_DEPTH = 64
-MAX_NUMBER_CHARS = 40  # any double or 64-bit integer fits; the fields' own ranges do the rest
 MAX_REPORTED_ERRORS = 10
+INLINE_BYTES = 16 << 10  # a smaller body takes less time than a thread takes to answer, whatever is in it
+_MEDIUM_BYTES = 256 << 10  # smaller ones do not wait behind larger ones
+_LIST_PIECE = 16_384  # items that are validated in one go
+_ANY = JsonLimits(max_values=1 << 24)
 
 Model = TypeVar("Model", bound=BaseModel)
 Item = TypeVar("Item")
 JsonObject = dict[str, object]
 
-# Every string literal, closed or not: possessive, so that no input makes it scan a byte twice.
-_STRING = re.compile(r'"(?:[^"\\]++|\\.|\\\Z)*+"?', re.DOTALL)
-_NOT_BRACKET = re.compile(r"[^\[\]{}]+")
-_INNERMOST = re.compile(r"\[\]|\{\}")
-_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
+class _InPieces:
+    """Validate a list some thousand items at a time, up to the first wrong one: between two of them others may run.
 
-class _FailFast:
-    """Stop validating a list at its first wrong item. (pydantic's own marker cannot stand inside a union.)"""
+    (pydantic's own marker for the first wrong item cannot stand inside a union.)
+    """
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return cast(CoreSchema, {**handler(source), "fail_fast": True})
+        whole = cast(CoreSchema, {**handler(source), "fail_fast": True})
+        return core_schema.no_info_wrap_validator_function(_in_pieces, whole)
 
 
-LongList = Annotated[list[Item], _FailFast()]
+def _in_pieces(value: object, handler: ValidatorFunctionWrapHandler) -> object:
+    if not isinstance(value, list) or len(value) <= _LIST_PIECE:
+        return handler(value)
+    checked: list[object] = []
+    for start in range(0, len(value), _LIST_PIECE):
+        try:
+            checked += handler(value[start : start + _LIST_PIECE])
+        except ValidationError as error:
+            raise ValidationError.from_exception_data(
+                error.title, [_moved(detail, start) for detail in error.errors(include_url=False)]
+            ) from None
+    return checked
+
+
+def _moved(detail: ErrorDetails, start: int) -> InitErrorDetails:
+    """An error of an item that stands `start` places further behind."""
+    first, *rest = detail["loc"]
+    place = (first + start if isinstance(first, int) else first, *rest)
+    return InitErrorDetails(type=detail["type"], loc=place, input=detail["input"], ctx=detail.get("ctx", {}))
+
+
+LongList = Annotated[list[Item], _InPieces()]
+
+
+class BodyReader:
+    """Bodies into models; of those that are not small, one medium and one large one at a time, in threads."""
+
+    def __init__(self, limits: BodyLimits) -> None:
+        self._limits = limits
+        self._medium, self._large = CapacityLimiter(1), CapacityLimiter(1)
+
+    async def read(self, request: Request, model: type[Model]) -> Model:
+        """The body as `model`. Raises BadRequest, PayloadTooLarge, NotReady; ClientGone for a client that has left."""
+        hold = hold_of(request.scope)
+        limit = self._limits.of(request.scope["path"])
+        raw = await _receive(request, declared_bytes(request.scope["headers"]) or limit.max_bytes)
+        limits = JsonLimits(max_values=limit.max_values)
+        try:
+            if len(raw) <= INLINE_BYTES:
+                return validate(model, parse_json(raw, limits))
+            return await unless_client_gone(request, self._off_the_loop(raw, limits, model))
+        finally:
+            if hold is not None:
+                hold.release()
+
+    async def _off_the_loop(self, raw: Bytes, limits: JsonLimits, model: type[Model]) -> Model:
+        stop = threading.Event()  # who has left is not read to the end
+        try:
+            return await anyio.to_thread.run_sync(
+                lambda: validate(model, parse_json(raw, limits, stopped=stop.is_set)),
+                abandon_on_cancel=True,
+                limiter=self._medium if len(raw) <= _MEDIUM_BYTES else self._large,
+            )
+        finally:
+            stop.set()
 
 
 class _JsonBody:
@@ -64,7 +125,7 @@ class _JsonBody:
 
     async def __call__(self, request: Request) -> BaseModel:
         check_content_type(request.headers.get("content-type"))
-        return validate(self.model, parse_json(await request.body()))
+        return await cast(BodyReader, request.app.state.bodies).read(request, self.model)
 
 
 def json_body(model: type[BaseModel]) -> params.Depends:
@@ -89,29 +150,17 @@ def check_content_type(value: str | None) -> None:
         raise UnsupportedMediaType("Send the body as JSON with 'Content-Type: application/json'.")
 
 
-def parse_json(raw: bytes) -> JsonObject:
+def parse_json(raw: Bytes, limits: JsonLimits = _ANY, *, stopped: Callable[[], bool] = lambda: False) -> JsonObject:
     """One JSON object: UTF-8, at most 64 levels deep, no duplicate keys, no NaN or Infinity, no lone surrogates."""
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise _invalid_json(f"not UTF-8 at byte {error.start}") from None
-    _check_depth(text)
-    try:
-        value = json.loads(
-            text,
-            object_pairs_hook=_unique_keys,
-            parse_constant=_refuse_constant,
-            parse_int=_bounded_int,
-            parse_float=_finite_float,
-        )
-    except json.JSONDecodeError as error:
-        raise _invalid_json(f"{error.msg} at line {error.lineno} column {error.colno}") from None
-    except RecursionError:
-        raise _invalid_json("nested too deeply") from None
+    if isinstance(raw, bytes) and len(raw) <= INLINE_BYTES:
+        try:
+            value = parse_text(raw.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise invalid_json(f"not UTF-8 at byte {error.start}") from None
+    else:
+        value = parse_pieces(raw, limits, stopped=stopped)
     if not isinstance(value, dict):
-        raise _invalid_json("expected an object")
-    if _SURROGATE_ESCAPE.search(text):
-        _check_surrogates(value)
+        raise invalid_json("expected an object")
     return value
 
 
@@ -123,49 +172,19 @@ def validate(model: type[Model], value: JsonObject) -> Model:
         raise _bad_request(error, value) from None
 
 
-def _check_depth(text: str) -> None:
-    brackets = _NOT_BRACKET.sub("", _STRING.sub("", text))
-    for _ in range(MAX_DEPTH):  # each round removes the innermost level
-        if not brackets:
-            return
-        brackets = _INNERMOST.sub("", brackets)
-    if brackets:
-        raise _invalid_json(f"brackets that do not match, or more than {MAX_DEPTH} levels deep")
-
-
-def _unique_keys(pairs: list[tuple[str, object]]) -> JsonObject:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise BadRequest(f"The key '{_short(key)}' occurs twice.", param=_short(key), code="duplicate_key")
-            seen.add(key)
-    return result
-
-
-def _refuse_constant(name: str) -> object:
-    raise _invalid_json(f"{name} is not a JSON number")
-
-
-def _bounded_int(digits: str) -> int:
-    if len(digits) > MAX_NUMBER_CHARS:
-        raise _invalid_json(f"a number of more than {MAX_NUMBER_CHARS} characters")
-    return int(digits)
-
-
-def _finite_float(digits: str) -> float:
-    value = float(digits)
-    if not math.isfinite(value):
-        raise _invalid_json("a number beyond the range of a double")
-    return value
-
-
-def _check_surrogates(value: JsonObject) -> None:
+async def _receive(request: Request, most: int) -> Bytes:
+    """The whole body, of which nobody keeps a copy: not the request, nor what refuses it. Raises ClientGone."""
+    buffer = BodyBuffer(most)
     try:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        raise _invalid_json("a lone surrogate escape, which is no character") from None
+        while True:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            buffer.add(message.get("body", b""))
+            if not message.get("more_body", False):
+                return buffer.take()
+    finally:
+        buffer.clear()
 
 
 def _bad_request(error: ValidationError, value: JsonObject) -> BadRequest:
@@ -185,7 +204,7 @@ def _bad_request(error: ValidationError, value: JsonObject) -> BadRequest:
 
 
 def _message(detail: ErrorDetails) -> str:
-    return _short(detail["msg"].removeprefix("Value error, "), 200)
+    return short(detail["msg"].removeprefix("Value error, "), 200)
 
 
 def _param(location: Sequence[int | str], value: object) -> str:
@@ -200,14 +219,5 @@ def _param(location: Sequence[int | str], value: object) -> str:
                 value = value[step]
             elif index < len(location) - 1:  # the last step may name a missing field
                 continue
-            path = f"{path}.{_short(step)}" if path else _short(step)
+            path = f"{path}.{short(step)}" if path else short(step)
     return path
-
-
-def _invalid_json(reason: str) -> BadRequest:
-    return BadRequest(f"The body is not valid JSON: {reason}.", code="invalid_json")
-
-
-def _short(text: str, limit: int = 64) -> str:
-    cleaned = text.encode("utf-8", "replace").decode("utf-8")
-    return cleaned if len(cleaned) <= limit else cleaned[: limit - 1] + "…"

@@ -1,12 +1,11 @@
-"""What stands before the routes: limits, clocks, keys, request ids, and one record per reply.
+"""What stands before the routes: limits of the head, keys, request ids, and one record per reply.
 
-Promises: every reply carries x-request-id; nothing is parsed before its size, time and key were checked.
+Promises: every reply carries x-request-id; no byte of a body is read before the head and the key were checked.
 Must not know: what the routes do; the path that counts is `scope["path"]`, never one rebuilt from headers.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import logging
@@ -16,21 +15,20 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire_server.errors import (
     ApiError,
     BadRequest,
     ClientGone,
     HeadersTooLarge,
-    PayloadTooLarge,
-    RequestTimeout,
     Unauthorized,
     UnsupportedMediaType,
     internal_error,
 )
+from quire_server.http.body_limits import BodyBudget, BodyHold, BodyLimits, declared_bytes, put_hold
 from quire_server.http.envelopes import error_reply, is_anthropic
+from quire_server.http.exchange import Exchange
 from quire_server.settings.keys import ApiKey
 from quire_server.settings.tenants import TenantEntry
 
@@ -43,8 +41,6 @@ PAGES = frozenset(
 )
 PUBLIC_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/version", "/metrics"}) | PAGES
 ADMIN_PATHS = ("/debug", "/admin", "/dashboard/events")  # with all below them; `admin` guards them instead of `KeyAuth`
-LINGER_SECONDS = 2.0
-LINGER_BYTES = 64 << 20
 
 log = logging.getLogger("quire.http")
 
@@ -53,9 +49,8 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """What one request may be."""
+    """What the head of a request may be, and how long its body may take."""
 
-    max_body_bytes: int = 8 << 20
     max_header_bytes: int = 32 << 10
     max_headers: int = 100
     body_timeout: float = 30.0  # seconds, for the whole body
@@ -76,14 +71,23 @@ class Reply:
 
 
 class Guard:
-    """The outermost application: request id, limits on head and body, the last resort for exceptions."""
+    """The outermost application: request id, limits on the head, clocks, the last resort for exceptions."""
 
     def __init__(
-        self, app: ASGIApp, *, limits: RequestLimits, on_reply: Callable[[Reply], None], root_path: str = ""
+        self,
+        app: ASGIApp,
+        *,
+        limits: RequestLimits,
+        bodies: BodyLimits,
+        budget: BodyBudget,
+        on_reply: Callable[[Reply], None],
+        root_path: str = "",
     ) -> None:
         self._app = app
         self._root_path = root_path
         self._limits = limits
+        self._bodies = bodies
+        self._budget = budget
         self._on_reply = on_reply
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,15 +98,26 @@ class Guard:
         request_id = choose_request_id(scope["headers"])
         scope["root_path"] = self._root_path  # routes match with and without it: not every proxy takes it away
         scope.setdefault("state", {})["request_id"] = request_id
-        exchange = scope["state"]["exchange"] = _Exchange(receive, send, request_id, self._limits)
+        hold = BodyHold(self._budget)
+        put_hold(scope, hold)
+        exchange = scope["state"]["exchange"] = Exchange(
+            receive,
+            send,
+            request_id,
+            limit=self._bodies.of(scope["path"]),
+            declared=declared_bytes(scope["headers"]),
+            hold=hold,
+            body_seconds=self._limits.body_timeout,
+        )
         if is_anthropic(scope):
             exchange.id_headers = ("x-request-id", "request-id")  # the second is what Anthropic's SDKs read
         try:
             await self._run(scope, exchange)
         finally:
+            hold.release()
             self._on_reply(_reply(scope, exchange, time.perf_counter() - started))
 
-    async def _run(self, scope: Scope, exchange: _Exchange) -> None:
+    async def _run(self, scope: Scope, exchange: Exchange) -> None:
         try:
             check_head(scope["headers"], self._limits)
             await self._app(scope, exchange.receive, exchange.send)
@@ -115,69 +130,6 @@ class Guard:
                 raise  # the reply is cut off: the listener closes the connection
             log.exception("unexpected error", extra={"request_id": exchange.request_id})
             await send_error(internal_error(), scope, exchange.receive, exchange.send)
-
-
-class _Exchange:
-    """One request's `receive` and `send`, counted and timed."""
-
-    def __init__(self, receive: Receive, send: Send, request_id: str, limits: RequestLimits) -> None:
-        self.request_id = request_id
-        self.status: int | None = None
-        self.client_gone = False
-        self.id_headers: tuple[str, ...] = ("x-request-id",)
-        self._receive = receive
-        self._send = send
-        self._limits = limits
-        self._deadline = asyncio.get_running_loop().time() + limits.body_timeout
-        self._body_bytes = 0
-        self._body_complete = False
-        self._oversized = False
-
-    async def receive(self) -> Message:
-        if self._body_complete or self.client_gone:
-            message = await self._receive()
-        else:
-            try:
-                async with asyncio.timeout_at(self._deadline):
-                    message = await self._receive()
-            except TimeoutError:
-                raise RequestTimeout(f"The body took longer than {self._limits.body_timeout:g} s to arrive.") from None
-        if message["type"] == "http.disconnect":
-            self.client_gone = True
-        elif message["type"] == "http.request":
-            self._body_bytes += len(message.get("body", b""))
-            self._body_complete = not message.get("more_body", False)
-            if self._body_bytes > self._limits.max_body_bytes:
-                self._oversized = True
-                raise PayloadTooLarge(self._limits.max_body_bytes)
-        return message
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            headers = MutableHeaders(scope=message)
-            for name in self.id_headers:
-                headers[name] = self.request_id
-        elif message["type"] == "http.response.body" and not message.get("more_body", False):
-            self._oversized = self._oversized or self.status == PayloadTooLarge.status
-            if self._oversized and not self._body_complete:
-                await self._send({**message, "more_body": True})
-                await self._linger()
-                message = {"type": "http.response.body", "body": b"", "more_body": False}
-        await self._send(message)
-
-    async def _linger(self) -> None:
-        """Read on for a while after a refusal: closing on unread bytes would reset the connection under the reply."""
-        dropped = 0
-        try:
-            async with asyncio.timeout(LINGER_SECONDS):
-                while dropped < LINGER_BYTES:
-                    message = await self._receive()
-                    if message["type"] != "http.request" or not message.get("more_body", False):
-                        return
-                    dropped += len(message.get("body", b""))
-        except TimeoutError:
-            return
 
 
 class KeyAuth:
@@ -258,7 +210,7 @@ def choose_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 def check_head(headers: list[tuple[bytes, bytes]], limits: RequestLimits) -> None:
-    """Raises HeadersTooLarge, BadRequest, UnsupportedMediaType or PayloadTooLarge; reads no body."""
+    """Raises HeadersTooLarge, BadRequest or UnsupportedMediaType; reads no body. How much may come is asked later."""
     if len(headers) > limits.max_headers:
         raise HeadersTooLarge(f"The request has more than {limits.max_headers} header lines.")
     if sum(len(name) + len(value) + 4 for name, value in headers) > limits.max_header_bytes:
@@ -270,11 +222,8 @@ def check_head(headers: list[tuple[bytes, bytes]], limits: RequestLimits) -> Non
         )
     if any(name == b"content-encoding" and value.strip().lower() != b"identity" for name, value in headers):
         raise UnsupportedMediaType("Compressed request bodies are not accepted.", headers={"Connection": "close"})
-    if lengths:
-        if not (lengths[0].isdigit() and len(lengths[0]) < 20):
-            raise BadRequest("Content-Length is not a number.", code="invalid_framing", headers={"Connection": "close"})
-        if int(lengths[0]) > limits.max_body_bytes:
-            raise PayloadTooLarge(limits.max_body_bytes)
+    if lengths and not (lengths[0].isdigit() and len(lengths[0]) < 20):
+        raise BadRequest("Content-Length is not a number.", code="invalid_framing", headers={"Connection": "close"})
 
 
 async def send_error(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
@@ -282,7 +231,7 @@ async def send_error(error: ApiError, scope: Scope, receive: Receive, send: Send
     await error_reply(error, scope)(scope, receive, send)
 
 
-def _reply(scope: Scope, exchange: _Exchange, seconds: float) -> Reply:
+def _reply(scope: Scope, exchange: Exchange, seconds: float) -> Reply:
     status = exchange.status
     if status is None:
         status = ClientGone.status if exchange.client_gone else ApiError.status

@@ -13,6 +13,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from quire_server.http.admin import AdminAuth
+from quire_server.http.body_limits import BodyBudget, BodyGate, BodyLimits
 from quire_server.http.cors import EXPOSED, METHODS, CorsHeaders, Preflights
 from quire_server.http.guard import Guard, KeyAuth, Reply, RequestLimits
 from quire_server.http.hosts import HostCheck, checks_hosts
@@ -22,9 +23,18 @@ from quire_server.settings import Settings
 Layer = Callable[[ASGIApp], ASGIApp]
 
 
-def layers(settings: Settings, *, on_reply: Callable[[Reply], None], requests: OpenRequests) -> Iterator[Layer]:
-    """From the innermost to the outermost."""
+def layers(
+    settings: Settings,
+    bodies: BodyLimits,
+    on_body_bytes: Callable[[int], None] = lambda _: None,
+    *,
+    on_reply: Callable[[Reply], None],
+    requests: OpenRequests,
+) -> Iterator[Layer]:
+    """From the innermost to the outermost. `on_body_bytes` is told how many bytes of bodies are held."""
     root = settings.root_path
+    budget = BodyBudget(max(settings.max_body_bytes_total, bodies.largest), on_body_bytes)
+    yield partial(BodyGate, limits=bodies, budget=budget)  # the innermost: nothing of a body counts before the key
     yield partial(AdminAuth, keys=settings.admin_keys, root_path=root)
     if settings.needs_key:  # among the innermost: preflights carry no key
         yield partial(KeyAuth, keys=settings.keys, tenants=settings.tenant_list, root_path=root)
@@ -40,11 +50,10 @@ def layers(settings: Settings, *, on_reply: Callable[[Reply], None], requests: O
         yield partial(HostCheck, allowed=settings.allowed_hosts, root_path=root)
     yield partial(LastWord, requests=requests)
     limits = RequestLimits(
-        max_body_bytes=settings.max_body_bytes,
         max_header_bytes=settings.max_header_bytes,
         max_headers=settings.max_headers,
         body_timeout=settings.body_timeout,
     )
-    yield partial(Guard, limits=limits, on_reply=on_reply, root_path=root)
+    yield partial(Guard, limits=limits, bodies=bodies, budget=budget, on_reply=on_reply, root_path=root)
     if settings.allowed_origins:
         yield partial(CorsHeaders, **cors)

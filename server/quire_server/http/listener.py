@@ -19,6 +19,7 @@ from typing import Any
 import uvicorn
 
 from quire_engine.errors import ConfigError
+from quire_server.http.body_limits import LARGEST_BODY
 from quire_server.http.connection import ConnectionConfig, ConnectionLimits
 from quire_server.http.tls import tls_context
 from quire_server.settings import Settings
@@ -80,7 +81,7 @@ async def serve(
         limits=ConnectionLimits(
             max_connections=settings.max_connections,
             max_header_bytes=settings.max_header_bytes,
-            max_body_bytes=settings.max_body_bytes,
+            max_body_bytes=settings.max_body_bytes or LARGEST_BODY,
             header_timeout=settings.header_timeout,
         ),
         keep_alive_seconds=settings.timeout_keep_alive,

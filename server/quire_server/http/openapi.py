@@ -34,6 +34,7 @@ from quire_server.errors import (
     UnsupportedMediaType,
 )
 from quire_server.http.body import body_model
+from quire_server.http.body_limits import BodyLimits
 from quire_server.http.envelopes import AnthropicErrorBody, is_anthropic_path
 from quire_server.http.guard import PUBLIC_PATHS, is_admin_path
 from quire_server.http.hosts import PROBES
@@ -64,6 +65,7 @@ def complete(
     *,
     needs_key: bool,
     needs_admin_key: bool,
+    limits: BodyLimits,
     looks_at_hosts: bool = False,
 ) -> Document:
     """Add request bodies, error replies and the key to the framework's document, in place. Returns it."""
@@ -92,7 +94,11 @@ def complete(
             model = bodies.get((path, method))
             if model is not None:
                 schema = references[model, "validation"]
-                operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+                operation["requestBody"] = {
+                    "description": f"At most {limits.of(path).max_bytes} bytes.",
+                    "required": True,
+                    "content": {"application/json": {"schema": schema}},
+                }
             errors = ANY_ROUTE + _refusals(path, looks_at_hosts) + (WITH_BODY if model is not None else ())
             responses = operation.setdefault("responses", {})
             responses.pop("422", None)

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire_server.errors import NotReady, error_body
+from quire_server.http.body_limits import LARGEST_BODY, BodyLimits
 from quire_server.http.envelopes import error_reply
 from quire_server.http.guard import PUBLIC_PATHS, Reply
 from quire_server.http.layers import layers
@@ -104,6 +105,8 @@ def starting_app(
         if reply.path.removeprefix(settings.root_path) not in PUBLIC_PATHS:
             on_reply(reply)
 
-    for layer in layers(settings, on_reply=tell, requests=OpenRequests()):
+    # The context is not known yet, and nobody reads a body.
+    bodies = BodyLimits(max_body_bytes=settings.max_body_bytes or LARGEST_BODY, max_model_len=1)
+    for layer in layers(settings, bodies, on_reply=tell, requests=OpenRequests()):
         app = layer(app)
     return app

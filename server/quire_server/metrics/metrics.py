@@ -88,6 +88,7 @@ class Metrics:
             STALL_SECONDS,
         )
         self._load_ratio = load_progress(values)
+        self._body_bytes = values.gauge("quire_http_body_bytes", "Bytes of large request bodies that are held.")
         self._http_requests = values.counter(
             "quire_http_requests",
             "HTTP replies, by route template, method and status.",
@@ -144,6 +145,10 @@ class Metrics:
     def deadline_exceeded(self) -> None:
         """A request was not finished in time."""
         self._late.inc()
+
+    def body_bytes(self, number: int) -> None:
+        """So many bytes of large bodies are held now."""
+        self._body_bytes.set(number)
 
     # -- the engine
 

@@ -12,7 +12,16 @@ from pydantic import BaseModel, Field
 
 from quire_server.settings.faults import FaultList
 from quire_server.settings.option import option
-from quire_server.settings.values import Origins, Positive, PositiveSeconds, RootPath, Seconds, Size, Strings
+from quire_server.settings.values import (
+    OptionalSize,
+    Origins,
+    Positive,
+    PositiveSeconds,
+    RootPath,
+    Seconds,
+    Size,
+    Strings,
+)
 
 
 class ServerFields(BaseModel):
@@ -55,7 +64,12 @@ class ServerFields(BaseModel):
     )
 
     # -- Limits
-    max_body_bytes: Size = option(8 * 2**20, "Limits", "largest request body, else 413", "bytes")
+    max_body_bytes: OptionalSize = option(
+        None, "Limits", "largest request body, else 413; default: what prompts for the context take", "bytes"
+    )
+    max_body_bytes_total: Size = option(
+        64 * 2**20, "Limits", "bodies held at once, over all connections; further ones are answered 503", "bytes"
+    )
     max_header_bytes: Size = option(32 * 2**10, "Limits", "largest request head, else 431", "bytes")
     max_headers: Positive = option(100, "Limits", "most header lines of a request, else 431")
     max_connections: Positive = option(1024, "Limits", "open connections, further ones are answered 503")

@@ -81,6 +81,11 @@ def _parse_size(value: object) -> object:
     return int(float(match[1]) * _SIZE_UNIT[match[2]])
 
 
+def _parse_optional_size(value: object) -> object:
+    """A size; `auto` is None."""
+    return None if value == "auto" else _parse_size(value)
+
+
 def _parse_swap_space(value: object) -> object:
     """A size; a bare number below 1024 counts GiB, as vLLM's flag of this name does."""
     if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?", value.strip()):
@@ -123,6 +128,7 @@ JsonObject = Annotated[dict[str, object], NoDecode, BeforeValidator(_parse_json)
 Count = Annotated[int, BeforeValidator(_parse_count)]
 OptionalCount = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_parse_count)]
 Size = Annotated[int, BeforeValidator(_parse_size), Field(gt=0)]
+OptionalSize = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_parse_optional_size)]
 SwapSpace = Annotated[int, BeforeValidator(_parse_swap_space), Field(ge=0)]
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]

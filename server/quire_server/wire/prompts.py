@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from pydantic import BeforeValidator, WithJsonSchema
+from pydantic import PlainValidator, WithJsonSchema
 
 Prompts = list[str] | list[list[int]]
 
 _MAX_ID = 2**31 - 1
+_PIECE = 16_384  # ids that are looked at in one go
 _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _MAX_ID}, "minItems": 1}
 
 
@@ -21,11 +22,13 @@ def one_or_many(most: int, what: str) -> tuple[Any, Any]:
     texts = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": most}
     lists = {"type": "array", "items": _TOKENS, "minItems": 1, "maxItems": most}
     schema = {"anyOf": [{"type": "string"}, texts, _TOKENS, lists]}
-    return BeforeValidator(lambda value: _check(value, most, what)), WithJsonSchema(schema)
+    return PlainValidator(lambda value: _check(value, most, what)), WithJsonSchema(schema)
 
 
 def _check(value: object, most: int, what: str) -> Prompts:
-    """All four forms, as a list of prompts. By hand: a union would report a wrong item once per form and item."""
+    """All four forms, as a list of prompts. By hand: a union would report a wrong item once per form and item, and look
+    at a million ids in one go, with which no other thread could run.
+    """
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
@@ -49,12 +52,13 @@ def _check(value: object, most: int, what: str) -> Prompts:
 
 
 def _check_ids(ids: list[object]) -> list[int]:
-    """By whole-list operations: a prompt may have a million ids."""
+    """By operations on whole lists, since a prompt may have a million ids, and some thousand of them at a time."""
     if not ids:
         raise ValueError("a prompt must have at least one token")
-    if set(map(type, ids)) != {int}:
-        raise ValueError("token ids must be integers")
-    checked = cast(list[int], ids)
-    if min(checked) < 0 or max(checked) > _MAX_ID:
-        raise ValueError("token ids must be those of the vocabulary")
-    return checked
+    for start in range(0, len(ids), _PIECE):
+        piece = cast(list[int], ids[start : start + _PIECE])
+        if set(map(type, piece)) != {int}:
+            raise ValueError("token ids must be integers")
+        if min(piece) < 0 or max(piece) > _MAX_ID:
+            raise ValueError("token ids must be those of the vocabulary")
+    return cast(list[int], ids)
