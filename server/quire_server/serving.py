@@ -58,6 +58,7 @@ async def serve(settings: Settings, supervisor: Supervisor, starting: asyncio.Ta
                 await _cancel(building)
                 return True
             state, app = building.result()
+            door.on_connections = state.metrics.connections
             await door.open(app)
             stats = asyncio.create_task(log_throughput(state.metrics, settings.log_stats_interval), name="stats")
             try:
@@ -79,7 +80,14 @@ async def _listening(door: Doorway, settings: Settings) -> AsyncIterator[tuple[L
     with contextlib.closing(listener.bind(settings)) as sock:
         started: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
         serving = asyncio.create_task(
-            listener.serve(door, settings, sock=sock, on_started=started.set_result), name="listener"
+            listener.serve(
+                door,
+                settings,
+                sock=sock,
+                on_started=started.set_result,
+                on_connections=lambda number: door.on_connections(number),
+            ),
+            name="listener",
         )
         try:
             await _first(started, serving)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,16 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState as ConnectionRegistry
 
-from quire_server.errors import ApiError, BadRequest, HeadersTooLarge, NotReady, RequestTimeout, error_body
+from quire_server.errors import (
+    ApiError,
+    BadRequest,
+    HeadersTooLarge,
+    NotReady,
+    QueueFull,
+    RequestTimeout,
+    error_body,
+)
+from quire_server.http.addresses import Addresses
 from quire_server.http.guard import choose_request_id
 from quire_server.http.half_close import HalfClosedWatch
 
@@ -25,6 +34,7 @@ GRACE_SECONDS = 5.0  # for replies still being written at the stop; draining com
 LINGER_SECONDS = 1.0  # a refused client may finish its sentence: closing at once would reset the refusal away
 WRITE_STALL_SECONDS = 60.0  # a client that takes nothing for so long is gone
 _WIRE_OVERHEAD = 8  # chunked framing costs at most 5 bytes per body byte; trailers and extensions are what remains
+ADDRESS_SECONDS = 5.0  # after which a client may try again that has too many connections
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +42,7 @@ class ConnectionLimits:
     """Bounds and clocks of a connection; times in seconds."""
 
     max_connections: int
+    max_connections_per_address: int
     max_header_bytes: int
     max_body_bytes: int
     header_timeout: float
@@ -50,6 +61,8 @@ class ConnectionConfig(uvicorn.Config):
         app: Callable[..., Any],
         *,
         limits: ConnectionLimits,
+        uncounted: Iterable[str] = (),
+        on_connections: Callable[[int], None] = lambda _: None,
         keep_alive_seconds: float,
         tls: ssl.SSLContext | None = None,
     ) -> None:
@@ -68,6 +81,8 @@ class ConnectionConfig(uvicorn.Config):
         )
         self.timeout_keep_alive = keep_alive_seconds  # type: ignore[assignment]  # a delay; fractions are fine
         self.limits = limits
+        self.addresses = Addresses(limits.max_connections_per_address, uncounted)
+        self.on_connections = on_connections
         self._tls = tls
 
     def load(self) -> None:
@@ -87,6 +102,9 @@ class Connection(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._limits = config.limits
+        self._addresses = config.addresses
+        self._on_connections = config.on_connections
+        self._place: str | None = None  # among the addresses
         self._in_head = False
         self._head_bytes = 0  # beyond the chunk that the head began in
         self._wire_bytes = 0
@@ -98,12 +116,20 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._start_head_clock()
+        self._on_connections(len(self.connections))
+        self._place, is_one_too_many = self._addresses.enter(None if self.client is None else self.client[0])
         if len(self.connections) > self._limits.max_connections:
             self._refuse(NotReady("Too many connections are open; retry later.", code="too_many_connections"))
+        elif is_one_too_many:
+            message = "Too many connections are open from this address; close some, or use them again."
+            self._refuse(QueueFull(message, retry_after_seconds=ADDRESS_SECONDS, code="too_many_connections"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_clocks()
         super().connection_lost(exc)
+        self._addresses.leave(self._place)
+        self._place = None
+        self._on_connections(len(self.connections))
 
     def eof_received(self) -> bool:  # type: ignore[override]  # true keeps the connection open
         """The client has closed its side: it may have left, or may only have said all."""

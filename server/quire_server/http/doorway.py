@@ -6,6 +6,7 @@ Must not know: what either does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ class Doorway:
     """Leads to one application at a time, and keeps the one that serves alive until the listener ends."""
 
     def __init__(self, app: ASGIApp) -> None:
+        self.on_connections: Callable[[int], None] = lambda _: None  # told how many are open; somebody, later on
         self._app = app
         self._serving = AsyncExitStack()
 

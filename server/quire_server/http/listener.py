@@ -74,16 +74,23 @@ async def serve(
     *,
     sock: socket.socket,
     on_started: Callable[[Listening], None],
+    on_connections: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Accept connections on a bound socket until stopped. `on_started` is called once, when the first could come."""
+    """Accept connections on a bound socket until stopped. `on_started` is called once, when the first could come.
+
+    `on_connections` is told how many are open.
+    """
     config = ConnectionConfig(
         app,
         limits=ConnectionLimits(
             max_connections=settings.max_connections,
+            max_connections_per_address=settings.max_connections_per_address,
             max_header_bytes=settings.max_header_bytes,
             max_body_bytes=settings.max_body_bytes or LARGEST_BODY,
             header_timeout=settings.header_timeout,
         ),
+        uncounted=settings.trusted_proxies,
+        on_connections=on_connections,
         keep_alive_seconds=settings.timeout_keep_alive,
         tls=tls_context(settings),
     )

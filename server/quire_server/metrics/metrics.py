@@ -88,6 +88,7 @@ class Metrics:
             STALL_SECONDS,
         )
         self._load_ratio = load_progress(values)
+        self._http_connections = values.gauge("quire_http_connections", "Connections that are open.")
         self._body_bytes = values.gauge("quire_http_body_bytes", "Bytes of large request bodies that are held.")
         self._http_requests = values.counter(
             "quire_http_requests",
@@ -145,6 +146,10 @@ class Metrics:
     def deadline_exceeded(self) -> None:
         """A request was not finished in time."""
         self._late.inc()
+
+    def connections(self, number: int) -> None:
+        """So many connections are open now."""
+        self._http_connections.set(number)
 
     def body_bytes(self, number: int) -> None:
         """So many bytes of large bodies are held now."""

@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field
 from quire_server.settings.faults import FaultList
 from quire_server.settings.option import option
 from quire_server.settings.values import (
+    Networks,
     OptionalSize,
     Origins,
     Positive,
@@ -73,6 +74,12 @@ class ServerFields(BaseModel):
     max_header_bytes: Size = option(32 * 2**10, "Limits", "largest request head, else 431", "bytes")
     max_headers: Positive = option(100, "Limits", "most header lines of a request, else 431")
     max_connections: Positive = option(1024, "Limits", "open connections, further ones are answered 503")
+    max_connections_per_address: Positive = option(
+        512, "Limits", "of those, from one address; further ones are answered 429"
+    )
+    trusted_proxies: Networks = option(
+        (), "Limits", "addresses and networks of proxies, which bring the connections of many: not counted one by one"
+    )
     header_timeout: PositiveSeconds = option(10.0, "Limits", "time to send a request's head", "s")
     body_timeout: PositiveSeconds = option(30.0, "Limits", "time to send a request's body, else 408", "s")
     strict: bool = option(False, "Limits", "refuse fields without effect, such as unknown ones, instead of naming them")

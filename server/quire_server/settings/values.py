@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from ipaddress import ip_network
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -108,6 +109,15 @@ def synonym_of(field: str) -> Callable[[Any], Any]:
     return lambda value: known.get(value, value) if isinstance(value, str) else value
 
 
+def _check_networks(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        try:
+            ip_network(name)
+        except ValueError:
+            raise ValueError(f"{name!r} is no address or network; 10.0.0.7 and 10.0.0.0/8 are") from None
+    return names
+
+
 def _check_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9._/:-]{1,96}", name):
         raise ValueError("names are 1 to 96 characters of A-Z a-z 0-9 . _ - / :")
@@ -122,6 +132,7 @@ def _check_block_size(size: int) -> int:
 
 Strings = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list)]
 Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_origins)]
+Networks = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list), AfterValidator(_check_networks)]
 RootPath = Annotated[str, AfterValidator(_check_root_path)]
 Names = Annotated[tuple[Annotated[str, AfterValidator(_check_name)], ...], NoDecode, BeforeValidator(_split_list)]
 JsonObject = Annotated[dict[str, object], NoDecode, BeforeValidator(_parse_json)]
