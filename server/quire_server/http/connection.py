@@ -27,8 +27,10 @@ from quire_server.errors import (
     error_body,
 )
 from quire_server.http.addresses import Addresses
+from quire_server.http.body_limits import declared_bytes
 from quire_server.http.guard import choose_request_id
 from quire_server.http.half_close import HalfClosedWatch
+from quire_server.http.intake import Intake
 
 GRACE_SECONDS = 5.0  # for replies still being written at the stop; draining comes before it
 LINGER_SECONDS = 1.0  # a refused client may finish its sentence: closing at once would reset the refusal away
@@ -108,6 +110,7 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         self._head_bytes = 0  # beyond the chunk that the head began in
         self._wire_bytes = 0
+        self._plain_bytes = 0  # of a body whose length was announced: those that are still to come
         self._refused = False
         self._head_clock: asyncio.TimerHandle | None = None
         self._write_clock: asyncio.TimerHandle | None = None
@@ -115,6 +118,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._intake = self.flow = Intake(transport, self._parse, lambda: self._plain_bytes)
         self._start_head_clock()
         self._on_connections(len(self.connections))
         self._place, is_one_too_many = self._addresses.enter(None if self.client is None else self.client[0])
@@ -126,6 +130,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_clocks()
+        self._intake.stop()
         super().connection_lost(exc)
         self._addresses.leave(self._place)
         self._place = None
@@ -142,20 +147,44 @@ class Connection(HttpToolsProtocol):
         return True
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
-            return
+        self._intake.take(data)
+
+    def _parse(self, data: bytes) -> bool:
+        """Some of what has arrived; whether more of it may follow now."""
+        if self._refused or self.transport.is_closing():
+            return True
         self._wire_bytes += len(data)
         if self._in_head:
             self._head_bytes += len(data)
-        super().data_received(data)
+        if self._drops_chunks():
+            self.cycle.message_event.set()  # who lingers for the client's sake sees that it still sends
+        else:
+            super().data_received(data)
         if self._refused or self.transport.is_closing():
-            return
+            return True
         if self._wire_bytes > self._limits.max_wire_bytes:
             self.transport.abort()
         elif self._in_head and self._head_bytes > self._limits.max_header_bytes:
             self._refuse(HeadersTooLarge(f"The request's head is larger than {self._limits.max_header_bytes} bytes."))
         elif self._is_between_requests() and self._head_clock is None:
             self._start_head_clock()
+        return not self.pipeline
+
+    def _drops_chunks(self) -> bool:
+        """Whether a reply has come before its request was read: chunks of one byte are dear to parse for nothing."""
+        cycle = self.cycle
+        return (
+            cycle is not None
+            and cycle.response_started
+            and cycle.more_body
+            and not cycle.keep_alive
+            and any(name == b"transfer-encoding" for name, _ in self.headers)
+        )
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.pipeline:
+            self._intake.go_on()
 
     def on_message_begin(self) -> None:
         self._in_head = True
@@ -169,7 +198,12 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._stop_head_clock()
+        self._plain_bytes = declared_bytes(self.headers) or 0
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._plain_bytes = max(0, self._plain_bytes - len(body))
+        super().on_body(body)
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(BadRequest(msg, code="invalid_http", headers={"Connection": "close"}))
