@@ -58,7 +58,7 @@ async def serve(settings: Settings, supervisor: Supervisor, starting: asyncio.Ta
                 await _cancel(building)
                 return True
             state, app = building.result()
-            door.on_connections = state.metrics.connections
+            door.watch_connections(state.metrics.connections)
             await door.open(app)
             stats = asyncio.create_task(log_throughput(state.metrics, settings.log_stats_interval), name="stats")
             try:
@@ -85,7 +85,7 @@ async def _listening(door: Doorway, settings: Settings) -> AsyncIterator[tuple[L
                 settings,
                 sock=sock,
                 on_started=started.set_result,
-                on_connections=lambda number: door.on_connections(number),
+                on_connections=door.tell_connections,
             ),
             name="listener",
         )

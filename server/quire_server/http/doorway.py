@@ -20,7 +20,8 @@ class Doorway:
     """Leads to one application at a time, and keeps the one that serves alive until the listener ends."""
 
     def __init__(self, app: ASGIApp) -> None:
-        self.on_connections: Callable[[int], None] = lambda _: None  # told how many are open; somebody, later on
+        self._num_connections = 0
+        self._on_connections: Callable[[int], None] = lambda _: None
         self._app = app
         self._serving = AsyncExitStack()
 
@@ -28,6 +29,16 @@ class Doorway:
         """From now on requests go to this one. Its own start and end are the doorway's."""
         await self._serving.enter_async_context(app.router.lifespan_context(app))
         self._app = app
+
+    def tell_connections(self, number: int) -> None:
+        """The listener has so many."""
+        self._num_connections = number
+        self._on_connections(number)
+
+    def watch_connections(self, on_connections: Callable[[int], None]) -> None:
+        """Who wants to know, from now on, how many there are."""
+        self._on_connections = on_connections
+        on_connections(self._num_connections)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":
