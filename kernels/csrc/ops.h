@@ -50,6 +50,9 @@ QUIRE_API int32_t quire_threads(const Context* context);
 
 QUIRE_API int64_t quire_panel_count(const Linear* w);
 
+// XXH64 of [data, data + bytes), by the calling thread alone.
+QUIRE_API int64_t quire_checksum(const char* data, int64_t bytes);
+
 // All that follow return 0, or 1 when memory ran out; those that take an AttentionStep also kOutOfRange.
 
 // Commits the pages of [data, data + bytes), in order, whenever a core is idle.
@@ -61,6 +64,9 @@ QUIRE_API int32_t quire_lay_out(Context* context, const Linear* w, const bf16* r
 // Fills w->packed, for int8 and int4 w->scales and for int8 w->sums, from bf16 rows [n, columns]; for gate-up from
 // `rows` and `above`, [n / 2, columns] each.
 QUIRE_API int32_t quire_pack(Context* context, const Linear* w, const bf16* rows, const bf16* above);
+
+// Whether all of `count` values are finite numbers, into `finite`.
+QUIRE_API int32_t quire_all_finite(Context* context, const bf16* values, int64_t count, uint8_t* finite);
 
 // x [m, columns] bf16 -> norm -> w -> out: bf16 [m, n], float [m, n] (`as_float`), or for gate-up bf16 [m, n / 2].
 QUIRE_API int32_t quire_norm_linear(Context* context, const Linear* w, const bf16* x, int64_t m, const bf16* norm,

@@ -14,6 +14,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from quire_kernels.packed_form import PackedForm
+
 # How the C++ kernels may hold weights: 8 bits per value, or 4 with a scale for every 32.
 Quantization = Literal["int8", "int4"]
 # What the KV pool holds: the model's dtype, or int8 or fp8 (e4m3) with a scale for every token and head.
@@ -191,6 +193,7 @@ class KernelSet:
     # the scales of its rows. None: matrices stay as they are, and a tied head is the embedding.
     packed_bits: float | None = None
     packed_bytes: Callable[[LinearWeight], int] | None = None  # of one matrix; with `packed_bits`
+    packed_form: PackedForm | None = None  # matrices are plain memory, which may outlive the process
     greedy: Callable[[Tensor, Tensor, float, LinearWeight, Tensor | None], tuple[list[int], list[bool]]] | None = None
     choose: Callable[[Tensor, ChoiceRows], tuple[Tensor, Tensor, Tensor]] | None = None
     attention_scratch: Callable[[int, int, int, int], int] | None = None

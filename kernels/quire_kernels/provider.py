@@ -6,6 +6,7 @@ Must not know: which providers there are, the engine, the server, the environmen
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -27,6 +28,7 @@ class Requirements:
     quantization: Quantization | None = None  # of the weights
     deterministic: bool = False  # a row's bits must not depend on the other rows of a call
     attention: AttentionChoice = "auto"
+    on_compiled: Callable[[int, int], None] | None = None  # told how many files of how many are compiled, if any are
     threads: int | None = None  # of workers of its own, if it has such; None is one per usable core
 
 

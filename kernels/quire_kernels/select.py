@@ -7,7 +7,7 @@ refusal says why and what would work. Must not know: what a kernel set needs, th
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -33,6 +33,7 @@ def select(
     deterministic: bool = False,
     attention: AttentionChoice = "auto",
     threads: int | None = None,
+    on_compiled: Callable[[int, int], None] | None = None,
     providers: Sequence[Provider] = PROVIDERS,
 ) -> KernelSet:
     """The kernel set for such a model: the fastest ("auto"), or the one of that name. ValueError if it cannot serve.
@@ -48,6 +49,7 @@ def select(
         deterministic=deterministic,
         attention=attention,
         threads=threads,
+        on_compiled=on_compiled,
     )
     names = (AUTO, *(each.name for each in providers))
     if choice not in names:

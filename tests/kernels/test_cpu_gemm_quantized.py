@@ -42,7 +42,7 @@ def steps_to_rows(panels, values_per_step):
 
 def unpack_bf16(w):
     """[rows, k], whatever padding is; a panel that is shorter than its weights is coded (coded.h)."""
-    memory, starts = w.memory[:2]
+    memory, starts = w.parts["packed"], w.parts["starts"]
     panels = [memory[start:end] for start, end in pairwise(starts.tolist())]
     plain = PANEL * w.args.k * 2
     steps = [panel.view(torch.bfloat16) if len(panel) == plain else decoded(panel, w.args.k // 2) for panel in panels]
@@ -70,15 +70,15 @@ def decoded(panel, steps):
 
 def unpack_int8(w):
     """Codes [rows, k], scales [rows], and the stored sums."""
-    codes = steps_to_rows(w.memory[0].view(torch.int8).view(-1, PANEL * w.args.k), 4)
-    return codes.long(), w.memory[2], w.memory[3]
+    codes = steps_to_rows(w.parts["packed"].view(torch.int8).view(-1, PANEL * w.args.k), 4)
+    return codes.long(), w.parts["scales"], w.parts["sums"]
 
 
 def unpack_int4(w):
     """Codes -8..7 [rows, k], scales [rows, groups]."""
-    groups = w.memory[0].view(-1, w.args.k // GROUP, PANEL + PANEL * GROUP // 2)
+    groups = w.parts["packed"].view(-1, w.args.k // GROUP, PANEL + PANEL * GROUP // 2)
     relative = scale_of(groups[..., :PANEL])  # [P, groups, 64]
-    scales = relative.transpose(1, 2) * w.memory[2].view(-1, PANEL, 1)  # powers of two: exact
+    scales = relative.transpose(1, 2) * w.parts["scales"].view(-1, PANEL, 1)  # powers of two: exact
     pairs = groups[..., PANEL:].view(*groups.shape[:2], 4, PANEL, 4).transpose(2, 3).flatten(3)  # [P, g, 64, 16]
     codes = torch.cat([pairs & 15, pairs >> 4], dim=-1).long() - 8  # [P, g, 64, 32]
     return codes.transpose(1, 2).flatten(2).flatten(0, 1), scales.flatten(0, 1)
@@ -133,7 +133,7 @@ def test_a_packed_matrix_owns_its_memory(variant, kind):
     more = kernels.pack_linear(given.weight[:64] * 3, None)
     for w, expected in zip(matrices, before, strict=True):
         assert torch.equal(kernels.norm_linear(given.x, given.norm, EPS, w), expected)
-    spans = sorted((w.args.packed, w.args.packed + w.memory[0].nbytes) for w in [*matrices, more])
+    spans = sorted((w.args.packed, w.args.packed + w.parts["packed"].nbytes) for w in [*matrices, more])
     assert all(start % 64 == 0 for start, _ in spans)
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
 

@@ -33,6 +33,9 @@ from quire_kernels.cpu.signatures import declare
 from quire_kernels.cpu.variants import Variant, usable_variants
 from quire_kernels.trusted_folder import UntrustedFolder, open_trusted, trusted
 
+# Of how many files that are compiled, of how many: a start that is slow is not one that hangs.
+OnCompiled = Callable[[int, int], None]
+
 _log = logging.getLogger(__name__)
 _PACKAGE = Path(__file__).resolve().parents[1]
 _PREBUILT = _PACKAGE / "prebuilt"
@@ -41,25 +44,32 @@ _SECONDS_BETWEEN_LINES = 2.0
 
 
 def load_library(
-    variant: Variant | None = None, *, cache_dir: Path | None = None, extra_flags: Sequence[str] = ()
+    variant: Variant | None = None,
+    *,
+    cache_dir: Path | None = None,
+    extra_flags: Sequence[str] = (),
+    on_compiled: OnCompiled | None = None,
 ) -> ctypes.CDLL:
     """The kernels for the best variant of this CPU that the compiler knows, or for the one given.
 
-    Built on first use and kept in `cache_dir` (default: ~/.cache/quire/kernels). Raises KernelBuildError.
+    Built on first use and kept in `cache_dir` (default: ~/.cache/quire/kernels); `on_compiled` is told how many files
+    are done. Raises KernelBuildError.
     """
     if platform.system() != "Linux":
         raise KernelBuildError(f"the C++ kernels run on Linux, not on {platform.system()}")
     *better, last = usable_variants() if variant is None else (variant,)
     for each in better:
         try:
-            return _load(each, cache_dir, extra_flags)
+            return _load(each, cache_dir, extra_flags, on_compiled)
         except CompilationError as error:
             complaint = " ".join(str(error).split("\n")[:2])
             _log.warning("cannot build the kernels for %s, using slower ones: %s", each.name, complaint)
-    return _load(last, cache_dir, extra_flags)
+    return _load(last, cache_dir, extra_flags, on_compiled)
 
 
-def _load(variant: Variant, cache_dir: Path | None, extra_flags: Sequence[str]) -> ctypes.CDLL:
+def _load(
+    variant: Variant, cache_dir: Path | None, extra_flags: Sequence[str], on_compiled: OnCompiled | None
+) -> ctypes.CDLL:
     flags = (*FLAGS, *variant.flags, *extra_flags)
     sources = _source_folder()
     key = _key(sources, flags)
@@ -71,7 +81,7 @@ def _load(variant: Variant, cache_dir: Path | None, extra_flags: Sequence[str]) 
     name = f"{variant.name}-{key}-{_digest(compiler.version.encode())[:8]}.so"
 
     def build(path: Path) -> None:
-        _build(compiler, variant, sources, flags, path)
+        _build(compiler, variant, sources, flags, path, on_compiled=on_compiled)
 
     cache = cache_dir
     try:
@@ -162,7 +172,15 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _build(compiler: Compiler, variant: Variant, sources: Path, flags: Sequence[str], path: Path) -> None:
+def _build(
+    compiler: Compiler,
+    variant: Variant,
+    sources: Path,
+    flags: Sequence[str],
+    path: Path,
+    *,
+    on_compiled: OnCompiled | None = None,
+) -> None:
     """Compile into `path`. The digest of the library follows it, so that half a file is recognised."""
     started = time.perf_counter()
     units = sorted(sources.rglob("*.cpp"))
@@ -173,6 +191,8 @@ def _build(compiler: Compiler, variant: Variant, sources: Path, flags: Sequence[
     def tell(num_done: int) -> None:
         """A line every other second: nobody should take the first start for one that hangs."""
         nonlocal told
+        if on_compiled is not None:
+            on_compiled(num_done, len(units))
         now = time.perf_counter()
         if now - told >= _SECONDS_BETWEEN_LINES and num_done < len(units):
             told = now

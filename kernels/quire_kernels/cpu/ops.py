@@ -16,9 +16,9 @@ from torch import Tensor
 from quire_kernels.cpu.attention import CpuAttention, KVType
 from quire_kernels.cpu.context import Context
 from quire_kernels.cpu.layers import CpuLayers
-from quire_kernels.cpu.library import load_library
+from quire_kernels.cpu.library import OnCompiled, load_library
 from quire_kernels.cpu.memory import Arena
-from quire_kernels.cpu.packing import PackedLinear, Packer
+from quire_kernels.cpu.packing import PackedLinear, Packer, packed_form
 from quire_kernels.kernel_set import KernelSet, Quantization
 from quire_kernels.reference import REFERENCE
 
@@ -32,14 +32,15 @@ def cpu_kernel_set(
     *,
     kv_type: KVType = "bf16",
     library: ctypes.CDLL | None = None,
+    on_compiled: OnCompiled | None = None,
 ) -> KernelSet:
     """The kernel set for bfloat16 models, with its own workers: `threads` of them, the caller included.
 
     None: one per usable core. `kv_type`: what the pool holds. Raises KernelBuildError where the C++ cannot be compiled.
     """
-    library = library or load_library()
+    library = library or load_library(on_compiled=on_compiled)
     context = Context(library, threads or len(os.sched_getaffinity(0)))
-    packer = Packer(library, context.handle, quantization, Arena())
+    packer = Packer(context, quantization, Arena().allocate)
     linear, attention = LinearOps(context), CpuAttention(context, kv_type)
     return KernelSet(
         name="cpu",
@@ -58,6 +59,7 @@ def cpu_kernel_set(
         packed_bits=_BITS[quantization],
         packed_bytes=lambda weight: weight.num_bytes,
         bind_layers=partial(CpuLayers, context, attention),
+        packed_form=packed_form(context, quantization),
         own_threads=True,
     )
 

@@ -1,25 +1,40 @@
-"""Weight matrices as the C++ kernels read them: packed, perhaps quantised, in memory with huge pages.
+"""Weight matrices as the C++ kernels read them: packed, perhaps quantised, in memory that somebody else provides.
 
-Promises: a packed matrix owns its memory and never points at the tensor that it came from.
+Promises: a packed matrix keeps its memory alive and never points at the tensor that it came from.
 Must not know: layers, files, what a matrix is for.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quire_kernels.cpu.memory import Arena
+from quire_kernels.cpu.context import Context
 from quire_kernels.cpu.signatures import LinearArgs
 from quire_kernels.kernel_set import Quantization
+from quire_kernels.packed_form import Allocate, PackedForm, PackGateUp, PackLinear
+
+# Of the bytes: it changes with what any kind of weight is packed into, and files of other versions are packed anew.
+PACKING_VERSION = 1
 
 _KINDS: dict[Quantization | None, int] = {None: 0, "int8": 1, "int4": 2}
+# The memory of a matrix, by its names in C++, and what it holds; not every kind has all.
+_PARTS = {
+    "packed": torch.uint8,
+    "starts": torch.int64,
+    "scales": torch.float32,
+    "sums": torch.int32,
+    "bias": torch.float32,
+}
 _PANEL_ROWS = 64
 _K_MULTIPLE = 32
 _MAX_K = 65536  # int32 sums of products of bytes
+_ALIGNMENT = 64
 
 
 class PackedLinear(NamedTuple):
@@ -30,21 +45,21 @@ class PackedLinear(NamedTuple):
     num_inputs: int
     gate_up: bool
     args: LinearArgs
-    memory: tuple[Tensor, ...]
+    parts: dict[str, Tensor]  # what `args` points to
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.memory)
+        return sum(tensor.nbytes for tensor in self.parts.values())
 
 
 class Packer:
     """Packs matrices with the workers of one context."""
 
-    def __init__(self, library: ctypes.CDLL, context: int, quantization: Quantization | None, arena: Arena) -> None:
-        self._library = library
+    def __init__(self, context: Context, quantization: Quantization | None, allocate: Allocate) -> None:
         self._context = context
+        self._library = context.library
         self._kind = _KINDS[quantization]
-        self._arena = arena
+        self._allocate = allocate
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         """[N, K] bfloat16 and [N]."""
@@ -65,36 +80,127 @@ class Packer:
 
     def _pack(self, sources: tuple[Tensor, ...], n: int, k: int, bias: Tensor | None) -> PackedLinear:
         for source in sources:
-            if source.dtype != torch.bfloat16 or source.device.type != "cpu":
-                raise ValueError(f"weights must be bfloat16 on the CPU, not {source.dtype} on {source.device}")
+            _check(source)
         if not 0 < k <= _MAX_K or n == 0:
             raise ValueError(f"a matrix of {n} x {k} cannot be packed; at most {_MAX_K} columns are possible")
         gate_up = len(sources) > 1
-        args = LinearArgs(kind=self._kind, gate_up=int(gate_up), n=n, k=-(-k // _K_MULTIPLE) * _K_MULTIPLE, columns=k)
-        address = ctypes.addressof(args)
-        panels = self._library.quire_panel_count(address)
+        args = _arguments(self._kind, n, k, gate_up=gate_up)
+        lanes = _lanes(self._library, args)
         sources = tuple(source.contiguous() for source in sources)
-        operands = (self._context, address, sources[0].data_ptr(), sources[1].data_ptr() if gate_up else None)
-        starts = torch.empty(panels + 1, dtype=torch.int64)
-        args.starts = starts.data_ptr()
+        operands = (
+            self._context.handle,
+            ctypes.addressof(args),
+            sources[0].data_ptr(),
+            sources[1].data_ptr() if gate_up else None,
+        )
+        parts = {"starts": self._memory("starts", lanes // _PANEL_ROWS + 1)}
+        _point(args, parts)
         if self._library.quire_lay_out(*operands):
             raise MemoryError("packing a weight matrix")
-        memory = [self._arena.allocate(int(starts[-1])), starts]
-        args.packed = memory[0].data_ptr()
-        if self._kind != _KINDS[None]:
-            scales = torch.empty(panels * _PANEL_ROWS, dtype=torch.float32)
-            args.scales = scales.data_ptr()
-            memory.append(scales)
-        if self._kind == _KINDS["int8"]:
-            sums = torch.empty(panels * _PANEL_ROWS, dtype=torch.int32)
-            args.sums = sums.data_ptr()
-            memory.append(sums)
+        parts["packed"] = self._memory("packed", int(parts["starts"][-1]))
+        parts |= {name: self._memory(name, lanes) for name in _lane_parts(self._kind)}
         if bias is not None:
-            args.bias = bias.data_ptr()
-            memory.append(bias)
+            parts["bias"] = self._memory("bias", lanes).copy_(bias)
+        _point(args, parts)
         if self._library.quire_pack(*operands):
             raise MemoryError("packing a weight matrix")
-        return PackedLinear(address, n // 2 if gate_up else n, k, gate_up, args, tuple(memory))
+        return _packed(args, parts)
+
+    def _memory(self, part: str, length: int) -> Tensor:
+        dtype = _PARTS[part]
+        return self._allocate(length * dtype.itemsize).view(dtype)
+
+
+def packed_form(context: Context, quantization: Quantization | None) -> PackedForm:
+    """What the kernel set of a context says of its matrices."""
+    library, kind = context.library, _KINDS[quantization]
+
+    def packer(allocate: Allocate) -> tuple[PackLinear, PackGateUp]:
+        packing = Packer(context, quantization, allocate)
+        return packing.linear, packing.gate_up
+
+    def all_finite(values: Tensor) -> bool:
+        _check(values)
+        values, finite = values.contiguous(), ctypes.c_uint8()
+        if library.quire_all_finite(context.handle, values.data_ptr(), values.numel(), ctypes.byref(finite)):
+            raise MemoryError("checking a weight matrix")
+        return bool(finite.value)
+
+    return PackedForm(
+        name=f"{PACKING_VERSION} {library.quire_variant().decode()} {quantization or 'bf16'}",
+        packer=packer,
+        most_bytes=partial(_most_bytes, kind),
+        facts=lambda weight: {name: getattr(weight.args, name) for name in ("gate_up", "n", "columns")},
+        parts=lambda weight: dict(weight.parts),
+        restore=lambda facts, parts: _restored(library, kind, facts, parts),
+        all_finite=all_finite,
+        checksum=library.quire_checksum,
+    )
+
+
+def _restored(library: ctypes.CDLL, kind: int, facts: Mapping[str, int], memory: Mapping[str, Tensor]) -> PackedLinear:
+    """A matrix from its memory, after a look at all that C++ takes on trust."""
+    n, k, gate_up = (facts[name] for name in ("n", "columns", "gate_up"))
+    if not 0 < k <= _MAX_K or n <= 0 or gate_up not in (0, 1):
+        raise ValueError(f"there is no packed matrix of {n} x {k}")
+    args = _arguments(kind, n, k, gate_up=bool(gate_up))
+    lanes = _lanes(library, args)
+    lengths = {"starts": lanes // _PANEL_ROWS + 1, **dict.fromkeys(_lane_parts(kind), lanes)}
+    if "bias" in memory:
+        lengths["bias"] = lanes
+    if memory.keys() != {"packed", *lengths}:
+        raise ValueError(f"a packed matrix has {', '.join(lengths)}, not {', '.join(memory)}")
+    for name, length in lengths.items():
+        if memory[name].nbytes != length * _PARTS[name].itemsize:
+            raise ValueError(f"{name} of a packed matrix of {n} x {k} takes {memory[name].nbytes} bytes")
+    parts = {name: tensor.view(_PARTS[name]) for name, tensor in memory.items()}
+    starts = parts["starts"]
+    if starts[0] != 0 or starts[-1] != len(parts["packed"]) or bool((starts % _ALIGNMENT).any()):
+        raise ValueError(f"the panels of a packed matrix of {n} x {k} are not where they should be")
+    if bool((starts.diff() <= 0).any()):
+        raise ValueError(f"the panels of a packed matrix of {n} x {k} do not follow each other")
+    _point(args, parts)
+    return _packed(args, parts)
+
+
+def _arguments(kind: int, n: int, k: int, *, gate_up: bool) -> LinearArgs:
+    return LinearArgs(kind=kind, gate_up=int(gate_up), n=n, k=-(-k // _K_MULTIPLE) * _K_MULTIPLE, columns=k)
+
+
+def _lanes(library: ctypes.CDLL, args: LinearArgs) -> int:
+    return int(library.quire_panel_count(ctypes.addressof(args))) * _PANEL_ROWS
+
+
+def _lane_parts(kind: int) -> tuple[str, ...]:
+    """What a kind keeps for every output row."""
+    return {_KINDS[None]: (), _KINDS["int8"]: ("scales", "sums"), _KINDS["int4"]: ("scales",)}[kind]
+
+
+def _point(args: LinearArgs, parts: Mapping[str, Tensor]) -> None:
+    for name, tensor in parts.items():
+        setattr(args, name, tensor.data_ptr())
+
+
+def _packed(args: LinearArgs, parts: dict[str, Tensor]) -> PackedLinear:
+    outputs = args.n // 2 if args.gate_up else args.n
+    return PackedLinear(ctypes.addressof(args), outputs, args.columns, bool(args.gate_up), args, parts)
+
+
+def _most_bytes(kind: int, rows: int, columns: int) -> int:
+    """A gate-up pair may have one panel more than its rows fill; what is coded is smaller than what it is made of."""
+    panels = -(-rows // _PANEL_ROWS) + 1
+    groups = -(-columns // _K_MULTIPLE)
+    of_a_group = {_KINDS[None]: 2 * _K_MULTIPLE, _KINDS["int8"]: _K_MULTIPLE, _KINDS["int4"]: 1 + _K_MULTIPLE // 2}[
+        kind
+    ]
+    of_a_lane = groups * of_a_group + sum(_PARTS[name].itemsize for name in ("scales", "sums", "bias"))
+    starts = (panels + 1) * _PARTS["starts"].itemsize
+    return panels * _PANEL_ROWS * of_a_lane + starts + len(_PARTS) * _ALIGNMENT
+
+
+def _check(source: Tensor) -> None:
+    if source.dtype != torch.bfloat16 or source.device.type != "cpu":
+        raise ValueError(f"weights must be bfloat16 on the CPU, not {source.dtype} on {source.device}")
 
 
 def _padded(values: Tensor, multiple: int) -> Tensor:

@@ -32,7 +32,10 @@ class CpuProvider:
 
         try:
             return cpu_kernel_set(
-                required.threads, required.quantization, kv_type="int8" if required.kv.kv_type == "int8" else "bf16"
+                required.threads,
+                required.quantization,
+                kv_type="int8" if required.kv.kv_type == "int8" else "bf16",
+                on_compiled=required.on_compiled,
             )
         except KernelBuildError as error:
             said = " ".join(str(error).split("\n")[:2])  # of a compiler's complaints the first

@@ -1,0 +1,136 @@
+"""Packed matrices as plain memory: restored they are the same, what cannot be one is refused, and versions are kept."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+
+import pytest
+import torch
+
+from quire_kernels.cpu.library import load_library
+from quire_kernels.cpu.packing import PACKING_VERSION
+from quire_kernels.cpu.variants import usable_variants
+from support.cpu_linear import KINDS, SHAPES, apply_ops, kernel_set, operands
+
+VARIANTS = [variant.name for variant in usable_variants()]
+BEST = VARIANTS[0]
+
+
+def allocate(num_bytes: int) -> torch.Tensor:
+    return torch.zeros(num_bytes, dtype=torch.uint8)
+
+
+def matrices(kernels, given):
+    """The same three through the packer of the form: plain, with a bias, gate and up."""
+    linear, gate_up = kernels.packed_form.packer(allocate)
+    return linear(given.weight, None), linear(given.weight, given.bias), gate_up(*given.halves, given.bias)
+
+
+def copied(parts):
+    """As uint8 and somewhere else, as another process has them."""
+    return {name: tensor.clone().view(torch.uint8) for name, tensor in parts.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_what_is_restored_computes_the_same_bits(kind, n, k):
+    kernels, given = kernel_set(BEST, kind), operands(n, k, 3)
+    form, packed = kernels.packed_form, matrices(kernels, given)
+    restored = [form.restore(form.facts(each), copied(form.parts(each))) for each in packed]
+    expected, got = apply_ops(kernels, given, *packed), apply_ops(kernels, given, *restored)
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    assert [form.facts(each) for each in restored] == [form.facts(each) for each in packed]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_a_matrix_takes_no_more_than_was_said(kind, n, k):
+    form = kernel_set(BEST, kind).packed_form
+    for each in matrices(kernel_set(BEST, kind), operands(n, k, 1)):
+        assert sum(-(-tensor.nbytes // 64) * 64 for tensor in form.parts(each).values()) <= form.most_bytes(n, k)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_that_is_no_packed_matrix_is_refused(kind):
+    kernels = kernel_set(BEST, kind)
+    form, (_, packed, _) = kernels.packed_form, matrices(kernels, operands(200, 1024, 1))
+    facts = form.facts(packed)
+
+    def refused(facts, **changes):
+        parts = {
+            name: tensor for name, tensor in {**copied(form.parts(packed)), **changes}.items() if tensor is not None
+        }
+        with pytest.raises(ValueError):
+            form.restore(facts, parts)
+
+    starts = form.parts(packed)["starts"]
+    for wrong in (starts + 64, starts.flip(0), starts + torch.arange(len(starts)), starts[:-1].clone()):
+        refused(facts, starts=wrong.view(torch.uint8))
+    refused(facts, starts=None)
+    refused(facts, packed=copied(form.parts(packed))["packed"][:-64])
+    refused(facts, bias=allocate(4))
+    refused(facts, more=allocate(64))
+    refused({**facts, "n": facts["n"] + 64})
+    refused({**facts, "n": -1})
+    refused({**facts, "columns": 1 << 20})
+    refused({**facts, "gate_up": 2})
+    form.restore(facts, copied(form.parts(packed)))
+
+
+# Of packed memory. A change of these without a change of PACKING_VERSION would take files of another layout for ours.
+DIGESTS = {
+    (1, None): "f0cbfa6e80951dd2",
+    (1, "int8"): "1e2ea5937dde0728",
+    (1, "int4"): "c75a971f3c7b82f5",
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_version_changes_with_what_is_packed(variant, kind):
+    """Values of a formula, not of a generator: the same wherever this runs."""
+    values = (torch.arange(130 * 1024) * 7919 % 2003 - 1001).float() / 1001
+    weight = (values**3).view(130, 1024).bfloat16()
+    digest = hashlib.sha256()
+    form = kernel_set(variant, kind).packed_form
+    linear, _ = form.packer(allocate)
+    for _, part in sorted(form.parts(linear(weight, weight[:, 0])).items()):
+        digest.update(part.view(torch.uint8).numpy().tobytes())
+    assert form.name == f"{PACKING_VERSION} {variant} {kind or 'bf16'}"
+    assert digest.hexdigest()[:16] == DIGESTS[PACKING_VERSION, kind]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("at", [0, 1, 524_287, 524_288, 1_300_000, -1])
+def test_one_value_that_is_not_finite_is_found(value, at):
+    form = kernel_set(BEST).packed_form
+    matrix = torch.full((1301, 1000), 3.3e38).bfloat16()  # almost infinite
+    assert form.all_finite(matrix)
+    matrix.view(-1)[at] = value
+    assert not form.all_finite(matrix)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (b"", 0xEF46DB3751D8E999),
+        (b"a", 0xD24EC4F1A98C6E5B),
+        (b"abc", 0x44BC2CF5AD770999),
+        (b"Nobody inspects the spammish repetition", 0xFBCEA83C8A378BF1),
+    ],
+)
+def test_checksums_are_those_of_the_specification(text, expected):
+    got = load_library().quire_checksum(ctypes.c_char_p(text), len(text))
+    assert got % 2**64 == expected
+
+
+def test_every_bit_counts():
+    data = bytearray(range(256)) * 5 + bytearray(b"tail of it")
+    checksum = load_library().quire_checksum
+    seen = set()
+    for at in range(0, len(data), 7):
+        data[at] ^= 1
+        seen.add(checksum((ctypes.c_char * len(data)).from_buffer(data), len(data)))
+        data[at] ^= 1
+    assert len(seen) == len(range(0, len(data), 7))
