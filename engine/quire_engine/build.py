@@ -23,12 +23,13 @@ from quire_engine.execution.executor import make_runner, runs_by_itself, spare_b
 from quire_engine.execution.gpu.runner import GpuRunner
 from quire_engine.execution.kernel_checks import checked, model_sizes
 from quire_engine.execution.kv_storage import KVStorage, block_bytes
+from quire_engine.execution.loading import Loading, Wanted
 from quire_engine.execution.memory import PoolMemory, pool_memory
 from quire_engine.execution.models.checkpoint import fingerprint
 from quire_engine.execution.models.config import ModelConfig, load_model_config
 from quire_engine.execution.models.decoder import Decoder
 from quire_engine.execution.models.parameters import Parameters, WeightMemory, count_parameters
-from quire_engine.execution.models.weights import load_decoder
+from quire_engine.execution.progress import Tell, tell_nobody
 from quire_engine.execution.threaded import ThreadedRunner
 from quire_engine.limits import SchedulerConfig
 from quire_engine.machine import available_memory, usable_cores
@@ -40,7 +41,7 @@ from quire_kernels.reference import REFERENCE
 from quire_kernels.select import select
 from quire_kernels.verify.findings import Subject
 
-__all__ = ["BuiltEngine", "build", "plan_text", "resolve_plan"]
+__all__ = ["BuiltEngine", "build", "plan_text", "resolve", "resolve_plan"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -56,7 +57,7 @@ class BuiltEngine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Resolved:
+class Resolved:
     """All that is known without reading a weight."""
 
     asked: EngineConfig
@@ -100,6 +101,17 @@ class _Resolved:
             version("quire"),
         )
         return repr(known).encode()
+
+    def wanted(self) -> Wanted:
+        """What is to be loaded."""
+        return Wanted(
+            asked=self.asked,
+            model=self.model,
+            kernels=self.kernels,
+            dtype=self.dtype,
+            device=self.device,
+            threads=self.num_threads,
+        )
 
     def pool(self, pool_bytes: int) -> PoolSize:
         return size_pool(
@@ -153,25 +165,25 @@ def resolve_plan(config: EngineConfig) -> EnginePlan:
 
     On a GPU the workspace of a step is estimated here and measured by `build`, so the pools differ a little.
     """
-    resolved = _resolve(config)
+    resolved = resolve(config)
     return resolved.plan(resolved.pool(resolved.memory.before_load(resolved.weights.total)))
 
 
-def build(config: EngineConfig) -> BuiltEngine:
-    """Load the model, size the pool and put the parts together. Raises ConfigError, ModelLoadError."""
+def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = tell_nobody) -> BuiltEngine:
+    """Load the model, size the pool and put the parts together. Raises ConfigError, ModelLoadError.
+
+    `memory_fd`: a file of memory for packed weights that outlives this process, or that has them from the one before.
+    `tell`: how far the load has come.
+    """
     started = time.perf_counter()
-    resolved = _resolve(config, check_kernels=True)
+    tell("preparing", 0, 0)
+    resolved = resolve(config, check_kernels=True, tell=tell)
     memory = resolved.memory
     torch.set_num_threads(1 if resolved.kernels.own_threads else resolved.num_threads)
-    pool = resolved.pool(memory.before_load(resolved.weights.total))
-    decoder = load_decoder(
-        Path(config.model),
-        resolved.model,
-        kernels=resolved.kernels,
-        dtype=resolved.dtype,
-        device=resolved.device,
-        max_model_len=memory.positions(pool),
-    )
+    loading = Loading(resolved.wanted(), memory_fd, tell)
+    # What the engine before left is in memory already, and is not free.
+    pool = resolved.pool(memory.before_load(max(0, resolved.weights.total - loading.held_bytes)))
+    decoder = loading.load(memory.positions(pool))
     loaded = resolved.parameters.memory(resolved.dtype.itemsize, resolved.kernels.packed_bits, decoder.packed_bytes)
     resolved = replace(resolved, weights=loaded)
     pool_bytes = memory.after_load(decoder)
@@ -185,7 +197,7 @@ def build(config: EngineConfig) -> BuiltEngine:
 
 
 def _make_runner(
-    resolved: _Resolved, decoder: Decoder, pool: PoolSize, grammars: Grammars
+    resolved: Resolved, decoder: Decoder, pool: PoolSize, grammars: Grammars
 ) -> tuple[StepExecutor, float, tuple[bytes, ...]]:
     """The runner, what a block's copy to the host or from it takes there, and what host blocks hold from before."""
     kernels, device, limits = resolved.kernels, resolved.device, resolved.asked.limits
@@ -214,8 +226,8 @@ def _make_runner(
     return (ThreadedRunner(runner) if resolved.plans_ahead else runner), swap_seconds, host_keys
 
 
-def _resolve(config: EngineConfig, *, check_kernels: bool = False) -> _Resolved:
-    """`check_kernels`: try a GPU's kernels on it before they serve."""
+def resolve(config: EngineConfig, *, check_kernels: bool = False, tell: Tell = tell_nobody) -> Resolved:
+    """All that can be known without the weights. `check_kernels`: try a GPU's kernels on it before they serve."""
     config.limits.check()
     path = Path(config.model)
     model = load_model_config(path)
@@ -234,6 +246,7 @@ def _resolve(config: EngineConfig, *, check_kernels: bool = False) -> _Resolved:
             deterministic=config.deterministic,
             attention=config.attention,
             threads=num_threads,
+            on_compiled=lambda done, total: tell(f"compiling the kernels, {done} of {total} files", 0, 0),
         )
     except ValueError as error:
         asked = "" if config.attention == "auto" else f", attention={config.attention}"
@@ -262,7 +275,7 @@ def _resolve(config: EngineConfig, *, check_kernels: bool = False) -> _Resolved:
     if config.kv_offload_dir and not num_host_blocks:
         raise ConfigError(f"kv_offload_dir={config.kv_offload_dir} keeps the swap space; set swap_space to a size too")
     num_staging_blocks = staging_blocks_for(kernels, device, bytes_per_block, num_host_blocks)
-    return _Resolved(
+    return Resolved(
         asked=config,
         model=model,
         device=device,

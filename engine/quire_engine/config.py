@@ -82,6 +82,9 @@ class EngineConfig:
     kv_offload_dir: str = ""  # where what is in the swap space is kept for the next start; empty: nowhere
     gpu_memory_utilization: float = 0.9  # of the GPU; on a CPU the pool is a share of the free memory
     num_threads: int | None = None  # CPU compute threads; None: all usable cores
+    packed_cache: bool = True  # keep packed weights in files for the next start
+    packed_cache_dir: str = "~/.cache/quire/packed"
+    packed_cache_size: int = 64 << 30  # bytes of all such files
     async_scheduling: AsyncScheduling = "auto"  # plan a step while the one before it is computed
     check_invariants: bool = False  # after every step, not only when idle
     faults: tuple[Fault, ...] = ()  # to be injected, for tests

@@ -130,7 +130,7 @@ def test_a_length_that_does_not_fit_names_what_would():
     ],
 )
 def test_impossible_settings_are_refused_before_the_weights_are_read(changes, message, monkeypatch):
-    monkeypatch.setattr(quire_engine.build, "load_decoder", None)
+    monkeypatch.setattr(quire_engine.build.Loading, "load", None)
     for resolve in (resolve_plan, build):
         with pytest.raises(ConfigError, match=message):
             resolve(config(**changes))

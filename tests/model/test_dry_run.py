@@ -52,7 +52,7 @@ def make_sparse_checkpoint(path: Path) -> Path:
 
 
 def test_the_plan_is_that_of_the_configuration(monkeypatch):
-    monkeypatch.setattr(quire_engine.build, "load_decoder", None)
+    monkeypatch.setattr(quire_engine.build.Loading, "load", None)
     monkeypatch.setattr(Checkpoint, "tensor", None)
     asked = EngineConfig(model=str(shared_checkpoint()), device="cpu", kv_memory=1 << 20, num_threads=1)
     assert list(answers(iter([asdict(asked)] * 2))) == [asdict(resolve_plan(asked))] * 2

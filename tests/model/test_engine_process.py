@@ -14,9 +14,9 @@ from quire_engine.process import __main__ as process
 from quire_engine.process.loop import EngineLoop
 import quire_engine.build as build
 load = build.build
-def watched(config):
+def watched(config, **more):
     print("loading", gc.isenabled())
-    return load(config)
+    return load(config, **more)
 build.build = watched
 EngineLoop.run = lambda loop, early: print("serving", gc.isenabled(), gc.get_freeze_count() > 10_000)
 process.main(int(sys.argv[1]), os.getppid())

@@ -155,7 +155,7 @@ def test_a_gpus_kernels_are_checked_before_the_weights_are_read(monkeypatch):
     asked = EngineConfig(model=str(demo_model_path()), kv_memory=1 << 20)
     fast = replace(REFERENCE, name="fast")
     monkeypatch.setattr(quire_engine.build, "checked", check)
-    monkeypatch.setattr(quire_engine.build, "load_decoder", None)
+    monkeypatch.setattr(quire_engine.build.Loading, "load", None)
     monkeypatch.setattr(quire_engine.build, "resolve_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(quire_engine.build, "select", lambda *_, **__: fast)
     with pytest.raises(Checked) as call:

@@ -1,6 +1,6 @@
-"""The engine child process: `python -m quire_engine.process FD PARENT_PID`.
+"""The engine child process: `python -m quire_engine.process FD PARENT_PID [MEMORY_FD]`.
 
-Owns its process: death with the parent, signals, the exit code. Promises: the first frame sent is READY or
+Owns its process: death with the parent, signals, the exit code. Promises: after words on the start, READY or
 START_FAILED. Must not know: anything that the START frame does not say.
 """
 
@@ -15,7 +15,7 @@ import socket
 import sys
 
 from quire_engine.errors import ConfigError, ModelLoadError, ProtocolError
-from quire_engine.process.transport import Frame, FrameDecoder, StartFailed, encode_frame
+from quire_engine.process.transport import Frame, FrameDecoder, LoadProgress, StartFailed, encode_frame
 
 _PR_SET_PDEATHSIG = 1
 
@@ -37,8 +37,11 @@ def _receive_start(connection: socket.socket, decoder: FrameDecoder) -> list[Fra
     return frames
 
 
-def main(fd: int, parent_pid: int) -> None:
-    """Build the engine that the START frame asks for and run it until the socket closes."""
+def main(fd: int, parent_pid: int, memory_fd: int | None = None) -> None:
+    """Build the engine that the START frame asks for and run it until the socket closes.
+
+    `memory_fd`: a file of memory that outlives this process; with what the engine before left in it, or empty.
+    """
     # The parent owns shutdown: a Ctrl-C in the terminal reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -48,6 +51,11 @@ def main(fd: int, parent_pid: int) -> None:
     connection = socket.socket(fileno=fd)
     decoder = FrameDecoder()
     start, *early = _receive_start(connection, decoder)
+
+    def tell(phase: str, done: int = 0, total: int = 0) -> None:
+        connection.sendall(encode_frame(LoadProgress(phase=phase, done=done, total=total)))
+
+    tell("loading libraries")
 
     # Nothing of what comes now is garbage until all is loaded, and looking for it takes a tenth of the time.
     gc.disable()
@@ -64,7 +72,7 @@ def main(fd: int, parent_pid: int) -> None:
 
         fail_start(start.faults)
     try:
-        built = build(start)
+        built = build(start, memory_fd=memory_fd, tell=tell)
     except ConfigError as error:
         connection.sendall(encode_frame(StartFailed(kind="config", message=str(error))))
         sys.exit(2)
@@ -90,4 +98,4 @@ def main(fd: int, parent_pid: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(*map(int, sys.argv[1:4]))

@@ -52,11 +52,17 @@ class EngineProcess(asyncio.Protocol):
     """A child process, launched when the object is made; it loads a model when `start` tells it which."""
 
     def __init__(
-        self, program: Sequence[str], on_step: Callable[[StepOutput], None], *, stderr: int | None = None
+        self,
+        program: Sequence[str],
+        on_step: Callable[[StepOutput], None],
+        *,
+        stderr: int | None = None,
+        memory_fd: int | None = None,
     ) -> None:
-        """Launch `program FD PARENT_PID`. Raises EngineDead where that is not possible.
+        """Launch `program FD PARENT_PID [MEMORY_FD]`. Raises EngineDead where that is not possible.
 
         `stderr`: the descriptor that it gets as its own; None: ours, where it waits for who reads it.
+        `memory_fd`: a file of memory that it fills with packed weights, or finds filled.
         """
         self.progressed = False  # it has delivered something
         self.progress: LoadProgress | None = None  # the latest word on its start
@@ -73,7 +79,7 @@ class EngineProcess(asyncio.Protocol):
         self._heard = time.monotonic()
         self._killed_by_us = False
         try:
-            self._child, self._socket = _launch(program, stderr)
+            self._child, self._socket = _launch(program, stderr, memory_fd)
         except OSError as error:
             raise EngineDead(f"the engine process could not be launched: {error}") from error
 
@@ -254,16 +260,20 @@ class EngineProcess(asyncio.Protocol):
         self._lost.set_result(None)
 
 
-def _launch(program: Sequence[str], stderr: int | None) -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _launch(
+    program: Sequence[str], stderr: int | None, memory_fd: int | None
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     with theirs:
         try:
             for end in (ours, theirs):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
             ours.setblocking(False)
-            command = [*program, str(theirs.fileno()), str(getpid())]
+            memory = () if memory_fd is None else (memory_fd,)
+            command = [*program, *map(str, (theirs.fileno(), getpid(), *memory))]
+            handed_on = (theirs.fileno(), *memory)
             # Popen, not asyncio's: the child is reaped by us alone, and spawning takes about a millisecond.
-            return subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stderr=stderr), ours
+            return subprocess.Popen(command, pass_fds=handed_on, stdin=subprocess.DEVNULL, stderr=stderr), ours
         except BaseException:
             ours.close()
             raise

@@ -23,6 +23,7 @@ from quire_server.engine.process import EngineProcess
 from quire_server.engine.quarantine import Quarantine, fingerprint
 from quire_server.engine.recovery import Recovery
 from quire_server.engine.restart_policy import HangLimit, RestartBudget, RestartPolicy
+from quire_server.engine.weights_memory import WeightsMemory
 
 ANSWER_SECONDS = 10.0  # to answer a question: the step that runs ends first
 _QUIET_SECONDS = 2.5  # an idle engine is heard every second
@@ -41,10 +42,6 @@ class EngineState(Enum):
     DEAD = "dead"  # given up; the server exits with 70
 
 
-def _discard(_: StepOutput) -> None:
-    pass
-
-
 class Supervisor:
     """One engine process after another, behind `EnginePort`."""
 
@@ -56,7 +53,7 @@ class Supervisor:
         program: Sequence[str] = (sys.executable, "-m", "quire_engine.process"),
         stderr: int | None = None,
     ) -> None:
-        self.on_step: Callable[[StepOutput], None] = _discard
+        self.on_step: Callable[[StepOutput], None] = lambda _: None
         self.on_restart: Callable[[], None] = lambda: None
         self.state = EngineState.STARTING
         self.restarts = 0
@@ -70,6 +67,7 @@ class Supervisor:
         self._program = tuple(program)
         self._stderr = stderr  # of engine processes; None: ours
         self._process: EngineProcess | None = None  # the latest; it may have ended
+        self._weights = WeightsMemory()  # of all engines, so that a crash does not cost another load
         self._starts = 0
         self._recovery = Recovery()
         self._watch: asyncio.Task[None] | None = None
@@ -190,11 +188,14 @@ class Supervisor:
         if self._process is not None:
             self._process.send(Shutdown())
             await self._process.reap(grace_seconds=2.0)
+        self._weights.close()
         for entry in self._recovery.dismiss():
             self._fail(entry, "the server is shutting down")
 
     async def _launch(self) -> tuple[EngineProcess, EnginePlan]:
-        process = self._process = EngineProcess(self._program, self._deliver, stderr=self._stderr)
+        process = self._process = EngineProcess(
+            self._program, self._deliver, stderr=self._stderr, memory_fd=self._weights.for_next_engine()
+        )
         self._starts += 1
         config = self._config
         if config.faults:

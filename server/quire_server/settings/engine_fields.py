@@ -123,6 +123,15 @@ class EngineFields(BaseModel):
     kv_offload_dir: Path | None = option(
         None, "Memory", "directory in which the prefixes of the swap space are kept for the next start"
     )
+    packed_cache: bool = option(
+        True, "Memory", "keep packed weights in files, from which the next start takes them; C++ kernels on a CPU only"
+    )
+    packed_cache_dir: Path = option(
+        Path("~/.cache/quire/packed"), "Memory", "directory of these files, to which nobody else may write"
+    )
+    packed_cache_size: Size = option(
+        64 * 2**30, "Memory", "size of all these files; the longest unused go first", "bytes"
+    )
     block_size: BlockSize = option(LIMITS.block_size, "Memory", "tokens per KV block: 16, 32, 64, 128 or 256", "tokens")
     enable_prefix_caching: bool = option(
         LIMITS.enable_prefix_caching, "Memory", "reuse the KV blocks of equal prompt beginnings"

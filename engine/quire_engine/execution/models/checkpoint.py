@@ -7,6 +7,7 @@ Must not know: what the tensors mean.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,11 +17,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quire_engine.errors import ModelLoadError
+from quire_engine.execution.models.file_pages import FilePages
 from quire_engine.execution.models.options import read_json_object
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_STORED = ("F32", "F16", "BF16")
+_STORED = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of a value
 _MAX_LISTED = 8  # names in one error message
 
 
@@ -40,6 +42,7 @@ class _File(Protocol):
 class _Entry(NamedTuple):
     path: Path
     file: _File
+    pages: FilePages
 
 
 class Checkpoint:
@@ -48,10 +51,36 @@ class Checkpoint:
     def __init__(self, path: Path, entries: dict[str, _Entry]) -> None:
         self._path = path
         self._entries = entries
+        self._addresses: dict[str, int] = {}  # of the tensors that were read
+        self._done: set[str] = set()
 
     @property
     def names(self) -> set[str]:
         return set(self._entries)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors, as they are stored."""
+        return sum(self._size(name) for name in self._entries)
+
+    def _size(self, name: str) -> int:
+        stored = self._entries[name].file.get_slice(name)
+        return math.prod(stored.get_shape()) * _STORED.get(stored.get_dtype(), 0)
+
+    def is_done(self, name: str) -> bool:
+        """Whether `done` was told of it."""
+        return name in self._done
+
+    def done(self, name: str) -> int:
+        """A tensor will not be read again: its pages need not stay in this process. Its bytes as stored."""
+        self._done.add(name)
+        self.release(name)
+        return self._size(name)
+
+    def release(self, name: str) -> None:
+        """Let go of the pages of the mapped file that a tensor lies in; they would be read again if it were."""
+        if name in self._addresses:
+            self._entries[name].pages.release(self._addresses[name], self._size(name))
 
     def error(self, name: str, reason: str) -> ModelLoadError:
         return ModelLoadError(f"{self._entries[name].path}: tensor {name} {reason}")
@@ -77,9 +106,11 @@ class Checkpoint:
         """A tensor as stored, on the CPU, possibly a view of the mapped file."""
         entry = self._entries[name]
         try:
-            return entry.file.get_tensor(name)
+            tensor = entry.file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{entry.path}: cannot read {name}: {error}") from error
+        self._addresses[name] = tensor.data_ptr()
+        return tensor
 
 
 @contextmanager
@@ -97,12 +128,13 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
                 raise ModelLoadError(f"{file_path}: missing; the checkpoint is incomplete") from None
             except (SafetensorError, OSError) as error:
                 raise ModelLoadError(f"{file_path}: not a complete safetensors file: {error}") from error
+            pages = FilePages(file_path)
             if absent := promised - set(names):
                 raise ModelLoadError(f"{file_path}: lacks tensors that {_INDEX} places there: {_listed(absent)}")
             for name in names:
                 if name in entries:
                     raise ModelLoadError(f"{file_path}: tensor {name} is also in {entries[name].path.name}")
-                entries[name] = _Entry(file_path, file)
+                entries[name] = _Entry(file_path, file, pages)
         yield Checkpoint(path, entries)
 
 

@@ -1,0 +1,199 @@
+"""How a model gets into memory: mapped from the engine before this one, read from a file of packed weights, or packed.
+
+Promises: the same bits each way; what is mapped or read is of the files that are there now; whatever is wrong with kept
+weights costs a line and the time to pack them again. Must not know: the pool, requests, who asks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from quire_engine.config import EngineConfig
+from quire_engine.errors import ModelLoadError
+from quire_engine.execution.models.checkpoint import fingerprint
+from quire_engine.execution.models.config import ModelConfig
+from quire_engine.execution.models.decoder import Decoder
+from quire_engine.execution.models.sources import CheckpointSource, ImageSource
+from quire_engine.execution.models.weights import (
+    assemble,
+    checked_checkpoint,
+    decoder_of,
+    load_decoder,
+    most_image_bytes,
+)
+from quire_engine.execution.packed.folder import PackedFolder, open_folder, say
+from quire_engine.execution.packed.header import BadHeader
+from quire_engine.execution.packed.image import Image, ImageWriter, is_sealed, new_memory, open_image
+from quire_engine.execution.packed.reading import Refused, read_image
+from quire_engine.execution.packed.writing import FileWriter
+from quire_engine.execution.progress import Tell
+from quire_kernels.kernel_set import KernelSet
+from quire_kernels.packed_form import PackedForm
+
+# What packs in about a second is not worth a file.
+LEAST_BYTES = 32 << 20
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is to be loaded, and by whom it is computed."""
+
+    asked: EngineConfig
+    model: ModelConfig
+    kernels: KernelSet
+    dtype: torch.dtype
+    device: torch.device
+    threads: int
+
+    @property
+    def path(self) -> Path:
+        return Path(self.asked.model)
+
+    def key(self, form: PackedForm) -> str:
+        """All that packed bytes depend on, as far as it can be known without reading the checkpoint."""
+        facts = {"checkpoint": fingerprint(self.path), "dtype": str(self.dtype), "form": form.name}
+        return json.dumps(facts, sort_keys=True)
+
+
+class Loading:
+    """One model's way into memory. `held_bytes` of what it will take are there already, from the engine before."""
+
+    def __init__(self, wanted: Wanted, memory_fd: int | None, tell: Tell) -> None:
+        """`memory_fd`: a file of memory that outlives this process; empty, or with the weights of the one before."""
+        self._wanted, self._tell = wanted, tell
+        self._form = wanted.kernels.packed_form
+        self._key = "" if self._form is None else wanted.key(self._form)
+        self._fd = memory_fd
+        self._image: Image | None = None
+        if memory_fd is not None and self._form is not None:
+            self._image = open_image(memory_fd, self._key)
+            if self._image is None and is_sealed(memory_fd):
+                self._fd = None  # of other weights, and it cannot be filled again
+        self._writer: FileWriter | None = None
+        self._file: Path | None = None  # that was read
+
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self._image is None else self._image.num_bytes
+
+    def load(self, max_model_len: int, *, keep_any: bool = False) -> Decoder:
+        """The decoder. With `keep_any` there is a file even of what packs in a moment. Raises ModelLoadError."""
+        asked, form = self._wanted.asked, self._form
+        if form is None or (self._fd is None and not asked.packed_cache):
+            return self._load_plainly(max_model_len)
+        folder = self._folder(form, 0 if keep_any else LEAST_BYTES)
+        if self._fd is None and folder is None:
+            return self._load_plainly(max_model_len)
+        try:
+            fd = new_memory() if self._fd is None else self._fd
+        except (OSError, AttributeError):  # a system without files of memory
+            return self._load_plainly(max_model_len)
+        try:
+            return self._load_image(fd, form, folder, max_model_len)
+        finally:
+            if fd != self._fd:
+                os.close(fd)  # what is mapped stays
+
+    def file(self) -> Path | None:
+        """Where the weights are kept for the next start, once they are; None where they are not."""
+        return self._file if self._writer is None else self._writer.wait()
+
+    def _folder(self, form: PackedForm, least_bytes: int) -> PackedFolder | None:
+        asked = self._wanted.asked
+        if not asked.packed_cache or self._most_bytes(form) < least_bytes:
+            return None
+        return open_folder(asked.packed_cache_dir, asked.packed_cache_size)
+
+    def _most_bytes(self, form: PackedForm) -> int:
+        return most_image_bytes(self._wanted.model, form, self._wanted.dtype.itemsize)
+
+    def _load_plainly(self, max_model_len: int) -> Decoder:
+        """Into memory of this process alone."""
+        wanted = self._wanted
+        return load_decoder(
+            wanted.path,
+            wanted.model,
+            kernels=wanted.kernels,
+            dtype=wanted.dtype,
+            device=wanted.device,
+            max_model_len=max_model_len,
+            tell=self._tell,
+            threads=wanted.threads,
+        )
+
+    def _load_image(self, fd: int, form: PackedForm, folder: PackedFolder | None, max_model_len: int) -> Decoder:
+        image, wanted = self._image, self._wanted
+        if image is None and folder is not None:
+            image = self._read(folder, fd, form)
+        if image is None:
+            image = self._pack(fd, form, folder)
+        elif folder is not None and not folder.file(self._key).exists() and image.header.checksums:
+            self._writer = FileWriter(folder, self._key, fd, image.num_bytes)  # the engine before did not get so far
+            self._writer.finish(image.num_bytes)
+        self._tell("mapping weights", image.num_bytes, image.num_bytes)
+        source = ImageSource(image, form, wanted.dtype)
+        try:
+            weights = assemble(source, wanted.model, device=_CPU, max_model_len=max_model_len)
+        except (BadHeader, KeyError, ValueError) as error:
+            # It was checked when it was read, so it is ours and wrong.
+            with suppress(OSError):
+                if folder is not None:
+                    folder.file(self._key).unlink()
+            raise ModelLoadError(f"{wanted.path}: its packed weights cannot be used: {error}; start again") from None
+        return decoder_of(weights, wanted.model, wanted.kernels)
+
+    def _read(self, folder: PackedFolder, fd: int, form: PackedForm) -> Image | None:
+        """From the file of an earlier start. None: there is none that may be used."""
+        path = folder.file(self._key)
+        try:
+            read_image(path, self._key, fd, checksum=form.checksum, threads=self._wanted.threads, tell=self._tell)
+        except FileNotFoundError:
+            return None
+        except Refused as error:
+            say(f"the packed weights in {path} are not used, but packed again: {error}")
+            with suppress(OSError):
+                path.unlink()
+            return None
+        self._file = path
+        return open_image(fd, self._key)
+
+    def _pack(self, fd: int, form: PackedForm, folder: PackedFolder | None) -> Image:
+        wanted = self._wanted
+        most_bytes = self._most_bytes(form)
+        on_filled: Callable[[int], None] = lambda _: None  # noqa: E731
+        if folder is not None:
+            self._writer = FileWriter(folder, self._key, fd, most_bytes)
+            on_filled = self._writer.advance
+        writer = ImageWriter(fd, self._key, most_bytes, on_filled)
+        try:
+            with checked_checkpoint(wanted.path, wanted.model) as checkpoint:
+                source = CheckpointSource(
+                    checkpoint,
+                    wanted.kernels,
+                    wanted.dtype,
+                    _CPU,
+                    tell=self._tell,
+                    image=writer,
+                    threads=wanted.threads,
+                )
+                assemble(source, wanted.model, device=_CPU, max_model_len=1)
+            if wanted.key(form) != self._key:
+                raise ModelLoadError(f"{wanted.path}: its files changed while they were read; start again")
+            header = writer.seal(form.checksum if folder is not None else None, wanted.threads)
+        except BaseException:
+            writer.close()
+            if self._writer is not None:
+                self._writer.stop()
+            raise
+        if self._writer is not None:
+            self._writer.finish(header.num_bytes)
+        return Image(fd, header)

@@ -1,0 +1,71 @@
+"""Packs a model's weights into their file: `python -m quire_engine.tools.pack`, asked and answered in JSON.
+
+Promises: a question is an `EngineConfig`; the replies tell how far it is, the last one which file it has come to.
+Must not know: who asks, how progress is shown.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+import torch
+
+from quire_engine.build import resolve
+from quire_engine.config import EngineConfig, engine_config
+from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.execution.loading import Loading
+from quire_engine.execution.progress import Tell
+from quire_engine.tools.json_child import converse
+
+
+def pack(config: EngineConfig, tell: Tell) -> str:
+    """Put the packed weights into their file, or see that they are there; the file.
+
+    Raises ConfigError, ModelLoadError.
+    """
+    resolved = resolve(config, tell=tell)
+    if resolved.kernels.packed_form is None:
+        raise ConfigError(f"the {resolved.kernels.name} kernels take weights as they are: nothing is to be packed")
+    if not config.packed_cache:
+        raise ConfigError("packed_cache=False keeps no packed weights; leave it out")
+    torch.set_num_threads(1)
+    resolved.memory.before_load(resolved.weights.total)
+    loading = Loading(resolved.wanted(), None, tell)
+    loading.load(1, keep_any=True)
+    file = loading.file()
+    if file is None:
+        raise ModelLoadError(f"the packed weights of {config.model} are in no file; a line above says why")
+    return str(file)
+
+
+def answers(questions: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """For each configuration how far its weights are, then their file. Raises ConfigError, ModelLoadError."""
+    for asked in questions:
+        replies: SimpleQueue[dict[str, Any] | Exception] = SimpleQueue()
+        # A reply is given while the packing goes on.
+        Thread(target=_work, args=(engine_config(asked), replies), daemon=True).start()
+        while True:
+            reply = replies.get()
+            if isinstance(reply, Exception):
+                raise reply
+            yield reply
+            if "file" in reply:
+                break
+
+
+def _work(config: EngineConfig, replies: SimpleQueue[dict[str, Any] | Exception]) -> None:
+    def tell(phase: str, done: int, total: int) -> None:
+        replies.put({"phase": phase, "done": done, "total": total})
+
+    try:
+        replies.put({"file": pack(config, tell)})
+    except Exception as error:
+        replies.put(error)
+
+
+if __name__ == "__main__":
+    sys.exit(converse(answers))

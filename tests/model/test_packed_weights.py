@@ -1,0 +1,237 @@
+"""Weights that are packed once: from memory, a file or a checkpoint they are the same, and what is wrong is found."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import make_big
+import quire_engine.execution.memory.cpu
+from quire_engine.build import BuiltEngine, build
+from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.execution import loading
+from quire_engine.execution.packed.image import is_sealed, new_memory
+from quire_engine.types import GenerationRequest, SamplingParams, StopParams
+from support.checkpoints import shared_checkpoint
+from support.limits import engine_config
+from support.offline import generate
+
+KINDS = (None, "int8", "int4")
+Words = list[tuple[str, int, int]]
+
+
+@pytest.fixture(autouse=True)
+def _small_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(loading, "LEAST_BYTES", 0)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def fd() -> Iterator[int]:
+    handle = new_memory()
+    yield handle
+    os.close(handle)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(shared_checkpoint("qwen2"), tmp_path / "checkpoint"))
+
+
+def started(path: Path | str, folder: Path | None, fd: int | None = None, **changes) -> tuple[BuiltEngine, Words]:
+    words: Words = []
+    config = engine_config(
+        model=str(path),
+        device="cpu",
+        dtype="bfloat16",
+        kernels="cpu",
+        num_threads=2,
+        packed_cache=folder is not None,
+        packed_cache_dir=str(folder),
+        **changes,
+    )
+    built = build(config, memory_fd=fd, tell=lambda *word: words.append(word))
+    return built, words
+
+
+def phases(words: Words) -> list[str]:
+    return list(dict.fromkeys(phase for phase, _, _ in words))
+
+
+def tokens(built: BuiltEngine) -> tuple[int, ...]:
+    request = GenerationRequest(
+        request_id="a",
+        prompt_token_ids=(5, 6, 7),
+        sampling=SamplingParams(temperature=0.0),
+        stop=StopParams(max_new_tokens=12),
+    )
+    return tuple(generate(built, [request])["a", 0].token_ids)
+
+
+def weights(built: BuiltEngine) -> dict[str, torch.Tensor]:
+    """Every tensor of a loaded decoder."""
+    held = built.runner._decoder._weights
+    found = {"embedding": held.embedding, "final_norm": held.final_norm, "rope": held.rope}
+    matrices = {"head": held.head}
+    for number, layer in enumerate(held.layers):
+        found |= {f"{number} attention_norm": layer.attention_norm, f"{number} mlp_norm": layer.mlp_norm}
+        if layer.attention.q_norm is not None:
+            found |= {f"{number} q_norm": layer.attention.q_norm, f"{number} k_norm": layer.attention.k_norm}
+        matrices |= {f"{number} {name}": getattr(layer, name) for name in ("qkv", "o", "gate_up", "down")}
+    for name, matrix in matrices.items():
+        found |= {f"{name} {part}": tensor for part, tensor in matrix.parts.items()}
+    return found
+
+
+def wait_for_file(folder: Path) -> Path:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if found := list(folder.glob("*.packed")):
+            return found[0]
+        time.sleep(0.01)
+    raise TimeoutError
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])  # with biases; with norms of heads
+@pytest.mark.parametrize("tied", [True, False])
+def test_each_way_into_memory_gives_the_same(family, kind, tied, tmp_path, fd):
+    path, folder = shared_checkpoint(family, tie_word_embeddings=tied), tmp_path / "packed"
+    plain, words = started(path, None, quantization=kind)
+    assert phases(words) == ["preparing", "packing weights"]
+    packed, words = started(path, folder, fd, quantization=kind)
+    assert phases(words) == ["preparing", "packing weights", "mapping weights"]
+    wait_for_file(folder)
+    mapped, words = started(path, folder, fd, quantization=kind)
+    assert phases(words) == ["preparing", "mapping weights"]
+    read, words = started(path, folder, quantization=kind)
+    assert phases(words) == ["preparing", "reading packed weights", "mapping weights"]
+    expected = weights(plain)
+    for other in (packed, mapped, read):
+        got = weights(other)
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[name], expected[name]) for name in expected)
+        assert tokens(other) == tokens(plain)
+        assert other.plan.weights_bytes == plain.plan.weights_bytes
+
+
+def test_other_settings_have_other_files(path, tmp_path):
+    folder = tmp_path / "packed"
+    for count, kind in enumerate(KINDS, start=1):
+        started(path, folder, quantization=kind)
+        while len(list(folder.glob("*.packed"))) < count:
+            time.sleep(0.01)
+
+
+def test_a_checkpoint_that_changed_is_packed_again(path, tmp_path, fd):
+    folder = tmp_path / "packed"
+    before, _ = started(path, folder, fd)
+    wait_for_file(folder)
+    tensors = load_file(path / "model.safetensors")
+    save_file({name: tensor * 0.5 for name, tensor in tensors.items()}, path / "model.safetensors")
+    after, words = started(path, folder, fd)
+    assert "packing weights" in phases(words)
+    assert not torch.equal(weights(after)["embedding"], weights(before)["embedding"])
+    assert after.plan.checkpoint != before.plan.checkpoint, "so that the server sees it"
+
+
+def test_a_damaged_file_is_packed_again_and_replaced(path, tmp_path, capfd):
+    folder = tmp_path / "packed"
+    expected, _ = started(path, folder)
+    file = wait_for_file(folder)
+    data = bytearray(file.read_bytes())
+    data[-1_000_000] ^= 64
+    file.write_bytes(bytes(data))
+    capfd.readouterr()
+    again, words = started(path, folder)
+    assert "packing weights" in phases(words)
+    line = capfd.readouterr().err.splitlines()[0]
+    assert line.startswith(f"quire: the packed weights in {file} are not used, but packed again: the bytes from ")
+    assert tokens(again) == tokens(expected)
+    wait_for_file(folder)
+    assert "reading packed weights" in phases(started(path, folder)[1])
+
+
+def test_what_is_packed_in_a_moment_gets_no_file(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "LEAST_BYTES", 32 << 20)
+    started(path, tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.k_proj.bias", "lm_head.weight"]
+)
+@pytest.mark.parametrize("changes", [{}, {"kernels": "reference", "dtype": "float32"}])
+def test_weights_that_are_not_finite_are_refused(value, name, *, changes, path, tmp_path, fd):
+    tensors = load_file(path / "model.safetensors")
+    tensors[name].view(-1)[-1] = value
+    save_file(tensors, path / "model.safetensors")
+    config = engine_config(
+        **{"model": str(path), "device": "cpu", "dtype": "bfloat16", "kernels": "cpu", "num_threads": 2, **changes},
+        packed_cache_dir=str(tmp_path / "packed"),
+    )
+    with pytest.raises(ModelLoadError) as caught:
+        build(config, memory_fd=fd)
+    assert f"model.safetensors: tensor {name} holds values that are not finite numbers" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not is_sealed(fd)
+    assert not list(tmp_path.glob("packed/*.packed"))
+
+
+def test_what_is_in_memory_already_is_not_counted_again(path, monkeypatch, fd):
+    """A restart where two copies of the weights would not fit."""
+    first, _ = started(path, None, fd, max_num_seqs=1, max_model_len=32)
+    free = first.plan.kv_bytes * 5
+    monkeypatch.setattr(quire_engine.execution.memory.cpu, "available_memory", lambda: free)
+    assert free < first.plan.weights_bytes
+    with pytest.raises(ConfigError, match="the weights need"):
+        started(path, None, max_num_seqs=1, max_model_len=32)
+    again, _ = started(path, None, fd, kv_memory=first.plan.kv_bytes, max_model_len=32)
+    assert again.plan.scheduler.num_blocks == first.plan.scheduler.num_blocks
+
+
+def peak(work) -> int:
+    """Bytes that this process held at most while it worked, beyond what it held before."""
+
+    def status(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name + ":"))
+
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    work()
+    return status("VmHWM") - before
+
+
+def test_packing_takes_what_is_packed_and_one_layer(tmp_path, fd):
+    """Neither the whole checkpoint's pages nor a second copy of anything large."""
+    size = make_big.make(tmp_path / "big", 0.012)
+    built: list[BuiltEngine] = []
+    most = peak(lambda: built.append(started(tmp_path / "big", None, fd, quantization="int8", kv_memory=1 << 20)[0]))
+    layers = built[0].plan.layer_parameters * 2 / len(built[0].runner._decoder._weights.layers)
+    allowed = built[0].plan.weights_bytes + layers + (24 << 20)  # libraries, code, stacks
+    assert most <= allowed < size, (most, allowed, size)
+
+
+def test_two_that_start_at_once_serve_and_write_one_file(path, tmp_path):
+    folder = tmp_path / "packed"
+    found: list[BuiltEngine] = []
+    threads = [threading.Thread(target=lambda: found.append(started(path, folder)[0])) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert tokens(found[0]) == tokens(found[1])
+    wait_for_file(folder)
+    assert len(list(folder.glob("*.packed"))) == 1
