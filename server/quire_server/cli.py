@@ -25,6 +25,7 @@ COMMANDS = {
     "verify": ("quire_server.commands.verify", "check that this machine computes what it should"),
     "doctor": ("quire_server.commands.doctor", "name the cause of a running server's bad latencies"),
     "build-kernels": ("quire_server.commands.build_kernels", "compile the CPU kernels now, not at the first start"),
+    "pack": ("quire_server.commands.pack", "pack a model's weights now, not at the first start"),
     "trace": ("quire_server.commands.trace", "tell what a running server's scheduler does, step by step, and why"),
     "health": ("quire_server.commands.health", "ask the server that runs here whether it takes requests"),
     "version": ("quire_server.commands.version", "print the version"),

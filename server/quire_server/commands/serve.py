@@ -18,6 +18,7 @@ from quire_engine.errors import ConfigError, CrashLoop, QuireError
 from quire_engine.memory_plan import plan_text
 from quire_engine.quality_store import quality_text
 from quire_server.checkpoint.locate import localized
+from quire_server.commands.showing import loading
 from quire_server.engine.json_child import ask
 from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.engine.supervisor import Supervisor
@@ -98,13 +99,18 @@ async def _serve(settings: Settings, output: Output) -> int:
     )
     supervisor = Supervisor(settings.engine_config(), policy, stderr=output.for_children)
     starting = asyncio.create_task(supervisor.start())
+    in_text = settings.log_format == "text"
+    showing = asyncio.create_task(
+        loading.show(lambda: supervisor.progress, starting, bar=in_text and loading.has_terminal())
+    )
     try:
         server = cast(Composition, await asyncio.to_thread(import_module, "quire_server.serving"))
         drained = await server.serve(settings, supervisor, starting)
         return DONE if drained else CRASH_LOOP
     finally:
+        showing.cancel()
         starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
+        await asyncio.gather(starting, showing, return_exceptions=True)
         await supervisor.stop()
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Literal, TypeVar
 
 import msgspec
@@ -41,11 +43,37 @@ def ask(tool: str, question: object, reply_type: type[T], *, timeout: float | No
         )
     except subprocess.TimeoutExpired:
         raise EngineDead(f"the {tool} process did not end within {timeout:g} seconds") from None
-    lines = process.stdout.splitlines()
-    for line in lines:
-        refusal = msgspec.json.decode(line, type=_Refusal)
-        if refusal.error:
-            raise (ConfigError if refusal.kind == "config" else ModelLoadError)(refusal.error)
+    found = [_reply(line, reply_type) for line in process.stdout.splitlines()]
     if process.returncode:
-        raise EngineDead(f"the {tool} process ended early (exit code {process.returncode}); was there enough memory?")
-    return [msgspec.json.decode(line, type=reply_type) for line in lines]
+        raise _ended_early(tool, process.returncode)
+    return found
+
+
+def replies(tool: str, question: object, reply_type: type[T]) -> Iterator[T]:
+    """The same, each reply when it comes. A caller that stops early ends the tool."""
+    command = [sys.executable, "-m", f"quire_engine.tools.{tool}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            with suppress(BrokenPipeError):  # it has ended; its exit code says more
+                process.stdin.write(msgspec.json.encode(question) + b"\n")
+                process.stdin.close()
+            for line in process.stdout:
+                yield _reply(line, reply_type)
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        raise _ended_early(tool, process.returncode)
+
+
+def _reply(line: bytes, reply_type: type[T]) -> T:
+    refusal = msgspec.json.decode(line, type=_Refusal)
+    if refusal.error:
+        raise (ConfigError if refusal.kind == "config" else ModelLoadError)(refusal.error)
+    return msgspec.json.decode(line, type=reply_type)
+
+
+def _ended_early(tool: str, code: int) -> EngineDead:
+    return EngineDead(f"the {tool} process ended early (exit code {code}); was there enough memory?")
