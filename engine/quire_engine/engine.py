@@ -89,6 +89,7 @@ class Engine:
         self._scheduler = scheduler
         self._grammars = grammars  # None: a grammar is compiled in the step that needs it
         self._preparing: dict[str, GenerationRequest] = {}  # their grammars are being compiled; by request id
+        self._held_early: set[str] = set()  # of those, the ones to be held once they are ready
         self._executor = executor
         self._check_every_step = check_invariants
         self._clock = clock
@@ -123,8 +124,12 @@ class Engine:
             self._scheduler.add(request, self._clock())
         except InfeasibleRequest as refusal:
             self._refuse(request, str(refusal))
+        if request.request_id in self._held_early:
+            self._held_early.discard(request.request_id)
+            self._scheduler.held.hold(request.request_id)
 
     def _refuse(self, request: GenerationRequest, error: str, *, code: str = "", culprit: bool = False) -> None:
+        self._held_early.discard(request.request_id)
         self._unsent += [
             TokenOutput(
                 request_id=request.request_id,
@@ -139,9 +144,20 @@ class Engine:
         ]
 
     def abort(self, request_id: str) -> None:
+        self._held_early.discard(request_id)
         was_preparing = self._preparing.pop(request_id, None) is not None
         if self._scheduler.abort(request_id) or was_preparing:
             self._stats_changed = True
+
+    def hold_request(self, request_id: str) -> None:
+        if request_id in self._preparing:
+            self._held_early.add(request_id)
+        elif self._scheduler.held.hold(request_id):
+            self._stats_changed = True
+
+    def release_request(self, request_id: str) -> None:
+        self._held_early.discard(request_id)
+        self._scheduler.held.release(request_id)
 
     def inspect(self, what: str, arguments: Mapping[str, Any]) -> object:
         """A plain value that answers a question about this moment. Raises Unanswerable."""

@@ -195,6 +195,7 @@ class EngineStats:
 
     running: int = 0  # sequences
     waiting: dict[WaitReason, int] = field(default_factory=dict)  # sequences
+    held: int = 0  # sequences, set aside until they are released
     blocks_total: int = 0
     blocks_used: int = 0
     blocks_cached: int = 0  # matchable but not referenced
@@ -250,10 +251,13 @@ class EnginePort(Protocol):
     `submit` never blocks and never raises for request data that passed the server's validation: what the
     scheduler refuses comes back as a TokenOutput with finish == "error". `on_step` is set once by the owner
     before the first submit and is called on the owner's thread or event loop.
+    `hold_request` sets a live request aside until `release_request`: it is not computed, and costs others nothing.
     """
 
     on_step: Callable[[StepOutput], None]
 
     def submit(self, request: GenerationRequest) -> None: ...
     def abort(self, request_id: str) -> None: ...
+    def hold_request(self, request_id: str) -> None: ...
+    def release_request(self, request_id: str) -> None: ...
     def health(self) -> EngineHealth: ...

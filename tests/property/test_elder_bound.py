@@ -132,8 +132,28 @@ def answer(batch: Batch) -> StepResult:
     return result
 
 
-def worst_ratio(seed: int, *, with_elder: bool, seen: Counter[str] | None = None) -> float:
-    """Steps from submission to end over the printed bound, the worst of one run; a run stops at the first breach."""
+def held_or_released(scheduler: Scheduler, dice: random.Random, held: set[str], chance: float) -> set[str]:
+    """Hold a few requests, most often the elder, and release one; who was released. With no chance all are, in turn."""
+    live = list(scheduler._roster.live)
+    held &= set(live)
+    if live and chance and dice.random() < chance:
+        elder = scheduler._planner.elder
+        is_elders_turn = elder is not None and elder.state != "finished" and dice.random() < 0.7
+        names = [elder.request.request_id] if is_elders_turn else dice.sample(live, dice.randint(1, min(3, len(live))))
+        held |= {name for name in names if scheduler.held.hold(name)}
+    if held and (not chance or dice.random() < 2 * chance or not scheduler.has_work):
+        name = dice.choice(sorted(held))
+        held.discard(name)
+        assert scheduler.held.release(name)
+        return {name}
+    return set()
+
+
+def worst_ratio(seed: int, *, with_elder: bool, holds: float = 0.0, seen: Counter[str] | None = None) -> float:
+    """Steps from submission, or release, to the end over the printed bound, the worst of one run, up to a breach.
+
+    `holds`: how likely a request is held, or released, in a step; most often the elder, in the middle of its turn.
+    """
     dice = random.Random(seed)
     config = adversarial_config(dice)
     elder_rule = ElderRule if with_elder else NoElder
@@ -148,7 +168,8 @@ def worst_ratio(seed: int, *, with_elder: bool, seen: Counter[str] | None = None
     )
     scheduler = Scheduler(config, policies=policies)
     arrivals = sorted(dice.randint(0, 60) for _ in range(dice.randint(2, 24)))
-    live: dict[str, tuple[int, int]] = {}  # submission step, bound
+    live: dict[str, tuple[int, int]] = {}  # submission step, or that of the last release; bound
+    held: set[str] = set()
     step, worst = 0, 0.0
     while arrivals or live:
         while arrivals and arrivals[0] <= step:
@@ -156,6 +177,10 @@ def worst_ratio(seed: int, *, with_elder: bool, seen: Counter[str] | None = None
             arrivals.pop(0)
             scheduler.add(wanted, float(step))
             live[wanted.request_id] = (step, scheduler.wait_bound(wanted.request_id))
+        for name in held_or_released(scheduler, dice, held, holds if step < 150 else 0.0) & live.keys():
+            live[name] = (step, scheduler.wait_bound(name))
+            if seen is not None:
+                seen["releases"] += 1
         step += 1
         batch = scheduler.schedule(float(step))
         if seen is not None:
@@ -164,6 +189,8 @@ def worst_ratio(seed: int, *, with_elder: bool, seen: Counter[str] | None = None
         if batch is not None:
             scheduler.apply(batch, answer(batch), float(step))
         for name, (submitted, bound) in list(live.items()):
+            if name in held:
+                continue
             worst = max(worst, (step - submitted) / bound)
             try:
                 scheduler.wait_bound(name)
@@ -181,6 +208,16 @@ def test_no_adversary_breaks_the_printed_bound(request: pytest.FixtureRequest) -
     assert max(ratios) <= 1.0, f"seed {ratios.index(max(ratios))}"
     assert max(ratios) > 0.5, "the adversary never comes near the bound: it shows nothing"
     assert min(seen["waits for a prefix"], seen["copies"]) > NUM_RUNS / 5, seen
+
+
+def test_holds_and_releases_break_no_bound(request: pytest.FixtureRequest) -> None:
+    """Nobody waits longer for a request that is held in the middle of its turn, and again when it has its turn back."""
+    num_runs = NUM_RUNS // 10 * int(request.config.getoption("--times", 1))
+    seen: Counter[str] = Counter()
+    ratios = [worst_ratio(seed, with_elder=True, holds=0.02 + seed % 5 / 10, seen=seen) for seed in range(num_runs)]
+    assert max(ratios) <= 1.0, f"seed {ratios.index(max(ratios))}"
+    assert max(ratios) > 0.5
+    assert seen["releases"] > 3 * num_runs
 
 
 def test_without_the_elder_rule_the_bound_breaks() -> None:

@@ -42,6 +42,7 @@ class Ahead:
         self.requests: dict[str, GenerationRequest] = {}
         self.aborted: set[str] = set()
         self.deadline: dict[str, int] = {}
+        self.held: set[str] = set()
         self.seen: Counter[str] = Counter()
 
     def draw_config(self) -> SchedulerConfig:
@@ -99,11 +100,25 @@ class Ahead:
                 self.executor.errors[self.any_sequence()] = "the model failed"
             elif deed < 0.43 and self.run.scheduler._roster.sequences:
                 self.executor.starved.add(self.any_sequence())
+            elif deed < 0.49 and (live := self.live()):
+                self.hold_or_release(dice.choice(live))
             else:
                 self.step()
-        while self.engine.has_work:
+        while self.engine.has_work or self.held:
+            if self.held and (not self.engine.has_work or dice.random() < 0.2):
+                self.hold_or_release(dice.choice(sorted(self.held)))
             self.step()
         self.check_end()
+
+    def hold_or_release(self, name: str) -> None:
+        if name not in self.held:
+            self.engine.hold_request(name)
+            self.held.add(name)
+            self.seen["held"] += 1
+            return
+        self.engine.release_request(name)
+        self.held.discard(name)
+        self.deadline[name] = self.steps + self.run.scheduler.wait_bound(name)
 
     def any_sequence(self) -> int:
         return self.dice.choice(list(self.run.scheduler._roster.sequences))
@@ -114,6 +129,7 @@ class Ahead:
     def abort(self, name: str) -> None:
         self.engine.abort(name)
         self.aborted.add(name)
+        self.held.discard(name)
 
     def step(self) -> None:
         assert self.steps < 5000, "it does not end"
@@ -124,7 +140,7 @@ class Ahead:
             self.seen["ahead"] += any(PENDING in item.token_ids for item in batch.items)
             self.seen["copies"] += bool(batch.copies)
             self.seen["forks"] += any(item.forks for item in batch.items)
-        for name in self.live():
+        for name in set(self.live()) - self.held:
             assert self.steps < self.deadline[name], "it is alive after the printed bound"
 
     def take(self, step: StepOutput) -> None:
@@ -164,7 +180,8 @@ def test_random_schedules_give_the_tokens_they_give_without_overlap(request: pyt
             raise
         seen += ahead.seen
     print(dict(seen))
-    assert all(seen[what] > num_runs / 5 for what in ("ahead", "copies", "forks", "preempted", "stopped")), seen
+    wanted = ("ahead", "copies", "forks", "preempted", "stopped", "held")
+    assert all(seen[what] > num_runs / 5 for what in wanted), seen
 
 
 class OutOfOrder(FakeExecutor):

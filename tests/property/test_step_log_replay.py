@@ -38,19 +38,24 @@ class Traffic:
 
     def __init__(self, seed: int, *, num_steps: int = 60) -> None:
         self.dice = random.Random(seed)
+        self.holding = random.Random(seed + 1_000_000)  # of its own, so that what else happens stays as it was drawn
         self.time = 100.0
         config = self.config = self.draw_config()
         self.scheduler = Scheduler(config)
         self.executor = FakeExecutor(config.limits.block_size, max_in_flight=2 if config.plans_ahead else 1)
         self.engine = Engine(self.scheduler, self.executor, check_invariants=True, clock=self.clock)
         self.live: set[str] = set()
+        self.held: list[str] = []
         self.penalty = self.dice.choice([0.0, 0.0, 1.0])  # with one the engine waits for each result before it plans
         self.asked: list[GenerationRequest] = []
         self.engine.on_step = self.take
         number = 0
-        while number < num_steps or self.engine.has_work:
+        while number < num_steps or self.engine.has_work or self.held:
             if number < num_steps:
                 self.disturb(number)
+                self.hold_or_release()
+            elif self.held:
+                self.engine.release_request(self.held.pop())
             self.engine.step()
             number += 1
 
@@ -100,6 +105,15 @@ class Traffic:
             self.executor.starved.add(dice.choice(sorted(self.scheduler._roster.sequences)))
         if self.scheduler._roster.live and dice.random() < 0.02:
             self.scheduler.fail(dice.choice(sorted(self.scheduler._roster.live)), "the operator's doing")
+
+    def hold_or_release(self) -> None:
+        """Beside the traffic's own draws."""
+        dice, live = self.holding, [name for name in self.scheduler._roster.live if name not in self.held]
+        if live and dice.random() < 0.1:
+            self.held.append(dice.choice(live))
+            self.engine.hold_request(self.held[-1])
+        if self.held and dice.random() < 0.15:
+            self.engine.release_request(self.held.pop(dice.randrange(len(self.held))))
 
     def draw_request(self, name: str) -> GenerationRequest:
         dice = self.dice
@@ -210,11 +224,11 @@ def test_the_runs_see_what_makes_plans_differ() -> None:
     wanted = {"submit", "abort", "end", "elder", "enters", "waits kv", "waits slots", "waits budget"}
     wanted |= {"preempted blocks", "cached", "copies", "ends stop", "ends length", "ends error"}
     wanted |= {"fail", "expire", "shared", "swaps", "beams", "beams part", "failed slice", "failed memory"}
-    wanted |= {"waits prefix", "preempted class", "preempted elder"}
+    wanted |= {"waits prefix", "preempted class", "preempted elder", "hold", "release"}
     assert wanted <= seen
 
 
-@pytest.mark.parametrize("left_out", ["submit", "abort", "fail", "expire", "end"])
+@pytest.mark.parametrize("left_out", ["submit", "abort", "fail", "expire", "hold", "release", "end"])
 def test_a_log_that_lacks_an_input_does_not_replay(left_out: str, tmp_path: Path) -> None:
     """Ends tell what answers begin like, which who goes on with a conversation matches."""
 

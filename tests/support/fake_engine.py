@@ -35,6 +35,7 @@ class FakeEngine:
     """An `EnginePort` on the event loop: each step gives every unfinished choice its next scripted token.
 
     `replies(request, choice)` gives the token ids (cyclic); `hold()` stops time and `release()` lets it go on;
+    `held` are the ids of those that were set aside and get no tokens, `num_holds` how often any was;
     `fail_after=n` makes every request fail at its n-th token with `error`; `aborted` lists what was aborted while live.
     """
 
@@ -58,6 +59,8 @@ class FakeEngine:
         self.tokens_per_step = 1
         self.submitted: list[GenerationRequest] = []
         self.aborted: list[str] = []
+        self.held: set[str] = set()
+        self.num_holds = 0
         self.step_id = 0
         self._live: dict[str, _Live] = {}
         self._gate = asyncio.Event()
@@ -82,9 +85,18 @@ class FakeEngine:
             self._stepping = asyncio.get_running_loop().create_task(self._steps())
 
     def abort(self, request_id: str) -> None:
+        self.held.discard(request_id)
         if self._live.pop(request_id, None) is not None:
             self.aborted.append(request_id)
             self.on_step(StepOutput(step_id=self.step_id, outputs=(), stats=self._stats()))
+
+    def hold_request(self, request_id: str) -> None:
+        if request_id in self._live:
+            self.held.add(request_id)
+            self.num_holds += 1
+
+    def release_request(self, request_id: str) -> None:
+        self.held.discard(request_id)
 
     def health(self) -> EngineHealth:
         return EngineHealth(alive=True, step_id=self.step_id, has_work=bool(self._live))
@@ -93,8 +105,12 @@ class FakeEngine:
         while self._live:
             await asyncio.sleep(self.step_seconds)
             await self._gate.wait()
+            if self.held.issuperset(self._live):
+                await asyncio.sleep(0.001)
+                continue
             self.step_id += 1
-            outputs = [output for live in list(self._live.values()) for output in self._advance(live)]
+            going = [live for name, live in self._live.items() if name not in self.held]
+            outputs = [output for live in going for output in self._advance(live)]
             self.on_step(StepOutput(step_id=self.step_id, outputs=tuple(outputs), stats=self._stats()))
 
     def _advance(self, live: _Live) -> list[TokenOutput]:

@@ -45,9 +45,16 @@ class _Watched:
 
 
 def generate(
-    built: BuiltEngine, requests: Iterable[GenerationRequest], *, on_batch: Callable[[Batch], None] | None = None
+    built: BuiltEngine,
+    requests: Iterable[GenerationRequest],
+    *,
+    on_batch: Callable[[Batch], None] | None = None,
+    between: Callable[[Engine], None] | None = None,
 ) -> dict[tuple[str, int], Generated]:
-    """Run all requests to their end, submitted at once; results by request id and choice."""
+    """Run all requests to their end, submitted at once; results by request id and choice.
+
+    `between` is called before each step, and once more when no work is left.
+    """
     results: dict[tuple[str, int], Generated] = {}
 
     def take(step: StepOutput) -> None:
@@ -73,6 +80,8 @@ def generate(
         engine.submit(request)
         results |= {(request.request_id, choice): Generated() for choice in range(request.n)}
     for _ in range(MAX_STEPS):
+        if between is not None:
+            between(engine)
         if not engine.has_work:
             return results
         engine.step()

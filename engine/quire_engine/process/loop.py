@@ -13,7 +13,17 @@ import time
 from quire_engine.engine import Engine
 from quire_engine.errors import ProtocolError
 from quire_engine.process.inspecting import controlled, inspected
-from quire_engine.process.transport import Abort, Control, Frame, FrameDecoder, Inspect, Shutdown, encode_frame
+from quire_engine.process.transport import (
+    Abort,
+    Control,
+    Frame,
+    FrameDecoder,
+    Hold,
+    Inspect,
+    Release,
+    Shutdown,
+    encode_frame,
+)
 from quire_engine.types import GenerationRequest
 
 HEARTBEAT_SECONDS = 1.0
@@ -76,6 +86,10 @@ class EngineLoop:
                 self._engine.submit(frame)
             case Abort():
                 self._engine.abort(frame.request_id)
+            case Hold():
+                self._engine.hold_request(frame.request_id)
+            case Release():
+                self._engine.release_request(frame.request_id)
             case Inspect():
                 self.send(inspected(self._engine, frame))
             case Control():

@@ -28,6 +28,20 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """Set a request aside, whatever its state: nobody takes its tokens."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """A request that was held is to go on."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shutdown:
     """End, whatever is running."""
 
@@ -81,6 +95,8 @@ Frame: TypeAlias = (
     EngineConfig
     | GenerationRequest
     | Abort
+    | Hold
+    | Release
     | Shutdown
     | Inspect
     | Control
@@ -107,6 +123,8 @@ class Kind(IntEnum):
     INSPECT = 9
     INSPECTED = 10
     LOAD_PROGRESS = 11
+    HOLD = 13
+    RELEASE = 14
     CONTROL = 16
 
 
@@ -114,6 +132,8 @@ _TYPES: dict[Kind, type] = {
     Kind.START: EngineConfig,
     Kind.SUBMIT: GenerationRequest,
     Kind.ABORT: Abort,
+    Kind.HOLD: Hold,
+    Kind.RELEASE: Release,
     Kind.SHUTDOWN: Shutdown,
     Kind.READY: EnginePlan,
     Kind.START_FAILED: StartFailed,

@@ -111,7 +111,8 @@ class Admission:
     def kv_waiting_since(self) -> float | None:
         """When the group at the queue's head began to wait for blocks; None: no group does."""
         blocked = self._kv_blocked
-        return self._kv_blocked_since if blocked is not None and blocked.state != "finished" else None
+        is_over = blocked is None or blocked.state in ("finished", "held")
+        return None if is_over else self._kv_blocked_since
 
     def note_kv_wait(self, now: float) -> None:
         """Account the time that a group spends at the queue's head for want of blocks."""

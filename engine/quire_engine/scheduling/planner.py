@@ -48,6 +48,7 @@ class Planner:
         swapping: Swapping | None = None,
     ) -> None:
         self.elder: Group | None = None
+        self.step = 0  # the last one that was planned
         self._limits = limits
         self._policies = policies
         self._kv = kv
@@ -73,6 +74,7 @@ class Planner:
 
     def plan(self, step: int, now: float) -> StepPlan:
         """The plan of step number `step`. Blocks are taken, groups moved; nothing else changes."""
+        self.step = step
         last, self.elder = self.elder, self._elder(step)
         plan = StepPlan(self._limits.max_num_batched_tokens, self.elder)
         if self.elder is not None:
@@ -94,9 +96,14 @@ class Planner:
         self._kv.unpin()
         return plan
 
+    def let_go(self, group: Group) -> None:
+        """The group is about to be held: whose progress is guaranteed is somebody else."""
+        if self.elder is group:
+            self.elder = None
+
     def _elder(self, step: int) -> Group | None:
         if self.elder is None or self.elder.state == "finished":
-            return self._policies.elder.choose(self._roster.live.values(), step)
+            return self._policies.elder.choose(self._roster.contenders(), step)
         return self.elder
 
     def _serve_elder(self, elder: Group, plan: StepPlan, now: float) -> None:

@@ -13,8 +13,9 @@ from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.types import FinishReason
 
 # transit: from the arrival to the scheduler; queue: until it enters; prefill: until its first token; decode: until its
-# end; preempted: until it enters again; recompute: until its next token; done: nothing more comes.
-Phase = Literal["transit", "queue", "prefill", "decode", "preempted", "recompute", "done"]
+# end; preempted: until it enters again; recompute: until its next token; held: until its release; done: nothing more
+# comes.
+Phase = Literal["transit", "queue", "prefill", "decode", "preempted", "recompute", "held", "done"]
 PreemptionMode = Literal["recompute", "swap"]
 MOST_NOTES = 512  # chunks, preemptions and stalls that one life keeps each; beyond that they are counted only
 
@@ -150,6 +151,15 @@ class RequestLife:
         if len(self.preemptions) < MOST_NOTES:
             self.preemptions.append(Preemption(step, cause, mode))
         self._turn("preempted", "", step - 1, now)
+
+    def hold(self, step: int, now: float) -> None:
+        """It is set aside after this step."""
+        self._turn("held", "", step, now)
+
+    def release(self, step: int, now: float, *, wait_bound: int) -> None:
+        """After this step it waits again, and what it had is to be computed again or found."""
+        self.wait_bound = step - self.added_step + wait_bound
+        self._turn("queue" if self.first_step is None else "preempted", "", step, now)
 
     def end(self, choice: int, finish: FinishReason, num_tokens: int) -> None:
         """A choice ends; how many tokens it has said."""

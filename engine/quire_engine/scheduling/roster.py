@@ -1,12 +1,13 @@
-"""Who is live, who of them runs and who waits, with the blocks each holds.
+"""Who is live, who of them runs, who waits and who is held, with the blocks each has.
 
-Promises: a live group is in exactly one queue, in the order policy's order; leaving any way frees every block.
+Promises: a live group is in exactly one queue, in the order policy's order, or held; leaving any way frees every block.
 Must not know: budgets, chunks, why a group enters or leaves.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterable
 from itertools import count
 
 from quire_engine.invariants import require
@@ -23,9 +24,10 @@ class Roster:
     """The groups' life: join, then enter and preempt in turns, then end."""
 
     def __init__(self, kv: KVAllocator, order: OrderPolicy) -> None:
-        self.live: dict[str, Group] = {}  # in order of arrival
+        self.live: dict[str, Group] = {}  # in the order of their arrival, or of their last release
         self.running: list[Group] = []
         self.waiting: list[Group] = []
+        self.held: dict[str, Group] = {}  # live, and in neither queue
         self.sequences: dict[int, Sequence] = {}  # unfinished ones, by id
         self.num_running = 0  # sequences of running groups
         self.total_preemptions = 0
@@ -87,17 +89,46 @@ class Roster:
         self.running.remove(group)
         insort(self.waiting, group, key=self._order.key)
 
+    def hold(self, group: Group) -> None:
+        """Take a live group out of its queue, without its blocks."""
+        if group.state == "running":
+            group.preempt()
+            for sequence in group.sequences:
+                self._kv.release(sequence)
+            self.num_running -= len(group.sequences)
+            self.running.remove(group)
+        else:
+            self.waiting.remove(group)
+        group.hold()
+        self.held[group.request.request_id] = group
+
+    def release(self, group: Group, *, step: int, wait_bound: int) -> None:
+        """Let a held group wait in its old place, for no longer than a request that came now."""
+        request_id = group.request.request_id
+        group.release(step, wait_bound)
+        self.live[request_id] = self.live.pop(request_id)
+        del self.held[request_id]
+        insort(self.waiting, group, key=self._order.key)
+
+    def contenders(self) -> Iterable[Group]:
+        """The live groups that are not held, in their order."""
+        if not self.held:
+            return self.live.values()
+        return [group for group in self.live.values() if group.state != "held"]
+
     def end(self, sequence: Sequence) -> None:
         """Take a choice out of everything, and its group with the last one."""
         group = sequence.group
         self._kv.release(sequence)
         del self.sequences[sequence.sequence_id]
-        queue = self.waiting
-        if group.state == "running":
-            queue = self.running
+        was = group.state
+        if was == "running":
             self.num_running -= 1
         if group.end(sequence):
-            queue.remove(group)
+            if was == "held":
+                del self.held[group.request.request_id]
+            else:
+                (self.running if was == "running" else self.waiting).remove(group)
             del self.live[group.request.request_id]
 
     def end_all(self, group: Group) -> list[Sequence]:
@@ -110,8 +141,10 @@ class Roster:
     def check(self) -> None:
         """Raise InvariantViolation if queues, counts, tables and blocks disagree."""
         self._kv.check(self.sequences.values())
-        listed = sorted(group.arrival for group in [*self.running, *self.waiting])
-        require(listed == [g.arrival for g in self.live.values()], "a live group is not in exactly one queue")
+        listed = sorted(group.arrival for group in [*self.running, *self.waiting, *self.held.values()])
+        live = sorted(group.arrival for group in self.live.values())
+        require(listed == live, "a live group is not in exactly one queue, nor held")
+        require(all(group.state == "held" for group in self.held.values()), "a group is held that is not")
         for queue in (self.running, self.waiting):
             require(queue == sorted(queue, key=self._order.key), "a queue is out of order")
         counted = sum(len(group.sequences) for group in self.running)

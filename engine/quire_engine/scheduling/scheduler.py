@@ -17,6 +17,7 @@ from quire_engine.limits import SchedulerConfig
 from quire_engine.scheduling.beam_forks import BeamForks
 from quire_engine.scheduling.cache_reset import CacheReset
 from quire_engine.scheduling.deadlines import Deadlines
+from quire_engine.scheduling.held import Held
 from quire_engine.scheduling.inspection import Inspection
 from quire_engine.scheduling.non_finite import part_with
 from quire_engine.scheduling.outputs import (
@@ -62,6 +63,7 @@ class Scheduler:
         self._planner = Planner(limits, policies, self._kv, self._roster, self._swapping)
         self._log = StepLog(limits, self._roster) if limits.step_log else None
         self._beam_forks = BeamForks(self._kv, self._roster, self._log)
+        self.held = Held(config, self._roster, self._planner, self._log)
         self.inspection = Inspection(
             config, self._kv, self._roster, self._log, len(host_keys), check=self.check_invariants
         )
@@ -73,8 +75,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
-        return bool(self._roster.live)
+        """Whether any request is unfinished and not held."""
+        return len(self._roster.live) > len(self._roster.held)
 
     @property
     def needs_results(self) -> bool:
@@ -86,17 +88,11 @@ class Scheduler:
         if request.request_id in self._roster.live:
             raise InfeasibleRequest("a request with this id is unfinished")
         check_request(self._config, request)
-        limits = self._config.limits
-        work = self._config.work(
-            num_prompt=len(request.prompt_token_ids),
-            max_new_tokens=request.stop.max_new_tokens,
-            n=request.num_sequences,
-        )
-        earlier = sum(group.work for group in self._roster.live.values())
+        prompt, most = request.prompt_token_ids, request.stop.max_new_tokens
+        work = self._config.work(num_prompt=len(prompt), max_new_tokens=most, n=request.num_sequences)
+        bound = self._config.limits.wait_bound(work, sum(group.work for group in self._roster.live.values()))
         account = self._planner.accounts.open(request, self._roster.waiting)
-        self._roster.join(
-            request, step=self._step, work=work, wait_bound=limits.wait_bound(work, earlier), account=account
-        )
+        self._roster.join(request, step=self._step, work=work, wait_bound=bound, account=account)
         self._deadlines.add(request, self._roster.live)
         if self._log is not None:
             self._log.added(self._roster.live[request.request_id], now)
@@ -132,7 +128,7 @@ class Scheduler:
         return self._fail_all(group, message)
 
     def wait_bound(self, request_id: str) -> int:
-        """Steps from submission within which the live request ends. Raises KeyError if it is not live."""
+        """Steps from submission, or release, within which the live request ends. Raises KeyError if it is not live."""
         return self._roster.live[request_id].wait_bound
 
     def schedule(self, now: float) -> Batch | None:
@@ -141,7 +137,7 @@ class Scheduler:
         Its result is applied before the next call, or with `plans_ahead` before the one after that. The plan is taken
         to go well, and every sequence in it to go on; what turns out otherwise is passed over in the next one's result.
         """
-        if not self._roster.live:
+        if not self.has_work:
             return None
         self._step += 1
         if self._log is not None:
@@ -221,7 +217,7 @@ class Scheduler:
         I5*  limits: a step's tokens and slices, the running sequences and the unfinished prompts keep to them.
         I6   no stall: a running decode gets its token in every step, unless its group is preempted in it.
         I7   elder: it is never preempted for another, and what is left of its work falls with every step.
-        I8   no idling: no step is empty while a request is unfinished.
+        I8   no idling: no step is empty while a request is unfinished and not held.
         I9   gate: a request that cannot be served is refused by `add`, never later.
         I10  determinism: same calls, same plans and same outputs.
         I11  shares: under fair queueing, tenants that always wait differ by no more than `FairQueue` promises.
@@ -229,8 +225,9 @@ class Scheduler:
         I14* swap: what a swapped sequence kept is in the pool or on the host, and comes back as it was.
         I15  no leak: no block is used when no request is left.
         I16  gauges: `stats` equals the state, counted anew.
-        I17* wait bound: a request ends within the steps that `wait_bound` named at its submission.
+        I17* wait bound: a request ends within the steps that `wait_bound` named at its submission, or its last release.
         I18  replay: a step log's inputs, given to another scheduler, bring the same plans.
+        I19* held: who is set aside has no seat, no block and no part in plans, and is never the elder.
         I20* bypasses: no group is overtaken more than `max_bypasses` times, but while it waits for a prefix.
         """
         limits, roster = self._config.limits, self._roster
@@ -239,7 +236,8 @@ class Scheduler:
         others = [group for group in roster.running if group is not self._planner.elder]
         for side, partial in Counter(group.side for group in others if group.is_prefilling).items():
             require(partial <= limits.max_num_partial_prefills, f"{partial} requests of {side} compute their prompts")
-        for group in roster.live.values():
+        require(self._planner.elder not in roster.held.values(), "the elder is held")
+        for group in roster.contenders():
             age = self._step - group.added_step
             require(age < group.wait_bound, f"request {group.request.request_id} is alive after {age} steps")
             require(group.num_bypasses <= limits.max_bypasses, f"{group.num_bypasses} bypasses of one request")

@@ -20,7 +20,7 @@ from quire_engine.scheduling.swapped import Swapped
 from quire_engine.types import GenerationRequest, SamplingParams, TokenLogprobs, WaitReason
 
 Content = bytes | tuple[bytes, tuple[int, ...]]  # of a block: its hash, or what is before it and how it begins
-GroupState = Literal["waiting", "running", "preempted", "finished"]
+GroupState = Literal["waiting", "running", "preempted", "held", "finished"]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -176,10 +176,8 @@ class Group:
 
     def followers(self) -> list[Sequence]:
         """The sequences that wait for the leader's prompt."""
-        if self.prompt_shared:
-            return []
         leader = self.leader
-        return [s for s in self.sequences if s is not leader]
+        return [] if self.prompt_shared else [s for s in self.sequences if s is not leader]
 
     @property
     def is_prefilling(self) -> bool:
@@ -275,18 +273,12 @@ class Group:
 
     def preempt(self) -> None:
         """Wait again, with what was computed lost; the caller takes the blocks."""
-        require(self.state == "running", f"a group that is {self.state} is preempted")
         self.num_computed_before = max(self.num_computed_before, *(s.num_computed for s in self.sequences))
-        self.state = "preempted"
-        self.computing = []
+        self._stop(prompt_shared=len(self.sequences) == 1)
         self.forget_pending()
-        self.prompt_shared = len(self.sequences) == 1
         self.prompt_logprobs.clear()
         if self.pooled is not None:
             self.pooled.clear()
-        if self.beams is not None:
-            self.beams.forget_step()
-        self.num_preemptions += 1
 
     def forget_pending(self) -> None:
         """Whatever is in flight for its sequences will not be taken."""
@@ -295,13 +287,23 @@ class Group:
 
     def set_aside(self, *, prompt_shared: bool) -> None:
         """Wait again, with what is computed kept outside of the pool."""
-        require(self.state == "running", f"a group that is {self.state} is swapped out")
-        self.state = "preempted"
-        self.computing = []
-        self.prompt_shared = prompt_shared
+        self._stop(prompt_shared=prompt_shared)
+
+    def _stop(self, *, prompt_shared: bool) -> None:
+        require(self.state == "running", f"a group that is {self.state} is preempted")
+        self.state, self.computing, self.prompt_shared = "preempted", [], prompt_shared
         if self.beams is not None:
             self.beams.forget_step()
         self.num_preemptions += 1
+
+    def hold(self) -> None:
+        """Wait for the release and nothing else."""
+        self.state, self.awaited = "held", None
+
+    def release(self, step: int, wait_bound: int) -> None:
+        """Wait again, as if it were submitted now."""
+        self.state = "preempted" if self.num_preemptions else "waiting"
+        self.added_step, self.wait_bound = step, wait_bound
 
     def end(self, sequence: Sequence) -> bool:
         """A choice ends; True if the group does with it."""

@@ -25,6 +25,7 @@ def engine_stats(kv: KVAllocator, roster: Roster, planner: Planner) -> EngineSta
     return EngineStats(
         running=roster.num_running,
         waiting=waiting,
+        held=sum(len(group.sequences) for group in roster.held.values()),
         blocks_total=kv.num_blocks,
         blocks_used=used,
         blocks_cached=kv.num_cached,

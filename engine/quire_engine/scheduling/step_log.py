@@ -183,6 +183,22 @@ class StepLog:
         self.settle()
         self._note_event("reset", "")
 
+    def held(self, request_id: str) -> None:
+        """A live request is about to be set aside."""
+        self.settle()
+        self._note_event("hold", request_id)
+        life = self.live[request_id]
+        self._num_computing_prompts -= life.is_computing_prompt
+        life.hold(self._last_step, self.now)
+
+    def released(self, group: Group) -> None:
+        """A request that was held waits again."""
+        self.settle()
+        life = self.live[group.request.request_id]
+        self._note_event("release", life.request_id)
+        life.release(self._last_step, self.now, wait_bound=group.wait_bound)
+        self._unplaced.append(life)
+
     def _note_decision(self, decision: Decision, step_id: int, now: float) -> None:
         life = self.live[decision.request_id]
         if decision.kind == "enters":
@@ -233,7 +249,7 @@ class StepLog:
         """Only changes of a reason are decisions: those who are new in the queue may have theirs from before."""
         for life in self._unplaced:
             group = life.group
-            if group is None or group.state == "running":
+            if group is None or group.state in ("running", "held"):
                 continue
             if not life.reason:
                 name, reason = life.request_id, group.wait_reason
@@ -289,12 +305,7 @@ class StepLog:
             del self._finished[next(iter(self._finished))]
 
     def _note_event(
-        self,
-        kind: EventKind,
-        request_id: str,
-        *,
-        choice: int = 0,
-        asked: dict[str, object] | None = None,
+        self, kind: EventKind, request_id: str, *, choice: int = 0, asked: dict[str, object] | None = None
     ) -> Event:
         ordinal = self._next_ordinal()
         event = Event(

@@ -6,7 +6,7 @@ it is told which of them begin alike, and how far. Must not know: queues, blocks
 The log as JSON lines, which `quire trace --json` writes and a replay reads:
 
     {"kind": "config", "format": 2, "config": {SchedulerConfig}, "first_step": n, "restored_blocks": n}     once, first
-    {"kind": "submit" | "abort" | "fail" | "expire" | "end" | "reset", ...the fields of RequestEvent}
+    {"kind": "submit" | "abort" | "fail" | "expire" | "hold" | "release" | "end" | "reset", ...fields of RequestEvent}
     {"kind": "step", ...the fields of StepRecord}
 
 Every call that changes the scheduler's state has an ordinal, in the order of the calls: an event has one, a step two:
@@ -20,6 +20,7 @@ with step 1 has every input of the plans, but for `restored_blocks` whose conten
              computed in `failed`. A beam search whose beams all came a token further is in `beams`.
     end      a content: the prompt with what a choice said until its end. Of a search one for each beam that is given
              up, in their order, and one for each that is left at its end; in between a sequence follows one beam.
+    hold     nobody takes the request's tokens: it is set aside until its `release`.
     abort    the client has left. `fail`: the request ends with an error that no step has made. `expire`: its deadline
              has passed, at the time `at`; with several at one time the first call ends all.
     reset    the operator has emptied the prefix cache; of no request.
@@ -41,7 +42,7 @@ from quire_engine.scheduling.step_plan import Decision
 from quire_engine.types import FinishReason
 
 FORMAT = 2
-EventKind = Literal["submit", "abort", "fail", "expire", "end", "reset"]
+EventKind = Literal["submit", "abort", "fail", "expire", "hold", "release", "end", "reset"]
 # A whole slice, what was to be sampled of it, or the device had no memory for it.
 FailedPart = Literal["slice", "sample", "memory"]
 

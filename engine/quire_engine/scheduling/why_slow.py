@@ -29,6 +29,7 @@ _PHASES: dict[Phase, str] = {
     "prefill": "computing its prompt",
     "decode": "computing its own output",
     "recompute": "computing again what preemptions had taken",
+    "held": "being set aside: its client did not take its tokens",
 }
 
 

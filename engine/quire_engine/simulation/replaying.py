@@ -90,6 +90,10 @@ class Replayer:
                 self.scheduler.abort(entry.request_id)
             case "fail":
                 self.scheduler.fail(entry.request_id, "failed")
+            case "hold":
+                self.scheduler.held.hold(entry.request_id)
+            case "release":
+                self.scheduler.held.release(entry.request_id)
             case "expire":
                 self.scheduler.expire(float(entry.plain["at"]))
             case "reset":

@@ -20,6 +20,7 @@ class JournalEntry:
     finished: set[int] = field(init=False)  # choices
     prompt_scored: bool = False  # the prompt's log-probabilities were delivered
     in_flight: bool = False  # the running engine has it
+    held: bool = False  # its client takes nothing: no engine is to compute it
     strikes: int = 0  # crashes while in flight since it last made progress
     crashes: list[float] = field(default_factory=list)  # when, of those while in flight that nothing explains yet
 

@@ -75,8 +75,8 @@ class Recovery:
         while self.waiting and self._probation is None and not self._proving:
             request_id = self.waiting.popleft()
             entry = self._journal.get(request_id)
-            if entry is None:
-                continue  # aborted while it waited
+            if entry is None or entry.in_flight or entry.held:
+                continue  # aborted while it waited, or held
             if entry.strikes > 0:
                 self._probation = request_id
                 self._outputs_left = _LONGER ** max(0, len(entry.crashes) - 1)
@@ -114,6 +114,27 @@ class Recovery:
             self._suspect_left = True
         return entry is not None and entry.in_flight
 
+    def hold(self, request_id: str) -> bool:
+        """No engine is to compute it for now. True: the engine has it and must be told."""
+        entry = self._journal.get(request_id)
+        if entry is None:
+            return False
+        entry.held = True
+        if request_id == self._probation:  # it may be held for ever, and others wait
+            self._probation = None
+            self._suspect_left = True
+        return entry.in_flight
+
+    def release(self, request_id: str) -> bool:
+        """It is to be computed again. True: the engine has it and must be told; else it waits to be sent."""
+        entry = self._journal.get(request_id)
+        if entry is None or not entry.held:
+            return False
+        entry.held = False
+        if not entry.in_flight:
+            self.waiting.append(request_id)
+        return entry.in_flight
+
     def crashed(self, *, killed: bool, now: float = 0.0) -> list[JournalEntry]:
         """The engine is gone: all that it held are suspects. Returns, and drops, those proven guilty.
 
@@ -139,7 +160,8 @@ class Recovery:
             entry.crashes = [t for t in entry.crashes if t not in explained]
         # Who was on trial is the first again: it then has nobody beside it, not even those who have passed theirs.
         first = [self._probation] if self._probation in self._journal else []
-        self.waiting = deque([*first, *(name for name in self._journal if name not in first)])
+        others = (name for name, entry in self._journal.items() if name not in first and not entry.held)
+        self.waiting = deque([*first, *others])
         self._probation = None
         self._suspect_left = self._proving = False
         return guilty

@@ -16,7 +16,7 @@ from enum import Enum
 
 from quire_engine.config import EngineConfig, EnginePlan, faults_of_start
 from quire_engine.errors import ConfigError, CrashLoop, EngineDead, ModelLoadError
-from quire_engine.process.transport import Abort, Control, Inspect, LoadProgress, Shutdown
+from quire_engine.process.transport import Abort, Control, Hold, Inspect, LoadProgress, Release, Shutdown
 from quire_engine.types import EngineHealth, EngineStats, GenerationRequest, StepOutput
 from quire_server.engine.journal import JournalEntry
 from quire_server.engine.process import EngineProcess
@@ -90,6 +90,16 @@ class Supervisor:
     def abort(self, request_id: str) -> None:
         if self._recovery.forget(request_id) and self._process is not None:
             self._process.send(Abort(request_id=request_id))
+        self._send_waiting()
+
+    def hold_request(self, request_id: str) -> None:
+        if self._recovery.hold(request_id) and self._process is not None:
+            self._process.send(Hold(request_id=request_id))
+        self._send_waiting()
+
+    def release_request(self, request_id: str) -> None:
+        if self._recovery.release(request_id) and self._process is not None:
+            self._process.send(Release(request_id=request_id))
         self._send_waiting()
 
     def health(self) -> EngineHealth:
