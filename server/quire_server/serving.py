@@ -59,6 +59,7 @@ async def serve(settings: Settings, supervisor: Supervisor, starting: asyncio.Ta
                 return True
             state, app = building.result()
             door.watch_connections(state.metrics.connections)
+            state.metrics.bytes_waiting = listening.bytes_waiting
             await door.open(app)
             stats = asyncio.create_task(log_throughput(state.metrics, settings.log_stats_interval), name="stats")
             try:

@@ -17,7 +17,6 @@ import pytest
 from fastapi.responses import StreamingResponse
 
 from quire_engine.errors import ConfigError
-from quire_server.http import connection
 from quire_server.http.listener import Listening, announce, bind, serve
 from support.fakes import exchange, listening, make_app, make_state
 
@@ -140,9 +139,8 @@ async def test_stop_can_cut_replies_off(caplog: pytest.LogCaptureFixture) -> Non
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-async def test_a_client_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "WRITE_STALL_SECONDS", 0.3)
-    app = make_app()
+async def test_a_client_that_does_not_read_is_dropped() -> None:
+    app = make_app(client_write_timeout=0.3)
     ended = asyncio.Event()
 
     async def endless() -> AsyncIterator[bytes]:
@@ -164,9 +162,8 @@ async def test_a_client_that_does_not_read_is_dropped(monkeypatch: pytest.Monkey
         writer.close()
 
 
-async def test_a_slow_but_living_reader_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "WRITE_STALL_SECONDS", 0.5)
-    app = make_app()
+async def test_a_slow_but_living_reader_is_not_dropped() -> None:
+    app = make_app(client_write_timeout=0.5)
     size = 8 << 20
 
     @app.get("/large")

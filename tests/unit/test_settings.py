@@ -230,7 +230,7 @@ def test_help_shows_every_setting_grouped(capsys: pytest.CaptureFixture[str], mo
     for name, field in Settings.model_fields.items():
         assert flag_name(name).removeprefix("--") in text
         assert option_group(field) in GROUPS
-        assert option_unit(field) in {"", "s", "tokens", "bytes", "steps"}
+        assert option_unit(field) in {"", "s", "tokens", "bytes", "bytes/s", "steps"}
         assert field.description
     assert len(text.splitlines()) < 160
 

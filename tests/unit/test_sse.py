@@ -62,7 +62,6 @@ def serve(
     server: Server,
     *,
     keep_alive: float = 0,
-    stall: float = 60,
     failure: Callable[[ApiError], bytes] = error_frames,
 ) -> asyncio.Task[None]:
     reply = EventStream(
@@ -72,7 +71,6 @@ def serve(
         failure=failure,
         headers={"x-a": "b"},
         keep_alive_seconds=keep_alive,
-        stall_seconds=stall,
     )
     return asyncio.ensure_future(reply({"type": "http"}, server.receive, server.send))
 
@@ -139,35 +137,27 @@ def test_a_client_that_leaves_before_the_first_frame() -> None:
     asyncio.run(run())
 
 
-def test_a_client_that_stops_reading_is_given_up() -> None:
+def test_frames_are_not_asked_for_while_the_client_does_not_read() -> None:
     async def run() -> None:
-        frames, server = Frames(b"data: 1\n\n", b"data: 2\n\n", 30.0), Server()
+        frames, server = Frames(b"data: 1\n\n", b"data: 2\n\n", DONE), Server()
+        asked: list[bytes] = []
+
+        async def watched() -> AsyncGenerator[bytes]:
+            async for item in frames():
+                asked.append(item)
+                yield item
+
         server.takes.clear()
-        await asyncio.wait_for(serve(frames, server, stall=0.1), 1)
-        assert frames.is_closed
-
-    asyncio.run(run())
-
-
-def test_a_slow_client_that_reads_is_not_given_up() -> None:
-    async def run() -> None:
-        frames, server = Frames(*[b"data: 1\n\n"] * 8, DONE), Server()
-
-        async def slowly(message: dict) -> None:
-            server.sent.append(message)
-            await asyncio.sleep(0.04)
-
         reply = EventStream(
-            frames(),
-            bytes,
-            progress=frames,
-            failure=error_frames,
-            headers={},
-            keep_alive_seconds=0,
-            stall_seconds=0.1,
+            watched(), bytes, progress=frames, failure=error_frames, headers={}, keep_alive_seconds=0.01
         )
-        await reply({"type": "http"}, server.receive, slowly)
-        assert server.body.endswith(DONE)
+        task = asyncio.ensure_future(reply({"type": "http"}, server.receive, server.send))
+        await asyncio.sleep(0.1)
+        assert asked == [b"data: 1\n\n"]
+        assert KEEP_ALIVE not in server.body, "who does not read needs no signs of life"
+        server.takes.set()
+        await asyncio.wait_for(task, 1)
+        assert server.body.replace(KEEP_ALIVE, b"") == b"data: 1\n\ndata: 2\n\n" + DONE
 
     asyncio.run(run())
 

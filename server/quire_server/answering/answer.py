@@ -24,7 +24,7 @@ from quire_server.answering.rendering import ReplyHead, fingerprint
 from quire_server.answering.reply_size import size_of_choices, size_of_prompts
 from quire_server.answering.whole import collect, likeliest
 from quire_server.errors import ApiError
-from quire_server.http.disconnect import unless_client_gone
+from quire_server.http.disconnect import look_for_leaving, unless_client_gone
 from quire_server.http.large_reply import PiecedReply
 from quire_server.http.sse import KEEP_ALIVE, EventStream
 from quire_server.state import state_of
@@ -64,13 +64,18 @@ async def answer(
     Raises BadRequest, ContextLengthExceeded, QueueFull, EngineFailed, DeadlineExceeded, ClientGone.
     """
     state = state_of(request)
-    job = await unless_client_gone(request, prepare(state, options, caller_of(request)))
+    job = await unless_client_gone(request, _prepared(request, options))
     request_id = request.scope["state"]["request_id"]
     state.names.add((request_id, options.reply.id), [each.request_id for each in job.requests])
     if state.settings.enable_log_requests:
         _log(job, request_id)
     generation = generation_class(job)(
-        job.requests, job.text, tokenizer=state.tokenizer, client=state.client, metrics=state.metrics
+        job.requests,
+        job.text,
+        tokenizer=state.tokenizer,
+        client=state.client,
+        metrics=state.metrics,
+        max_waiting=state.settings.stream_buffer_tokens if options.reply.stream else None,
     )
     head = ReplyHead(
         id=options.reply.id or request_id,
@@ -101,6 +106,13 @@ async def answer(
         held.release()
         raise
     return PiecedReply((body,) if isinstance(body, bytes) else body, held=held, headers=job.headers)
+
+
+async def _prepared(request: Request, options: GenerationOptions) -> Job:
+    """What is to be run, for a client that is still there when nothing is left to be done but to run it."""
+    job = await prepare(state_of(request), options, caller_of(request))
+    await look_for_leaving(request)
+    return job
 
 
 def _log(job: Job, request_id: str) -> None:

@@ -21,6 +21,7 @@ from quire_server.metrics.request_record import RequestRecord
 from quire_server.text.tokenizer import TextTokenizer
 
 Outcome = Literal["stop", "length", "abort", "error"]
+_LEAST_WAITING = 8  # tokens of each choice that may wait, however many choices: a loop that is late is no slow reader
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,7 +35,10 @@ class Usage:
 
 
 class Generation:
-    """The prompts of one HTTP request, each with n choices. `deltas` may be iterated once."""
+    """The prompts of one HTTP request, each with n choices. `deltas` may be iterated once.
+
+    With `max_waiting`, when so many tokens wait for the next delta to be asked for, the engine sets the request aside.
+    """
 
     def __init__(
         self,
@@ -44,6 +48,7 @@ class Generation:
         tokenizer: TextTokenizer,
         client: EngineClient,
         metrics: Metrics,
+        max_waiting: int | None = None,
     ) -> None:
         self.requests = tuple(requests)
         self.usage = Usage(
@@ -56,6 +61,10 @@ class Generation:
         self._tokenizer = tokenizer
         self._client = client
         self._metrics = metrics
+        self._max_waiting = None if max_waiting is None else max(max_waiting, _LEAST_WAITING * self._num_choices())
+
+    def _num_choices(self) -> int:
+        return sum(request.n for request in self.requests)
 
     async def deltas(self) -> AsyncGenerator[list[ChoiceDelta]]:
         """What is new, once per wake-up and at most one delta per choice. The generator must be closed.
@@ -63,14 +72,14 @@ class Generation:
         Raises QueueFull before the first item, EngineFailed, NotReady and DeadlineExceeded at any time, BadRequest
         where the request's own rules leave nothing to generate.
         """
-        stream = RequestStream(self._client)
+        stream = RequestStream(self._client, max_waiting=self._max_waiting)
         prompts: dict[str, _Prompt] = {}
         failed = False
         try:
             for number, request in enumerate(self.requests):
                 self._client.submit(request, stream)
                 prompts[request.request_id] = self._accepted(number, request)
-            num_open = sum(request.n for request in self.requests)
+            num_open = self._num_choices()
             async for outputs in stream:
                 now = time.monotonic()
                 news: dict[Choice, _Prompt] = {}

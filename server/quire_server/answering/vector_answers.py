@@ -23,7 +23,7 @@ from quire_server.answering.caller import caller_of
 from quire_server.answering.notes import notes
 from quire_server.answering.vector_options import VectorOptions
 from quire_server.answering.vectors import VectorUsage, compute_vectors, prepare_vectors, shaped
-from quire_server.http.disconnect import unless_client_gone
+from quire_server.http.disconnect import look_for_leaving, unless_client_gone
 from quire_server.http.large_json import Pieces, pieces_of_object
 from quire_server.http.large_reply import HeldReply, PiecedReply
 from quire_server.state import ServerState, state_of
@@ -77,10 +77,16 @@ async def answer_scores(request: Request, options: VectorOptions, *, num_left: i
 
 
 async def _prepared(request: Request, options: VectorOptions) -> list[GenerationRequest]:
-    """The engine's requests, whose names are known from now on."""
+    """The engine's requests, whose names are known from now on. Raises ClientGone beside the rest."""
     state = state_of(request)
-    requests = await prepare_vectors(state, options, caller_of(request))
+    requests = await unless_client_gone(request, _checked(request, options))
     state.names.add((request.scope["state"]["request_id"], options.id), [each.request_id for each in requests])
+    return requests
+
+
+async def _checked(request: Request, options: VectorOptions) -> list[GenerationRequest]:
+    requests = await prepare_vectors(state_of(request), options, caller_of(request))
+    await look_for_leaving(request)
     return requests
 
 

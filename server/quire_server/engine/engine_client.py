@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from quire_engine.config import EnginePlan
@@ -37,13 +37,18 @@ class QueueLimits:
 
 
 class RequestStream:
-    """The outputs of accepted requests, in the order of their arrival; ends when none of the requests is live."""
+    """The outputs of accepted requests, in the order of their arrival; ends when none of the requests is live.
 
-    def __init__(self, client: EngineClient) -> None:
+    With `max_waiting`, once so many outputs wait for whoever takes them, the requests are held until they are taken.
+    """
+
+    def __init__(self, client: EngineClient, *, max_waiting: int | None = None) -> None:
         self._client = client
         self._live: dict[str, GenerationRequest] = {}
         self._num_unfinished: dict[str, int] = {}  # choices, by request
         self._buffer: list[TokenOutput] = []
+        self._max_waiting = max_waiting
+        self._is_held = False
         self._waiter: asyncio.Future[None] | None = None
 
     def expect(self, request: GenerationRequest) -> None:
@@ -56,6 +61,9 @@ class RequestStream:
 
     async def __anext__(self) -> list[TokenOutput]:
         """All that has arrived since the last call, waiting for the first of it."""
+        if self._is_held:
+            self._is_held = False
+            self._client.release_held(self._live.values())
         if not self._buffer:
             if not self._live:
                 raise StopAsyncIteration
@@ -72,8 +80,12 @@ class RequestStream:
     def deliver(self, output: TokenOutput) -> None:
         """Take in one output of a live request."""
         self._buffer.append(output)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._waiter is not None:
+            if not self._waiter.done():
+                self._waiter.set_result(None)
+        elif self._max_waiting is not None and len(self._buffer) >= self._max_waiting and not self._is_held:
+            self._is_held = True
+            self._client.hold(self._live.values())
         if output.finish is not None:
             self._num_unfinished[output.request_id] -= 1
             if self._num_unfinished[output.request_id] == 0:
@@ -137,6 +149,8 @@ class EngineClient:
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._closed = False
         self._sequences = 0
+        self._held: dict[str, int] = {}  # sequences by request
+        self._num_held = 0  # of the sequences
         self._prompt_tokens = 0
         self._clock = clock
         self._seats = SeatMeter(plan.scheduler.limits.max_num_seqs)
@@ -196,7 +210,7 @@ class EngineClient:
             raise RequestQuarantined(refused_for)
         lack = None if is_check else self._lack(request)
         if lack is not None:
-            self._refuse(lack, request.num_sequences)
+            raise self._refusal(lack, request.num_sequences)
         if not is_check:
             self._ask_gates(request, now)
         self._watch(request)
@@ -205,9 +219,30 @@ class EngineClient:
         self._sequences += request.num_sequences
         self._prompt_tokens += len(request.prompt_token_ids)
         self._metrics.occupied(now, self._sequences)
-        self._seats.observe(now, sequences=self._sequences)
+        self._seats.observe(now, sequences=self._sequences - self._num_held)
         self._idle.clear()
         self._port.submit(request)
+
+    def hold(self, requests: Iterable[GenerationRequest]) -> None:
+        """Nobody takes their outputs: they are set aside in the engine, and others get their places in the queue."""
+        for request in requests:
+            self._held[request.request_id] = request.num_sequences
+            self._num_held += request.num_sequences
+            self._port.hold_request(request.request_id)
+        self._seats.observe(self._clock(), sequences=self._sequences - self._num_held)
+
+    def release_held(self, requests: Iterable[GenerationRequest]) -> None:
+        """Their outputs were taken: they go on, even where others have taken their places in the queue."""
+        for request in requests:
+            self._num_held -= self._held.pop(request.request_id)
+            self._port.release_request(request.request_id)
+        self._seats.observe(self._clock(), sequences=self._sequences - self._num_held)
+
+    def refusal(self) -> QueueFull | None:
+        """Why whatever came now would be refused; None where that depends on what comes. It counts as refused."""
+        if self._sequences - self._num_held < self._limits.max_sequences:
+            return None
+        return self._refusal("max_num_queued_reqs", 1)
 
     def _watch(self, request: GenerationRequest) -> None:
         """End the request at its deadline, whether there is an engine to do it or not."""
@@ -247,8 +282,11 @@ class EngineClient:
             self._ttft.answered(request.request_id)
         self._sequences -= request.num_sequences
         self._prompt_tokens -= len(request.prompt_token_ids)
+        held = self._held.pop(request.request_id, 0)
+        self._num_held -= held
         self._metrics.occupied(now := self._clock(), self._sequences)
-        self._seats.observe(now, sequences=self._sequences, ended=request.num_sequences)
+        ended = 0 if held else request.num_sequences
+        self._seats.observe(now, sequences=self._sequences - self._num_held, ended=ended)
         if not finished:
             self._port.abort(request.request_id)
         if not self._streams:
@@ -273,14 +311,14 @@ class EngineClient:
 
     def _lack(self, request: GenerationRequest) -> str | None:
         """The limit that a request is over, by the name of its setting."""
-        if self._sequences + request.num_sequences > self._limits.max_sequences:
+        if self._sequences - self._num_held + request.num_sequences > self._limits.max_sequences:
             return "max_num_queued_reqs"
         limit, tokens = self._limits.max_prompt_tokens, self._prompt_tokens + len(request.prompt_token_ids)
         return "max_num_queued_tokens" if limit is not None and self._streams and tokens > limit else None
 
-    def _refuse(self, reason: str, sequences: int) -> None:
+    def _refusal(self, reason: str, sequences: int) -> QueueFull:
         self._metrics.reject(reason)
         now = self._clock()
-        waiting = max(self._sequences - self.plan.scheduler.limits.max_num_seqs, 0)
+        waiting = max(self._sequences - self._num_held - self.plan.scheduler.limits.max_num_seqs, 0)
         wait = self._retry_line.wait(now, sequences=sequences, waiting=waiting, rate=self._seats.rate(now))
-        raise QueueFull("the server is at capacity: its queue is full", retry_after_seconds=wait)
+        return QueueFull("the server is at capacity: its queue is full", retry_after_seconds=wait)

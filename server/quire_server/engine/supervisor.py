@@ -75,8 +75,6 @@ class Supervisor:
             points = ", ".join(fault.point for fault in config.faults)
             log.warning("FAULTS ARE INJECTED (%s): this server is for tests and will fail on purpose", points)
 
-    # ---------------------------------------------------------------- EnginePort
-
     def submit(self, request: GenerationRequest) -> None:
         process = self._receiver()
         if process is not None and not self._recovery.has_suspects:
@@ -88,18 +86,17 @@ class Supervisor:
             self._recovery.enqueue(request)
 
     def abort(self, request_id: str) -> None:
-        if self._recovery.forget(request_id) and self._process is not None:
-            self._process.send(Abort(request_id=request_id))
-        self._send_waiting()
+        self._tell(Abort(request_id=request_id), is_due=self._recovery.forget(request_id))
 
     def hold_request(self, request_id: str) -> None:
-        if self._recovery.hold(request_id) and self._process is not None:
-            self._process.send(Hold(request_id=request_id))
-        self._send_waiting()
+        self._tell(Hold(request_id=request_id), is_due=self._recovery.hold(request_id))
 
     def release_request(self, request_id: str) -> None:
-        if self._recovery.release(request_id) and self._process is not None:
-            self._process.send(Release(request_id=request_id))
+        self._tell(Release(request_id=request_id), is_due=self._recovery.release(request_id))
+
+    def _tell(self, frame: Abort | Hold | Release, *, is_due: bool) -> None:
+        if is_due and self._process is not None:
+            self._process.send(frame)
         self._send_waiting()
 
     def health(self) -> EngineHealth:
@@ -207,9 +204,7 @@ class Supervisor:
             self._program, self._deliver, stderr=self._stderr, memory_fd=self._weights.for_next_engine()
         )
         self._starts += 1
-        config = self._config
-        if config.faults:
-            config = replace(config, faults=faults_of_start(config.faults, self._starts))
+        config = replace(self._config, faults=faults_of_start(self._config.faults, self._starts))
         return process, await process.start(config, self._policy.start_seconds)
 
     async def _first_start(self) -> tuple[EngineProcess, EnginePlan]:

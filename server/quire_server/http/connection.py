@@ -10,7 +10,8 @@ import asyncio
 import json
 import ssl
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -29,12 +30,12 @@ from quire_server.errors import (
 from quire_server.http.addresses import Addresses
 from quire_server.http.body_limits import declared_bytes
 from quire_server.http.guard import choose_request_id
-from quire_server.http.half_close import HalfClosedWatch
+from quire_server.http.half_close import HalfClosedWatch, client_side
 from quire_server.http.intake import Intake
+from quire_server.http.write_clock import HIGH_WATER_BYTES, WriteClock, WritePace, waiting_bytes
 
 GRACE_SECONDS = 5.0  # for replies still being written at the stop; draining comes before it
 LINGER_SECONDS = 1.0  # a refused client may finish its sentence: closing at once would reset the refusal away
-WRITE_STALL_SECONDS = 60.0  # a client that takes nothing for so long is gone
 _WIRE_OVERHEAD = 8  # chunked framing costs at most 5 bytes per body byte; trailers and extensions are what remains
 ADDRESS_SECONDS = 5.0  # after which a client may try again that has too many connections
 
@@ -48,6 +49,7 @@ class ConnectionLimits:
     max_header_bytes: int
     max_body_bytes: int
     header_timeout: float
+    write_pace: WritePace = field(default_factory=WritePace)
 
     @property
     def max_wire_bytes(self) -> int:
@@ -113,12 +115,13 @@ class Connection(HttpToolsProtocol):
         self._plain_bytes = 0  # of a body whose length was announced: those that are still to come
         self._refused = False
         self._head_clock: asyncio.TimerHandle | None = None
-        self._write_clock: asyncio.TimerHandle | None = None
+        self._write_clock: WriteClock | None = None
         self._half_closed: HalfClosedWatch | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._intake = self.flow = Intake(transport, self._parse, lambda: self._plain_bytes)
+        transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         self._start_head_clock()
         self._on_connections(len(self.connections))
         self._place, is_one_too_many = self._addresses.enter(None if self.client is None else self.client[0])
@@ -199,6 +202,7 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         self._stop_head_clock()
         self._plain_bytes = declared_bytes(self.headers) or 0
+        self.scope["state"]["client_side"] = partial(client_side, self.transport)  # for whoever is about to do much
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -208,15 +212,21 @@ class Connection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         self._refuse(BadRequest(msg, code="invalid_http", headers={"Connection": "close"}))
 
+    @property
+    def bytes_waiting(self) -> int:
+        """Of replies that the client has not taken yet."""
+        return 0 if self.transport is None else waiting_bytes(self.transport)
+
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._write_clock = self.loop.call_later(WRITE_STALL_SECONDS, self.transport.abort)
+        if self._write_clock is None:
+            self._write_clock = WriteClock(self.transport, self._limits.write_pace, self.loop)
+        self._write_clock.start()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if self._write_clock is not None:
-            self._write_clock.cancel()
-            self._write_clock = None
+            self._write_clock.stop()
 
     def _answers_half_closed(self) -> bool:
         """Whether a whole request awaits its reply, and it can be found out who still listens."""
@@ -244,7 +254,7 @@ class Connection(HttpToolsProtocol):
     def _stop_clocks(self) -> None:
         self._stop_head_clock()
         if self._write_clock is not None:
-            self._write_clock.cancel()
+            self._write_clock.stop()
         if self._half_closed is not None:
             self._half_closed.stop()
 

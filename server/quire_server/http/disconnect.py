@@ -1,6 +1,6 @@
 """Ends the work of a reply when its client has gone.
 
-Promises: the work is cancelled, and its `finally` blocks have run, before `ClientGone` is raised.
+Promises: the work is cancelled where it waits, and its `finally` blocks have run, before `ClientGone` is raised.
 Must not know: what the work is. (Servers cancel streams at a disconnect, but not plain handlers.)
 """
 
@@ -11,31 +11,62 @@ from collections.abc import Coroutine
 from typing import TypeVar
 
 from fastapi import Request
+from starlette.types import Receive
 
 from quire_server.errors import ClientGone
 
 Result = TypeVar("Result")
+_DOUBT_SECONDS = 0.02
 
 
 async def unless_client_gone(request: Request, work: Coroutine[object, object, Result]) -> Result:
     """The result of `work`. Raises ClientGone, with the work cancelled, once the client has closed the connection.
 
-    The request's body must have been read: what comes next from the client can only be its leaving.
+    The request's body must have been read: what comes next from the client can only be its leaving. The work runs in
+    the caller's task, which is cancelled as by a timeout: one task more for each request, not two.
     """
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_wait_for_disconnect(request))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        leaving.result()  # an error here is ours, not the client's
-        raise ClientGone
-    finally:
-        for task in (working, leaving):
+    task = asyncio.current_task()
+    if task is None:
+        raise RuntimeError("there is no task to be cancelled")
+    has_left = is_over = False
+    cancelled_before = task.cancelling()
+
+    def left(_: asyncio.Future[None]) -> None:
+        nonlocal has_left
+        if not is_over:  # this is called a little later, when the work may have ended
+            has_left = True
             task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+
+    leaving = asyncio.ensure_future(until_disconnect(request.receive))
+    leaving.add_done_callback(left)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if has_left and task.uncancel() <= cancelled_before:
+            leaving.result()  # an error here is ours, not the client's
+            raise ClientGone from None
+        raise
+    finally:
+        is_over = True
+        leaving.cancel()
 
 
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def until_disconnect(receive: Receive) -> None:
+    """Returns when the client has closed the connection, or has its reply."""
+    while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def look_for_leaving(request: Request) -> None:
+    """To be awaited under `unless_client_gone` before much is done. Raises ClientGone.
+
+    The loop looks at its sockets once. A client whose side of the connection has ended may only have said all: it is
+    given the moment in which it is found out whether it still listens.
+    """
+    await asyncio.sleep(0)
+    client_side = request.scope.get("state", {}).get("client_side")
+    if client_side is None or client_side() == "open":
+        return
+    await asyncio.sleep(_DOUBT_SECONDS)
+    if client_side() == "gone":  # the loop has yet to hear of it
+        raise ClientGone

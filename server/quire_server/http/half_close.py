@@ -14,9 +14,12 @@ from __future__ import annotations
 import asyncio
 import select
 from collections.abc import Callable
+from typing import Literal
 
 PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 PROBE_SECONDS = 5.0  # between probes: a client may also leave after it has stopped speaking
+ClientSide = Literal["open", "ended", "gone"]  # ended: it has left, or said all that it wanted to say
+_ENDED = getattr(select, "POLLRDHUP", 0)  # not every system tells it before it is read
 _FIRST_LOOK = 0.001  # seconds after a probe; each further look comes after twice the time
 _LONGEST_PAUSE = 0.25
 
@@ -53,6 +56,16 @@ class HalfClosedWatch:
 
 def is_hung_up(transport: asyncio.Transport) -> bool:
     """Whether nothing can be sent any more, as far as the system knows without trying."""
+    return client_side(transport) == "gone"
+
+
+def client_side(transport: asyncio.Transport) -> ClientSide:
+    """As the system knows it now, which may be before the event loop has looked."""
+    if transport.is_closing():
+        return "gone"
     poll = select.poll()
-    poll.register(transport.get_extra_info("socket").fileno(), 0)  # hang-ups and errors are always reported
-    return bool(poll.poll(0))
+    poll.register(transport.get_extra_info("socket").fileno(), _ENDED)  # hang-ups and errors are always reported
+    found = poll.poll(0)
+    if not found:
+        return "open"
+    return "ended" if found[0][1] == _ENDED else "gone"

@@ -20,8 +20,9 @@ import uvicorn
 
 from quire_engine.errors import ConfigError
 from quire_server.http.body_limits import LARGEST_BODY
-from quire_server.http.connection import ConnectionConfig, ConnectionLimits
+from quire_server.http.connection import Connection, ConnectionConfig, ConnectionLimits
 from quire_server.http.tls import tls_context
+from quire_server.http.write_clock import WritePace, bound_buffers
 from quire_server.settings import Settings
 
 log = logging.getLogger("quire")
@@ -34,6 +35,7 @@ class Listening:
     address: str  # a URL, or the path of a Unix socket
     port: int | None  # the real one; None for a Unix socket
     stop: Callable[[bool], None]
+    bytes_waiting: Callable[[], int]  # of replies that clients have not taken
 
     @property
     def where(self) -> str:
@@ -80,6 +82,8 @@ async def serve(
 
     `on_connections` is told how many are open.
     """
+    pace = WritePace(seconds=settings.client_write_timeout, bytes_per_second=settings.client_min_rate)
+    bound_buffers(sock, pace)
     config = ConnectionConfig(
         app,
         limits=ConnectionLimits(
@@ -88,6 +92,7 @@ async def serve(
             max_header_bytes=settings.max_header_bytes,
             max_body_bytes=settings.max_body_bytes or LARGEST_BODY,
             header_timeout=settings.header_timeout,
+            write_pace=pace,
         ),
         uncounted=settings.trusted_proxies,
         on_connections=on_connections,
@@ -101,9 +106,13 @@ async def serve(
             for connection in tuple(server.server_state.connections):
                 connection.transport.abort()
 
+    def bytes_waiting() -> int:
+        connections = server.server_state.connections
+        return sum(each.bytes_waiting for each in connections if isinstance(each, Connection))
+
     def started() -> None:
         address, port = _address(sock, "http" if settings.ssl_certfile is None else "https")
-        on_started(Listening(address=address, port=port, stop=stop))
+        on_started(Listening(address=address, port=port, stop=stop, bytes_waiting=bytes_waiting))
 
     server = _Server(config, started)
     try:

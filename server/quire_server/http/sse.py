@@ -1,7 +1,8 @@
 """Server-sent events over a bare ASGI reply.
 
 Promises: no status before the first frame, so that early errors are HTTP errors; later ones are sent in-band; the
-items' generator is closed when the client leaves or stops reading. Must not know: what the frames say.
+items' generator is closed when the client leaves, and not asked for more while it does not read.
+Must not know: what the frames say, how long a client may take to read them.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire_server.errors import ApiError, ClientGone, error_body, internal_error
+from quire_server.http.disconnect import until_disconnect
 
 Item = TypeVar("Item")
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-STALL_SECONDS = 60.0  # a client that takes nothing for this long is given up
 
 log = logging.getLogger("quire.sse")
 
@@ -55,7 +56,6 @@ class EventStream(Response, Generic[Item]):
         headers: Mapping[str, str],
         keep_alive_seconds: float,
         keep_alive: bytes = KEEP_ALIVE,
-        stall_seconds: float = STALL_SECONDS,
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -65,24 +65,22 @@ class EventStream(Response, Generic[Item]):
         self._progress = progress
         self._failure = failure
         self._keep_alive_seconds = keep_alive_seconds
-        self._keep_alive = keep_alive
-        self._stall_seconds = stall_seconds
+        self._sign_of_life = keep_alive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
         wire = _Wire(send, self.raw_headers)
         writing = asyncio.create_task(self._write(wire))
-        leaving = asyncio.create_task(_until_disconnect(receive))
-        watching = asyncio.create_task(self._watch(wire))
-        tasks = (writing, leaving, watching)
+        leaving = asyncio.create_task(until_disconnect(receive))
+        tasks = [writing, leaving]
+        if self._keep_alive_seconds:
+            tasks.append(asyncio.create_task(self._keep_alive(wire)))
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if writing.done():
-                writing.result()
-            elif not wire.is_started:
+            for task in tasks:
+                if task.done():
+                    task.result()
+            if not writing.done() and not wire.is_started:
                 raise ClientGone
-            elif watching.done():
-                watching.result()
-                log.warning("a client took nothing for %g s; its stream is given up", self._stall_seconds)
         finally:
             for task in tasks:
                 task.cancel()
@@ -106,18 +104,14 @@ class EventStream(Response, Generic[Item]):
                 log.exception("a stream failed")
                 await wire.write(self._failure(internal_error()), is_last=True)
 
-    async def _watch(self, wire: _Wire) -> None:
-        """Writes signs of life into a silent stream; returns when the client has stopped reading."""
+    async def _keep_alive(self, wire: _Wire) -> None:
+        """Writes signs of life into a silent stream."""
+        period = self._keep_alive_seconds
         loop = asyncio.get_running_loop()
-        period = min(self._keep_alive_seconds or self._stall_seconds, self._stall_seconds)
         while True:
             await asyncio.sleep(max(wire.changed_at + period - loop.time(), period / 8))
-            idle = loop.time() - wire.changed_at
-            if wire.is_writing:
-                if idle >= self._stall_seconds:
-                    return
-            elif self._keep_alive_seconds and idle >= self._keep_alive_seconds:
-                await wire.write(self._keep_alive)
+            if not wire.is_writing and loop.time() - wire.changed_at >= period:
+                await wire.write(self._sign_of_life)
 
 
 class _Wire:
@@ -147,11 +141,6 @@ class _Wire:
             self.is_ended = is_last
             await self._send({"type": "http.response.body", "body": chunk, "more_body": not self.is_ended})
             self.changed_at = self._loop.time()
-
-
-async def _until_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def error_frames(error: ApiError) -> bytes:

@@ -187,6 +187,9 @@ class EngineMetrics:
             ("reason",),
             children=[(reason,) for reason in WAIT_REASONS],
         )
+        self.held = values.gauge(
+            "quire_requests_held", "Sequences that are set aside, as long as their clients do not read."
+        )
         self._alias_waiting = values.gauge(None, "Sequences not in the batch.", alias="vllm:num_requests_waiting")
         self._alias_waiting_by_reason = values.gauge(
             None,
@@ -382,6 +385,7 @@ class EngineMetrics:
             self.waiting.set(count, reason)
             waiting += count
         self.running.set(stats.running)
+        self.held.set(stats.held)
         self._alias_waiting.set(waiting)
         self._alias_waiting_by_reason.set(waiting, "capacity")
         self.usage.set(stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0)

@@ -90,6 +90,11 @@ class Metrics:
         self._load_ratio = load_progress(values)
         self._http_connections = values.gauge("quire_http_connections", "Connections that are open.")
         self._body_bytes = values.gauge("quire_http_body_bytes", "Bytes of large request bodies that are held.")
+        self.bytes_waiting: Callable[[], int] = lambda: 0  # of replies; asked whenever somebody looks
+        self._waiting_bytes = values.gauge(
+            "quire_reply_bytes_waiting",
+            "Bytes of replies that clients have not taken, in the server's buffers and the system's.",
+        )
         self._http_requests = values.counter(
             "quire_http_requests",
             "HTTP replies, by route template, method and status.",
@@ -210,6 +215,7 @@ class Metrics:
         self._load_ratio.set(load_ratio)
         self._engine.show(time.monotonic())
         self._lost_lines.values[()] = float(self.lost_log_lines())
+        self._waiting_bytes.set(self.bytes_waiting())
         return generate_latest(self.registry)
 
 

@@ -103,6 +103,19 @@ class ServerFields(BaseModel):
         15.0, "Streaming", "a silent stream gets a comment line this often; 0 is never", "s"
     )
 
+    stream_buffer_tokens: Positive = option(
+        256,
+        "Streaming",
+        "tokens that may wait for a stream's client; beyond, its request is set aside",
+        "tokens",
+    )
+    client_write_timeout: PositiveSeconds = option(
+        60.0, "Streaming", "who takes too little of what waits for it in this time is cut off", "s"
+    )
+    client_min_rate: Positive = option(
+        64, "Streaming", "too little is less than this, over the whole of that time", "bytes/s"
+    )
+
     # -- Lifetime
     drain_timeout: Seconds = option(30.0, "Lifetime", "after SIGTERM, running requests get this long to finish", "s")
     max_engine_restarts: Annotated[int, Field(ge=0)] = option(

@@ -15,6 +15,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import anyio.to_thread
@@ -29,6 +30,7 @@ _NUM_PROCESSES = 2
 _MEMORY_BYTES = 2**30 + 2**29
 _TIME_LIMIT = 4.0  # seconds for one grammar, half of it computing
 _PATIENCE = 2.0  # seconds that a request waits for a process
+_LEAVING_SECONDS = 0.5  # that a process may go on for a client that has left: a new one takes as long to start
 _MAX_VERDICTS = 1024
 _MAX_VERDICT_CHARS = 2**22
 
@@ -95,20 +97,28 @@ class GrammarCheck:
         except TimeoutError:
             raise _busy() from None
         process = self._idle.pop()
+        asking = asyncio.ensure_future(anyio.to_thread.run_sync(process.ask, line, limiter=self._threads))
+        asking.add_done_callback(partial(self._take_back, process))  # not before its thread is done with it
         try:
-            answer = await anyio.to_thread.run_sync(process.ask, line, limiter=self._threads)
+            answer = await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            asyncio.get_running_loop().call_later(_LEAVING_SECONDS, _end, asking, process)
+            raise
         except ProcessDied as died:
             if died.signal in _OUT_OF_TIME:
                 return _Verdict(refusal="it takes too long to compile")
             if died.signal in _OUT_OF_MEMORY:
                 return _Verdict(refusal="it takes too much memory to compile")
             raise _busy() from died  # the machine had no time for it, or an operator ended the process
-        finally:
-            self._idle.append(process)
-            self._turns.release()
         if "grammar" in answer:
             return _Verdict(grammar=str(answer["grammar"]))
         return _Verdict(refusal=str(answer["error"]).rstrip(".") or "the reason is not known")
+
+    def _take_back(self, process: WorkerProcess, asking: asyncio.Future[dict[str, object]]) -> None:
+        self._idle.append(process)
+        self._turns.release()
+        if not asking.cancelled():
+            asking.exception()  # its client may have left, and then nobody else looks at it
 
 
 class _Verdicts:
@@ -132,6 +142,12 @@ class _Verdicts:
         while len(self._kept) > _MAX_VERDICTS or self._chars > _MAX_VERDICT_CHARS:
             _, dropped = self._kept.popitem(last=False)
             self._chars -= len(dropped.grammar)
+
+
+def _end(asking: asyncio.Future[dict[str, object]], process: WorkerProcess) -> None:
+    """The client has left: a process that is still at its grammar is ended."""
+    if not asking.done():
+        process.kill()
 
 
 def _busy() -> NotReady:

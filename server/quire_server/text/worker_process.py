@@ -91,6 +91,12 @@ class WorkerProcess:
                 continue
         raise ProcessDied
 
+    def kill(self) -> None:
+        """For other threads than the one that asks: that one is told that the process died."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
     def stop(self) -> None:
         """Kills the process, if it runs, and waits for its end."""
         process, self._process = self._process, None
