@@ -39,6 +39,7 @@ from quire_server.http.guard import PUBLIC_PATHS, Reply
 from quire_server.http.hosts import checks_hosts
 from quire_server.http.layers import layers
 from quire_server.http.memory import MemoryReturn
+from quire_server.http.overload import RefuseWhenFull
 from quire_server.http.unanswered import OpenRequests
 from quire_server.logs import lost_lines
 from quire_server.logs.requests import StoryTeller, log_reply
@@ -209,6 +210,11 @@ def _document(app: FastAPI, settings: Settings, bodies: BodyLimits) -> None:
 
 def _guard(app: FastAPI, state: ServerState, bodies: BodyLimits, tracing: Tracing | None) -> None:
     settings = state.settings
+    app.add_middleware(  # the innermost: keys and hosts are asked for first
+        RefuseWhenFull,
+        refusal=lambda: None if state.draining else state.client.refusal(),
+        root_path=settings.root_path,
+    )
     on_bytes = state.metrics.body_bytes
     for layer in layers(settings, bodies, on_bytes, on_reply=_on_reply(state, tracing), requests=app.state.requests):
         app.add_middleware(layer)

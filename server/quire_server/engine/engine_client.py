@@ -229,20 +229,17 @@ class EngineClient:
             self._held[request.request_id] = request.num_sequences
             self._num_held += request.num_sequences
             self._port.hold_request(request.request_id)
-        self._seats.observe(self._clock(), sequences=self._sequences - self._num_held)
 
     def release_held(self, requests: Iterable[GenerationRequest]) -> None:
         """Their outputs were taken: they go on, even where others have taken their places in the queue."""
         for request in requests:
             self._num_held -= self._held.pop(request.request_id)
             self._port.release_request(request.request_id)
-        self._seats.observe(self._clock(), sequences=self._sequences - self._num_held)
 
     def refusal(self) -> QueueFull | None:
         """Why whatever came now would be refused; None where that depends on what comes. It counts as refused."""
-        if self._sequences - self._num_held < self._limits.max_sequences:
-            return None
-        return self._refusal("max_num_queued_reqs", 1)
+        is_sure = not self._closed and self._sequences - self._num_held >= self._limits.max_sequences
+        return self._refusal("max_num_queued_reqs", 1) if is_sure else None
 
     def _watch(self, request: GenerationRequest) -> None:
         """End the request at its deadline, whether there is an engine to do it or not."""
@@ -285,8 +282,7 @@ class EngineClient:
         held = self._held.pop(request.request_id, 0)
         self._num_held -= held
         self._metrics.occupied(now := self._clock(), self._sequences)
-        ended = 0 if held else request.num_sequences
-        self._seats.observe(now, sequences=self._sequences - self._num_held, ended=ended)
+        self._seats.observe(now, sequences=self._sequences - self._num_held, ended=0 if held else request.num_sequences)
         if not finished:
             self._port.abort(request.request_id)
         if not self._streams:

@@ -1,0 +1,112 @@
+"""A full queue: refused before anything is done, in the words of a refusal that comes later."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from support.fake_engine import FakeEngine
+from support.fakes import connect, listening, make_app, make_state
+
+pytestmark = pytest.mark.anyio
+
+CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
+
+
+async def fill(engine: FakeEngine, client: httpx.AsyncClient) -> asyncio.Task[httpx.Response]:
+    """Take the queue's only place."""
+    engine.hold()
+    task = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a", "max_tokens": 3}))
+    while not engine.live:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    return task
+
+
+async def test_it_is_refused_before_its_body_is_looked_at() -> None:
+    engine = FakeEngine()
+    state = make_state(engine=engine, max_queued_sequences=1)
+    async with connect(make_app(state)) as client:
+        first = await fill(engine, client)
+        for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/v1/embeddings"):
+            reply = await client.post(path, content=b"{not json", headers={"x-request-id": "mine"})
+            assert reply.status_code == 429, path
+            assert int(reply.headers["retry-after"]) >= 1
+            assert int(reply.headers["retry-after-ms"]) >= 1000
+            assert reply.headers["x-request-id"] == "mine"
+            assert "its queue is full" in reply.json()["error"]["message"]
+        assert state.metrics.render().decode().count('quire_rejected_total{model_name="fake",reason="max_num') == 2
+        assert f'reason="max_num_queued_reqs"}} {5.0}' in state.metrics.render().decode()
+        assert 'handler="/v1/chat/completions",method="POST",model_name="fake",status="429"' in (
+            state.metrics.render().decode()
+        )
+        assert (await client.get("/v1/models")).status_code == 200
+        assert (await client.post("/tokenize", json={"prompt": "a"})).status_code == 200
+        engine.release()
+        assert (await first).status_code == 200
+        assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+
+
+async def test_it_reads_as_one_that_comes_later() -> None:
+    """A request for more than the places that are left is refused by the queue itself."""
+    engine = FakeEngine()
+    async with connect(make_app(engine=engine, max_queued_sequences=1)) as client:
+        late = await client.post("/v1/completions", json={"prompt": "a", "n": 2, "temperature": 1})
+        first = await fill(engine, client)
+        early = await client.post("/v1/completions", json={"prompt": "a"})
+        assert (late.status_code, late.json()) == (early.status_code, early.json())
+        assert late.headers.keys() == early.headers.keys()
+        anthropic = await client.post("/v1/messages", json={})
+        assert anthropic.json()["error"]["type"] == "rate_limit_error"
+        engine.release()
+        await first
+
+
+async def test_a_key_is_asked_for_first() -> None:
+    engine = FakeEngine()
+    async with connect(make_app(engine=engine, max_queued_sequences=1, api_key=["k"])) as client:
+        client.headers["authorization"] = "Bearer k"
+        first = await fill(engine, client)
+        assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 429
+        client.headers["authorization"] = "Bearer other"
+        assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 401
+        engine.release()
+        await first
+
+
+async def test_a_draining_server_says_so_instead() -> None:
+    engine = FakeEngine()
+    state = make_state(engine=engine, max_queued_sequences=1)
+    async with connect(make_app(state)) as client:
+        first = await fill(engine, client)
+        state.draining = True
+        assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 503
+        engine.release()
+        await first
+
+
+async def test_the_connection_serves_the_next_request_whatever_body_was_left() -> None:
+    engine = FakeEngine()
+    state = make_state(engine=engine, max_queued_sequences=1)
+    app = make_app(state)
+    async with listening(app) as server, connect(app) as other:
+        if server.port:
+            first = await fill(engine, other)
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            big = json.dumps({"prompt": "x" * 1_000_000}).encode()
+            for _ in range(2):
+                writer.write(
+                    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                    b"Content-Length: %d\r\n\r\n" % len(big) + big
+                )
+                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+                assert head.startswith(b"HTTP/1.1 429 ")
+                size = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+                await reader.readexactly(int(size.split(b":")[1]))
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+            writer.close()
+            engine.release()
+            await first
