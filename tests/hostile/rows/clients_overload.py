@@ -82,9 +82,12 @@ async def closed_loop(server: Served, seconds: float) -> Tally:
         while time.monotonic() < end:
             await ask(pool, question(server, dice), tally)
 
-    await asyncio.gather(*(client(number) for number in range(SEATS + QUEUE // 2)))
+    clients = [asyncio.create_task(client(number)) for number in range(SEATS + QUEUE // 2)]
+    await asyncio.sleep(seconds)
+    in_time = replace(tally)  # without what is answered after the end
+    await asyncio.gather(*clients)
     pool.close()
-    return tally
+    return in_time
 
 
 async def open_loop(server: Served, rate: float, seconds: float, *, stubborn: bool) -> Tally:
