@@ -69,12 +69,17 @@ BIG = json.dumps({"prompt": "x" * LIMIT}).encode()
         pytest.param([post(b"Transfer-Encoding: chunked\r\n", b"zz\r\n{}\r\n0\r\n\r\n")], 400, id="bad chunk size"),
         pytest.param([post(b"Transfer-Encoding: gzip\r\n", b"{}")], 400, id="unknown transfer encoding"),
         pytest.param(
+            [post(b"Transfer-Encoding: gzip, chunked\r\n", b"2\r\n{}\r\n0\r\n\r\n")], 400, id="gzip before chunked"
+        ),
+        pytest.param(
             [post(b"Content-Encoding: gzip\r\nContent-Length: 50\r\n", gzip.compress(BIG)[:50])], 415, id="gzip bomb"
         ),
         pytest.param([b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 40_000 + b"\r\n\r\n"], 431, id="large header"),
         pytest.param([b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"A: a\r\n" * 300 + b"\r\n"], 431, id="many headers"),
         pytest.param([b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 3_000_000], 431, id="endless header"),
         pytest.param([b"GET /" + b"a" * 3_000_000], 431, id="endless path"),
+        pytest.param([b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n"], 431, id="large path"),
+        pytest.param([b"GET /?" + b"a" * 40_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n"], 431, id="large query"),
         pytest.param([b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"], 400, id="TLS to a plain port"),
         pytest.param([b"BREW /pot HTTP/1.1\r\nHost: x\r\n\r\n"], 400, id="unknown method"),
         pytest.param([b"GET /health HTTP/9.9\r\nHost: x\r\n\r\n"], 400, id="unknown version"),

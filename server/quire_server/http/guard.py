@@ -119,7 +119,8 @@ class Guard:
 
     async def _run(self, scope: Scope, exchange: Exchange) -> None:
         try:
-            check_head(scope["headers"], self._limits)
+            target = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+            check_head(scope["headers"], self._limits, target_bytes=target)
             await self._app(scope, exchange.receive, exchange.send)
         except ApiError as error:
             if exchange.status is not None:
@@ -209,16 +210,21 @@ def choose_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
     return f"req-{uuid.uuid4().hex}"
 
 
-def check_head(headers: list[tuple[bytes, bytes]], limits: RequestLimits) -> None:
+def check_head(headers: list[tuple[bytes, bytes]], limits: RequestLimits, *, target_bytes: int = 0) -> None:
     """Raises HeadersTooLarge, BadRequest or UnsupportedMediaType; reads no body. How much may come is asked later."""
     if len(headers) > limits.max_headers:
         raise HeadersTooLarge(f"The request has more than {limits.max_headers} header lines.")
-    if sum(len(name) + len(value) + 4 for name, value in headers) > limits.max_header_bytes:
+    if target_bytes + sum(len(name) + len(value) + 4 for name, value in headers) > limits.max_header_bytes:
         raise HeadersTooLarge(f"The request's head is larger than {limits.max_header_bytes} bytes.")
     lengths = [value for name, value in headers if name == b"content-length"]
     if len(lengths) > 1 or (lengths and any(name == b"transfer-encoding" for name, _ in headers)):
         raise BadRequest(
             "The length of the body is ambiguous.", code="invalid_framing", headers={"Connection": "close"}
+        )
+    codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
+    if codings not in ([], [b"chunked"]):  # a parser that knows the last one only would take the others for the body
+        raise BadRequest(
+            "Bodies may be chunked and nothing else.", code="invalid_framing", headers={"Connection": "close"}
         )
     if any(name == b"content-encoding" and value.strip().lower() != b"identity" for name, value in headers):
         raise UnsupportedMediaType("Compressed request bodies are not accepted.", headers={"Connection": "close"})
