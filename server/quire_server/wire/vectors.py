@@ -30,9 +30,8 @@ def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-Texts = Annotated[
-    Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_TEXTS)] | None, BeforeValidator(_listed)
-]
+_ListedTexts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_TEXTS)] | None
+Texts = Annotated[_ListedTexts, BeforeValidator(_listed, json_schema_input_type=str | _ListedTexts)]
 
 
 class VectorFields(WireModel):
