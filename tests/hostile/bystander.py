@@ -1,4 +1,4 @@
-"""Other clients of a server that something is done to: their streams, and who asks /health/live, in a process of their own.
+"""Other clients of a server: their streams, and who asks for /health/live, measured in a process of their own.
 
 Promises: what it tells was measured here, so that whoever does the harm cannot disturb the measuring; it ends with its
 standard input. Standard library only: it is started by its path. Must not know: what is done to the server.

@@ -1,4 +1,4 @@
-"""What everybody else has of a server while something is done to it: streams, /health/live, event loop, memory, answers.
+"""What others have of a server while something is done to it: streams, /health/live, event loop, memory, answers.
 
     async with Watch(server.url, pid=server.process.pid) as watch:
         ...                              # do it
@@ -28,7 +28,7 @@ import psutil
 
 QUIET_SECONDS = 2.0
 IDLE_SECONDS = 2.0
-CANARY_SECONDS = 20.0
+CANARY_SECONDS = 60.0
 CANARY = {"prompt": "1, 2, 3, 4,", "max_tokens": 6, "temperature": 0, "return_token_ids": True}
 STALL = "quire_event_loop_stall_seconds"
 _SAMPLE = re.compile(r"([\w:]+)(?:\{(.*)\})? (\S+)")
@@ -121,6 +121,7 @@ class Watch:
         self._quiet = quiet
         self._golden: list[int] = []
         self._restarts = 0.0
+        self._fresh: Scrape | None = None  # what the canary has just read
 
     async def __aenter__(self) -> Watch:
         self._http = httpx.AsyncClient(base_url=self._url, headers=self._headers, timeout=CANARY_SECONDS)
@@ -164,7 +165,15 @@ class Watch:
 
     async def seen(self) -> Seen:
         """Since the last time, or since the watch began."""
-        scraped = await self.scrape()
+        return await self._seen(await self.scrape())
+
+    async def after(self) -> tuple[list[str], Seen]:
+        """`canary` and `seen`, with one look at the metrics less."""
+        self._fresh = None
+        faults = await self.canary()
+        return faults, await self._seen(self._fresh or await self.scrape())
+
+    async def _seen(self, scraped: Scrape) -> Seen:
         stall, self._scraped = longest(self._scraped, scraped), scraped
         felt = await self._ask_child(None)
         rss = self._rss()
@@ -183,16 +192,16 @@ class Watch:
 
     async def canary(self) -> list[str]:
         """What is not as it was before, in words: health, a fixed greedy answer, restarts, what is left behind."""
-        faults = []
+        faults: list[str] = []
         try:
             for path in ("/health/live", "/health/ready"):
                 if (status := (await self._http.get(path)).status_code) != 200:
                     faults.append(f"{path} answers {status}")
             if (tokens := await self._answer()) != self._golden:
                 faults.append(f"the greedy answer is {tokens}, it was {self._golden}")
+            return faults + await self._left_behind()
         except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
             return [*faults, f"no answer: {type(error).__name__} {error}"[:200]]
-        return faults + await self._left_behind()
 
     async def scrape(self) -> Scrape:
         return Scrape((await self._http.get("/metrics")).text)
@@ -201,7 +210,7 @@ class Watch:
         """Two seconds after it all that runs are the watch's own streams, and every block is accounted for."""
         deadline = time.monotonic() + IDLE_SECONDS
         while True:
-            scraped = await self.scrape()
+            self._fresh = scraped = await self.scrape()
             live = scraped("quire_requests_running") + scraped("quire_requests_waiting")
             blocks = sum(scraped("quire_kv_blocks", state=state) for state in ("used", "cached", "free"))
             faults = []

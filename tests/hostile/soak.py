@@ -1,0 +1,178 @@
+"""Mixed traffic for a long time: `make soak`, `make soak ARGS="--minutes 5"`. Memory, handles, times, answers.
+
+Promises: exit code 1 where memory, file descriptors, threads or times grow, an answer changes, a server error comes
+that nobody asked for, or something is left at the end. Must not know: how each is found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import httpx
+import psutil
+
+from e2e.served import Served
+from e2e.streams import client
+from hostile.__main__ import facts_of
+from hostile.corpus import values
+from hostile.corpus.facts import KEY
+from hostile.detectors import SLOPE_BYTES, Answered, Sample, judge, look, slope, unexplained
+from hostile.traffic import Traffic
+
+CLIENTS = 6
+LOOK_EVERY = 5.0  # seconds
+PROBE_EVERY = 1.0
+SAY_EVERY = 60.0
+PARDON = 15.0  # seconds after a kill in which a 503 that says when to come back is right
+ENGINE_WARM_UP = 45.0
+MOST_FAULTS = 40
+_MIB = 1 << 20
+
+
+class Soak:
+    """One run against one server."""
+
+    def __init__(self, server: Served, *, minutes: float, kill_every: float, warm_up: float) -> None:
+        self._server = server
+        self._seconds = minutes * 60
+        self._kill_every = kill_every * 60
+        self._warm_up = warm_up * 60
+        self._process = psutil.Process(server.process.pid)
+        self.answers: list[Answered] = []
+        self.kills: list[float] = []
+        self.samples: list[Sample] = []
+        self.engine: dict[int, list[Sample]] = {}  # by process id
+        self.times: list[tuple[float, float]] = []
+
+    async def run(self) -> list[str]:
+        """What is wrong, in words."""
+        started = time.monotonic()
+
+        def clock() -> float:
+            return time.monotonic() - started
+
+        facts = await facts_of(self._server.url, 9)
+        bad = [case for case in values.cases(facts) if case.kind in {"values", "token ids"}]
+        async with client(self._server.url) as http:
+            http.headers["Authorization"] = f"Bearer {KEY}"
+            traffic = Traffic(http, clock, bad, seed=60)
+            async with asyncio.TaskGroup() as group:
+                for _ in range(CLIENTS):
+                    group.create_task(self._send(traffic, clock))
+                group.create_task(self._probe(traffic, clock))
+                group.create_task(self._look(clock))
+                group.create_task(self._kill(clock))
+                group.create_task(self._say(clock))
+        faults = list(judge(self.samples, self.times, warm_up=self._warm_up))
+        faults += self._engine_faults()
+        faults += list(unexplained(self.answers, self.kills, pardon=PARDON))[:MOST_FAULTS]
+        await asyncio.to_thread(self._rest, faults)
+        return faults
+
+    async def _send(self, traffic: Traffic, clock: Callable[[], float]) -> None:
+        while clock() < self._seconds:
+            self.answers.append(await traffic.one())
+
+    async def _probe(self, traffic: Traffic, clock: Callable[[], float]) -> None:
+        while clock() < self._seconds:
+            at = clock()
+            try:
+                self.times.append((at, await traffic.probe()))
+            except httpx.HTTPStatusError as error:
+                retry_after = "retry-after" in error.response.headers
+                status = error.response.status_code
+                self.answers.append(Answered(kind="probe", at=at, status=status, retry_after=retry_after))
+            await asyncio.sleep(PROBE_EVERY)
+
+    async def _look(self, clock: Callable[[], float]) -> None:
+        while clock() < self._seconds:
+            engine = await asyncio.to_thread(self._server.engine)
+            self.samples.append(look(self._process, clock(), without=[engine.pid]))
+            with contextlib.suppress(psutil.NoSuchProcess):  # killed a moment ago
+                self.engine.setdefault(engine.pid, []).append(look(engine, clock()))
+            await asyncio.sleep(LOOK_EVERY)
+
+    async def _kill(self, clock: Callable[[], float]) -> None:
+        while self._kill_every and clock() + self._kill_every < self._seconds:
+            await asyncio.sleep(self._kill_every)
+            engine = await asyncio.to_thread(self._server.engine)
+            self.kills.append(clock())
+            engine.kill()
+
+    async def _say(self, clock: Callable[[], float]) -> None:
+        while clock() < self._seconds:
+            await asyncio.sleep(min(SAY_EVERY, max(self._seconds - clock(), 0.1)))
+            last = self.samples[-1]
+            print(
+                f"{clock():6.0f} s: {len(self.answers)} requests, {last.rss / _MIB:.0f} MiB, {last.fds} descriptors,"
+                f" {last.threads} threads, {len(self.kills)} kills",
+                flush=True,
+            )
+
+    def _engine_faults(self) -> list[str]:
+        """The engine's memory grows within its life, once it is warm."""
+        grown = []
+        for samples in self.engine.values():
+            warm = [sample for sample in samples if sample.at > samples[0].at + ENGINE_WARM_UP]
+            if len(warm) >= 8:
+                grown.append(slope([(sample.at, sample.rss) for sample in warm]))
+        if grown and statistics.median(grown) > SLOPE_BYTES:
+            return [f"the engine grows by {statistics.median(grown) / _MIB:.2f} MiB a minute"]
+        return []
+
+    def _rest(self, faults: list[str]) -> None:
+        """What is left when nobody asks for anything."""
+        try:
+            self._server.wait_idle(5.0)
+        except AssertionError as error:
+            faults.append(str(error))
+        if (restarts := self._server.metric("quire_engine_restarts_total")) != len(self.kills):
+            faults.append(f"the engine was killed {len(self.kills)} times and restarted {restarts:g} times")
+
+    def figures(self) -> str:
+        warm = [sample for sample in self.samples if sample.at >= self._warm_up]
+        timed = [seconds for at, seconds in self.times if at >= self._warm_up]
+        quarter = max(1, len(timed) // 4)
+        counts = Counter(answer.kind for answer in self.answers)
+        statuses = Counter(answer.status for answer in self.answers)
+        return "\n".join(
+            [
+                f"{len(self.answers)} requests: {dict(counts)}",
+                f"statuses: {dict(sorted(statuses.items()))} (499: left by its client)",
+                f"memory {warm[0].rss / _MIB:.0f} -> {warm[-1].rss / _MIB:.0f} MiB,"
+                f" {slope([(each.at, each.rss) for each in warm]) / _MIB:+.3f} MiB a minute",
+                f"descriptors {warm[0].fds} -> {warm[-1].fds}, threads {warm[0].threads} -> {warm[-1].threads}",
+                f"median answer {statistics.median(timed[:quarter]) * 1000:.1f} ->"
+                f" {statistics.median(timed[-quarter:]) * 1000:.1f} ms",
+                f"engine killed {len(self.kills)} times",
+            ]
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=20)
+    parser.add_argument("--kill-every", type=float, default=4, help="minutes between two kills of the engine; 0: none")
+    parser.add_argument("--warm-up", type=float, help="minutes that do not count; default: a quarter, at most five")
+    wanted = parser.parse_args()
+    warm_up = wanted.warm_up if wanted.warm_up is not None else min(5.0, wanted.minutes / 4)
+    flags = ("--max-num-seqs", "8", "--max-num-queued-reqs", "32", "--api-key", KEY)
+    with Served(*flags) as server:
+        soak = Soak(server, minutes=wanted.minutes, kill_every=wanted.kill_every, warm_up=warm_up)
+        faults = asyncio.run(soak.run())
+        print(soak.figures())
+    for fault in faults:
+        print(f"BROKEN: {fault}")
+    print("nothing grew, nothing was left" if not faults else f"{len(faults)} faults", flush=True)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
