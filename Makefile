@@ -7,13 +7,19 @@ ARGS ?=
 JOBS ?= 2
 CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 
-.PHONY: serve test schema-test test-e2e client-test image-test gpu-test gpu-bench kernel-sim schedule-test emulated-test check format bench headline clean
+.PHONY: serve test kernel-test schema-test test-e2e client-test image-test gpu-test gpu-bench kernel-sim schedule-test \
+  emulated-test hostile soak api-fuzz audit check format bench headline clean
 
 serve: $(VENV)/.serve
 	$(BIN)/quire serve $(ARGS)
 
+# What every change needs: under eight minutes on two cores. CI also runs kernel-test.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not e2e and not gpu and not sim and not image and not schemas" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not kernels and not e2e and not gpu and not sim and not image and not schemas" $(ARGS)
+
+# The kernels on every instruction set that this machine has, by sanitizers and by Triton's interpreter.
+kernel-test: $(VENV)/.dev
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "kernels and not gpu and not sim" $(ARGS)
 
 test-e2e: $(VENV)/.dev
 	PYTHON=$(BIN)/python tests/e2e/peers.sh
@@ -29,6 +35,32 @@ client-test: $(VENV)/.serve .venv-clients/.complete
 	.venv-clients/bin/uv pip install --quiet --python .venv-clients/bin/python -r tests/clients/requirements.txt
 	npm install --prefix tests/clients --no-save --no-package-lock --no-audit --no-fund --loglevel=error \
 	  openai ai @ai-sdk/openai-compatible @anthropic-ai/sdk zod
+	touch $@
+
+# What hostile clients send, one by one, and what everybody else has of the server meanwhile: ten minutes on two cores.
+hostile: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -m hostile $(ARGS)
+
+# Mixed traffic for twenty minutes, or ARGS="--minutes 5": memory, handles, answers and times must stay as they are.
+soak: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -m hostile.soak $(ARGS)
+
+# Thousands of requests made from our OpenAPI document by schemathesis, right and wrong; a few minutes.
+api-fuzz: $(VENV)/.serve .venv-fuzz/.complete
+	SERVER_PYTHON=$(CURDIR)/$(BIN)/python PYTHONPATH=tests .venv-fuzz/bin/python -m hostile.api_fuzz $(ARGS)
+
+.venv-fuzz/.complete: Makefile
+	$(PYTHON) -m venv .venv-fuzz
+	.venv-fuzz/bin/python -m pip install --quiet --disable-pip-version-check schemathesis httpx psutil
+	touch $@
+
+# Whether anybody has published a vulnerability of a version in constraints.txt; strict, as "not found" is no "clean".
+audit: .venv-audit/.complete
+	.venv-audit/bin/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip $(ARGS)
+
+.venv-audit/.complete: Makefile
+	$(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit
 	touch $@
 
 # Both images from nothing, as root, with buildah: ten minutes on two cores, which is why CI leaves it out.
@@ -103,4 +135,4 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@ $(VENV)/.serve
 
 clean:
-	rm -rf $(VENV) .venv-sim .venv-oldest .venv-clients .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-sim .venv-oldest .venv-clients .venv-fuzz .venv-audit .mypy_cache .ruff_cache .pytest_cache .hypothesis

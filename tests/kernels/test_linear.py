@@ -80,7 +80,8 @@ def test_a_row_does_not_depend_on_the_number_or_order_of_rows(columns, rows, dty
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
     for name, op in _ops(columns, rows, dtype).items():
         whole = op(x, residual)
-        for num_rows in range(1, len(x) + 1):
+        counts = range(1, len(x) + 1) if columns < 1000 else (*range(1, 10), 15, 16, 17, 31, 32, 33, 63, 64, 65, len(x))
+        for num_rows in counts:
             chosen = order[:num_rows]
             assert torch.equal(op(x[chosen], residual[chosen]), whole[chosen]), f"{name} of {num_rows} rows"
 

@@ -1,0 +1,29 @@
+"""What is part of `make kernel-test`: matrices of instruction sets, sanitizers, simulators. The rest is `make test`.
+
+Promises: a new file here is part of `make kernel-test` until it is named below; the longest test begins first.
+Must not know: what the tests are about.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+# Choices, contracts and messages: what an edit elsewhere may break, in seconds.
+QUICK = {
+    "test_flash_selected.py",
+    "test_flash_signatures.py",
+    "test_probe.py",
+    "test_select.py",
+}
+LONGEST = "test_interpreted"
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks are selected by
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(FOLDER) and item.path.name not in QUICK:
+            item.add_marker("kernels")
+    items.sort(key=lambda item: item.name != LONGEST)  # a stable sort: all others stay where they are
