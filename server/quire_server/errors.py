@@ -66,10 +66,8 @@ class RequestQuarantined(BadRequest):
     default_code = "request_quarantined"
 
     def __init__(self, seconds: float) -> None:
-        super().__init__(
-            f"This request made the engine fail before; it is not tried again for {math.ceil(seconds)} s.",
-            headers={"x-should-retry": "false"},
-        )
+        message = f"This request made the engine fail before; it is not tried again for {math.ceil(seconds)} s."
+        super().__init__(message, headers={"x-should-retry": "false"})
 
 
 class ContextLengthExceeded(BadRequest):
@@ -86,10 +84,8 @@ class Unauthorized(ApiError):
     default_code = "invalid_api_key"
 
     def __init__(self) -> None:
-        super().__init__(
-            "Missing or invalid API key: send it as 'Authorization: Bearer <key>' or 'x-api-key: <key>'.",
-            headers={"WWW-Authenticate": 'Bearer realm="quire"'},
-        )
+        message = "Missing or invalid API key: send it as 'Authorization: Bearer <key>' or 'x-api-key: <key>'."
+        super().__init__(message, headers={"WWW-Authenticate": 'Bearer realm="quire"'})
 
 
 class Forbidden(ApiError):

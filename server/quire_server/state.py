@@ -20,9 +20,10 @@ from quire_engine.config import EnginePlan
 from quire_engine.errors import ConfigError, EngineDead, ModelLoadError
 from quire_engine.types import EnginePort
 from quire_server.engine.engine_client import EngineClient, QueueLimits
+from quire_server.engine.engine_state import EngineState
 from quire_server.engine.quarantine import Quarantine
 from quire_server.engine.request_names import RequestNames
-from quire_server.engine.supervisor import EngineState, Supervisor
+from quire_server.engine.supervisor import Supervisor
 from quire_server.engine.tenant_gate import TenantGate
 from quire_server.engine.tenants import Tenant, Tenants
 from quire_server.engine.ttft_gate import TtftGate

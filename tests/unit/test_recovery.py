@@ -2,57 +2,9 @@
 
 from collections.abc import Iterable
 
-from quire_engine.types import (
-    MODEL_FAILED,
-    EngineStats,
-    GenerationRequest,
-    SamplingParams,
-    StepOutput,
-    StopParams,
-    TokenOutput,
-)
+from quire_engine.types import MODEL_FAILED, TokenOutput
 from quire_server.engine.recovery import REMEMBERED_SECONDS, Recovery
-
-
-def request(request_id: str, n: int = 1) -> GenerationRequest:
-    return GenerationRequest(
-        request_id=request_id,
-        prompt_token_ids=(1, 2),
-        sampling=SamplingParams(),
-        stop=StopParams(max_new_tokens=8),
-        n=n,
-    )
-
-
-def serving(*names: str) -> Recovery:
-    """An engine that is ready and has these requests."""
-    recovery = Recovery()
-    for name in names:
-        recovery.admit(request(name))
-    return recovery
-
-
-def sent(recovery: Recovery) -> list[str]:
-    """What goes to the engine now."""
-    names = []
-    while (resumed := recovery.next_request()) is not None:
-        names.append(resumed.request_id)
-    return names
-
-
-def step(*outputs: TokenOutput) -> StepOutput:
-    return StepOutput(step_id=1, outputs=outputs, stats=EngineStats())
-
-
-def progress(recovery: Recovery, *names: str) -> list[str]:
-    """A token for each. Returns whose token is delivered."""
-    delivered = recovery.record(step(*(TokenOutput(request_id=name, token_ids=(5,)) for name in names)))
-    return [output.request_id for output in delivered.outputs]
-
-
-def crash(recovery: Recovery, *, killed: bool = False, now: float = 0.0) -> list[str]:
-    """Returns who is guilty."""
-    return [entry.request.request_id for entry in recovery.crashed(killed=killed, now=now)]
+from support.recovering import crash, progress, request, sent, serving, step
 
 
 def recovers(recovery: Recovery, names: Iterable[str]) -> None:
@@ -290,40 +242,3 @@ def test_dismissed_requests_are_gone() -> None:
     assert [entry.request.request_id for entry in recovery.dismiss()] == ["a", "b"]
     assert len(recovery) == 0
     assert recovery.next_request() is None
-
-
-def test_what_is_held_is_sent_to_no_engine_until_it_is_released() -> None:
-    recovery = serving("a", "b")
-    progress(recovery, "a", "b")
-    assert recovery.hold("a") is True  # the engine has it
-    crash(recovery)
-    assert sent(recovery) == ["b"]
-    assert progress(recovery, "b") == ["b"]
-    assert sent(recovery) == []
-    assert recovery.release("a") is False  # the new engine has never heard of it
-    assert sent(recovery) == ["a"]
-    assert recovery.hold("a") is True
-    assert recovery.release("a") is True
-    assert sent(recovery) == [], "the engine has it"
-
-
-def test_a_request_on_probation_that_is_held_lets_others_go_on() -> None:
-    recovery = serving("a", "b")
-    crash(recovery)
-    assert sent(recovery) == ["a"]
-    assert recovery.hold("a") is True
-    assert sent(recovery) == ["b"]
-
-
-def test_what_is_held_before_it_was_sent_is_sent_once() -> None:
-    recovery = Recovery()
-    recovery.enqueue(request("a"))
-    assert recovery.hold("a") is False
-    assert recovery.release("a") is False
-    assert sent(recovery) == ["a"]
-    recovery.enqueue(request("b"))
-    assert recovery.hold("b") is False
-    assert sent(recovery) == []
-    assert recovery.forget("b") is False
-    assert recovery.release("b") is False
-    assert recovery.hold("b") is False

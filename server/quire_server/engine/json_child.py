@@ -53,8 +53,8 @@ def replies(tool: str, question: object, reply_type: type[T]) -> Iterator[T]:
     """The same, each reply when it comes. A caller that stops early ends the tool."""
     command = [sys.executable, "-m", f"quire_engine.tools.{tool}"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
+        if process.stdin is None or process.stdout is None:
+            raise EngineDead(f"the {tool} process has no pipes")
         try:
             with suppress(BrokenPipeError):  # it has ended; its exit code says more
                 process.stdin.write(msgspec.json.encode(question) + b"\n")

@@ -12,12 +12,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from enum import Enum
 
 from quire_engine.config import EngineConfig, EnginePlan, faults_of_start
 from quire_engine.errors import ConfigError, CrashLoop, EngineDead, ModelLoadError
 from quire_engine.process.transport import Abort, Control, Hold, Inspect, LoadProgress, Release, Shutdown
 from quire_engine.types import EngineHealth, EngineStats, GenerationRequest, StepOutput
+from quire_server.engine.engine_state import EngineState
 from quire_server.engine.journal import JournalEntry
 from quire_server.engine.process import EngineProcess
 from quire_server.engine.quarantine import Quarantine, fingerprint
@@ -30,16 +30,6 @@ _QUIET_SECONDS = 2.5  # an idle engine is heard every second
 _UNREADY = 0.4  # of the silence that means a hang: from then on no more requests are to come
 
 log = logging.getLogger("quire.supervisor")
-
-
-class EngineState(Enum):
-    """The life of the engine as the server sees it."""
-
-    STARTING = "starting"
-    READY = "ready"
-    RESTARTING = "restarting"
-    STOPPED = "stopped"
-    DEAD = "dead"  # given up; the server exits with 70
 
 
 class Supervisor:
