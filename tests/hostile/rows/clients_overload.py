@@ -37,19 +37,22 @@ class Tally:
     refusal_seconds: list[float] = field(default_factory=list)
 
 
-def question(server: Served, dice: random.Random) -> bytes:
+def question(server: Served, dice: random.Random) -> tuple[bytes, int]:
+    """And of how many tokens its answer is: of a busy server's events some have several."""
+    tokens = dice.randint(*OUTPUT)
     body = {
         "messages": [{"role": "user", "content": f"Tell me story number {dice.randrange(10**9)}, please."}],
-        "max_tokens": dice.randint(*OUTPUT),
+        "max_tokens": tokens,
         "ignore_eos": True,
         "stream": True,
         "seed": dice.randrange(2**31),
     }
-    return post(server.url, "/v1/chat/completions", body)
+    return post(server.url, "/v1/chat/completions", body), tokens
 
 
-async def ask(pool: Pool, message: bytes, tally: Tally) -> float | None:
+async def ask(pool: Pool, asked_for: tuple[bytes, int], tally: Tally) -> float | None:
     """None: answered, or broken; else the seconds after which to come again."""
+    message, tokens = asked_for
     exchange = await pool.take()
     asked = time.perf_counter()
     try:
@@ -67,7 +70,7 @@ async def ask(pool: Pool, message: bytes, tally: Tally) -> float | None:
         exchange.close()
         return None
     tally.finished += 1
-    tally.tokens += exchange.num_events - 1
+    tally.tokens += tokens
     tally.first_tokens.append(exchange.first_at - asked)
     pool.give(exchange)
     return None
@@ -96,7 +99,7 @@ async def open_loop(server: Served, rate: float, seconds: float, *, stubborn: bo
     started = time.monotonic()
     end = started + seconds
 
-    async def client(message: bytes) -> None:
+    async def client(message: tuple[bytes, int]) -> None:
         while time.monotonic() < end:
             wait = await ask(pool, message, tally)
             if wait is None:
