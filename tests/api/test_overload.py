@@ -95,7 +95,7 @@ async def test_the_connection_serves_the_next_request_whatever_body_was_left() -
         if server.port:
             first = await fill(engine, other)
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            big = json.dumps({"prompt": "x" * 1_000_000}).encode()
+            big = json.dumps({"prompt": "x" * 40_000}).encode()
             for _ in range(2):
                 writer.write(
                     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

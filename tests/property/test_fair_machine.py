@@ -66,7 +66,7 @@ class FairMachine(SchedulerMachine):
             deadline = None if each.deadline is None else self.run.step + each.deadline
             self.add_both(dataclasses.replace(shrunk_to_fit(self.config, each), deadline=deadline))
 
-    def step_both(self, abort: str | None = None, fail_item: int | None = None) -> None:
+    def step_both(self, abort: str | None = None, fail_item: int | None = None, hold: str | None = None) -> None:
         now = float(self.run.step)
         ended, ended_too = (run.scheduler.expire(now) for run in (self.run, self.twin))
         assert ended == ended_too
@@ -76,9 +76,8 @@ class FairMachine(SchedulerMachine):
         assert {(o.request_id, o.choice) for o in ended} == {(name, c) for name in late for c in self.unfinished[name]}
         for name in late:
             del self.unfinished[name]
-        if abort in late:
-            abort = None
-        super().step_both(abort, fail_item)
+            self.held.discard(name)  # who is held is not forgotten by its deadline
+        super().step_both(None if abort in late else abort, fail_item, None if hold in late else hold)
         self.check_tenants()
 
     def check_tenants(self) -> None:
@@ -86,7 +85,8 @@ class FairMachine(SchedulerMachine):
         scheduler = self.run.scheduler
         stats = {each.tenant: each for each in scheduler.stats().tenants}
         for tenant, each in stats.items():
-            own = {name: self.requests[name] for name in self.unfinished if self.requests[name].tenant == tenant}
+            live = self.unfinished.keys() - self.held
+            own = {name: self.requests[name] for name in live if self.requests[name].tenant == tenant}
             assert each.running + each.waiting == sum(
                 len(self.unfinished[name]) if wanted.beam is None else wanted.num_sequences
                 for name, wanted in own.items()

@@ -127,8 +127,13 @@ class CheckpointSource:
         if len(pieces) == 1:
             into.copy_(stored[0])
             return
+
+        def copy(pair: tuple[Tensor, Tensor]) -> None:
+            with torch.inference_mode(into.is_inference()):  # which is a thread's own
+                pair[0].copy_(pair[1])
+
         with ThreadPoolExecutor(self._threads) as pool:
-            for _ in pool.map(lambda pair: pair[0].copy_(pair[1]), pieces):
+            for _ in pool.map(copy, pieces):
                 pass
 
     def _check(self, name: str, value: Tensor) -> None:
