@@ -37,7 +37,7 @@ class Crowded:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_step_that_is_too_large_is_computed_item_by_item(late, caplog):
+def test_a_step_that_is_too_large_is_computed_in_parts(late, caplog):
     both = Both(seed=31, wrap=lambda decoder: Crowded(decoder, most=1, late=late))
     for i in range(3):
         both.story.add(i, random_ids(4 + i, i), 6 + i, temperature=0.7, seed=i, num_logprobs=i)
@@ -45,7 +45,7 @@ def test_a_step_that_is_too_large_is_computed_item_by_item(late, caplog):
     with caplog.at_level(logging.WARNING):
         both.check()
     assert both.device.released > 3
-    assert "one by one" in caplog.text
+    assert "computed in parts" in caplog.text
 
 
 def test_who_does_not_fit_alone_is_starved_and_the_others_go_on():

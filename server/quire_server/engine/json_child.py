@@ -43,10 +43,12 @@ def ask(tool: str, question: object, reply_type: type[T], *, timeout: float | No
         )
     except subprocess.TimeoutExpired:
         raise EngineDead(f"the {tool} process did not end within {timeout:g} seconds") from None
-    found = [_reply(line, reply_type) for line in process.stdout.splitlines()]
+    lines = process.stdout.splitlines()
+    for line in lines:
+        _raise_refusal(line)
     if process.returncode:
         raise _ended_early(tool, process.returncode)
-    return found
+    return [msgspec.json.decode(line, type=reply_type) for line in lines]
 
 
 def replies(tool: str, question: object, reply_type: type[T]) -> Iterator[T]:
@@ -60,7 +62,8 @@ def replies(tool: str, question: object, reply_type: type[T]) -> Iterator[T]:
                 process.stdin.write(msgspec.json.encode(question) + b"\n")
                 process.stdin.close()
             for line in process.stdout:
-                yield _reply(line, reply_type)
+                _raise_refusal(line)
+                yield msgspec.json.decode(line, type=reply_type)
         except BaseException:
             process.kill()
             raise
@@ -68,11 +71,10 @@ def replies(tool: str, question: object, reply_type: type[T]) -> Iterator[T]:
         raise _ended_early(tool, process.returncode)
 
 
-def _reply(line: bytes, reply_type: type[T]) -> T:
+def _raise_refusal(line: bytes) -> None:
     refusal = msgspec.json.decode(line, type=_Refusal)
     if refusal.error:
         raise (ConfigError if refusal.kind == "config" else ModelLoadError)(refusal.error)
-    return msgspec.json.decode(line, type=reply_type)
 
 
 def _ended_early(tool: str, code: int) -> EngineDead:
