@@ -92,21 +92,39 @@ async def test_the_connection_serves_the_next_request_whatever_body_was_left() -
     state = make_state(engine=engine, max_queued_sequences=1)
     app = make_app(state)
     async with listening(app) as server, connect(app) as other:
-        if server.port:
-            first = await fill(engine, other)
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            big = json.dumps({"prompt": "x" * 40_000}).encode()
-            for _ in range(2):
-                writer.write(
-                    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                    b"Content-Length: %d\r\n\r\n" % len(big) + big
-                )
-                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
-                assert head.startswith(b"HTTP/1.1 429 ")
-                size = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
-                await reader.readexactly(int(size.split(b":")[1]))
-            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
-            writer.close()
-            engine.release()
-            await first
+        first = await fill(engine, other)
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        big = json.dumps({"prompt": "x" * 40_000}).encode()
+        for _ in range(2):
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n" % len(big) + big
+            )
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+            assert head.startswith(b"HTTP/1.1 429 ")
+            size = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+            await reader.readexactly(int(size.split(b":")[1]))
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+        engine.release()
+        await first
+
+
+async def test_the_connection_closes_where_too_much_of_the_body_is_still_to_come() -> None:
+    engine = FakeEngine()
+    app = make_app(make_state(engine=engine, max_queued_sequences=1))
+    async with listening(app) as server, connect(app) as other:
+        first = await fill(engine, other)
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 400000\r\n\r\n{"
+        )
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        assert head.startswith(b"HTTP/1.1 429 ")
+        assert b"connection: close" in head.lower()
+        await asyncio.wait_for(reader.read(), 5)  # to its end
+        writer.close()
+        engine.release()
+        await first

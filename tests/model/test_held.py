@@ -40,7 +40,7 @@ def test_held_equals_solo(model, caching, ahead, expected):
     holding = Holding(seed=3, chance=0.3)
     built = engine(model, enable_prefix_caching=caching, async_scheduling=ahead, prefill_chunk=24)
     assert generate(built, requests, between=holding) == results
-    assert holding.num_holds >= len(requests)
+    assert holding.num_holds > len(requests)
     stats = built.scheduler.stats()
     assert (stats.held, stats.blocks_used, stats.total_preemptions) == (0, 0, 0)
 
