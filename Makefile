@@ -37,7 +37,7 @@ client-test: $(VENV)/.serve .venv-clients/.complete
 	  openai ai @ai-sdk/openai-compatible @anthropic-ai/sdk zod
 	touch $@
 
-# What hostile clients send, one by one, and what everybody else has of the server meanwhile: ten minutes on two cores.
+# What hostile clients send, one by one, and what everybody else has of the server meanwhile: a quarter of an hour.
 hostile: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m hostile $(ARGS)
 
