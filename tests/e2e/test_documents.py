@@ -86,6 +86,11 @@ def test_every_example_is_looked_at() -> None:
     assert len(COMMANDS) >= 5
 
 
+@pytest.mark.parametrize("example", [example for example in REQUESTS if example.shown], ids=where)
+def test_an_answer_that_is_shown_is_not_drawn_by_lot(example: Example) -> None:
+    assert "/admin/" in example.text or re.search(r'"temperature": 0\b(?!\.)|"seed": ', example.text)
+
+
 def _stable(value: object) -> object:
     if isinstance(value, dict):
         return {name: "…" if name in VOLATILE else _stable(inner) for name, inner in value.items()}
