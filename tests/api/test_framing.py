@@ -206,5 +206,20 @@ async def test_connections_over_the_cap_are_503() -> None:
         for _, writer in held:
             writer.close()
             await writer.wait_closed()
-        await asyncio.sleep(1.1)  # the refused one lingers for a second
         await still_serves(server.port)
+
+
+async def test_those_who_were_turned_away_keep_nobody_out() -> None:
+    """They may stay a second to read why, and come back faster than that."""
+    async with listening(limited(max_connections=3, header_timeout=5)) as server:
+        held = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(3)]
+        away = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(3)]
+        for reader, _ in away:
+            assert (await reader.readline()).startswith(b"HTTP/1.1 503")
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        assert await reader.read() == b""  # not even a reply: as many as may be open read theirs
+        held[0][1].close()
+        await held[0][1].wait_closed()
+        await still_serves(server.port)
+        for _, each in (*held[1:], *away, (reader, writer)):
+            each.close()

@@ -87,6 +87,7 @@ class ConnectionConfig(uvicorn.Config):
         self.limits = limits
         self.addresses = Addresses(limits.max_connections_per_address, uncounted)
         self.on_connections = on_connections
+        self.turned_away: set[Connection] = set()  # that read why, and may not keep others from coming meanwhile
         self._tls = tls
 
     def load(self) -> None:
@@ -108,6 +109,7 @@ class Connection(HttpToolsProtocol):
         self._limits = config.limits
         self._addresses = config.addresses
         self._on_connections = config.on_connections
+        self._turned_away = config.turned_away
         self._place: str | None = None  # among the addresses
         self._in_head = False
         self._head_bytes = 0  # beyond the chunk that the head began in
@@ -123,13 +125,13 @@ class Connection(HttpToolsProtocol):
         self._intake = self.flow = Intake(transport, self._parse, lambda: self._plain_bytes)
         transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         self._start_head_clock()
-        self._on_connections(len(self.connections))
         self._place, is_one_too_many = self._addresses.enter(None if self.client is None else self.client[0])
         if len(self.connections) > self._limits.max_connections:
-            self._refuse(NotReady("Too many connections are open; retry later.", code="too_many_connections"))
+            self._turn_away(NotReady("Too many connections are open; retry later.", code="too_many_connections"))
         elif is_one_too_many:
             message = "Too many connections are open from this address; close some, or use them again."
-            self._refuse(QueueFull(message, retry_after_seconds=ADDRESS_SECONDS, code="too_many_connections"))
+            self._turn_away(QueueFull(message, retry_after_seconds=ADDRESS_SECONDS, code="too_many_connections"))
+        self._on_connections(len(self.connections))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_clocks()
@@ -137,6 +139,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
         self._addresses.leave(self._place)
         self._place = None
+        self._turned_away.discard(self)
         self._on_connections(len(self.connections))
 
     def eof_received(self) -> bool:  # type: ignore[override]  # true keeps the connection open
@@ -266,6 +269,17 @@ class Connection(HttpToolsProtocol):
             self._refuse(RequestTimeout(f"The request's head took longer than {self._limits.header_timeout:g} s."))
         else:
             self.transport.close()
+
+    def _turn_away(self, error: ApiError) -> None:
+        """Refuse a connection that is one too many. It is none of those open, or a crowd would keep itself out."""
+        self.connections.discard(self)
+        self._addresses.leave(self._place)
+        self._place = None
+        if len(self._turned_away) < self._limits.max_connections:
+            self._turned_away.add(self)
+            self._refuse(error)
+        else:
+            self.transport.abort()
 
     def _refuse(self, error: ApiError) -> None:
         """Answer before the application could, and close once the client has had time to read it."""

@@ -21,6 +21,7 @@ import uvicorn
 from quire_engine.errors import ConfigError
 from quire_server.http.body_limits import LARGEST_BODY
 from quire_server.http.connection import Connection, ConnectionConfig, ConnectionLimits
+from quire_server.http.descriptors import allow_connections
 from quire_server.http.tls import tls_context
 from quire_server.http.write_clock import WritePace, bound_buffers
 from quire_server.settings import Settings
@@ -82,6 +83,7 @@ async def serve(
 
     `on_connections` is told how many are open.
     """
+    allow_connections(settings.max_connections)
     pace = WritePace(seconds=settings.client_write_timeout, bytes_per_second=settings.client_min_rate)
     bound_buffers(sock, pace)
     config = ConnectionConfig(

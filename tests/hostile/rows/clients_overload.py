@@ -165,7 +165,8 @@ async def measure(server: Served, *, stubborn: bool) -> str:
     shares = Shares(server)
     loaded = await open_loop(server, TIMES * whole_rate, SECONDS, stubborn=stubborn)
     goodput = loaded.tokens / SECONDS / token_rate
-    implied = (SEATS + QUEUE) / whole_rate  # who is last in a full queue waits until all before it have ended
+    # Who is last in a full queue waits until all before it have ended, at the least rate that is allowed.
+    implied = (SEATS + QUEUE) / (LEAST_GOODPUT * whole_rate)
     told = (
         f"capacity {whole_rate:.1f} answers/s, {token_rate:.0f} tokens/s; at {TIMES:g} times that for {SECONDS:g} s"
         f" goodput {goodput:.0%} ({loaded.finished} answers, {loaded.refusals} refusals, {loaded.broken} broken);"

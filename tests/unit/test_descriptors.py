@@ -1,0 +1,45 @@
+"""The soft limit on open files follows from the connections that are allowed, as far as the system lets it."""
+
+from __future__ import annotations
+
+import logging
+import resource
+
+import pytest
+
+from quire_server.http.descriptors import allow_connections
+
+UNLIMITED = resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((256, 1_000_000), (2_512, 1_000_000)),
+        ((256, UNLIMITED), (2_512, UNLIMITED)),
+        ((4_096, 4_096), None),
+        ((UNLIMITED, UNLIMITED), None),
+    ],
+)
+def test_as_many_as_are_needed(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    before: tuple[int, int],
+    after: tuple[int, int] | None,
+) -> None:
+    changed: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: before)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: changed.append(limits))
+    allow_connections(1_000)
+    assert changed == ([] if after is None else [after])
+    assert not caplog.records
+
+
+def test_a_hard_limit_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    changed: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (512, 1_024))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: changed.append(limits))
+    with caplog.at_level(logging.WARNING):
+        allow_connections(1_000)
+    assert changed == [(1_024, 1_024)]
+    assert "1024 open files, and 1000 connections need 2512" in caplog.text
