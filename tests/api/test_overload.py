@@ -8,6 +8,7 @@ import json
 import httpx
 import pytest
 
+from quire_server.text import text_threads
 from support.fake_engine import FakeEngine
 from support.fakes import connect, listening, make_app, make_state
 
@@ -47,6 +48,31 @@ async def test_it_is_refused_before_its_body_is_looked_at() -> None:
         engine.release()
         assert (await first).status_code == 200
         assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+
+
+async def test_a_text_that_waited_while_the_queue_filled_is_not_worked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+    state = make_state(engine=engine, max_queued_sequences=1)
+    rendered = []
+    monkeypatch.setattr(text_threads.ChatTemplate, "render", lambda *_, **__: rendered.append(1) or "a")
+    lane = state.text._rendering = text_threads.Lane(1)
+    async with connect(make_app(state)) as client:
+        await lane.take(1)
+        chats = [asyncio.create_task(client.post("/v1/chat/completions", json=CHAT)) for _ in range(20)]
+        count = asyncio.create_task(client.post("/v1/messages/count_tokens", json={**CHAT, "model": "fake"}))
+        while len(lane._waiting) < 21:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        first = await fill(engine, client)
+        lane.give_back()
+        for reply in await asyncio.gather(*chats):
+            assert reply.status_code == 429
+            assert "its queue is full" in reply.json()["error"]["message"]
+        assert (await count).status_code == 200  # nothing of it is queued
+        assert len(rendered) == 1
+        engine.release()
+        assert (await first).status_code == 200
+        assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        assert lane._num_free == 1
 
 
 async def test_it_reads_as_one_that_comes_later() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from quire_engine.types import GenerationRequest
@@ -57,7 +57,7 @@ async def prepare(state: ServerState, options: GenerationOptions, caller: Caller
     limits = ModelLimits.of(state.client.plan, state.tokenizer, state.settings.max_logprobs)
     source, how = options.prompt.source, None
     if isinstance(source, Conversation):
-        rendered = await _render(state, source, options)
+        rendered = await _render(state, source, options, on_turn=lambda: _refuse_if_full(state))
         source, how = [rendered], reading(state, options, rendered)
     elif options.prompt.infill is not None:
         source, options = await infilled(state, source, options, options.prompt.infill, limits)
@@ -181,13 +181,26 @@ def _refuse_too_long(
         limits.check_length(least, options.prompt.param, is_exact=not is_text)
 
 
-async def _render(state: ServerState, conversation: Conversation, options: GenerationOptions) -> str:
+def _refuse_if_full(state: ServerState) -> None:
+    """The queue may have filled while a text waited for its turn: then all work on it would be for nothing."""
+    refusal = state.client.refusal()
+    if refusal is not None:
+        raise refusal
+
+
+async def _render(
+    state: ServerState,
+    conversation: Conversation,
+    options: GenerationOptions,
+    on_turn: Callable[[], None] = lambda: None,
+) -> str:
     text = await state.text.render(
         conversation.messages,
         add_generation_prompt=conversation.add_generation_prompt,
         continue_final_message=conversation.continue_final_message,
         kwargs={**effort_variables(state, options.reasoning.effort), **conversation.template_variables},
         tools=conversation.tools,
+        on_turn=on_turn,
     )
     if text is None:
         raise BadRequest("This model has no chat template; use /v1/completions.", param=options.prompt.param)

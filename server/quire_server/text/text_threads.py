@@ -104,8 +104,12 @@ class TextThreads:
         continue_final_message: bool,
         kwargs: Mapping[str, object],
         tools: Sequence[Mapping[str, object]] = (),
+        on_turn: Callable[[], None] = lambda: None,
     ) -> str | None:
-        """As `ChatTemplate.render`; None where the model has no chat template."""
+        """As `ChatTemplate.render`; None where the model has no chat template.
+
+        `on_turn` is called when the work could begin; what it raises is raised in place of it.
+        """
         prompts = self._prompts
         if prompts is None:
             return None
@@ -122,6 +126,7 @@ class TextThreads:
                     kwargs=kwargs,
                     tools=tools,
                 ),
+                on_turn,
             )
 
     def close(self) -> None:
@@ -142,10 +147,13 @@ class TextThreads:
         finally:
             lane.give_back()
 
-    async def _in_thread(self, lane: Lane, size: int, work: Callable[[], Result]) -> Result:
+    async def _in_thread(
+        self, lane: Lane, size: int, work: Callable[[], Result], on_turn: Callable[[], None] = lambda: None
+    ) -> Result:
         """A thread cannot be stopped: the place of one that nobody waits for any more is free when it has ended."""
         await lane.take(size)
         try:
+            on_turn()
             working = asyncio.get_running_loop().run_in_executor(self._pool, work)
         except BaseException:
             lane.give_back()
