@@ -19,9 +19,10 @@ from fastapi import Request
 from quire_engine.config import EnginePlan
 from quire_engine.errors import ConfigError, EngineDead, ModelLoadError
 from quire_engine.types import EnginePort
-from quire_server.engine.engine_client import EngineClient, QueueLimits
+from quire_server.engine.engine_client import EngineClient
 from quire_server.engine.engine_state import EngineState
 from quire_server.engine.quarantine import Quarantine
+from quire_server.engine.queue_limits import QueueLimits
 from quire_server.engine.request_names import RequestNames
 from quire_server.engine.supervisor import Supervisor
 from quire_server.engine.tenant_gate import TenantGate

@@ -75,6 +75,46 @@ async def test_a_text_that_waited_while_the_queue_filled_is_not_worked_on(monkey
         assert lane._num_free == 1
 
 
+async def test_those_underway_to_a_full_queue_count() -> None:
+    """Otherwise a place that comes free would let everybody pass who comes until it is taken."""
+    engine = FakeEngine()
+    state = make_state(engine=engine, max_queued_sequences=66)
+    lane = state.text._rendering = text_threads.Lane(1)
+    async with connect(make_app(state)) as client:
+        engine.hold()
+        wide = {"prompt": "a", "n": 16, "temperature": 1}
+        running = [asyncio.create_task(client.post("/v1/completions", json=wide)) for _ in range(4)]
+        async with asyncio.timeout(10):
+            while len(engine.live) < 4:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        await lane.take(1)
+        chats = [asyncio.create_task(client.post("/v1/chat/completions", json=CHAT)) for _ in range(30)]
+        done, underway = await asyncio.wait(chats, timeout=0.5)
+        assert len(underway) == 2 + 8  # as many as there are places, and a few that may never arrive
+        assert {task.result().status_code for task in done} == {429}
+        lane.give_back()
+        async with asyncio.timeout(10):
+            while sum(task.done() for task in underway) < 8:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        engine.release()
+        assert sorted(reply.status_code for reply in await asyncio.gather(*underway)) == [200] * 2 + [429] * 8
+        assert {reply.status_code for reply in await asyncio.gather(*running)} == {200}
+
+
+async def test_seats_that_are_free_are_not_kept_for_those_underway() -> None:
+    engine = FakeEngine()
+    state = make_state(engine=engine, max_queued_sequences=10)
+    lane = state.text._rendering = text_threads.Lane(1)
+    async with connect(make_app(state)) as client:
+        await lane.take(1)
+        chats = [asyncio.create_task(client.post("/v1/chat/completions", json=CHAT)) for _ in range(30)]
+        done, _ = await asyncio.wait(chats, timeout=0.3)
+        assert not done
+        assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+        lane.give_back()
+        await asyncio.gather(*chats)
+
+
 async def test_it_reads_as_one_that_comes_later() -> None:
     """A request for more than the places that are left is refused by the queue itself."""
     engine = FakeEngine()

@@ -21,8 +21,9 @@ from quire_engine.types import (
     StopParams,
     TokenOutput,
 )
-from quire_server.engine.engine_client import EngineClient, QueueLimits, RequestStream
+from quire_server.engine.engine_client import EngineClient, RequestStream
 from quire_server.engine.promises import LONGEST_SECONDS, Promises
+from quire_server.engine.queue_limits import QueueLimits
 from quire_server.engine.tenant_gate import TenantGate
 from quire_server.engine.tenants import Tenant
 from quire_server.engine.ttft_gate import TtftGate

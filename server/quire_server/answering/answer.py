@@ -26,6 +26,7 @@ from quire_server.answering.whole import collect, likeliest
 from quire_server.errors import ApiError
 from quire_server.http.disconnect import look_for_leaving, unless_client_gone
 from quire_server.http.large_reply import PiecedReply
+from quire_server.http.overload import has_arrived
 from quire_server.http.sse import KEEP_ALIVE, EventStream
 from quire_server.state import state_of
 from quire_server.text.tokenizer import TextTokenizer
@@ -112,6 +113,7 @@ async def _prepared(request: Request, options: GenerationOptions) -> Job:
     """What is to be run, for a client that is still there when nothing is left to be done but to run it."""
     job = await prepare(state_of(request), options, caller_of(request))
     await look_for_leaving(request)
+    has_arrived(request.scope)
     return job
 
 

@@ -26,6 +26,7 @@ from quire_server.answering.vectors import VectorUsage, compute_vectors, prepare
 from quire_server.http.disconnect import look_for_leaving, unless_client_gone
 from quire_server.http.large_json import Pieces, pieces_of_object
 from quire_server.http.large_reply import HeldReply, PiecedReply
+from quire_server.http.overload import has_arrived
 from quire_server.state import ServerState, state_of
 
 _encode = msgspec.json.Encoder().encode
@@ -87,6 +88,7 @@ async def _prepared(request: Request, options: VectorOptions) -> list[Generation
 async def _checked(request: Request, options: VectorOptions) -> list[GenerationRequest]:
     requests = await prepare_vectors(state_of(request), options, caller_of(request))
     await look_for_leaving(request)
+    has_arrived(request.scope)
     return requests
 
 

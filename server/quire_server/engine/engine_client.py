@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from quire_engine.config import EnginePlan
 from quire_engine.types import (
@@ -21,19 +20,14 @@ from quire_engine.types import (
     TokenOutput,
 )
 from quire_server.engine.quarantine import Quarantine
+from quire_server.engine.queue_limits import QueueLimits
 from quire_server.engine.retry_line import RetryLine, SeatMeter
 from quire_server.engine.tenant_gate import TenantGate
 from quire_server.engine.ttft_gate import TtftGate
 from quire_server.errors import DeadlineExceeded, QueueFull, RequestQuarantined, ShuttingDown
 from quire_server.metrics.metrics import Metrics
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueLimits:
-    """How much may be accepted and unfinished at once, running included."""
-
-    max_sequences: int  # a request with n choices counts n
-    max_prompt_tokens: int | None = None
+_FEW = 8  # requests underway to a full queue that may never reach it
 
 
 class RequestStream:
@@ -236,10 +230,16 @@ class EngineClient:
             self._num_held -= self._held.pop(request.request_id)
             self._port.release_request(request.request_id)
 
-    def refusal(self) -> QueueFull | None:
-        """Why whatever came now would be refused; None where that depends on what comes. It counts as refused."""
-        is_sure = not self._closed and self._sequences - self._num_held >= self._limits.max_sequences
-        return self._refusal("max_num_queued_reqs", 1) if is_sure else None
+    def refusal(self, underway: int = 0) -> QueueFull | None:
+        """Why whatever came now would be refused; None where that depends on what comes. It counts as refused.
+
+        With all seats taken, those that are underway are taken for queued already, but for a few.
+        """
+        taken = self._sequences - self._num_held
+        if taken >= self.plan.scheduler.limits.max_num_seqs:
+            taken += max(0, underway - _FEW)
+        is_full = not self._closed and taken >= self._limits.max_sequences
+        return self._refusal("max_num_queued_reqs", 1) if is_full else None
 
     def _watch(self, request: GenerationRequest) -> None:
         """End the request at its deadline, whether there is an engine to do it or not."""
