@@ -5,7 +5,8 @@ Promises: what was expected and what came, in words a person can compare. Must n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,11 @@ def near(name: str, expected: float, got: float, *, within: float, unit: str = "
 def at_most(name: str, bound: float, got: float, unit: str = "") -> Fact:
     """`got` not above a bound."""
     return Fact(name=name, expected=f"at most {bound:.4g}{unit}", got=f"{got:.4g}{unit}", ok=got <= bound)
+
+
+def renamed(name: str, facts: Iterable[Fact]) -> list[Fact]:
+    """The same facts under another number: "F1 useful token slots" as "S1.3 useful token slots"."""
+    return [replace(fact, name=f"{name} {fact.name.partition(' ')[2]}") for fact in facts]
 
 
 def _text(value: float) -> str:

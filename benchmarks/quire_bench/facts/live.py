@@ -32,6 +32,7 @@ class Live:
     def __init__(self, url: str, *, api_key: str = "", admin_key: str = "") -> None:
         parts = urlsplit(url)
         self._secure, self._netloc, self._prefix = parts.scheme == "https", parts.netloc, parts.path.rstrip("/")
+        self.url, self.api_key = url.rstrip("/"), api_key
         self._keys = api_key, admin_key or api_key
         self._random = random.Random(time.time_ns())
         self.block_size = int(self.label("quire_cache_config_info", "block_size"))
@@ -59,10 +60,19 @@ class Live:
             raise BenchError(f"{method} {path} was answered {reply.status}: {reply.read(500).decode(errors='replace')}")
         return reply
 
-    def complete(self, prompt: Sequence[int], num_tokens: int, **options: object) -> None:
-        """Exactly so many tokens after the prompt, with the connection kept until the last."""
+    def complete(self, prompt: Sequence[int], num_tokens: int, **options: object) -> dict[str, Any]:
+        """Exactly so many tokens after the prompt; the reply, for which the connection is kept."""
         body = {"prompt": list(prompt), "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0, **options}
-        self.request("POST", "/v1/completions", body).read()
+        reply: dict[str, Any] = json.load(self.request("POST", "/v1/completions", body))
+        return reply
+
+    def stream(
+        self, prompt: Sequence[int], num_tokens: int, began: threading.Event, name: str = "", **options: object
+    ) -> None:
+        """The same as a stream that tells when its first token is there; `name`: by which the server knows it."""
+        body = {"prompt": list(prompt), "max_tokens": num_tokens, "ignore_eos": True, "stream": True, **options}
+        for _ in self.request("POST", "/v1/completions", body, request_id=name):
+            began.set()
 
     def together(self, calls: Sequence[Callable[[], object]]) -> None:
         """All calls at once, until the last has returned."""
@@ -75,6 +85,15 @@ class Live:
         return [self._random.randrange(*_FIRST_TOKENS) for _ in range(num_tokens)]
 
     # -- looking
+
+    def debug(self, path: str) -> dict[str, Any]:
+        """What the server tells its operator under /debug."""
+        told: dict[str, Any] = json.load(self.request("GET", f"/debug/{path}", admin=True))
+        return told
+
+    def last_step(self) -> int:
+        """The number of the last step that was planned."""
+        return int(self.debug("steps?limit=1")["last"])
 
     def _samples(self) -> list[tuple[str, dict[str, str], float]]:
         found = []

@@ -5,11 +5,9 @@ Promises: only steps of the requests that are made here count. Must not know: ho
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import Counter
 from functools import partial
-from typing import Any
 from uuid import uuid4
 
 from quire_bench.facts.fact import Fact, equal
@@ -25,7 +23,7 @@ Slice = tuple[str, int, int, int]  # request, choice, start, tokens
 
 def finish_steps(live: Live) -> list[Fact]:
     """F3, F4: four requests that come together leave after 10, 50, 100 and 200 steps, 360 slots in all for 800."""
-    begin = _last_step(live)
+    begin = live.last_step()
     # The longest first, so that all overlap, however late the last is sent.
     live.together([partial(live.complete, live.prompt(_PROMPT), length) for length in sorted(LENGTHS, reverse=True)])
     steps = _steps_after(live, begin)
@@ -55,11 +53,11 @@ def chunks_of_a_prompt(live: Live) -> list[Fact]:
     """F6: a long prompt takes as many steps as it has chunks, and a stream beside it gets a token in each of them."""
     chunk = _chunk(live)
     length = min(_LONG_STEPS * chunk, (live.max_model_len - 8) // chunk * chunk)
-    begin = _last_step(live)
+    begin = live.last_step()
     live.complete(live.prompt(length), 1)
     alone = [slices for _, slices in _steps_after(live, begin)]
-    begin, began = _last_step(live), threading.Event()
-    stream = threading.Thread(target=_stream, args=(live, live.prompt(_PROMPT), live.max_model_len - 8, began))
+    begin, began = live.last_step(), threading.Event()
+    stream = threading.Thread(target=live.stream, args=(live.prompt(_PROMPT), live.max_model_len - 8, began))
     stream.start()
     began.wait(30)
     live.complete(live.prompt(length), 1)
@@ -79,11 +77,11 @@ def place_of_a_token(live: Live) -> list[Fact]:
     """F7: position p lies in block p // B of the table, at offset p % B."""
     name, began = f"fact-{uuid4().hex}", threading.Event()
     answer = min(live.max_model_len - 64, 1024)
-    stream = threading.Thread(target=_stream, args=(live, live.prompt(60), answer, began, name))
+    stream = threading.Thread(target=live.stream, args=(live.prompt(60), answer, began, name))
     stream.start()
     began.wait(30)
-    told = json.load(live.request("GET", f"/debug/kv/{name}?pos=37", admin=True))["sequences"][0]
-    whole = json.load(live.request("GET", f"/debug/kv/{name}", admin=True))["sequences"][0]
+    told = live.debug(f"kv/{name}?pos=37")["sequences"][0]
+    whole = live.debug(f"kv/{name}")["sequences"][0]
     stream.join()
     index, offset = divmod(37, live.block_size)
     return [
@@ -93,30 +91,18 @@ def place_of_a_token(live: Live) -> list[Fact]:
     ]
 
 
-def _stream(live: Live, prompt: list[int], num_tokens: int, began: threading.Event, name: str = "") -> None:
-    """A completion that tells when its first token is there."""
-    body: dict[str, Any] = {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
-    reply = live.request("POST", "/v1/completions", body, request_id=name)
-    for _ in reply:
-        began.set()
-
-
 def _chunk(live: Live) -> int:
     """The largest slice of a prompt that has the server to itself."""
-    begin = _last_step(live)
+    begin = live.last_step()
     live.complete(live.prompt(live.max_model_len - 8), 1)
     return max(one[3] for _, slices in _steps_after(live, begin) for one in slices)
-
-
-def _last_step(live: Live) -> int:
-    return int(json.load(live.request("GET", "/debug/steps?limit=1", admin=True))["last"])
 
 
 def _steps_after(live: Live, step: int) -> list[tuple[int, list[Slice]]]:
     """The steps after one that computed something, by their numbers."""
     found: list[tuple[int, list[Slice]]] = []
     while True:
-        told = json.load(live.request("GET", f"/debug/steps?after={step}&limit={_MOST}", admin=True))["steps"]
+        told = live.debug(f"steps?after={step}&limit={_MOST}")["steps"]
         if not told:
             return found
         found += [(each["step_id"], each["slices"]) for each in told if each["slices"]]

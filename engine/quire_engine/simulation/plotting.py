@@ -58,7 +58,7 @@ def _rule(y: float, text: str, colour: str) -> str:
     )
 
 
-def terminal(outcome: Outcome, *, width: int = 72, height: int = 8) -> list[str]:
+def terminal(outcome: Outcome, *, width: int = 72, height: int = 8, time_unit: str = "s") -> list[str]:
     """The same as lines of characters; each column is the most in its part of the time."""
     columns = _columns([(moment.at, moment.blocks_used) for moment in outcome.moments], outcome.seconds, width)
     if outcome.moments:  # a long run's moments are thinned out: its peak may not be among them
@@ -72,7 +72,8 @@ def terminal(outcome: Outcome, *, width: int = 72, height: int = 8) -> list[str]
             eighths = round(value / top * height * 8) - (row - 1) * 8
             cells.append(_BARS[max(0, min(8, eighths))])
         lines.append(f"{round(top * row / height):>7,} {''.join(cells)}")
-    return [*lines, f"{'blocks':>7} 0 s{outcome.seconds:>{max(1, width - 5)}.4g} s"]
+    end = f"{outcome.seconds:>{max(1, width - 4 - len(time_unit))}.4g} {time_unit}"
+    return [*lines, f"{'blocks':>7} 0 {time_unit}{end}"]
 
 
 def _columns(points: Sequence[tuple[float, int]], end: float, width: int) -> list[int]:
