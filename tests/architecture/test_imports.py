@@ -58,6 +58,7 @@ FOLDERS = {
     "quire_server.routes": {"errors", "state", "wire", "answering", "http"},
     "quire_server.commands": {"*", "text", "engine", "http", "settings", "checkpoint", "logs"},
     "quire_bench.facts": {"servers"},
+    "quire_bench.exercises": {"facts", "servers", "own_server"},
     "quire_kernels.reference": {"*"},
     "quire_kernels.cpu": {"*", "reference"},
     "quire_kernels.flash": {"*", "reference"},

@@ -28,7 +28,7 @@ VOLATILE = {"id", "created", "system_fingerprint", "call_id", "item_id", "create
 ELSEWHERE = {
     "make": "other tests of this folder start the server that way",
     "docker": "tests/e2e/test_image.py builds and runs the images",
-    "python": "tests/e2e/test_facts.py runs the facts",
+    "python": "tests/e2e/test_facts.py and test_exercises.py run the facts and exercises",
 }
 
 

@@ -1,0 +1,54 @@
+"""A live server's step log from one step on, as a replay reads it.
+
+Promises: every step of that time and what came between them, or BenchError. Must not know: what is looked for in it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from quire_bench.facts.live import Live
+from quire_bench.servers import BenchError
+from quire_engine.errors import ConfigError
+from quire_engine.simulation.recorded import Recording, read_log
+from quire_server.commands.trace import PAGE, Lines, pages
+
+
+class _Pages:
+    """The log as `quire trace` reads it, by the keys that were given."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+
+    def page(self, after: int, *, events: bool) -> dict[str, Any]:
+        query = urlencode({"after": after, "limit": PAGE, "events": str(events).lower()})
+        return self._live.debug(f"steps?{query}")
+
+
+def recorded(live: Live, after: int) -> Recording:
+    """What `quire trace --json --after` writes. The server must have been idle in step `after`. Raises BenchError."""
+    with tempfile.TemporaryDirectory(prefix="quire-steps-") as folder:
+        path = Path(folder) / "steps.jsonl"
+        with path.open("w", encoding="utf-8") as file:
+            lines = Lines(file)
+            for page in pages(_Pages(live), after, events=True, follow=False):
+                lines.page(page)
+        try:
+            told = read_log(path)
+        except ConfigError as error:
+            raise BenchError(f"the step log cannot be read: {error}") from None
+    if told.first_step != after + 1:
+        raise BenchError(f"step {after + 1} is forgotten already: the server needs a longer --step-log")
+    return told
+
+
+def lengths_by_request(told: Recording) -> dict[str, int]:
+    """Most tokens of output of each request that was sent meanwhile, by the engine's name for it."""
+    return {
+        entry.request_id: int(entry.plain["request"]["max_new_tokens"])
+        for entry in told.entries
+        if entry.kind == "submit"
+    }
