@@ -189,6 +189,26 @@ def test_a_kill_from_outside_is_blamed_more_slowly() -> None:
     assert crash(recovery, killed=True) == ["a"]
 
 
+def test_after_one_kill_from_outside_all_go_on_together() -> None:
+    recovery = serving("a", "b", "c")
+    assert crash(recovery, killed=True) == []
+    assert sent(recovery) == ["a", "b", "c"]
+    assert crash(recovery) == []  # together: whose doing it was is not known
+    assert sent(recovery) == ["a"]
+    assert crash(recovery) == ["a"]
+    recovers(recovery, "bc")
+
+
+def test_a_second_kill_makes_suspects_of_them() -> None:
+    recovery = serving("a", "b")
+    assert crash(recovery, killed=True) == []
+    assert sent(recovery) == ["a", "b"]
+    assert crash(recovery, killed=True) == []
+    assert sent(recovery) == ["a"]
+    assert crash(recovery, killed=True) == ["a"]
+    recovers(recovery, "b")
+
+
 def test_a_suspect_aborted_before_its_turn_is_passed_over() -> None:
     recovery = serving("a", "b", "c")
     crash(recovery)

@@ -15,7 +15,7 @@ from quire_bench.exercises.own import OwnServers
 from quire_bench.facts.command import CheckCommand, Checks
 
 _ABOUT = (
-    "The exercises of the lessons on continuous batching, by a live server: what was expected and what came. What"
+    "Exercises on continuous batching, by a live server: what was expected and what came. What"
     " needs a small pool, few slots or nobody else is shown by servers of the embedded model on this machine's CPU,"
     " which are started for that and stopped."
 )

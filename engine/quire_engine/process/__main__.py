@@ -50,7 +50,6 @@ def main(fd: int, parent_pid: int, memory_fd: int | None = None) -> None:
     _die_with_parent(parent_pid)
     connection = socket.socket(fileno=fd)
     decoder = FrameDecoder()
-    start, *early = _receive_start(connection, decoder)
 
     def tell(phase: str, done: int = 0, total: int = 0) -> None:
         connection.sendall(encode_frame(LoadProgress(phase=phase, done=done, total=total)))
@@ -59,12 +58,13 @@ def main(fd: int, parent_pid: int, memory_fd: int | None = None) -> None:
 
     # Nothing of what comes now is garbage until all is loaded, and looking for it takes a tenth of the time.
     gc.disable()
-    # Imported here: torch takes most of the start, and the parent loads its own half meanwhile.
+    # Before START is read: torch takes most of a start, and a process that waits to be the next engine has it then.
     from quire_engine.build import build  # noqa: PLC0415
     from quire_engine.config import EngineConfig  # noqa: PLC0415
     from quire_engine.engine import Engine  # noqa: PLC0415
     from quire_engine.process.loop import EngineLoop  # noqa: PLC0415
 
+    start, *early = _receive_start(connection, decoder)
     if not isinstance(start, EngineConfig):
         raise ProtocolError(f"the first frame is a {type(start).__name__}, not the engine's configuration")
     if start.faults:

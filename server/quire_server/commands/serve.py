@@ -30,6 +30,7 @@ from quire_server.logs.collector import check_tracing
 from quire_server.settings import Settings, SettingsError
 
 DONE, FAILED, BAD_USAGE, CRASH_LOOP = 0, 1, 2, 70
+_SPARE_SECONDS = 10.0  # after the engine is ready: a launch takes a core from the first requests
 
 log = logging.getLogger("quire")
 
@@ -96,8 +97,13 @@ async def _serve(settings: Settings, output: Output) -> int:
         window_seconds=settings.engine_restart_window,
         hang_seconds=settings.engine_hang_timeout,
         start_seconds=settings.engine_start_timeout,
+        spare_seconds=_SPARE_SECONDS if settings.spare_engine else None,
     )
-    supervisor = Supervisor(settings.engine_config(), policy, stderr=output.for_children)
+    config = settings.engine_config()
+    if config.faults:
+        points = ", ".join(fault.point for fault in config.faults)
+        log.warning("FAULTS ARE INJECTED (%s): this server is for tests and will fail on purpose", points)
+    supervisor = Supervisor(config, policy, stderr=output.for_children)
     starting = asyncio.create_task(supervisor.start())
     in_text = settings.log_format == "text"
     showing = asyncio.create_task(

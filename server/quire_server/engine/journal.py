@@ -22,6 +22,7 @@ class JournalEntry:
     in_flight: bool = False  # the running engine has it
     held: bool = False  # its client takes nothing: no engine is to compute it
     strikes: int = 0  # crashes while in flight since it last made progress
+    is_suspect: bool = False  # the latest of these may have been its doing
     crashes: list[float] = field(default_factory=list)  # when, of those while in flight that nothing explains yet
 
     def __post_init__(self) -> None:

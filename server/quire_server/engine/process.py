@@ -66,7 +66,7 @@ class EngineProcess(asyncio.Protocol):
         """
         self.progressed = False  # it has delivered something
         self.progress: LoadProgress | None = None  # the latest word on its start
-        self.progressed_at = time.monotonic()  # when that came; its launch before the first
+        self.progressed_at = time.monotonic()  # when that came; its launch or start before the first
         self._on_step = on_step
         self._decoder = FrameDecoder()
         self._transport: asyncio.Transport | None = None
@@ -88,6 +88,7 @@ class EngineProcess(asyncio.Protocol):
 
         A start that does not get on for `stall_seconds` is ended.
         """
+        self.progressed_at = self._heard = time.monotonic()  # it may have been launched long before
         try:
             await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
             self.send(config)
@@ -107,6 +108,11 @@ class EngineProcess(asyncio.Protocol):
     def pid(self) -> int | None:
         """Process id. None: it has ended and was reaped."""
         return self._child.pid if self._child.returncode is None else None
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has not ended, as far as the system tells."""
+        return self._child.poll() is None
 
     @property
     def connected(self) -> bool:
@@ -213,8 +219,14 @@ class EngineProcess(asyncio.Protocol):
             if not self._killed_by_us and time.monotonic() >= deadline:
                 self._kill()
             await asyncio.sleep(_REAP_SECONDS)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the socket, at which the process ends. Idempotent."""
         if self._transport is not None:
             self._transport.close()
+        else:
+            self._socket.close()
 
     def _kill(self) -> None:
         self._killed_by_us = True

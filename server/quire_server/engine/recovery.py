@@ -35,6 +35,9 @@ class Recovery:
     they are sent one at a time: a suspect is on probation, with no other suspect and no newcomer in the engine, until
     it has made progress. So a second crash has one culprit, and the suspects that only shared a batch with it are never
     blamed. Whoever crashes the engine a few tokens later each time is on probation for longer each time.
+
+    One kill from outside makes nobody a suspect: all are sent together, since one by one they would go on seconds
+    later where the model is big. A second one without a token in between does.
     """
 
     def __init__(self) -> None:
@@ -77,7 +80,7 @@ class Recovery:
             entry = self._journal.get(request_id)
             if entry is None or entry.in_flight or entry.held:
                 continue  # aborted while it waited, or held
-            if entry.strikes > 0:
+            if entry.strikes > 0 and entry.is_suspect:
                 self._probation = request_id
                 self._outputs_left = _LONGER ** max(0, len(entry.crashes) - 1)
             entry.in_flight = True
@@ -147,11 +150,13 @@ class Recovery:
         guilty = []
         for entry in held:
             entry.in_flight = False
+            was_suspect = entry.is_suspect and entry.strikes > 0  # then it was on probation, alone
             entry.strikes += 1
+            entry.is_suspect = not killed or entry.strikes > 1
             if not killed:
                 entry.crashes = [*(t for t in entry.crashes if t > now - REMEMBERED_SECONDS), now]
             is_alone = len(held) == 1 and not in_doubt
-            if entry.strikes >= strikes_allowed or (is_alone and len(entry.crashes) >= CRASHES_ALONE):
+            if (was_suspect and entry.strikes >= strikes_allowed) or (is_alone and len(entry.crashes) >= CRASHES_ALONE):
                 guilty.append(entry)
         for entry in guilty:
             del self._journal[entry.request.request_id]

@@ -31,6 +31,7 @@ class RestartPolicy:
     window_seconds: float = 600.0
     hang_seconds: float = 10.0  # silence that means a hang, unless a step may take longer
     start_seconds: float = 60.0  # without any progress of a start that mean a hang
+    spare_seconds: float | None = None  # from ready to the launch of a process that waits to be the next; None: none
     first_backoff_seconds: float = 0.1  # doubled with each failed start in a row
 
     def hang_limit(self, plan: EnginePlan) -> float:

@@ -23,6 +23,7 @@ from quire_server.engine.process import EngineProcess
 from quire_server.engine.quarantine import Quarantine, fingerprint
 from quire_server.engine.recovery import Recovery
 from quire_server.engine.restart_policy import HangLimit, RestartBudget, RestartPolicy
+from quire_server.engine.spare import Spare
 from quire_server.engine.weights_memory import WeightsMemory
 
 ANSWER_SECONDS = 10.0  # to answer a question: the step that runs ends first
@@ -58,12 +59,10 @@ class Supervisor:
         self._stderr = stderr  # of engine processes; None: ours
         self._process: EngineProcess | None = None  # the latest; it may have ended
         self._weights = WeightsMemory()  # of all engines, so that a crash does not cost another load
+        self._spare = Spare(self._new_process, self._policy.spare_seconds)
         self._starts = 0
         self._recovery = Recovery()
         self._watch: asyncio.Task[None] | None = None
-        if config.faults:
-            points = ", ".join(fault.point for fault in config.faults)
-            log.warning("FAULTS ARE INJECTED (%s): this server is for tests and will fail on purpose", points)
 
     def submit(self, request: GenerationRequest) -> None:
         process = self._receiver()
@@ -171,6 +170,7 @@ class Supervisor:
         self._hang.expect(plan)
         self.state = EngineState.READY
         self._watch = asyncio.create_task(self._supervise(process), name="engine-supervisor")
+        self._spare.prepare()
         self._send_waiting()
         return plan
 
@@ -182,6 +182,7 @@ class Supervisor:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
             self._watch = None
+        await self._spare.close()
         if self._process is not None:
             self._process.send(Shutdown())
             await self._process.reap(grace_seconds=2.0)
@@ -189,10 +190,12 @@ class Supervisor:
         for entry in self._recovery.dismiss():
             self._fail(entry, "the server is shutting down")
 
+    def _new_process(self) -> EngineProcess:
+        memory_fd = self._weights.for_next_engine()
+        return EngineProcess(self._program, self._deliver, stderr=self._stderr, memory_fd=memory_fd)
+
     async def _launch(self) -> tuple[EngineProcess, EnginePlan]:
-        process = self._process = EngineProcess(
-            self._program, self._deliver, stderr=self._stderr, memory_fd=self._weights.for_next_engine()
-        )
+        process = self._process = self._spare.take() or self._new_process()
         self._starts += 1
         config = replace(self._config, faults=faults_of_start(self._config.faults, self._starts))
         return process, await process.start(config, self._policy.start_seconds)
@@ -270,6 +273,7 @@ class Supervisor:
             self.state = EngineState.READY
             log.info("the engine is ready again; resuming %d requests", len(self._recovery))
             process.send(self._recovery.prove())
+            self._spare.prepare()
             return process
         self._give_up(str(self._budget))
         return None

@@ -125,6 +125,9 @@ class ServerFields(BaseModel):
     engine_start_timeout: PositiveSeconds = option(
         60.0, "Lifetime", "a start of the engine that does not get on for so long is ended and tried again", "s"
     )
+    spare_engine: bool = option(
+        True, "Lifetime", "keep a process that has loaded its libraries and takes over when the engine ends"
+    )
     engine_hang_timeout: PositiveSeconds = option(
         10.0, "Lifetime", "an engine that is silent for so long, or for five times its longest step, is replaced", "s"
     )

@@ -1,0 +1,98 @@
+"""The process that waits to be the next engine: taken over by the first restart, replaced, and never left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import psutil
+import pytest
+
+from quire_server.engine.engine_state import EngineState
+from quire_server.engine.spare import Spare
+from quire_server.engine.supervisor import Supervisor
+from support.supervising import reached, request, run, supervised
+
+
+def waiting(supervisor: Supervisor) -> psutil.Process | None:
+    """The child that is not the engine."""
+    mine = [child for child in psutil.Process().children() if "fake_engine" in " ".join(child.cmdline())]
+    others = [child for child in mine if child.pid != supervisor.pid]
+    assert len(others) <= 1
+    return others[0] if others else None
+
+
+async def appeared(supervisor: Supervisor, *, but: int = 0) -> psutil.Process:
+    async with asyncio.timeout(20):
+        while (process := waiting(supervisor)) is None or process.pid == but:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    return process
+
+
+async def killed(supervisor: Supervisor, restarts: int) -> None:
+    assert supervisor.pid is not None
+    os.kill(supervisor.pid, signal.SIGKILL)
+    async with asyncio.timeout(20):
+        while supervisor.restarts < restarts:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    await reached(supervisor, EngineState.READY)
+
+
+def test_it_is_the_next_engine_and_another_waits_then() -> None:
+    async def body() -> None:
+        async with supervised(spare_seconds=0.02) as (supervisor, client):
+            supervisor.submit(request("a", (5,), tokens=60))
+            spare = await appeared(supervisor)
+            await client.until(lambda: len(client.tokens) == 1)
+            await killed(supervisor, 1)
+            assert supervisor.pid == spare.pid
+            await client.until(lambda: ("a", 0) in client.ends)
+            alone = client.tokens["a", 0]
+            supervisor.submit(request("b", (5,), tokens=60))
+            another = await appeared(supervisor, but=spare.pid)
+            await client.until(lambda: ("b", 0) in client.ends)
+            assert client.tokens["b", 0] == alone
+        assert not spare.is_running()
+        assert not another.is_running()
+
+    run(body)
+
+
+def test_one_that_has_ended_is_not_taken(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        async with supervised(spare_seconds=0.02) as (supervisor, _):
+            spare = await appeared(supervisor)
+            spare.kill()
+            async with asyncio.timeout(20):
+                while spare.status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+            await killed(supervisor, 1)
+            assert supervisor.pid != spare.pid
+            assert "the process that waited to be the next engine was ended by SIGKILL" in caplog.text
+            await appeared(supervisor)
+
+    run(body)
+
+
+def test_without_it_every_start_is_a_launch() -> None:
+    async def body() -> None:
+        async with supervised() as (supervisor, _):
+            await asyncio.sleep(0.05)
+            assert waiting(supervisor) is None
+            await killed(supervisor, 1)
+
+    run(body)
+
+
+def test_none_is_made_after_the_end() -> None:
+    async def body() -> None:
+        made: list[int] = []
+        spare = Spare(lambda: made.append(1), 0.01)  # type: ignore[arg-type, return-value]
+        spare.prepare()
+        await spare.close()
+        await asyncio.sleep(0.03)
+        assert not made
+        assert spare.take() is None
+
+    run(body)
