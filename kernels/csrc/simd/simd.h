@@ -13,6 +13,7 @@
 #else
 #include "simd/simd_portable.h"
 #endif
+#include "simd/tiles.h"
 
 namespace quire {
 
