@@ -96,7 +96,7 @@ schedule-test: $(VENV)/.dev
 	  tests/property/test_elder_bound.py tests/property/test_fair_machine.py $(ARGS)
 
 # The kernels for instruction sets that this x86-64 CPU may lack, a minute or two each.
-EMULATED ?= avx512_bf16 avx512_vnni avx512 avx2_vnni
+EMULATED ?= amx avx512_bf16 avx512_vnni avx512 avx2_vnni
 emulated-test: $(VENV)/.dev
 	set -e; for set in $(EMULATED); do \
 	  PYTHONPATH=tests $(BIN)/python -m pytest -p support.emulated --emulate $$set $(ARGS) tests/kernels/test_probe.py \

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire_kernels.cpu import build, compiler, library, variants
+from quire_kernels.cpu import build, compiler, library, tile_permission, variants
 from quire_kernels.cpu.compiler import KernelBuildError
 from quire_kernels.cpu.variants import VARIANTS, compilable_variants, usable_variants
 from quire_kernels.kernel_set import KVFormat
@@ -248,7 +248,8 @@ def test_build_kernels_reports(sources, capsys, monkeypatch):
 def test_a_variant_is_usable_only_with_all_its_instructions(monkeypatch):
     best = VARIANTS[0].features
     for machine, have, expected in (
-        ("x86_64", best, ["avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]),
+        ("x86_64", best, ["amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]),
+        ("x86_64", best - {"amx_bf16"}, ["avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]),
         ("x86_64", best - {"avx512_bf16"}, ["avx512_vnni", "avx512", "avx2", "portable"]),
         ("x86_64", best - {"avx512_vnni"}, ["avx512", "avx2", "portable"]),
         ("x86_64", best - {"avx512vl"}, ["avx2", "portable"]),
@@ -261,7 +262,25 @@ def test_a_variant_is_usable_only_with_all_its_instructions(monkeypatch):
     ):
         monkeypatch.setattr(variants.platform, "machine", lambda machine=machine: machine)
         monkeypatch.setattr(variants, "cpu_features", lambda have=have: have)
+        monkeypatch.setattr(variants, "tile_refusal", lambda: None)
         assert [variant.name for variant in usable_variants()] == expected
+
+
+def test_a_system_that_refuses_the_tile_registers_is_told_of_once(monkeypatch, caplog):
+    variants._tell.cache_clear()
+    monkeypatch.setattr(variants.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(variants, "cpu_features", lambda: VARIANTS[0].features)
+    monkeypatch.setattr(variants, "tile_refusal", lambda: "the kernel refuses the tile registers (for a test)")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert usable_variants()[0].name == "avx512_bf16"
+    assert caplog.messages == ["the kernels for amx are not used: the kernel refuses the tile registers (for a test)"]
+
+
+def test_the_tile_registers_are_granted_only_where_the_cpu_has_them():
+    """Elsewhere the system says no, which is no error but a reason."""
+    reason = tile_permission.tile_refusal.__wrapped__()
+    assert reason if "amx_tile" not in variants.cpu_features() else reason != ""
 
 
 @pytest.mark.parametrize("text", ["flags\t\t: fpu {}\n", "processor\t: 0\nFeatures\t: fp {}\nCPU part\t: 0xd40\n"])

@@ -29,7 +29,7 @@ def test_rates(variant):
     assert limits.threads == 1
     assert 1e7 < limits.fp32_per_second < 1e13
     assert 1e7 < limits.read_bytes_per_second < 1e13
-    assert (limits.bf16_per_second > 0) == (variant.name in {"avx512_bf16", "neon_bf16"})
+    assert (limits.bf16_per_second > 0) == (variant.name in {"amx", "avx512_bf16", "neon_bf16"})
     assert 1e7 < limits.int8_per_second < 1e13
 
 

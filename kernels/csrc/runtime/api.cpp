@@ -8,7 +8,9 @@
 namespace quire {
 
 QUIRE_API const char* quire_variant() {
-#if defined(QUIRE_AVX512) && defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+#if defined(QUIRE_AMX)
+  return "amx";
+#elif defined(QUIRE_AVX512) && defined(__AVX512BF16__) && defined(__AVX512VNNI__)
   return "avx512_bf16";
 #elif defined(QUIRE_AVX512) && defined(__AVX512VNNI__)
   return "avx512_vnni";

@@ -9,11 +9,6 @@
 // Must not know: matrices, attention.
 #pragma once
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
-#define QUIRE_AMX 1
-
-#include <immintrin.h>
-
 #include <cstdint>
 
 namespace quire {
@@ -23,6 +18,15 @@ constexpr int kTileHeight = 16;  // rows of sums and of activations
 constexpr int kTileWidth = 16;   // lanes: sums of 32 bits
 constexpr int kTileDepth = 16;   // steps of four bytes: rows of weights
 constexpr int kTileBytes = 64;   // of a row
+
+}  // namespace quire
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#define QUIRE_AMX 1
+
+#include <immintrin.h>
+
+namespace quire {
 
 // What LDTILECFG reads.
 struct TileConfig {

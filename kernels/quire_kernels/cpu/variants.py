@@ -1,15 +1,20 @@
 """The instruction sets that the C++ kernels are compiled for, and which of them this CPU has.
 
-Promises: a variant is listed as usable only if CPU and operating system support every instruction it may contain.
-Must not know: compilers, files, ops.
+Promises: a variant is listed as usable only if CPU and operating system support every instruction it may contain, and
+the system lets this process use every register. Must not know: compilers, files, ops.
 """
 
 from __future__ import annotations
 
+import logging
 import platform
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from quire_kernels.cpu.tile_permission import tile_refusal
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,16 +32,23 @@ _ARM = ("aarch64", "arm64")
 _AVX2 = ("avx2", "fma")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 _VNNI = (*_AVX512, "avx512_vnni")
+_BF16 = (*_VNNI, "avx512_bf16")
+_AMX = (*_BF16, "amx_tile", "amx_bf16", "amx_int8")
+
+
+def flag_for(feature: str) -> str:
+    """What compilers call a feature of an x86 CPU."""
+    return "-m" + feature.replace("_", "-" if feature.startswith("amx") else "")
 
 
 def _x86(name: str, features: tuple[str, ...]) -> Variant:
-    flags = tuple("-m" + feature.replace("_", "") for feature in features)
-    return Variant(name=name, machines=_X86, features=frozenset(features), flags=flags)
+    return Variant(name=name, machines=_X86, features=frozenset(features), flags=tuple(map(flag_for, features)))
 
 
 # Best first. The last one needs nothing.
 VARIANTS = (
-    _x86("avx512_bf16", (*_VNNI, "avx512_bf16")),
+    _x86("amx", _AMX),
+    _x86("avx512_bf16", _BF16),
     _x86("avx512_vnni", _VNNI),
     _x86("avx512", _AVX512),
     _x86("avx2_vnni", (*_AVX2, "avx_vnni")),
@@ -69,4 +81,21 @@ def compilable_variants() -> tuple[Variant, ...]:
 
 def usable_variants() -> tuple[Variant, ...]:
     """The variants that run here, best first."""
-    return tuple(variant for variant in compilable_variants() if variant.features <= cpu_features())
+    return tuple(
+        variant for variant in compilable_variants() if variant.features <= cpu_features() and refusal(variant) is None
+    )
+
+
+def refusal(variant: Variant) -> str | None:
+    """Why this process may not run a variant that the CPU has, or None."""
+    if "amx_tile" not in variant.features:
+        return None
+    reason = tile_refusal()
+    if reason is not None:
+        _tell(f"the kernels for {variant.name} are not used: {reason}")
+    return reason
+
+
+@cache  # once a process
+def _tell(text: str) -> None:
+    _log.warning("%s", text)
