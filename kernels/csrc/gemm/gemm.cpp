@@ -5,6 +5,7 @@
 #include "gemm/gemm_bringing.h"
 #include "gemm/gemm_finish.h"
 #include "gemm/gemm_tile.h"
+#include "gemm/gemm_tiles.h"
 #include "weights/coded.h"
 #include "weights/kinds.h"
 
@@ -148,7 +149,7 @@ template <typename Kind>
 void gemm_stepped(Pieces& panels, int worker, const Linear& w, const Rows& rows, const Output& out, float* partial,
                   char* decoded) {
   const int64_t steps = w.k / Kind::kValuesPerStep;
-  const Placing<Kind::kParts> placing(rows.m, steps);
+  const Placing<Kind::kParts> placing(rows.m, steps, kMostRows<Kind>);
   const bool whole = steps <= kSlice;
   const bool keeps = keeps_decoded(placing);
   const int64_t num_panels = panel_count(w);
@@ -240,18 +241,29 @@ int64_t decoded_bytes(const Linear& w, int64_t m) {
 int64_t gemm_scratch_bytes(const Linear& w, int64_t m) {
   return with_kind(w.kind, [&](auto kind) {
     using Kind = decltype(kind);
+#if defined(QUIRE_AMX)
+    if constexpr (Kind::kTiledFrom > 0) {
+      if (takes_tiles<Kind>(m)) return tiled_bytes<Kind>(w, m);
+    }
+#endif
     return sums_bytes<Kind>(w, m) + decoded_bytes<Kind>(w, m);
   });
 }
 
-void gemm_worker(Pieces& panels, int worker, const Linear& w, const Rows& rows, const Output& out, char* scratch) {
+void gemm_worker(Pieces& pieces, int worker, const Linear& w, const Rows& rows, const Output& out, char* scratch) {
   with_kind(w.kind, [&](auto kind) {
     using Kind = decltype(kind);
+#if defined(QUIRE_AMX)
+    [[maybe_unused]] const FloatsOf<Kind> floats{};
+    if constexpr (Kind::kTiledFrom > 0) {
+      if (takes_tiles<Kind>(rows.m)) return gemm_tiled<Kind>(pieces, worker, w, rows, out, scratch);
+    }
+#endif
     float* sums = reinterpret_cast<float*>(scratch);
     if constexpr (Kind::kGrouped) {
-      gemm_grouped<Kind>(panels, worker, w, rows, out, sums);
+      gemm_grouped<Kind>(pieces, worker, w, rows, out, sums);
     } else {
-      gemm_stepped<Kind>(panels, worker, w, rows, out, sums, scratch + sums_bytes<Kind>(w, rows.m));
+      gemm_stepped<Kind>(pieces, worker, w, rows, out, sums, scratch + sums_bytes<Kind>(w, rows.m));
     }
   });
 }

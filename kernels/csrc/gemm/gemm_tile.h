@@ -4,6 +4,7 @@
 // Must not know: who computes which panel, what becomes of the sums.
 #pragma once
 
+#include "gemm/gemm_chains.h"
 #include "gemm/gemm_rows.h"
 #include "simd/prefetch.h"
 #include "simd/unroll.h"
@@ -13,6 +14,16 @@ namespace quire {
 // How many vectors of a panel's width a tile of so many rows takes in one pass: see kTileRows. Few rows wait for
 // memory, which a single pass reads in order.
 constexpr int pass_vecs(int rows) { return kRegisters >= 32 || rows <= 2 ? kVecs : 1; }
+
+// Rows of a tile: where they add in the order of the tile registers, there are two sets of sums.
+#if defined(QUIRE_AMX)
+template <typename Kind>
+constexpr int kMostRows = Kind::kChained ? kChainedRows : kTileRows;
+#else
+template <typename Kind>
+constexpr int kMostRows = kTileRows;
+#endif
+
 // Reads the steps of one panel whose weights lie in memory as they are, one after the other.
 template <typename Kind>
 class PlainSteps {
@@ -83,8 +94,13 @@ template <typename Kind, int kRows, int kWide, typename Steps>
 template <typename Kind, int kMost, typename Steps, typename Next>
 void any_tile(int64_t rows, const char* a, const Placing<Kind::kParts>& placing, const Steps& steps, int64_t count,
               float* sums, bool resume, Cold cold, const Next& ahead) {
-  with_count<kMost>(static_cast<int>(rows), [&](auto number) {
+  with_count<std::min(kMost, kMostRows<Kind>)>(static_cast<int>(rows), [&](auto number) {
     constexpr int kWide = pass_vecs(number);
+#if defined(QUIRE_AMX)
+    if constexpr (Kind::kChained) {
+      return chained_tile<Kind, number>(a, placing, steps, count, sums, resume, cold, ahead());
+    }
+#endif
     for (int pass = 0; pass < kVecs / kWide; ++pass) {
       tile<Kind, number, kWide>(a, placing, steps, pass * kWide, count, sums, resume, pass == 0 ? cold : Cold::kNo,
                                 ahead());

@@ -25,7 +25,7 @@ struct Input {
 
 template <typename Kind>
 int64_t rows_bytes(const Linear& w, int64_t m) {
-  return aligned(m * row_bytes<Kind>(w)) + aligned(m * 4) + aligned(m * (w.k / kGroup) * 4);
+  return aligned(placed_bytes<Kind>(w, m)) + aligned(m * 4) + aligned(m * (w.k / kGroup) * 4);
 }
 
 // Prepared rows: data, scales and group sums, one after the other.
@@ -33,7 +33,7 @@ template <typename Kind>
 struct Prepared {
   Prepared(const Linear& w, int64_t m, char* memory)
       : data(memory),
-        scales(reinterpret_cast<float*>(memory + aligned(m * row_bytes<Kind>(w)))),
+        scales(reinterpret_cast<float*>(memory + aligned(placed_bytes<Kind>(w, m)))),
         sums(reinterpret_cast<int32_t*>(reinterpret_cast<char*>(scales) + aligned(m * 4))) {}
   char* data;
   float* scales;
@@ -43,11 +43,11 @@ struct Prepared {
 // `normed` [columns] and `whole` [k] are the worker's own.
 template <typename Kind>
 void prepare_row(const Linear& w, const Input& in, int64_t row, const Prepared<Kind>& to, bf16* normed, char* whole) {
-  constexpr bool kApart = Kind::kParts > 1;
-  char* data = kApart ? whole : to.data + row * row_bytes<Kind>(w);
+  const bool apart = lies_apart<Kind>(in.m);
+  char* data = apart ? whole : to.data + row * row_bytes<Kind>(w);
   const RawRow raw{in.data + row * w.columns, in.norm, w.columns, in.eps};
   Kind::prepare(w, raw, normed, data, to.scales + row, to.sums + row * (w.k / kGroup));
-  if constexpr (kApart) take_apart<Kind>(w, in.m, row, whole, to.data);
+  if (apart) take_apart<Kind>(w, in.m, row, whole, to.data);
 }
 
 template <typename Kind>
@@ -56,7 +56,7 @@ void project_as(Context& context, const Linear& w, const Input& in, const Output
   Pool& pool = context.pool;
   const int64_t sums_bytes = aligned(gemm_scratch_bytes(w, in.m));
   const int64_t whole_bytes = aligned(w.k * 2);
-  const bool as_is = Kind::kTakesRowsAsIs && in.norm == nullptr && w.k == w.columns;
+  const bool as_is = Kind::kTakesRowsAsIs && !takes_tiles<Kind>(in.m) && in.norm == nullptr && w.k == w.columns;
   const bool redundant = in.m * w.k <= kRedundantValues;
   const int64_t prepared_bytes = as_is ? 0 : rows_bytes<Kind>(w, in.m);
   if (!redundant) context.shared.reserve(static_cast<size_t>(prepared_bytes));

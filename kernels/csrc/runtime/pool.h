@@ -25,6 +25,7 @@ class Pieces {
  public:
   explicit Pieces(int workers) : shares_(static_cast<size_t>(workers)) {}
 
+  int64_t workers() const { return static_cast<int64_t>(shares_.size()); }
   // The worker's next `grain` numbers, or fewer at the end, or false. All calls of a run have the same count and grain.
   bool take(int worker, int64_t count, int64_t grain, Piece* piece);
   void finish(int64_t number) { finished_.fetch_add(number, std::memory_order_release); }

@@ -56,6 +56,17 @@ inline Vec vload_scales(const uint8_t* p) {
 }
 inline Pairs pload(const bf16* p) { return {_mm512_loadu_si512(p)}; }
 inline void pstore(bf16* p, Pairs a) { _mm512_storeu_si512(p, a.v); }
+// The first (0) or second elements of the pairs.
+template <int kPart>
+inline Vec pair_values(Pairs a) {
+  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  return {_mm512_castsi512_ps(kPart == 0 ? _mm512_slli_epi32(a.v, 16) : _mm512_and_si512(a.v, high))};
+}
+// acc + w * x in the register of acc.
+inline Vec fused(Vec acc, Vec w, Vec x) {  // not the intrinsic: see dot2
+  asm("vfmadd231ps %2, %1, %0" : "+v"(acc.v) : "v"(w.v), "v"(x.v));
+  return acc;
+}
 
 #if defined(__AVX512BF16__)
 // Stores a as bf16 and returns what was stored.
@@ -81,13 +92,9 @@ inline Vec dot2(Vec acc, Pairs w, Pairs a) {
 inline Vec vrounded(Vec a) { return widened(narrow(a)); }
 template <int kPart>
 inline Vec pair_part(Pairs a) {
-  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-  return {_mm512_castsi512_ps(kPart == 0 ? _mm512_slli_epi32(a.v, 16) : _mm512_and_si512(a.v, high))};
+  return pair_values<kPart>(a);
 }
-inline Vec pair_product(Vec acc, Vec w, Vec x) {  // not the intrinsic: see dot2
-  asm("vfmadd231ps %2, %1, %0" : "+v"(acc.v) : "v"(w.v), "v"(x.v));
-  return acc;
-}
+inline Vec pair_product(Vec acc, Vec w, Vec x) { return fused(acc, w, x); }
 #endif
 
 // Sixteen 32-bit integer sums, and sixteen quads of bytes.

@@ -18,6 +18,13 @@ struct Bf16Weights {
   static constexpr bool kMayBeCoded = true;
   static constexpr int64_t kValuesPerStep = 2;
   static constexpr int kParts = kPairParts;
+#if defined(QUIRE_AMX)
+  static constexpr bool kChained = true;
+  static constexpr int64_t kTiledFrom = 5;
+#else
+  static constexpr bool kChained = false;
+  static constexpr int64_t kTiledFrom = 0;
+#endif
 
   // Panels.
   static int64_t panel_bytes(const Linear& w) { return w.k * kPanelRows * 2; }
@@ -84,6 +91,12 @@ struct Bf16Weights {
   }
   static Part factor(const char* p) { return pair_factor(reinterpret_cast<const PairFactor*>(p)); }
   static Sum dot(Sum sum, Part w, Part a) { return pair_product(sum, w, a); }
+#if defined(QUIRE_AMX)
+  template <int kSum, int kA, int kB>
+  static void tile_dot() {
+    tile_dot_bf16<kSum, kA, kB>();
+  }
+#endif
 
   // Sums are values already.
   struct Scale {

@@ -19,6 +19,8 @@ struct Int4Weights {
   static constexpr bool kMayBeCoded = false;
   static constexpr int64_t kValuesPerStep = 4;  // of an activation row
   static constexpr int kParts = 1;
+  static constexpr bool kChained = false;
+  static constexpr int64_t kTiledFrom = 0;
   static constexpr int64_t kGroupBytes = kPanelRows + kPanelRows * kGroup / 2;  // of a panel: scales, then nibbles
 
   // Panels.

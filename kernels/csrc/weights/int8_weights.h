@@ -19,6 +19,8 @@ struct Int8Weights {
   static constexpr bool kMayBeCoded = false;
   static constexpr int64_t kValuesPerStep = 4;
   static constexpr int kParts = kQuadParts;
+  static constexpr bool kChained = false;
+  static constexpr int64_t kTiledFrom = 0;
 
   // Panels.
   static int64_t panel_bytes(const Linear& w) { return w.k * kPanelRows; }
