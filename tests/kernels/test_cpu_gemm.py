@@ -168,6 +168,29 @@ def test_zero_rows_and_zero_weights_give_zero(variant):
             assert torch.equal(kernels.linear_add(x, w, given.residual.clone()), given.residual)
 
 
+def test_tiny_products_are_alike_in_any_batch(variant):
+    """Whether denormals are zeros is the instruction set's affair, but the same for every number of rows."""
+    n, k = 130, 96
+    given = operands(n, k, 20)
+    kernels = kernel_set(variant)
+    packed = kernels.pack_linear((given.weight.float() * 2.0**-67).bfloat16(), None)
+    x, zeros = (given.x.float() * 2.0**-56).bfloat16(), torch.zeros(20, n).bfloat16()
+    together = kernels.linear_add(x, packed, zeros.clone())
+    assert together.any()
+    for m in range(1, 20):
+        assert torch.equal(kernels.linear_add(x[:m], packed, zeros[:m].clone()), together[:m]), m
+
+
+def test_the_caller_keeps_its_denormals(variant):
+    given = operands(64, 64, 8)
+    kernels = kernel_set(variant)
+    packed = kernels.pack_linear(given.weight, None)
+    small = torch.full((64,), 1e-39)
+    for m in (1, 8):
+        kernels.linear_add(given.x[:m], packed, given.residual[:m].clone())
+        assert (small * 0.5 > 0).all(), m
+
+
 def test_callers_on_several_threads_wait_for_each_other(variant):
     given = operands(130, 100, 9)
     kernels = kernel_set(variant)
