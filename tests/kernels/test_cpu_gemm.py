@@ -129,6 +129,19 @@ def test_a_row_does_not_depend_on_the_others(variant, kind, n, k):
                 assert torch.equal(rows, together[name][:m]), (name, threads, m)
 
 
+@pytest.mark.parametrize("threads", [1, 3, 7])
+def test_a_row_does_not_depend_on_how_many_there_are(variant, threads):
+    """Bitwise, where rows are more than a worker takes at once, and where panels are fewer than workers."""
+    n, k, m = 130, 1120, 600
+    given = operands(n, k, m)
+    kernels = kernel_set(variant, None, threads)
+    packed = _packed(kernels, given)
+    together = apply_ops(kernels, given, *packed)
+    for first, count in ((0, 1), (1, 40), (41, 259), (300, 300)):
+        for name, rows in apply_ops(kernels, given.rows(slice(first, first + count)), *packed).items():
+            assert torch.equal(rows, together[name][first : first + count]), (name, count)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_poisoned_row_stays_alone(variant, kind, poison):

@@ -28,9 +28,10 @@ constexpr int64_t kSumsStride = kPanelRows * sizeof(float);
 
 // All blocks in chunks as equal as possible, and enough of them that no worker is without a piece.
 struct Chunks {
-  Chunks(int64_t num_blocks, int64_t panels, int64_t workers)
-      : blocks(num_blocks),
-        count(std::max((blocks + kChunkBlocks - 1) / kChunkBlocks, std::min(blocks, (workers + panels - 1) / panels))) {
+  Chunks(int64_t num_blocks, int64_t panels, int64_t workers) : blocks(num_blocks) {
+    const int64_t for_cache = (blocks + kChunkBlocks - 1) / kChunkBlocks;
+    const int64_t for_all = std::min(blocks, (workers + panels - 1) / std::max<int64_t>(panels, 1));
+    count = std::max(for_cache, for_all);
   }
   int64_t begin(int64_t chunk) const { return blocks * chunk / count; }
 
