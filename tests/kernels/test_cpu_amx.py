@@ -5,6 +5,7 @@ On a CPU with AMX these are its own tiles, elsewhere emulated ones; vectors are 
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from quire_kernels.cpu import library
 from quire_kernels.cpu.compiler import KernelBuildError, find_compiler
-from quire_kernels.cpu.variants import VARIANTS, cpu_features, refusal
+from quire_kernels.cpu.variants import VARIANTS, compilable_variants, cpu_features, refusal
 from support.emulated import emulate, emulated
 from support.tile_order import bf16, tile_sum
 
@@ -136,3 +137,52 @@ def test_a_row_does_not_depend_on_the_others(program):
     whole, *parts = sums_of(program, (x, weights), *((x[-rows:], weights) for rows in range(1, 70)))
     for rows, part in enumerate(parts, start=1):
         assert torch.equal(part.tiles, whole.tiles[-rows:]), rows
+
+
+OURS = """
+  quire::tile_load<4>(at, stride);
+  quire::tile_zero<1>();
+  quire::tile_dot_bf16<0, 4, 6>();
+  quire::tile_dot_u8s8<1, 5, 6>();
+  quire::tile_dot_s8u8<2, 4, 7>();
+  quire::tile_dot_s8<3, 5, 7>();
+  quire::tile_store<3>(to, stride);
+  quire::tile_shapes.first = 1;
+  quire::release_tiles();
+"""
+COMPILERS = """
+  _tile_loadd(4, at, stride);
+  _tile_zero(1);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbusd(1, 5, 6);
+  _tile_dpbsud(2, 4, 7);
+  _tile_dpbssd(3, 5, 7);
+  _tile_stored(3, to, stride);
+  _tile_release();
+"""
+
+
+def test_what_is_spelled_out_are_the_compilers_own_instructions():
+    """The emulation goes by the operands beside the text; that the text is right as well is seen without any AMX."""
+    amx = next((variant for variant in compilable_variants() if variant.name == "amx"), None)
+    if amx is None:
+        pytest.skip("for x86-64")
+    ours, compilers = (instructions(body, amx.flags) for body in (OURS, COMPILERS))
+    assert len(ours) == 8
+    assert ours == compilers
+
+
+def instructions(body: str, flags: tuple[str, ...]) -> list[str]:
+    """Those of tiles that a function of this body has."""
+    try:
+        compiler = find_compiler()
+    except KernelBuildError as error:
+        pytest.skip(str(error))
+    text = f'#include "simd/tiles.h"\nvoid f(const void* at, long stride, void* to) {{{body}}}\n'
+    command = [compiler.path, *library.FLAGS, *flags, f"-I{library._source_folder()}", "-S", "-xc++", "-", "-o", "-"]
+    made = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=100)
+    if made.returncode != 0 and "unrecognized" in made.stderr:
+        pytest.skip(f"{compiler.path} knows no AMX")
+    assert made.returncode == 0, made.stderr
+    found = re.findall(r"^\s*(tdp\w+|tile(?:load|store|zero|release)\w*)[ \t]*([^#\n]*)$", made.stdout, re.MULTILINE)
+    return [f"{name} {operands.replace(' ', '')}" for name, operands in found]
