@@ -275,6 +275,8 @@ def test_a_system_that_refuses_the_tile_registers_is_told_of_once(monkeypatch, c
         for _ in range(2):
             assert usable_variants()[0].name == "avx512_bf16"
     assert caplog.messages == ["the kernels for amx are not used: the kernel refuses the tile registers (for a test)"]
+    with pytest.raises(KernelBuildError, match="the kernels for amx cannot run here: the kernel refuses"):
+        library.load_library(VARIANTS[0])
 
 
 def test_the_tile_registers_are_granted_only_where_the_cpu_has_them():

@@ -30,7 +30,7 @@ from quire_kernels.cpu.compiler import (
     find_compiler,
 )
 from quire_kernels.cpu.signatures import declare
-from quire_kernels.cpu.variants import Variant, usable_variants
+from quire_kernels.cpu.variants import Variant, refusal, usable_variants
 from quire_kernels.trusted_folder import UntrustedFolder, open_trusted, trusted
 
 # Of how many files that are compiled, of how many: a start that is slow is not one that hangs.
@@ -70,6 +70,9 @@ def load_library(
 def _load(
     variant: Variant, cache_dir: Path | None, extra_flags: Sequence[str], on_compiled: OnCompiled | None
 ) -> ctypes.CDLL:
+    reason = refusal(variant)  # asks, too: registers that were not granted end the process
+    if reason is not None:
+        raise KernelBuildError(f"the kernels for {variant.name} cannot run here: {reason}")
     flags = (*FLAGS, *variant.flags, *extra_flags)
     sources = _source_folder()
     key = _key(sources, flags)
