@@ -11,10 +11,11 @@ import time
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import cast
 
 import torch
 
-from quire_engine.config import EngineConfig, EnginePlan
+from quire_engine.config import CpuVariant, EngineConfig, EnginePlan
 from quire_engine.engine import StepExecutor
 from quire_engine.errors import ConfigError
 from quire_engine.execution.constrained.grammars import Grammars
@@ -35,7 +36,6 @@ from quire_engine.limits import SchedulerConfig
 from quire_engine.machine import available_memory, usable_cores
 from quire_engine.memory_plan import PoolSize, check_model_len, host_blocks, plan_text, size_pool
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_kernels.cpu.variants import usable_variants
 from quire_kernels.kernel_set import KernelSet, KVFormat
 from quire_kernels.reference import REFERENCE
 from quire_kernels.select import select
@@ -92,7 +92,7 @@ class Resolved:
             self.asked.quantization,
             self.asked.kv_cache_dtype,
             self.kernels.name,
-            usable_variants()[0].name if self.kernels.own_threads else "",
+            self.kernels.variant,
             self.replaced_ops,
             self.asked.attention,
             self.asked.deterministic,
@@ -151,6 +151,8 @@ class Resolved:
             kv_cache_dtype=asked.kv_cache_dtype,
             deterministic=asked.deterministic or self.device.type == "cpu",
             checkpoint=fingerprint(Path(asked.model)),
+            cpu_variant=cast(CpuVariant, self.kernels.variant) if self.kernels.variant else None,
+            why_cpu_variant=self.kernels.why_variant,
             hidden_size=self.model.hidden_size,
             layer_parameters=self.parameters.linear - self.parameters.tail + self.parameters.small,
             sampled_parameters=self.parameters.tail + self.parameters.head,
@@ -246,6 +248,7 @@ def resolve(config: EngineConfig, *, check_kernels: bool = False, tell: Tell = t
             deterministic=config.deterministic,
             attention=config.attention,
             threads=num_threads,
+            cpu_variant=config.cpu_variant,
             on_compiled=lambda done, total: tell(f"compiling the kernels, {done} of {total} files", 0, 0),
         )
     except ValueError as error:

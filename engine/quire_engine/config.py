@@ -15,6 +15,8 @@ from quire_engine.limits import SchedulerConfig, SchedulerLimits
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KernelChoice = Literal["auto", "reference", "cpu", "triton"]
+# What the C++ kernels are compiled for, as their own list has it.
+CpuVariant = Literal["amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "neon_bf16", "portable"]
 AttentionChoice = Literal["auto", "triton", "flash-attn"]
 Quantization = Literal["int8", "int4"]
 KVCacheDType = Literal["auto", "int8", "fp8"]
@@ -70,6 +72,7 @@ class EngineConfig:
     device: Device = "auto"
     dtype: DType = "auto"
     kernels: KernelChoice = "auto"
+    cpu_variant: CpuVariant | None = None  # instruction set of the C++ kernels; None: the fastest, measured
     attention: AttentionChoice = "auto"  # on a GPU; auto: the kernels' own
     quantization: Quantization | None = None  # of the weights, at load
     kv_cache_dtype: KVCacheDType = "auto"  # auto: the model's dtype
@@ -118,6 +121,8 @@ class EnginePlan:
     deterministic: bool = False  # a row's bits do not depend on its batch
     replaced_ops: tuple[str, ...] = ()  # of the kernels: they failed their check at start, slower ones serve
     checkpoint: str = ""  # changes when a file of the model does
+    cpu_variant: CpuVariant | None = None  # of the C++ kernels; None: others serve
+    why_cpu_variant: str = ""  # for an operator
     hidden_size: int = 0  # numbers in a prompt's vector
     # What a token costs; 0: unknown.
     layer_parameters: int = 0  # multiplied with every token

@@ -138,6 +138,7 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
             "device",
             f"{plan.device}, {plan.dtype}, {plan.kernels} kernels{without}, {plan.num_threads} threads{deterministic}",
         ),
+        *_variant_lines(plan),
         ("weights", f"{bytes_text(plan.weights_bytes)}{quantized}{loaded}"),
         (
             "KV cache",
@@ -157,6 +158,13 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
     if quality:
         lines.append(("quality", quality))
     return "\n".join(f"{name:<17}{text}" for name, text in lines)
+
+
+def _variant_lines(plan: EnginePlan) -> list[tuple[str, str]]:
+    """Which of the instruction sets that C++ kernels are compiled for, and why that one."""
+    if plan.cpu_variant is None:
+        return []
+    return [("instructions", plan.cpu_variant + (f": {plan.why_cpu_variant}" if plan.why_cpu_variant else ""))]
 
 
 def _swap_lines(plan: EnginePlan) -> list[tuple[str, str]]:

@@ -102,6 +102,9 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerArgs* layers, int64_
 // 0 where the compiled variant has no instruction for them.
 QUIRE_API int32_t quire_probe_arithmetic(Context* context, int32_t kind, double seconds, double* result);
 
+// Which instruction that is, as the manual of the CPU names it; empty where the rate is 0.
+QUIRE_API const char* quire_probe_instruction(int32_t kind);
+
 // Bytes per second that all workers together read from memory, the best of a few patterns. Each worker has
 // `bytes_per_worker` of its own, more than any cache holds; each pattern is tried `passes` times.
 QUIRE_API int32_t quire_probe_read(Context* context, int64_t bytes_per_worker, int32_t passes, double* result);

@@ -203,3 +203,5 @@ class KernelSet:
     # the device what is there, sequences without rows and rows without a sequence among it, whose results are anything.
     bounded_attention: bool = False
     own_threads: bool = False  # it computes with workers of its own; torch's would only wait beside them
+    variant: str = ""  # the instruction set that it is compiled for, where there are several
+    why_variant: str = ""  # why this one, for an operator

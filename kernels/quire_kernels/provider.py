@@ -30,6 +30,7 @@ class Requirements:
     attention: AttentionChoice = "auto"
     on_compiled: Callable[[int, int], None] | None = None  # told how many files of how many are compiled, if any are
     threads: int | None = None  # of workers of its own, if it has such; None is one per usable core
+    cpu_variant: str | None = None  # the instruction set, of kernels that are compiled for several; None: the fastest
 
 
 class Unavailable(RuntimeError):
@@ -41,6 +42,13 @@ def own_attention_only(required: Requirements) -> str | None:
     if required.attention == "auto":
         return None
     return f"compute attention by themselves, not by {required.attention} (set attention to auto)"
+
+
+def no_variants(required: Requirements) -> str | None:
+    """`Provider.why_not` of a set that is compiled for no instruction set of a CPU."""
+    if required.cpu_variant is None:
+        return None
+    return f"are not compiled for {required.cpu_variant} (leave cpu_variant out)"
 
 
 class Provider(Protocol):

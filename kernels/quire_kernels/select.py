@@ -33,13 +33,15 @@ def select(
     deterministic: bool = False,
     attention: AttentionChoice = "auto",
     threads: int | None = None,
+    cpu_variant: str | None = None,
     on_compiled: Callable[[int, int], None] | None = None,
     providers: Sequence[Provider] = PROVIDERS,
 ) -> KernelSet:
     """The kernel set for such a model: the fastest ("auto"), or the one of that name. ValueError if it cannot serve.
 
     `deterministic`: no row's bits may depend on the other rows of a call, as is always so on a CPU. `attention`: who
-    computes it. `threads`: of a set with workers of its own; None is one per usable core.
+    computes it. `threads`: of a set with workers of its own; None is one per usable core. `cpu_variant`: the
+    instruction set of a CPU that they are compiled for; None is the fastest.
     """
     required = Requirements(
         device=device,
@@ -49,6 +51,7 @@ def select(
         deterministic=deterministic,
         attention=attention,
         threads=threads,
+        cpu_variant=cpu_variant,
         on_compiled=on_compiled,
     )
     names = (AUTO, *(each.name for each in providers))

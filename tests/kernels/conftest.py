@@ -13,6 +13,7 @@ import pytest
 FOLDER = Path(__file__).parent
 # Choices, contracts and messages: what an edit elsewhere may break, in seconds.
 QUICK = {
+    "test_choice.py",
     "test_flash_selected.py",
     "test_flash_signatures.py",
     "test_probe.py",

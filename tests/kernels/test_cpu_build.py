@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire_kernels.cpu import build, compiler, library, tile_permission, variants
+from quire_kernels.cpu import build, choice, compiler, library, tile_permission, variants
 from quire_kernels.cpu.compiler import KernelBuildError
 from quire_kernels.cpu.variants import VARIANTS, compilable_variants, usable_variants
 from quire_kernels.kernel_set import KVFormat
@@ -161,7 +161,7 @@ print(library.load_library(variants.VARIANTS[-1], cache_dir=Path({str(cache)!r})
 
 def test_without_a_compiler_the_reference_serves_after_one_warning(sources, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(compiler.shutil, "which", lambda _: None)
-    monkeypatch.setattr(library, "_default_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr(library, "default_cache", lambda: tmp_path / "cache")
     with caplog.at_level(logging.WARNING):
         assert select(CPU, torch.bfloat16, kv=KV) is REFERENCE
     (record,) = caplog.records
@@ -193,9 +193,9 @@ def test_a_compiler_that_is_too_old_for_the_best_variant_builds_the_next(sources
     old.chmod(0o755)
     monkeypatch.setenv("PATH", f"{old.parent}:{os.environ['PATH']}")
     newest = variants.Variant(name="newest", machines=(), features=frozenset(), flags=("-mnew",))
-    monkeypatch.setattr(library, "usable_variants", lambda: (newest, PORTABLE))
+    monkeypatch.setattr(choice, "usable_variants", lambda: (newest, PORTABLE))
     with caplog.at_level(logging.WARNING):
-        assert library.load_library(cache_dir=cache).answer() == 41
+        assert choice.load_chosen(cache_dir=cache).library.answer() == 41
     (record,) = caplog.records
     expected = (
         f"cannot build the kernels for newest, using slower ones: {old} failed: c++: error: unrecognized option '-mnew'"
@@ -296,8 +296,8 @@ def test_threads_that_the_system_refuses_are_an_error_and_not_a_crash():
     script = f"""
 import resource, sys
 sys.path[:0] = {json.dumps([str(Path(library.__file__).parents[2])])}
-from quire_kernels.cpu.library import load_library
-kernels = load_library()
+from quire_kernels.cpu.choice import load_chosen
+kernels = load_chosen().library
 pages = int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (64 << 20),) * 2)
 print(kernels.quire_create(256, None))

@@ -13,7 +13,7 @@ import pytest
 
 from quire_kernels.cpu import compiler, library, signatures
 from quire_kernels.cpu.compiler import CompilationError, KernelBuildError
-from quire_kernels.cpu.variants import compilable_variants
+from quire_kernels.cpu.variants import compilable_variants, usable_variants
 
 SOURCES = library._source_folder()
 STRICT = ("-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Wmissing-declarations", "-Werror", "-fsyntax-only")
@@ -58,16 +58,16 @@ class Exchanged(ctypes.Structure):
 
 @pytest.mark.parametrize("wrong", [Longer, Exchanged])
 def test_a_structure_that_python_sees_otherwise_is_refused(wrong, monkeypatch):
-    library.load_library()
+    library.load_library(usable_variants()[0])
     monkeypatch.setitem(signatures.STRUCTURES, "AttentionStep", wrong)
     with pytest.raises(KernelBuildError, match="cannot be loaded: struct AttentionStep is"):
-        library.load_library()
+        library.load_library(usable_variants()[0])
 
 
 def test_a_structure_that_one_side_lacks_is_refused(monkeypatch):
     monkeypatch.delitem(signatures.STRUCTURES, "KvPool")
     with pytest.raises(KernelBuildError, match=r"struct KvPool is .* in C\+\+ and None in Python"):
-        library.load_library()
+        library.load_library(usable_variants()[0])
 
 
 @pytest.fixture

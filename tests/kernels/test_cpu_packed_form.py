@@ -8,7 +8,7 @@ import hashlib
 import pytest
 import torch
 
-from quire_kernels.cpu.library import load_library
+from quire_kernels.cpu.choice import load_chosen
 from quire_kernels.cpu.packing import PACKING_VERSION
 from quire_kernels.cpu.variants import usable_variants
 from support.cpu_linear import KINDS, SHAPES, apply_ops, kernel_set, operands
@@ -121,13 +121,13 @@ def test_one_value_that_is_not_finite_is_found(value, at):
     ],
 )
 def test_checksums_are_those_of_the_specification(text, expected):
-    got = load_library().quire_checksum(ctypes.c_char_p(text), len(text))
+    got = load_chosen().library.quire_checksum(ctypes.c_char_p(text), len(text))
     assert got % 2**64 == expected
 
 
 def test_every_bit_counts():
     data = bytearray(range(256)) * 5 + bytearray(b"tail of it")
-    checksum = load_library().quire_checksum
+    checksum = load_chosen().library.quire_checksum
     seen = set()
     for at in range(0, len(data), 7):
         data[at] ^= 1

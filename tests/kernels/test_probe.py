@@ -9,9 +9,18 @@ import pytest
 from quire_kernels.cpu.compiler import KernelBuildError, find_compiler
 from quire_kernels.cpu.library import load_library
 from quire_kernels.cpu.probe import cache_bytes, measure
+from quire_kernels.cpu.rates import core_rates, instruction
 from quire_kernels.cpu.variants import usable_variants
 
 TINY = {"seconds": 0.005, "bytes_per_worker": 1 << 20, "passes": 1}
+BF16 = {"amx": "TDPBF16PS", "avx512_bf16": "VDPBF16PS", "neon_bf16": "BFDOT"}
+INT8 = {
+    "amx": "TDPBUSD",
+    "avx512_bf16": "VPDPBUSD",
+    "avx512_vnni": "VPDPBUSD",
+    "avx512": "VPMADDWD",
+    "avx2": "VPMADDWD",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,12 +33,15 @@ def _compiler():
 
 @pytest.mark.parametrize("variant", usable_variants(), ids=lambda v: v.name)
 def test_rates(variant):
-    limits = measure(1, library=load_library(variant), **TINY)
+    limits = measure(1, load_library(variant), **TINY)
     assert limits.variant == variant.name
     assert limits.threads == 1
     assert 1e7 < limits.fp32_per_second < 1e13
     assert 1e7 < limits.read_bytes_per_second < 1e13
-    assert (limits.bf16_per_second > 0) == (variant.name in {"amx", "avx512_bf16", "neon_bf16"})
+    assert (limits.bf16_per_second > 0) == (variant.name in BF16)
+    assert limits.bf16_instruction == BF16.get(variant.name, "")
+    assert limits.int8_instruction == INT8.get(variant.name, limits.int8_instruction) != ""
+    assert limits.fp32_instruction
     assert 1e7 < limits.int8_per_second < 1e13
 
 
@@ -55,3 +67,24 @@ def test_caches_that_cores_share_count_once(tmp_path):
                 (folder / name).write_text(f"{value}\n")
     assert cache_bytes(tmp_path) == 32 << 20
     assert cache_bytes(tmp_path / "absent") == 0
+
+
+@pytest.mark.parametrize("variant", usable_variants(), ids=lambda v: v.name)
+def test_rates_of_one_core(variant):
+    """What the choice of a variant looks at: in milliseconds, and 0 where there is no instruction."""
+    library = load_library(variant)
+    found = core_rates(library)
+    assert 1e7 < found.fp32 < 1e12
+    assert (found.bf16 > 0) == bool(instruction(library, "bf16"))
+
+
+def test_a_named_variant_that_cannot_run_here_is_refused():
+    done = subprocess.run(
+        [sys.executable, "-m", "quire_kernels.cpu.probe", "--cpu-variant", "sse9"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("probe: the kernels are not made for sse9")

@@ -1,8 +1,9 @@
 """An engine process without a model, for tests of the supervisor: real scheduler, loop and frames, invented tokens.
 
 `python fake_engine_process.py FD PARENT_PID`. The model name in the START frame says how it misbehaves: "ok",
-"fail-config", "fail-model", "exit-at-start", "hang-at-start", "slow-start" (it says how far it is), "hang:TOKEN" or
-"poison:TOKEN" (a prompt with TOKEN hangs or kills it).
+"fail-config", "fail-model", "exit-at-start", "hang-at-start", "slow-start" (it says how far it is), "picky" (a later
+start must ask for the instruction set of the first), "hang:TOKEN" or "poison:TOKEN" (a prompt with TOKEN hangs or
+kills it).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +27,7 @@ from quire_engine.process.transport import FrameDecoder, LoadProgress, StartFail
 from quire_engine.scheduling.scheduler import Scheduler  # noqa: E402
 from support.limits import scheduler_config  # noqa: E402
 
+PICKED = "avx2"
 STEP_SECONDS = 0.002
 SLOW_STEPS, SLOW_STEP_SECONDS = 8, 0.25  # of "slow-start"
 
@@ -106,6 +109,10 @@ def main(fd: int) -> None:
     if start.model == "fail-config":
         connection.sendall(encode_frame(StartFailed(kind="config", message="no room: try --kv-memory 1GiB")))
         sys.exit(2)
+    is_later = start.max_model_len is not None  # the supervisor holds later ones to what the first one found
+    if start.model == "picky" and is_later and start.cpu_variant != PICKED:
+        connection.sendall(encode_frame(StartFailed(kind="config", message=f"asked for {start.cpu_variant}")))
+        sys.exit(2)
     if start.model == "fail-model":
         connection.sendall(encode_frame(StartFailed(kind="model", message="model.safetensors is missing")))
         sys.exit(1)
@@ -117,6 +124,8 @@ def main(fd: int) -> None:
         connection.sendall(encode_frame(LoadProgress(phase="reading weights", done=done, total=SLOW_STEPS)))
         time.sleep(SLOW_STEP_SECONDS)
     plan = make_plan(start.model)
+    if start.model == "picky":
+        plan = replace(plan, cpu_variant=PICKED)
     loop = EngineLoop(
         Engine(Scheduler(plan.scheduler), InventingExecutor(start.model), check_invariants=True), connection, decoder
     )

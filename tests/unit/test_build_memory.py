@@ -180,6 +180,9 @@ def test_the_plan_reads_in_numbers_an_operator_can_check():
     ):
         assert expected in text
     assert "2 threads, deterministic" in plan_text(dataclasses.replace(PLAN, deterministic=True))
+    assert "instructions" not in text
+    chosen = dataclasses.replace(PLAN, cpu_variant="avx512_vnni", why_cpu_variant="bf16 by FMA")
+    assert "\ninstructions     avx512_vnni: bf16 by FMA\nweights " in plan_text(chosen)
     roomy = dataclasses.replace(PLAN, scheduler=SchedulerConfig(num_blocks=64 * 128, max_model_len=2048))
     assert "64 sequences of 640 tokens hold 160 MiB; reserved at full length they would take 512 MiB" in plan_text(
         roomy

@@ -19,6 +19,7 @@ def test_it_does_not_depend_on_where_the_model_lies() -> None:
         {"num_parameters": 5},
         {"dtype": "bfloat16"},
         {"kernels": "cpu"},
+        {"cpu_variant": "avx2"},
         {"quantization": "int8"},
         {"kv_cache_dtype": "int8"},
         {"deterministic": True},

@@ -254,6 +254,7 @@ def test_engine_config_takes_every_engine_setting():
         "device": "cpu",
         "dtype": "float32",
         "kernels": "cpu",
+        "cpu_variant": "avx2",
         "attention": "triton",
         "quantization": "int4",
         "kv_cache_dtype": "int8",

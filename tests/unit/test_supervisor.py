@@ -33,6 +33,22 @@ def test_streams_survive_ten_kills_with_identical_tokens() -> None:
     run(body)
 
 
+def test_a_restarted_engine_keeps_the_instruction_set_of_the_first() -> None:
+    """Whatever it would measure by then: other instructions round otherwise, and answers would change midway."""
+
+    async def body() -> None:
+        async with supervised("picky") as (supervisor, client):
+            supervisor.submit(request("r", tokens=200))
+            for kill in range(2):
+                await client.until(lambda kill=kill: len(client.tokens.get(("r", 0), ())) >= 30 * (kill + 1))
+                os.kill(supervisor.pid or 0, signal.SIGKILL)
+            await client.until(lambda: ("r", 0) in client.ends)
+            assert client.tokens["r", 0] == expected((1, 2, 3), 200)
+            assert supervisor.restarts == 2
+
+    run(body)
+
+
 def test_choices_of_one_request_survive_a_kill() -> None:
     async def body() -> None:
         async with supervised() as (supervisor, client):

@@ -1,6 +1,7 @@
 // What this machine can do at most: arithmetic of one instruction, and reading memory, on all workers at once.
 //
-// Promises: rates over wall time, so that workers that wait for each other count as they do in an op.
+// Promises: rates over wall time, so that workers that wait for each other count as they do in an op; the instructions
+// that the ops of this variant are made of, where they have many rows.
 // Must not know: models, ops. Not tuned to flatter: the best of a few plain access patterns is the limit.
 #include <sys/mman.h>
 
@@ -44,36 +45,115 @@ double spin(double seconds, Value start, const Step& step, volatile float* sink)
 
 enum Kind : int32_t { kFp32 = 0, kBf16 = 1, kInt8 = 2 };
 
-double calls(Kind kind, double seconds, volatile float* sink) {
+#if defined(QUIRE_AMX)
+// Products of tiles for `seconds`: two by two tiles of sums, as an op with many rows has them; the number of products.
+template <bool kOfBytes>
+double spin_tiles(double seconds) {
+  constexpr int64_t kTileRounds = 1 << 10;  // a tile is much work, above all where it is emulated
+  alignas(64) bf16 numbers[kTileHeight * kTileBytes / sizeof(bf16)];
+  std::fill_n(numbers, kTileHeight * kTileBytes / sizeof(bf16), to_bf16(1.0f));  // or bytes of any kind
+  const TilesInUse in_use;
+  configure_tiles(kTileHeight, kTileHeight);
+  tile_zero<0>();
+  tile_zero<1>();
+  tile_zero<2>();
+  tile_zero<3>();
+  tile_load<4>(numbers, kTileBytes);
+  tile_load<5>(numbers, kTileBytes);
+  tile_load<6>(numbers, kTileBytes);
+  tile_load<7>(numbers, kTileBytes);
+  int64_t rounds = 0;
+  const Clock::time_point begin = Clock::now();
+  do {
+    for (int64_t i = 0; i < kTileRounds; ++i) {
+      if constexpr (kOfBytes) {
+        tile_dot_u8s8<0, 4, 6>();
+        tile_dot_u8s8<1, 4, 7>();
+        tile_dot_u8s8<2, 5, 6>();
+        tile_dot_u8s8<3, 5, 7>();
+      } else {
+        tile_dot_bf16<0, 4, 6>();
+        tile_dot_bf16<1, 4, 7>();
+        tile_dot_bf16<2, 5, 6>();
+        tile_dot_bf16<3, 5, 7>();
+      }
+    }
+    rounds += kTileRounds;
+  } while (since(begin) < seconds);
+  return static_cast<double>(rounds) * 4;
+}
+#endif
+
+// Runs one kind of instruction for `seconds`; the number of multiply-adds.
+double multiply_adds(Kind kind, double seconds, volatile float* sink) {
   // Hidden from the compiler, which could otherwise fold a chain of equal steps.
   volatile float hidden_float = 1.0f;
   volatile int32_t hidden_int = 0x01010101;
+#if defined(QUIRE_AMX)
+  constexpr double kOfTile = kTileHeight * kTileWidth * kTileDepth;
+  if (kind == kBf16) return spin_tiles<false>(seconds) * kOfTile * 2;
+  if (kind == kInt8) return spin_tiles<true>(seconds) * kOfTile * 4;
+#endif
   switch (kind) {
     case kFp32: {
       const Vec x = vset(hidden_float);
-      return spin(seconds, vzero(), [x](Vec acc) { return vfma(x, x, acc); }, sink);
+      return spin(seconds, vzero(), [x](Vec acc) { return vfma(x, x, acc); }, sink) * kLanes;
     }
     case kBf16: {
       bf16 pairs[2 * kLanes];
       std::fill_n(pairs, 2 * kLanes, to_bf16(hidden_float));
       const Pairs x = pload(pairs);
       const auto product = [x](Vec acc) { return pair_product(acc, pair_part<0>(x), pair_part<0>(x)); };
-      return spin(seconds, vzero(), product, sink);
+      return spin(seconds, vzero(), product, sink) * kLanes * (2 / kPairParts);
     }
     default: {
       const Ints x = quad_part<0>(iset(hidden_int));
-      return spin(seconds, izero(), [x](Ints acc) { return quad_product(acc, x, x); }, sink);
+      return spin(
+                 seconds, izero(), [x](Ints acc) { return quad_product(acc, x, x); }, sink) *
+             kLanes * (4 / kQuadParts);
     }
   }
 }
 
-// Only what the hardware has instructions for; the rest is emulated, which is no limit of the machine. Bytes are
-// multiplied as 16 bits in parts.
-bool has(Kind kind) {
-#if !defined(__AVX512BF16__) && !defined(QUIRE_NEON_BF16)
-  if (kind == kBf16) return false;
+// The instruction of each kind. None: what the hardware lacks is emulated, which is no limit of the machine.
+const char* instruction(Kind kind) {
+  switch (kind) {
+    case kFp32:
+#if defined(QUIRE_AVX512) || defined(QUIRE_AVX2)
+      return "VFMADD231PS";
+#elif defined(__aarch64__)
+      return "FMLA";
+#else
+      return "plain C++";
 #endif
-  return kind >= kFp32 && kind <= kInt8;
+    case kBf16:
+#if defined(QUIRE_AMX)
+      return "TDPBF16PS";
+#elif defined(__AVX512BF16__)
+      return "VDPBF16PS";
+#elif defined(QUIRE_NEON_BF16)
+      return "BFDOT";
+#else
+      return "";
+#endif
+    case kInt8:  // where there is none for bytes, they are multiplied as 16 bits in parts
+#if defined(QUIRE_AMX)
+      return "TDPBUSD";
+#elif defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+      return "VPDPBUSD";
+#elif defined(QUIRE_AVX512) || defined(QUIRE_AVX2)
+      return "VPMADDWD";
+#elif defined(QUIRE_NEON_BF16)
+      return "USDOT";
+#elif defined(__aarch64__)
+      return "SADALP";
+#elif defined(__SSE2__)
+      return "PMADDWD";
+#else
+      return "plain C++";
+#endif
+  }
+  return "";
 }
 
 typedef uint64_t Line __attribute__((vector_size(64)));
@@ -128,22 +208,24 @@ class Mapping {
 
 QUIRE_API int32_t quire_probe_arithmetic(Context* context, int32_t kind, double seconds, double* result) {
   *result = 0;
-  if (!has(static_cast<Kind>(kind))) return 0;
+  const Kind asked = static_cast<Kind>(kind);
+  if (*instruction(asked) == 0) return 0;
   return guarded(context, [&] {
     const int workers = context->pool.size();
     std::vector<double> counts(static_cast<size_t>(workers));
     const Clock::time_point start = Clock::now();
     context->pool.run_on_all([&](int worker) {
       volatile float sink;
-      counts[static_cast<size_t>(worker)] = calls(static_cast<Kind>(kind), seconds, &sink);
+      counts[static_cast<size_t>(worker)] = multiply_adds(asked, seconds, &sink);
     });
     const double elapsed = since(start);
     double total = 0;
     for (const double count : counts) total += count;
-    const int products = kind == kFp32 ? 1 : kind == kBf16 ? 2 / kPairParts : 4 / kQuadParts;
-    *result = total * kLanes * products * 2 / elapsed;
+    *result = total * 2 / elapsed;
   });
 }
+
+QUIRE_API const char* quire_probe_instruction(int32_t kind) { return instruction(static_cast<Kind>(kind)); }
 
 QUIRE_API int32_t quire_probe_read(Context* context, int64_t bytes_per_worker, int32_t passes, double* result) {
   *result = 0;

@@ -1,7 +1,7 @@
 """Compiles the kernels ahead of the first start: `python -m quire_kernels.cpu.build`.
 
-Promises: exit code 0 and what was built on stdout, or 1 and the compiler's complaint on stderr.
-Must not know: tensors, models.
+Promises: exit code 0 and what was built on stdout, or 1 and the compiler's complaint on stderr; for this machine what a
+start would take, and why, in one line. Must not know: tensors, models.
 """
 
 from __future__ import annotations
@@ -10,25 +10,33 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from quire_kernels.cpu.choice import UnusableVariant, load_chosen
 from quire_kernels.cpu.compiler import KernelBuildError
-from quire_kernels.cpu.library import build_prebuilt, load_library
+from quire_kernels.cpu.library import build_prebuilt
 from quire_kernels.cpu.variants import compilable_variants
 
 _TEXT = "Compile the C++ kernels now, so that no start has to."
 _PREBUILT = "for every instruction set, into the installed package: an image then needs no compiler to serve"
+_VARIANT = "instruction set, as `quire serve --cpu-variant` takes it; default: the fastest of this CPU's"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Build for this machine, or with --prebuilt for all; the exit code."""
     parser = argparse.ArgumentParser(prog="quire build-kernels", description=_TEXT)
-    parser.add_argument("--prebuilt", action="store_true", help=_PREBUILT)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--prebuilt", action="store_true", help=_PREBUILT)
+    which.add_argument("--cpu-variant", metavar="NAME", help=_VARIANT)
     arguments = parser.parse_args(argv)
     try:
         if arguments.prebuilt:
             for variant in compilable_variants():
                 print(build_prebuilt(variant))
         else:
-            print(f"the kernels for {load_library().quire_variant().decode()} are ready")
+            chosen = load_chosen(arguments.cpu_variant)
+            print(f"the kernels for {chosen.variant.name} are ready ({chosen.why})")
+    except UnusableVariant as error:
+        print(f"quire build-kernels: the kernels {error}", file=sys.stderr)
+        return 1
     except (KernelBuildError, OSError) as error:
         print(f"quire build-kernels: {error}", file=sys.stderr)
         return 1

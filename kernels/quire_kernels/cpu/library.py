@@ -21,16 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from quire_kernels.cpu.compiler import (
-    FLAGS,
-    CompilationError,
-    Compiler,
-    KernelBuildError,
-    compile_library,
-    find_compiler,
-)
+from quire_kernels.cpu.compiler import FLAGS, Compiler, KernelBuildError, compile_library, find_compiler
 from quire_kernels.cpu.signatures import declare
-from quire_kernels.cpu.variants import Variant, refusal, usable_variants
+from quire_kernels.cpu.variants import Variant, refusal
 from quire_kernels.trusted_folder import UntrustedFolder, open_trusted, trusted
 
 # Of how many files that are compiled, of how many: a start that is slow is not one that hangs.
@@ -44,32 +37,19 @@ _SECONDS_BETWEEN_LINES = 2.0
 
 
 def load_library(
-    variant: Variant | None = None,
+    variant: Variant,
     *,
     cache_dir: Path | None = None,
     extra_flags: Sequence[str] = (),
     on_compiled: OnCompiled | None = None,
 ) -> ctypes.CDLL:
-    """The kernels for the best variant of this CPU that the compiler knows, or for the one given.
+    """The kernels for one variant.
 
     Built on first use and kept in `cache_dir` (default: ~/.cache/quire/kernels); `on_compiled` is told how many files
-    are done. Raises KernelBuildError.
+    are done. Raises KernelBuildError; CompilationError where the compiler refuses it.
     """
     if platform.system() != "Linux":
         raise KernelBuildError(f"the C++ kernels run on Linux, not on {platform.system()}")
-    *better, last = usable_variants() if variant is None else (variant,)
-    for each in better:
-        try:
-            return _load(each, cache_dir, extra_flags, on_compiled)
-        except CompilationError as error:
-            complaint = " ".join(str(error).split("\n")[:2])
-            _log.warning("cannot build the kernels for %s, using slower ones: %s", each.name, complaint)
-    return _load(last, cache_dir, extra_flags, on_compiled)
-
-
-def _load(
-    variant: Variant, cache_dir: Path | None, extra_flags: Sequence[str], on_compiled: OnCompiled | None
-) -> ctypes.CDLL:
     reason = refusal(variant)  # asks, too: registers that were not granted end the process
     if reason is not None:
         raise KernelBuildError(f"the kernels for {variant.name} cannot run here: {reason}")
@@ -88,7 +68,7 @@ def _load(
 
     cache = cache_dir
     try:
-        cache = cache or _default_cache()
+        cache = cache or default_cache()
         return _kept_or_built(trusted(cache) / name, build)
     except OSError as error:
         where = cache or "a home folder"
@@ -109,7 +89,7 @@ def _kept_or_built(path: Path, build: Callable[[Path], None]) -> ctypes.CDLL:
     """The library at this path in a trusted folder, built where there is none to be loaded. Raises OSError."""
     with suppress(OSError):
         return _kept(path)
-    with _locked(path.with_suffix(".lock")):
+    with locked(path.with_suffix(".lock")):
         try:
             return _kept(path)  # another process may have built it meanwhile
         except FileNotFoundError:
@@ -147,11 +127,17 @@ def build_prebuilt(variant: Variant, directory: Path | None = None) -> Path:
     return path
 
 
-def _default_cache() -> Path:
+def default_cache() -> Path:
+    """Where this user's compiled kernels are kept. Raises UntrustedFolder."""
     try:
         return Path.home() / ".cache" / "quire" / "kernels"
     except RuntimeError as error:  # neither a variable nor a user's entry says where it is
         raise UntrustedFolder("there is no home folder to keep compiled kernels in (set HOME)") from error
+
+
+def common_flags() -> tuple[str, ...]:
+    """What all variants are compiled with, beside what is their own."""
+    return FLAGS
 
 
 def _source_folder() -> Path:
@@ -243,7 +229,7 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Held by one process at a time; the operating system lets go of it when its holder dies."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from quire_kernels.cpu.attention import CpuAttention, KVType
+from quire_kernels.cpu.choice import load_chosen
 from quire_kernels.cpu.context import Context
 from quire_kernels.cpu.layers import CpuLayers
-from quire_kernels.cpu.library import OnCompiled, load_library
+from quire_kernels.cpu.library import OnCompiled
 from quire_kernels.cpu.memory import Arena
 from quire_kernels.cpu.packing import PackedLinear, Packer, packed_form
 from quire_kernels.kernel_set import KernelSet, Quantization
@@ -31,14 +32,19 @@ def cpu_kernel_set(
     quantization: Quantization | None = None,
     *,
     kv_type: KVType = "bf16",
+    cpu_variant: str | None = None,
     library: ctypes.CDLL | None = None,
     on_compiled: OnCompiled | None = None,
 ) -> KernelSet:
     """The kernel set for bfloat16 models, with its own workers: `threads` of them, the caller included.
 
-    None: one per usable core. `kv_type`: what the pool holds. Raises KernelBuildError where the C++ cannot be compiled.
+    None: one per usable core. `kv_type`: what the pool holds. `cpu_variant`: the instruction set, None: the fastest.
+    Raises KernelBuildError where the C++ cannot be compiled, UnusableVariant where it cannot run.
     """
-    library = library or load_library(on_compiled=on_compiled)
+    why = ""
+    if library is None:
+        chosen = load_chosen(cpu_variant, on_compiled=on_compiled)
+        library, why = chosen.library, chosen.why
     context = Context(library, threads or len(os.sched_getaffinity(0)))
     packer = Packer(context, quantization, Arena().allocate)
     linear, attention = LinearOps(context), CpuAttention(context, kv_type)
@@ -61,6 +67,8 @@ def cpu_kernel_set(
         bind_layers=partial(CpuLayers, context, attention),
         packed_form=packed_form(context, quantization),
         own_threads=True,
+        variant=library.quire_variant().decode(),
+        why_variant=why,
     )
 
 

@@ -15,10 +15,10 @@ from ctypes import byref, c_double, c_int32
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from quire_kernels.cpu.choice import UnusableVariant, load_chosen
 from quire_kernels.cpu.compiler import KernelBuildError
-from quire_kernels.cpu.library import load_library
+from quire_kernels.cpu.rates import KINDS, instruction, rate
 
-KINDS = ("fp32", "bf16", "int8")  # in the order of `Kind` in probe.cpp
 _MOST_BYTES = 2 << 30  # of all workers together
 _BYTES_PER_WORKER = 256 << 20
 
@@ -34,18 +34,20 @@ class Limits:
     int8_per_second: float
     read_bytes_per_second: float
     cache_bytes: int  # of the last level, all together; 0: unknown
+    fp32_instruction: str
+    bf16_instruction: str  # empty: the CPU has none, and products of bf16 are those of fp32
+    int8_instruction: str
 
 
 def measure(
     threads: int,
+    library: ctypes.CDLL,
     *,
     seconds: float = 0.2,
     bytes_per_worker: int | None = None,
     passes: int = 3,
-    library: ctypes.CDLL | None = None,
 ) -> Limits:
-    """Takes about `seconds` per kind of arithmetic and a second for the memory. Raises KernelBuildError."""
-    library = library or load_library()
+    """Takes about `seconds` per kind of arithmetic and a second for the memory. Raises MemoryError."""
     if bytes_per_worker is None:
         bytes_per_worker = min(_BYTES_PER_WORKER, _MOST_BYTES // threads)
     cpus = sorted(os.sched_getaffinity(0))
@@ -54,24 +56,23 @@ def measure(
     if not context:
         raise MemoryError(f"starting {threads} worker threads")
     result = c_double()
-    rates = []
     try:
-        for kind in range(len(KINDS)):
-            library.quire_probe_arithmetic(context, kind, seconds, byref(result))
-            rates.append(result.value)
+        rates = {kind: rate(library, context, kind, seconds) for kind in KINDS}
         if library.quire_probe_read(context, bytes_per_worker, passes, byref(result)):
             raise MemoryError(f"{threads} x {bytes_per_worker} bytes for the read probe")
     finally:
         library.quire_destroy(context)
-    fp32, bf16, int8 = rates
     return Limits(
         variant=library.quire_variant().decode(),
         threads=threads,
-        fp32_per_second=fp32,
-        bf16_per_second=bf16,
-        int8_per_second=int8,
+        fp32_per_second=rates["fp32"],
+        bf16_per_second=rates["bf16"],
+        int8_per_second=rates["int8"],
         read_bytes_per_second=result.value,
         cache_bytes=cache_bytes(),
+        fp32_instruction=instruction(library, "fp32"),
+        bf16_instruction=instruction(library, "bf16"),
+        int8_instruction=instruction(library, "int8"),
     )
 
 
@@ -96,9 +97,13 @@ def main() -> int:
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--threads", type=int, default=cores, help=f"worker threads [{cores}]")
     parser.add_argument("--seconds", type=float, default=0.2, help="for each kind of arithmetic [0.2]")
+    parser.add_argument("--cpu-variant", help="instruction set of the kernels; default: the fastest")
     asked = parser.parse_args()
     try:
-        limits = measure(asked.threads, seconds=asked.seconds)
+        limits = measure(asked.threads, load_chosen(asked.cpu_variant).library, seconds=asked.seconds)
+    except UnusableVariant as error:
+        print(f"probe: the kernels {error}", file=sys.stderr)
+        return 1
     except (KernelBuildError, MemoryError) as error:
         print(f"probe: {error}", file=sys.stderr)
         return 1

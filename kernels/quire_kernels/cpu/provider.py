@@ -23,7 +23,8 @@ class CpuProvider:
             return f"compute in bfloat16, not in {str(dtype).removeprefix('torch.')} (set dtype to bfloat16)"
         if kv.kv_type not in ("auto", "int8"):
             return f"hold keys and values in bfloat16 or int8, not in {kv.kv_type} (set kv_cache_dtype to int8)"
-        return own_attention_only(required) or unsupported(head_dim=kv.head_dim, block_size=kv.block_size)
+        reason = own_attention_only(required) or unsupported(head_dim=kv.head_dim, block_size=kv.block_size)
+        return reason or _no_such_variant(required.cpu_variant)
 
     def make(self, required: Requirements) -> KernelSet:
         # Imported here: a choice that falls on others need not load these.
@@ -35,8 +36,21 @@ class CpuProvider:
                 required.threads,
                 required.quantization,
                 kv_type="int8" if required.kv.kv_type == "int8" else "bf16",
+                cpu_variant=required.cpu_variant,
                 on_compiled=required.on_compiled,
             )
         except KernelBuildError as error:
             said = " ".join(str(error).split("\n")[:2])  # of a compiler's complaints the first
             raise Unavailable(f"are not available: {said}") from error
+
+
+def _no_such_variant(name: str | None) -> str | None:
+    if name is None:
+        return None
+    from quire_kernels.cpu.choice import UnusableVariant, usable  # noqa: PLC0415
+
+    try:
+        usable(name)
+    except UnusableVariant as error:
+        return str(error)
+    return None

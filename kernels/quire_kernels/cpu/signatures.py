@@ -123,6 +123,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "quire_attention": (c_int32, (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 3)),
     "quire_layers": (c_int32, (c_void_p, c_void_p, c_int64, c_float, *(c_void_p,) * 3, c_int64, *(c_void_p,) * 3)),
     "quire_probe_arithmetic": (c_int32, (c_void_p, c_int32, c_double, c_void_p)),
+    "quire_probe_instruction": (c_char_p, (c_int32,)),
     "quire_probe_read": (c_int32, (c_void_p, c_int64, c_int32, c_void_p)),
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from quire_kernels.kernel_set import KernelSet
-from quire_kernels.provider import Requirements, own_attention_only
+from quire_kernels.provider import Requirements, no_variants, own_attention_only
 from quire_kernels.reference import REFERENCE
 
 
@@ -27,7 +27,7 @@ class ReferenceProvider:
             return f"hold keys and values in the model's dtype, not in {kv.kv_type} (set kv_cache_dtype to auto)"
         if required.deterministic and required.device.type != "cpu":
             return "compute a row on a GPU in an order that depends on the others (leave deterministic out)"
-        return own_attention_only(required)
+        return own_attention_only(required) or no_variants(required)
 
     def make(self, required: Requirements) -> KernelSet:
         del required

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from quire_kernels.kernel_set import KernelSet
-from quire_kernels.provider import Requirements, Unavailable
+from quire_kernels.provider import Requirements, Unavailable, no_variants
 from quire_kernels.triton.pool import DTYPES, unsupported
 
 LEAST_TRITON = (3, 6)
@@ -43,7 +43,7 @@ class TritonProvider:
             return (
                 f"hold keys and values in the model's dtype or in fp8, not in {kv.kv_type} (set kv_cache_dtype to fp8)"
             )
-        return _no_pool(required) or _no_triton()
+        return no_variants(required) or _no_pool(required) or _no_triton()
 
     def make(self, required: Requirements) -> KernelSet:
         major, minor = _capability(required.device)

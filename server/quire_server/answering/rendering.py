@@ -53,7 +53,7 @@ def fingerprint(plan: EnginePlan) -> str:
     """
     identity = (
         *(_VERSION, Path(plan.model).name, plan.architecture, plan.num_parameters),
-        *(plan.device, plan.dtype, plan.kernels, plan.quantization, plan.kv_cache_dtype),
+        *(plan.device, plan.dtype, plan.kernels, plan.cpu_variant, plan.quantization, plan.kv_cache_dtype),
         plan.deterministic,
     )
     return "fp_" + hashlib.sha256(repr(identity).encode()).hexdigest()[:12]

@@ -164,8 +164,12 @@ class Supervisor:
             raise EngineDead("the engine was stopped while it started")
         self._checkpoint = plan.checkpoint
         # A later engine must keep what requests were checked against, however much memory is free by then.
+        # And the instruction set: another one rounds otherwise, so that what is resumed would go on differently.
         self._config = replace(
-            self._config, kv_memory=plan.kv_bytes or None, max_model_len=plan.scheduler.max_model_len
+            self._config,
+            kv_memory=plan.kv_bytes or None,
+            max_model_len=plan.scheduler.max_model_len,
+            cpu_variant=plan.cpu_variant,
         )
         self._hang.expect(plan)
         self.state = EngineState.READY

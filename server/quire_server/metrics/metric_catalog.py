@@ -514,6 +514,7 @@ class PlanMetrics:
                 "dtype",
                 "quantization",
                 "kernels",
+                "cpu_variant",
                 "num_threads",
                 "max_model_len",
             ),
@@ -570,6 +571,7 @@ class PlanMetrics:
             plan.dtype,
             plan.quantization or "none",
             plan.kernels,
+            plan.cpu_variant or "none",
             str(plan.num_threads),
             str(scheduler.max_model_len),
         )

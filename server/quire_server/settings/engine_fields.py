@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_va
 from quire_engine.config import (
     AsyncScheduling,
     AttentionChoice,
+    CpuVariant,
     Device,
     DType,
     KernelChoice,
@@ -61,6 +62,9 @@ class EngineFields(BaseModel):
         "auto", "Model", "type of weights and KV cache; auto is the checkpoint's own"
     )
     kernels: KernelChoice = option("auto", "Model", "implementation of the model's operations")
+    cpu_variant: CpuVariant | None = option(
+        None, "Model", "instruction set of the C++ kernels; default: the fastest of this CPU's, as measured"
+    )
     attention: AttentionChoice = option(
         "auto",
         "Model",

@@ -141,6 +141,7 @@ class Settings(ServerFields, EngineFields, BaseSettings):
             device=self.device,
             dtype=self.dtype,
             kernels=self.kernels,
+            cpu_variant=self.cpu_variant,
             attention=self.attention,
             quantization=self.quantization,
             kv_cache_dtype=self.kv_cache_dtype,

@@ -24,13 +24,13 @@ SOMEBODY = 12345
 LOAD = """
 import logging, shutil, sys
 from pathlib import Path
-from quire_kernels.cpu import library
+from quire_kernels.cpu import library, variants
 logging.basicConfig(format="%(message)s")
 honest, folder = sys.argv[1:]
 library._PREBUILT = Path("/nowhere")
 library.declare = lambda _: None
 library.compile_library = lambda *args, **_: shutil.copy(honest, args[3])
-library.load_library(library.usable_variants()[-1], cache_dir=Path(folder))
+library.load_library(variants.VARIANTS[-1], cache_dir=Path(folder))
 """
 THEIRS = '#include <unistd.h>\n__attribute__((constructor)) static void run() { write(1, "THEIR CODE RAN", 14); }\n'
 
