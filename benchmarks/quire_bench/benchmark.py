@@ -47,14 +47,14 @@ async def run_benchmark(asked: Asked, argv: Sequence[str], tell: Tell) -> Result
         limits: dict[str, Limits | str] = {}
         for round_number in range(asked.repeat):
             if asked.probe:
-                limits = {device: await _probed(device, limits.get(device)) for device in _devices(infos)}
+                limits = {machine: await _probed(machine, limits.get(machine)) for machine in _machines(infos)}
             for point in asked.points:
                 for target in targets:
                     run = await target.run(point, jobs(workload, point, round_number), workload.seconds)
                     measures = measure(run)
                     collected.add(point, target.info.name, measures)
                     tell(_line(round_number, asked.repeat, point, target.info.name, measures))
-    known = {device: found for device, found in limits.items() if isinstance(found, Limits)}
+    known = {machine: found for machine, found in limits.items() if isinstance(found, Limits)}
     _add_shares(collected, workload, known)
     return Results(
         schema=SCHEMA,
@@ -134,13 +134,13 @@ async def _warm_up(asked: Asked, workload: Workload, targets: Sequence[Target]) 
             raise BenchError(f"{target.info.name} answers no request: {'; '.join(measures.error_examples)}")
 
 
-def _devices(infos: Sequence[ServerInfo]) -> list[str]:
-    """What the servers that can be compared with limits compute on, each once."""
-    return sorted({info.facts.device for info in infos if info.facts is not None and not why_not_measurable(info)})
+def _machines(infos: Sequence[ServerInfo]) -> list[str]:
+    """What the servers that can be compared with limits compute with, each once."""
+    return sorted({info.facts.machine for info in infos if info.facts is not None and not why_not_measurable(info)})
 
 
-async def _probed(device: str, before: Limits | str | None) -> Limits | str:
-    found = await probe_limits(device)
+async def _probed(machine: str, before: Limits | str | None) -> Limits | str:
+    found = await probe_limits(machine)
     if isinstance(before, Limits):
         return before.best(found) if isinstance(found, Limits) else before
     return found
@@ -152,7 +152,7 @@ def _missing(infos: Sequence[ServerInfo], limits: Mapping[str, Limits | str]) ->
     for info in filter(lambda info: info.address, infos):
         reason: Limits | str | None = why_not_measurable(info)
         if reason is None and info.facts is not None:
-            reason = limits[info.facts.device]
+            reason = limits[info.facts.machine]
         if isinstance(reason, str):
             missing[info.name] = reason
     return missing
@@ -160,11 +160,11 @@ def _missing(infos: Sequence[ServerInfo], limits: Mapping[str, Limits | str]) ->
 
 def _add_shares(collected: Collected, workload: Workload, limits: Mapping[str, Limits]) -> None:
     for info in collected.servers:
-        if info.facts is None or info.facts.device not in limits or why_not_measurable(info):
+        if info.facts is None or info.facts.machine not in limits or why_not_measurable(info):
             continue
         for point in collected.points:
             collected.shares[point, info.name] = [
-                shares(point, workload, run, info.facts, limits[info.facts.device])
+                shares(point, workload, run, info.facts, limits[info.facts.machine])
                 for run in collected.runs[point, info.name]
             ]
 

@@ -33,17 +33,18 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     fp16_per_second: float = 0.0
     read_bytes_per_second: float
     cache_bytes: int  # of the last level; 0: unknown
+    fp32_instruction: str = ""  # whose rate it is, of a CPU
+    bf16_instruction: str = ""
+    int8_instruction: str = ""
 
     def best(self, other: Limits) -> Limits:
-        return Limits(
-            variant=self.variant,
-            threads=self.threads,
+        return msgspec.structs.replace(
+            self,
             fp32_per_second=max(self.fp32_per_second, other.fp32_per_second),
             bf16_per_second=max(self.bf16_per_second, other.bf16_per_second),
             int8_per_second=max(self.int8_per_second, other.int8_per_second),
             fp16_per_second=max(self.fp16_per_second, other.fp16_per_second),
             read_bytes_per_second=max(self.read_bytes_per_second, other.read_bytes_per_second),
-            cache_bytes=self.cache_bytes,
         )
 
     def arithmetic(self, weight_type: str, device: str) -> float:
@@ -57,6 +58,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         }
         return by_type.get(weight_type, 0.0) or (self.fp32_per_second if device == "cpu" else 0.0)
 
+    def instruction(self, weight_type: str) -> str:
+        """Whose rate `arithmetic` gives on a CPU; empty where the probe did not say."""
+        by_type = {"bfloat16": self.bf16_instruction, "int8": self.int8_instruction, "int4": self.int8_instruction}
+        return by_type.get(weight_type, "") or self.fp32_instruction
+
 
 class Shares(msgspec.Struct, frozen=True, kw_only=True):
     """Of the limits, 0 to 1. None: not measured at this load."""
@@ -66,10 +72,11 @@ class Shares(msgspec.Struct, frozen=True, kw_only=True):
     decode_read: float | None  # one stream alone: weights and KV cache read per token
 
 
-async def probe_limits(device: str) -> Limits | str:
-    """Measure a device of `PROBES` now; nothing else should run. Otherwise the reason why it cannot be."""
+async def probe_limits(machine: str) -> Limits | str:
+    """Measure one now, as `ModelFacts.machine` names it; nothing else should run. Or the reason why it cannot be."""
+    device, _, variant = machine.partition(" ")
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", PROBES[device]),
+        *(sys.executable, "-m", PROBES[device], *(("--cpu-variant", variant) if variant else ())),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -6,6 +6,8 @@ Must not know: how anything was measured.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.console import Console
 from rich.table import Table
 
@@ -84,10 +86,13 @@ def _sentences(results: Results) -> list[str]:
     lines = []
     for name, knee in results.knees.items():
         lines.append(f"{name}: {_knee(knee, results.points[0].point)}")
-    for device, limits in results.limits.items():
-        lines.append(_limits_text(device, limits))
+    for machine, limits in results.limits.items():
+        lines.append(_limits_text(machine, limits))
+    peaks = _peaks(results)
     for result in results.points:
-        lines += [f"{one.server} at {result.point}: {text}" for one in result.servers if (text := _shares_text(one))]
+        lines += [
+            f"{one.server} at {result.point}: {text}" for one in result.servers if (text := _shares_text(one, peaks))
+        ]
     for reason in dict.fromkeys(results.limits_missing.values()):
         names = ", ".join(name for name, why in results.limits_missing.items() if why == reason)
         lines.append(f"{names}: shares of the machine unknown: {reason}")
@@ -97,23 +102,33 @@ def _sentences(results: Results) -> list[str]:
     return lines
 
 
-def _limits_text(device: str, limits: Limits) -> str:
+def _limits_text(machine: str, limits: Limits) -> str:
     kinds = (
-        ("bf16", limits.bf16_per_second),
-        ("fp16", limits.fp16_per_second),
-        ("int8", limits.int8_per_second),
-        ("fp32", limits.fp32_per_second),
+        ("bf16", limits.bf16_per_second, limits.bf16_instruction),
+        ("fp16", limits.fp16_per_second, ""),
+        ("int8", limits.int8_per_second, limits.int8_instruction),
+        ("fp32", limits.fp32_per_second, limits.fp32_instruction),
     )
-    peaks = ", ".join(f"{name} {rate / 1e9:,.0f} G/s" for name, rate in kinds if rate)
+    peaks = ", ".join(f"{name} {rate / 1e9:,.0f} G/s{f' ({by})' if by else ''}" for name, rate, by in kinds if rate)
     who = f"this machine at its best, {limits.threads} threads"
-    if device != "cpu":
+    if machine.partition(" ")[0] != "cpu":
         who = f"{limits.variant} at its best, {limits.threads} multiprocessors"
     return f"{who}: {peaks} operations; memory {limits.read_bytes_per_second / 1e9:,.1f} GB/s"
 
 
-def _shares_text(one: OnePoint) -> str:
+def _peaks(results: Results) -> dict[str, str]:
+    """By server the instruction whose rate is its peak, where that is known."""
+    found = {}
+    for info in results.servers:
+        if info.facts is not None and (limits := results.limits.get(info.facts.machine)) is not None:
+            found[info.name] = limits.instruction(info.facts.weight_type)
+    return found
+
+
+def _shares_text(one: OnePoint, peaks: Mapping[str, str]) -> str:
+    by = peaks.get(one.server, "")
     kinds = (
-        ("of peak arithmetic", "arithmetic"),
+        (f"of the peak of {by}" if by else "of peak arithmetic", "arithmetic"),
         ("of it in prefill", "prefill"),
         ("of read bandwidth in decode", "decode_read"),
     )

@@ -22,7 +22,7 @@ from quire_bench.measures import Measures
 from quire_bench.servers import ServerInfo
 from quire_bench.workload import LoadPoint, Workload
 
-SCHEMA = 2
+SCHEMA = 3
 _SECRET = "--api-key"
 
 
@@ -77,7 +77,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     machine: Machine
     workload: Described
     repeat: int
-    limits: dict[str, Limits]  # by device, the best of all rounds
+    limits: dict[str, Limits]  # by `ModelFacts.machine`, the best of all rounds
     limits_missing: dict[str, str]  # by server: why its are unknown
     servers: list[ServerInfo]
     points: list[PointResult]

@@ -44,6 +44,12 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     kernels: str
     num_threads: int
+    cpu_variant: str = ""  # instruction set of the C++ kernels; empty: others serve, or it does not tell
+
+    @property
+    def machine(self) -> str:
+        """What its limits are those of: the device, and of a CPU the instructions that compute."""
+        return f"{self.device} {self.cpu_variant}".rstrip()
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,6 +167,7 @@ def read_facts(metrics: str) -> ModelFacts | None:
             device=model["device"],
             kernels=model["kernels"],
             num_threads=int(model["num_threads"]),
+            cpu_variant="" if (variant := model.get("cpu_variant", "")) == "none" else variant,
         )
     except (KeyError, IndexError):
         return None

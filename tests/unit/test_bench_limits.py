@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from quire_bench import benchmark
-from quire_bench.limits import Limits, probe_limits, request_flop, shares, token_bytes, why_not_measurable
+from quire_bench.limits import PROBES, Limits, probe_limits, request_flop, shares, token_bytes, why_not_measurable
+from quire_bench.results import Collected
 from quire_bench.servers import ModelFacts, ServerInfo, read_facts
 from quire_bench.workload import LoadPoint
 from quire_engine.tools import gpu_limits
@@ -39,10 +40,10 @@ def test_facts_are_read_from_a_servers_metrics():
         kernels="reference",
         num_threads=1,
     )
-    metrics.observe_plan(replace(plan, quantization="int8"))
+    metrics.observe_plan(replace(plan, quantization="int8", cpu_variant="amx"))
     quantized = read_facts(metrics.render().decode())
     assert quantized is not None
-    assert quantized.weight_type == "int8"
+    assert (quantized.weight_type, quantized.cpu_variant, quantized.machine) == ("int8", "amx", "cpu amx")
     assert read_facts("") is None
     assert read_facts('vllm:cache_config_info{block_size="16"} 1.0\nup 1\n') is None
 
@@ -121,19 +122,53 @@ def test_only_this_machines_devices_are_compared_with_its_limits():
     assert why_not_measurable(other) == "nothing here measures a device called tpu"
 
 
-def test_each_device_is_probed_once_and_who_has_no_limits_is_told_why():
+def test_each_machine_is_probed_once_and_who_has_no_limits_is_told_why():
     gpu = msgspec.structs.replace(FACTS, device="cuda")
     here = ServerInfo(name="cpu", address="http://127.0.0.1:8", model="m", facts=FACTS)
     infos = [
         here,
         msgspec.structs.replace(here, name="cpu too"),
+        msgspec.structs.replace(here, name="cpu otherwise", facts=msgspec.structs.replace(FACTS, cpu_variant="avx2")),
         msgspec.structs.replace(here, name="gpu", facts=gpu),
         msgspec.structs.replace(here, name="far", address="http://10.0.0.3:8"),
         ServerInfo(name="static", address="", model="m"),
     ]
-    assert benchmark._devices(infos) == ["cpu", "cuda"]
-    missing = benchmark._missing(infos, {"cpu": LIMITS, "cuda": "no GPU"})
-    assert missing == {"gpu": "no GPU", "far": "it runs on another machine"}
+    assert benchmark._machines(infos) == ["cpu", "cpu avx2", "cuda"]
+    missing = benchmark._missing(infos, {"cpu": LIMITS, "cpu avx2": "no compiler", "cuda": "no GPU"})
+    assert missing == {"cpu otherwise": "no compiler", "gpu": "no GPU", "far": "it runs on another machine"}
+
+
+def test_shares_are_of_the_servers_own_instructions():
+    """Two servers of one machine, computing with different instruction sets: each against its own peak."""
+    tiles = msgspec.structs.replace(LIMITS, bf16_per_second=40e6)
+    run, point = run_with(ttft=0.5, tpot=0.01), ALONE
+    infos = [
+        ServerInfo(
+            name=name, address="http://127.0.0.1:8", model="m", facts=msgspec.structs.replace(FACTS, cpu_variant=name)
+        )
+        for name in ("amx", "avx512_bf16")
+    ]
+    collected = Collected(points=(point,), servers=infos)
+    for info in infos:
+        collected.add(point, info.name, run)
+    benchmark._add_shares(collected, WORKLOAD, {"cpu amx": tiles, "cpu avx512_bf16": LIMITS})
+    (by_tiles,), (by_lanes,) = (collected.shares[point, info.name] for info in infos)
+    assert by_lanes.prefill == pytest.approx(20 * by_tiles.prefill)
+
+
+def test_the_instruction_of_the_peak_is_told():
+    named = msgspec.structs.replace(LIMITS, fp32_instruction="VFMADD231PS", int8_instruction="VPDPBUSD")
+    types = ("float32", "bfloat16", "int8", "int4")
+    assert [named.instruction(name) for name in types] == ["VFMADD231PS"] * 2 + ["VPDPBUSD"] * 2
+    assert msgspec.structs.replace(named, bf16_instruction="TDPBF16PS").instruction("bfloat16") == "TDPBF16PS"
+    assert LIMITS.instruction("bfloat16") == ""
+
+
+def test_the_probe_measures_the_instruction_set_that_a_server_has(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(PROBES, "cpu", "quire_kernels.cpu.build")  # says what it was asked for, and computes nothing
+    said = asyncio.run(probe_limits("cpu sse9"))
+    assert isinstance(said, str)
+    assert said.startswith("quire build-kernels: the kernels are not made for sse9")
 
 
 def test_a_probe_that_finds_no_gpu_says_so():

@@ -125,6 +125,10 @@ def test_the_limits_are_the_devices():
     )
     text = report(both)
     assert "this machine at its best, 2 threads: bf16 0 G/s" in text
+    named = msgspec.structs.replace(LIMITS, bf16_instruction="TDPBF16PS", bf16_per_second=2e12)
+    told = report(msgspec.structs.replace(results(), limits={"cpu": named}))
+    assert "2 threads: bf16 2,000 G/s (TDPBF16PS), int8 0 G/s, fp32" in told
+    assert "of the peak of TDPBF16PS, " in told
     assert "GPU 9 at its best, 132 multiprocessors: bf16 0 G/s, fp16 7,000 G/s, fp32" in text
     assert "a, b: shares of the machine unknown: far\nc: shares of the machine unknown: no GPU" in text
 
