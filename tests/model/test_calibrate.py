@@ -42,7 +42,7 @@ def test_a_calibration_is_a_server_to_simulate(calibration: dict[str, object], t
 def test_the_origin_tells_model_and_machine(calibration: dict[str, object]) -> None:
     cost = calibration["cost"]
     assert isinstance(cost, dict)
-    assert set(cost["origin"]) >= {"hash", "model", "kernels", "threads", "processor", "measured"}
+    assert set(cost["origin"]) >= {"hash", "model", "kernels", "cpu_variant", "threads", "processor", "measured"}
     assert isinstance(calibration["num_samples"], int)
     assert calibration["num_samples"] > 50
 

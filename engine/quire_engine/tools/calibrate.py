@@ -152,6 +152,7 @@ def machine(plan: EnginePlan) -> dict[str, Any]:
         "architecture": plan.architecture,
         "build": version("quire"),
         "kernels": plan.kernels,
+        "cpu_variant": plan.cpu_variant or "none",
         "dtype": plan.dtype,
         "quantization": plan.quantization or "none",
         "kv_cache_dtype": plan.kv_cache_dtype,
