@@ -173,8 +173,8 @@ def test_packed_int4_is_the_matrix_rounded_by_groups(variant, n, k):
         assert n * k < 1000 or error.sum() < 0.95 * baseline.sum()
 
 
-@pytest.mark.parametrize("m", [1, 2, 3, 4, 7, 33, 70])
-@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 7, 16, 33, 70])
+@pytest.mark.parametrize(("n", "k"), [*SHAPES, (70, 2112)])  # tiles, which need k in 64s, and slices
 def test_int8_products_are_exact(variant, n, k, m):
     kernels, given = kernel_set(variant, "int8"), operands(n, k, m)
     weight, weight_scale = quantized(given.weight)

@@ -243,7 +243,7 @@ int64_t gemm_scratch_bytes(const Linear& w, int64_t m) {
     using Kind = decltype(kind);
 #if defined(QUIRE_AMX)
     if constexpr (Kind::kTiledFrom > 0) {
-      if (takes_tiles<Kind>(m)) return tiled_bytes<Kind>(w, m);
+      if (takes_tiles<Kind>(w, m)) return tiled_bytes<Kind>(w, m);
     }
 #endif
     return sums_bytes<Kind>(w, m) + decoded_bytes<Kind>(w, m);
@@ -256,7 +256,7 @@ void gemm_worker(Pieces& pieces, int worker, const Linear& w, const Rows& rows, 
 #if defined(QUIRE_AMX)
     [[maybe_unused]] const FloatsOf<Kind> floats{};
     if constexpr (Kind::kTiledFrom > 0) {
-      if (takes_tiles<Kind>(rows.m)) return gemm_tiled<Kind>(pieces, worker, w, rows, out, scratch);
+      if (takes_tiles<Kind>(w, rows.m)) return gemm_tiled<Kind>(pieces, worker, w, rows, out, scratch);
     }
 #endif
     float* sums = reinterpret_cast<float*>(scratch);

@@ -53,10 +53,12 @@ struct Placing : Tiling {
   static constexpr int64_t kStride = kParts * 4;  // of a row's step
 };
 
-// Whether so many rows are multiplied by the tile registers.
+// Whether so many rows are multiplied by the tile registers. A k that ends with half of a tile's steps, which hardly
+// any model has, is left to the others, unless its groups end there.
 template <typename Kind>
-constexpr bool takes_tiles(int64_t m) {
-  return Kind::kTiledFrom > 0 && m >= Kind::kTiledFrom;
+bool takes_tiles(const Linear& w, int64_t m) {
+  constexpr int64_t kDepth = Kind::kGrouped ? kGroup : kTileDepth * Kind::kValuesPerStep;
+  return Kind::kTiledFrom > 0 && m >= Kind::kTiledFrom && w.k % kDepth == 0;
 }
 
 // Rows for the tile registers, in blocks of one or two tiles that are as equal as possible, since every new height is a
@@ -99,20 +101,20 @@ int64_t row_bytes(const Linear& w) {
 // Of `m` rows in their places.
 template <typename Kind>
 int64_t placed_bytes(const Linear& w, int64_t m) {
-  return takes_tiles<Kind>(m) ? TileBlocks(m, w.k / Kind::kValuesPerStep).bytes() : m * row_bytes<Kind>(w);
+  return takes_tiles<Kind>(w, m) ? TileBlocks(m, w.k / Kind::kValuesPerStep).bytes() : m * row_bytes<Kind>(w);
 }
 
 // Whether the steps of one of `m` rows lie apart.
 template <typename Kind>
-constexpr bool lies_apart(int64_t m) {
-  return Kind::kParts > 1 || takes_tiles<Kind>(m);
+bool lies_apart(const Linear& w, int64_t m) {
+  return Kind::kParts > 1 || takes_tiles<Kind>(w, m);
 }
 
 // Row `row` of `m`, whose steps are `x`, into its places in `data`. Only where they lie apart.
 template <typename Kind>
 void take_apart(const Linear& w, int64_t m, int64_t row, const char* x, char* data) {
   const int64_t steps = w.k / Kind::kValuesPerStep;
-  if (takes_tiles<Kind>(m)) return TileBlocks(m, steps).place(row, x, steps * 4, data);
+  if (takes_tiles<Kind>(w, m)) return TileBlocks(m, steps).place(row, x, steps * 4, data);
   if constexpr (Kind::kParts > 1) {
     const Placing<Kind::kParts> placing(m, steps);
     const int64_t tile = placing.of(row), rows = placing.rows(tile);

@@ -43,7 +43,7 @@ struct Prepared {
 // `normed` [columns] and `whole` [k] are the worker's own.
 template <typename Kind>
 void prepare_row(const Linear& w, const Input& in, int64_t row, const Prepared<Kind>& to, bf16* normed, char* whole) {
-  const bool apart = lies_apart<Kind>(in.m);
+  const bool apart = lies_apart<Kind>(w, in.m);
   char* data = apart ? whole : to.data + row * row_bytes<Kind>(w);
   const RawRow raw{in.data + row * w.columns, in.norm, w.columns, in.eps};
   Kind::prepare(w, raw, normed, data, to.scales + row, to.sums + row * (w.k / kGroup));
@@ -56,7 +56,7 @@ void project_as(Context& context, const Linear& w, const Input& in, const Output
   Pool& pool = context.pool;
   const int64_t sums_bytes = aligned(gemm_scratch_bytes(w, in.m));
   const int64_t whole_bytes = aligned(w.k * 2);
-  const bool as_is = Kind::kTakesRowsAsIs && !takes_tiles<Kind>(in.m) && in.norm == nullptr && w.k == w.columns;
+  const bool as_is = Kind::kTakesRowsAsIs && !takes_tiles<Kind>(w, in.m) && in.norm == nullptr && w.k == w.columns;
   const bool redundant = in.m * w.k <= kRedundantValues;
   const int64_t prepared_bytes = as_is ? 0 : rows_bytes<Kind>(w, in.m);
   if (!redundant) context.shared.reserve(static_cast<size_t>(prepared_bytes));

@@ -20,7 +20,11 @@ struct Int8Weights {
   static constexpr int64_t kValuesPerStep = 4;
   static constexpr int kParts = kQuadParts;
   static constexpr bool kChained = false;
+#if defined(QUIRE_AMX)
+  static constexpr int64_t kTiledFrom = 16;  // fewer rows wait for memory either way
+#else
   static constexpr int64_t kTiledFrom = 0;
+#endif
 
   // Panels.
   static int64_t panel_bytes(const Linear& w) { return w.k * kPanelRows; }
@@ -68,6 +72,13 @@ struct Int8Weights {
   }
   static Part factor(const char* p) { return quad_factor(p); }
   static Sum dot(Sum sum, Part w, Part a) { return quad_product(sum, w, a); }
+
+#if defined(QUIRE_AMX)
+  template <int kSum, int kA, int kB>
+  static void tile_dot() {
+    tile_dot_u8s8<kSum, kA, kB>();
+  }
+#endif
 
   // Sums less the offset's share, times the scales of both rows.
   class Scale {
