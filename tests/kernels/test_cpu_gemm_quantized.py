@@ -193,7 +193,7 @@ def test_int8_products_are_exact(variant, n, k, m):
     assert_gated(kernels, given, expected)
 
 
-@pytest.mark.parametrize("m", [1, 2, 3, 4, 7, 33, 70])
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 7, 16, 33, 70])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_int4_products_are_exact_within_groups(variant, n, k, m):
     kernels, given = kernel_set(variant, "int4"), operands(n, k, m)

@@ -4,6 +4,7 @@
 
 #include "gemm/gemm_bringing.h"
 #include "gemm/gemm_finish.h"
+#include "gemm/gemm_group_tiles.h"
 #include "gemm/gemm_tile.h"
 #include "gemm/gemm_tiles.h"
 #include "weights/coded.h"
@@ -242,8 +243,12 @@ int64_t gemm_scratch_bytes(const Linear& w, int64_t m) {
   return with_kind(w.kind, [&](auto kind) {
     using Kind = decltype(kind);
 #if defined(QUIRE_AMX)
-    if constexpr (Kind::kTiledFrom > 0) {
-      if (takes_tiles<Kind>(w, m)) return tiled_bytes<Kind>(w, m);
+    if (takes_tiles<Kind>(w, m)) {
+      if constexpr (Kind::kGrouped) {
+        return group_tiles_bytes<Kind>(w, m);
+      } else {
+        return tiled_bytes<Kind>(w, m);
+      }
     }
 #endif
     return sums_bytes<Kind>(w, m) + decoded_bytes<Kind>(w, m);
@@ -255,8 +260,12 @@ void gemm_worker(Pieces& pieces, int worker, const Linear& w, const Rows& rows, 
     using Kind = decltype(kind);
 #if defined(QUIRE_AMX)
     [[maybe_unused]] const FloatsOf<Kind> floats{};
-    if constexpr (Kind::kTiledFrom > 0) {
-      if (takes_tiles<Kind>(w, rows.m)) return gemm_tiled<Kind>(pieces, worker, w, rows, out, scratch);
+    if (takes_tiles<Kind>(w, rows.m)) {
+      if constexpr (Kind::kGrouped) {
+        return gemm_group_tiles<Kind>(pieces, worker, w, rows, out, scratch);
+      } else {
+        return gemm_tiled<Kind>(pieces, worker, w, rows, out, scratch);
+      }
     }
 #endif
     float* sums = reinterpret_cast<float*>(scratch);

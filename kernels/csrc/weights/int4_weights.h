@@ -14,13 +14,28 @@
 
 namespace quire {
 
+#if defined(QUIRE_AMX)
+// Sixteen lanes of a group as tiles take them: scales as floats, and steps of four signed bytes, k in order.
+struct WideGroup {
+  float scales[kLanes];
+  int32_t steps[kGroup / 4][kLanes];
+};
+#endif
+
 struct Int4Weights {
   static constexpr bool kGrouped = true;
   static constexpr bool kMayBeCoded = false;
   static constexpr int64_t kValuesPerStep = 4;  // of an activation row
   static constexpr int kParts = 1;
   static constexpr bool kChained = false;
+#if defined(QUIRE_AMX)
+  // By counting: of one group and one row, `tile` takes about 20 cycles for the 64 lanes of a panel. Tiles need some 60
+  // to widen the group, whatever the rows, and then about 20 for 16 lanes and up to 16 rows, of which loads and stores
+  // are the limit: level at seven rows.
+  static constexpr int64_t kTiledFrom = 8;
+#else
   static constexpr int64_t kTiledFrom = 0;
+#endif
   static constexpr int64_t kGroupBytes = kPanelRows + kPanelRows * kGroup / 2;  // of a panel: scales, then nibbles
 
   // Panels.
@@ -120,6 +135,19 @@ struct Int4Weights {
     }
   }
 
+#if defined(QUIRE_AMX)
+  // Vector `v` of a group's lanes. Eight is taken from the nibbles: sums need no correction.
+  static void widen(const char* group, int v, WideGroup* to) {
+    vstore(to->scales, vload_scales(reinterpret_cast<const uint8_t*>(group) + v * kLanes));
+    constexpr int kSteps = kGroup / 8;  // of two nibbles in a byte
+    for (int step = 0; step < kSteps; ++step) {
+      const Ints both = iload(group + kPanelRows + step * kStepBytes + v * kLanes * 4);
+      istore(to->steps[step], less_eight(low_nibbles(both)));
+      istore(to->steps[kSteps + step], less_eight(high_nibbles(both)));
+    }
+  }
+#endif
+
   // Sums times the row's unit and the activation row's scale.
   class Scale {
    public:
@@ -134,6 +162,16 @@ struct Int4Weights {
     const float* row_scales_;
     Vec units_[kVecs];
   };
+
+#if defined(QUIRE_AMX)
+ private:
+  // Of nibbles in bytes, as signed bytes.
+  static Ints less_eight(Ints nibbles) {
+    const __m512i values =
+        _mm512_set4_epi32(0x07060504, 0x03020100, static_cast<int>(0xfffefdfcu), static_cast<int>(0xfbfaf9f8u));
+    return {_mm512_shuffle_epi8(values, nibbles.v)};
+  }
+#endif
 };
 
 }  // namespace quire

@@ -5,8 +5,8 @@
 //   rows      prepare, an activation row as the products want it, unless kTakesRowsAsIs; store_part, to take it apart
 //   products  kValuesPerStep and kParts, and zero, load_sum, store_sum, load, part, factor, dot: a step of gemm_tile.h;
 //             or where kGrouped, kGroupBytes and a tile of its own
-//             kTiledFrom, how many rows the tile registers multiply, if any, and their tile_dot; kChained, whether
-//             fewer add in the same order, as gemm_chains.h does
+//             kTiledFrom, how many rows the tile registers multiply, if any, and their tile_dot, or where kGrouped
+//             widen; kChained, whether fewer add in the same order, as gemm_chains.h does
 //   finish    Scale, from sums to values
 //
 // Promises: a new kind is its own header, its number in WeightKind and its line here. Must not know: what they do.
