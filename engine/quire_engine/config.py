@@ -7,7 +7,7 @@ Must not know: torch, flags, environment variables.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from quire_engine.limits import SchedulerConfig, SchedulerLimits
@@ -135,3 +135,13 @@ class EnginePlan:
     @property
     def kv_tokens(self) -> int:
         return self.scheduler.num_slots
+
+
+def for_later_engines(config: EngineConfig, plan: EnginePlan) -> EngineConfig:
+    """What engines are to be started with after the one that made `plan`.
+
+    They keep what requests were checked against, however much memory is free by then, and the instruction set: another
+    one rounds otherwise, so that what is resumed would go on differently.
+    """
+    kv_memory, max_model_len = plan.kv_bytes or None, plan.scheduler.max_model_len
+    return replace(config, kv_memory=kv_memory, max_model_len=max_model_len, cpu_variant=plan.cpu_variant)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from quire_engine.config import EngineConfig, EnginePlan, faults_of_start
+from quire_engine.config import EngineConfig, EnginePlan, faults_of_start, for_later_engines
 from quire_engine.errors import ConfigError, CrashLoop, EngineDead, ModelLoadError
 from quire_engine.process.transport import Abort, Control, Hold, Inspect, LoadProgress, Release, Shutdown
 from quire_engine.types import EngineHealth, EngineStats, GenerationRequest, StepOutput
@@ -163,14 +163,7 @@ class Supervisor:
             await process.reap(grace_seconds=0.0)
             raise EngineDead("the engine was stopped while it started")
         self._checkpoint = plan.checkpoint
-        # A later engine must keep what requests were checked against, however much memory is free by then.
-        # And the instruction set: another one rounds otherwise, so that what is resumed would go on differently.
-        self._config = replace(
-            self._config,
-            kv_memory=plan.kv_bytes or None,
-            max_model_len=plan.scheduler.max_model_len,
-            cpu_variant=plan.cpu_variant,
-        )
+        self._config = for_later_engines(self._config, plan)
         self._hang.expect(plan)
         self.state = EngineState.READY
         self._watch = asyncio.create_task(self._supervise(process), name="engine-supervisor")
