@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "gemm/gemm_bringing.h"
+#include "gemm/gemm_dealing.h"
 #include "gemm/gemm_finish.h"
 #include "gemm/gemm_group_tiles.h"
 #include "gemm/gemm_tile.h"
@@ -17,10 +18,14 @@ namespace {
 // takes several passes, so that its rows stay in the first-level cache from pass to pass.
 constexpr int64_t kSliceBytes = (pass_vecs(kTileRows) == kVecs ? 512 : 64) * 1024;
 
-// Over a panel, of all tiles; `vecs` tells how many vectors a pass of so many rows takes.
-int64_t count_passes(const Tiling& tiling, int (*vecs)(int rows)) {
+// So many tiles, 48 rows on a machine with 32 registers, take longer than reading a panel once more.
+constexpr int64_t kGroupTiles = 8;
+
+// Over a panel, of the tiles [first, end); `vecs` tells how many vectors a pass of so many rows takes.
+int64_t count_passes(const Tiling& tiling, int64_t first, int64_t end, int (*vecs)(int rows)) {
   const int base = static_cast<int>(tiling.base);
-  return tiling.larger * (kVecs / vecs(base + 1)) + (tiling.count - tiling.larger) * (kVecs / vecs(base));
+  const int64_t larger = std::clamp<int64_t>(tiling.larger - first, 0, end - first);
+  return larger * (kVecs / vecs(base + 1)) + (end - first - larger) * (kVecs / vecs(base));
 }
 
 // Steps of k that are walked before the next panel slice.
@@ -39,8 +44,10 @@ constexpr int64_t kDecodingTiles = 1;
 constexpr int kDecodingRows = 2;
 #endif
 
-// Whether decoded weights are kept for several tiles.
-bool keeps_decoded(const Tiling& tiling) { return tiling.count > kDecodingTiles || tiling.rows(0) > kDecodingRows; }
+// Whether decoded weights are kept for `tiles` tiles.
+bool keeps_decoded(const Tiling& tiling, int64_t tiles) {
+  return tiles > kDecodingTiles || tiling.rows(0) > kDecodingRows;
+}
 
 // Reads coded steps and writes their weights to `out` [count][64] pairs.
 class KeptSteps {
@@ -71,8 +78,8 @@ class KeptSteps {
   }
 }
 
-// Where the tiles find the weights of one panel: as they lie, or decoded from the layout of coded.h by every tile, by
-// the first one for all, or before any. `decoded`: memory for a slice of them.
+// Where a piece's tiles find a panel's weights: as they lie, or decoded from the layout of coded.h by every tile, by the
+// first one for all, or before any. `decoded`: memory for a slice of them.
 template <typename Kind>
 class PanelSource {
  public:
@@ -101,9 +108,10 @@ class PanelSource {
   }
 
   // Calls multiply(most, steps): what reads the weights from `step` on for a tile, which has up to `most` rows.
+  // `first`: it is the piece's first one.
   template <typename F>
-  void steps_of(int64_t tile, int64_t step, const F& multiply) const {
-    if (const char* plain = plain_at(tile, step)) {
+  void steps_of(bool first, int64_t step, const F& multiply) const {
+    if (const char* plain = plain_at(first, step)) {
       return multiply(std::integral_constant<int, kTileRows>{}, PlainSteps<Kind>(plain));
     }
     if constexpr (Kind::kMayBeCoded) {
@@ -131,11 +139,11 @@ class PanelSource {
   }
 
   // The weights that a tile needs not decode; null: it must.
-  const char* plain_at(int64_t tile, int64_t step) const {
+  const char* plain_at(bool first, int64_t step) const {
     switch (from_) {
       case From::kPlain: return start_ + step * kStepBytes;
       case From::kDecodedByEvery: return nullptr;
-      case From::kDecodedByFirst: return tile > 0 ? decoded_ : nullptr;
+      case From::kDecodedByFirst: return first ? nullptr : decoded_;
       default: return decoded_;
     }
   }
@@ -147,22 +155,21 @@ class PanelSource {
 
 // Kinds whose products are steps alike, in slices of k.
 template <typename Kind>
-void gemm_stepped(Pieces& panels, int worker, const Linear& w, const Rows& rows, const Output& out, float* partial,
+void gemm_stepped(Pieces& pieces, int worker, const Linear& w, const Rows& rows, const Output& out, float* partial,
                   char* decoded) {
   const int64_t steps = w.k / Kind::kValuesPerStep;
   const Placing<Kind::kParts> placing(rows.m, steps, kMostRows<Kind>);
   const bool whole = steps <= kSlice;
-  const bool keeps = keeps_decoded(placing);
-  const int64_t num_panels = panel_count(w);
-  const int64_t num_passes = count_passes(placing, pass_vecs);
-  const Cold from_memory = num_passes == 1 ? Cold::kOnce : Cold::kShared;
+  const Dealing dealing(panel_count(w), placing.count, kGroupTiles, pieces.workers());
   int64_t fetched = -1;
   Piece piece;
-  while (panels.take(worker, num_panels, 1, &piece)) {
-    const int64_t panel = piece.begin;
-    const PanelSource<Kind> source(w, panel, keeps, decoded);
+  while (pieces.take(worker, dealing.pieces(), 1, &piece)) {
+    const int64_t panel = dealing.panel(piece.begin), next_panel = dealing.next_panel(piece);
+    const int64_t first_tile = dealing.first_tile(piece.begin), end_tile = dealing.end_tile(piece.begin);
+    const int64_t num_passes = count_passes(placing, first_tile, end_tile, pass_vecs);
+    const PanelSource<Kind> source(w, panel, keeps_decoded(placing, end_tile - first_tile), decoded);
     const Bringing bringing(num_passes, source.step_bytes(), kStepBytes / 4);
-    const Cold cold = panel == fetched ? Cold::kNo : from_memory;
+    const Cold cold = panel == fetched ? Cold::kNo : num_passes == 1 ? Cold::kOnce : Cold::kShared;
     if (w.scales != nullptr) prefetch<kPanelRows * 4>(w.scales + panel * kPanelRows);
     if (w.sums != nullptr) prefetch<kPanelRows * 4>(w.sums + panel * kPanelRows);
     for (int64_t step = 0; step < steps; step += kSlice) {
@@ -170,44 +177,46 @@ void gemm_stepped(Pieces& panels, int worker, const Linear& w, const Rows& rows,
       const bool last_slice = step + count == steps;
       const char* from = source.at(step);
       // With nothing known to follow, the start of this panel, which is in the cache.
-      const bool ends = last_slice && piece.next < 0;
-      const char* after = ends ? from : last_slice ? panel_at(w, piece.next) : from + count * source.step_bytes();
+      const bool ends = last_slice && next_panel < 0;
+      const char* after = ends ? from : last_slice ? panel_at(w, next_panel) : from + count * source.step_bytes();
       const Cold first = source.open(step, count, cold, after);
       int64_t passes = 0;
-      for (int64_t t = 0; t < placing.count; ++t) {
+      for (int64_t t = first_tile; t < end_tile; ++t) {
+        const bool leads = t == first_tile;
         const int64_t m = placing.first(t), live = placing.rows(t);
         float* sums = partial + (whole ? 0 : m * kPanelRows);
         const char* a = static_cast<const char*>(rows.data) + placing.offset(t, step);
         const auto ahead = [&] { return bringing.of(passes++, count, after, ends); };
-        source.steps_of(t, step, [&](auto most, const auto& weights) {
-          any_tile<Kind, most>(live, a, placing, weights, count, sums, step > 0, t == 0 ? first : Cold::kNo, ahead);
+        source.steps_of(leads, step, [&](auto most, const auto& weights) {
+          any_tile<Kind, most>(live, a, placing, weights, count, sums, step > 0, leads ? first : Cold::kNo, ahead);
         });
         if (last_slice) finish_tile<Kind>(w, rows, out, m, live, panel, sums);
       }
     }
-    if (bringing.all) fetched = piece.next;
+    fetched = next_panel < 0 ? panel : bringing.all ? next_panel : -1;
   }
 }
 
 // Kinds whose products are groups with scales of their own: tiles walk through all of k.
 template <typename Kind>
-void gemm_grouped(Pieces& panels, int worker, const Linear& w, const Rows& rows, const Output& out, float* sums) {
-  const int64_t groups = w.k / kGroup, num_panels = panel_count(w);
+void gemm_grouped(Pieces& pieces, int worker, const Linear& w, const Rows& rows, const Output& out, float* sums) {
+  const int64_t groups = w.k / kGroup;
   const Tiling tiling(rows.m, Kind::kTileRows);
-  const int64_t num_passes = count_passes(tiling, Kind::pass_vecs);
-  const Bringing bringing(num_passes, Kind::kGroupBytes, kStepBytes);
-  const Cold from_memory = num_passes == 1 ? Cold::kOnce : Cold::kShared;
+  const Dealing dealing(panel_count(w), tiling.count, kGroupTiles, pieces.workers());
   int64_t fetched = -1;
   Piece piece;
-  while (panels.take(worker, num_panels, 1, &piece)) {
-    const int64_t panel = piece.begin;
-    const Cold cold = panel == fetched ? Cold::kNo : from_memory;
-    const bool ends = piece.next < 0;
+  while (pieces.take(worker, dealing.pieces(), 1, &piece)) {
+    const int64_t panel = dealing.panel(piece.begin), next_panel = dealing.next_panel(piece);
+    const int64_t first_tile = dealing.first_tile(piece.begin), end_tile = dealing.end_tile(piece.begin);
+    const int64_t num_passes = count_passes(tiling, first_tile, end_tile, Kind::pass_vecs);
+    const Bringing bringing(num_passes, Kind::kGroupBytes, kStepBytes);
+    const Cold cold = panel == fetched ? Cold::kNo : num_passes == 1 ? Cold::kOnce : Cold::kShared;
+    const bool ends = next_panel < 0;
     const char* at = panel_at(w, panel);
-    const char* after = panel_at(w, ends ? panel : piece.next);
+    const char* after = panel_at(w, ends ? panel : next_panel);
     prefetch<kPanelRows * 4>(w.scales + panel * kPanelRows);
     int64_t passes = 0;
-    for (int64_t t = 0; t < tiling.count; ++t) {
+    for (int64_t t = first_tile; t < end_tile; ++t) {
       const int64_t m = tiling.first(t), live = tiling.rows(t);
       const int8_t* a = static_cast<const int8_t*>(rows.data) + m * w.k;
       const int32_t* group_sums = rows.sums + m * groups;
@@ -221,7 +230,7 @@ void gemm_grouped(Pieces& panels, int worker, const Linear& w, const Rows& rows,
       });
       finish_tile<Kind>(w, rows, out, m, live, panel, sums);
     }
-    if (bringing.all) fetched = piece.next;
+    fetched = ends ? panel : bringing.all ? next_panel : -1;
   }
 }
 
@@ -233,7 +242,8 @@ int64_t sums_bytes(const Linear& w, int64_t m) {
 
 template <typename Kind>
 int64_t decoded_bytes(const Linear& w, int64_t m) {
-  if (!Kind::kMayBeCoded || !keeps_decoded(Tiling(m, kTileRows))) return 0;
+  const Tiling tiling(m, kTileRows);
+  if (!Kind::kMayBeCoded || !keeps_decoded(tiling, tiling.count)) return 0;
   return std::min(kSliceBytes, w.k / Kind::kValuesPerStep * kStepBytes);
 }
 
