@@ -84,7 +84,7 @@ class EngineConfig:
     swap_on_cpu: bool = False  # swap where pool and swap space are the same memory: for tests, it gains nothing
     kv_offload_dir: str = ""  # where what is in the swap space is kept for the next start; empty: nowhere
     gpu_memory_utilization: float = 0.9  # of the GPU; on a CPU the pool is a share of the free memory
-    num_threads: int | None = None  # CPU compute threads; None: all usable cores
+    num_threads: int | None = None  # CPU compute threads; None: one for each usable core
     packed_cache: bool = True  # keep packed weights in files for the next start
     packed_cache_dir: str = "~/.cache/quire/packed"
     packed_cache_size: int = 64 << 30  # bytes of all such files

@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from quire_kernels.cpu.topology import by_core
+
 
 def available_memory(root: Path = Path("/")) -> int:
     """Bytes that can be allocated without swapping and without meeting a cgroup's limit.
@@ -30,8 +32,14 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Cores of this process' affinity mask, fewer if a cgroup's CPU quota buys fewer."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores of this process' affinity mask, fewer if a cgroup's CPU quota buys fewer.
+
+    Hardware threads of one core count once: see `quire_kernels.cpu.topology`.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(by_core(os.sched_getaffinity(0), root / "sys/devices/system/cpu"))
+    else:
+        cores = os.cpu_count() or 1
     for folder in _cgroup_folders(root, "cpu"):
         quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
         words = _text(folder / "cpu.max").split()

@@ -70,6 +70,7 @@ SIMULATES = ("quire_server.commands", "quire_bench")  # commands that answer wha
 BLOCKS = ("quire_engine.scheduling.block_pool", "quire_engine.scheduling.prefix_cache")
 MOST_ENTRIES = 20  # at the top of a package
 TRUST = "quire_kernels.trusted_folder"  # standard library only; whoever keeps files between runs asks it
+TOPOLOGY = "quire_kernels.cpu.topology"  # standard library only; whoever counts or places workers asks it
 READS_ENVIRONMENT = {"quire_server.settings.sources"}
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "manager", "base", "impl", "common_utils", "misc"}
 # Files may be longer than this where one thing is told in one piece, up to the second number.
@@ -144,7 +145,7 @@ def test_the_scheduling_half_is_standard_library():
     for module in of("quire_engine"):
         if within(module, ONLY_IN["torch"]) or within(module, ONLY_IN["msgspec"]):
             continue
-        names = imports(module) - {TRUST}
+        names = imports(module) - {TRUST, TOPOLOGY}
         foreign = {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"quire_engine"}
         assert not foreign, (module, foreign)
 

@@ -20,6 +20,7 @@ from quire_kernels.cpu.layers import CpuLayers
 from quire_kernels.cpu.library import OnCompiled
 from quire_kernels.cpu.memory import Arena
 from quire_kernels.cpu.packing import PackedLinear, Packer, packed_form
+from quire_kernels.cpu.topology import by_core
 from quire_kernels.kernel_set import KernelSet, Quantization
 from quire_kernels.reference import REFERENCE
 
@@ -45,7 +46,7 @@ def cpu_kernel_set(
     if library is None:
         chosen = load_chosen(cpu_variant, on_compiled=on_compiled)
         library, why = chosen.library, chosen.why
-    context = Context(library, threads or len(os.sched_getaffinity(0)))
+    context = Context(library, threads or len(by_core(os.sched_getaffinity(0))))
     packer = Packer(context, quantization, Arena().allocate)
     linear, attention = LinearOps(context), CpuAttention(context, kv_type)
     return KernelSet(

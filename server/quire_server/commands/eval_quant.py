@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         help="what to measure, of int8, int4 and none (weights in bf16); default: int8,int4",
     )
     parser.add_argument("--kv-cache-dtype", choices=("auto", "int8"), default="auto", help="of the quantised model")
-    parser.add_argument("--num-threads", type=_positive, help="compute threads; default: all usable cores")
+    parser.add_argument("--num-threads", type=_positive, help="compute threads; default: one for each usable core")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     return parser
 

@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", default=DEMO_MODEL, metavar="DIR", help="checkpoint whose sizes are checked; no weight is read"
     )
-    parser.add_argument("--num-threads", type=_positive, help="compute threads; default: all usable cores")
+    parser.add_argument("--num-threads", type=_positive, help="compute threads; default: one for each usable core")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results here, to be sent")
     return parser
 

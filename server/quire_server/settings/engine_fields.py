@@ -84,7 +84,7 @@ class EngineFields(BaseModel):
         "Model",
         "a request gets the same bits alone and in any batch; costs speed on a GPU, on a CPU it is always so",
     )
-    num_threads: Positive | None = option(None, "Model", "CPU compute threads; default: all usable cores")
+    num_threads: Positive | None = option(None, "Model", "CPU compute threads; default: one for each usable core")
     max_model_len: OptionalCount = option(
         None, "Model", "longest prompt + output; 8k is 8000, 8K is 8192; default: the model's own", "tokens"
     )

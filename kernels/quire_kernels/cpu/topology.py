@@ -1,0 +1,51 @@
+"""Which hardware threads of this machine are one core.
+
+Two threads of a core share its multiply-add units, its tile unit and its caches: a second worker there adds next to
+nothing, and makes the first one wait. Promises: where the system does not tell, every thread is a core of its own.
+Must not know: quotas, who computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import zip_longest
+from pathlib import Path
+
+_SYSTEM = Path("/sys/devices/system/cpu")
+_LISTS = ("core_cpus_list", "thread_siblings_list")  # the second is the name before Linux 5.2
+
+
+def by_core(cpus: Iterable[int], root: Path = _SYSTEM) -> list[list[int]]:
+    """`cpus` in order, those of one core together; `root` is where the system describes them."""
+    left = set(cpus)
+    cores = []
+    for cpu in sorted(left):
+        if cpu in left:
+            core = sorted(left & {cpu, *_siblings(cpu, root)})
+            left.difference_update(core)
+            cores.append(core)
+    return cores
+
+
+def spread(cpus: Iterable[int], root: Path = _SYSTEM) -> list[int]:
+    """`cpus` in the order in which workers should take them: the first of every core, then the second ones."""
+    rounds = zip_longest(*by_core(cpus, root))
+    return [cpu for each in rounds for cpu in each if cpu is not None]
+
+
+def _siblings(cpu: int, root: Path) -> set[int]:
+    for name in _LISTS:
+        try:
+            return _numbers((root / f"cpu{cpu}" / "topology" / name).read_text())
+        except (OSError, ValueError):
+            continue
+    return set()
+
+
+def _numbers(text: str) -> set[int]:
+    """Of a list as the system writes it, such as 0-1,8-9. Raises ValueError."""
+    numbers: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return numbers
