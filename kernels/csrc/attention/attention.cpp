@@ -29,6 +29,7 @@ class Plan {
  public:
   Plan(const AttentionShape& shape, const AttentionStep& step, int workers)
       : group_heads_(shape.num_heads / shape.num_kv_heads), kv_heads_(shape.num_kv_heads) {
+    const int64_t limit = most_queries(step, workers);
     for (int64_t s = 0; s < step.sequences; ++s) {
       const int64_t first_row = step.query_starts[s], rows = step.query_starts[s + 1] - first_row;
       const int64_t first_position = step.context_lens[s] - rows;
@@ -36,7 +37,6 @@ class Plan {
         valid = false;
         return;
       }
-      const int64_t limit = std::max<int64_t>(1, kTaskRows / group_heads_);
       const int64_t count = (rows + limit - 1) / limit;
       // The last rows first: they see most, and what is left for the end should be small.
       for (int64_t i = count - 1; i >= 0; --i) {
@@ -68,6 +68,21 @@ class Plan {
   bool valid = true;
 
  private:
+  // Of a task: as many as share each tile well, fewer where some workers would have no segment of a head.
+  int64_t most_queries(const AttentionStep& step, int workers) const {
+    const int64_t fewest = std::max<int64_t>(1, kBlockRows / group_heads_);
+    int64_t most = std::max<int64_t>(1, kTaskRows / group_heads_);
+    for (; most > fewest; most = (most + 1) / 2) {
+      int64_t segments = 0;
+      for (int64_t s = 0; s < step.sequences; ++s) {
+        const int64_t rows = step.query_starts[s + 1] - step.query_starts[s];
+        segments += (rows + most - 1) / most * ((step.context_lens[s] + kSegment - 1) / kSegment);
+      }
+      if (segments * kv_heads_ >= workers) break;
+    }
+    return most;
+  }
+
   // Each segment of each head alone: item first_items[t] + segment * kv heads + head.
   void add_segments(size_t t) {
     for (int64_t i = 0; i < tasks[t].segments(); ++i) {

@@ -78,8 +78,8 @@ class KeptSteps {
   }
 }
 
-// Where a piece's tiles find a panel's weights: as they lie, or decoded from the layout of coded.h by every tile, by the
-// first one for all, or before any. `decoded`: memory for a slice of them.
+// Where a piece's tiles find a panel's weights: as they lie, or decoded from the layout of coded.h by every tile, by
+// the first one for all, or before any. `decoded`: memory for a slice of them.
 template <typename Kind>
 class PanelSource {
  public:
