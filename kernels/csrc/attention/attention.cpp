@@ -153,7 +153,7 @@ bool attend(Context* context, const AttentionShape& shape, const KvPool& pool, i
       workers.first.finish(1);
     }
     if (!plan.split) return;
-    workers.first.wait(num_items);
+    workers.first.wait(worker, num_items);
     while (workers.second.take(worker, static_cast<int64_t>(plan.tasks.size()) * kv_heads, 1, &piece)) {
       const size_t t = static_cast<size_t>(piece.begin / kv_heads);
       const Heads head{piece.begin % kv_heads, 1};

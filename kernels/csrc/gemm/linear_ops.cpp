@@ -78,7 +78,7 @@ void project_as(Context& context, const Linear& w, const Input& in, const Output
         for (int64_t row = rows.begin; row < rows.end; ++row) prepare_row<Kind>(w, in, row, to, normed, whole);
         pool.first.finish(rows.end - rows.begin);
       }
-      pool.first.wait(in.m);
+      pool.first.wait(worker, in.m);
     }
     gemm_worker(pool.second, worker, w, {in.m, to.data, to.scales, to.sums}, to_own, own);
   });

@@ -1,12 +1,8 @@
 #include "runtime/pool.h"
 
-#include <linux/futex.h>
 #include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <climits>
 
 namespace quire {
 namespace {
@@ -19,32 +15,6 @@ constexpr uint32_t run_of(uint64_t presence) { return static_cast<uint32_t>(pres
 constexpr int came(uint64_t presence) { return static_cast<int>(presence / kCame & (kCame - 1)); }
 constexpr int left(uint64_t presence) { return static_cast<int>(presence & (kCame - 1)); }
 
-// A peer that was descheduled by another process gets the core back sooner when waiters yield.
-constexpr int kSpinsBeforeYield = 2000;
-
-inline void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-void futex_wait(std::atomic<uint32_t>* word, uint32_t value) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
-}
-
-void futex_wake_all(std::atomic<uint32_t>* word) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
-}
-
-void pin(int cpu) {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  CPU_SET(cpu, &set);
-  sched_setaffinity(0, sizeof(set), &set);  // refused in some containers: then it runs unpinned
-}
-
 // The run goes on without a worker that is late, and has to wait for one that loses its core amid a piece. So none
 // takes the core from a thread that the caller has just given work: that one is through before it would be resumed.
 void let_others_finish() {
@@ -52,27 +22,18 @@ void let_others_finish() {
   sched_setscheduler(0, SCHED_BATCH, &priority);  // refused in some containers: then as any other thread
 }
 
-template <typename Ready>
-void spin_until(const Ready& ready) {
-  for (int spins = 0; !ready(); ++spins) {
-    if (spins < kSpinsBeforeYield) {
-      relax();
-    } else {
-      sched_yield();
-    }
-  }
-}
-
 }  // namespace
 
 Pool::Pool(int threads, const int* cpus)
-    : first(std::max(threads, 1)), second(std::max(threads, 1)), size_(std::max(threads, 1)) {
+    : lending_(std::max(threads, 1), cpus),
+      first(std::max(threads, 1), &lending_),
+      second(std::max(threads, 1), &lending_),
+      size_(std::max(threads, 1)) {
   try {
     for (int worker = 1; worker < size_; ++worker) {
-      const int cpu = cpus != nullptr ? cpus[worker] : -1;
-      threads_.emplace_back([this, worker, cpu] {
-        if (cpu >= 0) pin(cpu);
+      threads_.emplace_back([this, worker] {
         let_others_finish();
+        lending_.join(worker);
         serve(worker);
       });
     }
@@ -119,8 +80,8 @@ void Pieces::reset() {
   finished_.store(0, std::memory_order_relaxed);
 }
 
-void Pieces::wait(int64_t count) const {
-  spin_until([this, count] { return finished_.load(std::memory_order_acquire) >= count; });
+void Pieces::wait(int worker, int64_t count) const {
+  bell_.wait_until([this, count] { return finished_.load(std::memory_order_seq_cst) >= count; }, lending_, worker);
 }
 
 void Pool::start(Call call, const void* closure) {
@@ -129,6 +90,7 @@ void Pool::start(Call call, const void* closure) {
   if (size_ == 1) return;
   call_ = call;
   closure_ = closure;
+  lending_.begin();
   const uint32_t run = epoch_.load(std::memory_order_relaxed) + 1;
   presence_.store(run * kRun + kOpen, std::memory_order_release);
   epoch_.store(run, std::memory_order_seq_cst);
@@ -138,12 +100,15 @@ void Pool::start(Call call, const void* closure) {
 // Ends the run when `fewest` workers have come and all who came have left.
 void Pool::join(int fewest) {
   if (size_ == 1) return;
-  spin_until([this, fewest] { return came(presence_.load(std::memory_order_relaxed)) >= fewest; });
+  lending_.end(0);
+  const auto have_come = [this, fewest] { return came(presence_.load(std::memory_order_seq_cst)) >= fewest; };
+  gone_.wait_until(have_come, &lending_, 0);
   presence_.fetch_and(~kOpen, std::memory_order_relaxed);
-  spin_until([this] {
-    const uint64_t presence = presence_.load(std::memory_order_acquire);
+  const auto have_left = [this] {
+    const uint64_t presence = presence_.load(std::memory_order_seq_cst);
     return came(presence) == left(presence);
-  });
+  };
+  gone_.wait_until(have_left, &lending_, 0);
 }
 
 // Comes into the run that is open, unless it was in that one before.
@@ -157,24 +122,40 @@ bool Pool::enter(uint32_t* seen) {
   return false;
 }
 
+// Leaves the run. Whether the caller slept until then.
+bool Pool::leave(int worker) {
+  lending_.end(worker);
+  presence_.fetch_add(kLeft, std::memory_order_seq_cst);
+  return gone_.ring();
+}
+
 void Pool::serve(int worker) {
   uint32_t seen = 0;
+  bool caller_slept = false;
   for (;;) {
     uint32_t noticed;
-    int spins = 0;
+    int spins = caller_slept ? kSpinsBeforeSleep : 0;  // it needs a core, perhaps this one
+    caller_slept = false;
     while ((noticed = epoch_.load(std::memory_order_acquire)) == seen) {
       if (++spins < kSpinsBeforeSleep) {
         relax();
         continue;
       }
       sleepers_.fetch_add(1, std::memory_order_seq_cst);
-      while (epoch_.load(std::memory_order_seq_cst) == seen) futex_wait(&epoch_, seen);
+      while (epoch_.load(std::memory_order_seq_cst) == seen) {
+        // A caller that is still at work may have lost its core.
+        const bool open = (presence_.load(std::memory_order_relaxed) & kOpen) != 0;
+        if (open) lending_.lend();
+        futex_wait(&epoch_, seen, open ? &kNap : nullptr);
+      }
       sleepers_.fetch_sub(1, std::memory_order_relaxed);
     }
     if (stopping_.load(std::memory_order_relaxed)) return;
     if (enter(&seen)) {
+      lending_.begin(worker);
       call_(closure_, worker);
-      presence_.fetch_add(kLeft, std::memory_order_release);
+      caller_slept = leave(worker);
+      lending_.give_back(worker);
     } else if (static_cast<int32_t>(noticed - seen) > 0) {
       seen = noticed;  // over before this worker was there
     }

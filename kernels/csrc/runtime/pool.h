@@ -1,14 +1,17 @@
 // A fixed set of worker threads that help the caller with one function at a time.
 //
 // Owns the threads. Promises: work is dealt in pieces to whoever is there. A worker that the system does not run when a
-// function starts is not waited for; one that holds a piece is. Between runs a worker spins briefly, then sleeps.
-// Must not know: what is computed. No OpenMP: torch ships its own runtime and two would oversubscribe the cores.
+// function starts is not waited for; one that holds a piece is, and soon leaves it a core to go on. Between runs a
+// worker spins briefly, then sleeps. Must not know: what is computed. No OpenMP: torch's runtime and another would
+// oversubscribe.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <thread>
 #include <vector>
+
+#include "runtime/bell.h"
 
 namespace quire {
 
@@ -23,14 +26,17 @@ struct Piece {
 // Workers that must not pass before all is done say what they finished.
 class Pieces {
  public:
-  explicit Pieces(int workers) : shares_(static_cast<size_t>(workers)) {}
+  Pieces(int workers, Lending* lending) : shares_(static_cast<size_t>(workers)), lending_(lending) {}
 
   int64_t workers() const { return static_cast<int64_t>(shares_.size()); }
   // The worker's next `grain` numbers, or fewer at the end, or false. All calls of a run have the same count and grain.
   bool take(int worker, int64_t count, int64_t grain, Piece* piece);
-  void finish(int64_t number) { finished_.fetch_add(number, std::memory_order_release); }
-  // Returns when `count` numbers are finished; what their workers wrote can then be read.
-  void wait(int64_t count) const;
+  void finish(int64_t number) {
+    finished_.fetch_add(number, std::memory_order_seq_cst);
+    bell_.ring();
+  }
+  // From a worker: returns when `count` numbers are finished; what their workers wrote can then be read.
+  void wait(int worker, int64_t count) const;
 
  private:
   friend class Pool;
@@ -41,7 +47,9 @@ class Pieces {
     std::atomic<uint64_t> taken{0};
   };
   std::vector<Share> shares_;
+  Lending* const lending_;
   alignas(64) std::atomic<int64_t> finished_{0};
+  Bell bell_;
 };
 
 class Pool {
@@ -71,6 +79,10 @@ class Pool {
     join(size_ - 1);
   }
 
+ private:
+  Lending lending_;
+
+ public:
   Pieces first, second;
 
  private:
@@ -82,6 +94,7 @@ class Pool {
   void start(Call call, const void* closure);
   void join(int fewest);
   bool enter(uint32_t* seen);
+  bool leave(int worker);
   void serve(int worker);
   void stop();
 
@@ -93,6 +106,7 @@ class Pool {
   alignas(64) std::atomic<uint32_t> epoch_{0};     // counts runs; what workers watch and sleep on
   alignas(64) std::atomic<uint64_t> presence_{0};  // of workers in the run: see pool.cpp
   alignas(64) std::atomic<int> sleepers_{0};
+  Bell gone_;  // of workers that leave
 };
 
 }  // namespace quire
