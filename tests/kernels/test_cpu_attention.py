@@ -101,6 +101,29 @@ def test_a_row_does_not_depend_on_the_slice_it_is_computed_in(kernels, two_threa
             assert torch.equal(result, whole[start : start + rows]), f"rows {start}..{start + rows}"
 
 
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("heads", [(6, 2, 48), (2, 2, 64)], ids=str)
+def test_a_row_has_the_same_bits_in_a_chunk_of_any_size(kernels, heads, window):
+    """Chunks of 1 to 70 rows at the start, at the end and anywhere; the sign of a zero is a bit too."""
+    length = 210
+    sequences = Sequences([length], shape_of(*heads, window))
+    underflow(sequences)
+    (whole,) = sequences.attend(kernels, [(0, 0, length)])
+    source = random.Random(0)
+    for rows in range(1, 71):
+        starts = (0, source.randrange(length - rows), length - rows)
+        chunks = sequences.attend(kernels, [(0, start, rows) for start in starts], seed=rows)
+        for start, chunk in zip(starts, chunks, strict=True):
+            assert torch.equal(chunk.view(torch.int16), whole[start : start + rows].view(torch.int16)), (start, rows)
+
+
+def underflow(sequences):
+    """Lets some products, weights, sums and results of the first sequence be below the least normal number."""
+    q, k, v = (x[0] for x in (sequences.q, sequences.k, sequences.v))
+    q[::7], v[:, 0] = q[::7] * 20, v[:, 0] * 2.0**-120
+    q[::5, 0, 3], k[::4, 0, 3], v[::3, 1, 5] = 1e-39, -1e-38, -0.0
+
+
 @pytest.mark.parametrize("window", [None, 33])
 def test_a_row_does_not_depend_on_its_neighbours_or_the_threads(variant, window):
     """40 sequences of all lengths in one call, in two orders, against each alone, by 1, 2 and 3 workers."""

@@ -6,6 +6,8 @@
 
 #include <atomic>
 
+#include "attention/attention_amx.h"
+#include "attention/attention_amx_int8.h"
 #include "attention/attention_bf16.h"
 #include "attention/attention_int8.h"
 #include "attention/attention_walk.h"
@@ -15,8 +17,17 @@
 namespace quire {
 namespace {
 
-constexpr int64_t kTaskRows = 96;  // rows times heads of a kv head that share each tile while it is in the cache
+// Rows times heads of a kv head that share each tile while it is in the cache: whole groups of tiles, where there are.
+constexpr int64_t kTaskRows = kMostGroupRows > kBlockRows ? 128 : 96;
 constexpr int64_t kItemsPerWorker = 4;
+
+#if defined(QUIRE_AMX)
+using KvOfBf16 = AmxKv;
+using KvOfInt8 = AmxInt8Kv;
+#else
+using KvOfBf16 = Bf16Kv;
+using KvOfInt8 = Int8Kv;
+#endif
 
 // Some kv heads of one task, and of its segments one or all. A block's heads lie side by side in memory: few rows,
 // which wait for memory alone, are faster with many heads at once.
@@ -127,6 +138,7 @@ bool attend(Context* context, const AttentionShape& shape, const KvPool& pool, i
   std::atomic<bool> valid{true};
 
   workers.run([&](int worker) {
+    [[maybe_unused]] const typename Kv::Mode mode{};
     char* own = context->own[static_cast<size_t>(worker)].data();
     float* part = reinterpret_cast<float*>(own);
     float* total = reinterpret_cast<float*>(own + state_bytes);
@@ -173,8 +185,8 @@ QUIRE_API int32_t quire_attention(Context* context, const AttentionShape* shape,
   bool valid = true;
   const int32_t failed = guarded(context, [&] {
     const bool is_bf16 = pool->kind == KvKind::kBf16;
-    valid = is_bf16 ? attend<Bf16Kv>(context, *shape, *pool, layer, *step, q, out)
-                    : attend<Int8Kv>(context, *shape, *pool, layer, *step, q, out);
+    valid = is_bf16 ? attend<KvOfBf16>(context, *shape, *pool, layer, *step, q, out)
+                    : attend<KvOfInt8>(context, *shape, *pool, layer, *step, q, out);
   });
   return valid ? failed : kOutOfRange;
 }

@@ -13,6 +13,10 @@ namespace quire {
 
 class Bf16Kv {
  public:
+  static constexpr int kGroupRows = kBlockRows;
+  static constexpr bool kKnowsBounds = false, kSignedZeros = true;
+  struct Mode {};
+
   static int64_t scratch_bytes(int64_t rows, int64_t d) {
     return (rows * d + kBlockRows * kTile) * static_cast<int64_t>(sizeof(PairFactor)) + 2 * d * 4;
   }

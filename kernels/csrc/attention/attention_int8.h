@@ -14,17 +14,21 @@ namespace quire {
 
 class Int8Kv {
  public:
+  static constexpr int kGroupRows = kBlockRows;
+  static constexpr bool kKnowsBounds = false, kSignedZeros = true;
+  struct Mode {};
+
   static int64_t scratch_bytes(int64_t rows, int64_t d) {
-    return kBlockRows * kTile * 6 + rows * (2 * d + kHeader * 4);
+    return kMostGroupRows * kTile * 6 + rows * (2 * d + kHeader * 4);
   }
 
   Int8Kv(char* scratch, int64_t rows, int64_t d, float scale)
       : d_(d),
         scale_(scale),
         scaled_(reinterpret_cast<float*>(scratch)),
-        headers_(scaled_ + kBlockRows * kTile),
+        headers_(scaled_ + kMostGroupRows * kTile),
         weights_(reinterpret_cast<uint8_t*>(headers_ + rows * kHeader)),
-        queries_(reinterpret_cast<int8_t*>(weights_ + kBlockRows * kTile * 2)) {}
+        queries_(reinterpret_cast<int8_t*>(weights_ + kMostGroupRows * kTile * 2)) {}
 
   // q = (256 * high + low) * step, with high and low signed bytes.
   void set_query(int64_t row, const bf16* query) {
@@ -118,7 +122,7 @@ class Int8Kv {
     }
   }
 
- private:
+ protected:
   // Two sums for each output.
   static constexpr int kRows = kBlockRows > 2 ? kBlockRows / 2 : 1, kVecs = kBlockVecs;
   static constexpr int kUnitQuads = kUnit / 4;
@@ -207,11 +211,11 @@ class Int8Kv {
 
   const int64_t d_;
   const float scale_;
-  float* scaled_;     // [kBlockRows][kTile]
+  float* scaled_;     // [kMostGroupRows][kTile]
   float* headers_;    // [rows][kHeader]
-  uint8_t* weights_;  // [kBlockRows][2][kTile], high bytes then low ones
+  uint8_t* weights_;  // [kMostGroupRows][2][kTile], high bytes then low ones
   int8_t* queries_;   // [rows][2][d]
-  float steps_[kBlockRows] = {};
+  float steps_[kMostGroupRows] = {};
   const char* units_[kTileUnits] = {};
   const char* quads_[kTile / 4] = {};  // values of four positions each
   // The same of the next tile, which is fetched while this one is used.

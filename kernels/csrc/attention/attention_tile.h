@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "attention/attention.h"
+#include "simd/tiles.h"
 #include "simd/unroll.h"
 
 namespace quire {
@@ -23,6 +24,13 @@ constexpr int value_vecs(int rows) {
   if (kRegisters >= 32) return rows <= 3 ? 8 : 4;
   return rows <= 2 ? 4 / rows : 1;
 }
+
+// Rows that share one piece of arithmetic: those of a block, or of as many tiles as the sums have.
+#if defined(QUIRE_AMX)
+constexpr int kMostGroupRows = 2 * kTileHeight;
+#else
+constexpr int kMostGroupRows = kBlockRows;
+#endif
 
 // One tile of one head: addresses of the units that some row sees.
 struct Tile {
@@ -40,9 +48,9 @@ struct Tile {
 // Rows of a task that see a tile from the same position `low` on, each up to its own `high`, which never falls.
 struct Group {
   int64_t first_row;
-  int rows;  // at most kBlockRows
+  int rows;  // at most Kv::kGroupRows
   int low;
-  int high[kBlockRows];
+  int high[kMostGroupRows];
   int first_unit() const { return low / kUnit; }
   int last_unit() const { return (high[rows - 1] + kUnit - 1) / kUnit; }
 };

@@ -48,13 +48,14 @@ inline int64_t first_visible(int64_t position, int64_t window) {
 
 // Scores are kept in powers of two, so that a weight costs a subtraction and an exponential.
 constexpr float kLog2E = 1.44269504088896341f;
-static_assert(kBlockRows <= kLanes, "the factors of a block are one vector");
 
 template <typename Kv>
 class Walk {
  public:
+  static constexpr int kGroupRows = Kv::kGroupRows;
+
   static int64_t scratch_bytes(int64_t rows, int64_t d) {
-    return kBlockRows * kTile * 4 + aligned(rows * static_cast<int64_t>(sizeof(Range))) + Kv::scratch_bytes(rows, d);
+    return kGroupRows * kTile * 4 + aligned(rows * static_cast<int64_t>(sizeof(Range))) + Kv::scratch_bytes(rows, d);
   }
 
   Walk(char* scratch, int64_t rows, const AttentionShape& shape, const KvPool& pool, const AttentionStep& step,
@@ -66,7 +67,7 @@ class Walk {
         group_heads_(shape.num_heads / shape.num_kv_heads),
         head_bytes_(pool.units * unit_bytes(pool.kind, pool.head_dim)),
         scores_(reinterpret_cast<float*>(scratch)),
-        ranges_(reinterpret_cast<Range*>(scores_ + kBlockRows * kTile)),
+        ranges_(reinterpret_cast<Range*>(scores_ + kGroupRows * kTile)),
         kv_(reinterpret_cast<char*>(ranges_) + aligned(rows * static_cast<int64_t>(sizeof(Range))), rows,
             shape.head_dim, shape.scale * kLog2E) {}
 
@@ -104,6 +105,10 @@ class Walk {
       next = after;
       if (start + kTile < span.end && !find(task, heads.first, start + kTile, span, &next)) return false;
       set_ranges(task, start);
+      if constexpr (Kv::kKnowsBounds) {
+        kv_.bound(static_cast<int>(std::max(span.oldest, start) - start),
+                  static_cast<int>(std::min(span.end - start, int64_t{kTile})));
+      }
       for (int64_t h = 0; h < heads.count; ++h) {
         const Tile of_head = tile.moved(h * head_bytes_);
         kv_.open(of_head, h + 1 < heads.count ? of_head.moved(head_bytes_) : next);
@@ -136,13 +141,18 @@ class Walk {
         bf16* to = out + ((task.first_row + i) * shape_.num_heads + head * group_heads_) * d;
         for (int64_t g = 0; g < group_heads_; ++g, row += stride, to += d) {
           const Vec inverse = vset(1.0f / lane_sum(vload(row + kTotals)));
-          for (int64_t c = 0; c < d; c += kLanes) vstore_bf16(to + c, vmul(vload(row + kValues + c), inverse));
+          for (int64_t c = 0; c < d; c += kLanes) {
+            const Vec value = vmul(vload(row + kValues + c), inverse);
+            vstore_bf16(to + c, Kv::kSignedZeros ? value : vadd(value, vzero()));
+          }
         }
       }
     }
   }
 
  private:
+  static constexpr int kFactors = (kGroupRows + kLanes - 1) / kLanes * kLanes;  // of a group, in whole vectors
+
   // The positions that a segment of a task sees: [oldest, end), in tiles from `begin` on.
   struct Span {
     int64_t begin, oldest, end;
@@ -185,7 +195,7 @@ class Walk {
         if (ranges_[end].low != range.low || ranges_[end].empty() != range.empty()) break;
       }
       if (range.empty()) continue;
-      const int64_t count = end - row, blocks = (count + kBlockRows - 1) / kBlockRows;
+      const int64_t count = end - row, blocks = (count + kGroupRows - 1) / kGroupRows;
       for (int64_t b = 0; b < blocks; ++b) {
         const int64_t from = row + count * b / blocks, to = row + count * (b + 1) / blocks;
         Group group{first + from, static_cast<int>(to - from), range.low, {}};
@@ -199,7 +209,7 @@ class Walk {
   void block_of_rows(const Group& group, float* state) {
     const int64_t stride = state_stride(shape_.head_dim);
     float* rows = state + group.first_row * stride;
-    float fade[kLanes];
+    float fade[kFactors];
     kv_.score(group, scores_);
     with_count<kTileUnits>(group.last_unit() - group.first_unit(),
                            [&](auto units) { weigh<units.value>(group, rows, stride, fade); });
@@ -211,7 +221,7 @@ class Walk {
   void weigh(const Group& group, float* rows, int64_t stride, float* fade) {
     const float lowest = -std::numeric_limits<float>::infinity();
     const int first = group.first_unit();
-    float before[kLanes] = {}, peaks[kLanes] = {};
+    float before[kFactors] = {}, peaks[kFactors] = {};
     for (int r = 0; r < group.rows; ++r) {
       float* s = scores_ + r * kTile;
       for (int i = first * kUnit; i < group.low; ++i) s[i] = lowest;
@@ -222,6 +232,9 @@ class Walk {
       peaks[r] = std::max(before[r], lane_max(best));
     }
     vstore(fade, vexp2(vsub(vload(before), vload(peaks))));
+    for (int r = kLanes; r < kFactors; r += kLanes) {
+      vstore(fade + r, vexp2(vsub(vload(before + r), vload(peaks + r))));
+    }
     for (int r = 0; r < group.rows; ++r) {
       float* row = rows + r * stride;
       Vec sum = vmul(vload(row + kTotals), vset(fade[r]));
@@ -249,7 +262,7 @@ class Walk {
   const KvPool& pool_;
   const AttentionStep& step_;
   const int64_t layer_, group_heads_, head_bytes_;
-  float* scores_;  // [kBlockRows][kTile]
+  float* scores_;  // [kGroupRows][kTile]
   Range* ranges_;  // [rows of a head], of the tile
   Kv kv_;
 };
