@@ -281,6 +281,8 @@ def test_a_child_that_says_a_lot_waits_for_nobody(pipe: tuple[int, int]):
     child = subprocess.run([sys.executable, "-c", CHILD], stderr=output.for_children, timeout=60, check=False)
     assert child.returncode == 0
     until(lambda: output.handler.writer.lost > 0)
+    os.close(pipe[0])  # or the thread would go on writing to whatever has the descriptor's number next
+    output.close()
 
 
 def test_the_stacks_of_a_hung_child_come_through(pipe: tuple[int, int]):
