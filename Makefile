@@ -100,7 +100,8 @@ EMULATED ?= amx avx512_bf16 avx512_vnni avx512 avx2_vnni
 emulated-test: $(VENV)/.dev
 	set -e; for set in $(EMULATED); do \
 	  PYTHONPATH=tests $(BIN)/python -m pytest -p support.emulated --emulate $$set $(ARGS) tests/kernels/test_probe.py \
-	    tests/kernels/test_cpu_attention*.py tests/kernels/test_cpu_[cg]*.py tests/kernels/test_cpu_layers.py; \
+	    tests/kernels/test_cpu_attention*.py tests/kernels/test_cpu_[cg]*.py tests/kernels/test_cpu_layers.py \
+	    tests/kernels/test_cpu_many_workers.py; \
 	done
 
 check: $(VENV)/.dev
