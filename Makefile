@@ -37,7 +37,7 @@ client-test: $(VENV)/.serve .venv-clients/.complete
 	  openai ai @ai-sdk/openai-compatible @anthropic-ai/sdk zod
 	touch $@
 
-# What hostile clients send, one by one, and what everybody else has of the server meanwhile: a quarter of an hour.
+# What hostile clients send, one by one, and what everybody else has of the server meanwhile: five minutes.
 hostile: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m hostile $(ARGS)
 
