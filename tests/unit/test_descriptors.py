@@ -43,3 +43,16 @@ def test_a_hard_limit_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
         allow_connections(1_000)
     assert changed == [(1_024, 1_024)]
     assert "1024 open files, and 1000 connections need 2512" in caplog.text
+
+
+def test_a_system_that_refuses_is_served_with_what_there_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("not here")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (512, 1_000_000))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    with caplog.at_level(logging.WARNING):
+        allow_connections(1_000)
+    assert "512 open files, and 1000 connections need 2512" in caplog.text

@@ -99,11 +99,7 @@ async def _serve(settings: Settings, output: Output) -> int:
         start_seconds=settings.engine_start_timeout,
         spare_seconds=_SPARE_SECONDS if settings.spare_engine else None,
     )
-    config = settings.engine_config()
-    if config.faults:
-        points = ", ".join(fault.point for fault in config.faults)
-        log.warning("FAULTS ARE INJECTED (%s): this server is for tests and will fail on purpose", points)
-    supervisor = Supervisor(config, policy, stderr=output.for_children)
+    supervisor = Supervisor(settings.engine_config(), policy, stderr=output.for_children)
     starting = asyncio.create_task(supervisor.start())
     in_text = settings.log_format == "text"
     showing = asyncio.create_task(

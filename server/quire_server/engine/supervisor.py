@@ -63,6 +63,9 @@ class Supervisor:
         self._starts = 0
         self._recovery = Recovery()
         self._watch: asyncio.Task[None] | None = None
+        if config.faults:
+            points = ", ".join(fault.point for fault in config.faults)
+            log.warning("FAULTS ARE INJECTED (%s): this server is for tests and will fail on purpose", points)
 
     def submit(self, request: GenerationRequest) -> None:
         process = self._receiver()
