@@ -109,6 +109,9 @@ def _frames(text: str) -> tuple[list[str], str]:
         value = json.loads(frame)
         for choice in value.get("choices", ()):
             texts.append(choice.pop("text", ""))
+            # On a busy machine one frame may have the whole text, and with it the end, which the first does not show.
+            choice.pop("finish_reason", None)
+            choice.pop("stop_reason", None)
         frames.append(json.dumps(_stable(value)))
     return frames, "".join(texts)
 
@@ -118,7 +121,7 @@ def test_requests_are_answered_as_shown(example: Example, server: Served) -> Non
     command = example.text.replace(SHOWN_URL, server.url)
     done = subprocess.run(["bash", "-c", f"{command} -sS"], capture_output=True, text=True, timeout=60, check=True)
     if done.stdout.startswith(("data: ", "event: ")):
-        # A fast model may have two tokens in one frame: the text counts, and the frames' shape.
+        # One frame may have several tokens: the text counts, and the frames' shape.
         (said, text), (expected, beginning) = _frames(done.stdout), _frames(example.shown)
         assert text.startswith(beginning)
         assert [frame for frame in expected if frame not in said] == []

@@ -77,8 +77,9 @@ def overload(server: Served, clients: int) -> Iterator[None]:
 
 
 def test_every_panel_has_data_and_the_alerts_fire_in_an_overload(tmp_path: Path) -> None:
-    # More seats than the pool has memory for, so that it is the pool that is full.
-    options = ("--kv-memory", "4MiB", "--max-num-seqs", "24", "--max-num-queued-reqs", "4")
+    # More seats than the pool has memory for, so that it is the pool that is full; and a pool of five whole answers,
+    # so that it stays nine tenths full when one of them ends.
+    options = ("--kv-memory", "16MiB", "--max-num-seqs", "24", "--max-num-queued-reqs", "4")
     with (
         Served(*options) as server,
         prometheus(server.url.removeprefix("http://"), tmp_path, shortened) as address,
