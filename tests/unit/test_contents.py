@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from quire_engine.batch import SampledToken, StepResult
-from quire_engine.scheduling import step_log
-from quire_engine.scheduling.contents import NOTHING, Contents
+from quire_engine.scheduling.contents import MOST_BYTES, MOST_CONTENTS, NOTHING, Contents
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.simulation.contents import Contents as MadeUp
 from quire_engine.simulation.recorded import Entry
@@ -78,8 +77,20 @@ def test_memory_is_bounded_and_what_was_dropped_is_said() -> None:
     assert (sorted(few._of), few.complete_from) == ([7, 8, 9], 7)
 
 
+def test_a_short_log_compares_with_few() -> None:
+    beside = Contents.beside(2)
+    for number in range(1, 20):
+        beside.tell(number, "", (number,))
+    assert sorted(beside._of) == list(range(12, 20))
+    beside.tell(20, "", range(3800))
+    assert (len(beside._of), beside._num_bytes <= 16384) == (5, True)
+    assert not Contents.beside(0).compares
+    long = Contents.beside(1 << 30)
+    assert (long._max_bytes, long._max_contents) == (MOST_BYTES, MOST_CONTENTS)
+
+
 def test_events_say_from_when_on_they_were_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_log, "MOST_BYTES", 2000)
+    monkeypatch.setattr("quire_engine.scheduling.contents.MOST_BYTES", 2000)
     run = new_run()
     for i in range(30):
         run.add(request(f"r{i}", 20, 3))

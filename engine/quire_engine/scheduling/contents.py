@@ -19,6 +19,7 @@ from secrets import token_bytes
 
 MOST_BYTES = 32 << 20  # about eight million tokens
 MOST_CONTENTS = 16384  # of which a list is shifted when one comes or goes
+BYTES_PER_STEP, CONTENTS_PER_STEP = 8192, 4  # a short log is one that takes little memory
 _ENTRY_BYTES = 210  # what the objects around one content take
 _SALT_BYTES = 8
 _TOKEN_BYTES = 4
@@ -39,6 +40,11 @@ class Contents:
         self._sorted: list[tuple[bytes, int]] = []
         self._of: dict[int, bytes] = {}  # by number, the oldest first
         self._num_bytes = 0
+
+    @classmethod
+    def beside(cls, num_steps: int) -> Contents:
+        """For a log of this many steps; with none nothing is compared."""
+        return cls(min(MOST_BYTES, BYTES_PER_STEP * num_steps), min(MOST_CONTENTS, CONTENTS_PER_STEP * num_steps))
 
     @property
     def compares(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from quire_engine.batch import PENDING, Batch, StepResult
 from quire_engine.limits import SchedulerLimits
-from quire_engine.scheduling.contents import MOST_BYTES, Contents
+from quire_engine.scheduling.contents import Contents
 from quire_engine.scheduling.request_life import PreemptionMode, RequestLife
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group, Sequence
@@ -38,7 +38,7 @@ class StepLog:
         self.results: list[tuple[int, Values[TokenOutput], int, StepResult, tuple[float, float]]] = []
         self.now = 0.0  # of the latest call that knew it
         self._roster = roster
-        self._contents = Contents(MOST_BYTES if limits.enable_prefix_caching else 0)
+        self._contents = Contents.beside(limits.step_log if limits.enable_prefix_caching else 0)
         self._finished: dict[str, RequestLife] = {}  # the longest ended first
         self._ordinal = 0
         self._last_step = 0  # planned

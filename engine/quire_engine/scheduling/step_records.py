@@ -28,9 +28,10 @@ with step 1 has every input of the plans, but for `restored_blocks` whose conten
 A content is the tokens of a submit or an end, `num_tokens` of them. `shared` names by its ordinal another content that
 came before, and how many tokens both begin with; no other has more in common with it, and with every other it has in
 common what the named one has, up to that number. Who makes up tokens in this order has equal beginnings just where they
-were equal. The engine compares with the last 16,384 contents, less where they exceed 32 MiB: of those before
-`complete_from` some may begin more alike than is told. What was said by requests that live when the log ends is not
-told; nor is any content without a prefix cache, where no plan follows from it.
+were equal. The engine compares with the last four contents for each step of its log, at most 16,384, less where they
+exceed 8 KiB a step or 32 MiB: of those before `complete_from` some may begin more alike than is told. What was said by
+requests that live when the log ends is not told; nor is any content without a prefix cache, where no plan follows from
+it.
 """
 
 from __future__ import annotations
