@@ -19,11 +19,11 @@ test: $(VENV)/.dev
 
 # The kernels on every instruction set that this machine has, by sanitizers and by Triton's interpreter.
 kernel-test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "kernels and not gpu and not sim" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "kernels and not gpu and not sim" tests/kernels $(ARGS)
 
 test-e2e: $(VENV)/.dev
 	PYTHON=$(BIN)/python tests/e2e/peers.sh
-	$(BIN)/python -m pytest -m e2e $(ARGS)
+	$(BIN)/python -m pytest -m e2e tests/e2e $(ARGS)
 
 # The SDKs and frameworks that people use, unmodified and newest, against the embedded model; installs them.
 client-test: $(VENV)/.serve .venv-clients/.complete
