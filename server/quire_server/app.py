@@ -212,7 +212,7 @@ def _guard(app: FastAPI, state: ServerState, bodies: BodyLimits, tracing: Tracin
     settings = state.settings
     app.add_middleware(  # the innermost: keys and hosts are asked for first
         RefuseWhenFull,
-        refusal=lambda underway: None if state.draining else state.client.refusal(underway),
+        refusal=lambda *underway: None if state.draining else state.client.refusal(*underway),
         root_path=settings.root_path,
     )
     on_bytes = state.metrics.body_bytes

@@ -8,6 +8,7 @@ import json
 import httpx
 import pytest
 
+from quire_server.http import overload
 from quire_server.text import text_threads
 from support.fake_engine import FakeEngine
 from support.fakes import connect, listening, make_app, make_state
@@ -54,8 +55,9 @@ async def test_a_text_that_waited_while_the_queue_filled_is_not_worked_on(monkey
     engine = FakeEngine()
     state = make_state(engine=engine, max_queued_sequences=1)
     rendered = []
+    monkeypatch.setattr(overload, "_LATELY_SECONDS", 0.0)  # as if each had waited for long
     monkeypatch.setattr(text_threads.ChatTemplate, "render", lambda *_, **__: rendered.append(1) or "a")
-    lane = state.text._rendering = text_threads.Lane(1)
+    lane = state.text._rendering_short = text_threads.Lane(1)
     async with connect(make_app(state)) as client:
         await lane.take(1)
         chats = [asyncio.create_task(client.post("/v1/chat/completions", json=CHAT)) for _ in range(20)]
@@ -79,7 +81,7 @@ async def test_those_underway_to_a_full_queue_count() -> None:
     """Otherwise a place that comes free would let everybody pass who comes until it is taken."""
     engine = FakeEngine()
     state = make_state(engine=engine, max_queued_sequences=66)
-    lane = state.text._rendering = text_threads.Lane(1)
+    lane = state.text._rendering_short = text_threads.Lane(1)
     async with connect(make_app(state)) as client:
         engine.hold()
         wide = {"prompt": "a", "n": 16, "temperature": 1}
@@ -90,29 +92,36 @@ async def test_those_underway_to_a_full_queue_count() -> None:
         await lane.take(1)
         chats = [asyncio.create_task(client.post("/v1/chat/completions", json=CHAT)) for _ in range(30)]
         done, underway = await asyncio.wait(chats, timeout=0.5)
-        assert len(underway) == 2 + 8  # as many as there are places, and a few that may never arrive
+        assert len(underway) == 2 + 1  # as many as there are places, and one where another may never arrive
         assert {task.result().status_code for task in done} == {429}
         lane.give_back()
         async with asyncio.timeout(10):
-            while sum(task.done() for task in underway) < 8:  # noqa: ASYNC110
+            while sum(task.done() for task in underway) < 1:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         engine.release()
-        assert sorted(reply.status_code for reply in await asyncio.gather(*underway)) == [200] * 2 + [429] * 8
+        assert sorted(reply.status_code for reply in await asyncio.gather(*underway)) == [200] * 2 + [429]
         assert {reply.status_code for reply in await asyncio.gather(*running)} == {200}
 
 
-async def test_seats_that_are_free_are_not_kept_for_those_underway() -> None:
+async def test_seats_that_are_free_are_kept_for_those_of_the_last_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all of them, texts that take long would keep everybody out; for none, an empty queue would let in a flood."""
+    monkeypatch.setattr(overload, "_LATELY_SECONDS", 0.4)
     engine = FakeEngine()
     state = make_state(engine=engine, max_queued_sequences=10)
-    lane = state.text._rendering = text_threads.Lane(1)
+    lane = state.text._rendering_short = text_threads.Lane(1)
     async with connect(make_app(state)) as client:
         await lane.take(1)
         chats = [asyncio.create_task(client.post("/v1/chat/completions", json=CHAT)) for _ in range(30)]
-        done, _ = await asyncio.wait(chats, timeout=0.3)
-        assert not done
+        async with asyncio.timeout(10):
+            while sum(task.done() for task in chats) < 19:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(0.5)
+        assert sum(task.done() for task in chats) == 19
         assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
         lane.give_back()
-        await asyncio.gather(*chats)
+        statuses = sorted(reply.status_code for reply in await asyncio.gather(*chats))
+        assert statuses[-19:] == [429] * 19
+        assert statuses[:10] == [200] * 10
 
 
 async def test_it_reads_as_one_that_comes_later() -> None:

@@ -27,7 +27,7 @@ from quire_server.engine.ttft_gate import TtftGate
 from quire_server.errors import DeadlineExceeded, QueueFull, RequestQuarantined, ShuttingDown
 from quire_server.metrics.metrics import Metrics
 
-_FEW = 8  # requests underway to a full queue that may never reach it
+_FEW = 1  # request underway to a full queue that may never reach it
 
 
 class RequestStream:
@@ -230,15 +230,15 @@ class EngineClient:
             self._num_held -= self._held.pop(request.request_id)
             self._port.release_request(request.request_id)
 
-    def refusal(self, underway: int = 0) -> QueueFull | None:
+    def refusal(self, lately: int = 0, underway: int = 0) -> QueueFull | None:
         """Why whatever came now would be refused; None where that depends on what comes. It counts as refused.
 
-        With all seats taken, those that are underway are taken for queued already, but for a few.
+        With all seats taken, those that are underway are taken for queued already, but for a few; before, those of them
+        that will be there soon, since they came lately.
         """
         taken = self._sequences - self._num_held
-        if taken >= self.plan.scheduler.limits.max_num_seqs:
-            taken += max(0, underway - _FEW)
-        is_full = not self._closed and taken >= self._limits.max_sequences
+        soon = underway if taken >= self.plan.scheduler.limits.max_num_seqs else lately
+        is_full = not self._closed and taken + max(0, soon - _FEW) >= self._limits.max_sequences
         return self._refusal("max_num_queued_reqs", 1) if is_full else None
 
     def _watch(self, request: GenerationRequest) -> None:

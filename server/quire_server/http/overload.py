@@ -1,14 +1,15 @@
 """Refuses what a full queue would refuse anyway, before anything is done for it.
 
-Promises: nobody is refused here who could have been accepted, but for a few when all seats are taken; a refusal takes
-no routing, no body, no template and no tokenizer, and reads as one that comes later. Must not know: how the queue is
-kept, who may ask.
+Promises: nobody is refused here who could have been accepted, but for a few when the queue is about to be full; a
+refusal takes no routing, no body, no template and no tokenizer, and reads as one that comes later. Must not know: how
+the queue is kept, who may ask.
 
 Under overload most of what arrives is refused, and whatever a refusal takes is missing for those who were accepted. The
 body of a refused request is left where it is: the server passes over it, and the connection serves the next one.
 
 A request takes a while from here to the queue. If each place that comes free let everybody pass until it is taken, that
-while would grow with their number, and soon nobody would be refused here. So those underway count.
+while would grow with their number: soon the queue would run empty before the first of them arrives, and nobody be
+refused here. So those underway count; while seats are free, those of the last second.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 import msgspec
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire_server.errors import QueueFull, error_body
 from quire_server.http.envelopes import error_reply, is_anthropic
@@ -28,7 +30,7 @@ QUEUED_PATHS = (
     *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/infill"),
     *("/v1/embeddings", "/v1/score", "/score"),
 )
-_LONGEST_SECONDS = 1.0  # that one counts as underway: who sends his body slowly may not keep others out
+_LATELY_SECONDS = 1.0  # who sends slowly may not keep others out, nor whose text takes long while seats are free
 _STATE, _KEY = "state", "underway"
 
 
@@ -40,30 +42,45 @@ def has_arrived(scope: Scope) -> None:
 
 
 class Underway:
-    """Requests that were let pass lately and have not reached the queue yet."""
+    """Requests that were let pass and have not reached the queue yet."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._since: dict[int, float] = {}  # by number, so in the order in which they came
+        # Each by number, in the order in which they came to be there.
+        self._sent_since: dict[int, float] = {}
+        self._whole_since: dict[int, float] = {}  # lately
+        self._whole: set[int] = set()
         self._numbers = count()
 
-    def begin(self) -> Callable[[], None]:
-        """What is to be called when it has reached the queue, or ended before."""
+    def begin(self) -> int:
+        """A request whose body may still be on its way; the number is for the calls that follow."""
         number = next(self._numbers)
-        self._since[number] = self._clock()
-        return lambda: self._end(number)
+        self._sent_since[number] = self._clock()
+        return number
 
-    def _end(self, number: int) -> None:
-        self._since.pop(number, None)
+    def has_come(self, number: int) -> None:
+        """Its whole body is there."""
+        self._sent_since.pop(number, None)
+        if number not in self._whole:
+            self._whole.add(number)
+            self._whole_since[number] = self._clock()
 
-    def __len__(self) -> int:
-        latest = self._clock() - _LONGEST_SECONDS
-        while self._since:
-            oldest = next(iter(self._since))
-            if self._since[oldest] > latest:
-                break
-            del self._since[oldest]
-        return len(self._since)
+    def end(self, number: int) -> None:
+        """It has reached the queue, or ended before."""
+        self._sent_since.pop(number, None)
+        self._whole_since.pop(number, None)
+        self._whole.discard(number)
+
+    def counts(self) -> tuple[int, int]:
+        """How many came lately and are worked on; how many are underway in all, but for those who send slowly."""
+        latest = self._clock() - _LATELY_SECONDS
+        for since in (self._sent_since, self._whole_since):
+            while since:
+                oldest = next(iter(since))
+                if since[oldest] > latest:
+                    break
+                del since[oldest]
+        return len(self._whole_since), len(self._whole) + len(self._sent_since)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +93,14 @@ class _Route:
 class RefuseWhenFull:
     """Asks `refusal` about each request that would have to be queued; None lets it through.
 
-    It is told how many are underway to the queue.
+    It is told how many are underway to the queue, as `Underway.counts` gives them.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         *,
-        refusal: Callable[[int], QueueFull | None],
+        refusal: Callable[[int, int], QueueFull | None],
         paths: Iterable[str] = QUEUED_PATHS,
         root_path: str = "",
     ) -> None:
@@ -102,14 +119,22 @@ class RefuseWhenFull:
         await self._app(scope, receive, send)
 
     async def _refuse_or_pass(self, route: _Route, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._refusal(len(self._underway))
+        error = self._refusal(*self._underway.counts())
         if error is not None:
             scope["route"] = route
             await self._refuse(error, scope, receive, send)
             return
-        scope.setdefault(_STATE, {})[_KEY] = self._underway.begin()
+        number = self._underway.begin()
+        scope.setdefault(_STATE, {})[_KEY] = partial(self._underway.end, number)
+
+        async def watched() -> Message:
+            message = await receive()
+            if _KEY in scope[_STATE] and not message.get("more_body", False):
+                self._underway.has_come(number)
+            return message
+
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, watched, send)
         finally:
             has_arrived(scope)
 

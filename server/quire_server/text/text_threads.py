@@ -30,6 +30,9 @@ HUGE = 1 << 21  # characters or ids: seconds of work, which others that are mere
 MAX_TEXT_BYTES = 64 << 20
 _TOKENIZER_THREADS = 2  # encoding holds a core
 _TEMPLATE_THREADS = 8  # rendering waits for another process
+# A place is given back in a turn of the loop, and with a thousand refusals a second a turn takes a tenth of a second.
+# Short conversations, which take less than a millisecond each, may therefore wait at the threads for their turn.
+_SHORT_PLACES = 64
 _BYTES_PER_ID = 8  # of a list, beside the numbers, which are shared or the caller's
 
 Result = TypeVar("Result")
@@ -51,6 +54,7 @@ class TextThreads:
         self._budget = budget or TextBudget(MAX_TEXT_BYTES)
         self._tokenizing = Lane(_TOKENIZER_THREADS)
         self._rendering = Lane(_TEMPLATE_THREADS)
+        self._rendering_short = Lane(_SHORT_PLACES)
         self._large, self._huge = Lane(1), Lane(1)
         self._pool = ThreadPoolExecutor(_TOKENIZER_THREADS + _TEMPLATE_THREADS, thread_name_prefix="text")
         self._processes = None
@@ -114,10 +118,11 @@ class TextThreads:
         if prompts is None:
             return None
         size = chars_of(messages)
-        held: AbstractContextManager[None] = nullcontext() if size <= INLINE_CHARS else self._budget.hold(size)
+        is_short = size <= INLINE_CHARS
+        held: AbstractContextManager[None] = nullcontext() if is_short else self._budget.hold(size)
         with held:
             return await self._in_thread(
-                self._rendering,
+                self._rendering_short if is_short else self._rendering,
                 size,
                 lambda: prompts.render(
                     messages,
