@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -17,7 +17,6 @@ import pytest
 from fastapi.responses import StreamingResponse
 
 from quire_engine.errors import ConfigError
-from quire_server.http.event_loop import loop_factory
 from quire_server.http.listener import Listening, announce, bind, serve
 from support.fakes import exchange, listening, make_app, make_state
 
@@ -54,33 +53,6 @@ async def test_an_address_of_another_machine_is_refused() -> None:
 async def test_nothing_is_accepted_before_the_server_starts() -> None:
     with bind(make_state(port=0).settings) as sock, socket.socket() as client:
         assert client.connect_ex(sock.getsockname()) != 0
-
-
-@pytest.mark.parametrize("factory", [loop_factory(), asyncio.new_event_loop], ids=["the server's", "asyncio's"])
-def test_a_busy_loop_accepts_many_in_a_turn(factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
-    async def turns(num_clients: int) -> int:
-        app, opened = make_app(), [0]
-        settings = app.state.quire.settings.model_copy(update={"port": 0})
-        started: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
-        serving = asyncio.create_task(
-            serve(app, settings, sock=bind(settings), on_started=started.set_result, on_connections=opened.append)
-        )
-        server = await started
-        assert server.port is not None
-        clients = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(num_clients)]
-        num_turns = 0
-        async with asyncio.timeout(20):
-            while max(opened) < num_clients:
-                await asyncio.sleep(0)
-                num_turns += 1
-        for client in clients:
-            client.close()
-        server.stop(True)
-        await serving
-        return num_turns
-
-    with asyncio.Runner(loop_factory=factory) as runner:
-        assert runner.run(turns(100)) < 50
 
 
 async def test_a_unix_socket() -> None:

@@ -22,7 +22,6 @@ from quire_engine.errors import ConfigError
 from quire_server.http.body_limits import LARGEST_BODY
 from quire_server.http.connection import Connection, ConnectionConfig, ConnectionLimits
 from quire_server.http.descriptors import allow_connections
-from quire_server.http.event_loop import listening_sockets
 from quire_server.http.tls import tls_context
 from quire_server.http.write_clock import WritePace, bound_buffers
 from quire_server.settings import Settings
@@ -118,12 +117,10 @@ async def serve(
         on_started(Listening(address=address, port=port, stop=stop, bytes_waiting=bytes_waiting))
 
     server = _Server(config, started)
-    sockets = listening_sockets(sock)
     try:
-        await server.serve(sockets=sockets)
+        await server.serve(sockets=[sock])
     finally:
-        for each in sockets:
-            each.close()
+        sock.close()
         if settings.uds is not None:
             settings.uds.unlink(missing_ok=True)
 
