@@ -97,10 +97,11 @@ def _stable(value: object) -> object:
     return [_stable(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _frames(text: str) -> tuple[list[str], str]:
-    """The stable part of each event of a stream, and the text of all completions in it."""
+def _frames(text: str) -> tuple[list[str], str, list[object]]:
+    """The stable part of each event of a stream, the text of all completions in it, and each event's finish reason."""
     data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     texts: list[str] = []
+    ends: list[object] = []
     frames = []
     for frame in data:
         if frame == "[DONE]":
@@ -110,10 +111,10 @@ def _frames(text: str) -> tuple[list[str], str]:
         for choice in value.get("choices", ()):
             texts.append(choice.pop("text", ""))
             # On a busy machine one frame may have the whole text, and with it the end, which the first does not show.
-            choice.pop("finish_reason", None)
+            ends.append(choice.pop("finish_reason", None))
             choice.pop("stop_reason", None)
         frames.append(json.dumps(_stable(value)))
-    return frames, "".join(texts)
+    return frames, "".join(texts), ends
 
 
 @pytest.mark.parametrize("example", REQUESTS, ids=where)
@@ -122,10 +123,12 @@ def test_requests_are_answered_as_shown(example: Example, server: Served) -> Non
     done = subprocess.run(["bash", "-c", f"{command} -sS"], capture_output=True, text=True, timeout=60, check=True)
     if done.stdout.startswith(("data: ", "event: ")):
         # One frame may have several tokens: the text counts, and the frames' shape.
-        (said, text), (expected, beginning) = _frames(done.stdout), _frames(example.shown)
+        (said, text, ends), (expected, beginning, _) = _frames(done.stdout), _frames(example.shown)
         assert text.startswith(beginning)
         assert [frame for frame in expected if frame not in said] == []
         assert expected[-1] == said[-1]
+        assert not any(ends[:-1]), "only the last one ends it"
+        assert all(ends[-1:])
         return
     reply = json.loads(done.stdout)
     assert "error" not in reply or reply["error"] is None, reply
