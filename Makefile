@@ -7,8 +7,35 @@ ARGS ?=
 JOBS ?= 2
 CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 
-.PHONY: serve test kernel-test schema-test test-e2e client-test image-test gpu-test gpu-bench kernel-sim schedule-test \
+.PHONY: help serve test kernel-test schema-test test-e2e client-test image-test gpu-test gpu-bench kernel-sim schedule-test \
   emulated-test hostile soak api-fuzz audit check format bench headline clean
+
+HELP := \
+  "serve          serve the embedded model, or ARGS=\"/models/X --port 9000\"" \
+  "test           every test that needs neither outside programs nor a GPU; under eight minutes" \
+  "kernel-test    the kernels on every instruction set of this machine" \
+  "test-e2e       real servers, the openai clients, Prometheus" \
+  "check          formatters, linters, mypy and the architecture's rules" \
+  "format         format the code" \
+  "bench          the host's cost of a step" \
+  "headline       against transformers' generate and static batches; an hour" \
+  "client-test    SDKs and frameworks that people use; installs them" \
+  "schema-test    500 outputs under real JSON schemas" \
+  "schedule-test  the scheduler under random calls, at length; half an hour" \
+  "emulated-test  the kernels for instruction sets that this CPU lacks" \
+  "kernel-sim     the GPU's kernels without a GPU; half an hour" \
+  "gpu-test       what needs a GPU; installs nothing" \
+  "gpu-bench      what a GPU's kernels and steps reach" \
+  "hostile        hostile clients, and what others have meanwhile; five minutes" \
+  "soak           mixed traffic with kills; twenty minutes" \
+  "api-fuzz       requests made from our OpenAPI document; installs schemathesis" \
+  "audit          published vulnerabilities of the pinned packages" \
+  "image-test     both container images, as root with buildah" \
+  "clean          remove what the targets made"
+
+# The targets, a line each.
+help:
+	@printf '%s\n' $(HELP)
 
 serve: $(VENV)/.serve
 	$(BIN)/quire serve $(ARGS)

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire_engine.scheduling.blocks import PageTable
 from quire_engine.scheduling.kv_allocator import KVAllocator
-from quire_engine.scheduling.page_table import PageTable
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 

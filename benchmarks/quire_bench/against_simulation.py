@@ -1,9 +1,8 @@
 """Simulated against live: `python -m quire_bench.against_simulation` serves traces both ways and prints the errors.
 
 Promises: the same rows at the same speeds, live by `quire serve` on this machine, simulated by the cost model of a
-calibration, with what requests that are alone show of the server around the engine; exit code 0 when p50 is within
-10 % and p95 within 20 % everywhere, else 1 with every miss in the table.
-Must not know: how load is made, how anything is simulated.
+calibration, with what requests that are alone show of the server around the engine; exit code 0 when p50 is within 10 %
+and p95 within 20 % everywhere, else 1 with every miss in the table.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The command line of `quire bench`, checked.
 
 Promises: an `Asked` that exists can be tried; what cannot is one readable line.
-Must not know: how any of it is done.
 """
 
 from __future__ import annotations

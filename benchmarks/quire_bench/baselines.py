@@ -1,7 +1,7 @@
 """Baselines without a server: a process that computes one static batch after the other.
 
-Promises: the same requests and the same numbers as for a server; a batch is as wide as the closed loop's streams.
-Must not know: torch, how a batch is computed.
+Promises: the same requests and the same numbers as for a server; a batch is as wide as the closed loop's streams. Must
+not know: torch.
 """
 
 from __future__ import annotations

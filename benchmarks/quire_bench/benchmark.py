@@ -1,7 +1,7 @@
 """The benchmark itself: who is measured, in which order, and what is made of it.
 
 Promises: in every round and at every load point all servers are measured one after the other, with the same requests;
-whatever was started is stopped. Must not know: HTTP, how numbers are computed or shown.
+whatever was started is stopped. Must not know: HTTP.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A light HTTP client for streamed completions: httptools on a bare asyncio protocol, connections kept.
 
-Promises: a few microseconds per chunk, as the load generator shares the machine with the server; whatever a server
-does ends in a `Record`, never in an exception. Must not know: load, statistics.
+Promises: a few microseconds per chunk, as the load generator shares the machine with the server; whatever a server does
+ends in a `Record`, never in an exception.
 """
 
 from __future__ import annotations

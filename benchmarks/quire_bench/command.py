@@ -1,7 +1,7 @@
 """`quire bench`: puts load on servers and says how fast they are.
 
 Promises: exit code 0 when every server answered at every load, 1 when one did not or could not be measured, 2 for flags
-that cannot work. Must not know: how load is made or measured.
+that cannot work.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Several rounds of several servers: medians, spread, ratios of pairs measured next to each other, knees.
 
 Promises: a ratio is taken within a round and only then summarised, so that a machine that drifts cancels out.
-Must not know: how a round is measured or shown.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Drives load: a closed loop keeps a number of streams busy, an open loop sends when requests are due.
 
 Promises: in an open loop nothing that a server does delays an arrival, and latencies count from when a request was due.
-Must not know: HTTP, what a request is made of.
+Must not know: HTTP.
 """
 
 from __future__ import annotations

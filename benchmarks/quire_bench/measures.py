@@ -1,7 +1,7 @@
 """From the records of a run to numbers: throughput, latencies, errors, Little's law.
 
 Promises: latencies are those of requests that ended well, in milliseconds; throughput counts the tokens of these over
-the whole run. Must not know: who was measured, how often, how it is shown.
+the whole run.
 """
 
 from __future__ import annotations

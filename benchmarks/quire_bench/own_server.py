@@ -1,7 +1,6 @@
 """Starts `quire serve` for a benchmark and stops it afterwards.
 
 Promises: a free port of this machine, ready when entered; gone when left, whatever happened in between.
-Must not know: load, what is measured.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The results as a picture: throughput and latency against load.
 
 Promises: one PNG, without a display; matplotlib is loaded only when a picture is asked for.
-Must not know: how anything was measured.
 """
 
 from __future__ import annotations

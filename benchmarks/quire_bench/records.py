@@ -1,7 +1,6 @@
 """What happened to one request, and to all of a run, as timestamps and counts.
 
-Promises: written once, by whoever sent the request; times are `time.perf_counter()` seconds.
-Must not know: HTTP, percentiles, what is made of it.
+Promises: written once, by whoever sent the request; times are `time.perf_counter()` seconds. Must not know: HTTP.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The results as a table and a few sentences on the terminal.
 
 Promises: medians with their spread, ratios to the first server, and nothing that the JSON file does not have.
-Must not know: how anything was measured.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """All that a benchmark found out, as one object that JSON holds.
 
 Promises: every round's numbers are kept, so that other statistics can be made of a file later; secrets are not.
-Must not know: tables, plots, how anything was measured.
 """
 
 from __future__ import annotations

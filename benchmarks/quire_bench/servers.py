@@ -1,7 +1,6 @@
 """The servers under load: what they say about themselves, and how a request reaches them.
 
 Promises: works with any server that has /v1/completions with token ids; what else a server tells is a bonus.
-Must not know: statistics, how servers are started.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What is sent: load points, and requests with prompts of exact lengths in token ids.
 
 Promises: the same seed, point and round give the same requests, to every server; two rounds share no prompt, so that no
-prefix cache answers for an earlier round. Must not know: servers, HTTP, clocks.
+prefix cache answers for an earlier round. Must not know: HTTP, clocks.
 """
 
 from __future__ import annotations

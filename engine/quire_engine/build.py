@@ -29,9 +29,8 @@ from quire_engine.execution.memory import PoolMemory, pool_memory
 from quire_engine.execution.models.checkpoint import fingerprint
 from quire_engine.execution.models.config import ModelConfig, load_model_config
 from quire_engine.execution.models.decoder import Decoder
-from quire_engine.execution.models.parameters import Parameters, WeightMemory, count_parameters
+from quire_engine.execution.models.weights import Parameters, WeightMemory, count_parameters
 from quire_engine.execution.progress import Tell, tell_nobody
-from quire_engine.execution.threaded import ThreadedRunner
 from quire_engine.limits import SchedulerConfig
 from quire_engine.machine import available_memory, usable_cores
 from quire_engine.memory_plan import PoolSize, check_model_len, host_blocks, plan_text, size_pool
@@ -76,8 +75,7 @@ class Resolved:
 
     @property
     def plans_ahead(self) -> bool:
-        asked = self.asked.async_scheduling
-        return asked == "on" or (asked == "auto" and runs_by_itself(self.kernels, self.device))
+        return self.asked.async_scheduling != "off" and runs_by_itself(self.kernels, self.device)
 
     def kv_layout(self) -> bytes:
         """All that a block's bytes depend on beside its tokens, as far as it is known to differ."""
@@ -224,8 +222,7 @@ def _make_runner(
         host_keys = runner.keep_host_blocks(Path(resolved.asked.kv_offload_dir), resolved.kv_layout())
     if isinstance(runner, GpuRunner):
         runner.capture_largest()
-        return runner, swap_seconds, host_keys
-    return (ThreadedRunner(runner) if resolved.plans_ahead else runner), swap_seconds, host_keys
+    return runner, swap_seconds, host_keys
 
 
 def resolve(config: EngineConfig, *, check_kernels: bool = False, tell: Tell = tell_nobody) -> Resolved:
@@ -238,33 +235,12 @@ def resolve(config: EngineConfig, *, check_kernels: bool = False, tell: Tell = t
     dtype = _dtype(config.dtype, model)
     parameters = count_parameters(path, model)
     num_threads = config.num_threads or usable_cores()
-    try:
-        kernels = select(
-            device,
-            dtype,
-            config.kernels,
-            kv=KVFormat(head_dim=model.head_dim, block_size=config.limits.block_size, kv_type=config.kv_cache_dtype),
-            quantization=config.quantization,
-            deterministic=config.deterministic,
-            attention=config.attention,
-            threads=num_threads,
-            cpu_variant=config.cpu_variant,
-            on_compiled=lambda done, total: tell(f"compiling the kernels, {done} of {total} files", 0, 0),
-        )
-    except ValueError as error:
-        asked = "" if config.attention == "auto" else f", attention={config.attention}"
-        raise ConfigError(f"kernels={config.kernels}{asked}: {error}") from None
+    kernels = _select_kernels(config, model, device, dtype, num_threads, tell)
+    if config.async_scheduling == "on":
+        _check_planning_ahead(kernels, device)
     replaced_ops: tuple[str, ...] = ()
     if check_kernels and device.type == "cuda" and kernels.name != REFERENCE.name:
-        subject = Subject(
-            kernels=kernels,
-            device=device,
-            dtype=dtype,
-            quantization=config.quantization,
-            kv_type=config.kv_cache_dtype,
-            alone=config.deterministic,
-        )
-        kernels, replaced_ops = checked(subject, model_sizes(model, config.limits.block_size))
+        kernels, replaced_ops = _checked_kernels(config, model, kernels, device, dtype)
     weights = parameters.memory(dtype.itemsize, kernels.packed_bits)
     if device.type == "cpu" and not kernels.own_threads and config.num_threads is None:
         num_threads = _torch_threads(weights.total)
@@ -295,6 +271,54 @@ def resolve(config: EngineConfig, *, check_kernels: bool = False, tell: Tell = t
         num_host_blocks=num_host_blocks,
         num_staging_blocks=num_staging_blocks,
     )
+
+
+def _select_kernels(  # noqa: PLR0917 - what kernels are chosen by
+    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, num_threads: int, tell: Tell
+) -> KernelSet:
+    """The kernel set that the settings name, or the best of the machine. Raises ConfigError."""
+    try:
+        return select(
+            device,
+            dtype,
+            config.kernels,
+            kv=KVFormat(head_dim=model.head_dim, block_size=config.limits.block_size, kv_type=config.kv_cache_dtype),
+            quantization=config.quantization,
+            deterministic=config.deterministic,
+            attention=config.attention,
+            threads=num_threads,
+            cpu_variant=config.cpu_variant,
+            on_compiled=lambda done, total: tell(f"compiling the kernels, {done} of {total} files", 0, 0),
+        )
+    except ValueError as error:
+        asked = "" if config.attention == "auto" else f", attention={config.attention}"
+        raise ConfigError(f"kernels={config.kernels}{asked}: {error}") from None
+
+
+def _checked_kernels(
+    config: EngineConfig, model: ModelConfig, kernels: KernelSet, device: torch.device, dtype: torch.dtype
+) -> tuple[KernelSet, tuple[str, ...]]:
+    """The kernels after a trial on this GPU, and the ops that the reference computes in their place."""
+    subject = Subject(
+        kernels=kernels,
+        device=device,
+        dtype=dtype,
+        quantization=config.quantization,
+        kv_type=config.kv_cache_dtype,
+        alone=config.deterministic,
+    )
+    return checked(subject, model_sizes(model, config.limits.block_size))
+
+
+def _check_planning_ahead(kernels: KernelSet, device: torch.device) -> None:
+    """Raises ConfigError where a step keeps the host busy until its tokens are known."""
+    if runs_by_itself(kernels, device):
+        return
+    if device.type == "cpu":
+        reason = "steps are planned ahead on a GPU only, on CPUs it was slower"
+    else:
+        reason = f"the {kernels.name} kernels compute no step beside the host"
+    raise ConfigError(f"async_scheduling=on: {reason}; set async_scheduling to auto or off")
 
 
 def _torch_threads(weights_bytes: int) -> int:

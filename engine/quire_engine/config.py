@@ -1,7 +1,7 @@
 """What was asked of the engine (`EngineConfig`) and what was resolved (`EnginePlan`): two frozen objects.
 
-Promises: neither is edited after it is made; the plan holds every number the server needs to check a request.
-Must not know: torch, flags, environment variables.
+Promises: neither is edited after it is made; the plan holds every number the server needs to check a request. Must not
+know: torch, flags.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class EngineConfig:
     packed_cache: bool = True  # keep packed weights in files for the next start
     packed_cache_dir: str = "~/.cache/quire/packed"
     packed_cache_size: int = 64 << 30  # bytes of all such files
-    async_scheduling: AsyncScheduling = "auto"  # plan a step while the one before it is computed
+    async_scheduling: AsyncScheduling = "auto"  # plan a step while the one before it is computed; on a GPU only
     check_invariants: bool = False  # after every step, not only when idle
     faults: tuple[Fault, ...] = ()  # to be injected, for tests
 

@@ -126,7 +126,7 @@ class Engine:
             self._refuse(request, str(refusal))
         if request.request_id in self._held_early:
             self._held_early.discard(request.request_id)
-            self._scheduler.held.hold(request.request_id)
+            self._scheduler.hold(request.request_id)
 
     def _refuse(self, request: GenerationRequest, error: str, *, code: str = "", culprit: bool = False) -> None:
         self._held_early.discard(request.request_id)
@@ -152,22 +152,22 @@ class Engine:
     def hold_request(self, request_id: str) -> None:
         if request_id in self._preparing:
             self._held_early.add(request_id)
-        elif self._scheduler.held.hold(request_id):
+        elif self._scheduler.hold(request_id):
             self._stats_changed = True
 
     def release_request(self, request_id: str) -> None:
         self._held_early.discard(request_id)
-        self._scheduler.held.release(request_id)
+        self._scheduler.release(request_id)
 
     def inspect(self, what: str, arguments: Mapping[str, Any]) -> object:
         """A plain value that answers a question about this moment. Raises Unanswerable."""
-        return self._scheduler.inspection.answer(what, arguments)
+        return self._scheduler.answer(what, arguments)
 
     def control(self, what: str, arguments: Mapping[str, Any]) -> object:
         """Do what the operator orders; a plain value that says what was done. Raises Unanswerable."""
         if what != RESET_PREFIX_CACHE or arguments:
             raise Unanswerable(f"there is no such order; there is {RESET_PREFIX_CACHE}, without arguments")
-        dropped = self._scheduler.cache_reset.run()
+        dropped = self._scheduler.reset_prefix_cache()
         if dropped.host_blocks:
             self._executor.forget_host_blocks(dropped.host_blocks)
         self._stats_changed = True

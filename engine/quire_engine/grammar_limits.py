@@ -1,6 +1,6 @@
 """What a grammar may cost: the library's own counters, so that the same grammar is refused everywhere alike.
 
-Promises: whoever checks a grammar and whoever follows it uses these. Must not know: the library, tokenizers, requests.
+Promises: whoever checks a grammar and whoever follows it uses these. Must not know: tokenizers, requests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What a broken promise of the scheduling half looks like.
 
 Promises: every check raises with one line that names the object and both values; nothing is repaired.
-Must not know: what is being checked.
 """
 
 from __future__ import annotations

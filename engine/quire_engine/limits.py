@@ -1,7 +1,7 @@
 """The limits that scheduling keeps: what an operator sets (`SchedulerLimits`), and with a pool (`SchedulerConfig`).
 
-Owns their defaults, their rules and the arithmetic that follows from them. Promises: tokens, blocks, steps and
-seconds, never bytes. Must not know: torch, flags, what is running.
+Owns their defaults, their rules and the arithmetic that follows from them. Promises: tokens, blocks, steps and seconds,
+never bytes. Must not know: torch, flags.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class SchedulerLimits:
     def wait_bound(self, work: int, earlier_work: int) -> int:
         """Steps from submission to the end at most; `earlier_work` is the sum over the groups live at submission.
 
-        Why it holds is told where the elder is chosen, in `scheduling.policies.elder`.
+        Why it holds is told where the elder is chosen, in `scheduling.policies.ElderRule`.
         """
         return self.elder_age_steps + 3 * work + earlier_work
 

@@ -1,7 +1,6 @@
 """What this process may use of the machine it runs on: host memory, processor cores, and why not its GPU.
 
-Promises: a container's limits (cgroup v1 and v2) count like the machine's own.
-Must not know: torch, models, what the memory is for.
+Promises: a container's limits (cgroup v1 and v2) count like the machine's own. Must not know: torch, models.
 """
 
 from __future__ import annotations

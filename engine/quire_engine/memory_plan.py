@@ -1,7 +1,7 @@
 """The arithmetic of the KV pool: how many blocks, how long a sequence, and the plan as people read it.
 
-Promises: a plan holds at least one sequence of max_model_len, or a ConfigError says what would.
-Must not know: torch, devices, where the byte counts come from.
+Promises: a plan holds at least one sequence of max_model_len, or a ConfigError says what would. Must not know: torch,
+devices.
 """
 
 from __future__ import annotations

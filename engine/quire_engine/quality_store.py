@@ -1,7 +1,7 @@
 """What quantisation costs a checkpoint, as it was measured, kept in the user's cache.
 
 Promises: files are whole or absent; a checkpoint that has changed since has no quality; an unreadable file is the same
-as none, and so is one that others may have written. Must not know: torch, how quality is measured.
+as none, and so is one that others may have written. Must not know: torch.
 """
 
 from __future__ import annotations

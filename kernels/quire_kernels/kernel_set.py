@@ -1,8 +1,8 @@
 """The record of model operations that one implementation provides, and what the operations take.
 
-Promises: the model calls these ops and no others; `reference` (plain torch) is the specification of each.
-On a CPU every output row is computed in an order that does not depend on the other rows of the call
-(batch invariance). Must not know: the engine, the server, models, the environment.
+Promises: the model calls these ops and no others; `reference` (plain torch) is the specification of each. On a CPU
+every output row is computed in an order that does not depend on the other rows of the call (batch invariance). Must not
+know: the engine, the server, models.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Packed matrices as plain memory: for kernels whose weights may lie in files and be mapped by process after process.
 
 Promises: what is restored computes the same bits as what was packed; memory that cannot be a packed matrix is refused.
-Must not know: files, the engine, what a matrix is for.
+Must not know: the engine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What is required of a kernel set, and what one says of itself before it is made: `Requirements` and `Provider`.
 
-Promises: asking one imports nothing heavy and compiles nothing; only `make` does.
-Must not know: which providers there are, the engine, the server, the environment.
+Promises: asking one imports nothing heavy and compiles nothing; only `make` does. Must not know: the engine, the
+server.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The choice among the kernel sets that there are.
 
 Promises: `auto` takes the fastest that can serve and can be made, and tells which faster one it had to pass over; a
-refusal says why and what would work. Must not know: what a kernel set needs, the engine, the server.
+refusal says why and what would work. Must not know: the engine, the server.
 """
 
 from __future__ import annotations

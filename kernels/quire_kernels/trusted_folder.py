@@ -1,7 +1,7 @@
 """Folders whose files may be loaded: ours, written by nobody else, and reached through folders that are so too.
 
 Owns no folder. Promises: what passes can be changed or swapped by this user and root alone; every check is made on an
-open descriptor, so that nothing can be swapped between the check and the use. Must not know: what is kept there, torch.
+open descriptor, so that nothing can be swapped between the check and the use. Must not know: torch.
 """
 
 from __future__ import annotations

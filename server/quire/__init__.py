@@ -1,7 +1,7 @@
 """The model without a server: `from quire import LLM, SamplingParams`, then `LLM(model=...).generate(prompts)`.
 
-Promises: the names and shapes that scripts written for vLLM use, and the tokens that the server would give.
-Must not know: torch, which the engine process alone loads.
+Promises: the names and shapes that scripts written for vLLM use, and the tokens that the server would give. Must not
+know: torch.
 """
 
 from quire.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence

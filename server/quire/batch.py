@@ -1,7 +1,7 @@
 """Many requests through one engine: all checked first, then run together, with as many under way as the queue takes.
 
 Promises: outputs in the order of the requests; nothing runs unless every request passes its checks; when one fails or
-the call is cancelled, the others are aborted. Must not know: threads, processes, how requests were written.
+the call is cancelled, the others are aborted. Must not know: threads, processes.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 from quire.outputs import RequestOutput, request_output
+from quire_server.answering.answer import collect
 from quire_server.answering.generation import Generation
 from quire_server.answering.options import GenerationOptions
 from quire_server.answering.prepare import Job, prepare
-from quire_server.answering.whole import collect
 from quire_server.errors import BadRequest
 from quire_server.state import ServerState
 

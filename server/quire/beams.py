@@ -1,7 +1,6 @@
 """What `LLM.beam_search` takes and returns, with the names and shapes of vLLM's.
 
 Promises: parameters that exist have passed the checks of the server's own request model; plain values come back.
-Must not know: the model, how beams are searched.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from quire.outputs import PositionLogprobs, RequestOutput
 from quire.tokenizer import Tokenizer
 from quire_server.answering.choice import ChoiceFinish
 from quire_server.answering.options import GenerationOptions, PromptOptions
+from quire_server.dialects.completions.wire import CompletionRequest
 from quire_server.errors import BadRequest
 from quire_server.http.body import validate
-from quire_server.wire.completions import CompletionRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

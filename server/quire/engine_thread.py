@@ -1,8 +1,7 @@
 """The event loop of one LLM, in a thread of its own, and the engine process that it watches.
 
-Owns the loop, the thread, the supervisor. Promises: works under a caller's own event loop and without a
-`__main__` guard; an interrupted call is cancelled and the next one works; nothing it started is left after `close`.
-Must not know: prompts, parameters, outputs.
+Owns the loop, the thread, the supervisor. Promises: works under a caller's own event loop and without a `__main__`
+guard; an interrupted call is cancelled and the next one works; nothing it started is left after `close`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`LLM`: a model in this script, without a server.
 
 Promises: the same tokens and texts as the server gives for the same requests, by the same code; ValueError for what
-cannot work, before anything runs; RuntimeError when the engine fails. Must not know: how any part does its work.
+cannot work, before anything runs; RuntimeError when the engine fails.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,6 @@ from typing import Self
 
 from quire.batch import prepare_all, run_all
 from quire.beams import BeamSearchOutput, BeamSearchParams, beams_of, searches
-from quire.engine_settings import as_arguments, engine_settings
 from quire.engine_thread import EngineThread
 from quire.outputs import RequestOutput
 from quire.progress import progress
@@ -27,9 +27,48 @@ from quire.tokenizer import Tokenizer
 from quire.vectors import EmbeddingRequestOutput, ScoringRequestOutput, embed_all, scored, vector_options
 from quire_engine.errors import ConfigError, ModelLoadError, QuireError
 from quire_server.answering.options import GenerationOptions
-from quire_server.answering.vector_options import VectorOptions
+from quire_server.answering.vectors import VectorOptions
+from quire_server.checkpoint.locate import localized
 from quire_server.errors import ApiError, BadRequest
+from quire_server.flags import option_group
+from quire_server.settings import Settings, SettingsError, load_settings, suggest
 from quire_server.state import ServerState
+
+_GROUPS = {"Model", "Memory", "Scheduling"}
+_OF_A_SERVER = {"model", "served_model_name", "max_num_queued_reqs", "max_num_queued_tokens"}
+ARGUMENTS = frozenset(
+    name for name, field in Settings.model_fields.items() if option_group(field) in _GROUPS and name not in _OF_A_SERVER
+)
+
+
+def engine_settings(
+    model: str | os.PathLike[str], tensor_parallel_size: int, arguments: Mapping[str, object]
+) -> Settings:
+    """The settings of one LLM. What is not given comes from `QUIRE_*` variables, else from the defaults."""
+    unknown = [name for name in arguments if name not in ARGUMENTS]
+    if unknown:
+        hint = suggest(unknown[0], ARGUMENTS)
+        known = hint if "did you mean" in hint else f"; it has {', '.join(sorted(ARGUMENTS))}"
+        raise TypeError(f"LLM() has no argument {unknown[0]!r}{known}")
+    if tensor_parallel_size != 1:
+        raise ValueError(
+            f"tensor_parallel_size={tensor_parallel_size} is not supported: a model runs on one device;"
+            " leave it out or set it to 1"
+        )
+    try:
+        # No queue to be refused from: whoever generates here waits for the end anyway.
+        settings = load_settings({**arguments, "model": os.fspath(model), "max_num_queued_tokens": None})
+    except SettingsError as error:
+        raise ValueError(as_arguments(str(error))) from None
+    try:
+        return localized(settings)
+    except ModelLoadError as error:
+        raise ValueError(as_arguments(str(error))) from None
+
+
+def as_arguments(text: str) -> str:
+    """A message with the settings spelt as arguments: `--max-num-seqs 3` is `max_num_seqs 3`."""
+    return re.sub(r"--([a-z][a-z-]*)", lambda flag: flag[1].replace("-", "_"), text)
 
 
 class LLM:

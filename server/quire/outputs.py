@@ -1,7 +1,6 @@
 """What `LLM.generate` and `LLM.chat` return, in the shapes that users of vLLM know.
 
-Promises: plain values; log-probabilities by token id, as the server's `prompt_logprobs` show them.
-Must not know: how tokens are made, HTTP.
+Promises: plain values; log-probabilities by token id, as the server's `prompt_logprobs` show them. Must not know: HTTP.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The progress bar of a run, on stderr.
 
 Promises: one step for each finished prompt, from any thread; stdout stays the caller's.
-Must not know: how prompts are run.
 """
 
 from __future__ import annotations

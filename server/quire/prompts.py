@@ -1,7 +1,6 @@
 """The forms in which prompts, conversations and their parameters may be given, brought into one.
 
 Promises: a list with one entry for each prompt, in the order given; TypeError or ValueError for every other form.
-Must not know: the tokenizer, the model, how prompts are run.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from typing import Any, TypeAlias, TypedDict, cast
 
 from quire.sampling_params import SamplingParams
 from quire_server.answering.options import GenerationOptions, PromptOptions
+from quire_server.dialects.chat.wire import ChatCompletionRequest
 from quire_server.http.body import validate
-from quire_server.wire.chat import ChatCompletionRequest
 
 
 class TextPrompt(TypedDict):

@@ -1,7 +1,6 @@
 """`SamplingParams`: what is asked of each continuation, with the names and defaults of vLLM's.
 
 Promises: one that exists has passed the checks of the server's own request model, so that both refuse the same values.
-Must not know: the model, how tokens are chosen.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from quire_server.answering.options import GenerationOptions
+from quire_server.dialects.completions.wire import CompletionRequest
 from quire_server.errors import BadRequest
 from quire_server.http.body import validate
-from quire_server.wire.completions import CompletionRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

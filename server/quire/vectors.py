@@ -1,7 +1,6 @@
 """What `LLM.embed` and `LLM.score` return, and how texts get there, in the shapes that users of vLLM know.
 
-Promises: the same vectors as the server gives; plain values. Must not know: threads, processes, how vectors are
-computed.
+Promises: the same vectors as the server gives; plain values. Must not know: threads, processes.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from quire_engine.types import GenerationRequest
-from quire_server.answering.vector_answers import cosine
-from quire_server.answering.vector_options import TextInput, VectorOptions
-from quire_server.answering.vectors import compute_vectors, prepare_vectors, shaped
+from quire_server.answering.vectors import TextInput, VectorOptions, compute_vectors, cosine, prepare_vectors, shaped
 from quire_server.state import ServerState
 
 

@@ -1,7 +1,6 @@
 """Puts the HTTP application together: routes, error replies, the guard around them.
 
-Promises: every reply that is not a success has the envelope of its path, whoever made it.
-Must not know: how the state's parts were built, sockets.
+Every reply that is not a success has the envelope of its path, whoever made it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,13 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 
 from quire_server.answering.deep_check import DeepCheck
-from quire_server.answering.responses.store import ResponseStore
+from quire_server.dialects.chat import routes as chat
+from quire_server.dialects.completions import routes as completions
+from quire_server.dialects.infill import routes as infill
+from quire_server.dialects.messages import routes as messages
+from quire_server.dialects.responses import routes as responses
+from quire_server.dialects.responses.store import ResponseStore
+from quire_server.dialects.vectors import routes as vectors
 from quire_server.errors import (
     ApiError,
     BadRequest,
@@ -31,37 +36,29 @@ from quire_server.errors import (
     internal_error,
 )
 from quire_server.http import openapi
+from quire_server.http.access import checks_hosts, layers
 from quire_server.http.body import BodyReader
 from quire_server.http.body_limits import BodyLimits
 from quire_server.http.envelopes import error_reply
-from quire_server.http.feed import Feed
 from quire_server.http.guard import PUBLIC_PATHS, Reply
-from quire_server.http.hosts import checks_hosts
-from quire_server.http.layers import layers
 from quire_server.http.memory import MemoryReturn
-from quire_server.http.overload import RefuseWhenFull
-from quire_server.http.unanswered import OpenRequests
+from quire_server.http.overload import OpenRequests, RefuseWhenFull
 from quire_server.logs import lost_lines
 from quire_server.logs.requests import StoryTeller, log_reply
 from quire_server.logs.tracing import Tracing
 from quire_server.metrics.metrics import Metrics
-from quire_server.metrics.request_story import CURRENT, RequestStory, totals
+from quire_server.metrics.request_record import CURRENT, RequestStory, totals
 from quire_server.routes import (
     admin,
-    chat,
-    completions,
     dashboard,
     debug,
-    embeddings,
     health,
-    infill,
-    messages,
     metrics,
     models,
     pages,
-    responses,
     tokens,
 )
+from quire_server.routes.dashboard import Feed
 from quire_server.routes.elsewhere import advice
 from quire_server.settings import Settings
 from quire_server.state import ServerState
@@ -69,7 +66,7 @@ from quire_server.state import ServerState
 ROUTERS = (
     completions.router,
     chat.router,
-    embeddings.router,
+    vectors.router,
     infill.router,
     responses.router,
     messages.router,

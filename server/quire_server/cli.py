@@ -1,7 +1,6 @@
 """The `quire` command: finds the sub-command's module and runs it.
 
 Promises: imports nothing but the chosen command; problems with settings are readable lines, never a traceback.
-Must not know: what the commands do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every error a client can get: its HTTP status, its envelope and its headers, in one tree.
 
-Promises: statuses live only here; bodies are the OpenAI envelope, at most 1 KB of message, never an object's repr.
-Must not know: which route raised it, frameworks, the engine.
+Promises: statuses live only here; bodies are the OpenAI envelope, at most 1 KB of message, never an object's repr. Must
+not know: frameworks, the engine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The command line of `quire serve`, generated from the fields of `Settings`.
 
 Promises: a field added there is a flag here, with its group, unit, default and environment variable.
-Must not know: what any setting means.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from pydantic_core import PydanticUndefined
 from quire_server.settings import ENV_PREFIX, GROUPS, Settings, SettingsError, flag_name, load_settings, suggest
 from quire_server.settings.keys import readable_by_others
 from quire_server.settings.sources import check_admin_keys, check_keys, environment_names
-from quire_server.settings.spelling import Kinds, plain_words
-from quire_server.settings.values import synonym_of
+from quire_server.settings.values import Kinds, plain_words, synonym_of
 from quire_server.settings.vllm import (
     add_vllm_flags,
     flags_text,

@@ -1,8 +1,8 @@
 """Runs one server and takes it down again: the listener, the banner, the signals, the drain.
 
 Owns SIGTERM and SIGINT. Promises: the port answers before anything heavy is imported; a signal turns readiness to 503
-at once and lets running work finish; a second one ends it, with a word to each client; nothing it started is left.
-Must not know: routes, sampling, how the engine works.
+at once and lets running work finish; a second one ends it, with a word to each client; nothing it started is left. Must
+not know: routes, sampling.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ from quire_engine.memory_plan import plan_text
 from quire_engine.quality_store import quality_text
 from quire_server.engine.supervisor import Supervisor
 from quire_server.http import listener
-from quire_server.http.doorway import Doorway
 from quire_server.http.guard import Reply
 from quire_server.http.listener import Listening
-from quire_server.http.starting import StartProgress, starting_app
-from quire_server.http.unanswered import OpenRequests, ended
-from quire_server.logs.requests import log_reply
-from quire_server.logs.throughput import log_throughput
-from quire_server.metrics.load_progress import while_loading
+from quire_server.http.overload import OpenRequests, ended
+from quire_server.http.starting import Doorway, StartProgress, starting_app
+from quire_server.logs.requests import log_reply, log_throughput
+from quire_server.metrics.metrics import while_loading
 from quire_server.settings import Settings
 
 if TYPE_CHECKING:

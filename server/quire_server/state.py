@@ -1,7 +1,7 @@
 """What every route of one running server shares, and how it is put together around an engine that starts.
 
 Promises: plain references with a known readiness, read by routes and by the offline API; the text half loads while the
-engine does. Must not know: routes, sockets, signals, how the parts work.
+engine does. Must not know: routes, sockets.
 """
 
 from __future__ import annotations
@@ -19,26 +19,21 @@ from fastapi import Request
 from quire_engine.config import EnginePlan
 from quire_engine.errors import ConfigError, EngineDead, ModelLoadError
 from quire_engine.types import EnginePort
+from quire_server.engine.admission import QueueLimits, Tenant, TenantGate, Tenants, TtftGate
 from quire_server.engine.engine_client import EngineClient
-from quire_server.engine.engine_state import EngineState
-from quire_server.engine.quarantine import Quarantine
-from quire_server.engine.queue_limits import QueueLimits
+from quire_server.engine.recovery import Quarantine
 from quire_server.engine.request_names import RequestNames
-from quire_server.engine.supervisor import Supervisor
-from quire_server.engine.tenant_gate import TenantGate
-from quire_server.engine.tenants import Tenant, Tenants
-from quire_server.engine.ttft_gate import TtftGate
+from quire_server.engine.supervisor import EngineState, Supervisor
 from quire_server.errors import NotReady, ShuttingDown
 from quire_server.http.large_reply import ReplyBudget
 from quire_server.metrics.metrics import Metrics
 from quire_server.settings import Settings
 from quire_server.text.fault_points import plant
 from quire_server.text.grammar_check import GrammarCheck
-from quire_server.text.parsing.model_formats import PLAIN, ModelFormats, model_formats
+from quire_server.text.parsing.formats import PLAIN, ModelFormats, model_formats
 from quire_server.text.pooling_method import PoolingMethod, pooling_method
 from quire_server.text.prompt import ChatTemplate
-from quire_server.text.text_queue import TextBudget
-from quire_server.text.text_threads import TextThreads
+from quire_server.text.text_threads import TextBudget, TextThreads
 from quire_server.text.tokenizer import TextTokenizer
 
 REMEDY_SECONDS = 5.0  # from the time at which a hang is noticed until the engine is gone

@@ -12,7 +12,7 @@ import pytest
 
 from quire_engine.engine import Engine
 from quire_engine.errors import EngineDead, Unanswerable
-from quire_engine.process.inspecting import controlled
+from quire_engine.process.loop import controlled
 from quire_engine.process.transport import Control
 from quire_server.state import ServerState
 from support.fake_engine import FakeEngine

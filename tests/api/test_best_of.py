@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quire_engine.types import TokenLogprobs
+from quire_server.answering.answer import likeliest
 from quire_server.answering.choice import ChoiceDelta
-from quire_server.answering.whole import likeliest
 from support import fake_engine
 from support.completing import run
 from support.fake_engine import FakeEngine

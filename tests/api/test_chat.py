@@ -5,8 +5,8 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from quire_server.dialects.chat.wire import ChatCompletionResponse
 from quire_server.text.prompt import ChatTemplate
-from quire_server.wire.chat import ChatCompletionResponse
 from support.fake_engine import FakeEngine
 from support.fake_tokenizer import CHAT_TEMPLATE, IM_END, load_tokenizer
 from support.fakes import connect, make_app, make_state

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from quire_engine.types import GenerationRequest
-from quire_server.text.parsing.model_formats import model_formats
+from quire_server.dialects.chat.wire import ChatCompletionChunk, ChatCompletionResponse
+from quire_server.text.parsing.formats import model_formats
 from quire_server.text.prompt import ChatTemplate
-from quire_server.wire.chat import ChatCompletionChunk, ChatCompletionResponse
 from support.events import parse_events
 from support.fake_engine import FakeEngine
 from support.fake_tokenizer import CHAT_TEMPLATE, EOS, load_tokenizer

@@ -56,7 +56,7 @@ async def test_tiny_temperatures_are_greedy(temperature: float) -> None:
 
 
 async def test_null_is_the_default_everywhere() -> None:
-    from quire_server.wire.completions import CompletionRequest
+    from quire_server.dialects.completions.wire import CompletionRequest
 
     engine = FakeEngine()
     nulls = dict.fromkeys(name for name in CompletionRequest.model_fields if name not in {"prompt", "temperature"})

@@ -8,7 +8,7 @@ import contextlib
 import httpx
 import pytest
 
-from quire_server.http import addresses, connection
+from quire_server.http import connection
 from quire_server.http.connection import Connection
 from support.fakes import exchange, listening, make_app, parse_reply
 
@@ -58,7 +58,7 @@ async def test_requests_behind_requests_wait_unparsed(monkeypatch: pytest.Monkey
 
 
 async def test_an_address_has_its_share_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "LOOPBACK", ())
+    monkeypatch.setattr(connection, "LOOPBACK", ())
     monkeypatch.setattr(connection, "LINGER_SECONDS", 0.1)
     app = make_app(max_connections_per_address=2, header_timeout=5)
     async with listening(app) as server:

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from quire_server import app as app_module
-from quire_server.http.feed import Feed
 from quire_server.routes import dashboard as module
+from quire_server.routes.dashboard import Feed
 from support.fake_engine import FakeEngine
 from support.fakes import connect, listening, make_app, make_state
 

@@ -11,9 +11,9 @@ import pytest
 
 from quire_engine.engine import Engine
 from quire_engine.errors import EngineDead, Unanswerable
-from quire_engine.process.inspecting import inspected
+from quire_engine.process.loop import inspected
 from quire_engine.process.transport import Inspect
-from quire_engine.scheduling.inspection import MOST_STEPS
+from quire_engine.scheduling.log.inspection import MOST_STEPS
 from quire_server.routes import debug
 from support.fake_engine import FakeEngine
 from support.fake_executor import Run, new_run, request

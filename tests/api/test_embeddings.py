@@ -9,7 +9,7 @@ import struct
 
 import pytest
 
-from quire_server.wire.vectors import EmbeddingResponse
+from quire_server.dialects.vectors.wire import EmbeddingResponse
 from support.fake_engine import HIDDEN_SIZE, FakeEngine, fake_embedding
 from support.fakes import connect, make_app, make_state
 

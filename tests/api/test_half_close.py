@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from api.test_disconnect import until
-from quire_server.http import half_close
+from quire_server.http import connection
 from support.fake_engine import FakeEngine
 from support.fakes import listening, make_app, make_state
 
@@ -60,8 +60,8 @@ async def connect_to(port: int) -> Client:
 
 
 def without_interim(raw: bytes) -> bytes:
-    while raw.startswith(half_close.PROBE):
-        raw = raw[len(half_close.PROBE) :]
+    while raw.startswith(connection.PROBE):
+        raw = raw[len(connection.PROBE) :]
     return raw
 
 
@@ -144,7 +144,7 @@ async def test_who_leaves_while_waiting_ends_the_wait(served) -> None:
 
 
 async def test_who_stops_speaking_and_leaves_later(served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(half_close, "PROBE_SECONDS", 0.2)
+    monkeypatch.setattr(connection, "PROBE_SECONDS", 0.2)
     engine, port = served
     engine.hold()
     client = await connect_to(port)
@@ -165,22 +165,22 @@ async def test_http_1_0_has_no_probe_so_its_end_is_a_leaving(served) -> None:
     await until(lambda: len(engine.submitted) == 1)
     client.writer.write_eof()
     await until(lambda: not engine.live)
-    assert half_close.PROBE not in await client.rest()
+    assert connection.PROBE not in await client.rest()
     client.close()
     assert len(engine.aborted) == 1
 
 
 async def test_requests_sent_at_once_are_all_answered(served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(half_close, "PROBE_SECONDS", STEP)
+    monkeypatch.setattr(connection, "PROBE_SECONDS", STEP)
     engine, port = served
     client = await connect_to(port)
     client.writer.write(request_bytes() + request_bytes(stream=True) + request_bytes())
     client.writer.write_eof()
-    raw = re.sub(b"(%s)+(?=HTTP/1.1 200)" % re.escape(half_close.PROBE), b"", await client.rest())
+    raw = re.sub(b"(%s)+(?=HTTP/1.1 200)" % re.escape(connection.PROBE), b"", await client.rest())
     client.close()
     assert raw.count(b"HTTP/1.1 200 OK\r\n") == 3
     assert raw.count(b"data: [DONE]") == 1
-    assert half_close.PROBE not in raw  # none within a reply
+    assert connection.PROBE not in raw  # none within a reply
     assert engine.aborted == []
 
 

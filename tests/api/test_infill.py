@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from quire_server.wire.infill import InfillResponse
+from quire_server.dialects.infill.wire import InfillResponse
 from support.fake_engine import FakeEngine
 from support.fakes import connect, make_app
 from support.fim_tokenizers import fim_state

@@ -161,8 +161,8 @@ async def test_a_use_that_is_cut_off() -> None:
 
 
 async def test_a_schema_for_the_text_is_handed_on() -> None:
+    from quire_server.dialects.messages.request import MessageRequest
     from quire_server.http.body import validate
-    from quire_server.wire.messages.request import MessageRequest
 
     form = {"type": "json_schema", "schema": CITY}
     for fields, param in (

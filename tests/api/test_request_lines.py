@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from quire_server.logs import JsonFormatter, TextFormatter
-from quire_server.metrics.request_story import CURRENT
+from quire_server.metrics.request_record import CURRENT
 from support.fake_engine import FakeEngine
 from support.fakes import connect, listening, make_app, make_state
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from quire_engine.types import GenerationRequest
-from quire_server.text.parsing.model_formats import model_formats
+from quire_server.text.parsing.formats import model_formats
 from quire_server.text.prompt import ChatTemplate
 from support.fake_engine import FakeEngine
 from support.fake_tokenizer import EOS, load_tokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire_server.wire.vectors import ScoreResponse
+from quire_server.dialects.vectors.wire import ScoreResponse
 from support.fakes import connect, make_app
 
 pytestmark = pytest.mark.anyio

@@ -9,11 +9,10 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from quire_server.http.doorway import Doorway
 from quire_server.http.guard import Reply
 from quire_server.http.listener import Listening, bind, serve
-from quire_server.http.starting import StartProgress, starting_app
-from quire_server.metrics.load_progress import while_loading
+from quire_server.http.starting import Doorway, StartProgress, starting_app
+from quire_server.metrics.metrics import while_loading
 from quire_server.settings import Settings
 from support.fakes import MODEL, make_app, make_state
 

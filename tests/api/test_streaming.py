@@ -8,8 +8,8 @@ from itertools import accumulate
 
 import pytest
 
-from quire_server.wire.chat import ChatCompletionChunk
-from quire_server.wire.completions import CompletionChunk
+from quire_server.dialects.chat.wire import ChatCompletionChunk
+from quire_server.dialects.completions.wire import CompletionChunk
 from support.events import choice_texts, finishes, parse_events, stream, text_of, until
 from support.fake_engine import REPLY, FakeEngine
 from support.fake_tokenizer import EOS

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire_engine.engine import Engine
-from quire_engine.process.inspecting import inspected
+from quire_engine.process.loop import inspected
 from quire_engine.process.transport import Inspect
 from quire_server.commands import trace
 from support.fake_executor import Run, new_run, request

@@ -11,8 +11,8 @@ import pytest
 
 from architecture.source import reachable
 from quire_engine.errors import ConfigError
-from quire_server.logs import collector, tracing
-from quire_server.logs.collector import check_tracing, traces_url
+from quire_server.logs import output, tracing
+from quire_server.logs.output import check_tracing, traces_url
 from support.fake_engine import FakeEngine
 from support.fakes import connect, make_app, make_state
 
@@ -200,12 +200,12 @@ def test_what_cannot_be_a_collector() -> None:
 
 
 def test_without_the_package_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collector, "_PARTS", ("no_such_package.trace",))
+    monkeypatch.setattr(output, "_PARTS", ("no_such_package.trace",))
     with pytest.raises(ConfigError, match=r"pip install 'quire\[otel\]'"):
         check_tracing("http://localhost:4318")
 
 
 def test_nothing_of_it_is_loaded_unless_it_is_wanted() -> None:
-    for module in ("quire_server.app", "quire_server.commands.serve"):
+    for module in ("quire_server.app", "quire_server.launch"):
         assert "opentelemetry" not in {name.split(".")[0] for name in reachable(module)}
-    assert "starlette" not in {name.split(".")[0] for name in reachable("quire_server.logs.collector")}
+    assert "starlette" not in {name.split(".")[0] for name in reachable("quire_server.logs.output")}

@@ -9,8 +9,8 @@
 #include <thread>
 #include <vector>
 
-#include "gemm/gemm_dealing.h"
-#include "runtime/lending.h"
+#include "gemm/gemm_partition.h"
+#include "runtime/core_handover.h"
 #include "runtime/pool.h"
 
 namespace {
@@ -57,57 +57,57 @@ const char* check_runs(int threads) {
   return nullptr;
 }
 
-const char* check_dealing(int64_t panels, int64_t tiles, int64_t workers) {
+const char* check_partition(int64_t panels, int64_t tiles, int64_t workers) {
   constexpr int64_t kLeastTiles = 8;
-  const quire::Dealing dealing(panels, tiles, kLeastTiles, workers);
+  const quire::Partition partition(panels, tiles, kLeastTiles, workers);
   std::vector<int> dealt(static_cast<size_t>(panels * tiles));
-  for (int64_t at = 0; at < dealing.pieces(); ++at) {
-    if (dealing.first_tile(at) >= dealing.end_tile(at)) return "a piece has no tiles";
-    for (int64_t t = dealing.first_tile(at); t < dealing.end_tile(at); ++t) {
-      ++dealt[static_cast<size_t>(dealing.panel(at) * tiles + t)];
+  for (int64_t at = 0; at < partition.pieces(); ++at) {
+    if (partition.first_tile(at) >= partition.end_tile(at)) return "a piece has no tiles";
+    for (int64_t t = partition.first_tile(at); t < partition.end_tile(at); ++t) {
+      ++dealt[static_cast<size_t>(partition.panel(at) * tiles + t)];
     }
   }
   for (const int times : dealt) {
     if (times != 1) return "a tile is not dealt once";
   }
-  if (workers == 1) return dealing.pieces() == panels ? nullptr : "one worker reads panels more often than once";
-  if (panels >= 4 * workers && dealing.pieces() != panels) return "panels are cut that are many";
-  if (dealing.pieces() < std::min(workers, panels * tiles)) return "a worker has nothing";
-  if (tiles >= 4 * kLeastTiles && panels >= workers && dealing.pieces() < 4 * workers)
+  if (workers == 1) return partition.pieces() == panels ? nullptr : "one worker reads panels more often than once";
+  if (panels >= 4 * workers && partition.pieces() != panels) return "panels are cut that are many";
+  if (partition.pieces() < std::min(workers, panels * tiles)) return "a worker has nothing";
+  if (tiles >= 4 * kLeastTiles && panels >= workers && partition.pieces() < 4 * workers)
     return "the pieces are too large";
-  if (tiles < 2 * kLeastTiles && panels >= workers && dealing.pieces() != panels) return "the pieces are too small";
+  if (tiles < 2 * kLeastTiles && panels >= workers && partition.pieces() != panels) return "the pieces are too small";
   return nullptr;
 }
 
 // A thread that sleeps while it is said to compute has no core, as one that another process keeps off its own.
-const char* check_lending() {
+const char* check_handover() {
   const cpu_set_t all = cores_of(0);
-  quire::Lending lending(2, nullptr);
-  if (lending.moves() != (CPU_COUNT(&all) >= 2)) return "threads are moved where there are fewer cores, or never";
-  if (!lending.moves()) return nullptr;
-  if (quire::Lending(CPU_COUNT(&all) + 1, nullptr).moves()) return "more threads than cores are moved";
+  quire::CoreHandover handover(2, nullptr);
+  if (handover.moves() != (CPU_COUNT(&all) >= 2)) return "threads are moved where there are fewer cores, or never";
+  if (!handover.moves()) return nullptr;
+  if (quire::CoreHandover(CPU_COUNT(&all) + 1, nullptr).moves()) return "more threads than cores are moved";
   const char* wrong = nullptr;
   std::atomic<int> stage{0};
   cpu_set_t home;
   std::thread worker([&] {
-    lending.join(1);
+    handover.join(1);
     stage = 1;
     while (stage != 2) std::this_thread::yield();
-    lending.begin(1);
+    handover.begin(1);
     stage = 3;
     while (stage != 4) std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    lending.end(1);
-    lending.give_back(1);
+    handover.end(1);
+    handover.give_back(1);
     home = cores_of(0);
   });
   while (stage != 1) std::this_thread::yield();
-  lending.begin();
-  lending.end(0);
-  if (lending.lend()) wrong = "a core is lent to nobody";
+  handover.begin();
+  handover.end(0);
+  if (handover.hand_over()) wrong = "a core is lent to nobody";
   stage = 2;
   while (stage != 3) std::this_thread::yield();
   bool lent = false;  // it may be awake at the first looks
-  for (int looks = 0; looks < 1000 && !lent; ++looks) lent = lending.lend();
+  for (int looks = 0; looks < 1000 && !lent; ++looks) lent = handover.hand_over();
   if (!lent) wrong = "a thread without a core is not lent one";
   stage = 4;
   worker.join();
@@ -118,14 +118,14 @@ const char* check_lending() {
 }
 
 const char* check_all() {
-  if (const char* wrong = check_lending()) return wrong;
+  if (const char* wrong = check_handover()) return wrong;
   for (const int threads : {1, 2, 3, 9}) {
     if (const char* wrong = check_runs(threads)) return wrong;
   }
   for (const int64_t workers : {1, 2, 3, 16, 64}) {
     for (const int64_t panels : {1, 3, 4, 16, 96, 300}) {
       for (int64_t tiles = 1; tiles < 100; ++tiles) {
-        if (const char* wrong = check_dealing(panels, tiles, workers)) return wrong;
+        if (const char* wrong = check_partition(panels, tiles, workers)) return wrong;
       }
     }
   }

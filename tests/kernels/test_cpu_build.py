@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire_kernels.cpu import build, choice, compiler, library, tile_permission, variants
+from quire_kernels.cpu import build, choice, compiler, library, variants
 from quire_kernels.cpu.compiler import KernelBuildError
 from quire_kernels.cpu.variants import VARIANTS, compilable_variants, usable_variants
 from quire_kernels.kernel_set import KVFormat
@@ -281,7 +281,7 @@ def test_a_system_that_refuses_the_tile_registers_is_told_of_once(monkeypatch, c
 
 def test_the_tile_registers_are_granted_only_where_the_cpu_has_them():
     """Elsewhere the system says no, which is no error but a reason."""
-    reason = tile_permission.tile_refusal.__wrapped__()
+    reason = variants.tile_refusal.__wrapped__()
     assert reason if "amx_tile" not in variants.cpu_features() else reason != ""
 
 

@@ -88,7 +88,7 @@ def test_the_workers_race_for_nothing(tmp_path):
     compiler = compiler_or_skip()
     program = tmp_path / "pool_stress"
     runtime = ROOT / "kernels" / "csrc" / "runtime"
-    sources = [ROOT / "tests" / "kernels" / "pool_stress.cpp", runtime / "pool.cpp", runtime / "lending.cpp"]
+    sources = [ROOT / "tests" / "kernels" / "pool_stress.cpp", runtime / "pool.cpp", runtime / "core_handover.cpp"]
     flags = ["-std=c++17", "-O1", "-g", "-pthread", "-fsanitize=thread", f"-I{ROOT / 'kernels' / 'csrc'}"]
     built = subprocess.run(
         [compiler.path, *flags, *sources, "-o", program], capture_output=True, text=True, check=False

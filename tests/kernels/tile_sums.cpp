@@ -43,8 +43,8 @@ std::vector<float> through_tiles(const Linear& w, int64_t rows, const std::vecto
   const TiledPiece<Bf16Weights> piece(w, 0, blocks, 0, blocks.count, placed.data());
   const TilesInUse tiles;
   configure_tiles(static_cast<int>(blocks.first), static_cast<int>(piece.wide() ? blocks.first : blocks.second));
-  const Bringing bringing(piece.num_passes(), piece.step_bytes(), 64);
-  piece.multiply(Cold::kShared, nullptr, bringing, sums.data(), decoded.data());
+  const Prefetcher prefetcher(piece.num_passes(), piece.step_bytes(), 64);
+  piece.multiply(Cold::kShared, nullptr, prefetcher, sums.data(), decoded.data());
   sums.resize(static_cast<size_t>(rows * kPanelRows));
   return sums;
 }

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire_engine.batch import PENDING
 from quire_engine.build import build
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from support.checkpoints import VOCAB_SIZE, shared_checkpoint
@@ -237,27 +236,6 @@ def test_other_block_sizes_and_thread_counts_equal_solo(model, expected):
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("model", ["qwen3", "bf16"])
-@pytest.mark.parametrize("tight", [{}, {"kv_memory": 40 * 4096, "max_model_len": 128, "max_num_seqs": 12}])
-def test_planned_ahead(model, tight):
-    """Half of the requests have penalties, whose tokens must be known; the others are planned before they are."""
-    requests = mixed_requests(24, seed=5)
-    plain = [
-        replace(r, sampling=replace(r.sampling, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0))
-        for r in requests
-    ]
-    pending = []
-    results = generate(
-        engine(model, async_scheduling="on", **tight),
-        plain,
-        on_batch=lambda batch: pending.append(any(PENDING in item.token_ids for item in batch.items)),
-    )
-    assert results == generate(engine(model, **tight), plain)
-    assert sum(pending) > len(pending) / 2
-    known = generate(engine(model, async_scheduling="on", **tight), requests)
-    assert known == generate(engine(model, **tight), requests)
-
-
 def pairs_and_triples(ids):
     return {tuple(ids[i : i + size]) for size in (2, 3) for i in range(len(ids) - size + 1)}
 
@@ -277,7 +255,7 @@ def test_banned_sequences():
         assert not pairs_and_triples(result.token_ids) & set(request.sampling.banned_sequences)
         assert all(each.asked_ids == request.sampling.logprob_token_ids for each in result.logprobs)
     assert sum(expected[key].token_ids != free[key].token_ids for key in expected) > 3
-    tight = {"kv_memory": 40 * 4096, "max_model_len": 128, "max_num_seqs": 12, "async_scheduling": "on"}
+    tight = {"kv_memory": 40 * 4096, "max_model_len": 128, "max_num_seqs": 12}
     for changes in ({"prefill_chunk": 7, "min_chunk": 3}, tight):
         assert generate(engine(**changes), banned) == expected
     resumed = [replace(r, resumed_token_ids=(tuple(expected[r.request_id, 0].token_ids[:-1]),)) for r in banned]

@@ -27,7 +27,6 @@ WAYS = {
     "whole": {},
     "chunked": {"prefill_chunk": 13, "min_chunk": 3},
     "tight": {"kv_memory": 40 * 4096, "max_model_len": 128, "max_num_seqs": 12},
-    "ahead": {"async_scheduling": "on"},
 }
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import quire_engine.build
-import quire_engine.execution.memory.cpu
+import quire_engine.execution.memory
 from quire_engine.build import build, plan_text, resolve_plan
 from quire_engine.errors import ConfigError, ModelLoadError
-from quire_engine.execution.workspace import largest_batches
+from quire_engine.execution.memory import largest_batches
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from quire_kernels.reference import REFERENCE
 from quire_kernels.select import PROVIDERS, select
@@ -124,6 +124,10 @@ def test_a_length_that_does_not_fit_names_what_would():
         ({"kv_memory": 1000}, "set kv_memory to 16384 or more"),
         ({"dtype": "int8"}, "dtype=int8 is unknown"),
         ({"device": "tpu"}, "device=tpu is unknown"),
+        (
+            {"async_scheduling": "on"},
+            "planned ahead on a GPU only, on CPUs it was slower; set async_scheduling to auto",
+        ),
         ({"kernels": "abacus"}, "kernels=abacus"),
         ({"max_num_seqs": 600}, "max_num_batched_tokens"),
         ({"min_chunk": 600, "max_num_batched_tokens": 1000}, "min_chunk"),
@@ -144,7 +148,7 @@ def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused():
 
 
 def test_weights_larger_than_the_memory_are_refused(monkeypatch):
-    monkeypatch.setattr(quire_engine.execution.memory.cpu, "available_memory", lambda: 100_000)
+    monkeypatch.setattr(quire_engine.execution.memory, "available_memory", lambda: 100_000)
     with pytest.raises(ConfigError, match="the weights need 594 KiB"):
         build(config())
 
@@ -245,7 +249,7 @@ def test_new_kernels_need_no_change_of_the_composition(monkeypatch):
 
 def test_a_quarter_of_the_free_memory_is_the_default(monkeypatch):
     weights = resolve_plan(config()).weights_bytes
-    monkeypatch.setattr(quire_engine.execution.memory.cpu, "available_memory", lambda: weights + (4 << 20))
+    monkeypatch.setattr(quire_engine.execution.memory, "available_memory", lambda: weights + (4 << 20))
     assert resolve_plan(config()).kv_bytes == 1 << 20
 
 

@@ -208,15 +208,6 @@ def test_what_is_resumed_goes_on_as_it_would_have(seed):
     assert {key: one.token_ids for key, one in found.items()} == finished
 
 
-def test_an_engine_that_plans_ahead_waits_for_their_tokens():
-    asked_for = EngineConfig(
-        model=str(demo_model_path()), device="cpu", num_threads=1, kv_memory=8 << 20, async_scheduling="on"
-    )
-    built = build(asked_for)
-    assert built.runner.max_in_flight == 2
-    assert generate(built, requests()) == alone()
-
-
 def test_a_bomb_fails_alone():
     bomb = "start: " + " ".join(f'"{chr(97 + i % 26)}"?' for i in range(2000))
     wanted = requests()[:3]

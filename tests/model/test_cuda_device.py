@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire_engine.execution.gpu.cuda import CudaDevice
+from quire_engine.execution.gpu.device import CudaDevice
 from support.simulated_device import SimulatedDevice
 
 pytestmark = pytest.mark.parametrize("kind", ["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])

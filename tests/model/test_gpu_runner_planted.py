@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire_engine.execution.gpu import graphs, packed_input, padding, runner, step_arrays, tables
+from quire_engine.execution.gpu import device, forward, graphs, runner, step_arrays, tables
 from support.both_runners import Both
 from support.model_steps import random_ids
 from support.simulated_device import SimulatedDevice
@@ -31,7 +31,7 @@ def test_nothing_is_found_where_nothing_is_planted():
 
 
 def test_a_host_buffer_that_is_written_too_early(monkeypatch):
-    monkeypatch.setattr(packed_input.PackedInput, "_next", lambda self: self._slots[0])
+    monkeypatch.setattr(device.PackedInput, "_next", lambda self: self._slots[0])
     fails(told())
 
 
@@ -122,7 +122,7 @@ def test_a_graph_whose_memory_was_replaced(caplog):
 
 def test_rows_that_fill_a_bucket_and_write_to_somebody_s_block(monkeypatch):
     """Three sequences in a bucket of four."""
-    pad = padding.pad_decodes
+    pad = forward.pad_decodes
 
     def astray(step, num_rows, held, spare_slots, first_word):
         pad(step, num_rows, held, [step.kv_slots[0]], first_word)

@@ -18,9 +18,9 @@ from quire_engine.build import BuiltEngine, build
 from quire_engine.config import EngineConfig
 from quire_engine.demo import demo_model_path
 from quire_engine.execution.gpu import swaps
-from quire_engine.execution.gpu.cuda import CudaDevice
+from quire_engine.execution.gpu.device import CudaDevice
 from quire_engine.execution.gpu.swaps import StreamedKV, staging_blocks
-from quire_engine.execution.host_kv import block_rows
+from quire_engine.execution.kv_storage import block_rows
 from quire_engine.limits import SchedulerLimits
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams

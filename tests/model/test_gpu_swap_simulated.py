@@ -14,7 +14,7 @@ import torch
 
 from quire_engine.execution.gpu import swaps
 from quire_engine.execution.gpu.swaps import StreamedKV, staging_blocks
-from quire_engine.execution.host_kv import HostKV, block_rows
+from quire_engine.execution.kv_storage import HostKV, block_rows
 from support.simulated_device import SimulatedDevice
 
 NUM_BLOCKS, NUM_HOST, NUM_BYTES = 14, 9, 32

@@ -32,13 +32,11 @@ def expected():
     return run
 
 
-@pytest.mark.parametrize(
-    ("model", "caching", "ahead"), [("qwen3", True, "off"), ("qwen3", False, "on"), ("bf16", True, "on")]
-)
-def test_held_equals_solo(model, caching, ahead, expected):
+@pytest.mark.parametrize(("model", "caching"), [("qwen3", True), ("qwen3", False), ("bf16", True)])
+def test_held_equals_solo(model, caching, expected):
     requests, results = expected(model)
     holding = Holding(seed=3, chance=0.3)
-    built = engine(model, enable_prefix_caching=caching, async_scheduling=ahead, prefill_chunk=24)
+    built = engine(model, enable_prefix_caching=caching, prefill_chunk=24)
     assert generate(built, requests, between=holding) == results
     assert holding.num_holds > len(requests)
     stats = built.scheduler.stats()

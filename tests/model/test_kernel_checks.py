@@ -14,8 +14,7 @@ from quire_engine.build import build
 from quire_engine.config import EngineConfig
 from quire_engine.demo import demo_model_path
 from quire_engine.errors import ConfigError
-from quire_engine.execution.choice_checks import choice_checks
-from quire_engine.execution.kernel_checks import checked, model_sizes
+from quire_engine.execution.kernel_checks import checked, choice_checks, model_sizes
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.sampler import Sampler, SampleRow
 from quire_engine.memory_plan import plan_text

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from quire_engine.execution.gpu import graphs, padding, runner
+from quire_engine.execution.gpu import forward, graphs, runner
+from quire_engine.execution.gpu.forward import pad_mixed
 from quire_engine.execution.gpu.graphs import MixedBucket, StepGraphs
-from quire_engine.execution.gpu.padding import pad_mixed
 from quire_engine.execution.gpu.step_arrays import StepArrays
 from quire_engine.execution.gpu.tables import SlotTables
 from support.both_runners import Both
@@ -141,7 +141,7 @@ def fails(both: Both) -> None:
 
 def test_planted_rows_that_write_to_somebody_s_block(monkeypatch):
     def astray(step, num_rows, num_sequences, tables, *rest):
-        padding.pad_mixed(step, num_rows, num_sequences, tables, [step.kv_slots[0]], rest[-1])
+        forward.pad_mixed(step, num_rows, num_sequences, tables, [step.kv_slots[0]], rest[-1])
 
     monkeypatch.setattr(runner, "pad_mixed", astray)
     fails(told())

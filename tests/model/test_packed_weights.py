@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import make_big
-import quire_engine.execution.memory.cpu
+import quire_engine.execution.memory
 from quire_engine.build import BuiltEngine, build
 from quire_engine.errors import ConfigError, ModelLoadError
 from quire_engine.execution import loading
@@ -193,7 +193,7 @@ def test_what_is_in_memory_already_is_not_counted_again(path, monkeypatch, fd):
     """A restart where two copies of the weights would not fit."""
     first, _ = started(path, None, fd, max_num_seqs=1, max_model_len=32)
     free = first.plan.kv_bytes * 5
-    monkeypatch.setattr(quire_engine.execution.memory.cpu, "available_memory", lambda: free)
+    monkeypatch.setattr(quire_engine.execution.memory, "available_memory", lambda: free)
     assert free < first.plan.weights_bytes
     with pytest.raises(ConfigError, match="the weights need"):
         started(path, None, max_num_seqs=1, max_model_len=32)

@@ -130,9 +130,8 @@ def test_the_last_row_is_read_behind_a_cached_prefix_and_the_mean_is_not(solo):
     assert {name: again[name, 0].embedding for name in solo("float32")} == solo("float32")
 
 
-@pytest.mark.parametrize("scheduling", ["on", "off"])
-def test_planned_ahead_equals_solo(scheduling, solo):
-    built = engine(async_scheduling=scheduling, prefill_chunk=16)
+def test_in_chunks_beside_streams_equals_solo(solo):
+    built = engine(prefill_chunk=16)
     found = vectors(built, [*streams(), *wanted()])
     assert {name: found[name] for name in solo("float32")} == solo("float32")
 

@@ -8,18 +8,18 @@ import pytest
 import torch
 
 import quire_engine.execution.executor
-import quire_engine.execution.workspace
+import quire_engine.execution.memory
 from quire_engine.build import BuiltEngine, build
 from quire_engine.config import EngineConfig
 from quire_engine.execution.executor import make_runner, runs_by_itself, spare_blocks, staging_blocks_for
 from quire_engine.execution.gpu.graphs import GRAPH_BYTES, MOST_GRAPHS
 from quire_engine.execution.gpu.runner import GpuRunner
 from quire_engine.execution.kv_storage import KVStorage
+from quire_engine.execution.memory import measure_workspace
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.decoder import Decoder
 from quire_engine.execution.models.weights import load_decoder
 from quire_engine.execution.runner import Runner
-from quire_engine.execution.workspace import measure_workspace
 from quire_engine.limits import SchedulerLimits
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, StopParams, ThinkingParams
@@ -177,7 +177,7 @@ def simulated_decoder() -> Decoder:
 
 
 def test_the_memory_of_a_step_is_that_of_the_runner_that_serves(monkeypatch):
-    monkeypatch.setattr(quire_engine.execution.workspace, "KVStorage", on_the_cpu)
+    monkeypatch.setattr(quire_engine.execution.memory, "KVStorage", on_the_cpu)
     books = Books(monkeypatch, SimulatedDevice())
     block = 2 * 2 * 2 * 16 * 32 * 4
     assert measured(simulated_decoder()) == 70 + 2 * 500 + MOST_GRAPHS * GRAPH_BYTES + block
@@ -186,7 +186,7 @@ def test_the_memory_of_a_step_is_that_of_the_runner_that_serves(monkeypatch):
 
 
 def test_a_step_that_does_not_fit_is_no_measure(monkeypatch):
-    monkeypatch.setattr(quire_engine.execution.workspace, "KVStorage", on_the_cpu)
+    monkeypatch.setattr(quire_engine.execution.memory, "KVStorage", on_the_cpu)
     Books(monkeypatch, SimulatedDevice())
     decoder = simulated_decoder()
 

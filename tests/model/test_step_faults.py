@@ -16,11 +16,10 @@ from support.offline import Generated, generate
 
 SEED, BAD = 666, ("r4", 0)
 BF16 = {"family": "qwen3", "dtype": "bfloat16"}
-MODELS = {  # a checkpoint, and how it is computed; the last plans each step while the one before it is computed
+MODELS = {  # a checkpoint, and how it is computed
     "reference": ({"family": "qwen3"}, {}),
     "bf16": (BF16, {"kernels": "cpu"}),
     "int8-kv": (BF16, {"kernels": "cpu", "kv_cache_dtype": "int8"}),
-    "ahead": (BF16, {"kernels": "cpu", "async_scheduling": "on"}),
 }
 
 

@@ -14,9 +14,7 @@ import pytest
 
 from quire_engine.batch import Batch, SampledToken, StepResult
 from quire_engine.limits import SchedulerConfig
-from quire_engine.scheduling.policies import policies_for
-from quire_engine.scheduling.policies.elder import ElderRule
-from quire_engine.scheduling.policies.queue import AsOrdered
+from quire_engine.scheduling.policies import AsOrdered, ElderRule, policies_for
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.sequence import Group
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
@@ -104,7 +102,7 @@ def adversarial_config(dice: random.Random) -> SchedulerConfig:
 
 def feasible_request(dice: random.Random, config: SchedulerConfig, name: int) -> GenerationRequest:
     from quire_engine.errors import InfeasibleRequest
-    from quire_engine.scheduling.policies.gate import check_request
+    from quire_engine.scheduling.gate import check_request
 
     while True:
         length, same = dice.randint(1, 24), dice.choice([0, 0, 8, 16])  # so many tokens as others have them
@@ -140,11 +138,11 @@ def held_or_released(scheduler: Scheduler, dice: random.Random, held: set[str], 
         elder = scheduler._planner.elder
         is_elders_turn = elder is not None and elder.state != "finished" and dice.random() < 0.7
         names = [elder.request.request_id] if is_elders_turn else dice.sample(live, dice.randint(1, min(3, len(live))))
-        held |= {name for name in names if scheduler.held.hold(name)}
+        held |= {name for name in names if scheduler.hold(name)}
     if held and (not chance or dice.random() < 2 * chance or not scheduler.has_work):
         name = dice.choice(sorted(held))
         held.discard(name)
-        assert scheduler.held.release(name)
+        assert scheduler.release(name)
         return {name}
     return set()
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import initialize
 
 from property.test_scheduler_machine import SchedulerMachine
 from quire_engine.limits import SchedulerConfig
-from quire_engine.scheduling.policies.itl import ItlTarget
+from quire_engine.scheduling.policies import ItlTarget
 from quire_engine.scheduling.scheduler import Scheduler
 from support.fake_executor import FakeExecutor, Run, request
 from support.limits import scheduler_config

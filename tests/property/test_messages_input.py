@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire_server.answering.options import Conversation
+from quire_server.dialects.messages.request import MessageRequest
 from quire_server.errors import BadRequest
 from quire_server.http.body import validate
-from quire_server.wire.messages.request import MessageRequest
 
 _WORDS = (
     *("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "image", "document", "server_tool_use"),

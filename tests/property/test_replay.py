@@ -67,7 +67,7 @@ class Recorded:
         lines: list[dict[str, Any]] = []
         after = 0
         while True:
-            page: Any = self.scheduler.inspection.answer("steps", {"after": after, "limit": MOST, "events": True})
+            page: Any = self.scheduler.answer("steps", {"after": after, "limit": MOST, "events": True})
             if not lines:
                 lines.append(
                     {"kind": "config", "format": page["format"], "config": page["config"], "first_step": page["first"]}

@@ -8,11 +8,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire_server.dialects.responses.items import ContentItem, ItemReference, stored_items
+from quire_server.dialects.responses.request import ResponseRequest, messages
 from quire_server.errors import BadRequest
 from quire_server.http.body import validate
-from quire_server.wire.responses.history import messages
-from quire_server.wire.responses.items import ContentItem, ItemReference, stored_items
-from quire_server.wire.responses.request import ResponseRequest
 
 _WORDS = (
     *("message", "function_call", "function_call_output", "reasoning", "item_reference", "web_search_call"),

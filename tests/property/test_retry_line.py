@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire_engine.types import EngineStats, GenerationRequest, SamplingParams, StepOutput, StopParams, TokenOutput
+from quire_server.engine.admission import LEAST_SECONDS, LONGEST_SECONDS, QueueLimits, RetryLine, SeatMeter
 from quire_server.engine.engine_client import EngineClient, RequestStream
-from quire_server.engine.queue_limits import QueueLimits
-from quire_server.engine.retry_line import LEAST_SECONDS, LONGEST_SECONDS, RetryLine, SeatMeter
 from quire_server.errors import QueueFull
 from support.fakes import make_plan
 

@@ -164,12 +164,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def hold_one(self, name: str) -> None:
         for run in (self.run, self.twin):
-            assert run.scheduler.held.hold(name) == (name not in self.held)
+            assert run.scheduler.hold(name) == (name not in self.held)
         self.held.add(name)
 
     def release_one(self, name: str) -> None:
         for run in (self.run, self.twin):
-            assert run.scheduler.held.release(name)
+            assert run.scheduler.release(name)
         self.held.discard(name)
         self.deadline[name] = self.run.step + self.run.scheduler.wait_bound(name)
 
@@ -201,7 +201,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 run.executor.errors[batch.items[fail_item % len(batch.items)].sequence_id] = "the model failed"
             result = run.executor.execute(batch)
             if hold is not None:
-                run.scheduler.held.hold(hold)
+                run.scheduler.hold(hold)
             if abort is not None:
                 run.scheduler.abort(abort)
             run.take(run.scheduler.apply(batch, result, float(run.step)))

@@ -168,10 +168,10 @@ class Log:
     """A scheduler's log in pages, as a server gives them."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self._inspection = scheduler.inspection
+        self._scheduler = scheduler
 
     def page(self, after: int, *, events: bool) -> dict[str, Any]:
-        answer = self._inspection.answer("steps", {"after": after, "limit": PAGE, "events": events})
+        answer = self._scheduler.answer("steps", {"after": after, "limit": PAGE, "events": events})
         page: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(answer))
         return page
 
@@ -255,11 +255,11 @@ def test_each_part_of_a_line_is_needed(left_out: str, tmp_path: Path) -> None:
 def test_every_lifes_account_adds_up(seed: int) -> None:
     """The phases have no gap, in seconds nor in steps, and what is before the first token is the time to it."""
     traffic = Traffic(seed)
-    answer = traffic.scheduler.inspection.answer("requests", {})
+    answer = traffic.scheduler.answer("requests", {})
     assert isinstance(answer, dict)
     assert answer["num_live"] == 0
     for each in answer["ended"]:
-        (told,) = traffic.scheduler.inspection.answer("request", {"ids": [each["request_id"]]})["requests"]
+        (told,) = traffic.scheduler.answer("request", {"ids": [each["request_id"]]})["requests"]
         assert told["state"] == "done"
         assert sum(part["steps"] for part in told["spent"]) == told["last_step"] - told["added_step"]
         assert sum(part["seconds"] for part in told["spent"]) == pytest.approx(told["age_seconds"])

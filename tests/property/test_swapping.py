@@ -20,8 +20,7 @@ from property.test_scheduler_machine import SchedulerMachine
 from quire_engine.batch import Batch, StepResult
 from quire_engine.invariants import InvariantViolation
 from quire_engine.limits import SchedulerConfig
-from quire_engine.scheduling.host_tier import HostTier
-from quire_engine.scheduling.swapping_allocator import SwappingAllocator
+from quire_engine.scheduling.swapping import HostTier, SwappingAllocator
 from support.fake_executor import CorruptKV, FakeExecutor
 from support.scheduler_model import configs
 

@@ -21,12 +21,8 @@ from quire_engine.types import (
     StopParams,
     TokenOutput,
 )
+from quire_server.engine.admission import LONGEST_SECONDS, Promises, QueueLimits, Tenant, TenantGate, TtftGate
 from quire_server.engine.engine_client import EngineClient, RequestStream
-from quire_server.engine.promises import LONGEST_SECONDS, Promises
-from quire_server.engine.queue_limits import QueueLimits
-from quire_server.engine.tenant_gate import TenantGate
-from quire_server.engine.tenants import Tenant
-from quire_server.engine.ttft_gate import TtftGate
 from quire_server.errors import QueueFull
 from support.fakes import make_plan
 

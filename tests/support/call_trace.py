@@ -75,7 +75,7 @@ class Trace:
 
 
 # What an engine's step counts beside its tokens.
-ENGINE_ASIDE = ("quire_engine.scheduling.scheduler.Scheduler.stats", "quire_engine.scheduling.policies.itl.")
+ENGINE_ASIDE = ("quire_engine.scheduling.scheduler.Scheduler.stats", "quire_engine.scheduling.policies.")
 WHICH_TOKEN = 5  # the first ones take longer ways
 
 

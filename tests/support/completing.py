@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 
-from quire_server.wire.completions import CompletionResponse
+from quire_server.dialects.completions.wire import CompletionResponse
 from support.fake_engine import REPLY, FakeEngine
 from support.fakes import connect, make_app
 

@@ -68,9 +68,8 @@ def make_state(
     **settings: object,
 ) -> ServerState:
     """The state of a server with a fake engine; keyword arguments go to `Settings`. Call inside an event loop."""
+    from quire_server.engine.admission import QueueLimits, TenantGate
     from quire_server.engine.engine_client import EngineClient
-    from quire_server.engine.queue_limits import QueueLimits
-    from quire_server.engine.tenant_gate import TenantGate
     from quire_server.metrics.metrics import Metrics
     from quire_server.settings import Settings
     from quire_server.state import ServerState, tenants_of

@@ -14,10 +14,9 @@ from typing import Any
 import httpx
 
 from quire_engine.types import GenerationRequest
-from quire_server.text.parsing.model_formats import model_formats
+from quire_server.dialects.messages.reply import MessageEvent, MessageObject
+from quire_server.text.parsing.formats import model_formats
 from quire_server.text.prompt import ChatTemplate
-from quire_server.wire.messages.events import MessageEvent
-from quire_server.wire.messages.reply import MessageObject
 from support.fake_engine import FakeEngine
 from support.fake_tokenizer import EOS, load_tokenizer
 from support.fakes import connect, make_app, make_state

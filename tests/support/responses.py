@@ -17,11 +17,10 @@ from quire_server.answering.choice import ChoiceDelta
 from quire_server.answering.generation import Usage
 from quire_server.answering.options import GenerationOptions, PromptOptions, ReplyOptions
 from quire_server.answering.rendering import ReplyHead
-from quire_server.answering.responses.renderer import ResponseRenderer
+from quire_server.dialects.responses.rendering import ResponseRenderer
+from quire_server.dialects.responses.reply import ResponseEvent, ResponseObject
+from quire_server.dialects.responses.request import ResponseRequest
 from quire_server.http.body import validate
-from quire_server.wire.responses.events import ResponseEvent
-from quire_server.wire.responses.reply import ResponseObject
-from quire_server.wire.responses.request import ResponseRequest
 from support.fake_engine import FakeEngine
 from support.fake_tokenizer import IM_END, load_tokenizer
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from quire_kernels.cpu import attention, library, memory
+from quire_kernels.cpu import attention, context, library
 
 CHECKS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1", "-O1")
 
 library.FLAGS = (*library.FLAGS, *CHECKS)
 # Mapped memory has no borders that could be watched; allocated memory has.
-memory.Arena.allocate = lambda _, num_bytes: torch.empty(num_bytes, dtype=torch.uint8)
+context.Arena.allocate = lambda _, num_bytes: torch.empty(num_bytes, dtype=torch.uint8)
 attention.map_huge = lambda num_bytes: torch.zeros(num_bytes, dtype=torch.uint8)

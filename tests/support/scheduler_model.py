@@ -11,8 +11,7 @@ import dataclasses
 from hypothesis import strategies as st
 
 from quire_engine.limits import SchedulerConfig, SchedulerLimits
-from quire_engine.scheduling.policies import Policies, policies_for
-from quire_engine.scheduling.policies.itl import ItlTarget
+from quire_engine.scheduling.policies import ItlTarget, Policies, policies_for
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group
 from quire_engine.types import BeamParams, GenerationRequest, Pooling, SamplingParams, StopParams, TokenOutput

@@ -9,11 +9,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "server"), str(ROOT / "engine"), str(ROOT / "kernels")]
 
+from quire_server import launch  # noqa: E402
 from quire_server.commands import serve  # noqa: E402
 
 ENGINE = Path(__file__).with_name("slow_engine.py")
 
 if __name__ == "__main__":
     program = (sys.executable, str(ENGINE), sys.argv[1])
-    serve.Supervisor = functools.partial(serve.Supervisor, program=program)  # type: ignore[assignment,misc]
+    launch.Supervisor = functools.partial(launch.Supervisor, program=program)  # type: ignore[assignment,misc]
     sys.exit(serve.run(sys.argv[2:]))

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from quire_engine.config import EngineConfig
 from quire_engine.types import GenerationRequest, SamplingParams, StepOutput, StopParams, TokenOutput
-from quire_server.engine.engine_state import EngineState
 from quire_server.engine.restart_policy import RestartPolicy
-from quire_server.engine.supervisor import Supervisor
+from quire_server.engine.supervisor import EngineState, Supervisor
 from support.fake_engine_process import next_token
 
 FAKE = (sys.executable, str(Path(__file__).resolve().parent / "fake_engine_process.py"))

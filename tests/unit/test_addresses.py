@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire_server.http.addresses import Addresses
+from quire_server.http.connection import Addresses
 
 
 def test_an_address_has_its_share() -> None:

@@ -6,10 +6,18 @@ import json
 
 import pytest
 
+from quire_server.dialects.common import MAX_ALLOWED_TOKENS, MAX_PROMPTS
 from quire_server.errors import NotReady
-from quire_server.http.body_buffer import OWN_BYTES, BodyBuffer
-from quire_server.http.body_limits import FREE_BYTES, LARGEST_BODY, BodyBudget, BodyHold, BodyLimits, declared_bytes
-from quire_server.wire.common import MAX_ALLOWED_TOKENS, MAX_PROMPTS
+from quire_server.http.body_limits import (
+    FREE_BYTES,
+    LARGEST_BODY,
+    OWN_BYTES,
+    BodyBudget,
+    BodyBuffer,
+    BodyHold,
+    BodyLimits,
+    declared_bytes,
+)
 
 
 @pytest.mark.parametrize("context", [128, 2048, 8192])

@@ -99,3 +99,27 @@ def test_the_command_line_is_parsed_before_anything_heavy_is_imported():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("argv", "most", "absent"),
+    [
+        (["--help"], 150, {"pydantic", "yaml", "asyncio", "msgspec"}),
+        (
+            ["serve", "--help"],
+            450,
+            {"fastapi", "uvicorn", "msgspec", "prometheus_client", "jinja2", "tokenizers"},
+        ),
+    ],
+)
+def test_help_imports_little(argv: list[str], most: int, absent: set[str]):
+    """Modules are counted, since seconds depend on the machine."""
+    code = (
+        "import sys\nfrom quire_server import cli\n"
+        f"try: cli.main({argv!r})\nexcept SystemExit: pass\n"
+        "print('\\n'.join(sys.modules), file=sys.stderr)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    loaded = result.stderr.split()
+    assert absent & set(loaded) == set()
+    assert len(loaded) <= most

@@ -10,8 +10,7 @@ from quire_server.answering.constraining.calls import reading_format
 from quire_server.answering.constraining.constraints import Thinking, constraint
 from quire_server.answering.options import GenerationOptions, PromptOptions, Structure, Tool, ToolOptions
 from quire_server.errors import BadRequest
-from quire_server.text.parsing.forced import FORCED
-from quire_server.text.parsing.formats import TOOL_FORMATS
+from quire_server.text.parsing.formats import FORCED, TOOL_FORMATS
 from quire_server.text.parsing.reasoning import reasoning_format
 from quire_server.text.parsing.tool_format import ToolFormat
 from support.grammars import SPELLED, TOKENS, Vocabulary, verdict

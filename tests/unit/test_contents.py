@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from quire_engine.batch import SampledToken, StepResult
-from quire_engine.scheduling.contents import MOST_BYTES, MOST_CONTENTS, NOTHING, Contents
+from quire_engine.scheduling.log.step_records import MOST_BYTES, MOST_CONTENTS, NOTHING, Contents
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.simulation.contents import Contents as MadeUp
 from quire_engine.simulation.recorded import Entry
@@ -90,12 +90,12 @@ def test_a_short_log_compares_with_few() -> None:
 
 
 def test_events_say_from_when_on_they_were_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire_engine.scheduling.contents.MOST_BYTES", 2000)
+    monkeypatch.setattr("quire_engine.scheduling.log.step_records.MOST_BYTES", 2000)
     run = new_run()
     for i in range(30):
         run.add(request(f"r{i}", 20, 3))
         run.to_end()
-    events = run.scheduler.inspection.answer("steps", {"limit": 256, "events": True})["events"]
+    events = run.scheduler.answer("steps", {"limit": 256, "events": True})["events"]
     assert events[0].complete_from == 0
     assert events[-1].complete_from > 20
     assert run.scheduler._log._contents._num_bytes <= 2000
@@ -109,7 +109,7 @@ def test_no_token_is_told_nor_a_salt() -> None:
     run.to_end()
     run.add(request("c", (*secret, 8_000_000), 8, salt="sugar"))
     run.to_end()
-    body = msgspec.json.encode(run.scheduler.inspection.answer("steps", {"limit": 256, "events": True})).decode()
+    body = msgspec.json.encode(run.scheduler.answer("steps", {"limit": 256, "events": True})).decode()
     answer = msgspec.json.decode(body)
     submits = [event for event in answer["events"] if event["kind"] == "submit"]
     assert [event["num_tokens"] for event in submits] == [39, 40, 40]
@@ -126,7 +126,7 @@ def test_every_beam_is_told_when_it_is_given_up_and_at_the_end() -> None:
     run = new_run(block_size=4)
     run.add(request("a", 10, 6, n=2, beam=BeamParams(width=4)))
     run.to_end()
-    answer = run.scheduler.inspection.answer("steps", {"limit": 256, "events": True})
+    answer = run.scheduler.answer("steps", {"limit": 256, "events": True})
     parents = [each for step in answer["steps"] for _, each in step.beams]
     assert parents[0] == (0, 0, 0, 0)
     given_up = [lane for each in parents for lane, parent in enumerate(each) if lane != parent]
@@ -167,6 +167,6 @@ def test_an_answer_that_ends_beside_a_step_in_flight_is_told_without_the_token_t
             token = 5 if now == 2 else 4
             sampled = {i.sequence_id: (SampledToken(token_id=token),) for i in first.items if i.wants_sample}
             ahead.apply(first, StepResult(samples=sampled), float(now))
-    answer = ahead.inspection.answer("steps", {"limit": 9, "events": True})
+    answer = ahead.answer("steps", {"limit": 9, "events": True})
     assert [step.ends for step in answer["steps"]] == [(), (("a", 0, "stop", 2),), ()]
     assert [(event.kind, event.num_tokens) for event in answer["events"]] == [("submit", 20), ("end", 22)]

@@ -6,10 +6,9 @@ import dataclasses
 from unittest.mock import Mock
 
 from quire_engine.engine import Engine
-from quire_engine.scheduling.deadlines import Deadlines
-from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.scheduling.scheduler import Deadlines, Scheduler
 from quire_engine.types import DEADLINE_EXCEEDED, GenerationRequest, StepOutput, TokenOutput
-from quire_server.engine.journal import JournalEntry
+from quire_server.engine.recovery import JournalEntry
 from support.fake_executor import FakeExecutor, new_run, produced_alone, request
 from support.limits import scheduler_config
 

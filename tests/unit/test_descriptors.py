@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from quire_server.http.descriptors import allow_connections
+from quire_server.http.listener import allow_connections
 
 UNLIMITED = resource.RLIM_INFINITY
 

@@ -14,12 +14,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire_server import errors
 from quire_server.app import ROUTERS
+from quire_server.dialects import common
 from quire_server.flags import option_default, parse_flags
 from quire_server.metrics.metrics import Metrics
 from quire_server.settings import ENV_PREFIX, Settings, flag_name
 from quire_server.text.parsing.formats import TOOL_FORMATS
 from quire_server.text.parsing.reasoning import REASONING_FORMATS
-from quire_server.wire import common
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "SERVING.md").read_text(encoding="utf-8")
@@ -110,6 +110,7 @@ BOUNDS = {
     "MAX_ALLOWED_TOKENS": r"`allowed_token_ids` \| {} tokens",
     "MAX_BAD_WORDS": r"`bad_words` \| {} words",
     "MAX_LOGPROB_IDS": r"`logprob_token_ids` \| {} tokens",
+    "MAX_PARTS_IN_ALL": r"parts, tool calls and blocks of all messages or items together \| {} ",
 }
 
 
@@ -122,7 +123,7 @@ def test_limits():
 
 
 def test_exit_codes():
-    source = (ROOT / "server/quire_server/commands/serve.py").read_text()
+    source = (ROOT / "server/quire_server/launch.py").read_text()
     codes = re.search(r"^DONE, FAILED, BAD_USAGE, CRASH_LOOP = (.*)$", source, re.MULTILINE)
     assert codes is not None
     for code in codes[1].split(", "):

@@ -8,8 +8,8 @@ from unittest.mock import Mock
 import pytest
 
 from quire_engine.types import EngineStats, GenerationRequest, SamplingParams, StepOutput, StopParams, TokenOutput
+from quire_server.engine.admission import QueueLimits
 from quire_server.engine.engine_client import EngineClient, RequestStream
-from quire_server.engine.queue_limits import QueueLimits
 from support.fakes import make_plan
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from quire_engine.process.transport import LoadProgress
-from quire_server.engine.engine_state import EngineState
+from quire_server.engine.supervisor import EngineState
 from support.supervising import request, run, supervised
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire_server.errors import ContextLengthExceeded
-from quire_server.text.extent import exceeds
-from quire_server.text.prompt import ChatTemplate
+from quire_server.text.prompt import ChatTemplate, exceeds
 from support.fake_tokenizer import CHAT_TEMPLATE, load_tokenizer
 
 

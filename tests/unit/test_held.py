@@ -20,13 +20,13 @@ def test_a_held_request_takes_no_steps_and_goes_on_where_it_was() -> None:
     a, b = request("a", 40, 30), request("b", 40, 30)
     run.add(a, b)
     steps(run, 5)
-    assert run.scheduler.held.hold("a")
+    assert run.scheduler.hold("a")
     said = len(run.tokens["a", 0])
     steps(run, 5)
     assert len(run.tokens["a", 0]) == said
     stats = run.scheduler.stats()
     assert (stats.running, stats.held, sum(stats.waiting.values())) == (1, 1, 0)
-    assert run.scheduler.held.release("a")
+    assert run.scheduler.release("a")
     run.to_end()
     assert produced_alone(run, a, b)
 
@@ -36,20 +36,20 @@ def test_it_finds_what_it_had_computed_unless_others_needed_the_blocks() -> None
     a = request("a", 64, 40)
     run.add(a)
     steps(run, 20)
-    run.scheduler.held.hold("a")
+    run.scheduler.hold("a")
     assert run.scheduler.stats().blocks_used == 0
     assert run.scheduler.stats().blocks_cached >= 5, "they stay while nobody needs them"
-    run.scheduler.held.release("a")
+    run.scheduler.release("a")
     batch = run.one_step()
     assert batch is not None
     assert batch.num_tokens <= 16, "no more than the rest of a block is computed again"
-    run.scheduler.held.hold("a")
+    run.scheduler.hold("a")
     other = request("other", 150, 20)  # needs eleven of the twelve
     run.add(other)
     run.to_end()
     assert run.scheduler.stats().total_preemptions == 0, "held blocks go before anybody is preempted"
     assert ("other", 0) in run.finishes
-    run.scheduler.held.release("a")
+    run.scheduler.release("a")
     run.to_end()
     assert produced_alone(run, a, other)
 
@@ -59,11 +59,11 @@ def test_a_held_request_has_no_seat() -> None:
     a, b = request("a", 20, 30), request("b", 20, 5)
     run.add(a, b)
     steps(run, 3)
-    run.scheduler.held.hold("a")
+    run.scheduler.hold("a")
     run.to_end()
     assert ("b", 0) in run.finishes
     assert not run.scheduler.has_work
-    run.scheduler.held.release("a")
+    run.scheduler.release("a")
     run.to_end()
     assert produced_alone(run, a, b)
 
@@ -75,10 +75,10 @@ def test_the_elder_that_is_held_is_no_elder_and_comes_back_as_the_youngest() -> 
     elder = run.scheduler._planner.elder
     assert elder is not None
     assert elder.request.request_id == "a"
-    run.scheduler.held.hold("a")
+    run.scheduler.hold("a")
     steps(run, 1)
     assert run.scheduler._planner.elder is run.scheduler._roster.live["b"]
-    run.scheduler.held.release("a")
+    run.scheduler.release("a")
     assert list(run.scheduler._roster.live) == ["b", "c", "a"]
     steps(run, 3)
     assert run.scheduler._planner.elder is run.scheduler._roster.live["b"]
@@ -89,9 +89,9 @@ def test_its_time_aside_does_not_count_for_its_bound() -> None:
     run.add(request("a", 20, 30), request("b", 20, 2000))
     steps(run, 2)
     bound = run.scheduler.wait_bound("a")
-    run.scheduler.held.hold("a")
+    run.scheduler.hold("a")
     steps(run, bound + 10)  # the invariants are checked after each
-    run.scheduler.held.release("a")
+    run.scheduler.release("a")
     run.to_end()
 
 
@@ -100,23 +100,23 @@ def test_what_is_held_can_end(end: str) -> None:
     run = new_run()
     run.add(request("a", 20, 30, n=2))
     steps(run, 3)
-    run.scheduler.held.hold("a")
+    run.scheduler.hold("a")
     if end == "abort":
         assert run.scheduler.abort("a")
     else:
         assert [output.choice for output in run.scheduler.fail("a", "no")] == [0, 1]
     run.scheduler.check_invariants()
-    assert not run.scheduler.held.release("a")
+    assert not run.scheduler.release("a")
     assert (run.scheduler.stats().held, run.scheduler.stats().blocks_used) == (0, 0)
 
 
 def test_only_live_requests_are_held_and_only_once() -> None:
     run = new_run()
     run.add(request("a", 20, 3))
-    assert not run.scheduler.held.hold("b")
-    assert not run.scheduler.held.release("a")
-    assert run.scheduler.held.hold("a")
-    assert not run.scheduler.held.hold("a")
+    assert not run.scheduler.hold("b")
+    assert not run.scheduler.release("a")
+    assert run.scheduler.hold("a")
+    assert not run.scheduler.hold("a")
 
 
 class SlowGrammars:

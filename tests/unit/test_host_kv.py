@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire_engine.batch import Batch
-from quire_engine.execution.host_kv import HostKV, block_rows
+from quire_engine.execution.kv_storage import HostKV, block_rows
 from quire_kernels.kernel_set import KVFormat
 from quire_kernels.select import select
 

@@ -15,7 +15,7 @@ import pytest
 from quire_engine.config import ARCHITECTURES
 from quire_engine.demo import demo_model_path
 from quire_engine.errors import ModelLoadError
-from quire_engine.execution.models.registry import FAMILIES
+from quire_engine.execution.models.families import FAMILIES
 from quire_server.checkpoint.inspect import check_checkpoint
 from quire_server.checkpoint.locate import localized
 from quire_server.settings import Settings
@@ -24,7 +24,7 @@ from support.loopback_hub import COMMIT, LoopbackHub, serving
 # The library reads its variables when it is imported: each story is a process.
 ASK = """
 import json, logging, sys
-from quire.engine_settings import engine_settings
+from quire.llm import engine_settings
 from quire_engine.errors import ModelLoadError
 from quire_server.checkpoint.locate import localized
 from quire_server.settings import Settings

@@ -11,8 +11,8 @@ import pytest
 
 from quire_engine.engine import Engine
 from quire_engine.errors import EngineDead, QuireError, Unanswerable
-from quire_engine.process import inspecting
-from quire_engine.process.inspecting import inspected
+from quire_engine.process import loop
+from quire_engine.process.loop import inspected
 from quire_engine.process.transport import Inspect
 from quire_server.engine import process, supervisor
 from support.fake_executor import new_run, request
@@ -112,7 +112,7 @@ def test_what_cannot_be_answered_is_said_in_words(what: str, argument: str, word
 
 
 def test_an_answer_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspecting, "MAX_BODY_BYTES", 100)
+    monkeypatch.setattr(loop, "MAX_BODY_BYTES", 100)
     assert "ask for less" in inspected(engine(), Inspect(token=1, what="kv")).error
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, StopParams, TokenLogprobs, TokenOutput
-from quire_server.engine.journal import JournalEntry
+from quire_server.engine.recovery import JournalEntry
 
 SCORE = TokenLogprobs(token_id=2, logprob=-1.0, rank=1)
 

@@ -12,8 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from quire_server.errors import BadRequest, ClientGone
-from quire_server.http.json_pieces import JsonLimits, parse_pieces
-from quire_server.http.json_text import parse_text
+from quire_server.http.json_text import JsonLimits, parse_pieces, parse_text
 
 ANY = JsonLimits(max_values=1 << 24)
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from quire_engine.invariants import InvariantViolation
+from quire_engine.scheduling.blocks import NO_MATCH, PageTable
 from quire_engine.scheduling.kv_allocator import KVAllocator
-from quire_engine.scheduling.page_table import PageTable
-from quire_engine.scheduling.prefix_match import NO_MATCH
+from quire_engine.scheduling.log.inspection import num_unused_slots
 from quire_engine.scheduling.sequence import Group, Sequence
-from quire_engine.scheduling.statistics import num_unused_slots
 from support.fake_executor import request
 
 

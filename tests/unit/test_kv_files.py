@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quire_engine.errors import ConfigError
-from quire_engine.execution.kv_files import KVFiles
+from quire_engine.execution.kv_storage import KVFiles
 
 BYTES = 40
 KEYS = [bytes([number]) * 32 for number in range(9)]
@@ -92,7 +92,7 @@ def test_a_block_is_read_when_its_content_has_arrived_and_not_if_another_is_to_c
 
 
 def test_more_than_the_disk_takes_is_left_out(host, monkeypatch):
-    monkeypatch.setattr("quire_engine.execution.kv_files._MOST_WAITING", 1)
+    monkeypatch.setattr("quire_engine.execution.kv_storage._MOST_WAITING", 1)
     first, arrived, begun = host(), Event(), Event()
     first.store(0, 4, lambda: (begun.set(), arrived.wait()))
     assert begun.wait(10)

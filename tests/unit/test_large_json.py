@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from quire_engine.types import TokenLogprobs
-from quire_server.answering.logprob_pieces import TOKENS_AT_ONCE, chat_pieces, completion_pieces, prompt_pieces
-from quire_server.http.large_json import (
+from quire_server.dialects.completions.rendering import TOKENS_AT_ONCE, chat_pieces, completion_pieces, prompt_pieces
+from quire_server.http.json_text import (
     CHARS_AT_ONCE,
     IDS_AT_ONCE,
     Pieces,

@@ -7,8 +7,7 @@ import random
 import pytest
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
-from quire_server.text.least_tokens import longest_token
-from quire_server.text.tokenizer import TextTokenizer
+from quire_server.text.tokenizer import TextTokenizer, longest_token
 from support.sample_tokenizers import TEXT, byte_level, metaspace, sentencepiece, words
 
 

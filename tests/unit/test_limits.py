@@ -8,7 +8,7 @@ import pytest
 
 from quire_engine.errors import ConfigError, InfeasibleRequest
 from quire_engine.limits import LIMIT_NAMES, SchedulerConfig, SchedulerLimits
-from quire_engine.scheduling.policies.gate import check_request
+from quire_engine.scheduling.gate import check_request
 from quire_engine.types import GenerationRequest
 from support.fake_executor import request
 from support.limits import scheduler_config

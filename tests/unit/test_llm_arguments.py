@@ -9,11 +9,11 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 
 from quire import LLM, BeamSearchParams, GuidedDecodingParams, SamplingParams, StructuredOutputsParams
-from quire.engine_settings import ARGUMENTS, engine_settings
+from quire.llm import ARGUMENTS, engine_settings
 from quire.prompts import completions, conversation_list, params_for, prompt_list
 from quire_server.answering.options import BeamOptions, SamplingOptions
+from quire_server.dialects.completions.wire import CompletionRequest
 from quire_server.settings import Settings
-from quire_server.wire.completions import CompletionRequest
 
 USER = {"role": "user", "content": "Hello"}
 

@@ -16,9 +16,7 @@ from pathlib import Path
 import pytest
 
 from quire_server.logs import lost_lines, writing
-from quire_server.logs.output import Output
-from quire_server.logs.relay import Relay
-from quire_server.logs.writer import LineWriter
+from quire_server.logs.output import LineWriter, Output, Relay
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,7 +124,7 @@ def test_a_disk_that_is_full_and_then_not(pipe: tuple[int, int], monkeypatch: py
 
     writer = LineWriter(pipe[1], told)
     with monkeypatch.context() as patched:
-        patched.setattr("quire_server.logs.writer.os.write", full)
+        patched.setattr("quire_server.logs.output.os.write", full)
         writer.put(b"one\n")
         until(lambda: writer.lost == 1)
     writer.put(b"two\n")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire_server.answering.choice import ChoiceDelta
-from quire_server.answering.messages.content import Content
+from quire_server.dialects.messages.rendering import Content
 from quire_server.text.parsing.calls import CallDelta
 from support.messages import rebuilt
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quire_server.answering.options import Conversation, GenerationOptions, PromptOptions, StopOptions
-from quire_server.wire.chat import ChatCompletionRequest
-from quire_server.wire.completions import CompletionRequest
+from quire_server.dialects.chat.wire import ChatCompletionRequest
+from quire_server.dialects.completions.wire import CompletionRequest
 
 Dialect = type[CompletionRequest] | type[ChatCompletionRequest]
 

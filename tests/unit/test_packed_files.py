@@ -16,12 +16,8 @@ from pathlib import Path
 import pytest
 
 from quire_engine.execution.packed import folder as folder_module
-from quire_engine.execution.packed import writing
-from quire_engine.execution.packed.folder import PackedFolder, open_folder
-from quire_engine.execution.packed.header import HEADER_BYTES
-from quire_engine.execution.packed.image import ImageWriter, new_memory, open_image
-from quire_engine.execution.packed.reading import Refused, read_image
-from quire_engine.execution.packed.writing import FileWriter
+from quire_engine.execution.packed.folder import FileWriter, PackedFolder, Refused, open_folder, read_image
+from quire_engine.execution.packed.image import HEADER_BYTES, ImageWriter, new_memory, open_image
 from quire_engine.execution.progress import tell_nobody
 
 BYTES = 20 << 20
@@ -192,7 +188,7 @@ def test_a_full_disk_costs_a_line(folder, fd, monkeypatch, capsys):
         return sent(out, memory, offset, count)
 
     sent = os.sendfile
-    monkeypatch.setattr(writing.os, "sendfile", full)
+    monkeypatch.setattr(folder_module.os, "sendfile", full)
     writer = FileWriter(folder, "key", fd, BYTES)
     pack(fd, writer=writer)
     assert writer.wait() is None
@@ -212,12 +208,11 @@ def test_what_is_not_packed_to_its_end_leaves_no_file(folder, fd):
 
 KILLED = """
 import sys, time
-from quire_engine.execution.packed import writing
-from quire_engine.execution.packed.folder import PackedFolder
+from quire_engine.execution.packed.folder import FileWriter, PackedFolder
 from quire_engine.execution.packed.image import ImageWriter, new_memory
 from pathlib import Path
 fd = new_memory()
-writer = writing.FileWriter(PackedFolder(Path(sys.argv[1]), 1 << 30), "key", fd, 20 << 20)
+writer = FileWriter(PackedFolder(Path(sys.argv[1]), 1 << 30), "key", fd, 20 << 20)
 image = ImageWriter(fd, "key", 20 << 20, writer.advance)
 image.allocate(16 << 20)[:] = 1
 image.tell_used()

@@ -11,14 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire_engine.execution.packed.header import (
+from quire_engine.execution.packed.image import (
     HEADER_BYTES,
     SECTION_BYTES,
     BadHeader,
     Header,
+    ImageWriter,
     decode_header,
+    is_sealed,
+    new_memory,
+    open_image,
 )
-from quire_engine.execution.packed.image import ImageWriter, is_sealed, new_memory, open_image
 
 HEADER = Header(
     key="k",

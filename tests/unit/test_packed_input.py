@@ -7,7 +7,7 @@ from array import array
 import pytest
 import torch
 
-from quire_engine.execution.gpu.packed_input import PackedInput
+from quire_engine.execution.gpu.device import PackedInput
 from support.simulated_device import SimulatedDevice
 
 

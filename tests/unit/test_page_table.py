@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire_engine.scheduling.page_table import PageTable
+from quire_engine.scheduling.blocks import PageTable
 
 
 def test_position_37_of_blocks_of_16() -> None:

@@ -9,15 +9,22 @@ import pytest
 
 from quire_engine.errors import InfeasibleRequest
 from quire_engine.limits import SchedulerConfig, SchedulerLimits, VictimName
-from quire_engine.scheduling.page_table import PageTable
-from quire_engine.scheduling.policies import policies_for
-from quire_engine.scheduling.policies.capacity import WholePrompt
-from quire_engine.scheduling.policies.chunk import FixedChunk
-from quire_engine.scheduling.policies.elder import ElderRule
-from quire_engine.scheduling.policies.gate import check_request
-from quire_engine.scheduling.policies.itl import FEWEST, ItlTarget
-from quire_engine.scheduling.policies.order import PriorityOrder
-from quire_engine.scheduling.policies.victim import LeastLost, LongestRunning, LowestClass, VictimPolicy, Youngest
+from quire_engine.scheduling.blocks import PageTable
+from quire_engine.scheduling.gate import check_request
+from quire_engine.scheduling.policies import (
+    FEWEST,
+    ElderRule,
+    FixedChunk,
+    ItlTarget,
+    LeastLost,
+    LongestRunning,
+    LowestClass,
+    PriorityOrder,
+    VictimPolicy,
+    WholePrompt,
+    Youngest,
+    policies_for,
+)
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.types import GenerationRequest, ServiceClass
 from support.fake_executor import request

@@ -7,13 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-import quire_engine.execution.memory.cpu
-import quire_engine.execution.memory.gpu
+import quire_engine.execution.memory
 from quire_engine.config import EngineConfig
 from quire_engine.errors import ConfigError
-from quire_engine.execution.memory import pool_memory
+from quire_engine.execution.memory import estimate_workspace, pool_memory
 from quire_engine.execution.models.config import load_model_config
-from quire_engine.execution.workspace import estimate_workspace
 from quire_engine.limits import SchedulerLimits
 from quire_engine.memory_plan import PoolSize
 from quire_kernels.reference import REFERENCE
@@ -30,7 +28,7 @@ def memory_of(device: str, **changes):
 
 
 def test_host_memory_is_decided_before_the_load(monkeypatch):
-    monkeypatch.setattr(quire_engine.execution.memory.cpu, "available_memory", lambda: 5 * GIB)
+    monkeypatch.setattr(quire_engine.execution.memory, "available_memory", lambda: 5 * GIB)
     memory, *_ = memory_of("cpu", limits=SchedulerLimits(max_num_seqs=7))
     assert memory.before_load(GIB) == GIB  # a quarter of the rest
     assert memory.max_useful_seqs == 7
@@ -71,7 +69,7 @@ def test_gpu_memory_is_estimated_and_then_measured(monkeypatch):
         measured.append((decoder, kernels, config.max_model_len, where))
         return 3 * GIB
 
-    monkeypatch.setattr(quire_engine.execution.memory.gpu, "measure_workspace", measure)
+    monkeypatch.setattr(quire_engine.execution.memory, "measure_workspace", measure)
     free[0] = 49 * GIB
     assert memory.after_load("decoder") == 40 * GIB - 31 * GIB - 3 * GIB
     where = {"dtype": torch.float32, "device": torch.device("cuda")}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, StopParams
-from quire_server.engine.quarantine import Quarantine, fingerprint
+from quire_server.engine.recovery import Quarantine, fingerprint
 
 BAD = GenerationRequest(
     request_id="a",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire_engine.scheduling.page_table import PageTable
+from quire_engine.scheduling.blocks import PageTable
 from support.fake_executor import Run, expected_tokens, new_run, own_tokens, request
 
 LENGTHS = {"a": 32, "b": 128, "c": 64, "d": 256}

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
+from quire_server.dialects.responses.request import ResponseRequest, messages
 from quire_server.errors import BadRequest
 from quire_server.http.body import validate
-from quire_server.wire.responses.history import messages
-from quire_server.wire.responses.request import ResponseRequest
 
 USER = {"role": "user", "content": "hi"}
 

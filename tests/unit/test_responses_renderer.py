@@ -12,9 +12,9 @@ import pytest
 
 from quire_engine.types import TokenLogprobs
 from quire_server.answering.choice import ChoiceDelta
+from quire_server.dialects.responses.reply import ResponseObject
 from quire_server.errors import EngineFailed
 from quire_server.text.parsing.calls import CallDelta
-from quire_server.wire.responses.reply import ResponseObject
 from support.responses import STEM, delta, parse_events, rebuilt, renderer
 
 TOOLS = [{"type": "function", "name": "get_weather", "parameters": {"type": "object"}}]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from quire_server.answering.responses.ids import item_id, new_stem, response_id
-from quire_server.answering.responses.store import ResponseStore, StoredItem, StoredResponse
+from quire_server.dialects.responses.rendering import item_id, new_stem, response_id
+from quire_server.dialects.responses.store import ResponseStore, StoredItem, StoredResponse
 
 
 def make(previous: StoredResponse | None = None, *, text: str = "", stem: str | None = None) -> StoredResponse:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from quire_engine.execution.rng import philox4x32, uniform
+from quire_engine.execution.distribution import philox4x32, uniform
 
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
 ONES = 0xFFFFFFFF

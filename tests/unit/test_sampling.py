@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire_engine.errors import InfeasibleRequest
-from quire_engine.scheduling.policies.gate import check_request
+from quire_engine.scheduling.gate import check_request
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from quire_server.answering.options import GenerationOptions
 from quire_server.answering.sampling import ModelLimits, banned_words, resolve_sampling, resolve_stop, with_seed
+from quire_server.dialects.completions.wire import CompletionRequest
 from quire_server.errors import BadRequest, ContextLengthExceeded
-from quire_server.wire.completions import CompletionRequest
 from support.fake_tokenizer import load_tokenizer
 from support.fakes import make_plan
 from support.limits import scheduler_config

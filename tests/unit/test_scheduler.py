@@ -8,7 +8,7 @@ import pytest
 
 from quire_engine.batch import SampledToken, StepResult
 from quire_engine.errors import ConfigError, InfeasibleRequest
-from quire_engine.scheduling.scheduler import InvariantViolation
+from quire_engine.invariants import InvariantViolation
 from quire_engine.types import TokenOutput
 from support.fake_executor import expected_tokens, new_run, outputs_of, own_tokens, produced_alone, request
 

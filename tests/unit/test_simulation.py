@@ -17,8 +17,7 @@ from quire_engine.simulation.cost_model import UNIT_STEPS, CostModel, cost_model
 from quire_engine.simulation.fairness import shares
 from quire_engine.simulation.lengths import exercise_setup, rows_of
 from quire_engine.simulation.plotting import svg, terminal
-from quire_engine.simulation.prefix_study import hit_rate
-from quire_engine.simulation.published import EXERCISES, poisson, queue_of_one
+from quire_engine.simulation.published import EXERCISES, hit_rate, poisson, queue_of_one
 from quire_engine.simulation.report import jain, report
 from quire_engine.simulation.setup import Setup, parse_settings, setup
 from quire_engine.simulation.simulator import simulate

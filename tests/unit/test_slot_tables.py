@@ -8,7 +8,7 @@ from array import array
 import pytest
 import torch
 
-from quire_engine.execution.gpu.packed_input import PackedInput
+from quire_engine.execution.gpu.device import PackedInput
 from quire_engine.execution.gpu.tables import DRAWS, LIMITS_K, LIMITS_P, RULES, SlotTables
 from quire_engine.types import SamplingParams
 from support.simulated_device import SimulatedDevice

@@ -9,9 +9,7 @@ import signal
 import psutil
 import pytest
 
-from quire_server.engine.engine_state import EngineState
-from quire_server.engine.spare import Spare
-from quire_server.engine.supervisor import Supervisor
+from quire_server.engine.supervisor import EngineState, Spare, Supervisor
 from support.supervising import reached, request, run, supervised
 
 

@@ -15,14 +15,14 @@ from support.limits import scheduler_config
 
 
 def steps(run: Run) -> list[Any]:
-    answer = run.scheduler.inspection.answer("steps", {"limit": 256})
+    answer = run.scheduler.answer("steps", {"limit": 256})
     assert isinstance(answer, dict)
     return list(answer["steps"])
 
 
 def told(run: Run | Scheduler, name: str) -> dict[str, Any]:
     scheduler = run.scheduler if isinstance(run, Run) else run
-    answer = scheduler.inspection.answer("request", {"ids": [name]})
+    answer = scheduler.answer("request", {"ids": [name]})
     assert isinstance(answer, dict)
     (one,) = answer["requests"]
     return dict(one)
@@ -178,14 +178,14 @@ def test_an_abort_ends_a_life_and_a_running_one_is_told_so_far() -> None:
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire_engine.scheduling.step_log.MOST_FINISHED", 3)
+    monkeypatch.setattr("quire_engine.scheduling.log.step_log.MOST_FINISHED", 3)
     run = new_run(step_log=5)
     for i in range(20):
         run.add(request(f"r{i}", 4, 3))
         run.to_end()
     log = run.scheduler._log
     assert log is not None
-    answer = run.scheduler.inspection.answer("requests", {})
+    answer = run.scheduler.answer("requests", {})
     assert isinstance(answer, dict)
     assert [each["request_id"] for each in answer["ended"]] == ["r19", "r18", "r17"]
     assert [step.step_id for step in steps(run)] == [56, 57, 58, 59, 60]
@@ -239,12 +239,12 @@ def test_a_short_log_knows_who_ended_beside_the_step_in_flight() -> None:
     engine.submit(request("b", 20, 24, penalty=0.0))
     while engine.has_work:
         engine.step()
-        seen += scheduler.inspection.answer("steps", {})["steps"]  # type: ignore[index]
+        seen += scheduler.answer("steps", {})["steps"]  # type: ignore[index]
     assert {name for step in seen for name, *_ in step.slices} == {"a", "b"}
 
 
 def test_blocks_of_an_earlier_run_are_counted_where_their_contents_are_missing() -> None:
     scheduler = Scheduler(scheduler_config(num_blocks=64, num_host_blocks=8), host_keys=[b"1" * 32, b"2" * 32])
-    answer = scheduler.inspection.answer("steps", {"events": True})
+    answer = scheduler.answer("steps", {"events": True})
     assert isinstance(answer, dict)
     assert (answer["restored_blocks"], answer["format"]) == (2, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from quire_engine.scheduling.page_table import PageTable
+from quire_engine.scheduling.blocks import PageTable
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.step_plan import StepPlan
 from quire_engine.types import SamplingParams

@@ -11,11 +11,11 @@ import pytest
 from quire_server.answering.constraining.calls import MAX_RULES_CHARS
 from quire_server.answering.constraining.schemas import MAX_SCHEMA_CHARS, MAX_SCHEMA_DEPTH
 from quire_server.answering.options import Structure
+from quire_server.dialects.chat.wire import ChatCompletionRequest
+from quire_server.dialects.completions.wire import CompletionRequest
+from quire_server.dialects.structure import MAX_GRAMMAR_CHARS, MAX_REGEX_CHARS, MAX_STRUCTURE_CHOICES
 from quire_server.errors import BadRequest
 from quire_server.http.body import validate
-from quire_server.wire.chat import ChatCompletionRequest
-from quire_server.wire.completions import CompletionRequest
-from quire_server.wire.structure import MAX_GRAMMAR_CHARS, MAX_REGEX_CHARS, MAX_STRUCTURE_CHOICES
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TEXT = json.dumps(SCHEMA)

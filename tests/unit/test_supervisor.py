@@ -7,7 +7,7 @@ import os
 import signal
 
 from quire_engine.types import StepOutput
-from quire_server.engine.engine_state import EngineState
+from quire_server.engine.supervisor import EngineState
 from support.supervising import expected, reached, request, run, send_garbage, supervised
 
 

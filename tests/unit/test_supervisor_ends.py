@@ -14,9 +14,8 @@ import pytest
 
 from quire_engine.config import EngineConfig
 from quire_engine.errors import ConfigError, CrashLoop, EngineDead, ModelLoadError
-from quire_server.engine.engine_state import EngineState
 from quire_server.engine.restart_policy import RestartPolicy
-from quire_server.engine.supervisor import Supervisor
+from quire_server.engine.supervisor import EngineState, Supervisor
 from support.supervising import FAKE, request, run, send_garbage, supervised
 
 

@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 
-from quire_engine.scheduling.policies.swap_cost import SwapCost
-from quire_engine.scheduling.swapping_allocator import SwappingAllocator
+from quire_engine.scheduling.swapping import SwapCost, SwappingAllocator
 from support.fake_executor import CorruptKV, Run, expected_embedding, new_run, outputs_of, produced_alone, request
 from support.scheduler_model import check_prompt_logprobs
 
@@ -188,7 +187,7 @@ def test_a_swapped_elder_comes_in_first() -> None:
 def test_the_step_log_counts_what_is_swapped() -> None:
     run = swapping_run()
     play(run, request("a", 14, 14), request("b", 14, 14))
-    answer = run.scheduler.inspection.answer("steps", {"limit": 256})
+    answer = run.scheduler.answer("steps", {"limit": 256})
     told = [step.swaps for step in answer["steps"]]
     assert told == [(len(batch.swap_out), len(batch.swap_in)) for batch in run.log]
     assert any(back for _, back in told)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from quire_server.errors import NotReady
-from quire_server.text.text_queue import PATIENCE, Lane, TextBudget
+from quire_server.text.text_threads import PATIENCE, Lane, TextBudget
 
 pytestmark = pytest.mark.anyio
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from quire_engine.execution.constrained import token_masks
-from quire_engine.execution.constrained.follower import clear_bits, set_bits
-from quire_engine.execution.constrained.token_masks import MaskWriter
+from quire_engine.execution.constrained import grammars
+from quire_engine.execution.constrained.constraints import clear_bits, set_bits
+from quire_engine.execution.constrained.grammars import MaskWriter
 from quire_engine.execution.distribution import padded
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -24,7 +24,7 @@ def mask_of(ids: set[int], vocab_size: int) -> np.ndarray:
 @pytest.mark.parametrize("few_cells", [0, 1 << 30], ids=["row by row", "together"])
 @pytest.mark.parametrize("vocab_size", [61, 2048, 5003, 31, 64])
 def test_what_has_no_bit_is_gone(monkeypatch, vocab_size, few_cells, device):
-    monkeypatch.setattr(token_masks, "_FEW_CELLS", few_cells)
+    monkeypatch.setattr(grammars, "_FEW_CELLS", few_cells)
     dice = np.random.default_rng(vocab_size)
     few, half = (set(dice.choice(vocab_size, size).tolist()) for size in (3, vocab_size // 2))
     every = set(range(vocab_size))
@@ -53,8 +53,8 @@ def test_every_row_masked_is_no_other_thing():
 
 
 def test_masks_are_forgotten_in_turn(monkeypatch):
-    monkeypatch.setattr(token_masks, "_FEW_CELLS", 0)
-    monkeypatch.setattr(token_masks, "_MAX_KEPT", 3)
+    monkeypatch.setattr(grammars, "_FEW_CELLS", 0)
+    monkeypatch.setattr(grammars, "_MAX_KEPT", 3)
     writer = MaskWriter()
     for i in range(10):
         masked = writer.masked(torch.zeros(1, 64), {0: mask_of({i}, 64)})

@@ -12,8 +12,7 @@ import psutil
 import pytest
 
 from quire_server.errors import BadRequest
-from quire_server.text.text_queue import TextBudget
-from quire_server.text.text_threads import HUGE, LARGE_CHARS, LARGE_IDS, TextThreads
+from quire_server.text.text_threads import HUGE, LARGE_CHARS, LARGE_IDS, TextBudget, TextThreads
 from quire_server.text.tokenizer import TextTokenizer
 from quire_server.text.tokenizer_process import TokenizerGone, TokenizerProcess
 from support.fake_tokenizer import write_tokenizer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire_server.text.tool_prompt import told_of_tools
+from quire_server.text.prompt import told_of_tools
 
 TOOLS = [{"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}}]
 USER = {"role": "user", "content": "What time is it?"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quire_server.answering.options import Conversation, GenerationOptions, Tool
+from quire_server.dialects.chat.wire import ChatCompletionRequest
 from quire_server.errors import BadRequest
-from quire_server.wire.chat import ChatCompletionRequest
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "Now.", "parameters": SCHEMA}}

@@ -9,8 +9,7 @@ import pytest
 
 from quire_server.flags import build_parser, parse_command_line, parse_flags
 from quire_server.settings import Settings, SettingsError
-from quire_server.settings.vllm import flags_text, foreign
-from quire_server.settings.vllm_flags import FLAGS
+from quire_server.settings.vllm import FLAGS, flags_text, foreign
 
 # The flags of `vllm serve` that its users have in scripts; those that are settings here included.
 FLAGS_OF_VLLM = """

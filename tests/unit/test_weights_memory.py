@@ -11,8 +11,7 @@ import pytest
 
 from quire_engine.config import EngineConfig
 from quire_engine.errors import EngineDead
-from quire_server.engine.supervisor import Supervisor
-from quire_server.engine.weights_memory import WeightsMemory
+from quire_server.engine.supervisor import Supervisor, WeightsMemory
 from support.supervising import run
 
 # An engine that writes down what it was handed, then leaves something there, sealed or not, and ends.

@@ -1,7 +1,6 @@
 """Exercises by a live server: python -m quire_bench.exercises --url http://127.0.0.1:8000 [S1.3 S2.2 ...].
 
 Promises: what the command of checks does; servers of its own, for what the given one cannot show, are gone at the end.
-Must not know: any exercise.
 """
 
 from __future__ import annotations

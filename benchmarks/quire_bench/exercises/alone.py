@@ -1,7 +1,7 @@
 """Exercise S2.4: what requests get among others they get alone, token for token.
 
 Promises: lengths are drawn by a fixed seed, prompts are new to the server; every answer is asked for a second time when
-nothing else runs. Must not know: why the answers should be equal.
+nothing else runs.
 """
 
 from __future__ import annotations

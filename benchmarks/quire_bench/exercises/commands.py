@@ -1,7 +1,6 @@
 """Exercises that commands of `quire` do: S1.4 and S3.2 by plan, S4.1 and S4.4 by bench, S4.5 by doctor, S4.6 by plan.
 
-Promises: the commands run as a user runs them; what is compared is what they print or write. Must not know: how any of
-them works.
+Promises: the commands run as a user runs them; what is compared is what they print or write.
 """
 
 from __future__ import annotations

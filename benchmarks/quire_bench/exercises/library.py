@@ -1,7 +1,6 @@
 """Exercises on what can be imported: S2.1, S3.3.
 
-Promises: each script runs in a process of its own, so that nothing is loaded there but what it asks for. Must not know:
-what is behind the names that the scripts use.
+Promises: each script runs in a process of its own, so that nothing is loaded there but what it asks for.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import sys
 from quire_engine.batch import SampledToken, StepResult
 from quire_engine.limits import SchedulerConfig
 from quire_engine.scheduling.block_pool import BlockPool
-from quire_engine.scheduling.page_table import PageTable
+from quire_engine.scheduling.blocks import PageTable
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.sequence import Sequence
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams

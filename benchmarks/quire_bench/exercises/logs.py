@@ -1,6 +1,6 @@
 """A live server's step log from one step on, as a replay reads it.
 
-Promises: every step of that time and what came between them, or BenchError. Must not know: what is looked for in it.
+Promises: every step of that time and what came between them, or BenchError.
 """
 
 from __future__ import annotations

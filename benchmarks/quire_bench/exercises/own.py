@@ -1,7 +1,6 @@
 """Servers of the embedded model for what a given server cannot show: few slots, or a small pool.
 
-Owns those that were started. Promises: each is started when it is first asked for, and gone when this is left. Must not
-know: any exercise.
+Owns those that were started. Promises: each is started when it is first asked for, and gone when this is left.
 """
 
 from __future__ import annotations

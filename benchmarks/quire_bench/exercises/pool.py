@@ -1,6 +1,6 @@
 """Exercises on blocks and tables: S1.1, S1.2, S1.4.
 
-Promises: what is counted is read off the live pool and the live step log. Must not know: how blocks are handed out.
+Promises: what is counted is read off the live pool and the live step log.
 """
 
 from __future__ import annotations

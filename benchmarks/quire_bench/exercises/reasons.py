@@ -1,6 +1,6 @@
 """Exercise S4.2: every decision of the scheduler has a reason, and `quire trace` names the rule that it follows from.
 
-Promises: decisions of live servers' own logs, of requests that enter, wait and are preempted. Must not know: the rules.
+Promises: decisions of live servers' own logs, of requests that enter, wait and are preempted.
 """
 
 from __future__ import annotations

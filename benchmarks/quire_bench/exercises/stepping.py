@@ -1,7 +1,6 @@
 """Exercises on single steps: S1.3, S2.2, S2.3, S3.1.
 
 Promises: the live server's steps beside the simulator's, slice for slice; requests are told apart by their lengths.
-Must not know: how a step is planned.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Facts against a live server: python -m quire_bench.facts --url http://127.0.0.1:8000 [F1 F12 ...].
 
-Promises: what the command of checks does, for facts on batching and paged memory. Must not know: any fact.
+Promises: what the command of checks does, for facts on batching and paged memory.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Facts on batches and blocks: F1, F2, F8, F12.
 
-Promises: exact counts, of requests whose lengths are exact. Must not know: how the server keeps its counts.
+Promises: exact counts, of requests whose lengths are exact.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A command of checks against a live server: which of them, on whom, and the table of what was expected and what came.
 
 Promises: exit code 0 when all agree, 1 when one does not or could not be checked, 2 for arguments that cannot work.
-Must not know: any check.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One fact, and whether the server agrees.
 
-Promises: what was expected and what came, in words a person can compare. Must not know: how either was found.
+Promises: what was expected and what came, in words a person can compare.
 """
 
 from __future__ import annotations

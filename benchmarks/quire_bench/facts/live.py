@@ -1,7 +1,6 @@
 """A live server as the facts need it: completions of exact lengths, its metrics, the seconds of its dashboard.
 
-Promises: prompts are token ids that no earlier prompt began with; a server that is busy is not measured. Must not know:
-any fact.
+Promises: prompts are token ids that no earlier prompt began with; a server that is busy is not measured.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Facts on the KV cache's memory and its limits: F9, F10, F19.
 
-Promises: arithmetic that is done here from a model's config, beside what the server says. Must not know: how the engine
-works any of it out.
+Promises: arithmetic that is done here from a model's config, beside what the server says.
 """
 
 from __future__ import annotations

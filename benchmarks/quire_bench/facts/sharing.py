@@ -1,6 +1,6 @@
 """Facts on shared prefixes: F11, F13, F14.
 
-Promises: prompts are new to the server, so that what is shared was shared here. Must not know: how blocks are matched.
+Promises: prompts are new to the server, so that what is shared was shared here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Facts on single steps and tables, from the server's own log of them: F3, F4, F6, F7.
 
-Promises: only steps of the requests that are made here count. Must not know: how a step is planned.
+Promises: only steps of the requests that are made here count.
 """
 
 from __future__ import annotations

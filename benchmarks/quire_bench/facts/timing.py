@@ -1,6 +1,6 @@
 """Facts on time and overload: F5, F17, F18.
 
-Promises: the server's own times, of load that is made here. Must not know: how the server measures.
+Promises: the server's own times, of load that is made here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """quire-demo, the tiny trained model that ships with Quire, and the script that made it.
 
 Promises a checkpoint folder that loads like any other, without a download.
-Must not know who serves it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The device that a model runs on, from what was asked for.
 
-Promises: where a GPU is there and cannot be used, the reason is said. Must not know: models, what is computed.
+Promises: where a GPU is there and cannot be used, the reason is said. Must not know: models.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which runner serves a model: the one that is waited for, or on a GPU whose kernels choose tokens the one that is not.
+"""Which runner serves a model: the one that is waited for, or on a GPU whose kernels choose tokens the one that is
+not.
 
-Promises: build and the measurement of memory make the same one. Must not know: how either computes, how much memory
-there is.
+Promises: build and the measurement of memory make the same one.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import torch
 
 from quire_engine.execution.constrained.grammars import Grammars
-from quire_engine.execution.gpu.cuda import CudaDevice
+from quire_engine.execution.gpu.device import CudaDevice
 from quire_engine.execution.gpu.graphs import MOST_MIXED_ROWS
 from quire_engine.execution.gpu.runner import GpuRunner, RunnerLimits
 from quire_engine.execution.gpu.swaps import staging_blocks
-from quire_engine.execution.host_kv import HostKV
-from quire_engine.execution.kv_storage import KVStorage
+from quire_engine.execution.kv_storage import HostKV, KVStorage
 from quire_engine.execution.models.decoder import Decoder
 from quire_engine.execution.runner import Runner
 from quire_engine.limits import SchedulerLimits

@@ -1,7 +1,7 @@
-"""Faults of steps, for tests of what follows them: they happen where a batch, or a part of it, is about to be computed.
+"""Faults of steps, for tests of what follows them: they happen where a batch, or a part of it, is about to be
+computed.
 
-Owns how often each could have happened. Promises: a runner without faults does not know of this. Must not know: why a
-fault is wanted, queues, requests beyond their seeds.
+Owns how often each could have happened. Promises: a runner without faults does not know of this. Must not know: queues.
 """
 
 from __future__ import annotations

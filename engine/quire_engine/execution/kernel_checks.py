@@ -1,24 +1,28 @@
 """The short check of a kernel set before it serves, and the set without the ops that failed.
 
-Promises: what fails is replaced by the reference's op with a warning, or the start ends with a ConfigError; never
-silently. Must not know: which kernel sets there are, requests.
+What fails is replaced by the reference's op with a warning, or the start ends with a ConfigError; never silently.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from quire_engine.errors import ConfigError
-from quire_engine.execution.choice_checks import choice_checks
+from quire_engine.execution import distribution
+from quire_engine.execution.distribution import uniform
 from quire_engine.execution.models.config import ModelConfig
-from quire_kernels.kernel_set import KernelSet
+from quire_engine.execution.sampler import Sampler, SampleRow
+from quire_engine.types import SamplingParams, StopParams
+from quire_kernels.kernel_set import ChoiceRows, KernelSet
 from quire_kernels.verify.attention import like_reference
 from quire_kernels.verify.checks import ModelSizes, short_checks
-from quire_kernels.verify.findings import Check, Finding, Subject
+from quire_kernels.verify.findings import Check, Finding, Outcome, Subject, compared_alone, together
 from quire_kernels.verify.heads import Heads
 from quire_kernels.verify.repair import Irreplaceable, without
 from quire_kernels.verify.watch import PATIENCE, run_checks
@@ -26,6 +30,9 @@ from quire_kernels.verify.watch import PATIENCE, run_checks
 _log = logging.getLogger(__name__)
 _ROWS = (1, 7)
 _ADVICE = "run `quire verify` and send what it writes; set kernels to reference to serve without them"
+_MOST_TOKENS = 8192
+# Of the mass before a token: probabilities are float32, and each device rounds their exponentials in its own way.
+_BORDER = 2.0**-20
 
 
 def model_sizes(model: ModelConfig, block_size: int) -> ModelSizes:
@@ -84,3 +91,116 @@ def _failures(subject: Subject, sizes: ModelSizes, patience: float) -> dict[str,
 def _checks(subject: Subject, sizes: ModelSizes) -> Iterator[Check]:
     yield from short_checks(subject, sizes)
     yield from choice_checks(subject, sizes.vocabulary, _ROWS)
+
+
+def choice_checks(subject: Subject, vocabulary: int, rows: Sequence[int]) -> Iterator[Check]:
+    """For a set that chooses: draws and greatest logits, in so many rows each, as the sampler on the CPU has them."""
+    if subject.kernels.choose is None:
+        return
+    for count in rows:
+        yield Check(op="choose", case=f"{count} rows", run=_Draws(subject, min(vocabulary, _MOST_TOKENS), count).check)
+
+
+class _Draws:
+    """`count` rows of logits and what is asked of each, in every mixture of limits.
+
+    A token that differs from the sampler's is a fault unless the draw falls on the border between two tokens.
+    """
+
+    def __init__(self, subject: Subject, vocabulary: int, count: int) -> None:
+        self._subject = subject
+        source, generator = random.Random(count), torch.Generator().manual_seed(count)
+        # Large for few tokens, small for most, as models' are; rounded, so that some are equal.
+        normal = torch.randn(count, vocabulary, generator=generator)
+        self._logits = (normal * 16).round() / 4
+        self._rows = [
+            SampleRow(
+                sampling=SamplingParams(
+                    temperature=source.choice([0.0, 0.05, 0.6, 1.0, 2.5]),
+                    top_k=source.choice([0, 0, 1, 5, 40, vocabulary - 1, vocabulary]),
+                    top_p=source.choice([1.0, 1.0, 0.95, 0.5]),
+                    min_p=source.choice([0.0, 0.0, 0.05, 0.5]),
+                    seed=source.getrandbits(63),
+                ),
+                stop=StopParams(max_new_tokens=1),
+                choice=source.randrange(5),
+                prompt_token_ids=(),
+                output_token_ids=(),
+                position=source.randrange(1, 5000),
+                logits_row=row,
+            )
+            for row in range(count)
+        ]
+
+    def check(self) -> Outcome:
+        """The tokens, the flags, and the first and last row alone."""
+        logits, count = self._logits.clone(), len(self._rows)
+        broken = count - 1 if count > 2 else count
+        logits[broken:] = torch.nan
+        ids, finite, possible = self._choose(logits, self._rows)
+        if finite != [row < broken for row in range(count)]:
+            return Outcome(problem=f"{finite} tells wrongly which rows are finite")
+        if not all(possible[:broken]):
+            return Outcome(problem=f"{possible} tells wrongly for which rows a token is left")
+        if not all(0 <= token < logits.shape[1] for token in ids):
+            return Outcome(problem=f"{ids} are not all tokens of the vocabulary")
+        wanted = Sampler().sample(logits, self._rows)
+        for row in range(broken):
+            if ids[row] != wanted[row].token_id and not self._on_the_border(row, ids[row]):
+                sampling = self._rows[row].sampling
+                return Outcome(problem=f"row {row} got token {ids[row]}, not {wanted[row].token_id}, by {sampling}")
+        alone = [
+            compared_alone(
+                self._choose(logits[row : row + 1], self._rows[row : row + 1])[0] == ids[row : row + 1],
+                self._subject,
+                f"row {row} of {count}",
+            )
+            for row in ((0, broken - 1) if count > 1 else ())
+        ]
+        return together(*alone)
+
+    def _choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[bool], list[bool]]:
+        choose, device = self._subject.kernels.choose, self._subject.device
+        assert choose is not None
+        asked = [row.sampling for row in rows]
+
+        def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        ids, finite, possible = choose(
+            logits.to(device, copy=True),
+            ChoiceRows(
+                logits_rows=torch.arange(len(rows), device=device),
+                temperature=column([one.temperature for one in asked], torch.float32),
+                top_k=column([one.top_k for one in asked], torch.int32),
+                top_p=column([one.top_p for one in asked], torch.float64),
+                min_p=column([one.min_p for one in asked], torch.float32),
+                seed=column([one.seed for one in asked], torch.int64),
+                choice=column([row.choice for row in rows], torch.int64),
+                position=column([row.position for row in rows], torch.int64),
+                draws=any(one.temperature for one in asked),
+                limits_k=any(one.top_k for one in asked),
+                limits_p=any(one.top_p < 1 for one in asked),
+            ),
+        )
+        return ids.tolist(), finite.tolist(), possible.tolist()
+
+    def _on_the_border(self, row: int, token: int) -> bool:
+        """Whether the draw is as good as at the beginning or the end of the token's share of the mass."""
+        asked, logits = self._rows[row].sampling, self._logits[row : row + 1]
+        if asked.temperature == 0:
+            return False
+        scaled = (logits - logits.amax()) / asked.temperature
+        if 0 < asked.top_k < logits.shape[1]:
+            scaled = scaled.masked_fill(~distribution.keep_top_k(scaled, [asked.top_k]), -torch.inf)
+        mass = scaled.softmax(dim=1)
+        if asked.top_p < 1:
+            mass = mass * distribution.keep_top_p(mass, [asked.top_p])
+        if asked.min_p > 0:
+            mass = mass * distribution.keep_min_p(mass, [asked.min_p])
+        if not float(mass[0, token]):
+            return False
+        ends = mass[0].double().cumsum(0)
+        drawn = uniform(asked.seed, self._rows[row].choice, self._rows[row].position) * float(ends[-1])
+        begin = float(ends[token] - mass[0, token])
+        return begin - _BORDER <= drawn <= float(ends[token]) + _BORDER

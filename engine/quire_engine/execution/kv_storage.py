@@ -1,17 +1,37 @@
-"""The KV pool's memory.
-
-Promises: allocated once, zeroed; the layout is the kernel set's, the block its first dimension.
-Must not know: who owns which block.
-"""
+"""The memory of keys and values: the KV pool, blocks of host memory beside it, and files for those."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import fcntl
+import logging
+import os
+import re
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from threading import Condition, Thread
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
+from quire_engine.errors import ConfigError
 from quire_engine.execution.models.config import ModelConfig
 from quire_kernels.kernel_set import KernelSet
+from quire_kernels.trusted_folder import open_trusted, trusted
+
+_log = logging.getLogger(__name__)
+Pairs = Sequence[tuple[int, int]]  # (source, target) each
+_MEASURED = 32  # blocks
+_MAGIC = b"quire kv block 1"
+_HEADER = len(_MAGIC) + sha256().digest_size
+_NAME = re.compile(r"[0-9a-f]{64}\.kv")
+_MOST_WAITING = 256  # blocks to write; more are left out
 
 
 def block_bytes(kernels: KernelSet, config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -20,7 +40,10 @@ def block_bytes(kernels: KernelSet, config: ModelConfig, block_size: int, dtype:
 
 
 class KVStorage:
-    """All blocks' keys and values. `tensor` is what the model's ops take."""
+    """All blocks' keys and values. `tensor` is what the model's ops take.
+
+    Allocated once, zeroed; the layout is the kernel set's, the block its first dimension.
+    """
 
     def __init__(  # noqa: PLR0917 - what a pool is made of
         self,
@@ -46,3 +69,254 @@ class KVStorage:
             return
         indices = torch.tensor(pairs, device=self.tensor.device)  # [n, 2]
         self.tensor[indices[:, 1]] = self.tensor[indices[:, 0]]
+
+
+def block_rows(pool: Tensor) -> Tensor:
+    """A pool's memory, [blocks, bytes] uint8: by the kernels' contract the first dimension is the block."""
+    return pool.flatten(1).view(torch.uint8)
+
+
+class HostBlocks(Protocol):
+    """What a runner does with the swaps of a batch; this one here, or the GPU's that copies beside the steps."""
+
+    def swap(self, out: Pairs, into: Pairs, keys: Sequence[bytes] = ()) -> None:
+        """Copy blocks of the pool to the host, then host blocks to the pool. No target comes twice in either.
+
+        `keys`, of those that go out, are for the files.
+        """
+        ...
+
+    def keep_in(self, directory: Path, layout: bytes) -> tuple[bytes, ...]:
+        """Keep in files what goes out, and begin with what is in them: the keys of the first host blocks."""
+        ...
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """Nobody will ask for what these host blocks hold: it leaves the files."""
+        ...
+
+    def seconds_per_block(self) -> float:
+        """What one block's copy takes, measured. Call it before the first step."""
+        ...
+
+
+class HostKV:
+    """See `HostBlocks`. The pool may lie on a device or on the host itself. A swap is done when `swap` returns."""
+
+    def __init__(self, pool: Tensor, num_blocks: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._pool = block_rows(pool)
+        self._host = torch.zeros(num_blocks, self._pool.shape[1], dtype=torch.uint8)
+        self._clock = clock
+        self._files: KVFiles | None = None
+
+    def keep_in(self, directory: Path, layout: bytes) -> tuple[bytes, ...]:
+        self._files = KVFiles(directory, layout, num_bytes=self._host.shape[1], row=self._host.__getitem__)
+        return self._files.load(len(self._host))
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        if self._files is not None:
+            self._files.forget(blocks)
+
+    @torch.inference_mode()
+    def swap(self, out: Pairs, into: Pairs, keys: Sequence[bytes] = ()) -> None:
+        if out:
+            blocks = [target for _, target in out]
+            if self._files is not None:
+                self._files.replace(blocks, keys)
+            sources, targets = _columns(out)
+            self._host[targets] = self._pool[sources.to(self._pool.device)].to(self._host.device)
+            if self._files is not None:
+                self._files.write(blocks, keys, _arrived)
+        if into:
+            sources, targets = _columns(into)
+            self._pool[targets.to(self._pool.device)] = self._host[sources].to(self._pool.device)
+
+    def seconds_per_block(self) -> float:
+        """By copying the empty pool's zeros out and in again."""
+        count = min(_MEASURED, len(self._pool), len(self._host))
+        there = [(i, i) for i in range(count)]
+        self.swap(there, there)  # the first time memory is taken
+        started = self._clock()
+        self.swap(there, there)
+        return (self._clock() - started) / (2 * count)
+
+
+def _arrived() -> None:
+    pass
+
+
+def _columns(pairs: Pairs) -> tuple[Tensor, Tensor]:
+    indices = torch.tensor(pairs)  # [n, 2]
+    return indices[:, 0], indices[:, 1]
+
+
+class KVFiles:
+    """Host blocks in files, by the hash of their content, so that the prefixes of one run are there in the next.
+
+    Owns one directory; there are no more files than host blocks. A file is whole and of this checkpoint and layout, or
+    it is not read. A thread writes, and what comes faster than the disk takes it is not written. What a file says
+    becomes a part of answers: a directory that others may write to is refused.
+    """
+
+    def __init__(self, directory: Path, layout: bytes, *, num_bytes: int, row: Callable[[int], Tensor]) -> None:
+        """`layout`: all that the bytes depend on beside the tokens. `row(i)`: the host block, [num_bytes] uint8.
+
+        Raises ConfigError for a directory that cannot be trusted or is in use.
+        """
+        self._layout, self._num_bytes, self._row = layout, num_bytes, row
+        self._directory = directory / sha256(layout).hexdigest()[:16]
+        for folder in (directory, self._directory):
+            _make_private(folder)
+        self._lock_file = _locked(self._directory)
+        self._changed = Condition()  # guards all below
+        self._key_of: dict[int, bytes] = {}  # host block -> what it holds, or will when it has arrived
+        self._block_of: dict[bytes, int] = {}
+        self._writes: deque[tuple[int, bytes, Callable[[], None]]] = deque()
+        self._removals: deque[bytes] = deque()
+        self._idle = True
+        self._broken = self._closed = False
+        Thread(target=self._work, name="kv files", daemon=True).start()
+
+    def load(self, num_blocks: int) -> tuple[bytes, ...]:
+        """Fill host blocks 0, 1, ... from files, the newest if there are too many; returns their keys, oldest first."""
+        found = [entry for entry in os.scandir(self._directory) if _NAME.fullmatch(entry.name)]
+        found.sort(key=lambda entry: entry.stat(follow_symlinks=False).st_mtime_ns)
+        keys: list[bytes] = []
+        bad = 0
+        for entry in found[max(0, len(found) - num_blocks) :]:
+            key = bytes.fromhex(entry.name.removesuffix(".kv"))
+            payload = self._read(Path(entry.path), key)
+            if payload is None:
+                bad += 1
+                self._remove(key)
+                continue
+            _bytes_of(self._row(len(keys)))[:] = payload
+            self._key_of[len(keys)], self._block_of[key] = key, len(keys)
+            keys.append(key)
+        for entry in found[: max(0, len(found) - num_blocks)]:
+            self._remove(bytes.fromhex(entry.name.removesuffix(".kv")))
+        if bad:
+            _log.warning("%s: %d files of KV blocks were damaged or foreign, and are gone", self._directory, bad)
+        _log.info("%s: %d KV blocks of earlier runs", self._directory, len(keys))
+        return tuple(keys)
+
+    def replace(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Host blocks are about to get other contents: call it before they are copied to. An empty key names none."""
+        with self._changed:  # at most for as long as one block is copied
+            for block, key in zip(blocks, keys, strict=True):
+                old = self._key_of.pop(block, b"")
+                if old and self._block_of.get(old) == block:
+                    del self._block_of[old]
+                    self._removals.append(old)
+                if key:
+                    self._key_of[block], self._block_of[key] = key, block
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """Nobody will ask for what these host blocks hold: their files go."""
+        self.replace(blocks, (b"",) * len(blocks))
+        with self._changed:
+            self._changed.notify()
+
+    def write(self, blocks: Sequence[int], keys: Sequence[bytes], wait: Callable[[], None]) -> None:
+        """Their contents are there when `wait` returns; they are written some time after that, if nothing replaces
+        them before."""
+        with self._changed:
+            for block, key in zip(blocks, keys, strict=True):
+                if key and len(self._writes) < _MOST_WAITING and not self._broken:
+                    self._writes.append((block, key, wait))
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Write what waits, and let another server have the directory."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._idle and not self._writes and not self._removals)
+            self._closed = True
+            self._changed.notify_all()
+        os.close(self._lock_file)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._idle = True
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._writes or self._removals or self._closed)
+                if self._closed:
+                    return
+                self._idle = False
+                removals, self._removals = self._removals, deque()
+                task = self._writes.popleft() if self._writes else None
+            try:
+                for key in removals:
+                    if key not in self._block_of:
+                        self._remove(key)
+                if task is not None:
+                    self._write(*task)
+            except Exception as error:  # the server serves without files as well
+                with self._changed:
+                    self._broken = True
+                    self._writes.clear()
+                _log.error("%s: KV blocks are written no more: %s", self._directory, error)
+
+    def _write(self, block: int, key: bytes, wait: Callable[[], None]) -> None:
+        wait()
+        with self._changed:
+            if self._key_of.get(block) != key:
+                return
+            payload = bytes(_bytes_of(self._row(block)))
+        handle, name = tempfile.mkstemp(dir=self._directory, prefix="new-")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(_MAGIC)
+                file.write(self._digest(key, payload))
+                file.write(payload)
+            os.replace(name, self._path(key))
+        except OSError:
+            os.unlink(name)
+            raise
+
+    def _read(self, path: Path, key: bytes) -> bytes | None:
+        """The content, if the file is one of ours, whole."""
+        try:
+            with os.fdopen(open_trusted(path), "rb") as file:
+                if os.fstat(file.fileno()).st_size != _HEADER + self._num_bytes:
+                    return None
+                header, payload = file.read(_HEADER), file.read(self._num_bytes)
+        except OSError:
+            return None
+        return payload if header == _MAGIC + self._digest(key, payload) else None
+
+    def _digest(self, key: bytes, payload: bytes) -> bytes:
+        return sha256(sha256(self._layout).digest() + key + payload).digest()
+
+    def _path(self, key: bytes) -> Path:
+        return self._directory / f"{key.hex()}.kv"
+
+    def _remove(self, key: bytes) -> None:
+        with suppress(OSError):  # none is there, or something that is not ours
+            self._path(key).unlink()
+
+
+def _bytes_of(row: Tensor) -> memoryview:
+    return memoryview((ctypes.c_char * row.numel()).from_address(row.data_ptr())).cast("B")
+
+
+def _make_private(directory: Path) -> None:
+    """Make a directory that only we may write to, or see that it is one. Raises ConfigError."""
+    try:
+        trusted(directory)
+    except OSError as error:
+        raise ConfigError(
+            f"kv_offload_dir={directory} must be a directory of the server's own user that nobody else may write to,"
+            f" since what is read from it becomes a part of answers: {error}"
+        ) from None
+
+
+def _locked(directory: Path) -> int:
+    """A file descriptor that keeps other servers out for as long as this process lives. Raises ConfigError."""
+    try:
+        handle = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ConfigError(f"kv_offload_dir={directory} is in use by another server; name one for each") from None
+    for left in directory.glob("new-*"):  # of a process that was killed
+        left.unlink(missing_ok=True)
+    return handle

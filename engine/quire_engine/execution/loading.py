@@ -1,7 +1,7 @@
 """How a model gets into memory: mapped from the engine before this one, read from a file of packed weights, or packed.
 
 Promises: the same bits each way; what is mapped or read is of the files that are there now; whatever is wrong with kept
-weights costs a line and the time to pack them again. Must not know: the pool, requests, who asks.
+weights costs a line and the time to pack them again. Must not know: requests.
 """
 
 from __future__ import annotations
@@ -20,19 +20,17 @@ from quire_engine.errors import ModelLoadError
 from quire_engine.execution.models.checkpoint import fingerprint
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.decoder import Decoder
-from quire_engine.execution.models.sources import CheckpointSource, ImageSource
 from quire_engine.execution.models.weights import (
+    CheckpointSource,
+    ImageSource,
     assemble,
     checked_checkpoint,
     decoder_of,
     load_decoder,
     most_image_bytes,
 )
-from quire_engine.execution.packed.folder import PackedFolder, open_folder, say
-from quire_engine.execution.packed.header import BadHeader
-from quire_engine.execution.packed.image import Image, ImageWriter, is_sealed, new_memory, open_image
-from quire_engine.execution.packed.reading import Refused, read_image
-from quire_engine.execution.packed.writing import FileWriter
+from quire_engine.execution.packed.folder import FileWriter, PackedFolder, Refused, open_folder, read_image, say
+from quire_engine.execution.packed.image import BadHeader, Image, ImageWriter, is_sealed, new_memory, open_image
 from quire_engine.execution.progress import Tell
 from quire_kernels.kernel_set import KernelSet
 from quire_kernels.packed_form import PackedForm

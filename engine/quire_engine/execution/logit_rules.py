@@ -1,7 +1,7 @@
 """What a request does to its logits before they become a distribution: masks, penalties, bias.
 
 Promises: every id is checked against the vocabulary before a tensor is touched; a row is changed by its own rules only.
-Must not know: temperatures, distributions, how the logits were made.
+Must not know: distributions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A batch as tensors.
 
-Promises: rows in batch order; one host-to-device transfer per tensor, no Python loop over tokens.
-Must not know: the model, scheduling, sampling.
+Promises: rows in batch order; one host-to-device transfer per tensor, no Python loop over tokens. Must not know:
+sampling.
 """
 
 from __future__ import annotations

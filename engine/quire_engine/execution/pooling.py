@@ -1,8 +1,7 @@
 """The rows of a prompt whose vector is wanted: after the final norm, summed.
 
 Promises: sums that do not depend on their order, so neither on the batch, nor on how the prompt was cut, nor on the
-device's way to add: every value is rounded to a whole number of small units first. Must not know: logits, requests,
-what becomes of the sums.
+device's way to add: every value is rounded to a whole number of small units first. Must not know: requests.
 """
 
 from __future__ import annotations

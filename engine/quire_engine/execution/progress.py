@@ -1,7 +1,6 @@
 """How far a long phase of the start has come, told now and then.
 
 Promises: at most a few hundred words a phase, the last one when it is done; several threads may count.
-Must not know: what is counted, who listens.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from quire_engine.config import Fault
 from quire_engine.execution.constrained.constraints import Constraints
 from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.fault_points import FaultPoints
-from quire_engine.execution.host_kv import HostBlocks
+from quire_engine.execution.kv_storage import HostBlocks
 from quire_engine.execution.logit_rules import asks_for_argmax, asks_for_masked_argmax
 from quire_engine.execution.model_input import LogitRows, ModelInput, build_model_input
 from quire_engine.execution.models.config import ModelConfig

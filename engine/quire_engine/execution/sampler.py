@@ -1,7 +1,7 @@
 """Chooses the next tokens of a step from their logits and reports their log-probabilities.
 
-Promises: a row's token and log-probabilities are bitwise the same whatever other rows are in the call; a bad row
-fails alone; one device-to-host copy a slice of rows. Must not know: sequences, blocks, the model.
+Promises: a row's token and log-probabilities are bitwise the same whatever other rows are in the call; a bad row fails
+alone; one device-to-host copy a slice of rows. Must not know: sequences, blocks.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 from quire_engine.batch import SampledToken
 from quire_engine.execution import distribution
 from quire_engine.execution.constrained.constraints import Constraints
-from quire_engine.execution.constrained.token_masks import Mask, MaskWriter
+from quire_engine.execution.constrained.grammars import Mask, MaskWriter
+from quire_engine.execution.distribution import uniform
 from quire_engine.execution.logit_rules import SampleRow, apply_rules, id_error
-from quire_engine.execution.rng import uniform
 from quire_engine.types import NO_CANDIDATE, NON_FINITE, TokenLogprobs
 
 __all__ = [

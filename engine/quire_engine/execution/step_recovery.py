@@ -1,7 +1,7 @@
 """What follows when a batch raises: it is computed in halves, again and again, until who raises alone is found.
 
 Promises: batch-mates of the culprit get the tokens they would have got anyway; running out of memory, the device's or
-the host's, is nobody's fault. Must not know: how a batch is computed, schedules.
+the host's, is nobody's fault.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The engine child process: `python -m quire_engine.process FD PARENT_PID [MEMORY_FD]`.
 
 Owns its process: death with the parent, signals, the exit code. Promises: after words on the start, READY or
-START_FAILED. Must not know: anything that the START frame does not say.
+START_FAILED.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+from typing import NoReturn
 
 from quire_engine.errors import ConfigError, ModelLoadError, ProtocolError
 from quire_engine.process.transport import Frame, FrameDecoder, LoadProgress, StartFailed, encode_frame
@@ -73,16 +74,8 @@ def main(fd: int, parent_pid: int, memory_fd: int | None = None) -> None:
         fail_start(start.faults)
     try:
         built = build(start, memory_fd=memory_fd, tell=tell)
-    except ConfigError as error:
-        connection.sendall(encode_frame(StartFailed(kind="config", message=str(error))))
-        sys.exit(2)
-    except ModelLoadError as error:
-        connection.sendall(encode_frame(StartFailed(kind="model", message=str(error))))
-        sys.exit(1)
-    except (OSError, MemoryError) as error:  # a file that cannot be read, a disk or a memory without room
-        message = f"the engine cannot be built: {error or type(error).__name__}"
-        connection.sendall(encode_frame(StartFailed(kind="model", message=message)))
-        sys.exit(1)
+    except (ConfigError, ModelLoadError, OSError, MemoryError) as error:
+        _fail_start(connection, error)
     engine = Engine(built.scheduler, built.runner, grammars=built.grammars, check_invariants=start.check_invariants)
     loop = (
         GarblingLoop(engine, connection, decoder, start.faults)
@@ -95,6 +88,17 @@ def main(fd: int, parent_pid: int, memory_fd: int | None = None) -> None:
     gc.enable()
     loop.send(built.plan)
     loop.run(early)
+
+
+def _fail_start(connection: socket.socket, error: Exception) -> NoReturn:
+    """Tell the parent why no engine can be built, and end: 2 for settings that cannot work, else 1."""
+    if isinstance(error, ConfigError | ModelLoadError):
+        message = str(error)
+    else:  # a file that cannot be read, a disk or a memory without room
+        message = f"the engine cannot be built: {error or type(error).__name__}"
+    is_config = isinstance(error, ConfigError)
+    connection.sendall(encode_frame(StartFailed(kind="config" if is_config else "model", message=message)))
+    sys.exit(2 if is_config else 1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Faults of the engine process itself, for tests of what follows: starts that fail or hang, bytes that are no frame.
 
-Promises: a process without faults does not load this. Must not know: steps, the model, why a fault is wanted.
+Promises: a process without faults does not load this.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The engine process's one loop: drain the inbox, step, send; a heartbeat when idle.
 
 Owns the engine's end of the socket. Promises: an abort that has arrived is seen before the next step; the loop ends
-when the other side is gone. Must not know: the model, HTTP, how processes are started.
+when the other side is gone. Must not know: HTTP.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from __future__ import annotations
 import select
 import socket
 import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
 
 from quire_engine.engine import Engine
-from quire_engine.errors import ProtocolError
-from quire_engine.process.inspecting import controlled, inspected
+from quire_engine.errors import ProtocolError, Unanswerable
 from quire_engine.process.transport import (
     Abort,
     Control,
@@ -20,11 +23,38 @@ from quire_engine.process.transport import (
     FrameDecoder,
     Hold,
     Inspect,
+    Inspected,
     Release,
     Shutdown,
     encode_frame,
 )
 from quire_engine.types import GenerationRequest
+
+MAX_BODY_BYTES = 8 << 20  # every stream waits while it is made and sent
+
+
+def inspected(engine: Engine, question: Inspect) -> Inspected:
+    """The answer to one question."""
+    return _answered(engine.inspect, question)
+
+
+def controlled(engine: Engine, order: Control) -> Inspected:
+    """What was done for one order."""
+    return _answered(engine.control, order)
+
+
+def _answered(answer: Callable[[str, Mapping[str, Any]], object], asked: Inspect | Control) -> Inspected:
+    try:
+        arguments = msgspec.json.decode(asked.argument, type=dict[str, Any])
+        body = msgspec.json.encode(answer(asked.what, arguments))
+    except Unanswerable as error:
+        return Inspected(token=asked.token, error=str(error))
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+        return Inspected(token=asked.token, error=f"the question {asked.what!r} cannot be read: {error}")
+    if len(body) > MAX_BODY_BYTES:
+        return Inspected(token=asked.token, error=f"the answer has {len(body)} bytes; ask for less at a time")
+    return Inspected(token=asked.token, body=body)
+
 
 HEARTBEAT_SECONDS = 1.0
 _RECEIVE_BYTES = 1 << 20

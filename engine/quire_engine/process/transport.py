@@ -1,7 +1,7 @@
 """Frames over the engine socket: four bytes of length, one byte of kind, a msgpack payload.
 
 Owns the wire format between the API process and the engine process. Promises: no pickle, a bounded frame size, and
-ProtocolError for anything that does not decode. Must not know: who sends, when, or why.
+ProtocolError for anything that does not decode.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspect:
-    """A question about the engine's state; what can be asked is in `scheduling.inspection`."""
+    """A question about the engine's state; what can be asked is in `scheduling.log.inspection`."""
 
     token: int  # comes back with the answer
     what: str

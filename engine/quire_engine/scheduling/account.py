@@ -1,7 +1,6 @@
 """What one tenant has been given.
 
-Promises: service is what was given, each token at its cost; the virtual counter is that over the weight, and never
-falls. Must not know: other tenants, groups, why anything is charged.
+Service is what was given, each token at its cost; the virtual counter is that over the weight, and never falls.
 """
 
 from __future__ import annotations

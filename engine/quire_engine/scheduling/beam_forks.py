@@ -1,7 +1,7 @@
 """What a step's log-probabilities make of a group of beams: who is forked, who is pruned, who is told of.
 
-Promises: the beams of a group go on together; a beam's blocks are shared by all that continue it until they write, and
-free at once when none does. Must not know: how continuations are ranked, budgets, plans.
+The beams of a group go on together; a beam's blocks are shared by all that continue it until they write, and free at
+once when none does.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from quire_engine.batch import SampledToken, ScheduledSequence
 from quire_engine.invariants import InvariantViolation
 from quire_engine.scheduling.beams import BeamSearch
 from quire_engine.scheduling.kv_allocator import KVAllocator
+from quire_engine.scheduling.log.step_log import StepLog
 from quire_engine.scheduling.outputs import beam_output, error_outputs
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group
-from quire_engine.scheduling.step_log import StepLog
 from quire_engine.types import NO_CANDIDATE, TokenLogprobs, TokenOutput
 
 

@@ -1,8 +1,7 @@
 """Beam search over one request: which continuations live, which have ended, and when the search has.
 
-Owns the live beams' scores and tokens, and the finished ones. Promises: the results of transformers' `generate` with
-as many beams, in doubles; of equal scores the beam that ranked before, then the likelier token, then the lower id.
-Must not know: sequences, blocks, how log-probabilities are computed.
+The results are those of transformers' `generate` with as many beams, in doubles; of equal scores goes first the beam
+that ranked before, then the likelier token, then the lower id.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The KV blocks' reference counts, and the free list that doubles as the LRU order of cached blocks.
 
-Promises: take, share, release and revive are O(1); a block is on the free list exactly when its count is 0.
-Must not know: hashes, tokens, sequences, bytes.
+Take, share, release and revive are O(1); a block is on the free list exactly when its count is 0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What the server is told about a sequence: a token, an end, where its time went.
 
-Promises: prompt scores go out once, with the first output of choice 0; timing with a choice's first and last output.
-Must not know: queues, blocks, batches.
+Prompt scores go out once, with the first output of choice 0; timing with a choice's first and last output.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Makes one step's plan: who computes how many tokens, who enters, who is preempted.
 
-Owns the elder. Promises: the step's budget, slots and blocks are never overdrawn; every running decode advances or is
-preempted. Must not know: tokens' values, results, outputs.
+The step's budget, slots and blocks are never overdrawn; every running decode advances or is preempted.
 
 One step, `Planner.plan`, shares out `max_num_batched_tokens` tokens:
  1. the elder stays the elder until it ends; then `ElderRule.choose` names the overdue group of least arrival;
@@ -21,23 +20,25 @@ One step, `Planner.plan`, shares out `max_num_batched_tokens` tokens:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
+from typing import Literal
+
+from quire_engine.invariants import InvariantViolation
 from quire_engine.limits import SchedulerLimits
-from quire_engine.scheduling.accounts import Accounts
-from quire_engine.scheduling.admission import Admission
-from quire_engine.scheduling.classes import ClassShares
-from quire_engine.scheduling.giving import Giving
+from quire_engine.scheduling.blocks import NO_MATCH, PrefixMatch
+from quire_engine.scheduling.fairness import Accounts, ClassShares
 from quire_engine.scheduling.kv_allocator import KVAllocator
-from quire_engine.scheduling.policies import Policies
-from quire_engine.scheduling.prompt_turns import PromptTurns
-from quire_engine.scheduling.room import Room
+from quire_engine.scheduling.policies import FixedChunk, Policies, QueuePolicy, VictimPolicy, WholePrompt
 from quire_engine.scheduling.roster import Roster
-from quire_engine.scheduling.sequence import Group
+from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.step_plan import StepPlan
 from quire_engine.scheduling.swapping import Swapping
+from quire_engine.types import WaitReason
 
 
 class Planner:
-    """Makes the plans of all steps, over one roster and one allocator."""
+    """Makes the plans of all steps, over one roster and one allocator, and keeps the elder."""
 
     def __init__(
         self,
@@ -139,3 +140,369 @@ class Planner:
         for group in groups:
             if group.state == "running":
                 self._giving.give_chunks(group, plan, others=False)
+
+
+class Admission:
+    """Lets waiting groups enter: in which order, with what they need, and why the others do not.
+
+    Slots, budget and blocks are never overdrawn; no group is overtaken more than `max_bypasses` times.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        *,
+        queue: QueuePolicy,
+        capacity: WholePrompt,
+        giving: Giving,
+        room: Room,
+        kv: KVAllocator,
+        roster: Roster,
+        classes: ClassShares,
+        accounts: Accounts,
+    ) -> None:
+        self.total_query_tokens = 0
+        self.total_hit_tokens = 0
+        self.total_saved_tokens = 0  # as the hits, and what preempted groups found again
+        self._limits = limits
+        self._queue = queue
+        self._capacity = capacity
+        self._giving = giving
+        self._room = room
+        self._kv = kv
+        self._roster = roster
+        self._classes = classes
+        self._accounts = accounts
+        self._kv_blocked: Group | None = None  # the queue's head, while it waits for blocks
+        self._kv_blocked_since = 0.0
+        self._kv_noted_at = 0.0
+        self.total_kv_wait_seconds = 0.0
+
+    def admit(self, plan: StepPlan, num_partial: int, now: float) -> list[Group]:
+        """Let waiting groups enter in order; returns those that did.
+
+        A group that cannot enter lets others pass, at most `max_bypasses` of them in its life, and no more than so
+        many groups are looked past at a time. After a preemption nobody enters: what was freed is spoken for.
+        """
+        closed: WaitReason | None = "kv" if plan.num_preempted else None
+        limit = self._limits.max_bypasses
+        entered: list[Group] = []
+        passed_over: list[Group] = []
+        for group in self._by_class():
+            if closed is None and plan.budget == 0:
+                closed = "budget"
+            if closed is not None:
+                self._let_wait(group, closed, plan)
+                continue
+            if not self._accounts.has_seats(group, self._roster.running):
+                self._let_wait(group, "slots", plan)  # its tenant's own doing: nobody bypasses it
+                continue
+            obstacle = self._try_to_enter(group, plan, num_partial, now)
+            while obstacle in ("slots", "kv") and self._make_class_room(group, plan):
+                obstacle = self._try_to_enter(group, plan, num_partial, now)
+            if obstacle is not None:
+                self._let_wait(group, obstacle, plan)
+                if obstacle == "prefix":  # it chose to wait: whoever goes on takes nothing from it
+                    continue
+                passed_over.append(group)
+                if group.num_bypasses >= limit or len(passed_over) > limit:
+                    closed = obstacle
+                continue
+            entered.append(group)
+            num_partial += self._giving.stays_partial(group, plan)
+            for other in passed_over:
+                other.be_bypassed()
+                if other.num_bypasses >= limit:
+                    closed = other.wait_reason
+        return entered
+
+    def seat(self, elder: Group, plan: StepPlan, now: float) -> None:
+        """Bring the elder in, at the cost of as many others as it takes."""
+        self._room.make_seat(elder, plan)
+        match = self._match(elder)
+        self._room.make_seat_blocks(elder, match, plan)
+        if match.restored:  # whoever was swapped out for it may have taken their place on the host
+            match = self._match(elder)
+        self._enter(elder, match, plan, now)
+
+    def num_cached_tokens(self, group: Group) -> int:
+        """Tokens of a waiting group's prompt that it would not have to compute if it entered now."""
+        return self._match(group).num_tokens
+
+    @property
+    def kv_waiting_since(self) -> float | None:
+        """When the group at the queue's head began to wait for blocks; None: no group does."""
+        blocked = self._kv_blocked
+        is_over = blocked is None or blocked.state in ("finished", "held")
+        return None if is_over else self._kv_blocked_since
+
+    def note_kv_wait(self, now: float) -> None:
+        """Account the time that a group spends at the queue's head for want of blocks."""
+        waiting = self._roster.waiting
+        blocked = waiting[0] if waiting and waiting[0].wait_reason == "kv" else None
+        if self.kv_waiting_since is not None:
+            self.total_kv_wait_seconds += now - self._kv_noted_at
+        self._kv_noted_at = now
+        if blocked is self._kv_blocked:
+            return
+        if self._kv_blocked is not None:
+            self._kv_blocked.note_kv_wait(now - self._kv_blocked_since)
+        self._kv_blocked, self._kv_blocked_since = blocked, now
+
+    def _by_class(self) -> Iterator[Group]:
+        """All who wait, each class in the queue policy's order."""
+        for part in self._classes.parts(self._roster.waiting):
+            yield from self._queue.arrange(part, self.num_cached_tokens)
+
+    def _may_begin(self, group: Group, plan: StepPlan) -> bool:
+        """Whether only others' prompts are in the way: each class, and each tenant that is counted, has its own."""
+        own = [each for each in self._roster.running if each.side == group.side and each is not plan.elder]
+        return sum(self._giving.stays_partial(each, plan) for each in own) < self._limits.max_num_partial_prefills
+
+    def _make_class_room(self, group: Group, plan: StepPlan) -> bool:
+        """Preempt a batch group for an interactive one; False if it must wait all the same."""
+        victims = self._classes.victims(group, self._roster.running, plan.elder)
+        if not victims:
+            return False
+        seats = self._limits.max_num_seqs - self._roster.num_running + sum(len(each.sequences) for each in victims)
+        blocks = self._kv.num_available + sum(len(s.table) for each in victims for s in each.sequences)
+        need = self._kv.seat_cost(group.leader, self._match(group)) + group.blocks_beside_leader()
+        if seats < len(group.sequences) or not self._capacity.fits(group, need=need, available=blocks):
+            return False  # nobody is preempted in vain
+        self._room.make_for_class(victims[0], plan)
+        return True
+
+    def _let_wait(self, group: Group, reason: WaitReason, plan: StepPlan) -> None:
+        if group.wait_reason != reason:
+            plan.note("waits", group, reason=reason)
+        group.wait_for(reason)
+
+    def _try_to_enter(self, group: Group, plan: StepPlan, num_partial: int, now: float) -> WaitReason | None:
+        """Run the group and give it its first tokens, or say why not."""
+        limits = self._limits
+        if self._roster.num_running + len(group.sequences) > limits.max_num_seqs:
+            return "slots"
+        if group.awaited is not None and self._kv.is_promised(group.awaited):
+            return "prefix"
+        match = self._match(group)
+        leader = group.leader
+        if self._joins(group, match):
+            return "prefix"
+        pending = group.pending(leader) - match.num_tokens
+        first = self._giving.first_chunk(pending, plan)
+        goes_on = first < pending or any(follower.num_output_tokens > 0 for follower in group.followers())
+        goes_on = goes_on or group.returns_behind
+        is_one_more = goes_on and num_partial >= limits.max_num_partial_prefills and not self._may_begin(group, plan)
+        if is_one_more or plan.budget < min(pending, limits.min_chunk):
+            return "budget"
+        if not self._fits(group, match):
+            return "kv"
+        self._enter(group, match, plan, now)
+        self._giving.give_chunks(group, plan)
+        return None
+
+    def _joins(self, group: Group, match: PrefixMatch) -> bool:
+        """Whether the group should wait for what others compute of its prompt, and then enter with that."""
+        awaited = None
+        if group.reads_cache and not group.is_swapped:  # who comes back has its own
+            awaited = self._kv.awaited(group.leader, match, group.pending(group.leader) - 1)
+        group.wait_for_promise(awaited)
+        return awaited is not None
+
+    def _match(self, group: Group) -> PrefixMatch:
+        """The cached prefix that the group would enter with; at least one token is left to compute."""
+        if not (group.reads_cache or group.is_swapped):
+            return NO_MATCH
+        match = self._kv.match(group.leader, group.pending(group.leader) - 1)
+        if match.tail is None or self._fits(group, match):
+            return match
+        return match.without_tail(self._kv.block_size)  # while a tail is copied it takes a block more
+
+    def _fits(self, group: Group, match: PrefixMatch) -> bool:
+        need = self._kv.seat_cost(group.leader, match) + group.blocks_beside_leader()
+        return self._capacity.fits(group, need=need, available=self._kv.num_available)
+
+    def _enter(self, group: Group, match: PrefixMatch, plan: StepPlan, now: float) -> None:
+        if group.first_scheduled is None and group.reads_cache and self._limits.enable_prefix_caching:
+            self.total_query_tokens += len(group.leader.token_ids)
+            self.total_hit_tokens += match.num_tokens
+        self._accounts.enter(group, match.num_tokens)
+        self.total_saved_tokens += match.num_tokens
+        plan.note("enters", group, num_tokens=match.num_tokens)
+        self._roster.enter(group, match, now)
+
+
+class PromptTurns:
+    """Which prompts that are begun let others have the step's prompt tokens first.
+
+    A prompt gives way, for one step, after `max_consecutive_chunks` chunks in a row while another is begun or waits
+    that is only behind it; batch work gives way to interactive prompts unless its share is due; under fair queueing a
+    prompt gives way to those of other tenants that wait and have not got more, and that are begun and have less left:
+    both are charged for already. What nobody else takes goes to those that gave way, in the same step; the elder's
+    claim is not touched.
+    """
+
+    def __init__(self, max_consecutive_chunks: int, classes: ClassShares, *, by_account: bool) -> None:
+        self._limit = max_consecutive_chunks
+        self._classes = classes
+        self._by_account = by_account
+        self._in_a_row: dict[Group, int] = {}  # the chunk with which a group enters is its first
+
+    def first(self, prefilling: list[Group], waiting: list[Group]) -> list[Group]:
+        """Those of the running prompts that do not give way, in their order."""
+        if not prefilling or (len(prefilling) == 1 and not waiting):
+            self._in_a_row.clear()
+            return prefilling
+        first = [group for group in prefilling if not self._gives_way(group, prefilling, waiting)]
+        if self._limit:
+            row = self._in_a_row
+            self._in_a_row = dict.fromkeys(prefilling, 0) | {group: row.get(group, 1) + 1 for group in first}
+        return first
+
+    def _gives_way(self, group: Group, prefilling: list[Group], waiting: list[Group]) -> bool:
+        is_over = self._limit and self._in_a_row.get(group, 1) >= self._limit
+        if is_over and any(self._is_like(other, group) for other in chain(prefilling, waiting)):
+            return True
+        queues = [queue for queue in (prefilling, waiting) if queue]  # batch last in each
+        if group.is_batch != self._classes.is_due:
+            goes_before = any(queue[-1].is_batch if self._classes.is_due else not queue[0].is_batch for queue in queues)
+            if goes_before:
+                return True
+        if not self._by_account:
+            return False
+        others = [other for other in prefilling if other.account is not group.account]
+        if any(_tokens_left(other) < _tokens_left(group) for other in others):
+            return True
+        return any(other.account is not group.account and _promised(other) <= _promised(group) for other in waiting)
+
+    def _is_like(self, other: Group, group: Group) -> bool:
+        """Whether only their order says who of the two goes first."""
+        is_same = other.account is group.account or not self._by_account
+        return other is not group and other.is_batch == group.is_batch and is_same
+
+
+def _tokens_left(group: Group) -> int:
+    return sum(group.pending(sequence) for sequence in group.computing)
+
+
+def _promised(group: Group) -> float:
+    return 0.0 if group.account is None else group.account.promised
+
+
+class Giving:
+    """Gives a step's tokens to sequences that run: blocks are reserved first, and where they are short room is made."""
+
+    def __init__(self, chunk: FixedChunk, kv: KVAllocator, room: Room) -> None:
+        self._chunk = chunk
+        self._kv = kv
+        self._room = room
+
+    def give(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
+        """Plan tokens of a sequence and take the blocks to write them; False if its group was preempted instead."""
+        end = sequence.num_computed + plan.slices.get(sequence, 0) + num_tokens
+        cost = self._kv.reserve_cost(sequence, end)
+        if cost > self._kv.num_available and not self._room.make_blocks(sequence.group, cost, plan):
+            return False
+        plan.give(sequence, num_tokens, self._kv.reserve(sequence, end))
+        return True
+
+    def give_decodes(self, group: Group, plan: StepPlan) -> bool:
+        """One token for each sequence that has just one left; True if any has more."""
+        has_more = False
+        for sequence in group.computing:
+            pending = group.pending(sequence)
+            if pending > 1:
+                has_more = True
+            elif sequence not in plan.slices and not self.give(sequence, 1, plan):
+                return False
+        # The last token of a prompt, with outputs behind it that are known: those come next.
+        return has_more or (not group.prompt_shared and self.stays_partial(group, plan))
+
+    def give_chunks(self, group: Group, plan: StepPlan, *, others: bool = True) -> None:
+        """A chunk of each unfinished prompt; `others`: more may want a part of the step."""
+        for sequence in group.computing:
+            planned = plan.slices.get(sequence, 0)
+            pending = group.pending(sequence) - planned
+            if pending == 0:
+                continue
+            size = self._chunk.size(pending=pending, planned=planned, budget=plan.budget, others=others)
+            if size > 0 and not self.give(sequence, size, plan):
+                return
+
+    def first_chunk(self, pending: int, plan: StepPlan) -> int:
+        """The size of the first slice of a group that enters with so many tokens to compute."""
+        return self._chunk.size(pending=pending, planned=0, budget=plan.budget, others=True)
+
+    def stays_partial(self, group: Group, plan: StepPlan) -> bool:
+        """Whether the group will be in the middle of its known tokens after this step."""
+        if any(group.pending(sequence) > plan.slices.get(sequence, 0) for sequence in group.computing):
+            return True
+        return any(follower.num_output_tokens > 0 for follower in group.followers())
+
+
+# Who needs what the victim has: a running group that grows, the elder, or an interactive group.
+PreemptionCause = Literal["blocks", "elder", "class"]
+
+
+class Room:
+    """Makes room by preempting running groups, the victim policy's choice one after the other.
+
+    The elder is never preempted; what a victim was given in this step is taken back whole.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        victim: VictimPolicy,
+        kv: KVAllocator,
+        roster: Roster,
+        swapping: Swapping | None = None,
+    ) -> None:
+        self._limits = limits
+        self._victim = victim
+        self._kv = kv
+        self._roster = roster
+        self._swapping = swapping  # None: whoever is preempted is computed again
+
+    def make_blocks(self, group: Group, cost: int, plan: StepPlan) -> bool:
+        """Preempt until `cost` blocks are available; False if the running group itself had to go."""
+        while cost > self._kv.num_available:
+            if group is plan.elder:
+                self._preempt_for_elder(plan)
+                continue
+            victim = self._victim.choose(self._roster.running, plan.elder) or group
+            self._preempt(victim, "blocks", plan)
+            if victim is group:
+                return False
+        return True
+
+    def make_seat(self, elder: Group, plan: StepPlan) -> None:
+        """Preempt until the waiting elder finds slots for its sequences."""
+        while self._roster.num_running + len(elder.sequences) > self._limits.max_num_seqs:
+            self._preempt_for_elder(plan)
+
+    def make_seat_blocks(self, elder: Group, match: PrefixMatch, plan: StepPlan) -> None:
+        """Preempt until the waiting elder can be seated with what it matched."""
+        while self._kv.seat_cost(elder.leader, match) > self._kv.num_available:
+            self._preempt_for_elder(plan)
+
+    def make_for_class(self, victim: Group, plan: StepPlan) -> None:
+        """Preempt a batch group for an interactive one that waits."""
+        victim.note_class_preemption()
+        self._preempt(victim, "class", plan)
+
+    def _preempt_for_elder(self, plan: StepPlan) -> None:
+        victim = self._victim.choose(self._roster.running, plan.elder)
+        if victim is None:
+            raise InvariantViolation("the elder is short of blocks or slots with nobody else running")
+        self._preempt(victim, "elder", plan)
+
+    def _preempt(self, group: Group, cause: PreemptionCause, plan: StepPlan) -> None:
+        copied_from = plan.take_back(group)
+        self._kv.void_copies(group.sequences, copied_from.keys())
+        is_kept = self._swapping is not None and self._swapping.swap_out(group, copied_from)
+        num_kept = (
+            sum(sequence.swapped.num_tokens for sequence in group.sequences if sequence.swapped) if is_kept else 0
+        )
+        plan.note("preempted", group, reason=cause, num_tokens=num_kept)
+        self._roster.preempt(group, is_kept=is_kept)

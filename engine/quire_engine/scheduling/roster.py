@@ -1,7 +1,6 @@
 """Who is live, who of them runs, who waits and who is held, with the blocks each has.
 
-Promises: a live group is in exactly one queue, in the order policy's order, or held; leaving any way frees every block.
-Must not know: budgets, chunks, why a group enters or leaves.
+A live group is in exactly one queue, in the order policy's order, or held; leaving any way frees every block.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ from itertools import count
 
 from quire_engine.invariants import require
 from quire_engine.scheduling.account import Account
+from quire_engine.scheduling.blocks import PageTable, PrefixMatch
 from quire_engine.scheduling.kv_allocator import KVAllocator
-from quire_engine.scheduling.page_table import PageTable
-from quire_engine.scheduling.policies.order import OrderPolicy
-from quire_engine.scheduling.prefix_match import PrefixMatch
+from quire_engine.scheduling.policies import OrderPolicy
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.types import GenerationRequest
 

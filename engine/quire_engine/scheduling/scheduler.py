@@ -1,25 +1,23 @@
 """Which sequences compute how many tokens in each step, and what becomes of the tokens that come back.
 
-Owns every live request from `add` to its last output. Promises: one terminal output per choice of an accepted request,
-within its printed bound; same calls, same plans. Must not know: torch, clocks, threads, text.
+Every accepted request has one terminal output per choice, within its printed bound; same calls, same plans.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 
 from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
 from quire_engine.errors import InfeasibleRequest
-from quire_engine.invariants import InvariantViolation, require
+from quire_engine.invariants import require
 from quire_engine.limits import SchedulerConfig
 from quire_engine.scheduling.beam_forks import BeamForks
-from quire_engine.scheduling.cache_reset import CacheReset
-from quire_engine.scheduling.deadlines import Deadlines
-from quire_engine.scheduling.held import Held
-from quire_engine.scheduling.inspection import Inspection
-from quire_engine.scheduling.non_finite import part_with
+from quire_engine.scheduling.gate import check_request
+from quire_engine.scheduling.log.inspection import Arguments, Inspection, engine_stats
+from quire_engine.scheduling.log.step_log import StepLog
 from quire_engine.scheduling.outputs import (
     error_output,
     error_outputs,
@@ -29,15 +27,10 @@ from quire_engine.scheduling.outputs import (
 )
 from quire_engine.scheduling.planner import Planner
 from quire_engine.scheduling.policies import Policies, policies_for
-from quire_engine.scheduling.policies.gate import check_request
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group, Sequence
-from quire_engine.scheduling.statistics import engine_stats
-from quire_engine.scheduling.step_log import StepLog
 from quire_engine.scheduling.swapping import allocator_for
-from quire_engine.types import EngineStats, FinishReason, GenerationRequest, TokenOutput
-
-__all__ = ["InvariantViolation", "Scheduler"]
+from quire_engine.types import NON_FINITE, EngineStats, FinishReason, GenerationRequest, TokenOutput
 
 MAX_STARVED = 3  # times that a request is preempted for want of the device's memory, and tried again
 
@@ -63,11 +56,9 @@ class Scheduler:
         self._planner = Planner(limits, policies, self._kv, self._roster, self._swapping)
         self._log = StepLog(limits, self._roster) if limits.step_log else None
         self._beam_forks = BeamForks(self._kv, self._roster, self._log)
-        self.held = Held(config, self._roster, self._planner, self._log)
-        self.inspection = Inspection(
+        self._inspection = Inspection(
             config, self._kv, self._roster, self._log, len(host_keys), check=self.check_invariants
         )
-        self.cache_reset = CacheReset(self._kv, self._log)
         self._step, self._applied_at = 0, 0.0
         self._prefill_tokens = self._decode_tokens = 0  # of the last applied step
         self._scheduled_at: dict[int, float] = {}  # by step, of those not applied
@@ -127,6 +118,61 @@ class Scheduler:
             self._log.ends(request_id, "fail")
         return self._fail_all(group, message)
 
+    def hold(self, request_id: str) -> bool:
+        """Set a request aside, whether it runs or waits: no seat, no blocks, no claim until its release.
+
+        False if it is not live, or is held already. Called between two steps, whatever is in flight. After its release
+        it goes on with the very tokens that it would have had; those who go on meanwhile wait no longer for it.
+
+        A held group is a preempted one that does not wait. What it had computed stays matchable in the pool as prefixes
+        do that nobody holds: it is found again by its release, unless others needed the blocks, who take them before
+        anyone that runs is preempted. So holding costs nothing, and a release the rest of a block, or at worst a
+        preemption's recomputation.
+        """
+        group = self._roster.live.get(request_id)
+        if group is None or group.state == "held":
+            return False
+        if self._log is not None:
+            self._log.held(request_id)
+        self._planner.let_go(group)
+        self._roster.hold(group)
+        return True
+
+    def release(self, request_id: str) -> bool:
+        """Let a held request wait for its seat again, with its wait bounded anew. False if it is not held.
+
+        Why the bound on waiting holds (`policies.ElderRule`): a held group is never the elder, and stops being it.
+        Released, it is to the elder rule as a request that has just come: the last of the live ones, its age 0, its
+        bound counted from now. So none that was live then ever waits for it as one that came before. In the queue it
+        has its old place, on which no bound rests.
+        """
+        group = self._roster.held.get(request_id)
+        if group is None:
+            return False
+        live = self._roster.live.values()
+        others = sum(other.work for other in live if other.state != "held")
+        self._planner.accounts.open(group.request, self._roster.waiting)  # the time in which it was held is no credit
+        bound = self._config.limits.wait_bound(group.work, others)
+        self._roster.release(group, step=self._planner.step, wait_bound=bound)
+        if self._log is not None:
+            self._log.released(group)
+        return True
+
+    def reset_prefix_cache(self) -> Dropped:
+        """Forget on an operator's order what the prefix cache knows: in the pool, on the host and so on disk.
+
+        Who runs or is swapped out keeps what it has and its tokens; from then on nobody else finds it, and the log says
+        when, so that a replay does too.
+        """
+        if self._log is not None:
+            self._log.reset()
+        num_blocks, host_blocks = self._kv.forget_cached()
+        return Dropped(num_blocks=num_blocks, host_blocks=host_blocks)
+
+    def answer(self, question: str, arguments: Arguments) -> object:
+        """A plain value that tells about this moment; questions are in `Inspection`. Raises Unanswerable."""
+        return self._inspection.answer(question, arguments)
+
     def wait_bound(self, request_id: str) -> int:
         """Steps from submission, or release, within which the live request ends. Raises KeyError if it is not live."""
         return self._roster.live[request_id].wait_bound
@@ -160,7 +206,7 @@ class Scheduler:
         outputs: list[TokenOutput] = []
         sequences, samples, errors = self._roster.sequences, result.samples, result.errors
         if result.non_finite:
-            part_with(batch, result, self._roster, self._kv)
+            self._disown_non_finite(batch, result)
         for item in batch.items:
             sequence = sequences.get(item.sequence_id)
             if sequence is None or item.run != sequence.group.num_preemptions:
@@ -304,6 +350,32 @@ class Scheduler:
         self._roster.end(sequence)
         return [error_output(sequence, message)]
 
+    def _disown_non_finite(self, batch: Batch, result: StepResult) -> None:
+        """Put those of `result.non_finite` among its starved ones, which are computed anew, or else among its errors.
+
+        Those are sequences whose row held a value that is no number; nobody is given what the blocks hold that they
+        read and wrote. A prefix that another request left in the cache may be what is wrong: computed anew, once, it is
+        not found any more, and a request for which that brings the same ends. Blocks need not be cleared: attention
+        never has what lies behind a sequence's end for an operand, and what lies before it is written before it is
+        read.
+        """
+        for item in batch.items:
+            sequence = self._roster.sequences.get(item.sequence_id)
+            if sequence is None or item.run != sequence.group.num_preemptions:
+                continue
+            concerned = [item.sequence_id, *(fork.sequence_id for fork in item.forks)]
+            if result.non_finite.isdisjoint(concerned):
+                continue
+            group = sequence.group
+            self._kv.disown(group.sequences)
+            for sequence_id in concerned:  # neither token nor error: what is put down below is all that is said of them
+                result.samples.pop(sequence_id, None)
+                result.errors.pop(sequence_id, None)
+            if group.num_starved:
+                result.errors[item.sequence_id] = NON_FINITE
+            else:
+                result.starved.add(item.sequence_id)
+
     def _try_later(self, group: Group, step: int) -> list[TokenOutput]:
         """Preempt a group that the device has no memory to compute; that it had none again and again is an error."""
         group.note_starved()
@@ -316,3 +388,40 @@ class Scheduler:
 
     def _fail_all(self, group: Group, message: str) -> list[TokenOutput]:
         return error_outputs(group, self._roster.end_all(group), message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """What the prefix cache knew and knows no more."""
+
+    num_blocks: int  # of the pool, which nobody held
+    host_blocks: tuple[int, ...]  # of the host's memory; what is on disk of them is to go too
+
+
+_FEW = 64  # entries of requests that have ended: not worth a look
+
+
+class Deadlines:
+    """The deadlines of live requests, the earliest first: each is told once, none early.
+
+    What a request that ended has left here is bounded by those that live.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, str]] = []
+
+    def add(self, request: GenerationRequest, live: Collection[str]) -> None:
+        """Watch a request, where it has a deadline. `live` are the ids of all that are unfinished."""
+        if request.deadline is None:
+            return
+        if len(self._heap) > 2 * len(live) + _FEW:
+            self._heap = [entry for entry in self._heap if entry[1] in live]
+            heapify(self._heap)
+        heappush(self._heap, (request.deadline, request.request_id))
+
+    def due(self, now: float) -> list[str]:
+        """The ids of those whose time is over; of requests that have ended, too."""
+        due = []
+        while self._heap and self._heap[0][0] <= now:
+            due.append(heappop(self._heap)[1])
+        return due

@@ -1,23 +1,23 @@
 """What the scheduler knows about a live request: a group, and one sequence per unfinished choice.
 
-Promises: a group changes only by its own methods, the transitions of its life; a sequence's tables and counts of
-computed tokens are written by the allocator alone. Must not know: torch, the block pool, the policies.
+A group changes only by its own methods, the transitions of its life; a sequence's tables and counts of computed tokens
+are written by the allocator alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
+from operator import add
 from typing import Literal
 
-from quire_engine.batch import PENDING
+from quire_engine.batch import PENDING, POOLED_BITS
 from quire_engine.invariants import require
 from quire_engine.scheduling.account import Account
 from quire_engine.scheduling.beams import BeamSearch
-from quire_engine.scheduling.page_table import PageTable
-from quire_engine.scheduling.pooled_prompt import PooledPrompt
-from quire_engine.scheduling.swapped import Swapped
-from quire_engine.types import GenerationRequest, SamplingParams, TokenLogprobs, WaitReason
+from quire_engine.scheduling.blocks import PageTable, Swapped
+from quire_engine.types import GenerationRequest, Pooling, SamplingParams, TokenLogprobs, WaitReason
 
 Content = bytes | tuple[bytes, tuple[int, ...]]  # of a block: its hash, or what is before it and how it begins
 GroupState = Literal["waiting", "running", "preempted", "held", "finished"]
@@ -318,3 +318,30 @@ class Group:
         if self.account is not None and self.num_uncharged:
             self.account.forget(self.num_uncharged)
         return True
+
+
+class PooledPrompt:
+    """A prompt whose vector is wanted: the sum of its rows while they are computed, then their mean.
+
+    The vector is the same however the prompt was cut into slices: the sums are of whole numbers, and exact. A prompt
+    that is preempted begins again.
+    """
+
+    __slots__ = ("_pooling", "_sums")
+
+    def __init__(self, pooling: Pooling) -> None:
+        self._pooling = pooling
+        self._sums: list[int] = []
+
+    def add(self, sums: Values[int]) -> None:
+        """The next slice's."""
+        self._sums = list(map(add, self._sums, sums)) if self._sums else list(sums)
+
+    def clear(self) -> None:
+        """Nothing is computed any more."""
+        self._sums = []
+
+    def vector(self, num_tokens: int) -> tuple[float, ...]:
+        """The mean of the rows that were added, of a prompt of so many tokens."""
+        units = (num_tokens if self._pooling == "mean" else 1) << POOLED_BITS
+        return tuple([value / units for value in self._sums])

@@ -1,7 +1,7 @@
 """One step's plan while the scheduler makes it: who gets how many tokens, which blocks are copied first, and why.
 
-Promises: the budget is never overdrawn; what a preempted group was given is taken back whole; each decision about a
-group is noted. Must not know: blocks' counts, queues, policies.
+The budget is never overdrawn; what a preempted group was given is taken back whole; each decision about a group is
+noted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quire_engine.batch import Batch, Fork, ScheduledSequence
-from quire_engine.scheduling.moves import NO_MOVES, Moves
+from quire_engine.scheduling.blocks import NO_MOVES, Moves
 from quire_engine.scheduling.sequence import Group, Sequence
 
 DecisionKind = Literal["elder", "enters", "waits", "preempted"]

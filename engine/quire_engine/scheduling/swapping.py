@@ -1,24 +1,49 @@
-"""Preempts by swap where that is cheaper than to compute again.
-
-Promises: a group that is swapped goes on where its last known result left it; whoever cannot be is computed again.
-Must not know: whose turn it is to be preempted, how blocks are copied.
-"""
+"""Preempts by swap where that is cheaper than to compute again: who decides, the allocator, the host's blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Sequence as Values
 from dataclasses import replace
 
+from quire_engine.invariants import require
 from quire_engine.limits import SchedulerConfig
+from quire_engine.scheduling.blocks import NO_MOVES, Moves, PrefixMatch, Swapped
 from quire_engine.scheduling.kv_allocator import KVAllocator
-from quire_engine.scheduling.policies.swap_cost import SwapCost
-from quire_engine.scheduling.sequence import Group
-from quire_engine.scheduling.swapping_allocator import SwappingAllocator
+from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.types import EngineStats
 
 
+def allocator_for(config: SchedulerConfig, stored: Iterable[bytes] = ()) -> tuple[KVAllocator, Swapping | None]:
+    """The allocator, and who swaps where there is host memory for it."""
+    limits = config.limits
+    if config.num_host_blocks == 0:
+        return (
+            KVAllocator(
+                num_blocks=config.num_blocks,
+                block_size=limits.block_size,
+                enable_prefix_caching=limits.enable_prefix_caching,
+            ),
+            None,
+        )
+    cost = SwapCost(config.swap_seconds)
+    kv = SwappingAllocator(
+        num_blocks=config.num_blocks,
+        num_host_blocks=config.num_host_blocks,
+        block_size=limits.block_size,
+        enable_prefix_caching=limits.enable_prefix_caching,
+        cost=cost,
+        stored=stored,
+    )
+    return kv, Swapping(kv, cost)
+
+
 class Swapping:
-    """Decides for one victim after the other."""
+    """Decides for one victim after the other.
+
+    A group that is swapped goes on where its last known result left it; whoever cannot be is computed again.
+    """
 
     def __init__(self, kv: SwappingAllocator, cost: SwapCost) -> None:
         self.total_swaps = 0
@@ -69,25 +94,484 @@ class Swapping:
         )
 
 
-def allocator_for(config: SchedulerConfig, stored: Iterable[bytes] = ()) -> tuple[KVAllocator, Swapping | None]:
-    """The allocator, and who swaps where there is host memory for it."""
-    limits = config.limits
-    if config.num_host_blocks == 0:
-        return (
-            KVAllocator(
-                num_blocks=config.num_blocks,
-                block_size=limits.block_size,
-                enable_prefix_caching=limits.enable_prefix_caching,
-            ),
-            None,
+class SwappingAllocator(KVAllocator):
+    """A `KVAllocator` with host memory to swap to: blocks leave the pool with what they hold, and come back.
+
+    A swapped sequence gets the bytes back that it had; an evicted prefix is matched on the host while it is there; a
+    block that could come from two places comes from the pool.
+
+    A full block goes by the hash of its content, whoever asks for it: it is copied out only when the pool evicts it,
+    and then into a place that was promised to those who swapped it out. Other blocks are copied out at once, by keys of
+    their own; siblings that shared one get a copy each when they come back.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        num_host_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        cost: SwapCost,
+        stored: Iterable[bytes] = (),
+    ) -> None:
+        """`stored`: the hashes of what host blocks 0, 1, ... hold already."""
+        super().__init__(num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching)
+        self.host = HostTier(num_host_blocks, stored)
+        self._cost = cost
+
+    def take_moves(self) -> Moves:
+        return self.host.take()
+
+    # ---- prefixes -------------------------------------------------------------------------------------------------
+
+    def match(self, sequence: Sequence, max_tokens: int) -> PrefixMatch:
+        """The longest prefix in the pool, and what follows it on the host; of a swapped sequence, what it kept."""
+        if sequence.swapped is not None:
+            return PrefixMatch(num_tokens=sequence.swapped.num_tokens)
+        found = super().match(sequence, max_tokens)
+        if not self._caching or not self._cost.prefers_restoring(num_blocks=1, num_tokens=self.block_size):
+            return found
+        restored = self.host.find(sequence.block_hashes[len(found.blocks) : max_tokens // self.block_size])
+        if not restored:
+            return found
+        num_blocks = len(found.blocks) + len(restored)
+        return PrefixMatch(found.blocks, num_blocks * self.block_size, restored=tuple(restored))
+
+    def seat_cost(self, sequence: Sequence, match: PrefixMatch) -> int:
+        """Of a swapped sequence: what it takes to bring its whole group back."""
+        if sequence.swapped is not None:
+            return self._swap_in_cost(sequence.group)
+        return super().seat_cost(sequence, match)
+
+    def seat(self, sequence: Sequence, match: PrefixMatch) -> None:
+        """Of a swapped sequence: bring its whole group back."""
+        if sequence.swapped is not None:
+            self._swap_in(sequence.group)
+            return
+        first = len(match.blocks)
+        keys = sequence.block_hashes[first : first + len(match.restored)]
+        self.host.claim(keys)  # or the blocks that are taken now would push them out
+        self.host.hold(keys)
+        super().seat(sequence, match)
+        for key, block in zip(keys, sequence.table.block_ids[first:], strict=False):
+            self.host.bring(key, block)
+            self._cache.register(key, block)
+        # A tail is copied in the step that is planned: it counts when that one's result is there.
+        sequence.num_committed = first + len(keys)
+        sequence.num_certain = sequence.num_settled = sequence.num_committed * self.block_size
+
+    def commit(self, sequence: Sequence, num_computed: int) -> None:
+        sequence.num_settled = num_computed
+        if num_computed == sequence.num_prompt_tokens:  # for all choices: each of them holds its blocks already
+            for sibling in sequence.group.sequences:
+                sibling.num_settled = max(sibling.num_settled, num_computed)
+        super().commit(sequence, num_computed)
+
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+        super().fork(parent, child, num_tokens)
+        child.num_settled = min(parent.num_settled, num_tokens)
+
+    def release(self, sequence: Sequence) -> None:
+        if sequence.swapped is not None:
+            self.host.drop(sequence.swapped.keys)
+            sequence.swapped = None
+        super().release(sequence)
+        sequence.num_settled = 0
+
+    def forget_cached(self, kept: Collection[bytes] = ()) -> tuple[int, tuple[int, ...]]:
+        """What swapped sequences will go on with stays where it is, which may be the pool alone."""
+        claimed = {key for key in self._cache.contents() if self.host.is_claimed(key)}
+        num_blocks, _ = super().forget_cached({*kept, *claimed})
+        return num_blocks, self.host.forget_unclaimed()
+
+    # ---- swapped sequences ----------------------------------------------------------------------------------------
+
+    def swap_size(self, kept: Iterable[tuple[Sequence, int]]) -> tuple[int, int]:
+        """(blocks, tokens) that would be lost of sequences' first tokens: what others hold too would not be."""
+        held: Counter[int] = Counter()
+        total = 0
+        for sequence, num_tokens in kept:
+            held.update(sequence.table.block_ids[: sequence.table.num_blocks_for(num_tokens)])
+            total += num_tokens
+        own = sum(1 for block, count in held.items() if self._pool.refs(block) == count)
+        return own, min(total, own * self.block_size)
+
+    def swap_out(self, wanted: Iterable[tuple[Sequence, int]], copied_from: Mapping[int, int]) -> bool:
+        """Release sequences, each with so many tokens kept on the host; False if it has not the room.
+
+        `copied_from`: by block, where a copy into it was planned in this step that will not be made.
+        """
+        kept: list[tuple[Sequence, Swapped]] = []
+        sources: dict[bytes, int] = {}  # of contents that are nowhere but in the sequence's own block
+        private: dict[int, bytes] = {}
+        for sequence, num_tokens in wanted:
+            blocks = sequence.table.block_ids[: sequence.table.num_blocks_for(num_tokens)]
+            full = num_tokens // self.block_size if self._caching else 0
+            self._extend_hashes(sequence, full)
+            keys = sequence.block_hashes[:full]
+            for key, block in zip(keys, blocks, strict=False):
+                if self._cache.block(key) is None and not self.host.pool.holds(key):
+                    sources[key] = block
+            for block in (copied_from.get(block, block) for block in blocks[full:]):
+                own = self.host.arriving(block) or private.get(block)
+                if own is None:
+                    own = private[block] = self.host.private_key()
+                    sources[own] = block
+                keys.append(own)
+            kept.append((sequence, Swapped(num_tokens, tuple(keys))))
+        new = {key for _, swapped in kept for key in swapped.keys if not self.host.pool.is_claimed(key)}
+        if len(new) > self.host.pool.num_room:
+            return False
+        for _, swapped in kept:
+            self.host.claim(swapped.keys)
+        for key, block in sources.items():
+            self.host.save(key, block)
+        for sequence, swapped in kept:
+            self.release(sequence)
+            sequence.swapped = swapped
+        return True
+
+    def _swap_in_cost(self, group: Group) -> int:
+        cost = 0
+        seen: set[bytes] = set()
+        for sequence, swapped in _swapped(group):
+            full = swapped.num_tokens // self.block_size
+            cost += sequence.blocks_for_known - full
+            for key in swapped.keys[:full]:
+                if key not in seen:
+                    seen.add(key)
+                    block = self._cache.block(key)
+                    cost += block is None or self._pool.refs(block) == 0
+        return cost
+
+    def _swap_in(self, group: Group) -> None:
+        """Give a group's sequences what they had; what the pool still holds first, before anything of it is evicted."""
+        swapped = _swapped(group)
+        found: list[list[int | None]] = []
+        for _, kept in swapped:
+            self.host.hold(kept.keys)
+            found.append([self._revive(key) for key in kept.keys[: kept.num_tokens // self.block_size]])
+        brought: dict[bytes, int] = {}
+        for (sequence, kept), blocks in zip(swapped, found, strict=True):
+            sequence.swapped = None
+            for key, block in zip(kept.keys, blocks, strict=False):
+                sequence.table.extend([self._bring_full(key, brought) if block is None else block])
+            sequence.table.extend([self._bring(key) for key in kept.keys[len(blocks) :]])
+            sequence.num_computed = sequence.num_settled = sequence.num_certain = kept.num_tokens
+            sequence.num_committed = len(blocks) if self._caching else 0
+            self._grow(sequence, len(sequence.token_ids))
+
+    def _revive(self, key: bytes) -> int | None:
+        """One more reference to the pool's block with this content, if there is one."""
+        block = self._cache.block(key)
+        if block is not None:
+            self._hold(block)
+        return block
+
+    def _bring_full(self, key: bytes, brought: dict[bytes, int]) -> int:
+        """A block for a full one of several siblings, who share it."""
+        if key in brought:
+            self._pool.share(brought[key])
+            return brought[key]
+        block = brought[key] = self._bring(key)
+        if self._caching:
+            self._cache.register(key, block)
+        return block
+
+    def _bring(self, key: bytes) -> int:
+        block = self._take()
+        self.host.bring(key, block)
+        return block
+
+    def _take(self) -> int:
+        block = super()._take()
+        self.host.forget(block)
+        return block
+
+    def _evict(self, content: bytes, block: int) -> None:
+        self.host.evict(content, block)
+
+    # ---- the books ------------------------------------------------------------------------------------------------
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """I2 for the host's blocks too, and of I14: whatever a swapped sequence kept is somewhere."""
+        sequences = list(sequences)
+        super().check(sequences)
+        swapped = [sequence.swapped for sequence in sequences if sequence.swapped is not None]
+        self.host.check([key for kept in swapped for key in kept.keys])
+        for kept in swapped:
+            for key in kept.keys:
+                is_somewhere = self.host.pool.holds(key) or self._cache.block(key) is not None
+                require(is_somewhere, "a block of a swapped sequence is neither in the pool nor on the host")
+        for sequence in sequences:
+            require(sequence.swapped is None or not len(sequence.table), "a swapped sequence holds blocks")
+
+
+def _swapped(group: Group) -> list[tuple[Sequence, Swapped]]:
+    return [(sequence, sequence.swapped) for sequence in group.sequences if sequence.swapped is not None]
+
+
+_PRIVATE = b"private "  # how keys begin that name no content: nobody else can ask for them
+
+
+class HostTier:
+    """Copies of blocks between the device's pool and the host's, until a step takes them along.
+
+    A content is read from the host only if it is there when the step's copies are made, in the order out, then in; what
+    a copy reads is not reused before.
+    """
+
+    def __init__(self, num_blocks: int, stored: Iterable[bytes] = ()) -> None:
+        """`stored`: what blocks 0, 1, ... hold already, the least recently wanted first."""
+        self.pool = HostPool(num_blocks)
+        for key in stored:
+            self.pool.store(key)
+        self.total_out = self.total_in = 0
+        self._out: dict[int, tuple[int, bytes]] = {}  # host block -> device block, key
+        self._arriving: dict[int, bytes] = {}  # device block -> key
+        self._held: list[bytes] = []  # claimed until the copies are on their way
+        self._num_private = 0
+
+    def private_key(self) -> bytes:
+        """A new key for a block that only its sequence can use."""
+        self._num_private += 1
+        return _PRIVATE + self._num_private.to_bytes(8, "big")
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """The host blocks of the longest run of stored keys from the first on, as far as they can be held."""
+        found: list[int] = []
+        room = self.pool.num_room
+        for key in keys:
+            if not self.pool.holds(key):
+                break
+            room -= not self.pool.is_claimed(key)
+            if room < 0:
+                break
+            found.append(self.pool.block(key))
+        return found
+
+    def claim(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self.pool.claim(key)
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self.pool.drop(key, keep=not key.startswith(_PRIVATE))
+
+    def hold(self, keys: Values[bytes]) -> None:
+        """Take over claims, for as long as copies of these keys may be asked for in this plan."""
+        self._held += keys
+
+    def arriving(self, block: int) -> bytes | None:
+        """The key whose content a device block is to get, if its copy was not taken along yet."""
+        return self._arriving.get(block)
+
+    def evict(self, key: bytes, block: int) -> None:
+        """A matchable device block is about to be written anew."""
+        if self.pool.holds(key):  # so it is with every block whose content has not arrived
+            self.pool.touch(key)
+        else:
+            self.save(key, block)
+
+    def save(self, key: bytes, block: int) -> None:
+        """Copy a device block out, if there is room for the key."""
+        require(block not in self._arriving, f"block {block} is copied out before its content has come in")
+        target = self.pool.store(key)
+        if target is not None:
+            self._out[target] = block, key
+
+    def bring(self, key: bytes, block: int) -> None:
+        """Copy a stored key in; it must be held."""
+        require(self.pool.holds(key) and key in self._held, "a block is to come from the host that is not there")
+        self._arriving[block] = key
+
+    def forget(self, block: int) -> None:
+        """A device block is handed out for writing: nothing needs to arrive in it."""
+        self._arriving.pop(block, None)
+
+    def is_claimed(self, key: bytes) -> bool:
+        """Whether a swapped sequence will go on with it."""
+        return self.pool.is_claimed(key)
+
+    def forget_unclaimed(self) -> tuple[int, ...]:
+        """Nobody will find what is kept for nobody in particular; the host blocks that held it."""
+        blocks = self.pool.forget_unclaimed()
+        for block in blocks:
+            self._out.pop(block, None)  # its copy is not wanted any more
+        return blocks
+
+    def take(self) -> Moves:
+        """The copies since the last call."""
+        if not (self._out or self._arriving or self._held):
+            return NO_MOVES
+        out = tuple((block, target) for target, (block, _) in self._out.items())
+        keys = tuple(b"" if key.startswith(_PRIVATE) else key for _, key in self._out.values())
+        into = tuple((self.pool.block(key), block) for block, key in self._arriving.items())
+        self.total_out += len(out)
+        self.total_in += len(into)
+        self._out, self._arriving = {}, {}
+        held, self._held = self._held, []
+        self.drop(held)
+        return Moves(out, into, keys)
+
+    def check(self, claimed: Iterable[bytes]) -> None:
+        """Raise InvariantViolation unless every claim is a swapped sequence's, or held for copies to come."""
+        self.pool.check([*claimed, *self._held])
+
+
+class HostPool:
+    """Blocks of host memory by the key of what they hold: claimed by swapped sequences, or kept while there is room.
+
+    Ids are 0 .. num_blocks - 1. A key is in at most one block; a claim may come before the content does. A claimed
+    key that is stored is not lost, and one that is not stored yet finds a block when it comes; what nobody claims goes
+    in the order in which it was last wanted.
+    """
+
+    __slots__ = ("_block_of", "_claims", "_free", "_num_promised", "_unclaimed", "num_blocks")
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._block_of: dict[bytes, int] = {}
+        self._unclaimed: dict[bytes, None] = {}  # of the stored keys; the next to be given up first
+        self._claims: dict[bytes, int] = {}
+        self._num_promised = 0  # claimed keys that are not stored: a block is left for each
+
+    @property
+    def num_used(self) -> int:
+        """Blocks whose content somebody has claimed."""
+        return len(self._block_of) - len(self._unclaimed)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks whose content is kept because nothing else needs the room."""
+        return len(self._unclaimed)
+
+    @property
+    def num_room(self) -> int:
+        """Keys without a claim that can still get one, or that can be stored without one."""
+        return len(self._free) + len(self._unclaimed) - self._num_promised
+
+    def holds(self, key: bytes) -> bool:
+        return key in self._block_of
+
+    def block(self, key: bytes) -> int:
+        """Where a stored key is. Raises KeyError."""
+        return self._block_of[key]
+
+    def is_claimed(self, key: bytes) -> bool:
+        return key in self._claims
+
+    def claim(self, key: bytes) -> None:
+        """One claim more. The first one takes up room, whether the key is stored or not."""
+        count = self._claims.get(key, 0)
+        if count == 0:
+            require(self.num_room > 0, "host blocks were promised that are not there")
+            if key in self._block_of:
+                del self._unclaimed[key]
+            else:
+                self._num_promised += 1
+        self._claims[key] = count + 1
+
+    def drop(self, key: bytes, *, keep: bool) -> None:
+        """One claim less; after the last one the content is kept while there is room, or without `keep` forgotten."""
+        count = self._claims[key] - 1
+        if count > 0:
+            self._claims[key] = count
+            return
+        del self._claims[key]
+        if key not in self._block_of:
+            self._num_promised -= 1
+        elif keep:
+            self._unclaimed[key] = None
+        else:
+            self._free.append(self._block_of.pop(key))
+
+    def store(self, key: bytes) -> int | None:
+        """A block for a key that has none; None where it is not claimed and there is no room."""
+        require(key not in self._block_of, "a content is stored twice on the host")
+        if key in self._claims:
+            self._num_promised -= 1
+        elif self.num_room < 1:
+            return None
+        else:
+            self._unclaimed[key] = None  # the newest: it is not what goes next
+        if self._free:
+            block = self._free.pop()
+        else:
+            oldest = next(iter(self._unclaimed))
+            del self._unclaimed[oldest]
+            block = self._block_of.pop(oldest)
+        self._block_of[key] = block
+        return block
+
+    def touch(self, key: bytes) -> None:
+        """A stored key was wanted: if nobody claims it, it goes last."""
+        if key in self._unclaimed:
+            del self._unclaimed[key]
+            self._unclaimed[key] = None
+
+    def forget_unclaimed(self) -> tuple[int, ...]:
+        """Free the blocks whose content is kept for nobody in particular; which they were."""
+        blocks = tuple(self._block_of.pop(key) for key in self._unclaimed)
+        self._unclaimed.clear()
+        self._free += blocks
+        return blocks
+
+    def check(self, claimed: Iterable[bytes]) -> None:
+        """Raise InvariantViolation unless blocks and claims agree; `claimed` has every claim once."""
+        counts: dict[bytes, int] = {}
+        for key in claimed:
+            counts[key] = counts.get(key, 0) + 1
+        require(counts == self._claims, "the claims on host blocks are not those of the swapped sequences")
+        blocks = [*self._free, *self._block_of.values()]
+        require(sorted(blocks) == list(range(self.num_blocks)), "the host's free and stored blocks are not its pool")
+        for key in self._unclaimed:
+            require(key in self._block_of and key not in self._claims, "a host block is kept and claimed at once")
+        require(
+            len(self._unclaimed) + sum(1 for key in self._claims if key in self._block_of) == len(self._block_of),
+            "a stored host block is neither kept nor claimed",
         )
-    cost = SwapCost(config.swap_seconds)
-    kv = SwappingAllocator(
-        num_blocks=config.num_blocks,
-        num_host_blocks=config.num_host_blocks,
-        block_size=limits.block_size,
-        enable_prefix_caching=limits.enable_prefix_caching,
-        cost=cost,
-        stored=stored,
-    )
-    return kv, Swapping(kv, cost)
+        promised = sum(1 for key in self._claims if key not in self._block_of)
+        require(promised == self._num_promised, f"{promised} host blocks are owed, {self._num_promised} are counted")
+        require(self.num_room >= 0, "more host blocks are promised than there are")
+
+
+_FEWEST = 32  # prompt tokens; the time of a step with fewer says more about its decodes
+_WEIGHT = 0.3  # of the newest step in the mean
+
+
+class SwapCost:
+    """Whether what a victim has computed is cheaper to copy to the host and back, or to compute again.
+
+    Recompute where tokens * seconds of a token < 2 * bytes / bandwidth, else swap.
+
+    What a token costs is learned from steps with prompts in them, what a block costs was measured at the start. Until
+    such a step was seen, copying is taken to be cheaper.
+    """
+
+    def __init__(self, seconds_per_block: float) -> None:
+        self._seconds_per_block = seconds_per_block  # one way
+        self._seconds_per_token = 0.0  # unknown
+
+    def prefers_swap(self, *, num_blocks: int, num_tokens: int) -> bool:
+        """Whether to copy so many blocks out and in rather than to compute so many tokens again."""
+        return self._is_cheaper(2 * num_blocks, num_tokens)
+
+    def prefers_restoring(self, *, num_blocks: int, num_tokens: int) -> bool:
+        """Whether to copy blocks in that are on the host already."""
+        return self._is_cheaper(num_blocks, num_tokens)
+
+    def learn(self, *, prompt_tokens: int, num_decodes: int, seconds: float) -> None:
+        """A step of so many tokens took so long."""
+        if prompt_tokens < _FEWEST:
+            return
+        rate = seconds / (prompt_tokens + num_decodes)
+        known = self._seconds_per_token
+        self._seconds_per_token = known + _WEIGHT * (rate - known) if known else rate
+
+    def _is_cheaper(self, copies: int, num_tokens: int) -> bool:
+        if self._seconds_per_token == 0:
+            return True
+        return copies * self._seconds_per_block <= num_tokens * self._seconds_per_token

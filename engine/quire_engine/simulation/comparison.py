@@ -1,7 +1,6 @@
 """Two runs side by side: which numbers differ, and by how much.
 
-Promises: numbers that both runs have, by their path in the report; equal ones are left out. Must not know: what is
-better.
+Promises: numbers that both runs have, by their path in the report; equal ones are left out.
 """
 
 from __future__ import annotations

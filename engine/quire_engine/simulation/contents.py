@@ -1,7 +1,7 @@
 """Tokens for a log that has none: contents that begin alike just where the log says so.
 
 Owns what was made up for each content. Promises: two contents have as many first tokens in common as the recorded ones
-had. Must not know: the scheduler, steps.
+had. Must not know: the scheduler.
 """
 
 from __future__ import annotations

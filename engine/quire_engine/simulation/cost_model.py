@@ -1,7 +1,7 @@
 """What a step takes: seconds from the sizes in its batch.
 
 Promises: the same batch gives the same seconds; a step without prompts follows a straight line, one with prompts a
-table of measured sizes, which never falls. Must not know: the scheduler, clocks, how the numbers were measured.
+table of measured sizes, which never falls. Must not know: the scheduler, clocks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The load and the times of a step log, for a simulation with other settings.
 
-Promises: requests come when they came, with the lengths that they turned out to have, and share what they shared. Must
-not know: the scheduler's state, which settings are changed.
+Promises: requests come when they came, with the lengths that they turned out to have, and share what they shared.
 """
 
 from __future__ import annotations

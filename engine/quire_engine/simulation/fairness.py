@@ -1,7 +1,7 @@
 """Who gets how much while several tenants want more than there is: services, and the largest gap between two of them.
 
-Promises: service is counted as it is given, step by step: a computed prompt token once, an output token
-twice, what a preemption makes compute again not at all. Must not know: which policy is tried.
+Promises: service is counted as it is given, step by step: a computed prompt token once, an output token twice, what a
+preemption makes compute again not at all.
 """
 
 from __future__ import annotations

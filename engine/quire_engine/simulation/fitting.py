@@ -1,7 +1,7 @@
 """From measured steps to a cost model: robust non-negative least squares for decodes, a rising table for prompts.
 
 Promises: outliers move nothing far; no coefficient is below 0; the stated error is that of steps that were held out.
-Must not know: how steps were measured, torch.
+Must not know: torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What KV caches take, from a model's shape alone: the numbers of the reference documents for any checkpoint.
 
-Promises: bytes by exact arithmetic; a config.json that does not say enough is refused by the key that is missing.
-Must not know: torch, weights, which architectures are served.
+Promises: bytes by exact arithmetic; a config.json that does not say enough is refused by the key that is missing. Must
+not know: torch.
 """
 
 from __future__ import annotations

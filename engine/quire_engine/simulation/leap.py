@@ -1,7 +1,6 @@
 """Many steps at once where each only repeats the last: every running sequence decodes, and nobody can enter.
 
 Promises: the scheduler is left as if each step had been scheduled and applied; a test compares both to the bit.
-Must not know: loads, reports.
 
 A simulation would otherwise spend most of its time on steps in which nothing is decided.
 """

@@ -1,7 +1,7 @@
 """Loads that are written down on the command line: output lengths and steps of arrival, one prompt token each.
 
 Promises: with steps of one second an arrival at t is first computed in the step after the t-th, as the reference
-exercises count. Must not know: the scheduler, reports.
+exercises count. Must not know: the scheduler.
 """
 
 from __future__ import annotations

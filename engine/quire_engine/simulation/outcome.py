@@ -1,7 +1,6 @@
 """What became of a simulated load: each request's times, and the run's own counts.
 
-Promises: nothing is rounded or left out; times are seconds of the simulated clock. Must not know: the scheduler, what
-is a good outcome.
+Promises: nothing is rounded or left out; times are seconds of the simulated clock. Must not know: the scheduler.
 """
 
 from __future__ import annotations

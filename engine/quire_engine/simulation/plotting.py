@@ -1,6 +1,6 @@
 """Blocks and requests over time as a picture: an SVG file, or lines of a terminal.
 
-Promises: no library, no display; the peak is always in the picture. Must not know: how the moments came about.
+Promises: no library, no display; the peak is always in the picture.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Published and recomputed numbers that a simulation is held to: each check prints what was expected and what it got.
 
 Promises: a check computes what it says with the scheduler that serves, or by the cache's own rule; nothing is looked up
-that could be computed. Must not know: how checks are shown.
+that could be computed.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,11 +17,60 @@ from quire_engine.limits import SchedulerConfig, SchedulerLimits
 from quire_engine.simulation.cost_model import CostModel
 from quire_engine.simulation.fairness import shares
 from quire_engine.simulation.lengths import exercise_setup, rows_of
-from quire_engine.simulation.prefix_study import hit_rate
 from quire_engine.simulation.setup import Setup
 from quire_engine.simulation.simulator import simulate
 from quire_engine.simulation.static_batching import simulate_static
 from quire_engine.simulation.traces import TraceRow, read_trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HitRate:
+    """What a prefix cache would have found over a whole trace, its prompts one after the other.
+
+    `blocks`: the cache's size; None: all that ever were. Least recently used blocks go first, the deepest of a prompt
+    before those that it stands on, as in the allocator.
+    """
+
+    blocks: int | None
+    prompt_tokens: int
+    hit_tokens: int
+    asked_blocks: int
+    hit_blocks: int
+
+    @property
+    def tokens(self) -> float:
+        return self.hit_tokens / max(1, self.prompt_tokens)
+
+    @property
+    def of_blocks(self) -> float:
+        return self.hit_blocks / max(1, self.asked_blocks)
+
+
+def hit_rate(rows: Sequence[TraceRow], blocks: int | None = None) -> HitRate:
+    """The share of prompt tokens that are in the cache when their request comes; a prefix ends at its first miss."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    tokens = hits = asked = found = 0
+    for row in rows:
+        tokens += row.input_tokens
+        asked += len(row.blocks)
+        matched = 0
+        for block in row.blocks:
+            if block not in cache:
+                break
+            matched += 1
+        found += matched
+        hits += min(matched * row.block_tokens, row.input_tokens)
+        _use(cache, reversed(row.blocks), blocks)
+    return HitRate(blocks=blocks, prompt_tokens=tokens, hit_tokens=hits, asked_blocks=asked, hit_blocks=found)
+
+
+def _use(cache: OrderedDict[int, None], used: Iterable[int], limit: int | None) -> None:
+    for block in used:
+        cache[block] = None
+        cache.move_to_end(block)
+    while limit is not None and len(cache) > limit:
+        cache.popitem(last=False)
+
 
 _LENGTHS = (32, 128, 64, 256)
 _STAGGERED = (0.0, 2.0, 4.0, 6.0)

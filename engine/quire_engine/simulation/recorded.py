@@ -1,7 +1,6 @@
 """A step log as it was written: JSON lines of events and steps, read into calls in their order.
 
-Promises: what `scheduling.step_log` writes is read whole, another format or a torn line is refused with its number.
-Must not know: how a log is replayed.
+Promises: what `scheduling.log.step_log` writes is read whole, another format or a torn line is refused with its number.
 """
 
 from __future__ import annotations

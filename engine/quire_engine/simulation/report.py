@@ -1,7 +1,6 @@
 """From an outcome to the numbers that people compare: latencies, goodput, memory, fairness, Little's law.
 
-Promises: seconds and counts; a number that a run cannot give is None, never 0. Must not know: how the run came about,
-how it is shown.
+Promises: seconds and counts; a number that a run cannot give is None, never 0.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From rows of a load to requests as the engine gets them, cheap to make.
 
-Promises: rows with equal block numbers get equal tokens there and nowhere else. Must not know: times, the scheduler.
+Promises: rows with equal block numbers get equal tokens there and nowhere else. Must not know: the scheduler.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which settings serve a load at the highest rate within objectives: bisection of the rate, halving of the candidates.
 
 Promises: the same load, seed and base give the same plan; every number in it was simulated on the scheduler that
-serves. Must not know: how plans are written, machines.
+serves.
 """
 
 from __future__ import annotations

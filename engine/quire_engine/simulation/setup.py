@@ -1,7 +1,7 @@
 """What is simulated: a scheduler's limits and pool, the server's bounds on its queue, and what steps cost.
 
-Promises: one frozen record; a setting is changed by the name of its flag, and refused by name when it cannot be.
-Must not know: the scheduler, loads, where the numbers come from.
+Promises: one frozen record; a setting is changed by the name of its flag, and refused by name when it cannot be. Must
+not know: the scheduler.
 """
 
 from __future__ import annotations

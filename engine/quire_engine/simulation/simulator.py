@@ -1,7 +1,7 @@
 """The engine's loop without an engine: the real scheduler, a clock that a cost model moves, requests as they come due.
 
 Owns the clock and what becomes of each request. Promises: the same load and setup give the same outcome, to the bit;
-requests are seen between steps, as by the engine process. Must not know: wall time, what the outcome is used for.
+requests are seen between steps, as by the engine process.
 """
 
 from __future__ import annotations

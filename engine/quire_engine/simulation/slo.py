@@ -1,6 +1,6 @@
 """Objectives for latencies, such as `ttft_p95=2s,itl_p99=150ms`: read, and held against what was measured.
 
-Promises: an objective that cannot be read is refused by name. Must not know: where measurements come from.
+Promises: an objective that cannot be read is refused by name.
 """
 
 from __future__ import annotations

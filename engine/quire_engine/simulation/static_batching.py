@@ -1,7 +1,7 @@
 """What servers did before continuous batching: a batch is filled, padded, and kept until its longest member ends.
 
-Promises: the same load, cost model and slots as the scheduler it is compared with. Must not know: blocks' sharing,
-preemption: a static server reserves whole slots.
+Promises: the same load, cost model and slots as the scheduler it is compared with. A static server reserves whole
+slots.
 """
 
 from __future__ import annotations

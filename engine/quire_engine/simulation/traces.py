@@ -2,7 +2,7 @@
 
 Promises: rows in order of arrival, the first at 0 s; a file that is no known format is refused with its line. Reads
 Azure's CSV, Mooncake's JSON lines (prefixes as hash ids), ServeGen's clients, tenants of VTC's benchmark, and JSON
-lines of our own. Must not know: servers, the scheduler, how prompts are made.
+lines of our own. Must not know: the scheduler.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What steps take on this machine: `python -m quire_engine.tools.calibrate`, asked and answered in JSON.
 
 Promises: steps of the engine that would serve, planned by its scheduler, measured from one's end to the next one's; a
-reply is a file for `quire simulate`. Must not know: who asks, what loads will be simulated.
+reply is a file for `quire simulate`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What a configuration would come to: `python -m quire_engine.tools.dry_run`, asked and answered in JSON.
 
 Promises: no weight is read; a question is an `EngineConfig`, the reply its `EnginePlan`.
-Must not know: who asks, how a plan is shown.
 """
 
 from __future__ import annotations

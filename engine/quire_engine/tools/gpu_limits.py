@@ -1,7 +1,7 @@
 """What this machine's first GPU can do at most: `python -m quire_engine.tools.gpu_limits` prints one JSON object.
 
 Promises: numbers of this moment, found with what is left of the memory beside whoever else uses the GPU; exit code 1
-and one line where there is no GPU or too little memory. Must not know: models, who compares what with it.
+and one line where there is no GPU or too little memory. Must not know: models.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The child's side of a conversation in lines of JSON: questions on stdin, replies on stdout.
 
 Promises: nothing else than replies is written to stdout; what is refused on purpose is the last reply, `{"error": TEXT,
-"kind": "config" | "model"}`. Must not know: what is asked, who asks.
+"kind": "config" | "model"}`.
 """
 
 from __future__ import annotations

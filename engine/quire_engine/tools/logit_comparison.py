@@ -1,7 +1,6 @@
 """Two models' logits side by side: divergence, agreement, perplexity.
 
 Promises: divergences in float64, a few rows at a time; perplexities leave out each prompt's first token.
-Must not know: where logits come from.
 """
 
 from __future__ import annotations

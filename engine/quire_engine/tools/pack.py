@@ -1,7 +1,6 @@
 """Packs a model's weights into their file: `python -m quire_engine.tools.pack`, asked and answered in JSON.
 
 Promises: a question is an `EngineConfig`; the replies tell how far it is, the last one which file it has come to.
-Must not know: who asks, how progress is shown.
 """
 
 from __future__ import annotations

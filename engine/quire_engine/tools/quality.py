@@ -1,7 +1,6 @@
 """Measures what quantisation costs a checkpoint: `python -m quire_engine.tools.quality`, asked and answered in JSON.
 
-Promises: one model in memory at a time, beside it the logits of a bounded set of prompts.
-Must not know: text, who asks.
+Promises: one model in memory at a time, beside it the logits of a bounded set of prompts. Must not know: text.
 """
 
 from __future__ import annotations

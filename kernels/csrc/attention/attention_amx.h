@@ -180,7 +180,7 @@ class AmxKv {
         tile_dot_bf16<2, 5, 6>();
         if (two_units) tile_dot_bf16<3, 5, 7>();
       }
-      if (vectors_.bringing()) {
+      if (vectors_.prefetches()) {
         prefetch<kBlock * 2>(vectors_.next_keys(unit) + b * kBlock);
         if (two_units) prefetch<kBlock * 2>(vectors_.next_keys(unit + 1) + b * kBlock);
       }
@@ -220,7 +220,7 @@ class AmxKv {
       const Pairs x{_mm512_and_si512(pload(from + 2 * c).v, mask)};
       finite->see(x);
       pstore(to + c * kTile, x);
-      if (vectors_.bringing()) __builtin_prefetch(next + 2 * c, 0, 2);
+      if (vectors_.prefetches()) __builtin_prefetch(next + 2 * c, 0, 2);
     }
   }
 

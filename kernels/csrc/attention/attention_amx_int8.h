@@ -53,7 +53,7 @@ class AmxInt8Kv : public Int8Kv {
     bool other = tile.first_unit != first_unit_ || tile.last_unit != last_unit_;
     for (int u = tile.first_unit; u < tile.last_unit; ++u) other = other || units_[u] != tile.units[u];
     Int8Kv::open(tile, next);
-    bringing_ = next_[tile.first_unit] != units_[tile.first_unit];
+    prefetches_ = next_[tile.first_unit] != units_[tile.first_unit];
     if (!other) return;
     first_unit_ = tile.first_unit;
     last_unit_ = tile.last_unit;
@@ -162,7 +162,7 @@ class AmxInt8Kv : public Int8Kv {
         tile_load<5>(queries + more + low, stride_);
         tile_dot_s8u8<3, 5, 6>();
       }
-      if (bringing_) prefetch<kTileSize>(next_[unit] + b * kTileSize);
+      if (prefetches_) prefetch<kTileSize>(next_[unit] + b * kTileSize);
     }
     store_sums(more_rows);
   }
@@ -173,7 +173,7 @@ class AmxInt8Kv : public Int8Kv {
     for (int i = first_unit_ * kUnitQuads; i < last_unit_ * kUnitQuads; ++i) {
       for (int64_t c = 0; c < d_; c += kTileWidth) {
         istore(values_ + c * kTile + i * kTileBytes, iload(quads_[i] + 4 * c));
-        if (bringing_) __builtin_prefetch(next_quads_[i] + 4 * c);
+        if (prefetches_) __builtin_prefetch(next_quads_[i] + 4 * c);
       }
     }
     packed_ = true;
@@ -202,7 +202,7 @@ class AmxInt8Kv : public Int8Kv {
   char* tails_;          // [kTileUnits][16 quads][16][4]
   char* rows_of_tiles_;  // the queries: [rows][stride], high bytes and low ones in whole blocks
   int first_unit_ = 0, last_unit_ = 0;
-  bool packed_ = false, has_tails_ = false, bringing_ = false;
+  bool packed_ = false, has_tails_ = false, prefetches_ = false;
 };
 
 }  // namespace quire

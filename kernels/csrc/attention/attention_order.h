@@ -59,13 +59,13 @@ class OrderedVectors {
   // were open before.
   bool open(const Tile& tile, const Tile& next) {
     bool other = false;
-    bringing_ = false;
+    prefetches_ = false;
     for (int u = tile.first_unit; u < tile.last_unit; ++u) {
       const bf16* keys = reinterpret_cast<const bf16*>(tile.units[u]);
       other = other || keys != keys_[u];
       keys_[u] = keys;
       next_keys_[u] = next.has(u) ? reinterpret_cast<const bf16*>(next.units[u]) : keys;
-      bringing_ = bringing_ || next_keys_[u] != keys;
+      prefetches_ = prefetches_ || next_keys_[u] != keys;
       for (int i = 0; i < kUnitPairs; ++i) {
         const int64_t at = (kUnit + 2 * i) * d_;
         pairs_[u * kUnitPairs + i] = keys + at;
@@ -81,7 +81,7 @@ class OrderedVectors {
   const bf16* next_keys(int unit) const { return next_keys_[unit]; }
   const bf16* values(int pair) const { return pairs_[pair]; }
   const bf16* next_values(int pair) const { return next_pairs_[pair]; }
-  bool bringing() const { return bringing_; }
+  bool prefetches() const { return prefetches_; }
 
   // Scores of the group's units into s [rows][kTile], positions outside the group's included. Queries [rows][stride].
   void score(const Group& group, const bf16* queries, int64_t stride, float* s) const {
@@ -190,7 +190,7 @@ class OrderedVectors {
   const int64_t d_;
   const float scale_;
   uint32_t* edges_;
-  bool bringing_ = false;
+  bool prefetches_ = false;
   const bf16* keys_[kTileUnits] = {};
   const bf16* pairs_[kTile / 2] = {};  // values of two positions each
   // The same of the next tile, which is fetched while this one is used.

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 
-#include "gemm/gemm_bringing.h"
-#include "gemm/gemm_dealing.h"
 #include "gemm/gemm_finish.h"
 #include "gemm/gemm_group_tiles.h"
+#include "gemm/gemm_partition.h"
+#include "gemm/gemm_prefetch.h"
 #include "gemm/gemm_tile.h"
 #include "gemm/gemm_tiles.h"
 #include "weights/coded.h"
@@ -160,15 +160,15 @@ void gemm_stepped(Pieces& pieces, int worker, const Linear& w, const Rows& rows,
   const int64_t steps = w.k / Kind::kValuesPerStep;
   const Placing<Kind::kParts> placing(rows.m, steps, kMostRows<Kind>);
   const bool whole = steps <= kSlice;
-  const Dealing dealing(panel_count(w), placing.count, kGroupTiles, pieces.workers());
+  const Partition partition(panel_count(w), placing.count, kGroupTiles, pieces.workers());
   int64_t fetched = -1;
   Piece piece;
-  while (pieces.take(worker, dealing.pieces(), 1, &piece)) {
-    const int64_t panel = dealing.panel(piece.begin), next_panel = dealing.next_panel(piece);
-    const int64_t first_tile = dealing.first_tile(piece.begin), end_tile = dealing.end_tile(piece.begin);
+  while (pieces.take(worker, partition.pieces(), 1, &piece)) {
+    const int64_t panel = partition.panel(piece.begin), next_panel = partition.next_panel(piece);
+    const int64_t first_tile = partition.first_tile(piece.begin), end_tile = partition.end_tile(piece.begin);
     const int64_t num_passes = count_passes(placing, first_tile, end_tile, pass_vecs);
     const PanelSource<Kind> source(w, panel, keeps_decoded(placing, end_tile - first_tile), decoded);
-    const Bringing bringing(num_passes, source.step_bytes(), kStepBytes / 4);
+    const Prefetcher prefetcher(num_passes, source.step_bytes(), kStepBytes / 4);
     const Cold cold = panel == fetched ? Cold::kNo : num_passes == 1 ? Cold::kOnce : Cold::kShared;
     if (w.scales != nullptr) prefetch<kPanelRows * 4>(w.scales + panel * kPanelRows);
     if (w.sums != nullptr) prefetch<kPanelRows * 4>(w.sums + panel * kPanelRows);
@@ -186,14 +186,14 @@ void gemm_stepped(Pieces& pieces, int worker, const Linear& w, const Rows& rows,
         const int64_t m = placing.first(t), live = placing.rows(t);
         float* sums = partial + (whole ? 0 : m * kPanelRows);
         const char* a = static_cast<const char*>(rows.data) + placing.offset(t, step);
-        const auto ahead = [&] { return bringing.of(passes++, count, after, ends); };
+        const auto ahead = [&] { return prefetcher.of(passes++, count, after, ends); };
         source.steps_of(leads, step, [&](auto most, const auto& weights) {
           any_tile<Kind, most>(live, a, placing, weights, count, sums, step > 0, leads ? first : Cold::kNo, ahead);
         });
         if (last_slice) finish_tile<Kind>(w, rows, out, m, live, panel, sums);
       }
     }
-    fetched = next_panel < 0 ? panel : bringing.all ? next_panel : -1;
+    fetched = next_panel < 0 ? panel : prefetcher.all ? next_panel : -1;
   }
 }
 
@@ -202,14 +202,14 @@ template <typename Kind>
 void gemm_grouped(Pieces& pieces, int worker, const Linear& w, const Rows& rows, const Output& out, float* sums) {
   const int64_t groups = w.k / kGroup;
   const Tiling tiling(rows.m, Kind::kTileRows);
-  const Dealing dealing(panel_count(w), tiling.count, kGroupTiles, pieces.workers());
+  const Partition partition(panel_count(w), tiling.count, kGroupTiles, pieces.workers());
   int64_t fetched = -1;
   Piece piece;
-  while (pieces.take(worker, dealing.pieces(), 1, &piece)) {
-    const int64_t panel = dealing.panel(piece.begin), next_panel = dealing.next_panel(piece);
-    const int64_t first_tile = dealing.first_tile(piece.begin), end_tile = dealing.end_tile(piece.begin);
+  while (pieces.take(worker, partition.pieces(), 1, &piece)) {
+    const int64_t panel = partition.panel(piece.begin), next_panel = partition.next_panel(piece);
+    const int64_t first_tile = partition.first_tile(piece.begin), end_tile = partition.end_tile(piece.begin);
     const int64_t num_passes = count_passes(tiling, first_tile, end_tile, Kind::pass_vecs);
-    const Bringing bringing(num_passes, Kind::kGroupBytes, kStepBytes);
+    const Prefetcher prefetcher(num_passes, Kind::kGroupBytes, kStepBytes);
     const Cold cold = panel == fetched ? Cold::kNo : num_passes == 1 ? Cold::kOnce : Cold::kShared;
     const bool ends = next_panel < 0;
     const char* at = panel_at(w, panel);
@@ -224,13 +224,13 @@ void gemm_grouped(Pieces& pieces, int worker, const Linear& w, const Rows& rows,
         constexpr int kWide = Kind::pass_vecs(number);
         for (int pass = 0; pass < kVecs / kWide; ++pass) {
           const Cold waits = passes == 0 ? cold : Cold::kNo;
-          const Ahead ahead = bringing.of(passes++, groups, after, ends);
+          const Ahead ahead = prefetcher.of(passes++, groups, after, ends);
           Kind::template tile<number, kWide>(a, w.k, group_sums, at, pass * kWide * kLanes, sums, waits, ahead);
         }
       });
       finish_tile<Kind>(w, rows, out, m, live, panel, sums);
     }
-    fetched = ends ? panel : bringing.all ? next_panel : -1;
+    fetched = ends ? panel : prefetcher.all ? next_panel : -1;
   }
 }
 

@@ -32,7 +32,7 @@ struct Output {
 // Partial sums and decoded weights that one worker needs for m rows, in bytes.
 int64_t gemm_scratch_bytes(const Linear& w, int64_t m);
 
-// What is left of the product, piece by piece (gemm_dealing.h); each worker of a run calls it.
+// What is left of the product, piece by piece (gemm_partition.h); each worker of a run calls it.
 void gemm_worker(Pieces& pieces, int worker, const Linear& w, const Rows& rows, const Output& out, char* scratch);
 
 }  // namespace quire

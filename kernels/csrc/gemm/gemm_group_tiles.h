@@ -12,8 +12,8 @@
 
 #include <algorithm>
 
-#include "gemm/gemm_bringing.h"
 #include "gemm/gemm_finish.h"
+#include "gemm/gemm_prefetch.h"
 #include "gemm/gemm_rows.h"
 #include "gemm/gemm_tiles.h"
 #include "simd/prefetch.h"
@@ -126,7 +126,7 @@ void gemm_group_tiles(Pieces& pieces, int worker, const Linear& w, const Rows& r
   const TileBlocks blocks(rows.m, w.k / Kind::kValuesPerStep);
   const Chunks chunks(blocks.count, num_panels, pieces.workers());
   const int64_t heights[2] = {blocks.first, blocks.second};
-  const int64_t block_passes = (blocks.second > 0 ? 2 : 1) * kVecs;  // more than the few of Bringing
+  const int64_t block_passes = (blocks.second > 0 ? 2 : 1) * kVecs;  // more than the few of Prefetcher
   auto* const wide = reinterpret_cast<WideGroup*>(scratch + group_sums_bytes<Kind>(w, rows.m));
   const TilesInUse in_use;
   int64_t fetched = -1;
@@ -134,7 +134,7 @@ void gemm_group_tiles(Pieces& pieces, int worker, const Linear& w, const Rows& r
   while (pieces.take(worker, num_panels * chunks.count, 1, &piece)) {
     const int64_t panel = piece.begin % num_panels, chunk = piece.begin / num_panels;
     const int64_t begin = chunks.begin(chunk), end = chunks.begin(chunk + 1);
-    const Bringing bringing((end - begin) * block_passes, Kind::kGroupBytes, kStepBytes);
+    const Prefetcher prefetcher((end - begin) * block_passes, Kind::kGroupBytes, kStepBytes);
     prefetch<kPanelRows * 4>(w.scales + panel * kPanelRows);
     for (int64_t group = 0; group < groups; group += slice) {
       const int64_t count = std::min(slice, groups - group);
@@ -145,7 +145,7 @@ void gemm_group_tiles(Pieces& pieces, int worker, const Linear& w, const Rows& r
       const bool brought = group > 0 || piece.begin == fetched;  // by the passes over the slice before
       widen_groups<Kind>(from, count, wide, brought ? Cold::kNo : Cold::kOnce, after);
       int64_t passes = 0;
-      const auto ahead = [&] { return bringing.of(passes++, count, after, ends); };
+      const auto ahead = [&] { return prefetcher.of(passes++, count, after, ends); };
       float* sums = reinterpret_cast<float*>(scratch);
       for (int64_t block = begin; block < end; ++block) {
         const char* a = static_cast<const char*>(rows.data) + blocks.offset(block, group / kSlabGroups);

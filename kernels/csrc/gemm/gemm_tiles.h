@@ -13,8 +13,8 @@
 
 #include <algorithm>
 
-#include "gemm/gemm_bringing.h"
 #include "gemm/gemm_finish.h"
+#include "gemm/gemm_prefetch.h"
 #include "gemm/gemm_rows.h"
 #include "gemm/gemm_slabs.h"
 
@@ -108,7 +108,7 @@ class TiledPiece {
   int64_t step_bytes() const { return coded_ ? kCodedStepBytes : kStepBytes; }
 
   // `after`: what the worker will read next, or null: not known.
-  void multiply(Cold cold, const char* after, const Bringing& bringing, float* partial, char* decoded) const {
+  void multiply(Cold cold, const char* after, const Prefetcher& prefetcher, float* partial, char* decoded) const {
     const int64_t slice = wide() ? steps_ : kTiledSlice;
     for (int64_t step = 0; step < steps_; step += slice) {
       const int64_t count = std::min(slice, steps_ - step);
@@ -117,7 +117,7 @@ class TiledPiece {
       // With nothing known to follow, the start of this slice, which is in the cache.
       const char* next = !ends ? at(step + count) : after != nullptr ? after : from;
       for (int64_t pass = 0; pass < num_passes(); ++pass) {
-        const Ahead ahead = bringing.of(pass, count, next, ends && after == nullptr);
+        const Ahead ahead = prefetcher.of(pass, count, next, ends && after == nullptr);
         const int64_t depth = count / kTileDepth;
         const Fetching fetching(pass == 0 ? cold : Cold::kNo, from, step_bytes() * kTileDepth, depth, ahead);
         if (!coded_ || pass > 0) {
@@ -183,18 +183,18 @@ void gemm_tiled(Pieces& pieces, int worker, const Linear& w, const Rows& rows, c
     const int64_t panel = piece.begin % num_panels, chunk = piece.begin / num_panels;
     const int64_t begin = chunks.begin(chunk), end = chunks.begin(chunk + 1);
     const TiledPiece<Kind> work(w, panel, blocks, begin, end, static_cast<const char*>(rows.data));
-    const Bringing bringing(work.num_passes(), work.step_bytes(), kStepBytes / 4);
+    const Prefetcher prefetcher(work.num_passes(), work.step_bytes(), kStepBytes / 4);
     const Cold cold = piece.begin == fetched ? Cold::kNo : work.num_passes() == 1 ? Cold::kOnce : Cold::kShared;
     if (w.scales != nullptr) prefetch<kPanelRows * 4>(w.scales + panel * kPanelRows);
     if (w.sums != nullptr) prefetch<kPanelRows * 4>(w.sums + panel * kPanelRows);
     configure_tiles(static_cast<int>(blocks.first), static_cast<int>(work.wide() ? blocks.first : blocks.second));
     const char* after = piece.next < 0 ? nullptr : panel_at(w, piece.next % num_panels);
-    work.multiply(cold, after, bringing, partial, decoded);
+    work.multiply(cold, after, prefetcher, partial, decoded);
     for (int64_t block = begin; block < end; ++block) {
       const float* sums = partial + (block - begin) * blocks.height * kPanelRows;
       finish_tile<Kind>(w, rows, out, block * blocks.height, blocks.live(block), panel, sums);
     }
-    if (bringing.all) fetched = piece.next;
+    if (prefetcher.all) fetched = piece.next;
   }
 }
 

@@ -25,15 +25,15 @@ void let_others_finish() {
 }  // namespace
 
 Pool::Pool(int threads, const int* cpus)
-    : lending_(std::max(threads, 1), cpus),
-      first(std::max(threads, 1), &lending_),
-      second(std::max(threads, 1), &lending_),
+    : handover_(std::max(threads, 1), cpus),
+      first(std::max(threads, 1), &handover_),
+      second(std::max(threads, 1), &handover_),
       size_(std::max(threads, 1)) {
   try {
     for (int worker = 1; worker < size_; ++worker) {
       threads_.emplace_back([this, worker] {
         let_others_finish();
-        lending_.join(worker);
+        handover_.join(worker);
         serve(worker);
       });
     }
@@ -81,7 +81,7 @@ void Pieces::reset() {
 }
 
 void Pieces::wait(int worker, int64_t count) const {
-  bell_.wait_until([this, count] { return finished_.load(std::memory_order_seq_cst) >= count; }, lending_, worker);
+  wait_.wait_until([this, count] { return finished_.load(std::memory_order_seq_cst) >= count; }, handover_, worker);
 }
 
 void Pool::start(Call call, const void* closure) {
@@ -90,7 +90,7 @@ void Pool::start(Call call, const void* closure) {
   if (size_ == 1) return;
   call_ = call;
   closure_ = closure;
-  lending_.begin();
+  handover_.begin();
   const uint32_t run = epoch_.load(std::memory_order_relaxed) + 1;
   presence_.store(run * kRun + kOpen, std::memory_order_release);
   epoch_.store(run, std::memory_order_seq_cst);
@@ -100,15 +100,15 @@ void Pool::start(Call call, const void* closure) {
 // Ends the run when `fewest` workers have come and all who came have left.
 void Pool::join(int fewest) {
   if (size_ == 1) return;
-  lending_.end(0);
+  handover_.end(0);
   const auto have_come = [this, fewest] { return came(presence_.load(std::memory_order_seq_cst)) >= fewest; };
-  gone_.wait_until(have_come, &lending_, 0);
+  gone_.wait_until(have_come, &handover_, 0);
   presence_.fetch_and(~kOpen, std::memory_order_relaxed);
   const auto have_left = [this] {
     const uint64_t presence = presence_.load(std::memory_order_seq_cst);
     return came(presence) == left(presence);
   };
-  gone_.wait_until(have_left, &lending_, 0);
+  gone_.wait_until(have_left, &handover_, 0);
 }
 
 // Comes into the run that is open, unless it was in that one before.
@@ -124,7 +124,7 @@ bool Pool::enter(uint32_t* seen) {
 
 // Leaves the run. Whether the caller slept until then.
 bool Pool::leave(int worker) {
-  lending_.end(worker);
+  handover_.end(worker);
   presence_.fetch_add(kLeft, std::memory_order_seq_cst);
   return gone_.ring();
 }
@@ -145,17 +145,17 @@ void Pool::serve(int worker) {
       while (epoch_.load(std::memory_order_seq_cst) == seen) {
         // A caller that is still at work may have lost its core.
         const bool open = (presence_.load(std::memory_order_relaxed) & kOpen) != 0;
-        if (open) lending_.lend();
+        if (open) handover_.hand_over();
         futex_wait(&epoch_, seen, open ? &kNap : nullptr);
       }
       sleepers_.fetch_sub(1, std::memory_order_relaxed);
     }
     if (stopping_.load(std::memory_order_relaxed)) return;
     if (enter(&seen)) {
-      lending_.begin(worker);
+      handover_.begin(worker);
       call_(closure_, worker);
       caller_slept = leave(worker);
-      lending_.give_back(worker);
+      handover_.give_back(worker);
     } else if (static_cast<int32_t>(noticed - seen) > 0) {
       seen = noticed;  // over before this worker was there
     }

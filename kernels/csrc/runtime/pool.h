@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "runtime/bell.h"
+#include "runtime/wait.h"
 
 namespace quire {
 
@@ -26,14 +26,14 @@ struct Piece {
 // Workers that must not pass before all is done say what they finished.
 class Pieces {
  public:
-  Pieces(int workers, Lending* lending) : shares_(static_cast<size_t>(workers)), lending_(lending) {}
+  Pieces(int workers, CoreHandover* handover) : shares_(static_cast<size_t>(workers)), handover_(handover) {}
 
   int64_t workers() const { return static_cast<int64_t>(shares_.size()); }
   // The worker's next `grain` numbers, or fewer at the end, or false. All calls of a run have the same count and grain.
   bool take(int worker, int64_t count, int64_t grain, Piece* piece);
   void finish(int64_t number) {
     finished_.fetch_add(number, std::memory_order_seq_cst);
-    bell_.ring();
+    wait_.ring();
   }
   // From a worker: returns when `count` numbers are finished; what their workers wrote can then be read.
   void wait(int worker, int64_t count) const;
@@ -47,9 +47,9 @@ class Pieces {
     std::atomic<uint64_t> taken{0};
   };
   std::vector<Share> shares_;
-  Lending* const lending_;
+  CoreHandover* const handover_;
   alignas(64) std::atomic<int64_t> finished_{0};
-  Bell bell_;
+  Wait wait_;
 };
 
 class Pool {
@@ -80,7 +80,7 @@ class Pool {
   }
 
  private:
-  Lending lending_;
+  CoreHandover handover_;
 
  public:
   Pieces first, second;
@@ -106,7 +106,7 @@ class Pool {
   alignas(64) std::atomic<uint32_t> epoch_{0};     // counts runs; what workers watch and sleep on
   alignas(64) std::atomic<uint64_t> presence_{0};  // of workers in the run: see pool.cpp
   alignas(64) std::atomic<int> sleepers_{0};
-  Bell gone_;  // of workers that leave
+  Wait gone_;  // of workers that leave
 };
 
 }  // namespace quire

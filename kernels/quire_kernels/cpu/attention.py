@@ -1,7 +1,6 @@
 """Rotary embedding, the KV pool and paged attention by the C++ kernels, for bf16 activations.
 
 Promises: addresses, shapes and dtypes are checked here before any reaches C++; `attention.h` describes the pool.
-Must not know: how the library is found, matrices, who owns which block.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quire_kernels.cpu.context import Context
+from quire_kernels.cpu.context import Context, map_huge
 from quire_kernels.cpu.kv_layout import UNIT, unsupported
-from quire_kernels.cpu.memory import map_huge
 from quire_kernels.cpu.signatures import PoolArgs, ShapeArgs, StepArgs
 from quire_kernels.kernel_set import AttentionInput, AttentionShape
 

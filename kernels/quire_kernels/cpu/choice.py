@@ -1,8 +1,9 @@
-"""Which of the instruction sets that this CPU has the kernels are taken for: the fastest, measured where flags mislead.
+"""Which of the instruction sets that this CPU has the kernels are taken for: the fastest, measured where flags
+mislead.
 
 Promises: the same at every start on one CPU, as other instructions round otherwise: a measurement is remembered, and it
-takes a clear margin to overturn the order of the flags. One that was asked for by name serves, or nothing does.
-Must not know: tensors, how kernels compute, how rates are measured and kept.
+takes a clear margin to overturn the order of the flags. One that was asked for by name serves, or nothing does. Must
+not know: tensors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Compiles the C++ kernels with the system's compiler.
 
-Promises: a complete shared library or a KernelBuildError with the compiler's first complaint; never a partial file.
-An OSError where the disk has no room.
-Must not know: where the result is kept, what the kernels do.
+Promises: a complete shared library or a KernelBuildError with the compiler's first complaint; never a partial file. An
+OSError where the disk has no room.
 """
 
 from __future__ import annotations

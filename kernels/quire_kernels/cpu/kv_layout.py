@@ -1,7 +1,7 @@
 """Which keys and values a pool of the C++ kernels can hold.
 
-Promises: mirrors the constants of attention.h; light to import, as it is asked before any kernel is compiled.
-Must not know: tensors, models, who asks.
+Promises: mirrors the constants of attention.h; light to import, as it is asked before any kernel is compiled. Must not
+know: tensors, models.
 """
 
 from __future__ import annotations

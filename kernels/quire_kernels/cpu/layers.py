@@ -1,7 +1,7 @@
 """All layers of a model in one call into C++.
 
-Promises: bitwise the results of the ops called one by one; every shape is checked once, when the layers are bound.
-Must not know: embedding, head, sampling.
+Promises: bitwise the results of the ops called one by one; every shape is checked once, when the layers are bound. Must
+not know: sampling.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Finds, builds and loads the compiled C++ kernels.
 
 Promises: what is loaded was built from the sources at hand, completely, and by this user; processes that start together
-build once; a cache that cannot be written or trusted costs a build at every start, nothing else.
-Must not know: tensors, what the ops do.
+build once; a cache that cannot be written or trusted costs a build at every start, nothing else. Must not know:
+tensors.
 """
 
 from __future__ import annotations

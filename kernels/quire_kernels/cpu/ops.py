@@ -1,7 +1,7 @@
 """The ops of the CPU kernel set over one pool of worker threads.
 
 Promises: shapes and types are checked here, so that C++ gets only pointers that are right; activations are bfloat16.
-Must not know: how a product is computed, requests.
+Must not know: requests.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from torch import Tensor
 
 from quire_kernels.cpu.attention import CpuAttention, KVType
 from quire_kernels.cpu.choice import load_chosen
-from quire_kernels.cpu.context import Context
+from quire_kernels.cpu.context import Arena, Context
 from quire_kernels.cpu.layers import CpuLayers
 from quire_kernels.cpu.library import OnCompiled
-from quire_kernels.cpu.memory import Arena
 from quire_kernels.cpu.packing import PackedLinear, Packer, packed_form
 from quire_kernels.cpu.topology import by_core
 from quire_kernels.kernel_set import KernelSet, Quantization

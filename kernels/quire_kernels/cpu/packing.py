@@ -1,7 +1,7 @@
 """Weight matrices as the C++ kernels read them: packed, perhaps quantised, in memory that somebody else provides.
 
-Promises: a packed matrix keeps its memory alive and never points at the tensor that it came from.
-Must not know: layers, files, what a matrix is for.
+Promises: a packed matrix keeps its memory alive and never points at the tensor that it came from. Must not know:
+layers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Measures what this machine can do at most: `python -m quire_kernels.cpu.probe` prints one JSON object.
 
-Promises: all usable cores at once; numbers of this moment, as memory bandwidth drifts with the neighbours.
-Must not know: tensors, models, who compares what with it.
+Promises: all usable cores at once; numbers of this moment, as memory bandwidth drifts with the neighbours. Must not
+know: tensors, models.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The C++ kernels as one choice.
 
 Promises: says what they cannot serve without compiling or loading anything.
-Must not know: other providers.
 """
 
 from __future__ import annotations

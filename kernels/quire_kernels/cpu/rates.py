@@ -1,7 +1,7 @@
 """What the compiled kernels' probe says of the instructions that they are made of.
 
 Promises: rates over wall time of all workers of a context; 0 and no name where the CPU has no instruction of that kind.
-Must not know: tensors, which library should be asked, what follows from the rates.
+Must not know: tensors.
 """
 
 from __future__ import annotations

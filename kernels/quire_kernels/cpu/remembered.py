@@ -1,7 +1,7 @@
 """The rates that this CPU was measured at, in a file beside the compiled kernels.
 
 Promises: a CPU is measured once, by one of the processes that start together; what is damaged, of another CPU, or not
-ours alone is measured anew. Where nothing can be kept, every start measures. Must not know: how, or what follows.
+ours alone is measured anew. Where nothing can be kept, every start measures.
 """
 
 from __future__ import annotations

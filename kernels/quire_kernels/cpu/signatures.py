@@ -1,7 +1,7 @@
 """The C interface of the kernels as ctypes sees it: every structure and every function's types, one table of each.
 
-Promises: mirrors kernels/csrc/ops.h exactly; a library whose structures lie otherwise in memory is refused.
-Must not know: tensors, how the library is found.
+Promises: mirrors kernels/csrc/ops.h exactly; a library whose structures lie otherwise in memory is refused. Must not
+know: tensors.
 """
 
 from __future__ import annotations

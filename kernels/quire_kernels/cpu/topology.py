@@ -2,7 +2,6 @@
 
 Two threads of a core share its multiply-add units, its tile unit and its caches: a second worker there adds next to
 nothing, and makes the first one wait. Promises: where the system does not tell, every thread is a core of its own.
-Must not know: quotas, who computes.
 """
 
 from __future__ import annotations

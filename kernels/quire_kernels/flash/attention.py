@@ -1,6 +1,6 @@
 """The op *attention* of a kernel set, computed by a library over the pool as it lies.
 
-Promises: keys and values are not copied; nothing waits for the device. Must not know: which library computes.
+Promises: keys and values are not copied; nothing waits for the device.
 
 The pool is [blocks, layers, 2 (K, V), kv_heads, page, head_dim] of the model's dtype. What is passed to a library
 follows from the shapes and from what the step knows on the host; a step that is captured for replay must therefore be

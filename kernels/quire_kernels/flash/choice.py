@@ -1,7 +1,7 @@
 """A kernel set with its attention by a library, where one can compute it: `with_flash_attention`.
 
 Promises: the first library that can serve, and computes a small step as it should, is taken and named; a refusal tells
-the reason of each. Must not know: how the set's other ops are computed, the engine, the server.
+the reason of each. Must not know: the engine, the server.
 """
 
 from __future__ import annotations

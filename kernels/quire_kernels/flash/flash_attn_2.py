@@ -1,7 +1,7 @@
 """The package flash-attn 2 as a library.
 
 Promises: single rows go to `flash_attn_with_kvcache`, which may split a long context between programs, all others to
-`flash_attn_varlen_func`, which does not. Must not know: other libraries, who takes it.
+`flash_attn_varlen_func`, which does not.
 
 Both align the causal mask and the window to the last key of a sequence, which is the last row's own. Slots behind a
 sequence's end are not multiplied: values there are taken for zeros, scores are masked.

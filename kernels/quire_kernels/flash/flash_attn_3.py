@@ -1,9 +1,9 @@
 """flash-attn 3 (the module `flash_attn_interface`, built from the same sources as flash-attn 2) as a library.
 
-Promises: one call a layer, whatever rows a step holds. Must not know: other libraries, who takes it.
+Promises: one call a layer, whatever rows a step holds.
 
-The causal mask and the window are aligned to the last key of a sequence, which is the last row's own. Pages as large
-as its tiles of keys, of which the smallest has 64, may be brought whole, with the values in slots that nobody uses any
+The causal mask and the window are aligned to the last key of a sequence, which is the last row's own. Pages as large as
+its tiles of keys, of which the smallest has 64, may be brought whole, with the values in slots that nobody uses any
 more: multiplied by zero, but NaN times zero is NaN. Smaller pages are brought slot by slot, and unused ones are zeros.
 """
 

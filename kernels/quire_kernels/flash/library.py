@@ -1,6 +1,6 @@
 """What a library of flash attention says of itself, and what it computes once it is loaded: `Library` and `Loaded`.
 
-Promises: asking one imports nothing; only `load` does. Must not know: which libraries there are, who takes them.
+Promises: asking one imports nothing; only `load` does.
 """
 
 from __future__ import annotations

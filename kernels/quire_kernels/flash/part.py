@@ -1,6 +1,6 @@
 """The sequences of a step that one call of a library computes: `Part`, and how a step falls into parts.
 
-Promises: nothing waits for the device: what decides is known on the host. Must not know: which library computes them.
+Promises: nothing waits for the device: what decides is known on the host.
 """
 
 from __future__ import annotations

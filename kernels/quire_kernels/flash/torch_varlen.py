@@ -1,7 +1,6 @@
 """torch's own `varlen_attn`, which is a flash-attn 2 inside torch, as a library.
 
 Promises: it is asked what it takes, not which version it is: blocks came with torch 2.12, not with 2.11.
-Must not know: other libraries, who takes it.
 
 Masks and unused slots are as in flash-attn 2. It is told not to split contexts between programs: split, rows of
 sequences after the first stay unwritten where there are pages, and left to itself it splits.

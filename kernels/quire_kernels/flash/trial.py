@@ -1,7 +1,7 @@
 """One small step computed by a library on the device that will serve: `why_it_fails`.
 
 Promises: a build that lacks the GPU's code, pages, windows or this width of heads, and one that computes something
-else, is found out before the weights are read. Must not know: which library it is.
+else, is found out before the weights are read.
 """
 
 from __future__ import annotations

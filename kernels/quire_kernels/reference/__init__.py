@@ -1,7 +1,7 @@
 """The kernel set in plain torch: the specification of every op, and what runs where nothing faster exists.
 
-Promises: runs on any torch device; on a CPU every row's result is bitwise independent of the rest of the call.
-Must not know: the engine, the server, models, the environment.
+Promises: runs on any torch device; on a CPU every row's result is bitwise independent of the rest of the call. Must not
+know: the engine, the server, models.
 """
 
 from __future__ import annotations

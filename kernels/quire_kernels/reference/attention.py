@@ -2,7 +2,6 @@
 
 Promises: bitwise, a row's result depends on its query and its sequence's keys and values only, never on the slice it
 was computed in, its neighbours, or what unused slots hold.
-Must not know: who owns which block, how rows were scheduled.
 
 Every query row belongs to a tile of a fixed number of rows, and every tile walks its sequence in fixed chunks of
 positions with one online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867) in float32. Every matrix product thus

@@ -1,12 +1,12 @@
 """Embedding, RMSNorm and projections.
 
-Promises: on a CPU a row's result does not depend on the number, the content or the order of the other rows, nor on
-the number of threads. Must not know: sequences, positions, the pool.
+Promises: on a CPU a row's result does not depend on the number, the content or the order of the other rows, nor on the
+number of threads. Must not know: sequences.
 
 A matrix product of a varying number of rows is not row-invariant in torch: the library picks another algorithm, with
 another order of summation, for another shape. So on a CPU every product is computed in tiles of exactly `TILE` rows,
-the last one padded: one shape, one order. Within that shape a row's place and its neighbours have no influence
-(checked bitwise by tests/kernels).
+the last one padded: one shape, one order. Within that shape a row's place and its neighbours have no influence (checked
+bitwise by tests/kernels).
 
 Nor is a product of one shape the same for any number of threads, because libraries divide it. Where they cut the
 columns, a thread that is left with less than a vector of them sums these in another order: MKL's float32 does so even

@@ -1,7 +1,6 @@
 """The reference kernels as one choice.
 
 Promises: they serve every model on every device, in the dtypes that torch computes in.
-Must not know: other providers.
 """
 
 from __future__ import annotations

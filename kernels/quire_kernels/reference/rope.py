@@ -1,7 +1,7 @@
 """Per-head norms, rotary position embedding, and the write of K and V into the pool.
 
-Promises: elementwise or per head, so a row never sees another; angles come from the row's position alone.
-Must not know: how frequencies are derived, sequences.
+Promises: elementwise or per head, so a row never sees another; angles come from the row's position alone. Must not
+know: sequences.
 """
 
 from __future__ import annotations

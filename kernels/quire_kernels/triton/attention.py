@@ -1,7 +1,6 @@
 """Rotary embedding, the KV pool and paged attention by Triton: what a kernel set takes as its ops.
 
 Promises: nothing here waits for the device: launches follow from shapes and from what the step knows on the host.
-Must not know: who owns which block, how rows were scheduled, products.
 
 A step's decode rows (alone in their sequence) and its prefill rows are two launches over all its sequences; a program
 whose sequence is the other launch's ends at once, so nothing is sorted, built or copied for a step.

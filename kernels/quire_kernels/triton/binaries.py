@@ -1,7 +1,7 @@
 """Where Triton keeps what it compiled, and loads it from again.
 
 Promises: what is loaded, code for the GPU and shared libraries for the host, comes from a folder of this user's that
-nobody else may write to, else from one that is made for this process. Must not know: what is compiled, when.
+nobody else may write to, else from one that is made for this process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What all launches of a choice compute of a token: its order, whether it is still a candidate, its weight.
 
-Promises: everything but a probability is exact; sums are of integers. Must not know: which launch asks.
+Promises: everything but a probability is exact; sums are of integers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The choice of the next tokens on the device: the greatest, or a draw from a truncated distribution.
 
 Promises: a fixed number of launches and no wait for the device; every sum is of integers, hence exact in any order: a
-row's token is bitwise independent of the other rows, of the chunks and of the number of programs.
-Must not know: requests, penalties and masks (they have changed the logits before).
+row's token is bitwise independent of the other rows, of the chunks and of the number of programs. Must not know:
+requests.
 
 The rule is the engine's sampler's on the CPU, step by step: y = (x - max) / temperature; the top_k greatest y, of
 equals the lowest ids; p = exp(y) / sum; weights w = floor(p * 2^52); the shortest run of most likely tokens whose

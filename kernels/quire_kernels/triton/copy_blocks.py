@@ -1,6 +1,6 @@
 """Copies of whole blocks of the pool, many in one launch.
 
-Promises: bytes as they are, whatever the pool holds. Must not know: why a block is copied, who owns which.
+Promises: bytes as they are, whatever the pool holds.
 """
 
 from __future__ import annotations

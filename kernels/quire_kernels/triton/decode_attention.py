@@ -1,7 +1,7 @@
 """Attention of sequences with one query row: parts of SPLIT keys computed apart, then joined in order.
 
 Promises: parts are counted from position 0, so a row's bits depend on nothing else in the step; sequences with other
-numbers of rows are passed over. Must not know: how the pool is filled, who asked for the rows.
+numbers of rows are passed over.
 """
 
 from __future__ import annotations

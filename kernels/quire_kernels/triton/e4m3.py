@@ -1,7 +1,6 @@
 """The eight bits of e4m3 (no infinities, the largest 448) and back, in integer arithmetic.
 
 Promises: bit for bit torch.float8_e4m3fn for finite numbers up to 448, on any device: not every GPU converts them.
-Must not know: scales, the pool.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """RMSNorm in one launch.
 
 Promises: the reference's rounding steps; a row's sum is taken in an order that depends on the width alone.
-Must not know: what is done with the result.
 """
 
 from __future__ import annotations

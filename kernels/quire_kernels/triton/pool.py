@@ -1,7 +1,7 @@
 """The KV pool of the Triton kernels: its layout, and the sizes that kernels are compiled for.
 
 Promises: a block's bytes are contiguous over all layers, so `kv[target] = kv[source]` copies a block; with K and V in
-the model's dtype the layout is the reference's. Must not know: who owns which block, how rows are computed.
+the model's dtype the layout is the reference's.
 
 [blocks, layers, 2 (K, V), kv_heads, page, head_dim] of the model's dtype, or, with K and V in eight bits (e4m3),
 [blocks, layers, 2, kv_heads, page * (head_dim + 4)] bytes: the values of a head's page, [page, head_dim], and behind

@@ -1,7 +1,6 @@
 """Attention of sequences with several query rows: tiles of rows over the cached prefix and the rows' own keys.
 
 Promises: which rows share a tile has no influence on a row's bits; with JOINED its sums are those that decode makes.
-Must not know: how the pool is filled, who asked for the rows.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Projections: by torch (cuBLASLt on a GPU), or by a persistent Triton kernel whose rows do not know of each other.
 
 Promises: `TiledProduct` adds up every output element in one order over k, whatever the number of rows: bitwise, a row
-alone is that row in a batch. Must not know: what the matrices mean, norms.
+alone is that row in a batch.
 
 Every element of a tile is the sum over k in steps of BLOCK_K, added to one float32 accumulator by the matrix
 instruction. BLOCK_N and BLOCK_K belong to the weight; BLOCK_M is 64 rows a warpgroup, one warpgroup for few rows and
-two for many, so a warp issues the same instruction on the same operands in either: m64 n(BLOCK_N) k16 (wgmma) on
-sm_90, m16n8k16 (mma.sync) on sm_80. A 16-row tile would read no less memory when decoding and would be mma.sync on
-sm_90, which need not add the 16 products of a step in wgmma's order: never mix the two. On sm_100 (tcgen05) 64 and 128
-rows are two shapes of one instruction; that they agree is for that GPU to show.
+two for many, so a warp issues the same instruction on the same operands in either: m64 n(BLOCK_N) k16 (wgmma) on sm_90,
+m16n8k16 (mma.sync) on sm_80. A 16-row tile would read no less memory when decoding and would be mma.sync on sm_90,
+which need not add the 16 products of a step in wgmma's order: never mix the two. On sm_100 (tcgen05) 64 and 128 rows
+are two shapes of one instruction; that they agree is for that GPU to show.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The Triton kernels as one choice.
 
 Promises: says what they cannot serve without importing Triton or waking a GPU; `make` runs a kernel, so a machine on
-which none can be compiled is found out before the weights are read. Must not know: other providers.
+which none can be compiled is found out before the weights are read.
 """
 
 from __future__ import annotations

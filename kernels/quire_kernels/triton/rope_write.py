@@ -1,7 +1,7 @@
 """Norms and rotary embedding of the query and key heads, and the write of K and V into the pool, in one launch.
 
-Promises: a (row, head) sees itself alone, so its bits depend on nothing else; rounded where the reference rounds.
-Must not know: how frequencies are derived, sequences.
+Promises: a (row, head) sees itself alone, so its bits depend on nothing else; rounded where the reference rounds. Must
+not know: sequences.
 """
 
 from __future__ import annotations

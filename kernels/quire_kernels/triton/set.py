@@ -1,7 +1,7 @@
 """The kernel set for a GPU: which Triton kernels, and which of torch's, make up its ops.
 
 Promises: nothing waits for the device but `greedy`, whose result is the host's. With `deterministic` a row's results
-are bitwise the same alone, in any batch and in any chunks. Must not know: the engine, the server, the environment.
+are bitwise the same alone, in any batch and in any chunks. Must not know: the engine, the server.
 
 Launches of a layer: the norm, the QKV product, rope_write, attention, the O product with the residual, the norm, the
 gate-up product, silu * up, the down product with the residual: nine, where attention is one launch, as it is for steps

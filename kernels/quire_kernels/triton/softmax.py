@@ -2,7 +2,6 @@
 
 Promises: a row's result depends on its query, its position and its keys alone, bit for bit, whatever rows share the
 tile: keys are taken in tiles counted from position 0, and a tile that a row does not see leaves its state as it was.
-Must not know: which sequence a row is of, where results go.
 
 The state of a row is `peak`, the largest score seen (in powers of two; -inf: none), `total` and `values`, the sums of
 the weights and of the weighted values relative to that peak (Milakov & Gimelshein 2018, arXiv:1805.02867).

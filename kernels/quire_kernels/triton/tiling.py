@@ -1,8 +1,7 @@
 """How many rows and keys a program of the attention kernels takes at a time.
 
 Promises: what is chosen depends on the layer and the mode alone, never on a step, so a row's sums never do; no kernel
-runs out of registers on any architecture from 8.0 on, as the audit of their machine code shows. Must not know: how
-attention is computed.
+runs out of registers on any architecture from 8.0 on, as the audit of their machine code shows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Checks of the pool, of rope_write and of attention.
 
 Promises: whatever a step should not read is NaN: block 0, free slots, the other layer, the spare block. Every batch of
-`batches` is compared with `reference` in float32, some of its rows alone with the batch.
-Must not know: which layouts there are, the engine.
+`batches` is compared with `reference` in float32, some of its rows alone with the batch. Must not know: the engine.
 """
 
 from __future__ import annotations

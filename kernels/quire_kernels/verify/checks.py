@@ -1,7 +1,7 @@
 """Which checks there are: all of them for `quire verify`, a few for the start of a server.
 
-Promises: the sizes are those of the model that is to be served; others are added where all is checked.
-Must not know: the engine, how checks are run.
+Promises: the sizes are those of the model that is to be served; others are added where all is checked. Must not know:
+the engine.
 """
 
 from __future__ import annotations

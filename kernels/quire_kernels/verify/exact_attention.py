@@ -1,6 +1,6 @@
 """How far attention's results may be from the exact ones: the bound that belongs to the queries, keys and values.
 
-Owns that derivation. Must not know: pools, how anybody computes.
+Owns that derivation.
 
 The weights of a row are rounded to the model's dtype before they meet the values, each on its own. Where keys are not
 stored exactly, neither are the scores: a key's numbers are rounded once per step of the norm, the rotation and the

@@ -1,7 +1,7 @@
 """What one check of one op came to, and how a result is compared with what it should be.
 
-Promises: NaN is never close to anything; a comparison never raises for a wrong result, only for a wrong check.
-Must not know: which checks there are, the engine.
+Promises: NaN is never close to anything; a comparison never raises for a wrong result, only for a wrong check. Must not
+know: the engine.
 """
 
 from __future__ import annotations

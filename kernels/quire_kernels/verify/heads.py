@@ -1,6 +1,6 @@
 """The shapes of attention that are checked, and the steps.
 
-Promises: every step stays within the sequences' lengths. Must not know: pools, what is computed.
+Promises: every step stays within the sequences' lengths.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The check of a set's layers in one call, against its own ops one by one.
 
-Promises: two layers with every option, a mixed step of which some rows are asked for; bitwise.
-Must not know: how a set binds layers, models, the engine.
+Promises: two layers with every option, a mixed step of which some rows are asked for; bitwise. Must not know: models,
+the engine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checks of the embedding, the norms and the projections.
 
 Promises: every number of rows in `ROWS`, each op's result against `reference` in float64, some rows alone against the
-batch. Must not know: pools, sequences, the engine.
+batch. Must not know: sequences, the engine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Numbers to compute with: normal ones, and ones that are exact in every format that weights, rows or a pool may have.
 
-Promises: the same on every machine. Must not know: ops, what is compared.
+Promises: the same on every machine.
 
 Exact rows, weights, keys and values are whole numbers of few bits times a power of two, and each group that shares a
 scale (a row; 32 weights of int4) has the extreme value that the format's scale follows from. So nothing is lost where

@@ -1,6 +1,6 @@
 """A kernel set without the ops that failed: the reference's in their place, or none where the set need not have one.
 
-Promises: what cannot be replaced is said, never left in place. Must not know: how ops are checked, the engine.
+Promises: what cannot be replaced is said, never left in place. Must not know: the engine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Steps over a paged pool, as the ops of a kernel set take them.
 
 Promises: blocks are scattered, block 0 is nobody's, and tables are padded with it.
-Must not know: who schedules, what is computed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """How far a right result may be from the exact one, derived from the types that numbers pass through.
 
-Owns the arithmetic of errors; nothing in it is fitted to what some kernels happen to give.
-Must not know: ops, devices, how an implementation computes.
+Owns the arithmetic of errors; nothing in it is fitted to what some kernels happen to give. Must not know: devices.
 
 A rounding to a type with relative precision u changes a number x by an amount within u |x| that is as good as
 independent from one number to the next. Of a sum of such changes, each within a range r, Hoeffding's inequality says

@@ -1,8 +1,7 @@
 """Runs checks one after the other and reports each, whatever becomes of it.
 
 Promises: a wrong result, an exception and a check that never returns each end as a `Finding`; after a hang, or when the
-device does not answer any more, the last one is `fatal` and nothing more is run.
-Must not know: what is checked, the engine.
+device does not answer any more, the last one is `fatal` and nothing more is run. Must not know: the engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,1 @@
-"""From a validated request to its reply: options, checks, the generation, the JSON.
-
-Knows no path and no wire model.
-"""
+"""From a validated request to its reply: options, checks, the generation. It knows no dialect."""

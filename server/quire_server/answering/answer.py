@@ -1,7 +1,6 @@
 """From a request's options to its reply: checked, run, and answered in one piece or as a stream.
 
-Promises: every check that a 4xx can come from happens before anything is queued. Must not know: what is checked, the
-shapes of replies, how tokens are made.
+Every check that a 4xx can come from happens before anything is queued.
 """
 
 from __future__ import annotations
@@ -9,6 +8,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Protocol
 
 from fastapi import Request
@@ -21,15 +22,87 @@ from quire_server.answering.generation import Generation
 from quire_server.answering.options import GenerationOptions
 from quire_server.answering.prepare import Job, prepare
 from quire_server.answering.rendering import ReplyHead, fingerprint
-from quire_server.answering.reply_size import size_of_choices, size_of_prompts
-from quire_server.answering.whole import collect, likeliest
 from quire_server.errors import ApiError
 from quire_server.http.disconnect import look_for_leaving, unless_client_gone
 from quire_server.http.large_reply import PiecedReply
 from quire_server.http.overload import has_arrived
 from quire_server.http.sse import KEEP_ALIVE, EventStream
 from quire_server.state import state_of
+from quire_server.text.logprobs import finite
 from quire_server.text.tokenizer import TextTokenizer
+
+_LOGPROB_BYTES = 72  # of one token's log-probability among others
+_ID_BYTES = 8
+
+
+def size_of_prompts(job: Job) -> int:
+    """About how many bytes a reply tells of its prompts, known before anything runs: never far too few.
+
+    What a reply is made of takes as much memory as its JSON.
+    """
+    reply = job.options.reply
+    num_ids = sum(len(request.prompt_token_ids) for request in job.requests)
+    size = sum(map(len, job.prompt_texts)) + (_ID_BYTES * num_ids if reply.token_ids else 0)
+    if reply.num_prompt_logprobs is not None:
+        size += num_ids * (reply.num_prompt_logprobs + 1) * _LOGPROB_BYTES
+    return size
+
+
+def size_of_choices(choices: Sequence[ChoiceDelta]) -> int:
+    """About how many bytes a reply has of what was generated."""
+    size = 0
+    for choice in choices:
+        size += len(choice.text) + len(choice.reasoning) + _ID_BYTES * len(choice.token_ids)
+        if choice.logprobs:
+            alternatives = len(choice.logprobs[0].top_ids) + len(choice.logprobs[0].asked_ids)
+            size += len(choice.logprobs) * (alternatives + 1) * _LOGPROB_BYTES
+    return size
+
+
+async def in_order(generation: Generation) -> list[ChoiceDelta]:
+    """Every delta as it came, for replies in which what came first stands first."""
+    async with aclosing(generation.deltas()) as wakes:
+        return [delta async for deltas in wakes for delta in deltas]
+
+
+async def collect(generation: Generation) -> list[ChoiceDelta]:
+    """Every choice whole, in order of their index: what a stream would carry in pieces."""
+    whole: dict[int, ChoiceDelta] = {}
+    texts: dict[int, list[str]] = {}
+    async with aclosing(generation.deltas()) as wakes:
+        async for deltas in wakes:
+            for delta in deltas:
+                known = whole.setdefault(delta.index, delta)
+                texts.setdefault(delta.index, []).append(delta.text)
+                if known is not delta:
+                    known.reasoning += delta.reasoning
+                    known.calls += delta.calls
+                    known.token_ids += delta.token_ids
+                    known.logprobs += delta.logprobs
+                    known.offsets += delta.offsets
+                    known.finish_reason = delta.finish_reason
+                    known.stop_reason = delta.stop_reason
+                    known.beam_score = delta.beam_score
+    return [replace(whole[index], text="".join(texts[index])) for index in sorted(whole)]
+
+
+def likeliest(choices: Sequence[ChoiceDelta], count: int) -> list[ChoiceDelta]:
+    """Of each prompt the choices whose tokens have the greatest mean log-probability, best first and counted anew.
+
+    Of equals the one with the lower number. They must have the log-probabilities of their tokens.
+    """
+    kept = []
+    for prompt in dict.fromkeys(choice.prompt for choice in choices):
+        own = sorted((choice for choice in choices if choice.prompt == prompt), key=_mean_logprob, reverse=True)
+        kept += [replace(choice, index=prompt * count + place) for place, choice in enumerate(own[:count])]
+    return kept
+
+
+def _mean_logprob(choice: ChoiceDelta) -> float:
+    if not choice.logprobs:
+        return 0.0
+    return sum(finite(token.logprob) for token in choice.logprobs) / len(choice.logprobs)
+
 
 log = logging.getLogger("quire.requests")
 

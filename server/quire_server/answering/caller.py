@@ -1,7 +1,6 @@
 """Whose a request is and how long its client waits for it: what follows from its head and not from its body.
 
-Promises: the shorter of the two times that a client may name counts, from the moment the request came. Must not know:
-dialects, what is asked for.
+The shorter of the two times that a client may name counts, from the moment the request came.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from fastapi import Request
 
 from quire_engine.types import GenerationRequest
-from quire_server.engine.tenants import NOBODY, Tenant
+from quire_server.engine.admission import NOBODY, Tenant
 from quire_server.errors import BadRequest
 from quire_server.state import state_of
 

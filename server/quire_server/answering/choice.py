@@ -1,7 +1,6 @@
 """One choice of a generation: tokens in, text, thoughts and calls out, and where they end.
 
-Owns the choice's detokenizer, reader and stop matcher. Promises: what a delta has does not come again, and nothing
-comes after a stop. Must not know: engines, other choices, HTTP, JSON.
+What a delta has does not come again, and nothing comes after a stop.
 """
 
 from __future__ import annotations
@@ -16,6 +15,30 @@ from quire_server.text.parsing.calls import CallDelta
 from quire_server.text.parsing.reply_parser import ReplyParser
 from quire_server.text.stop_strings import StopMatcher
 from quire_server.text.tokenizer import TextTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    text: str
+
+
+def pieces(
+    delta: ChoiceDelta, *, open_call: int | None, is_answer_open: bool
+) -> Iterator[Thought | Answer | CallDelta]:
+    """A delta's pieces in the order in which the model has said them, as far as anybody can tell; each of them once.
+
+    The open call's first, or the open answer's; then thoughts, the answer and calls, of which none is empty text.
+    """
+    yield from (call for call in delta.calls if call.index == open_call)
+    said: list[Thought | Answer] = [Thought(delta.reasoning), Answer(delta.text)]
+    yield from (piece for piece in (reversed(said) if is_answer_open else said) if piece.text)
+    yield from (call for call in delta.calls if call.index != open_call)
+
 
 ChoiceFinish = Literal["stop", "length", "tool_calls", "abort"]
 

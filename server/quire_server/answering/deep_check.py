@@ -1,7 +1,6 @@
 """A real request of one token, to find out whether the engine computes: for probes that trust nothing less.
 
-Promises: at most one at a time, whoever asks, and a bounded wait; it needs no place in the queue. Must not know: HTTP,
-text, who asks.
+There is at most one at a time, whoever asks, with a bounded wait; it needs no place in the queue.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import secrets
 import time
 
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
-from quire_server.answering.endings import error_of
+from quire_server.answering.generation import error_of
 from quire_server.engine.engine_client import EngineClient, RequestStream
 from quire_server.errors import NotReady
 

@@ -1,7 +1,6 @@
 """Long prompts that a stream repeats with their log-probabilities: in parts, before the text that follows them.
 
-Promises: the parts joined are the prompt's text, its tokens' log-probabilities and their offsets; no part takes longer
-than a few milliseconds. Must not know: JSON, sockets.
+The parts joined are the whole; no part takes longer than a few milliseconds.
 """
 
 from __future__ import annotations

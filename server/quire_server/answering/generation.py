@@ -1,7 +1,6 @@
 """One HTTP request's generation: engine requests in, pieces of text per choice out.
 
-Owns the choices and the usage; promises that the engine's work ends with the generator,
-however that ends. Must not know: HTTP, JSON, sockets.
+The engine's work ends with the generator, however that ends.
 """
 
 from __future__ import annotations
@@ -11,14 +10,36 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from quire_engine.types import DEADLINE_EXCEEDED, GenerationRequest, TokenLogprobs, TokenOutput
+from quire_engine.types import DEADLINE_EXCEEDED, OF_THE_REQUEST, GenerationRequest, TokenLogprobs, TokenOutput
 from quire_server.answering.choice import Choice, ChoiceDelta, TextOptions
-from quire_server.answering.endings import error_of
 from quire_server.engine.engine_client import EngineClient, RequestStream
-from quire_server.errors import BadRequest, EngineFailed
+from quire_server.errors import (
+    AbortedByOperator,
+    ApiError,
+    BadRequest,
+    DeadlineExceeded,
+    EngineFailed,
+    ShuttingDown,
+)
 from quire_server.metrics.metrics import Metrics
 from quire_server.metrics.request_record import RequestRecord
 from quire_server.text.tokenizer import TextTokenizer
+
+
+def error_of(output: TokenOutput) -> ApiError:
+    """The error of an output whose `finish` is "error": the same in whole replies, streams and vectors."""
+    match output.error_code:
+        case DeadlineExceeded.default_code:
+            return DeadlineExceeded()
+        case AbortedByOperator.default_code:
+            return AbortedByOperator()
+        case ShuttingDown.default_code:
+            return ShuttingDown()
+    error = output.error or "The engine failed."
+    if error.startswith(OF_THE_REQUEST):
+        return BadRequest(f"With what this request asks for, {error}.")
+    return EngineFailed(error, culprit=output.culprit)
+
 
 Outcome = Literal["stop", "length", "abort", "error"]
 _LEAST_WAITING = 8  # tokens of each choice that may wait, however many choices: a loop that is late is no slow reader

@@ -1,7 +1,6 @@
 """What a generation is asked for, whichever dialect asked: the neutral request between the wire and the engine.
 
-Promises: frozen plain values; a dialect's defaults are in them, and None stands for what the server decides. Where an
-error must name a parameter, its name in the dialect is here too. Must not know: any dialect, the model, the server.
+None stands for what the server decides; names that an error must give are the dialect's.
 """
 
 from __future__ import annotations

@@ -1,31 +1,229 @@
-"""Every check between a request and the engine, and what is to be run when all have passed.
+"""Every check between a request and the engine, and what is to be run when all have passed. Nothing is queued here.
 
-Promises: nothing is queued here; what is accepted but has no effect is named in `x-quire-ignored`, what was lowered in
-`x-quire-clamped`, both for people and what the chat template does not name in `x-quire-notes`.
-Must not know: dialects, the shapes of replies, HTTP beyond the errors it raises.
+The header `x-quire-ignored` names what has no effect, `x-quire-clamped` what was lowered; `x-quire-notes` tells people.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from quire_engine.types import GenerationRequest
-from quire_server.answering.beams import beam_params
+from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, ThinkingParams
 from quire_server.answering.caller import Caller
 from quire_server.answering.choice import TextOptions
-from quire_server.answering.constraining.constraints import constraint
-from quire_server.answering.infilling import infilled
-from quire_server.answering.notes import notes
-from quire_server.answering.options import Conversation, GenerationOptions
-from quire_server.answering.reading import Reading, reading
+from quire_server.answering.constraining.calls import reading_format
+from quire_server.answering.constraining.constraints import Thinking, constraint
+from quire_server.answering.options import BeamOptions, Conversation, GenerationOptions, Infill
 from quire_server.answering.sampling import ModelLimits, resolve_sampling, resolve_stop, with_seed
 from quire_server.errors import BadRequest, ModelNotFound
 from quire_server.state import ServerState
+from quire_server.text.infilling import Infilling, Parts
+from quire_server.text.parsing.formats import FORCED
+from quire_server.text.parsing.reply_parser import ReplyParser
+from quire_server.text.parsing.tool_format import ToolFormat
 from quire_server.text.tokenizer import TextTokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How the replies to one chat request are read: what a generation and the engine have to know of it."""
+
+    new_parser: Callable[[], ReplyParser]
+    shown_ids: frozenset[int]  # special tokens that the parser has to see
+    thinking: ThinkingParams | None = None  # None: as long as the model likes
+    call_format: ToolFormat | None = None  # None: nothing is a call
+    thoughts: Thinking | None = None  # that may come before the answer
+
+
+def reading(state: ServerState, options: GenerationOptions, prompt: str) -> Reading | None:
+    """For a rendered conversation; None where all that the model says is its answer."""
+    tools = options.tools
+    may_call = tools is not None and tools.choice != "none"
+    marks = state.formats.marks
+    if not may_call and marks is None:
+        return None
+    is_open = marks is not None and _is_open(options, prompt, marks.start, marks.end)
+    formats = state.formats
+    call_format = None
+    if may_call:  # a model that is told of tools in words writes the calls that the words ask for
+        call_format = reading_format(tools, formats.calls if state.shows_tools else FORCED)
+
+    def new_parser() -> ReplyParser:
+        return ReplyParser(
+            marks=marks,
+            is_open=is_open,
+            tool_format=call_format,
+            tools={tool.name: tool.parameters for tool in tools.tools} if tools is not None else {},
+            parallel=tools is None or tools.parallel,
+        )
+
+    return Reading(
+        new_parser=new_parser,
+        shown_ids=formats.shown_ids(reads_calls=call_format is formats.calls),
+        thinking=_budget(state, options, is_open=is_open),
+        call_format=call_format,
+        # A block that the prompt has closed already is not opened again.
+        thoughts=None
+        if marks is None or prompt.rstrip().endswith(marks.end)
+        else Thinking(marks=marks, is_open=is_open),
+    )
+
+
+def _is_open(options: GenerationOptions, prompt: str, start: str, end: str) -> bool:
+    """Whether the prompt ends inside a block of thoughts: its template opens one, or the message that is continued."""
+    if prompt.rstrip().endswith(start):
+        return True
+    source = options.prompt.source
+    if not isinstance(source, Conversation) or not source.continue_final_message:
+        return False
+    content = source.messages[-1].get("content")
+    return isinstance(content, str) and content.rfind(start) > content.rfind(end)
+
+
+def _budget(state: ServerState, options: GenerationOptions, *, is_open: bool) -> ThinkingParams | None:
+    marks, most = state.formats.marks, options.reasoning.max_tokens
+    if marks is None or most is None:
+        return None
+    return ThinkingParams(
+        start_ids=tuple(state.tokenizer.encode(marks.start, add_special_tokens=False)),
+        end_ids=tuple(state.tokenizer.encode(marks.end, add_special_tokens=False)),
+        is_open=is_open,
+        max_tokens=most,
+    )
+
+
+async def infilled(
+    state: ServerState,
+    source: Sequence[str | Sequence[int]],
+    options: GenerationOptions,
+    infill: Infill,
+    limits: ModelLimits,
+) -> tuple[list[Sequence[int]], GenerationOptions]:
+    """Each prompt with its suffix as token ids, and the options with what ends the middle.
+
+    Raises BadRequest, also where the model has no tokens for it, and ContextLengthExceeded.
+    """
+    infilling = Infilling.of(state.tokenizer)
+    if infilling is None:
+        raise BadRequest(
+            f"'{infill.param}' is not supported by this model: its tokenizer has no tokens for the middle of a text.",
+            param=infill.param,
+            code="unsupported_parameter",
+        )
+    special = options.prompt.add_special_tokens
+    prompts: list[Sequence[int]] = []
+    for prefix in source:
+        parts = Parts(
+            prefix=prefix, suffix=infill.suffix, begun=infill.begun, extras=infill.extras, add_special_tokens=special
+        )
+        limits.check_length(state.tokenizer.least_tokens(parts.num_chars), infill.param, is_exact=False)
+        prompts.append(await state.text.infill(infilling, parts))
+    stop_ids = (*options.stop.token_ids, *infilling.stop_ids)
+    return prompts, replace(options, stop=replace(options.stop, token_ids=tuple(dict.fromkeys(stop_ids))))
+
+
+def beam_params(options: GenerationOptions, sampling: SamplingParams, limits: ModelLimits) -> BeamParams | None:
+    """None where tokens are sampled. `sampling` has all but the seed.
+
+    Raises BadRequest for what would change the ranking of beams and is not done.
+    """
+    asked = options.beam
+    if asked is None:
+        return None
+    _check_width(asked, options, limits)
+    for name, wrong in _refused(options).items():
+        if wrong:
+            raise BadRequest(
+                f"Beam search ranks texts by the model's own log-probabilities; '{name}' cannot be combined with it.",
+                param=name,
+            )
+    if options.stop.max_tokens == 0:
+        param = options.stop.max_tokens_param
+        raise BadRequest(f"Beam search needs '{param}' to be at least 1.", param=param)
+    if sampling.grammar or sampling.thinking is not None:  # of tools that must be called, or as they are declared
+        param = options.reasoning.max_tokens_param if sampling.thinking is not None else "tools"
+        raise BadRequest(
+            f"Beam search follows the model alone; what '{param}' asks for here would force tokens.", param=param
+        )
+    return BeamParams(width=asked.width, length_penalty=asked.length_penalty, early_stopping=asked.early_stopping)
+
+
+def _check_width(asked: BeamOptions, options: GenerationOptions, limits: ModelLimits) -> None:
+    param, n_param, most = asked.width_param, options.sampling.n_param, limits.scheduler.limits.max_choices
+    if asked.width < options.sampling.n:
+        raise BadRequest(f"'{param}' must be at least '{n_param}'.", param=param)
+    if asked.width > most:
+        raise BadRequest(f"'{param}' must be at most {most} on this server.", param=param)
+
+
+def _refused(options: GenerationOptions) -> dict[str, bool]:
+    """By the name of a field, whether it asks for something that a search does not do."""
+    sampling = options.sampling
+    structure = "response_format" if options.structure is None else options.structure.param
+    return {
+        "temperature": sampling.temperature not in (0.0, 1.0),
+        "top_p": sampling.top_p != 1.0,
+        "top_k": sampling.top_k != 0,
+        "min_p": sampling.min_p != 0.0,
+        "presence_penalty": sampling.presence_penalty != 0.0,
+        "frequency_penalty": sampling.frequency_penalty != 0.0,
+        "repetition_penalty": sampling.repetition_penalty != 1.0,
+        "logit_bias": bool(sampling.logit_bias),
+        "allowed_token_ids": bool(sampling.allowed_token_ids),
+        "bad_words": bool(sampling.bad_words),
+        "stop": bool(options.stop.strings),
+        structure: options.structure is not None,
+    }
+
+
+_REPORTABLE = re.compile(r"[A-Za-z0-9_. -]{1,64}")
+_MAX_REPORTED = 16
+_NONE: Mapping[str, object] = {}
+
+
+def notes(
+    state: ServerState,
+    without_effect: Sequence[str],
+    messages: Sequence[Mapping[str, object]] = (),
+    variables: Mapping[str, object] = _NONE,
+) -> dict[str, str]:
+    """Headers that say which fields had no effect, and what of a conversation the chat template does not name.
+
+    Raises BadRequest for fields without effect where the operator wants none.
+    """
+    headers, said = {}, []
+    if without_effect:
+        listed = _header_list(without_effect)
+        if state.settings.strict:
+            raise BadRequest(
+                f"Without effect on this server: {listed}. It is set to refuse such fields.",
+                param=without_effect[0],
+                code="unknown_parameter",
+            )
+        headers["x-quire-ignored"] = listed
+        said.append(f"without effect: {listed}")
+    if state.prompts is not None:
+        found = state.prompts.unnamed(messages, variables)
+        said += [
+            f"the chat template does not name the {kind} {_header_list(names)}"
+            for kind, names in found.items()
+            if names
+        ]
+    if said:
+        headers["x-quire-notes"] = "; ".join(said)
+    return headers
+
+
+def _header_list(names: Sequence[str]) -> str:
+    """Names as one header value: harmless characters, bounded length."""
+    shown = [name if _REPORTABLE.fullmatch(name) else "?" for name in names[:_MAX_REPORTED]]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f", and {more} more" if more else "")
+
 
 _THINKING_SWITCHES = ("enable_thinking", "thinking")  # of Qwen's and of DeepSeek's and Granite's templates
 _IDS_AT_ONCE = 1 << 16
@@ -91,19 +289,24 @@ async def prepare(state: ServerState, options: GenerationOptions, caller: Caller
         options=options,
         requests=tuple(requests),
         prompt_texts=tuple(texts),
-        text=TextOptions(
-            stop=options.stop.strings,
-            include_stop=options.stop.include_stop,
-            min_tokens=options.stop.min_tokens,
-            skip_special_tokens=options.reply.skip_special_tokens,
-            interval=state.settings.stream_interval if options.reply.stream else 1,
-            new_parser=None if how is None else how.new_parser,
-            counts_thoughts=how is not None and state.formats.marks is not None,
-            shown_ids=frozenset() if how is None else how.shown_ids,
-            # OpenAI's replies to a request that names the function end with "stop": the client knows what they are.
-            calls_finish=options.tools is None or options.tools.choice != "function",
-        ),
+        text=_text_options(state, options, how),
         headers=_headers(state, options, min(request.stop.max_new_tokens for request in requests)),
+    )
+
+
+def _text_options(state: ServerState, options: GenerationOptions, how: Reading | None) -> TextOptions:
+    """How the reply's tokens become text."""
+    return TextOptions(
+        stop=options.stop.strings,
+        include_stop=options.stop.include_stop,
+        min_tokens=options.stop.min_tokens,
+        skip_special_tokens=options.reply.skip_special_tokens,
+        interval=state.settings.stream_interval if options.reply.stream else 1,
+        new_parser=None if how is None else how.new_parser,
+        counts_thoughts=how is not None and state.formats.marks is not None,
+        shown_ids=frozenset() if how is None else how.shown_ids,
+        # OpenAI's replies to a request that names the function end with "stop": the client knows what they are.
+        calls_finish=options.tools is None or options.tools.choice != "function",
     )
 
 

@@ -1,7 +1,4 @@
-"""What replies of OpenAI's dialects have in common as JSON bytes: their head, their usage, their end.
-
-Promises: id, created and model are equal in all frames. Must not know: what stands between, sockets, the engine.
-"""
+"""What replies of OpenAI's dialects have in common as JSON bytes: their head, their usage, their end."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """From a request's options to the engine's SamplingParams and StopParams.
 
-Promises: what is asked for is checked once, against the model and the KV pool; whatever passes can be computed.
-Must not know: HTTP beyond the errors it raises, how tokens are sampled.
+What is asked for is checked once, against the model and the KV pool; whatever passes can be computed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checkpoints from the Hugging Face Hub, by its own library: its cache, its variables, its progress bars.
 
 Promises: what is complete in the cache is taken without a word to the network; only files that are read are downloaded;
-every failure is one line with what to do. Must not know: what is in the files, who serves them.
+every failure is one line with what to do.
 """
 
 from __future__ import annotations

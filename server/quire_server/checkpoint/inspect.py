@@ -1,7 +1,6 @@
 """What a file, a directory or a repository is, where it is no checkpoint that can be served.
 
-Promises: formats that people try are called by their names, with what to use instead.
-Must not know: HTTP, torch, where the files came from.
+Promises: formats that people try are called by their names, with what to use instead. Must not know: HTTP, torch.
 """
 
 from __future__ import annotations

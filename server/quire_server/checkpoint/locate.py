@@ -1,7 +1,8 @@
-"""From the name of a model to the directory of its checkpoint: what is there, what is in the cache, what is downloaded.
+"""From the name of a model to the directory of its checkpoint: what is there, what is in the cache, what is
+downloaded.
 
-Promises: settings that come back name directories; a name that cannot be served is one line that says what it is.
-Must not know: HTTP, torch, what is in the files.
+Promises: settings that come back name directories; a name that cannot be served is one line that says what it is. Must
+not know: HTTP, torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`quire calibrate`: measures what steps take on this machine, for `quire simulate` and `quire plan`.
 
 Promises: exit code 0 when a file was written, 1 when the model cannot be measured, 2 for flags that cannot work. Must
-not know: torch, how steps are measured or fitted.
+not know: torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`quire doctor`: reads a running server's metrics for a while and names the cause of bad latencies.
 
 Promises: exit code 0 when all objectives are met and nobody was refused, 1 when not, 2 when the server cannot be read
-or the flags cannot work. Must not know: how causes are found.
+or the flags cannot work.
 """
 
 from __future__ import annotations

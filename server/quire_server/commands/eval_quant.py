@@ -1,7 +1,7 @@
 """`quire eval-quant`: what int8 or int4 weights, or an int8 KV cache, cost a model.
 
 Promises: exit code 0 when everything was measured, 1 when the model cannot be, 2 for flags that cannot work; each with
-one clear line. Must not know: torch, how a model is loaded or compared.
+one clear line. Must not know: torch.
 """
 
 from __future__ import annotations

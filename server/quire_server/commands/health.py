@@ -1,7 +1,7 @@
 """`quire health`: asks the server that runs here whether it takes requests; for container health checks.
 
 Promises: without --url it asks where a server really listens, whatever flag, variable or file said so; exit code 0, or
-1 and one line. Standard library only, since it starts every few seconds. Must not know: settings, the engine.
+1 and one line. Standard library only, since it starts every few seconds. Must not know: the engine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`quire pack`: packs a model's weights into their file ahead of the first start.
 
 Promises: exit code 0 when the file is there, 1 when the model cannot be loaded or the file not be kept, 2 for settings
-that cannot work. Must not know: torch, how weights are packed, where files are kept.
+that cannot work. Must not know: torch.
 """
 
 from __future__ import annotations

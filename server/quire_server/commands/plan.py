@@ -1,7 +1,6 @@
 """`quire plan`: what KV caches take, and which settings serve a load at the highest rate within objectives.
 
 Promises: exit code 0 with an answer, 1 when no settings meet the objectives, 2 for flags and files that cannot work.
-Must not know: how settings are searched for.
 """
 
 from __future__ import annotations

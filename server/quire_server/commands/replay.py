@@ -1,7 +1,6 @@
 """`quire replay`: a recorded step log through the scheduler again, as it was or with other settings.
 
-Promises: exit code 0 when the plans are the same, 1 when they are not, 2 for flags and files that cannot work. Must not
-know: how anything is replayed or simulated.
+Promises: exit code 0 when the plans are the same, 1 when they are not, 2 for flags and files that cannot work.
 """
 
 from __future__ import annotations

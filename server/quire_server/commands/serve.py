@@ -1,38 +1,24 @@
-"""`quire serve`: from a command line to a running server and an exit code.
-
-Promises: exit code 0 after a drain, 2 for settings that cannot work, 1 for a model that cannot be loaded, 70 for an
-engine that keeps crashing; each with one clear line. Must not know: routes, text, what is in a checkpoint.
-"""
+"""`quire serve`: imports what serves only after the command line is read: `--help` and wrong flags answer at once."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Protocol, cast
 
-from quire_engine.config import EnginePlan
-from quire_engine.errors import ConfigError, CrashLoop, QuireError
-from quire_engine.memory_plan import plan_text
-from quire_engine.quality_store import quality_text
-from quire_server.checkpoint.locate import localized
-from quire_server.commands.showing import loading
-from quire_server.engine.json_child import ask
-from quire_server.engine.restart_policy import RestartPolicy
-from quire_server.engine.supervisor import Supervisor
-from quire_server.flags import parse_command_line
-from quire_server.http.event_loop import loop_factory
-from quire_server.http.tls import tls_context
-from quire_server.logs import Output, writing
-from quire_server.logs.collector import check_tracing
-from quire_server.settings import Settings, SettingsError
+from quire_server.flags import CommandLine, parse_command_line
+from quire_server.settings import SettingsError
 
-DONE, FAILED, BAD_USAGE, CRASH_LOOP = 0, 1, 2, 70
-_SPARE_SECONDS = 10.0  # after the engine is ready: a launch takes a core from the first requests
+BAD_USAGE = 2
 
-log = logging.getLogger("quire")
+
+class Running(Protocol):
+    """The heavy half of this command: `quire_server.launch`."""
+
+    def run(self, given: CommandLine) -> int:
+        """Serve until a signal; the process's exit code."""
+        ...
 
 
 def run(argv: Sequence[str]) -> int:
@@ -43,82 +29,4 @@ def run(argv: Sequence[str]) -> int:
         for line in error.lines:
             print(f"quire serve: {line}", file=sys.stderr)
         return BAD_USAGE
-    with writing(given.settings.log_level, given.settings.log_format) as output:
-        for line in given.warnings:
-            log.warning("%s", line)
-        for line in given.notes:
-            log.info("%s", line)
-        try:
-            return _run(given.settings, output)
-        except ConfigError as error:
-            output.say(f"quire serve: {error}")
-            return BAD_USAGE
-        except QuireError as error:
-            output.say(f"quire serve: {error}")
-            return CRASH_LOOP if isinstance(error, CrashLoop) else FAILED
-        except BrokenPipeError:  # of stdout, which the plan is printed to
-            raise
-        except OSError as error:  # a file that cannot be read, a disk without room
-            log.debug("where it happened", exc_info=True)
-            output.say(f"quire serve: {_of_file(error)}")
-            return FAILED
-        except KeyboardInterrupt:  # before the server took over the signals
-            return DONE
-
-
-def _run(settings: Settings, output: Output) -> int:
-    tls_context(settings)  # its files are read again when the socket listens
-    check_tracing(settings.otlp_traces_endpoint)
-    settings = localized(settings)
-    if settings.dry_run:
-        return _show_plan(settings)
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        return runner.run(_serve(settings, output))
-
-
-def _of_file(error: OSError) -> str:
-    """The system's words, with the file that they are about."""
-    if error.filename is None:
-        return error.strerror or str(error)
-    return f"{error.filename}: {error.strerror}"
-
-
-def _show_plan(settings: Settings) -> int:
-    """What serving would take, without loading the model."""
-    (plan,) = ask("dry_run", settings.engine_config(), EnginePlan)
-    print(plan_text(plan, quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype)))
-    return DONE
-
-
-async def _serve(settings: Settings, output: Output) -> int:
-    """Start the engine process first: it needs the longest, and this half is imported and loaded meanwhile."""
-    policy = RestartPolicy(
-        max_restarts=settings.max_engine_restarts,
-        window_seconds=settings.engine_restart_window,
-        hang_seconds=settings.engine_hang_timeout,
-        start_seconds=settings.engine_start_timeout,
-        spare_seconds=_SPARE_SECONDS if settings.spare_engine else None,
-    )
-    supervisor = Supervisor(settings.engine_config(), policy, stderr=output.for_children)
-    starting = asyncio.create_task(supervisor.start())
-    in_text = settings.log_format == "text"
-    showing = asyncio.create_task(
-        loading.show(lambda: supervisor.progress, starting, bar=in_text and loading.has_terminal())
-    )
-    try:
-        server = cast(Composition, await asyncio.to_thread(import_module, "quire_server.serving"))
-        drained = await server.serve(settings, supervisor, starting)
-        return DONE if drained else CRASH_LOOP
-    finally:
-        showing.cancel()
-        starting.cancel()
-        await asyncio.gather(starting, showing, return_exceptions=True)
-        await supervisor.stop()
-
-
-class Composition(Protocol):
-    """The heavy half of this command, imported while the engine starts: `quire_server.serving`."""
-
-    async def serve(self, settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan]) -> bool:
-        """Serve until a signal (True) or until the engine is given up (False)."""
-        ...
+    return cast(Running, import_module("quire_server.launch")).run(given)

@@ -1,7 +1,7 @@
 """`quire simulate`: a load through the scheduler that serves, on a clock that a cost model moves.
 
 Promises: exit code 0 when all went as expected, 1 when a check differs or an objective is missed, 2 for flags and files
-that cannot work. Must not know: how anything is simulated.
+that cannot work.
 """
 
 from __future__ import annotations

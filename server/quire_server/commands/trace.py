@@ -1,8 +1,7 @@
 """`quire trace`: tells what the scheduler of a running server does, step by step, and which rule made it so.
 
 Promises: changes nothing in the server; steps come in order, once, and a gap is said to be one; each decision ends with
-its rule. Exit code 0, 1 where the server does not answer, 2 for flags that cannot work. Must not know: the engine,
-settings but the key's variable.
+its rule. Exit code 0, 1 where the server does not answer, 2 for flags that cannot work. Must not know: the engine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`quire verify`: whether the kernels that would serve compute on this machine what they should.
 
 Promises: exit code 0 when all is right, 1 when something is not or the checks cannot be made, 2 for flags that cannot
-work. Must not know: torch, what is checked, how.
+work. Must not know: torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """`quire version`: prints the installed version.
 
 Promises: one line on stdout.
-Must not know: anything else.
 """
 
 from __future__ import annotations

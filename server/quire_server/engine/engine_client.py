@@ -1,7 +1,7 @@
 """From requests to the engine and from its steps to per-request streams.
 
 Owns the bounded queue (admission) and one buffer per stream. Promises: a place is reserved atomically, one wake-up per
-stream and step, and what a closed stream still runs is aborted at once. Must not know: text, HTTP, how the engine runs.
+stream and step, and what a closed stream still runs is aborted at once. Must not know: text, HTTP.
 """
 
 from __future__ import annotations
@@ -19,11 +19,8 @@ from quire_engine.types import (
     StepOutput,
     TokenOutput,
 )
-from quire_server.engine.quarantine import Quarantine
-from quire_server.engine.queue_limits import QueueLimits
-from quire_server.engine.retry_line import RetryLine, SeatMeter
-from quire_server.engine.tenant_gate import TenantGate
-from quire_server.engine.ttft_gate import TtftGate
+from quire_server.engine.admission import QueueLimits, RetryLine, SeatMeter, TenantGate, TtftGate
+from quire_server.engine.recovery import Quarantine
 from quire_server.errors import DeadlineExceeded, QueueFull, RequestQuarantined, ShuttingDown
 from quire_server.metrics.metrics import Metrics
 

@@ -1,7 +1,6 @@
 """The server's side of a conversation with one of the engine's tools, in a process of its own.
 
 Promises: this half never loads torch; a Ctrl-C in the terminal is ours, and ends the child by the way.
-Must not know: what a tool is asked, what its replies mean.
 """
 
 from __future__ import annotations

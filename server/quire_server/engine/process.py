@@ -1,7 +1,7 @@
 """One engine process from its start to its end, and the server's end of its socket.
 
 Owns the child process and what is known of it; a new start is a new object. Promises: frames in order, a hang ends in a
-kill, and no child stays behind. Must not know: requests, why or whether another process is started.
+kill, and no child stays behind. Must not know: requests.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
-"""Which live request goes to the engine next, and which one is guilty when the engine goes down.
-
-Owns the journal of live requests, their strikes, and the queue of those the engine does not have. Promises: a request
-that takes the engine down twice is singled out. Must not know: processes, sockets, the event loop, clocks.
-"""
+"""Which live request goes to the engine next, and which one is guilty when the engine goes down."""
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
+from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 
-from quire_engine.types import MODEL_FAILED, GenerationRequest, SamplingParams, StepOutput, StopParams
-from quire_server.engine.journal import JournalEntry
+from quire_engine.types import MODEL_FAILED, GenerationRequest, SamplingParams, StepOutput, StopParams, TokenOutput
 
 STRIKES = 2  # crashes in a row, without a token in between, that prove a request guilty
 STRIKES_IN_DOUBT = 3  # where the crash has another explanation: blame more slowly
@@ -184,3 +181,118 @@ class Recovery:
         self._journal.clear()
         self.waiting.clear()
         return dismissed
+
+
+@dataclass(slots=True)
+class JournalEntry:
+    """A live request and the tokens already delivered, per choice.
+
+    The request it makes for a new engine process continues exactly where the client stands.
+    """
+
+    request: GenerationRequest
+    tokens: list[list[int]] = field(init=False)
+    finished: set[int] = field(init=False)  # choices
+    prompt_scored: bool = False  # the prompt's log-probabilities were delivered
+    in_flight: bool = False  # the running engine has it
+    held: bool = False  # its client takes nothing: no engine is to compute it
+    strikes: int = 0  # crashes while in flight since it last made progress
+    is_suspect: bool = False  # the latest of these may have been its doing
+    crashes: list[float] = field(default_factory=list)  # when, of those while in flight that nothing explains yet
+
+    def __post_init__(self) -> None:
+        self.tokens = [[] for _ in range(self.request.n)]
+        self.finished = set()
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether an engine has computed something for it."""
+        return any(self.tokens) or bool(self.finished)
+
+    def record(self, output: TokenOutput) -> bool:
+        """Note what is about to be delivered. True: it is the request's last output."""
+        self.tokens[output.choice].extend(output.token_ids)
+        if output.prompt_logprobs is not None:
+            self.prompt_scored = True
+        if output.finish is not None:
+            self.finished.add(output.choice)
+        return len(self.finished) == self.request.n
+
+    def resumed_request(self) -> GenerationRequest:
+        """The request as a fresh engine must see it to go on with the next undelivered token."""
+        sampling = self.request.sampling
+        if self.prompt_scored and sampling.num_prompt_logprobs is not None:
+            sampling = replace(sampling, num_prompt_logprobs=None)
+        return replace(
+            self.request,
+            sampling=sampling,
+            resumed_token_ids=tuple(map(tuple, self.tokens)) if self.has_tokens else (),
+            finished_choices=tuple(sorted(self.finished)),
+        )
+
+    def failure(self, message: str, *, culprit: bool) -> tuple[TokenOutput, ...]:
+        """The last outputs of the choices that no engine will finish."""
+        return tuple(
+            TokenOutput(
+                request_id=self.request.request_id, choice=choice, finish="error", error=message, culprit=culprit
+            )
+            for choice in range(self.request.n)
+            if choice not in self.finished
+        )
+
+
+QUARANTINE_SECONDS = 600.0
+MOST_FINGERPRINTS = 1024
+
+
+class Quarantine:
+    """What has taken the engine down, or made a step raise: its like is refused for a while.
+
+    Fingerprints of proven culprits, bounded in number and in time; beyond the bound the ones that were not asked for
+    longest are forgotten. Nothing of a prompt is kept, and a look costs nothing while nothing is remembered.
+    """
+
+    def __init__(self, *, seconds: float = QUARANTINE_SECONDS, most: int = MOST_FINGERPRINTS) -> None:
+        self._seconds = seconds
+        self._most = most
+        self._until: OrderedDict[bytes, float] = OrderedDict()  # by fingerprint; the last asked for is the last
+
+    def __len__(self) -> int:
+        """Fingerprints that are remembered, those whose time is over included."""
+        return len(self._until)
+
+    def add(self, request: GenerationRequest, now: float) -> bytes:
+        """Refuse the like of a request from now on; its fingerprint."""
+        key = fingerprint(request)
+        self._until[key] = now + self._seconds
+        self._until.move_to_end(key)
+        while len(self._until) > self._most:
+            self._until.popitem(last=False)
+        return key
+
+    def refusal(self, request: GenerationRequest, now: float) -> float | None:
+        """Seconds for which the like of this request is still refused; None: it is not."""
+        if not self._until:
+            return None
+        key = fingerprint(request)
+        until = self._until.get(key)
+        if until is None:
+            return None
+        if until <= now:
+            del self._until[key]
+            return None
+        # Asking does not prolong it: whoever asks again and again must not be refused for ever.
+        self._until.move_to_end(key)
+        return until - now
+
+
+def fingerprint(request: GenerationRequest) -> bytes:
+    """SHA-256 of what a request makes the engine compute: prompt, salt and how tokens are chosen.
+
+    The seed is left out: whoever brings none gets a new one each time, and it only decides which token is drawn.
+    Names, times, priorities and how long the answer may be say nothing about what is computed first.
+    """
+    digest = sha256(array("q", request.prompt_token_ids).tobytes())
+    digest.update(repr((request.cache_salt, request.n, request.pooling, request.beam)).encode("utf-8", "surrogatepass"))
+    digest.update(repr(replace(request.sampling, seed=0)).encode("utf-8", "surrogatepass"))
+    return digest.digest()

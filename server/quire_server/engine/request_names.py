@@ -1,6 +1,6 @@
 """Which engine requests a client's request became, by every name that the client may know it under.
 
-Promises: bounded; the latest request of a name is the one that is found. Must not know: HTTP, what the requests ask.
+Promises: bounded; the latest request of a name is the one that is found. Must not know: HTTP.
 """
 
 from __future__ import annotations

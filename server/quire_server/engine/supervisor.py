@@ -1,30 +1,25 @@
-"""Starts, watches and restarts the engine process; an `EnginePort` for the rest of the server.
-
-Owns the engine's life: which process runs, and whether another is started. Promises: a crash or hang of the engine is a
-pause for clients, with identical tokens afterwards. Must not know: HTTP, text, what is in a batch.
-"""
+"""Starts, watches and restarts the engine process; an `EnginePort` for the rest of the server."""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from enum import Enum
 
 from quire_engine.config import EngineConfig, EnginePlan, faults_of_start, for_later_engines
 from quire_engine.errors import ConfigError, CrashLoop, EngineDead, ModelLoadError
 from quire_engine.process.transport import Abort, Control, Hold, Inspect, LoadProgress, Release, Shutdown
 from quire_engine.types import EngineHealth, EngineStats, GenerationRequest, StepOutput
-from quire_server.engine.engine_state import EngineState
-from quire_server.engine.journal import JournalEntry
 from quire_server.engine.process import EngineProcess
-from quire_server.engine.quarantine import Quarantine, fingerprint
-from quire_server.engine.recovery import Recovery
+from quire_server.engine.recovery import JournalEntry, Quarantine, Recovery, fingerprint
 from quire_server.engine.restart_policy import HangLimit, RestartBudget, RestartPolicy
-from quire_server.engine.spare import Spare
-from quire_server.engine.weights_memory import WeightsMemory
 
 ANSWER_SECONDS = 10.0  # to answer a question: the step that runs ends first
 _QUIET_SECONDS = 2.5  # an idle engine is heard every second
@@ -34,7 +29,10 @@ log = logging.getLogger("quire.supervisor")
 
 
 class Supervisor:
-    """One engine process after another, behind `EnginePort`."""
+    """One engine process after another, behind `EnginePort`.
+
+    A crash or hang of the engine is a pause for clients, with identical tokens afterwards.
+    """
 
     def __init__(
         self,
@@ -317,3 +315,99 @@ class Supervisor:
         """Deliver the last outputs that the engine cannot."""
         outputs = entry.failure(message, culprit=culprit)
         self.on_step(StepOutput(step_id=0, outputs=outputs, stats=EngineStats()))
+
+
+class EngineState(Enum):
+    """The life of the engine as the server sees it."""
+
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"
+    STOPPED = "stopped"
+    DEAD = "dead"  # given up; the server exits with 70
+
+
+class Spare:
+    """The process that becomes the next engine, should one be needed: at most one; for one event loop.
+
+    Loading PyTorch is most of what a restart takes where the weights are still in memory, so it is launched ahead. The
+    libraries' pages are shared with the engine's, so that waiting costs what one interpreter and its modules do. One
+    that has ended meanwhile is not handed out, and none is left behind.
+    """
+
+    def __init__(self, launch: Callable[[], EngineProcess], seconds: float | None) -> None:
+        """One is launched `seconds` after it was asked for, when the engine's first requests no longer need the cores.
+
+        None: never.
+        """
+        self._launch = launch
+        self._seconds = seconds
+        self._process: EngineProcess | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def prepare(self) -> None:
+        """Ask for one. Idempotent."""
+        if self._seconds is not None and self._process is None and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._make)
+
+    def take(self) -> EngineProcess | None:
+        """The caller's from now on. None: there is none."""
+        self._stop_timer()
+        process, self._process = self._process, None
+        if process is None or process.runs:
+            return process
+        log.warning("the process that waited to be the next engine %s", process.ending)
+        process.close()
+        return None
+
+    async def close(self) -> None:
+        """End it. Idempotent."""
+        self._stop_timer()
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
+            await process.reap(grace_seconds=0.0)
+
+    def _make(self) -> None:
+        self._timer = None
+        try:
+            self._process = self._launch()
+        except EngineDead as error:
+            log.warning("no process waits to be the next engine: %s", error)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class WeightsMemory:
+    """Memory that one engine process fills with packed weights and the next one finds them in.
+
+    One file of memory after another; a sealed one stays. What an engine left unfinished is not shown to the next.
+    """
+
+    def __init__(self) -> None:
+        self._fd: int | None = None
+
+    def for_next_engine(self) -> int | None:
+        """The descriptor to hand on, empty or sealed. None: this system has no such files, each engine loads anew."""
+        if self._fd is not None and not _is_sealed(self._fd):
+            self.close()
+        if self._fd is None:
+            with suppress(OSError, AttributeError):
+                self._fd = os.memfd_create("quire-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        return self._fd
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the memory back, once no engine has it mapped. Idempotent."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def _is_sealed(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE)

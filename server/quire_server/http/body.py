@@ -1,7 +1,7 @@
 """Strict JSON bodies: bytes to a validated pydantic model, for every POST route.
 
-Promises: what a client got wrong is a BadRequest that names the field and never echoes the input at length; a body
-that is not small is parsed and validated off the event loop. Must not know: which routes exist, what the fields mean.
+Promises: what a client got wrong is a BadRequest that names the field and never echoes the input at length; a body that
+is not small is parsed and validated off the event loop.
 
 Use in a route:
 
@@ -32,11 +32,9 @@ from pydantic import BaseModel, GetCoreSchemaHandler, ValidationError, Validator
 from pydantic_core import CoreSchema, ErrorDetails, InitErrorDetails, core_schema
 
 from quire_server.errors import BadRequest, ClientGone, UnsupportedMediaType
-from quire_server.http.body_buffer import BodyBuffer, Bytes
-from quire_server.http.body_limits import BodyLimits, declared_bytes, hold_of
+from quire_server.http.body_limits import BodyBuffer, BodyLimits, Bytes, declared_bytes, hold_of
 from quire_server.http.disconnect import unless_client_gone
-from quire_server.http.json_pieces import JsonLimits, parse_pieces
-from quire_server.http.json_text import invalid_json, parse_text, short
+from quire_server.http.json_text import JsonLimits, invalid_json, parse_pieces, parse_text, short
 
 MAX_REPORTED_ERRORS = 10
 INLINE_BYTES = 16 << 10  # a smaller body takes less time than a thread takes to answer, whatever is in it

@@ -1,13 +1,10 @@
-"""How large a body may be, and how much of all bodies may be held: both from what the model's context can take.
-
-Promises: what a full context needs in JSON is never refused; a small body finds room however many large ones are held.
-Must not know: sockets, JSON, what the routes do.
-"""
+"""How large a body may be, and how much of all bodies may be held: both from what the model's context can take."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -42,7 +39,7 @@ class BodyLimit:
 
 
 class BodyLimits:
-    """The limit of each path."""
+    """The limit of each path. What a full context needs in JSON is never refused."""
 
     def __init__(self, *, max_body_bytes: int | None, max_model_len: int, root_path: str = "") -> None:
         self._root_path = root_path
@@ -172,3 +169,54 @@ def hold_of(scope: Scope) -> BodyHold | None:
 
 def put_hold(scope: Scope, hold: BodyHold) -> None:
     scope.setdefault("state", {})[_HOLD] = hold
+
+
+OWN_BYTES = 256 << 10  # what is smaller is not worth a mapping
+
+Bytes = bytes | mmap  # both can be searched, matched and cut
+
+
+class BodyBuffer:
+    """Takes the parts of a body of at most `most` bytes.
+
+    A large one has memory of its own, which the system has back as soon as the body is read; the heap would keep it,
+    since something small always lies behind it.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._parts: list[bytes] = []
+        self._memory: mmap | None = None
+        self._num_bytes = 0
+
+    def add(self, part: bytes) -> None:
+        if self._memory is None:
+            if self._num_bytes + len(part) <= OWN_BYTES:
+                self._parts.append(part)
+                self._num_bytes += len(part)
+                return
+            self._memory = _mapping(max(self._most, self._num_bytes + len(part)))
+            self._memory.write(b"".join(self._parts))
+            self._parts.clear()
+        self._memory.write(part)
+        self._num_bytes += len(part)
+
+    def take(self) -> Bytes:
+        """All of it; the buffer is empty then."""
+        memory, parts = self._memory, self._parts
+        self.clear()
+        if memory is None:
+            return b"".join(parts)
+        size = memory.tell()
+        if size == len(memory):
+            return memory
+        exact = _mapping(size)
+        exact.write(memoryview(memory)[:size])
+        return exact
+
+    def clear(self) -> None:
+        self._memory, self._parts, self._num_bytes = None, [], 0
+
+
+def _mapping(num_bytes: int) -> mmap:
+    return mmap(-1, num_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)

@@ -1,20 +1,19 @@
-"""One HTTP/1.1 connection: its clocks and bounds, and the refusals that come before the application.
-
-Promises: no client holds a connection by being slow or silent; what does not parse is answered in our envelope.
-Must not know: routes, the engine, settings, how the server is started and stopped.
-"""
+"""One HTTP/1.1 connection: its clocks and bounds, and the refusals that come before the application."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import select
 import ssl
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from ipaddress import IPv6Address, ip_address, ip_network
+from typing import Any, Literal
 
 import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState as ConnectionRegistry
 
@@ -27,12 +26,9 @@ from quire_server.errors import (
     RequestTimeout,
     error_body,
 )
-from quire_server.http.addresses import Addresses
 from quire_server.http.body_limits import declared_bytes
 from quire_server.http.guard import choose_request_id
-from quire_server.http.half_close import HalfClosedWatch, client_side
-from quire_server.http.intake import Intake
-from quire_server.http.write_clock import HIGH_WATER_BYTES, WriteClock, WritePace, waiting_bytes
+from quire_server.http.sse import HIGH_WATER_BYTES, WriteClock, WritePace, waiting_bytes
 
 GRACE_SECONDS = 5.0  # for replies still being written at the stop; draining comes before it
 LINGER_SECONDS = 1.0  # a refused client may finish its sentence: closing at once would reset the refusal away
@@ -96,7 +92,10 @@ class ConnectionConfig(uvicorn.Config):
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. Beyond uvicorn's: a clock on each request's head, bounds on its bytes, a clock on writing."""
+    """One connection. Beyond uvicorn's: a clock on each request's head, bounds on its bytes, a clock on writing.
+
+    No client holds it by being slow or silent; what does not parse is answered in our envelope.
+    """
 
     def __init__(
         self,
@@ -306,3 +305,181 @@ class Connection(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+
+LOOPBACK = ("127.0.0.0/8", "::1")  # a proxy on this machine, and who could take its connections otherwise, too
+_PREFIX = 64  # bits of an IPv6 address that a client cannot choose
+
+
+class Addresses:
+    """Counts open connections by address, of IPv6 by its network, so that one client cannot take those of all.
+
+    Proxies, this machine and Unix sockets, behind which many clients are, are not counted.
+    """
+
+    def __init__(self, most: int, uncounted: Iterable[str] = ()) -> None:
+        self._most = most
+        self._uncounted = [ip_network(name) for name in (*LOOPBACK, *uncounted)]
+        self._open: dict[str, int] = {}
+
+    def enter(self, host: str | None) -> tuple[str | None, bool]:
+        """What to give to `leave` when the connection ends, and whether it is one too many."""
+        place = self._place(host)
+        if place is None:
+            return None, False
+        number = self._open[place] = self._open.get(place, 0) + 1
+        return place, number > self._most
+
+    def leave(self, place: str | None) -> None:
+        if place is None:
+            return
+        number = self._open.pop(place) - 1
+        if number:
+            self._open[place] = number
+
+    def _place(self, host: str | None) -> str | None:
+        try:
+            address = ip_address((host or "").partition("%")[0])
+        except ValueError:
+            return None  # a Unix socket, or a test without one
+        if isinstance(address, IPv6Address):
+            address = address.ipv4_mapped or address
+        if any(address in network for network in self._uncounted):
+            return None
+        if isinstance(address, IPv6Address):
+            return str(ip_network((address, _PREFIX), strict=False))
+        return str(address)
+
+
+PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
+PROBE_SECONDS = 5.0  # between probes: a client may also leave after it has stopped speaking
+ClientSide = Literal["open", "ended", "gone"]  # ended: it has left, or said all that it wanted to say
+_ENDED = getattr(select, "POLLRDHUP", 0)  # not every system tells it before it is read
+_FIRST_LOOK = 0.001  # seconds after a probe; each further look comes after twice the time
+_LONGEST_PAUSE = 0.25
+
+
+class HalfClosedWatch:
+    """Watches a connection whose client has stopped speaking, and aborts it when the client has left.
+
+    A client that has left and one that has said all it wanted to say look the same at first: its side of the connection
+    ends. But what is written to a closed TCP connection is answered by a reset, and then the system reports a hang-up.
+    Before the reply has begun HTTP allows interim responses, so a `100 Continue` is written, which clients pass over;
+    later the reply's own parts do the same. HTTP/1.0 has no interim responses and TLS has no half-closed connections:
+    there, the end means that the client has left.
+    """
+
+    def __init__(self, transport: asyncio.Transport, *, may_probe: Callable[[], bool]) -> None:
+        self._transport = transport
+        self._may_probe = may_probe
+        self._loop = asyncio.get_running_loop()
+        self._probe_at = 0.0  # the loop's time
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self._look(_FIRST_LOOK)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self, pause: float) -> None:
+        if self._transport.is_closing():
+            return
+        if is_hung_up(self._transport):
+            self._transport.abort()
+            return
+        if self._loop.time() >= self._probe_at and self._may_probe():
+            self._probe_at = self._loop.time() + PROBE_SECONDS
+            self._transport.write(PROBE)
+            pause = _FIRST_LOOK
+        self._timer = self._loop.call_later(pause, self._look, min(2 * pause, _LONGEST_PAUSE))
+
+
+def is_hung_up(transport: asyncio.Transport) -> bool:
+    """Whether nothing can be sent any more, as far as the system knows without trying."""
+    return client_side(transport) == "gone"
+
+
+def client_side(transport: asyncio.Transport) -> ClientSide:
+    """As the system knows it now, which may be before the event loop has looked."""
+    if transport.is_closing():
+        return "gone"
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), _ENDED)  # hang-ups and errors are always reported
+    found = poll.poll(0)
+    if not found:
+        return "open"
+    return "ended" if found[0][1] == _ENDED else "gone"
+
+
+SLICE_BYTES = 4 << 10  # 200 of the shortest requests, or 700 chunks of one byte: a few milliseconds
+TURN_SECONDS = 0.005
+
+
+class Intake(FlowControl):
+    """The connection's flow control, which does not read on while something that was read is left.
+
+    A read brings 256 KiB, which may be a part of one body, or forty thousand chunks of one byte, or ten thousand
+    requests one behind the other. Between two slices of it that take long the event loop has its turn, and behind a
+    request that waits for its turn no more is parsed.
+    """
+
+    def __init__(
+        self, transport: asyncio.Transport, parse: Callable[[bytes], bool], plain_bytes: Callable[[], int]
+    ) -> None:
+        """`parse` tells whether more may be parsed now; where not, `go_on` is called when it may.
+
+        `plain_bytes` of what comes next are one piece to the parser, however many they are.
+        """
+        super().__init__(transport)
+        self._parse = parse
+        self._plain_bytes = plain_bytes
+        self._loop = asyncio.get_running_loop()
+        self._left = b""
+        self._turn: asyncio.Handle | None = None
+
+    def resume_reading(self) -> None:
+        if not self._left:
+            super().resume_reading()
+
+    def take(self, data: bytes) -> None:
+        """Bytes have arrived."""
+        if self._left:
+            self._left += data  # of a read that was under way
+            return
+        self._feed(data)
+
+    def go_on(self) -> None:
+        """What is left may be parsed now, when the event loop is free."""
+        if self._left and self._turn is None:
+            self._turn = self._loop.call_soon(self._take_turn)
+
+    def stop(self) -> None:
+        """Nothing more will be parsed."""
+        self._left = b""
+        if self._turn is not None:
+            self._turn.cancel()
+
+    def _take_turn(self) -> None:
+        self._turn = None
+        data, self._left = self._left, b""
+        self._feed(data)
+        if not self._left:
+            self.resume_reading()
+
+    def _feed(self, data: bytes) -> None:
+        if len(data) <= SLICE_BYTES:
+            self._parse(data)
+            return
+        due = self._loop.time() + TURN_SECONDS
+        end = 0
+        while end < len(data):
+            start, end = end, end + max(SLICE_BYTES, self._plain_bytes())
+            may_go_on = self._parse(data[start:end])
+            if end < len(data) and (not may_go_on or self._loop.time() > due):
+                self._left = data[end:]
+                self.pause_reading()
+                if may_go_on:
+                    self.go_on()
+                return

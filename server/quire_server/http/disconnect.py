@@ -1,7 +1,7 @@
 """Ends the work of a reply when its client has gone.
 
 Promises: the work is cancelled where it waits, and its `finally` blocks have run, before `ClientGone` is raised.
-Must not know: what the work is. (Servers cancel streams at a disconnect, but not plain handlers.)
+(Servers cancel streams at a disconnect, but not plain handlers.)
 """
 
 from __future__ import annotations

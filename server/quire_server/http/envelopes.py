@@ -1,7 +1,7 @@
 """Which envelope an error has: OpenAI's, or Anthropic's on the paths of Anthropic's API.
 
 Promises: status and headers are the same in both; the path alone decides, so that errors made before any route have the
-right one too. Must not know: what the routes do.
+right one too.
 """
 
 from __future__ import annotations

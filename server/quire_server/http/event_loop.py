@@ -1,7 +1,6 @@
 """Which event loop the commands run on: uvloop where there is one.
 
 Promises: a factory for `asyncio.Runner`; only this module knows uvloop.
-Must not know: what runs on the loop.
 """
 
 from __future__ import annotations

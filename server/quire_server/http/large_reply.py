@@ -1,8 +1,7 @@
 """Replies in pieces: a small one is sent whole, a large one as it is put together, for as long as its client reads.
 
 Promises: no piece is made before the one before it has found room in the connection's buffer, and none after the client
-has left; others get a turn between pieces; what all large replies together hold is bounded. Must not know: what replies
-say, routes.
+has left; others get a turn between pieces; what all large replies together hold is bounded. Must not know: routes.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""The listening socket: binding it, starting the server on it and stopping it.
-
-Promises: an address that cannot be taken is one clear line; a stop lets replies finish unless told to cut them off.
-Must not know: routes, the engine; signals (their owner calls `Listening.stop`).
-"""
+"""The listening socket: binding it, starting the server on it and stopping it; its TLS and the event loop."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import logging
+import resource
 import socket
 import stat
 from collections.abc import Callable, Iterator
@@ -21,9 +18,8 @@ import uvicorn
 from quire_engine.errors import ConfigError
 from quire_server.http.body_limits import LARGEST_BODY
 from quire_server.http.connection import Connection, ConnectionConfig, ConnectionLimits
-from quire_server.http.descriptors import allow_connections
+from quire_server.http.sse import WritePace, bound_buffers
 from quire_server.http.tls import tls_context
-from quire_server.http.write_clock import WritePace, bound_buffers
 from quire_server.settings import Settings
 
 log = logging.getLogger("quire")
@@ -165,3 +161,32 @@ def _address(sock: socket.socket, scheme: str) -> tuple[str, int | None]:
         return str(name), None
     host, port = name[0], int(name[1])
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}", port
+
+
+_OTHERS = 512  # logs, pipes to workers, the engine's sockets, libraries
+_descriptors_log = logging.getLogger(__name__)
+
+
+def allow_connections(number: int) -> None:
+    """Raise the soft limit on open files to what so many connections need, and as many that read why they are refused.
+
+    A shell's usual 1,024 would be spent before `--max-connections` is: whoever comes then is not refused but waits,
+    since the event loop cannot accept, and nothing else can be opened either. Logs where the system does not allow it.
+    """
+    needed = 2 * number + _OTHERS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    except (OSError, ValueError):  # a sandbox that lets nobody change it: serving with fewer beats not serving
+        allowed = soft
+    if allowed < needed:
+        _descriptors_log.warning(
+            "the system allows this process %d open files, and %d connections need %d: raise the hard limit"
+            " (ulimit -Hn, LimitNOFILE=) or lower --max-connections",
+            allowed,
+            number,
+            needed,
+        )

@@ -1,7 +1,7 @@
 """Memory that the process has freed and still holds, given back to the system after large work.
 
 Promises: at rest the process is about as large as before; the event loop does not wait for it; where the C library
-cannot do it, nothing is done. Must not know: what the work was.
+cannot do it, nothing is done.
 
 The C library keeps what is freed for later; after a request of many megabytes that is most of the process. Its
 `malloc_trim` (glibc's) gives whole free pages back, in the middle of its heaps too.

@@ -1,7 +1,6 @@
 """The OpenAPI document, completed with what the framework cannot see: our bodies, our errors, our key.
 
 Promises: every status a route can answer is declared, with the schema of its envelope.
-Must not know: what the routes do.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from quire_server.errors import (
     Unauthorized,
     UnsupportedMediaType,
 )
+from quire_server.http.access import PROBES
 from quire_server.http.body import body_model
 from quire_server.http.body_limits import BodyLimits
 from quire_server.http.envelopes import AnthropicErrorBody, is_anthropic_path
 from quire_server.http.guard import PUBLIC_PATHS, is_admin_path
-from quire_server.http.hosts import PROBES
 
 Document = dict[str, Any]  # JSON
 

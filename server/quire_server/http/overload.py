@@ -1,30 +1,21 @@
-"""Refuses what a full queue would refuse anyway, before anything is done for it.
-
-Promises: nobody is refused here who could have been accepted, but for a few when the queue is about to be full; a
-refusal takes no routing, no body, no template and no tokenizer, and reads as one that comes later. Must not know: how
-the queue is kept, who may ask.
-
-Under overload most of what arrives is refused, and whatever a refusal takes is missing for those who were accepted. The
-body of a refused request is left where it is: the server passes over it, and the connection serves the next one.
-
-A request takes a while from here to the queue. If each place that comes free let everybody pass until it is taken, that
-while would grow with their number: soon the queue would run empty before the first of them arrives, and nobody be
-refused here. So those underway count; while seats are free, those of the last second.
-"""
+"""Refuses what a full queue would refuse anyway, and owes those whose replies have not begun a word at the stop."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from typing import Any, Protocol
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire_server.errors import QueueFull, error_body
+from quire_server.errors import QueueFull, ShuttingDown, error_body
 from quire_server.http.envelopes import error_reply, is_anthropic
+from quire_server.http.guard import is_admin_path, send_error
 
 QUEUED_PATHS = (
     *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/infill"),
@@ -42,7 +33,12 @@ def has_arrived(scope: Scope) -> None:
 
 
 class Underway:
-    """Requests that were let pass and have not reached the queue yet."""
+    """Requests that were let pass and have not reached the queue yet.
+
+    If each place that comes free let everybody pass until it is taken, the while that a request takes to the queue
+    would grow with their number: soon the queue would run empty before the first of them arrives, and nobody be
+    refused. So those underway count; while seats are free, those of the last second.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -92,6 +88,11 @@ class _Route:
 
 class RefuseWhenFull:
     """Asks `refusal` about each request that would have to be queued; None lets it through.
+
+    Under overload most of what arrives is refused, and whatever a refusal takes is missing for those who were accepted:
+    so it takes no routing, no body, no template and no tokenizer. The body of a refused request is left where it is:
+    the server passes over it, and the connection serves the next one. Nobody is refused here who could have been
+    accepted, but for a few when the queue is about to be full.
 
     It is told how many are underway to the queue, as `Underway.counts` gives them.
     """
@@ -151,3 +152,78 @@ class RefuseWhenFull:
         own = [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
         await send({"type": "http.response.start", "status": error.status, "headers": head + own})
         await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+class Replying(Protocol):
+    """What is known of a reply: its status, None until its first byte was sent."""
+
+    @property
+    def status(self) -> int | None: ...
+
+
+class OpenRequests:
+    """The requests whose replies have not begun, or not ended, each by the task that serves it."""
+
+    def __init__(self) -> None:
+        self._open: dict[asyncio.Task[Any], tuple[Scope, Replying]] = {}
+        self._refused: set[asyncio.Task[Any]] = set()
+
+    def begins(self, task: asyncio.Task[Any], scope: Scope, reply: Replying) -> None:
+        self._open[task] = scope, reply
+
+    def ends(self, task: asyncio.Task[Any]) -> None:
+        self._open.pop(task, None)
+        self._refused.discard(task)
+
+    def is_refused(self, task: asyncio.Task[Any]) -> bool:
+        return task in self._refused
+
+    def work(self) -> tuple[asyncio.Task[Any], ...]:
+        """The requests that something is computed or prepared for; pages, probes and the operator's are none."""
+        return tuple(
+            task
+            for task, (scope, _) in self._open.items()
+            if scope["method"] == "POST" and not is_admin_path(scope["path"], scope["root_path"])
+        )
+
+    def refuse_unanswered(self) -> None:
+        """Whoever has got no byte of a reply gets a 503 now, and what was done for it ends."""
+        for task, (_, reply) in tuple(self._open.items()):
+            if reply.status is None:
+                self._refused.add(task)
+                task.cancel()
+
+
+async def ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Until these requests have ended, however."""
+    waiting = set(tasks)
+    if waiting:
+        await asyncio.wait(waiting)
+
+
+class LastWord:
+    """The layer that tells `OpenRequests` of each request; directly inside of `Guard`.
+
+    Who has got no reply when a server that stops has no time left gets a 503 in place of a closed connection.
+    """
+
+    def __init__(self, app: ASGIApp, *, requests: OpenRequests) -> None:
+        self._app = app
+        self._requests = requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        task = asyncio.current_task()
+        if scope["type"] != "http" or task is None:
+            await self._app(scope, receive, send)
+            return
+        # Out of the scope: it leads back to the scope, and who is freed late holds a body.
+        self._requests.begins(task, scope, scope["state"].pop("exchange"))
+        try:
+            await self._app(scope, receive, send)
+        except asyncio.CancelledError:
+            if not self._requests.is_refused(task):
+                raise
+            task.uncancel()
+            await send_error(ShuttingDown(), scope, receive, send)
+        finally:
+            self._requests.ends(task)

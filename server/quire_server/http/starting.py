@@ -1,24 +1,29 @@
 """What the server answers while its model is loaded: probes say how far it is, everything else gets a 503.
 
-Promises: limits, hosts and keys are checked as they will be later; it needs none of the heavy imports, so that the port
-listens before anything is loaded. Must not know: what is loaded, who loads it.
+It needs none of the heavy imports, so that the port listens before anything is loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire_server.errors import NotReady, error_body
+from quire_server.http.access import layers
 from quire_server.http.body_limits import LARGEST_BODY, BodyLimits
 from quire_server.http.envelopes import error_reply
 from quire_server.http.guard import PUBLIC_PATHS, Reply
-from quire_server.http.layers import layers
-from quire_server.http.unanswered import OpenRequests
+from quire_server.http.overload import OpenRequests
 from quire_server.settings import Settings
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
 
 LOADING = "loading"
 _READY_PATHS = frozenset({"/health", "/health/ready"})
@@ -110,3 +115,42 @@ def starting_app(
     for layer in layers(settings, bodies, on_reply=tell, requests=OpenRequests()):
         app = layer(app)
     return app
+
+
+class Doorway:
+    """Leads to one application at a time, and keeps the one that serves alive until the listener ends.
+
+    It is what the listener calls. A request is served by one application as a whole; connections that were opened
+    before another takes its place go on with the next request.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._num_connections = 0
+        self._on_connections: Callable[[int], None] = lambda _: None
+        self._app = app
+        self._serving = AsyncExitStack()
+
+    async def open(self, app: FastAPI) -> None:
+        """From now on requests go to this one. Its own start and end are the doorway's."""
+        await self._serving.enter_async_context(app.router.lifespan_context(app))
+        self._app = app
+
+    def tell_connections(self, number: int) -> None:
+        """The listener has so many."""
+        self._num_connections = number
+        self._on_connections(number)
+
+    def watch_connections(self, on_connections: Callable[[int], None]) -> None:
+        """Who wants to know, from now on, how many there are."""
+        self._on_connections = on_connections
+        on_connections(self._num_connections)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+        await receive()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self._serving.aclose()
+        await send({"type": "lifespan.shutdown.complete"})

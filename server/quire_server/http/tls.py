@@ -1,7 +1,7 @@
 """TLS: the context of the listening socket, from the files that the operator names.
 
-Promises: a file that cannot be used is one clear line, before anything slow is started.
-Must not know: routes, the engine, how connections are served.
+Promises: a file that cannot be used is one clear line, before anything slow is started. Must not know: routes, the
+engine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A log record as a line: text for people, or one JSON object.
 
 Promises: one line per record whatever a client sent, of bounded length, with nothing in it that steers a terminal; a
-request's lines carry its id. Must not know: who logs what, where lines go; prompts and keys are never passed to it.
+request's lines carry its id. prompts and keys are never passed to it.
 """
 
 from __future__ import annotations

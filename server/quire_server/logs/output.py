@@ -1,26 +1,26 @@
-"""Everything that the server process has to say, on its stderr.
-
-Owns the writer and what feeds it: log records, warnings, what threads and finalizers raise, children. Promises: nobody
-waits for who reads it, at the end no longer than `FLUSH_SECONDS`; a stderr that is closed is no reason to end.
-Must not know: who logs what.
-"""
+"""Everything that the server process has to say, on its stderr: log records, warnings, what children write."""
 
 from __future__ import annotations
 
 import logging
 import os
+import select
 import sys
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
+from threading import Condition, Thread
 from typing import TYPE_CHECKING, Literal
+from urllib.parse import urlsplit
 
+from quire_engine.errors import ConfigError
 from quire_server.logs.lines import Form, encoded, formatter_for, shown
-from quire_server.logs.relay import Relay
-from quire_server.logs.writer import LineWriter
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
+
 
 FLUSH_SECONDS = 2.0
 _STDERR = 2
@@ -45,7 +45,11 @@ class LineHandler(logging.Handler):
 
 
 class Output:
-    """The process's stderr while it serves."""
+    """The process's stderr while it serves.
+
+    Nobody waits for who reads it, at the end no longer than `FLUSH_SECONDS`; a stderr that is closed is no reason to
+    end.
+    """
 
     def __init__(self, form: Form, descriptor: int) -> None:
         self._form = form
@@ -139,3 +143,164 @@ def _log_of_thread(args: threading.ExceptHookArgs) -> None:
 
 def _log_unraisable(args: UnraisableHookArgs) -> None:
     log.error("%s", args.err_msg or "an exception that nobody could catch", exc_info=args.exc_value)
+
+
+MOST_BYTES = 1 << 20  # that wait to be written
+_WRITTEN_AT_ONCE = 1 << 16  # what is written together; what a pipe holds
+
+
+class LineWriter:
+    """Lines to a file descriptor, written by a thread, so that nobody who logs ever waits for who reads.
+
+    `put` from any thread; `close` once. What found no room, or could not be written, is counted, and told when lines
+    flow again.
+    """
+
+    def __init__(self, descriptor: int, tell_lost: Callable[[int], bytes], *, most_bytes: int = MOST_BYTES) -> None:
+        """`tell_lost`: the line that says that so many were lost."""
+        self._descriptor = descriptor
+        self._tell_lost = tell_lost
+        self._most_bytes = most_bytes
+        self._changed = Condition()  # guards all below; it is never held while something is written
+        self._lines: deque[bytes] = deque()
+        self._held = 0  # bytes of those lines and of what is being written
+        self._lost = 0
+        self._untold = 0  # of the lost
+        self._closing = False
+        # A daemon: a write that nobody ends must not keep the process from ending.
+        self._thread = Thread(target=self._run, name="log writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def lost(self) -> int:
+        """Lines that were not written and never will be."""
+        return self._lost
+
+    def put(self, line: bytes) -> None:
+        """Have a line written, with the newline that ends it; it is lost where too much waits."""
+        with self._changed:
+            if self._closing or self._held + len(line) > self._most_bytes:
+                self._lose(1)
+                return
+            self._lines.append(line)
+            self._held += len(line)
+            self._changed.notify()
+
+    def count_lost(self, num_lines: int) -> None:
+        """Lines that could not even be made."""
+        with self._changed:
+            self._lose(num_lines)
+
+    def close(self, seconds: float) -> bool:
+        """Write what waits, for so long at most; whether all of it was. Lines that come later are lost."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _lose(self, num_lines: int) -> None:
+        self._lost += num_lines
+        self._untold += num_lines
+
+    def _run(self) -> None:
+        while batch := self._take():
+            data = b"".join(batch)
+            is_written = self._write(data)
+            with self._changed:
+                self._held -= len(data)
+                if not is_written:
+                    self._lose(len(batch))
+                    continue
+                untold, self._untold = self._untold, 0
+            if untold and not self._write(self._tell_lost(untold)):
+                with self._changed:
+                    self._untold += untold
+
+    def _take(self) -> list[bytes]:
+        """The lines to be written next; none when all are written and no more will come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lines or self._closing)
+            batch: list[bytes] = []
+            size = 0
+            while self._lines and size < _WRITTEN_AT_ONCE:
+                batch.append(self._lines.popleft())
+                size += len(batch[-1])
+            return batch
+
+    def _write(self, data: bytes) -> bool:
+        """False where the descriptor takes nothing now: the reader is gone, or the disk is full."""
+        left = memoryview(data)
+        while left:
+            try:
+                left = left[os.write(self._descriptor, left) :]
+            except BlockingIOError:  # shared with somebody who does not want to wait
+                poll = select.poll()
+                poll.register(self._descriptor, select.POLLOUT)
+                poll.poll()
+            except OSError:
+                return False
+        return True
+
+
+_READ_AT_ONCE = 1 << 16
+
+
+class Relay:
+    """What child processes write to their stderr, passed on; none of them waits for who reads the server's log.
+
+    `descriptor` is for children; `close` once, when they have ended.
+    """
+
+    def __init__(self, pass_on: Callable[[str], None]) -> None:
+        """`pass_on` gets whole lines, several that came together at once, without the last one's end."""
+        self._pass_on = pass_on
+        self._source, self.descriptor = os.pipe()
+        self._thread = Thread(target=self._run, name="children's stderr", daemon=True)
+        self._thread.start()
+
+    def close(self, seconds: float) -> None:
+        """Pass on what is still there; a child that lives on does not keep us longer than that."""
+        os.close(self.descriptor)
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        rest = b""
+        while data := os.read(self._source, _READ_AT_ONCE):
+            whole, end, rest = (rest + data).rpartition(b"\n")
+            if end:
+                self._pass_on(whole.decode("utf-8", "replace"))
+            if len(rest) >= _READ_AT_ONCE:  # no line at all
+                self._pass_on(rest.decode("utf-8", "replace"))
+                rest = b""
+        if rest:
+            self._pass_on(rest.decode("utf-8", "replace"))
+        os.close(self._source)
+
+
+_PARTS = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
+
+
+def check_tracing(endpoint: str | None) -> None:
+    """Raises ConfigError, one line with what would work, where traces are wanted and cannot be. Imports nothing."""
+    if endpoint is None:
+        return
+    if urlsplit(endpoint).scheme not in ("http", "https"):
+        raise ConfigError(
+            f"--otlp-traces-endpoint {endpoint}: traces are sent as OTLP over HTTP; name a URL such as"
+            " http://localhost:4318/v1/traces"
+        )
+    if not all(map(_is_there, _PARTS)):
+        raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'quire[otel]', or leave it out")
+
+
+def traces_url(endpoint: str) -> str:
+    """A collector's address alone means its path for traces, as in OTEL_EXPORTER_OTLP_ENDPOINT."""
+    return endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + "/v1/traces"
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package on the way to it
+        return False

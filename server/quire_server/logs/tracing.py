@@ -2,7 +2,7 @@
 
 Owns OpenTelemetry's SDK, which is optional; its OTEL_* variables hold. Promises: spans are made when a request has
 ended and sent by a thread; a collector that is slow, broken or gone costs spans and nothing else. Neither text nor keys
-are in them. Must not know: routes, how a request is served.
+are in them. Must not know: routes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from quire_server.http.guard import Reply
-from quire_server.logs.collector import traces_url
-from quire_server.metrics.request_record import RequestSummary
-from quire_server.metrics.request_story import StoryTotals, totals
+from quire_server.logs.output import traces_url
+from quire_server.metrics.request_record import RequestSummary, StoryTotals, totals
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -1,7 +1,7 @@
 """The alert rules of `configs/prometheus/alerts.yml`, for those who have no Prometheus at hand: the dashboard's.
 
 Owns since when each holds. Promises: names, thresholds, times and advice are those of the file, which a test compares.
-Must not know: where the samples come from, clocks.
+Must not know: clocks.
 """
 
 from __future__ import annotations

@@ -1,25 +1,20 @@
-"""The last ten minutes, second by second, for those who open the dashboard and for gauges over a window.
-
-Owns the samples and the frames made of them. Promises: memory that does not grow; between two ticks a step costs one
-append, a token nothing. Must not know: HTTP, who looks, where the clock comes from.
-"""
+"""The last ten minutes, second by second, for those who open the dashboard and for gauges over a window."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from quire_engine.types import EngineStats
 from quire_server.metrics.alert_rules import Alert, AlertRules
-from quire_server.metrics.frames import Bar, Frame, bars, blocks, tenant_shares
 from quire_server.metrics.metric_catalog import TOKEN_SECONDS, TTFT_SECONDS, EngineMetrics, RequestMetrics
 from quire_server.metrics.metric_values import Counter, Histogram
-from quire_server.metrics.occupancy import Occupancy
-from quire_server.metrics.request_board import RequestBoard, RequestRow
+from quire_server.metrics.occupancy import Occupancy, StaticBatching
+from quire_server.metrics.request_record import RequestBoard, RequestRow
 from quire_server.metrics.samples import Sample, Window
-from quire_server.metrics.static_batching import StaticBatching
 
 SECONDS = 600  # kept
 MINUTE = 60.0
@@ -40,7 +35,10 @@ class Now:
 
 
 class History:
-    """Takes a sample and makes a frame whenever `tick` is called, which should be once a second."""
+    """Takes a sample and makes a frame whenever `tick` is called, which should be once a second.
+
+    Its memory does not grow; between two ticks a step costs one append, a token nothing.
+    """
 
     def __init__(
         self,
@@ -202,3 +200,111 @@ def _quantiles(window: Window, name: str, bounds: tuple[float, ...]) -> tuple[fl
     if p50 is None or p95 is None or p99 is None:
         return None
     return round(p50, 5), round(p95, 5), round(p99, 5)
+
+
+MOST_BARS = 20  # of a second's timeline
+# Prompt tokens, generated tokens, milliseconds and number of consecutive steps.
+Bar = tuple[int, int, float, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """KV blocks, as of the last step but for `peak`."""
+
+    total: int
+    used: int
+    peak: int  # most used after any step of the second
+    cached: int
+    shared: int  # of the used ones: held by two sequences or more
+    unshared: int  # by one
+    saved: int  # that there would be more without sharing
+    waste: float  # share of the used blocks' token slots that hold no token
+    static_longest: int  # that static batching would hold: for each sequence the longest of its batch
+    static_full: int  # that slots of the longest context would hold
+    host_used: int
+    host_total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantShare:
+    """One tenant's part of what is running, waiting and served."""
+
+    name: str
+    running: int
+    waiting: int
+    service: float  # since the engine's start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """One second. Counts are those of the second, gauges those at its end, latencies of the last ten.
+
+    Plain values with short names, since hundreds are sent to who opens the page. Its size does not depend on the load.
+    """
+
+    t: float  # seconds since the epoch
+    steps: int
+    prefill: int  # tokens computed
+    decode: int
+    generated: int
+    busy: float  # share of the second that steps took
+    step_ms: float  # longest step
+    running: int
+    waiting: dict[str, int]
+    kv_waited: float  # seconds that the queue's head has waited for blocks, now
+    blocks: Blocks
+    ttft: tuple[float, float, float] | None  # p50, p95, p99 in seconds; None: nothing came
+    itl: tuple[float, float, float] | None
+    finished: int
+    rejected: int
+    failed: int
+    preempted: int
+    restarts: int
+    in_system: float  # Little's law over the last minute
+    arrivals: float
+    seconds: float
+    residual: float
+    efficiency: float
+    static_efficiency: float | None  # None: no batch has ended within the last minute
+    tenants: tuple[TenantShare, ...]
+
+
+def bars(steps: Sequence[EngineStats]) -> list[Bar]:
+    """The steps in order, so many of them taken together that there are `MOST_BARS` at most."""
+    size = max(1, -(-len(steps) // MOST_BARS))
+    groups = [steps[start : start + size] for start in range(0, len(steps), size)]
+    return [
+        (
+            sum(step.prefill_tokens for step in group),
+            sum(step.decode_tokens for step in group),
+            round(sum(step.step_seconds for step in group) * 1e3, 2),
+            len(group),
+        )
+        for group in groups
+    ]
+
+
+def tenant_shares(stats: EngineStats) -> tuple[TenantShare, ...]:
+    """What the engine says of tenants, where it knows any."""
+    return tuple(
+        TenantShare(name=each.tenant, running=each.running, waiting=each.waiting, service=round(each.total_service, 1))
+        for each in stats.tenants
+    )
+
+
+def blocks(stats: EngineStats, *, peak: int, static_longest: int, static_full: int) -> Blocks:
+    """The pool of one moment. What an engine does not tell is 0."""
+    return Blocks(
+        total=stats.blocks_total,
+        used=stats.blocks_used,
+        peak=max(peak, stats.blocks_used),
+        cached=stats.blocks_cached,
+        shared=stats.blocks_shared,
+        unshared=stats.blocks_unshared,
+        saved=stats.blocks_saved,
+        waste=round(stats.slots_unused / stats.slots_allocated, 4) if stats.slots_allocated else 0.0,
+        static_longest=static_longest,
+        static_full=static_full,
+        host_used=getattr(stats, "host_blocks_used", 0),
+        host_total=getattr(stats, "host_blocks_total", 0),
+    )

@@ -1,7 +1,7 @@
 """Which metrics there are: their names, texts, buckets and aliases, and how engine state becomes values.
 
-Promises: gauges are set from the engine's state only; totals survive a restart of the engine.
-Must not know: the event loop, HTTP, who calls.
+Promises: gauges are set from the engine's state only; totals survive a restart of the engine. Must not know: the event
+loop, HTTP.
 """
 
 from __future__ import annotations

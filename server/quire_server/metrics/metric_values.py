@@ -1,7 +1,7 @@
 """Counters, gauges and histograms as plain Python values, exported under one or two names at scrape time.
 
 Promises: an update costs well under a microsecond and takes no lock; an alias shows the very values of its original.
-Must not know: what is measured. All updates come from the event loop's thread.
+All updates come from the event loop's thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What the server tells Prometheus, under `quire_` names and `vllm:` aliases, and people on the dashboard.
-
-Promises: each request and token is counted once, whatever restarts; both names show the same values.
-Must not know: routes, how a request is served, torch.
-"""
+"""What the server tells Prometheus, under `quire_` names and `vllm:` aliases, and people on the dashboard."""
 
 from __future__ import annotations
 
@@ -21,7 +17,6 @@ from prometheus_client import (
 from quire_engine.config import EnginePlan
 from quire_engine.types import WAIT_REASONS
 from quire_server.metrics.history import MINUTE, History
-from quire_server.metrics.load_progress import load_progress
 from quire_server.metrics.metric_catalog import (
     REJECT_REASONS,
     REQUEST_SECONDS,
@@ -31,17 +26,32 @@ from quire_server.metrics.metric_catalog import (
     PlanMetrics,
     RequestMetrics,
 )
-from quire_server.metrics.metric_values import Values
-from quire_server.metrics.occupancy import Occupancy
-from quire_server.metrics.request_board import RequestBoard
-from quire_server.metrics.request_record import Load, RequestRecord
-from quire_server.metrics.request_story import CURRENT
-from quire_server.metrics.static_batching import StaticBatching
-from quire_server.metrics.tenant_metrics import TenantMetrics
+from quire_server.metrics.metric_values import Gauge, Values
+from quire_server.metrics.occupancy import Occupancy, StaticBatching
+from quire_server.metrics.request_record import CURRENT, Load, RequestBoard, RequestRecord
+
+
+def load_progress(values: Values) -> Gauge:
+    """The gauge."""
+    return values.gauge(
+        "quire_load_progress_ratio",
+        "How far the phase is that the engine's latest start is in, 0 to 1; 1 when it is ready.",
+    )
+
+
+def while_loading(model_name: str, ratio: float) -> tuple[bytes, str]:
+    """An exposition with little more than that, and its media type."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    load_progress(Values(registry, {"model_name": model_name}, None)).set(ratio)
+    return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
 class Metrics:
-    """All metrics of one server, in a registry of their own. Used on the event loop's thread."""
+    """All metrics of one server, in a registry of their own. Used on the event loop's thread.
+
+    Each request and token is counted once, whatever restarts.
+    """
 
     content_type = CONTENT_TYPE_LATEST
 
@@ -232,3 +242,52 @@ class Throughput:
         self.running = int(engine.running.get())
         self.waiting = sum(int(engine.waiting.get(reason)) for reason in WAIT_REASONS)
         self.usage = engine.usage.get()
+
+
+TENANT_REFUSALS = ("tenant_requests", "tenant_tokens", "tenant_queue")
+
+
+class TenantMetrics:
+    """What each tenant of the operator's list asks for and gets. Without a list nothing is exported."""
+
+    def __init__(self, values: Values, tenants: Sequence[str]) -> None:
+        self._accepted = values.counter(
+            "quire_tenant_requests",
+            "Prompts accepted, by tenant.",
+            ("tenant",),
+            children=[(name,) for name in tenants],
+        )
+        self._refused = values.counter(
+            "quire_tenant_rejected",
+            "Requests refused for a tenant's rate or quota, by tenant and reason.",
+            ("tenant", "reason"),
+            children=[(name, reason) for name in tenants for reason in TENANT_REFUSALS],
+        )
+        self._tokens = values.counter(
+            "quire_tenant_tokens",
+            "Tokens that fair shares are made of, by tenant and kind: prompt, uncached and computed once, or output.",
+            ("tenant", "kind"),
+            children=[(name, kind) for name in tenants for kind in ("prompt", "output")],
+        )
+        self._queue_seconds = values.counter(
+            "quire_tenant_queue_seconds",
+            "Time from arrival to the first step, summed over prompts, by tenant.",
+            ("tenant",),
+            children=[(name,) for name in tenants],
+        )
+        self._names = frozenset(tenants)
+
+    def accepted(self, tenant: str) -> None:
+        self._accepted.inc(1, tenant)
+
+    def refused(self, tenant: str, reason: str) -> None:
+        self._refused.inc(1, tenant, reason)
+
+    def computed(self, tenant: str, *, prompt: int, output: int) -> None:
+        self._tokens.inc(prompt, tenant, "prompt")
+        self._tokens.inc(output, tenant, "output")
+
+    def queued(self, tenant: str, seconds: float) -> None:
+        """A prompt of the tenant waited so long."""
+        if tenant in self._names:
+            self._queue_seconds.inc(seconds, tenant)

@@ -1,7 +1,6 @@
 """What a prompt token costs on this machine, measured as the engine serves.
 
-Promises: seconds that one token more adds to a step, not its share of what every step costs. Must not know: requests,
-caches, where the numbers are shown.
+Promises: seconds that one token more adds to a step, not its share of what every step costs. Must not know: requests.
 """
 
 from __future__ import annotations

@@ -1,39 +1,16 @@
-"""Follows one request from its acceptance to its end: its times and counts become metrics.
-
-Promises: each token is counted once; only requests that ran to their end have latencies. Must not know: routes, how a
-request is served, the engine.
-"""
+"""Follows requests from their acceptance to their end: their times and counts become metrics, log lines and traces."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 
 from quire_engine.types import RequestTiming
 from quire_server.metrics.metric_catalog import Outcome, RequestMetrics
-from quire_server.metrics.occupancy import Occupancy
-from quire_server.metrics.request_board import RequestBoard, RequestRow
-from quire_server.metrics.static_batching import StaticBatching
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestSummary:
-    """A prompt and its choices as they ended. Times are `time.monotonic()` seconds."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    max_tokens: int | None
-    n: int
-    outcome: str
-    started: float
-    first: float | None  # token
-    last: float | None
-    ended: float
-    queue_seconds: float | None
-    prefill_seconds: float | None
-    token_seconds: float  # between tokens, summed over choices
-    following_tokens: int  # those that another one of their choice came before
+from quire_server.metrics.occupancy import Occupancy, StaticBatching
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +25,7 @@ class Load:
 class RequestRecord:
     """The times and counts of one prompt and its choices. Times are `time.monotonic()` seconds.
 
+    Each token is counted once, and only requests that ran to their end have latencies.
     What the client sees is measured here, in the server; queue, KV wait and prefill come from the engine.
     """
 
@@ -227,3 +205,131 @@ def _longest(one: RequestTiming, other: RequestTiming) -> RequestTiming:
         prefill_seconds=max(one.prefill_seconds, other.prefill_seconds),
         num_preemptions=max(one.num_preemptions, other.num_preemptions),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoryTotals:
+    """All of a request's prompts and choices together. Seconds are None where it did not come to that."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    finish_reasons: tuple[str, ...]  # each once
+    queue_seconds: float | None  # the longest of its prompts
+    ttft_seconds: float | None  # from the first acceptance to the first token of any
+    tpot_seconds: float | None
+    e2e_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestStory:
+    """What one HTTP request had the engine do: for its line in the log, and its trace.
+
+    `CURRENT` has it while the request is served. Every prompt that is accepted on behalf of the request is in it, in
+    whatever task that happens; nothing is noted per token.
+    """
+
+    carrier: dict[str, str] = field(default_factory=dict)  # headers that say which trace the request is a part of
+    records: list[RequestRecord] = field(default_factory=list)
+
+    def summaries(self) -> list[RequestSummary]:
+        """One for each prompt, in the order of their acceptance."""
+        return [record.summary() for record in self.records]
+
+
+# Set for a request's task and inherited by those that it starts.
+CURRENT: ContextVar[RequestStory | None] = ContextVar("request story", default=None)
+
+
+def totals(summaries: list[RequestSummary]) -> StoryTotals | None:
+    """None for a request that had nothing computed."""
+    if not summaries:
+        return None
+    started = min(each.started for each in summaries)
+    first = min((each.first for each in summaries if each.first is not None), default=None)
+    following = sum(each.following_tokens for each in summaries)
+    return StoryTotals(
+        prompt_tokens=sum(each.prompt_tokens for each in summaries),
+        cached_tokens=sum(each.cached_tokens for each in summaries),
+        output_tokens=sum(each.output_tokens for each in summaries),
+        finish_reasons=tuple(dict.fromkeys(each.outcome for each in summaries)),
+        queue_seconds=max((each.queue_seconds for each in summaries if each.queue_seconds is not None), default=None),
+        ttft_seconds=None if first is None else first - started,
+        tpot_seconds=sum(each.token_seconds for each in summaries) / following if following else None,
+        e2e_seconds=max(each.ended for each in summaries) - started,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSummary:
+    """A prompt and its choices as they ended. Times are `time.monotonic()` seconds."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    max_tokens: int | None
+    n: int
+    outcome: str
+    started: float
+    first: float | None  # token
+    last: float | None
+    ended: float
+    queue_seconds: float | None
+    prefill_seconds: float | None
+    token_seconds: float  # between tokens, summed over choices
+    following_tokens: int  # those that another one of their choice came before
+
+
+MOST_ENDED = 48  # kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRow:
+    """One request: seconds in the queue, in its prompt, in its output. Before its first token all is `waited`."""
+
+    id: str
+    at: float  # accepted, seconds since the epoch
+    state: str  # "waiting" for its first token, "running", or its outcome
+    n: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    waited: float  # until now, where there is no token yet; else 0
+    queue: float
+    kv_wait: float  # of the queue's seconds and after preemptions: for KV blocks
+    prefill: float
+    decode: float
+    preemptions: int
+
+
+class RequestBoard:
+    """The requests that run now and the last ones that ended, each with where its time went.
+
+    Rows by the number that `begin` gave them; a row costs nothing while nobody asks for it.
+    """
+
+    def __init__(self) -> None:
+        self.ended: deque[RequestRow] = deque(maxlen=MOST_ENDED)
+        self._live: dict[int, Callable[[], RequestRow]] = {}
+        self._number = 0
+
+    def begin(self, row: Callable[[], RequestRow]) -> int:
+        """A request was accepted; `row` tells how it is, when asked."""
+        self._number += 1
+        self._live[self._number] = row
+        return self._number
+
+    def end(self, number: int) -> None:
+        """It ended; its row stays for a while."""
+        row = self._live.pop(number, None)
+        if row is not None:
+            self.ended.append(row())
+
+    def live(self, most: int) -> list[RequestRow]:
+        """The oldest unfinished requests, `most` of them."""
+        oldest = [row for _, row in zip(range(most), self._live.values(), strict=False)]
+        return [row() for row in oldest]
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)

@@ -1,7 +1,7 @@
 """All totals of a moment, and what two moments say of the time between them.
 
-Promises: rates, quantiles and Little's law as Prometheus would work them out of the same numbers.
-Must not know: how often samples are taken, clocks, who asks.
+Promises: rates, quantiles and Little's law as Prometheus would work them out of the same numbers. Must not know:
+clocks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,1 @@
-"""Thin: one family of endpoints a file.
-
-A route turns its wire model into options and hands it on.
-"""
+"""Routes that belong to no dialect, one family of endpoints a file."""

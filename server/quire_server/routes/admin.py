@@ -1,16 +1,16 @@
 """What the operator can do to a running server: drain it and undo that, end requests, empty the prefix cache.
 
-Promises: every order says what came of it, and has its line in the log; who may give one is decided before. Must not
-know: how the engine carries it out.
+Every order says what came of it, and has its line in the log.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import msgspec
 from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from quire_engine.errors import QuireError
 from quire_engine.types import RESET_PREFIX_CACHE
@@ -18,13 +18,52 @@ from quire_server.errors import AbortedByOperator, Conflict, NotReady, NotRememb
 from quire_server.http.body import json_body
 from quire_server.http.openapi import error_response
 from quire_server.state import ServerState, state_of
-from quire_server.wire.admin import Aborted, AbortOrder, CacheDropped, DrainStatus
 
 RETRY_SECONDS = 2.0  # an engine restart takes about as long
 
 router = APIRouter(prefix="/admin", tags=["admin"])
 
 log = logging.getLogger("quire.admin")
+
+
+class DrainStatus(BaseModel):
+    """Whether new requests are refused, and how many of the accepted ones are left."""
+
+    draining: bool
+    in_flight: int
+
+
+class AbortOrder(BaseModel):
+    """Which requests to end: one of the three."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    request_id: Annotated[
+        str | None, Field(min_length=1, max_length=256, description="x-request-id, a reply's id, or the engine's own")
+    ] = None
+    tenant: Annotated[str | None, Field(min_length=1, max_length=64, description="all that this tenant has")] = None
+    all: Annotated[bool, Field(description="all that there is")] = False
+
+    @model_validator(mode="after")
+    def _one_of_three(self) -> Self:
+        if [self.request_id is not None, self.tenant is not None, self.all].count(True) != 1:
+            raise ValueError("name the requests by one of 'request_id', 'tenant' and 'all': true")
+        return self
+
+
+class Aborted(BaseModel):
+    """What was ended: the engine's requests, of which a client's with several prompts is several."""
+
+    num_aborted: int
+    request_ids: list[str]  # by their clients' names, each once
+
+
+class CacheDropped(BaseModel):
+    """KV blocks whose content nobody will find any more."""
+
+    device_blocks: int  # of the pool, held by nobody
+    host_blocks: int  # of the host's memory, with their files on disk
+
 
 Order = Annotated[AbortOrder, json_body(AbortOrder)]
 _NOT_READY: dict[int | str, dict[str, Any]] = {NotReady.status: error_response(NotReady)}

@@ -1,11 +1,11 @@
 """GET /dashboard/events: what the dashboard shows, second by second, as server-sent events.
 
-Promises: the last ten minutes first, then a message a second; the stream ends when a server that stops has nothing left
-to do. Must not know: who may see it, what the page does with it.
+The last ten minutes come first, then a message a second, until a server that stops has nothing left to do.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from importlib.metadata import version
 
@@ -14,7 +14,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from quire_server.errors import QueueFull
-from quire_server.http.feed import Feed
 from quire_server.http.sse import EventStream, error_frames
 from quire_server.state import ServerState, state_of
 
@@ -47,7 +46,10 @@ def _frame(message: bytes) -> bytes:
 
 
 class _Viewing:
-    """One page that is open somewhere."""
+    """One page that is open somewhere: the last ten minutes first, then a message a second.
+
+    Its stream ends when a server that stops has nothing left to do.
+    """
 
     def __init__(self, state: ServerState, feed: Feed) -> None:
         self.finished = False
@@ -86,3 +88,26 @@ class _Viewing:
             "num_blocks": plan.scheduler.num_blocks,
             "bytes_per_block": plan.bytes_per_block,
         }
+
+
+class Feed:
+    """The latest message, and a wait for the next one. Used on the event loop's thread.
+
+    Nothing is kept for a slow listener, who gets the latest message when it is ready for one.
+    """
+
+    def __init__(self) -> None:
+        self.num_listeners = 0
+        self._latest = b""
+        self._news = asyncio.Event()
+
+    def publish(self, message: bytes) -> None:
+        """Wake all who wait, with this message."""
+        self._latest = message
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def next(self) -> bytes:
+        """The message that is published next, or a later one."""
+        await self._news.wait()
+        return self._latest

@@ -1,7 +1,6 @@
 """What the engine did and why, for the operator: steps, requests, blocks.
 
-Promises: nothing changes by being asked, and no text of a client is told; who may ask is decided before.
-Must not know: how the engine keeps it, frames.
+Nothing changes by being asked, and no text of a client is told.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Paths under which other servers offer what this one offers under another: what a 404 for them can advise.
-
-Promises: only routes of this server are recommended. Must not know: methods, bodies; it answers no request.
-"""
+"""Paths under which other servers offer what this one offers under another: what a 404 for them can advise."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Probes and the version: what an orchestrator asks.
 
-Promises: answers in milliseconds whatever the engine does, but for the deep one; the others need no key and leave no
-access-log line. Must not know: why the engine is in trouble beyond a few words.
+Answers in milliseconds whatever the engine does, but for the deep one; the others need no key and no log line.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""GET /metrics, for Prometheus.
-
-Promises: the text exposition format, whatever state the engine is in.
-Must not know: which metrics there are.
-"""
+"""GET /metrics, for Prometheus."""
 
 from __future__ import annotations
 

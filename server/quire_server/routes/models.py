@@ -1,9 +1,4 @@
-"""GET /v1/models and /v1/models/{id}.
-
-Promises: the names that requests may use, in the order they were configured, in a shape that OpenAI's and Anthropic's
-clients read.
-Must not know: what kind of model it is.
-"""
+"""GET /v1/models and /v1/models/{id}, in a shape that OpenAI's and Anthropic's clients read."""
 
 from __future__ import annotations
 

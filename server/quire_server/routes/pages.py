@@ -1,7 +1,6 @@
 """Pages for people: `/`, the API reference at `/docs`, the dashboard, and the few files that they are made of.
 
-Promises: nothing is loaded from elsewhere, by the pages' policy too; they hold no secret, so they need no key, and what
-they ask this server for needs it as always. Must not know: what the pages show; the routes they call.
+Nothing is loaded from elsewhere. They hold no secret and need no key; what they ask this server for does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info.
-
-Promises: the ids that the same prompt or messages would have in a completion; no token is generated.
-Must not know: the engine.
-"""
+"""POST /tokenize and /detokenize, GET /tokenizer_info: the ids that a completion would have. No token is generated."""
 
 from __future__ import annotations
 
@@ -13,11 +9,13 @@ from typing import Annotated, Self
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from quire_server.answering.notes import notes
+from quire_server.answering.prepare import notes
+from quire_server.dialects.common import FEW_PARTS
+from quire_server.dialects.tools import MAX_TOOLS
 from quire_server.errors import BadRequest, ModelNotFound
 from quire_server.http.body import LongList, json_body
 from quire_server.http.disconnect import unless_client_gone
-from quire_server.http.large_json import (
+from quire_server.http.json_text import (
     IDS_AT_ONCE,
     Pieces,
     pieces_of_ids,
@@ -27,8 +25,6 @@ from quire_server.http.large_json import (
 )
 from quire_server.http.large_reply import PiecedReply
 from quire_server.state import ServerState, state_of
-from quire_server.wire.counted import FEW_PARTS
-from quire_server.wire.tools import MAX_TOOLS
 
 router = APIRouter(tags=["tokens"])
 

@@ -1,6 +1,6 @@
 """What an operator can set: the fields, how values are written, and where they come from.
 
-Promises: what other folders need of it is here. Must not know: torch, HTTP, what the settings are used for.
+Promises: what other folders need of it is here. Must not know: torch, HTTP.
 """
 
 from quire_server.settings.engine_fields import DEMO_MODEL

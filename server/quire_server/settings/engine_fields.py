@@ -1,7 +1,7 @@
 """The settings of a model, its memory and its schedule: those that a script's `LLM` has too.
 
-Promises: a limit of the scheduler has the default and the bounds of the scheduler's own record.
-Must not know: torch, HTTP, where values come from.
+Promises: a limit of the scheduler has the default and the bounds of the scheduler's own record. Must not know: torch,
+HTTP.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from quire_engine.config import (
     Quantization,
 )
 from quire_engine.limits import LIMIT_NAMES, PolicyName, SchedulerLimits, VictimName, out_of_range
-from quire_server.settings.option import option
 from quire_server.settings.values import (
     BlockSize,
     Count,
@@ -33,6 +32,7 @@ from quire_server.settings.values import (
     PositiveSeconds,
     Size,
     SwapSpace,
+    option,
     synonym_of,
 )
 
@@ -191,7 +191,9 @@ class EngineFields(BaseModel):
         "steps",
     )
     async_scheduling: AsyncScheduling = option(
-        "auto", "Scheduling", "plan each step while the one before it is computed; auto: on a GPU"
+        "auto",
+        "Scheduling",
+        "plan each step while the one before it is computed; on a GPU only, where auto does",
     )
     max_num_queued_reqs: Annotated[int, Field(ge=0)] = option(
         256, "Scheduling", "choices that may wait beyond the --max-num-seqs that run; more get 429"

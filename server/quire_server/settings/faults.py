@@ -1,6 +1,6 @@
 """How faults for tests are written: `step.raise@5,oom@seed=7`.
 
-Promises: a text that is accepted names faults that exist, and each is what it says. Must not know: what a fault does.
+Promises: a text that is accepted names faults that exist, and each is what it says.
 """
 
 from __future__ import annotations

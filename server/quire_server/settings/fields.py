@@ -1,7 +1,7 @@
 """The one model of everything an operator can set: flags, `QUIRE_*` variables and YAML keys are its fields.
 
-Promises: a `Settings` that exists is possible; every message names the setting and a value that would work.
-Must not know: torch, HTTP, what the settings are used for beyond their limits.
+Promises: a `Settings` that exists is possible; every message names the setting and a value that would work. Must not
+know: torch, HTTP.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire_engine.errors import ConfigError
 from quire_engine.limits import LIMIT_NAMES, SchedulerLimits
 from quire_server.settings.engine_fields import DEMO_MODEL, EngineFields
 from quire_server.settings.faults import is_loopback, parse_faults
-from quire_server.settings.keys import ApiKey, parse_key, read_keys
+from quire_server.settings.keys import ApiKey, TenantEntry, parse_key, read_keys, read_tenants
 from quire_server.settings.server_fields import ServerFields
 from quire_server.settings.sources import (
     ENV_PREFIX,
@@ -31,7 +31,6 @@ from quire_server.settings.sources import (
     vllm_key,
     with_flags,
 )
-from quire_server.settings.tenants import TenantEntry, read_tenants
 from quire_server.settings.vllm import read_settings_file
 
 GROUPS = ("Model", "Memory", "Scheduling", "Listening", "Limits", "Streaming", "Lifetime", "Observing")

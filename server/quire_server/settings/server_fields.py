@@ -1,6 +1,6 @@
 """The settings of a server around the engine: where it listens, what it lets in, what it tells.
 
-Promises: every bound on what clients may do has its field here. Must not know: HTTP, where values come from.
+Promises: every bound on what clients may do has its field here. Must not know: HTTP.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field
 
 from quire_server.settings.faults import FaultList
-from quire_server.settings.option import option
 from quire_server.settings.values import (
     Networks,
     OptionalSize,
@@ -22,6 +21,7 @@ from quire_server.settings.values import (
     Seconds,
     Size,
     Strings,
+    option,
 )
 
 

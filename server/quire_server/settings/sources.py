@@ -1,7 +1,7 @@
 """Where settings come from: flags, `QUIRE_*` variables, a YAML file; and how each of them spells a setting's name.
 
-Owns the reading of the environment. Promises: what sets nothing is refused with the name that was probably meant, and
-a problem is told in the spelling of the source it came from. Must not know: what settings mean, torch, HTTP.
+Owns the reading of the environment. Promises: what sets nothing is refused with the name that was probably meant, and a
+problem is told in the spelling of the source it came from. Must not know: torch, HTTP.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Command lines and variables written for vLLM, in our settings.
 
-Promises: nothing of them is dropped in silence: it becomes a setting, a note, a warning or a refusal with the reason.
-Must not know: which flags there are, what our settings do.
+Nothing of them is dropped in silence: it becomes a setting, a note, a warning or a refusal with the reason.
 """
 
 from __future__ import annotations
@@ -10,11 +9,13 @@ import argparse
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import wrap
+from types import MappingProxyType
+from typing import Literal
 
 from quire_server.settings.sources import SettingsError, read_config
-from quire_server.settings.vllm_flags import FLAGS, VllmFlag
 
 _DEST = "vllm:"
 
@@ -180,3 +181,245 @@ def variable_warnings(names: Collection[str]) -> list[str]:
         shown = ", ".join(others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
         lines.append(f"variables of vLLM that set nothing here: {shown}")
     return lines
+
+
+Takes = Literal["switch", "value", "values", "json"]  # "switch" is `--x` and `--no-x`; its values are "on" and "off"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmFlag:
+    """One flag. Neither `setting` nor `only`: taken whatever its value; `refused`: never."""
+
+    name: str  # "tensor-parallel-size"
+    short: tuple[str, ...]  # "-tp"
+    takes: Takes
+    text: str  # why it changes nothing, or why other values are refused
+    setting: str = ""  # the field of ours that it sets
+    values: Mapping[str, object | None] = field(default_factory=dict)  # into the setting's; None sets nothing
+    only: tuple[str, ...] = ()  # the values that are taken
+    refused: bool = False
+
+
+def _names(names: str) -> list[tuple[str, tuple[str, ...]]]:
+    """`a,-b c` -> [("a", ("-b",)), ("c", ())]."""
+    split = [word.split(",") for word in names.split()]
+    return [(name, tuple(short)) for name, *short in split]
+
+
+def _is(
+    name: str,
+    setting: str,
+    text: str = "",
+    takes: Takes = "value",
+    values: Mapping[str, object | None] = MappingProxyType({}),
+) -> list[VllmFlag]:
+    """Ours under another name; `values` where its values have other names too."""
+    return [
+        VllmFlag(name=name, short=short, takes=takes, text=text, setting=setting, values=values)
+        for name, short in _names(name)
+    ]
+
+
+def _any(names: str, text: str, takes: Takes = "value") -> list[VllmFlag]:
+    return [VllmFlag(name=name, short=short, takes=takes, text=text) for name, short in _names(names)]
+
+
+def _only(names: str, values: str, text: str, takes: Takes = "value") -> list[VllmFlag]:
+    return [
+        VllmFlag(name=name, short=short, takes=takes, text=text, only=tuple(values.split()))
+        for name, short in _names(names)
+    ]
+
+
+def _off(names: str, text: str) -> list[VllmFlag]:
+    return _only(names, "off", text, "switch")
+
+
+def _never(names: str, text: str, takes: Takes = "value") -> list[VllmFlag]:
+    return [VllmFlag(name=name, short=short, takes=takes, text=text, refused=True) for name, short in _names(names)]
+
+
+_ONE = "one process computes a model on one device"
+_TEXT = "models of text only: no images, audio or video are read"
+_EXPERTS = "models with experts are not served"
+_MAMBA = "models with states (Mamba) are not served"
+_GRAPHS = "graphs and compilers change no answer; on a GPU steps run as CUDA graphs"
+_LORA = "adapters (LoRA) are not served; merge them into the checkpoint"
+_SPECULATION = "tokens are not guessed ahead (speculative decoding)"
+_PLUGIN = "no code of others is loaded into the server"
+_OFFLOAD = "weights stay in the memory of the device"
+_TRACES = "traces are of requests, with --otlp-traces-endpoint; there are no finer ones"
+_REMOTE = "KV caches are not shared between servers"
+
+# A flag of `vllm serve` that is no setting here is taken only where nothing changes by it or where it is a setting of
+# ours under another name. One line is for flags of one kind.
+FLAGS: tuple[VllmFlag, ...] = (
+    # -- Listening
+    *_is("uvicorn-log-level", "log_level", values={"critical": "error", "trace": "debug"}),
+    *_is("disable-uvicorn-access-log", "disable_access_log", takes="switch"),
+    *_is("h11-max-header-count", "max_headers"),
+    *_any("h11-max-incomplete-event-size", "--max-header-bytes and --max-body-bytes bound a request"),
+    *_only("disable-access-log-for-endpoints", "/health /metrics /version /ping /load", "only these have no line"),
+    *_only("allowed-methods", "*", "browsers may use GET and POST", "json"),
+    *_only("allowed-headers", "*", "browsers may send every header", "json"),
+    *_off("allow-credentials", "keys come in headers, never in cookies"),
+    *_off("enable-ssl-refresh", "a new certificate needs a new start"),
+    *_never("ssl-ciphers", "the ciphers are those that Python's ssl module takes to be safe"),
+    *_never("middleware", _PLUGIN, "values"),
+    *_only("api-server-count,-asc", "1", "one process answers HTTP"),
+    *_off("grpc", "HTTP only"),
+    *_off("headless", _ONE),
+    *_off("tokens-only", "all routes are served; /v1/completions takes and gives token ids"),
+    *_off("disable-fastapi-docs", "/docs and /openapi.json are always there; with --api-key they need the key too"),
+    *_any("enable-offline-docs", "/docs needs no network", "switch"),
+    *_any("enable-request-id-headers", "every reply has x-request-id", "switch"),
+    # -- Names and the model
+    *_only("task", "auto generate", "text is generated"),
+    *_only("runner", "auto generate", "text is generated"),
+    *_only("convert", "auto none", "a checkpoint is what its config.json says"),
+    *_only("tokenizer-mode", "auto hf fast", "tokenizer.json is read"),
+    *_never("tokenizer-revision", "--revision is for the model and its tokenizer"),
+    *_any("code-revision", "no code is read from a checkpoint"),
+    *_any("trust-remote-code", "nothing remote is run, whatever a checkpoint brings", "switch"),
+    *_never("hf-token", "set HF_TOKEN: what is on a command line all users of the machine can read"),
+    *_never("hf-config-path", "config.json is read from the checkpoint"),
+    *_only("hf-overrides", "{}", "config.json is taken as it is; change the file", "json"),
+    *_never("rope-scaling rope-theta", "change config.json"),
+    *_only("load-format", "auto hf safetensors", "weights are read from safetensors files"),
+    *_only("config-format", "auto hf", "config.json is read"),
+    *_only("model-impl", "auto vllm", "the implementations are our own"),
+    *_any("safetensors-load-strategy pt-load-map-location", "how files are read changes no answer"),
+    *_any("use-tqdm-on-load", "how files are read changes no answer", "switch"),
+    *_any("ignore-patterns", "only what is needed is downloaded", "values"),
+    *_only("model-loader-extra-config additional-config kernel-config", "{}", "there is nothing to configure", "json"),
+    *_off("skip-tokenizer-init", "the tokenizer is always there; prompts may still be token ids"),
+    *_only("generation-config", "vllm", "what requests leave out is OpenAI's default, not the checkpoint's"),
+    *_only("override-generation-config", "{}", "what requests leave out is OpenAI's default", "json"),
+    *_only("logprobs-mode", "raw_logprobs", "log-probabilities are those of the model, before any rule"),
+    *_never("logits-processors logits-processor-pattern", _PLUGIN, "values"),
+    *_never("io-processor-plugin tool-parser-plugin reasoning-parser-plugin worker-extension-cls", _PLUGIN),
+    *_never("scheduler-cls", "the scheduler is our own"),
+    *_only("worker-cls", "auto", _PLUGIN),
+    *_never("pooler-config override-pooler-config", "how hidden states are pooled is not an operator's choice", "json"),
+    *_never("override-attention-dtype", "attention computes in the model's dtype"),
+    *_off("enable-sleep-mode", "stop the server to free its memory"),
+    *_off("enable-prompt-embeds", "prompts are texts or token ids"),
+    *_off("disable-sliding-window", "a model is computed as it was trained"),
+    *_off("enable-return-routed-experts", _EXPERTS),
+    *_any("allow-deprecated-quantization renderer-num-workers", "there is nothing to choose"),
+    # -- Memory
+    *_is("kv-cache-memory-bytes", "kv_memory"),
+    *_never("num-gpu-blocks-override", "--kv-memory gives the size of the KV cache"),
+    *_is("kv-offloading-size", "swap_space"),
+    *_only("kv-offloading-backend", "native", "evicted prefixes are kept in --swap-space"),
+    *_any("preemption-mode", "with --swap-space a preempted request is swapped where that costs less than computing"),
+    *_only("cpu-offload-gb offload-group-size", "0 0.0", _OFFLOAD),
+    *_never("offload-num-in-group offload-prefetch-step", _OFFLOAD),
+    *_only("offload-backend", "auto none", _OFFLOAD),
+    *_never("cpu-offload-params offload-params", _OFFLOAD, "values"),
+    *_any("prefix-caching-hash-algo", "the hash changes no answer; ours is SHA-256"),
+    *_any("calculate-kv-scales", "an fp8 cache always has a scale for every token and head", "switch"),
+    *_never("kv-cache-dtype-skip-layers", "all layers have one type of KV cache", "values"),
+    *_off("kv-sharing-fast-prefill", "layers do not share KV caches"),
+    *_only("mamba-cache-dtype mamba-ssm-cache-dtype mamba-cache-mode", "auto none", _MAMBA),
+    *_any("mamba-block-size gdn-prefill-backend mamba-backend", _MAMBA),
+    # -- Scheduling
+    *_is("long-prefill-token-threshold", "prefill_chunk", "0 is no limit", values={"0": None}),
+    *_only("enable-chunked-prefill", "on", "prompts are always computed in chunks", "switch"),
+    *_only("max-long-partial-prefills", "1", "--max-num-partial-prefills is for long and short prompts"),
+    *_only("num-lookahead-slots", "0", _SPECULATION),
+    *_only("scheduler-delay-factor watermark", "0 0.0", "a request starts as soon as there is room"),
+    *_only("num-scheduler-steps", "1", "every step is scheduled"),
+    *_any(
+        "scheduler-reserve-full-isl",
+        "admission is by blocks; every accepted request has a bound on its waiting",
+        "switch",
+    ),
+    *_any("use-v2-block-manager disable-hybrid-kv-cache-manager disable-cascade-attn", "there is one kind", "switch"),
+    *_any("multi-step-stream-outputs disable-async-output-proc", "tokens are sent as they come", "switch"),
+    *_any("disable-frontend-multiprocessing", "the engine is always a process of its own", "switch"),
+    # -- Execution
+    *_any("enforce-eager", _GRAPHS, "switch"),
+    *_any("compilation-config,-cc,-O", _GRAPHS, "json"),
+    *_any("optimization-level max-seq-len-to-capture max-cudagraph-capture-size", _GRAPHS),
+    *_any("cudagraph-capture-sizes cuda-graph-sizes", _GRAPHS, "values"),
+    *_any("enable-flashinfer-autotune", "flashinfer is not used", "switch"),
+    *_only("performance-mode", "balanced", "--itl-target weighs prompts against running streams"),
+    *_is("attention-backend", "attention", values={"TRITON_ATTN": "triton", "FLASH_ATTN": "flash-attn"}),
+    *_never("attention-config,-ac", "--attention chooses who computes attention", "json"),
+    *_only("tensor-parallel-size,-tp pipeline-parallel-size,-pp data-parallel-size,-dp nnodes,-n", "1", _ONE),
+    *_only(
+        "data-parallel-size-local,-dpl decode-context-parallel-size,-dcp prefill-context-parallel-size,-pcp", "1", _ONE
+    ),
+    *_only("node-rank,-r data-parallel-rank,-dpn data-parallel-start-rank,-dpr ubatch-size", "0", _ONE),
+    *_never("data-parallel-address,-dpa data-parallel-rpc-port,-dpp data-parallel-backend,-dpb master-addr", _ONE),
+    *_never("master-port cp-kv-cache-interleave-size dcp-kv-cache-interleave-size dcp-comm-backend", _ONE),
+    *_never("dbo-decode-token-threshold dbo-prefill-token-threshold", _ONE),
+    *_off("data-parallel-hybrid-lb,-dph data-parallel-external-lb,-dpe enable-dbo enable-elastic-ep", _ONE),
+    *_only("distributed-executor-backend", "mp uni", "the engine is one process"),
+    *_any("distributed-timeout-seconds cpu-distributed-timeout-seconds max-parallel-loading-workers", _ONE),
+    *_any("disable-custom-all-reduce disable-nccl-for-dp-synchronization", _ONE, "switch"),
+    *_off("ray-workers-use-nsight", _ONE),
+    *_never("device-ids", "CUDA_VISIBLE_DEVICES chooses the GPU"),
+    *_never("numa-bind-nodes numa-bind-cpus", "taskset or numactl choose cores and memory", "values"),
+    *_off("numa-bind", "taskset or numactl choose cores and memory"),
+    *_off("enable-expert-parallel,-ep enable-eplb enable-ep-weight-filter", _EXPERTS),
+    *_any("all2all-backend eplb-config expert-placement-strategy moe-backend num-redundant-experts", _EXPERTS),
+    # -- Chat
+    *_only("chat-template-content-format", "auto string", "parts of a message are put together into one text"),
+    *_only("response-role", "assistant", "replies are the assistant's"),
+    *_off("trust-request-chat-template", "requests cannot bring templates"),
+    *_off("return-tokens-as-token-ids", 'requests may ask for it: "return_tokens_as_token_ids": true'),
+    *_never("tool-server", "tools are run by clients"),
+    *_any("enable-auto-tool-choice", "tools are used where a request brings them", "switch"),
+    *_off("exclude-tools-when-tool-choice-none", "templates are given the tools that a request brings"),
+    *_any("enable-reasoning", "thoughts are told from answers where the model has them", "switch"),
+    *_never("reasoning-config", "the format of thoughts is found in the chat template", "json"),
+    *_any("guided-decoding-backend", "one library computes all masks"),
+    *_only("structured-outputs-config", "{}", "one library computes all masks, whatever the grammar", "json"),
+    *_off("guided-decoding-disable-any-whitespace", "a schema's reply may have white space"),
+    *_any("guided-decoding-disable-fallback", "there is no fallback: what cannot be held to is refused", "switch"),
+    # -- Media
+    *_any("limit-mm-per-prompt mm-processor-kwargs media-io-kwargs mm-processor-cache-gb mm-encoder-tp-mode", _TEXT),
+    *_any("mm-processor-cache-type mm-shm-cache-max-object-size-mb mm-encoder-attn-backend mm-tensor-ipc", _TEXT),
+    *_any("allowed-local-media-path video-pruning-rate", _TEXT),
+    *_any("allowed-media-domains", _TEXT, "values"),
+    *_any("language-model-only interleave-mm-strings skip-mm-profiling disable-mm-preprocessor-cache", _TEXT, "switch"),
+    *_any("disable-chunked-mm-input", _TEXT, "switch"),
+    *_off("enable-mm-embeds mm-encoder-only", _TEXT),
+    # -- Adapters and speculation
+    *_off("enable-lora enable-lora-bias enable-prompt-adapter enable-tower-connector-lora", _LORA),
+    *_never("lora-modules prompt-adapters lora-target-modules", _LORA, "values"),
+    *_never("default-mm-loras qlora-adapter-name-or-path", _LORA),
+    *_any(
+        "max-loras max-lora-rank max-cpu-loras lora-dtype lora-extra-vocab-size", "without --enable-lora it is unused"
+    ),
+    *_any("fully-sharded-loras specialize-active-lora", "without --enable-lora it is unused", "switch"),
+    *_never("speculative-config,-sc", _SPECULATION, "json"),
+    *_never("speculative-model num-speculative-tokens spec-method spec-model spec-tokens", _SPECULATION),
+    *_never("kv-transfer-config kv-events-config ec-transfer-config weight-transfer-config", _REMOTE, "json"),
+    # -- Observing
+    *_is("disable-log-stats", "log_stats_interval", "0 is never", "switch", {"on": "0", "off": None}),
+    *_is("disable-log-requests", "enable_log_requests", takes="switch", values={"on": False, "off": True}),
+    *_any("max-log-len", "texts are never logged"),
+    *_off("enable-log-outputs", "texts are never logged"),
+    *_any("enable-log-deltas", "texts are never logged", "switch"),
+    *_never("log-config-file", "--log-level and --log-format say what is logged"),
+    *_off("log-error-stack", "what a client is told of an error is in the reply; our own faults are logged in full"),
+    *_off("enable-server-load-tracking", "quire_requests_running and quire_requests_waiting are in /metrics"),
+    *_any("enable-prompt-tokens-details", "usage always has them", "switch"),
+    *_off("enable-per-request-metrics", "replies carry no times; /metrics has them"),
+    *_off("enable-force-include-usage", 'clients ask for it: "stream_options": {"include_usage": true}'),
+    *_any("enable-tokenizer-info-endpoint", "/tokenizer_info is always there", "switch"),
+    *_only("fingerprint-mode", "full hash", "system_fingerprint is a hash of model and settings"),
+    *_never("fingerprint-value", "system_fingerprint is a hash of model and settings"),
+    *_never("collect-detailed-traces", _TRACES, "values"),
+    *_off("enable-layerwise-nvtx-tracing enable-logging-iteration-details", _TRACES),
+    *_never("profiler-config", _TRACES, "json"),
+    *_off("kv-cache-metrics cudagraph-metrics enable-mfu-metrics", "/metrics has what there is"),
+    *_any("kv-cache-metrics-sample show-hidden-metrics-for-version", "/metrics has what there is"),
+    *_any("aggregate-engine-logging", "there is one engine", "switch"),
+    *_any("fail-on-environ-validation", "VLLM_ variables that would change something are named at the start", "switch"),
+    # -- Lifetime
+    *_is("shutdown-timeout", "drain_timeout"),
+)

@@ -1,7 +1,7 @@
 """Incremental detokenization of one choice: tokens in, text out, never a piece of a character.
 
-Promises: constant work per token; all texts of `push` and `finish` joined are the text of the whole output.
-Must not know: stop strings, HTTP, other choices.
+Promises: constant work per token; all texts of `push` and `finish` joined are the text of the whole output. Must not
+know: stop strings, HTTP.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Faults of the work on texts, for tests of what follows: a token without a text, processes that stand still.
 
-Promises: a server without faults does not call this. Must not know: the engine's faults, requests, HTTP.
+Promises: a server without faults does not call this. Must not know: requests, HTTP.
 """
 
 from __future__ import annotations

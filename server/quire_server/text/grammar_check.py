@@ -1,8 +1,8 @@
 """Grammars before they reach the engine: compiled and tried in processes that can be killed, the verdicts kept.
 
 Promises: a grammar costs at most a few seconds and a bounded memory of another process, and the event loop nothing;
-what is refused is a BadRequest that says why. No process is started before the first grammar comes.
-Must not know: what a grammar is for, wire models, the engine.
+what is refused is a BadRequest that says why. No process is started before the first grammar comes. Must not know: wire
+models, the engine.
 """
 
 from __future__ import annotations

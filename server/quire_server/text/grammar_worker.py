@@ -1,8 +1,8 @@
 """The grammar process: tries a grammar with the model's tokenizer before the engine gets it; JSON lines in and out.
 
 Promises: dies by itself when a grammar takes too long, when it would take too much memory, or when its parent is gone;
-what it accepts has been compiled and followed for a while within the limits that the engine keeps.
-Must not know: anything else of this package; it is started by file name, by `grammar_check`.
+what it accepts has been compiled and followed for a while within the limits that the engine keeps. it is started by
+file name, by `grammar_check`.
 """
 
 from __future__ import annotations

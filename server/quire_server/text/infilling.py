@@ -1,7 +1,7 @@
 """Prompts for the middle of a text: the tokens that mark its parts, by the names under which models know them.
 
 Promises: a model without such tokens has none here, whatever its name; the parts are tokenized one by one, as in
-training, so that no token crosses a mark. Must not know: requests, dialects.
+training, so that no token crosses a mark. Must not know: requests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Log-probabilities as the three reply shapes show them: chat, completions, and prompt_logprobs.
 
-Promises: every number is finite JSON (minus infinity becomes -9999); a chat token's bytes are its true bytes even
-where they are part of a character. Must not know: how they were computed, streaming.
+Promises: every number is finite JSON (minus infinity becomes -9999); a chat token's bytes are its true bytes even where
+they are part of a character.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which of a text's rows make up its vector: what the operator says, else what the checkpoint was made for.
 
 Promises: what a checkpoint asks for and this server does not compute is a reason not to serve vectors at all: others
-than the model's own would be of no use. Must not know: requests, how rows are computed.
+than the model's own would be of no use. Must not know: requests.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Chat messages to prompt: the model's chat template, rendered in a process that can be killed.
-
-Promises: a template or its input can cost at most a few seconds and a bounded memory of another process; whatever
-goes wrong in it is a BadRequest. Message text is data: it is never read as template.
-Must not know: wire models, sampling, the engine.
-"""
+"""Chat messages to prompt: the model's chat template, rendered in a process that can be killed."""
 
 from __future__ import annotations
 
@@ -17,9 +12,7 @@ from pathlib import Path
 
 from quire_engine.errors import ConfigError, ModelLoadError
 from quire_server.errors import BadRequest, ContextLengthExceeded, NotReady
-from quire_server.text.extent import exceeds
 from quire_server.text.tokenizer import SPECIAL_NAMES, TextTokenizer
-from quire_server.text.tool_prompt import told_of_tools
 from quire_server.text.worker_process import ProcessDied, WorkerProcess
 
 _SCRIPT = Path(__file__).with_name("template_worker.py")
@@ -37,6 +30,9 @@ _PROBE = "Xq7probe"
 
 class ChatTemplate:
     """One model's chat template. Safe to call from many threads; `render` blocks, so keep it off the event loop.
+
+    A template or its input can cost at most a few seconds and a bounded memory of another process; whatever goes wrong
+    in it is a BadRequest. Message text is data: it is never read as template.
 
     Content given as text parts reaches a template that knows parts as they are; for others the parts are joined by
     newlines, as vLLM does. A template that knows only parts gets text as one part. Null content is empty text. The role
@@ -284,3 +280,92 @@ def _cut_at_mark(text: str, mark: str) -> str:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(repr(name[:64]) for name in sorted(names))
+
+
+_PER_VALUE = 8  # characters that a number, a key or a bracket may stand for
+
+
+def exceeds(value: object, most: int) -> bool:
+    """Whether the texts in `value`, with a few characters for every other part of it, are more than `most`.
+
+    Looks at no more of the value, which is made of JSON, than it takes to know.
+    """
+    left = most
+    waiting: list[object] = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, str):
+            left -= len(each)
+        elif isinstance(each, Mapping):
+            left -= _PER_VALUE * len(each)
+            if left >= 0:
+                waiting.extend(each.values())
+                left -= sum(len(key) for key in each if isinstance(key, str))
+        elif isinstance(each, Sequence):
+            left -= _PER_VALUE * len(each)
+            if left >= 0:
+                waiting.extend(each)
+        if left < 0:
+            return True
+    return False
+
+
+_INTRODUCTION = (
+    "You can call functions. To call one, answer with nothing but JSON: "
+    '{"name": the function\'s name, "arguments": an object of its arguments}. '
+    "For several calls at once, answer with a JSON array of such objects. You will be told the results. "
+    "Answer in words where no function fits. The functions:"
+)
+
+
+def told_of_tools(
+    messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]]
+) -> list[Mapping[str, object]]:
+    """The conversation with the tools in its system message, and with calls and results as plain messages.
+
+    For models whose chat template has no place for tools.
+    """
+    text = "\n".join([_INTRODUCTION, *(json.dumps(tool.get("function"), ensure_ascii=False) for tool in tools)])
+    names: dict[object, object] = {}
+    plain = [_as_text(message, names) for message in messages]
+    first = plain[0] if plain else {}
+    content = first.get("content")
+    if first.get("role") in ("system", "developer") and isinstance(content, str):
+        return [{**first, "content": f"{content}\n\n{text}"}, *plain[1:]]
+    return [{"role": "system", "content": text}, *plain]
+
+
+def _as_text(message: Mapping[str, object], names: dict[object, object]) -> Mapping[str, object]:
+    """`names` collects the functions' names by the ids of their calls."""
+    calls = message.get("tool_calls")
+    if isinstance(calls, Sequence) and calls:
+        written = []
+        for call in calls:
+            function = call.get("function") if isinstance(call, Mapping) else None
+            if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+                continue
+            names[call.get("id")] = function.get("name")
+            written.append({"name": function.get("name"), "arguments": _parsed(function.get("arguments"))})
+        content = message.get("content")
+        before = f"{content}\n" if isinstance(content, str) and content else ""
+        shown = json.dumps(written[0] if len(written) == 1 else written, ensure_ascii=False)
+        return {"role": message.get("role"), "content": before + shown}
+    if message.get("role") in ("tool", "function"):
+        name = message.get("name") or names.get(message.get("tool_call_id")) or "the function"
+        return {"role": "user", "content": f"The result of {name}: {_text(message.get('content'))}"}
+    return message
+
+
+def _parsed(arguments: object) -> object:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _text(content: object) -> str:
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return "" if content is None else str(content)

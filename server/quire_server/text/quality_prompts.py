@@ -1,7 +1,6 @@
 """The texts on which a quantised model is compared with itself in bf16.
 
 Promises: always the same texts, so that numbers of different days and models can be compared.
-Must not know: how a comparison is made.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Stop strings: decides which text may be shown now, which must wait, and where a generation ends.
 
-Promises: the result does not depend on how the text was cut into pushes; time is linear in the text.
-Must not know: tokens, tokenizers, HTTP.
+Promises: the result does not depend on how the text was cut into pushes; time is linear in the text. Must not know:
+tokenizers, HTTP.
 """
 
 from __future__ import annotations

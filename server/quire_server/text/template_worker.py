@@ -1,7 +1,7 @@
 """The chat-template process: renders one Hugging Face chat template in a sandbox; one JSON line in, one line out.
 
-Promises: dies by itself when a line takes too long, when it would take too much memory, or when its parent is gone.
-Must not know: anything else of this package; it is started by file name, by `prompt`.
+Promises: dies by itself when a line takes too long, when it would take too much memory, or when its parent is gone. it
+is started by file name, by `prompt`.
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
-"""Text work off the event loop: tokenizing, detokenizing whole texts, rendering chat templates.
-
-Promises: a text of any length leaves the loop free, and short ones do not wait for long ones; what waits is bounded in
-bytes, and is dropped when its caller is cancelled. Must not know: what the texts are for.
-"""
+"""Text work off the event loop: tokenizing, detokenizing whole texts, rendering chat templates."""
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import count
 from typing import TypeVar
 
+from quire_server.errors import NotReady
 from quire_server.text.infilling import Infilling, Parts
 from quire_server.text.prompt import ChatTemplate
-from quire_server.text.text_queue import Lane, TextBudget
 from quire_server.text.tokenizer import TextTokenizer
 from quire_server.text.tokenizer_process import TokenizerGone, TokenizerProcess
 
@@ -43,7 +43,8 @@ log = logging.getLogger("quire.text")
 class TextThreads:
     """The tokenizer and the chat template, awaitable: short texts at once, others in threads, large ones in processes.
 
-    For one event loop. All but `render` keep what they get alive no longer than the caller waits.
+    A text of any length leaves the loop free. What waits is bounded in bytes, and is dropped when its caller is
+    cancelled. For one event loop. All but `render` keep what they get alive no longer than the caller waits.
     """
 
     def __init__(
@@ -185,3 +186,108 @@ def chars_of(messages: Sequence[Mapping[str, object]]) -> int:
                 text = part.get("text") if isinstance(part, Mapping) else None
                 total += len(text) if isinstance(text, str) else 1
     return total
+
+
+PATIENCE = 2.0  # seconds after which a text's age counts as much as its size
+_BYTES_A_SECOND = 2 << 20  # about what one core tokenizes, to say when a refused client may come again
+_STALE = 64  # entries of texts that have left, before they are cleared away
+
+
+class TextBudget:
+    """Bytes of all texts that wait or are worked on. What finds too much is refused before anything is done for it."""
+
+    def __init__(
+        self,
+        max_bytes: int,
+        *,
+        on_change: Callable[[int, int], None] = lambda _bytes, _texts: None,
+        on_refused: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_change` is told the bytes and the number of texts whenever they change."""
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self.num_texts = 0
+        self._on_change = on_change
+        self._on_refused = on_refused
+
+    @contextmanager
+    def hold(self, size: int) -> Iterator[None]:
+        """Counts a text of `size` bytes for as long as the block runs. Raises NotReady.
+
+        A text that comes alone is taken whatever its size: what one request may be is bounded elsewhere.
+        """
+        if self.num_texts and self.num_bytes + size > self.max_bytes:
+            self._on_refused()
+            raise NotReady(
+                "Too much text is waiting to be worked on; retry later.",
+                retry_after_seconds=self.num_bytes / _BYTES_A_SECOND,
+                code="text_queue_full",
+            )
+        self._add(size, 1)
+        try:
+            yield
+        finally:
+            self._add(-size, -1)
+
+    def _add(self, size: int, texts: int) -> None:
+        self.num_bytes += size
+        self.num_texts += texts
+        self._on_change(self.num_bytes, self.num_texts)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Waiter:
+    since: float
+    turn: asyncio.Future[None]
+
+
+class Lane:
+    """Places for work of one kind. The smallest text is next; one that has waited long, every other time.
+
+    A place is given back however its holder ends, and who is cancelled leaves the queue at once. For one event loop.
+    """
+
+    def __init__(self, num_places: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._num_free = num_places
+        self._clock = clock
+        self._numbers = count()
+        self._waiting: dict[int, _Waiter] = {}  # by number, so in the order in which they came
+        self._by_size: list[tuple[int, int]] = []  # a heap of sizes and numbers; some may have left
+        self._was_oldest = False
+
+    async def take(self, size: int) -> None:
+        """Waits for a place, which `give_back` must follow."""
+        if self._num_free:
+            self._num_free -= 1
+            return
+        number = next(self._numbers)
+        waiter = _Waiter(since=self._clock(), turn=asyncio.get_running_loop().create_future())
+        self._waiting[number] = waiter
+        heapq.heappush(self._by_size, (size, number))
+        try:
+            await waiter.turn
+        except asyncio.CancelledError:
+            if self._waiting.pop(number, None) is None:
+                self.give_back()  # its turn had come just then
+            elif len(self._by_size) > 2 * len(self._waiting) + _STALE:
+                self._by_size = [entry for entry in self._by_size if entry[1] in self._waiting]
+                heapq.heapify(self._by_size)
+            raise
+
+    def give_back(self) -> None:
+        """The place goes to the next one that waits."""
+        if not self._waiting:
+            self._num_free += 1
+            self._by_size.clear()
+            return
+        self._waiting.pop(self._next()).turn.set_result(None)
+
+    def _next(self) -> int:
+        oldest, waiter = next(iter(self._waiting.items()))
+        self._was_oldest = not self._was_oldest and self._clock() - waiter.since > PATIENCE
+        if self._was_oldest:
+            return oldest
+        while True:
+            _, number = heapq.heappop(self._by_size)
+            if number in self._waiting:
+                return number

@@ -1,8 +1,4 @@
-"""The model's tokenizer: text to ids, ids to text, and the true bytes of each token.
-
-Promises: immutable after `load` and safe to call from many threads; no id makes it raise while decoding.
-Must not know: requests, templates' content, the engine's tensors.
-"""
+"""The model's tokenizer: text to ids, ids to text, and the true bytes of each token."""
 
 from __future__ import annotations
 
@@ -11,12 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
 from quire_engine.errors import ModelLoadError
 from quire_server.errors import BadRequest
-from quire_server.text.least_tokens import longest_token
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -34,7 +30,8 @@ class TextTokenizer:
     """A `tokenizer.json` with what the files beside it add: special tokens, end-of-text ids, the chat template.
 
     Strings of special tokens inside a text become those special tokens, as with Hugging Face tokenizers: a chat
-    message that contains "<|im_end|>" ends its turn.
+    message that contains "<|im_end|>" ends its turn. Immutable after `load` and safe to call from many threads; no id
+    makes it raise while decoding.
     """
 
     def __init__(
@@ -290,3 +287,82 @@ def _chat_template(path: Path, config: Mapping[str, object]) -> str | None:
             f"{path / 'tokenizer_config.json'}: chat_template must be text or a list of named templates"
         )
     return value
+
+
+_NFC_SHRINKS = 4  # characters of a text for one of its composed form, at most
+_KEEP_ALL = frozenset({"ByteLevel", "Metaspace", "Digits"})
+
+
+def longest_token(tokenizer: Tokenizer) -> int:
+    """The most characters of a text that one token stands for; 0: there is no bound.
+
+    What can never fit is refused by its length, before it is tokenized. There is no bound where the tokenizer may leave
+    characters out or merge them without end, as those do that know an unknown token or strip spaces.
+    """
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    model, normalizer, splitter = tokenizer.model, _state(tokenizer.normalizer), _state(tokenizer.pre_tokenizer)
+    if type(model).__name__ not in {"BPE", "Unigram"} or not _knows_all(tokenizer, vocabulary, normalizer, splitter):
+        return 0
+    if _strips(tokenizer.get_added_tokens_decoder().values()) or not _keeps_all(splitter):
+        return 0
+    return max(map(len, vocabulary), default=0) * _shrinks(normalizer)
+
+
+def _state(part: Any) -> Mapping[str, Any] | None:
+    """The library shows what a part is made of only in its pickled state, which is JSON."""
+    return None if part is None else json.loads(part.__getstate__())
+
+
+def _knows_all(
+    tokenizer: Tokenizer,
+    vocabulary: Mapping[str, int],
+    normalizer: Mapping[str, Any] | None,
+    splitter: Mapping[str, Any] | None,
+) -> bool:
+    """Whether every byte has its token, so that no character is unknown."""
+    if _has(normalizer, "ByteLevel") or _has(splitter, "ByteLevel"):
+        return all(char in vocabulary for char in pre_tokenizers.ByteLevel.alphabet())
+    falls_back = bool(getattr(tokenizer.model, "byte_fallback", False))
+    return falls_back and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+
+
+def _strips(added: Iterable[AddedToken]) -> bool:
+    return any(token.lstrip or token.rstrip for token in added)
+
+
+def _keeps_all(step: Mapping[str, Any] | None) -> bool:
+    """Whether no character is lost where a text is split."""
+    if step is None:
+        return True
+    if step["type"] == "Split":
+        return bool(step["behavior"] != "Removed")
+    if step["type"] == "Sequence":
+        return all(map(_keeps_all, step["pretokenizers"]))
+    return step["type"] in _KEEP_ALL
+
+
+def _shrinks(step: Mapping[str, Any] | None) -> int:
+    """By which factor a text may become shorter before it is split; 0: nobody knows."""
+    if step is None:
+        return 1
+    match step["type"]:
+        case "Sequence":
+            factor = 1
+            for each in step["normalizers"]:
+                factor *= _shrinks(each)
+            return factor
+        case "NFC":
+            return _NFC_SHRINKS
+        case "Prepend" | "ByteLevel":
+            return 1
+        case "Replace":
+            pattern = step["pattern"].get("String", "")
+            return 1 if 0 < len(pattern) <= len(step["content"]) else 0
+    return 0
+
+
+def _has(step: Mapping[str, Any] | None, kind: str) -> bool:
+    if step is None:
+        return False
+    parts = [*step.get("pretokenizers", ()), *step.get("normalizers", ())]
+    return step["type"] == kind or any(_has(part, kind) for part in parts)

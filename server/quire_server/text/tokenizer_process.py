@@ -1,7 +1,7 @@
 """The tokenizer in a process of its own, for texts whose ids as Python objects would hold the interpreter for long.
 
 Owns the process. Promises: the same ids and texts as `TextTokenizer`; a question that is given up is worked on no
-longer, and its memory is free; an idle process ends. Must not know: whose texts they are, which are long.
+longer, and its memory is free; an idle process ends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The tokenizer process: very long texts to ids and back; pieces of bytes in, pieces of bytes out.
 
 Promises: dies by itself when it would take too much memory, when a text takes too much computing, or when its parent is
-gone; what a text took is given back to the system before the next one. Must not know: anything else of this package; it
-is started by file name, by `tokenizer_process`.
+gone; what a text took is given back to the system before the next one. it is started by file name, by
+`tokenizer_process`.
 
 A message is pieces, each with its length before it (4 bytes, little-endian), and an empty one at its end. A question's
 first piece is one of the letters below, the others together are a text in UTF-8, or ids of 4 bytes each. An answer's

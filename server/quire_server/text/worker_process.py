@@ -1,7 +1,7 @@
 """The parent's side of one worker process: starts it, asks it, and replaces it when it died or stands still.
 
 Promises: an answer or ProcessDied for every question, within the process's own limits, which the kernel enforces, and
-within a time of ours where the process is stopped and they cannot. Must not know: what the process does, HTTP.
+within a time of ours where the process is stopped and they cannot. Must not know: HTTP.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire_engine.execution.rng import uniform
+from quire_engine.execution.distribution import uniform
 from quire_kernels.triton import candidates, choose
 from quire_kernels.triton.candidates import uniform_of
 from support.guarded import DEVICE, between_guards, guarded

@@ -17,7 +17,7 @@ import torch
 from quire_engine.batch import Batch, StepResult
 from quire_engine.demo import demo_model_path
 from quire_engine.execution.gpu import graphs
-from quire_engine.execution.gpu.cuda import CudaDevice
+from quire_engine.execution.gpu.device import CudaDevice
 from quire_engine.execution.gpu.runner import GpuRunner, RunnerLimits
 from quire_engine.execution.runner import Runner
 from quire_kernels.triton.set import make_triton_set

@@ -1,4 +1,3 @@
 """Steps on a GPU that the host does not wait for: packed input, tables that stay there, graphs, launch and collect.
-
-Must not know: queues, requests, where the KV pool's size comes from.
+Must not know: queues, requests.
 """

@@ -1,7 +1,7 @@
 """What follows the choice of tokens: requests' own rules, log-probabilities, and the step's result.
 
 Promises: log-probabilities are computed on the device and waited for by nobody; rows with rules may wait, and those
-that ask for certain ids. A bad row fails alone. Must not know: how the logits came about, graphs.
+that ask for certain ids. A bad row fails alone.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from quire_engine.batch import SampledToken, StepResult
-from quire_engine.execution.gpu.device import HostBuffer
-from quire_engine.execution.gpu.forward import Model
-from quire_engine.execution.gpu.outcome import Region, read_region
-from quire_engine.execution.gpu.packed_input import Packed
+from quire_engine.execution.gpu.device import HostBuffer, Packed
+from quire_engine.execution.gpu.forward import Model, Region, read_region
 from quire_engine.execution.gpu.step_arrays import StepArrays
 from quire_engine.execution.logit_rules import apply_rules
 from quire_engine.execution.pooling import pooled_columns, read_columns

@@ -1,22 +1,25 @@
-"""One step on the device: from packed sections to hidden states, logits and chosen tokens.
+"""One step on the device: from packed sections, padded to its graph's size, to hidden states, logits and chosen tokens.
 
-Promises: issues work and waits for nothing; what is launched follows from the sections' lengths and from host values
-that are arguments, so that a captured call can be repeated. Must not know: copies, graphs, requests.
+What is launched follows from the sections' lengths and from arguments alone, so a captured call can be repeated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from quire_engine.execution.gpu.outcome import Region
-from quire_engine.execution.gpu.packed_input import Packed
+from quire_engine.execution.gpu.device import HostBuffer, Packed, aligned
+from quire_engine.execution.gpu.step_arrays import StepArrays, pad_slots
 from quire_engine.execution.gpu.tables import SlotTables
 from quire_engine.execution.model_input import ModelInput, Rows
 from quire_engine.execution.models.config import ModelConfig
 from quire_kernels.kernel_set import ChoiceRows
+
+_ID, _FLAG = 8, 1  # bytes
 
 
 class Model(Protocol):
@@ -31,7 +34,10 @@ class Model(Protocol):
 
 
 class Forward:
-    """Owns nothing: the model, the pool, the tables and the words that hold token ids are its caller's."""
+    """Issues a step's work and waits for nothing.
+
+    Owns nothing: the model, the pool, the tables and the words that hold token ids are its caller's.
+    """
 
     def __init__(self, model: Model, kv: Tensor, tables: SlotTables, words: Tensor, block_size: int) -> None:
         """`words` [n] int64: what `source` counts in."""
@@ -118,3 +124,95 @@ def _sampled(rows: Rows, packed: Packed, counts: Sequence[int]) -> Rows:
         max_query_len=max(counts),
         max_context_len=rows.max_context_len,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """What one step leaves behind, for up to n rows of choices: on the device for the next step, then in a host buffer.
+
+    A step that is computed twice, whole and then item by item, finds the ids of the step before unchanged.
+    """
+
+    first_word: int  # of `ids`, counted in the words of the device's buffer
+    bytes: Tensor  # all of it, uint8
+    ids: Tensor  # [n] int64; a token of the vocabulary whatever the flags are
+    finite: Tensor  # [n] bool
+    possible: Tensor  # [n] bool
+
+
+def region_bytes(max_rows: int) -> int:
+    return aligned(max_rows * (_ID + 2 * _FLAG))
+
+
+def region_at(buffer: Tensor, offset: int, max_rows: int) -> Region:
+    """The region that begins at a byte of the device's buffer [n] uint8."""
+    held = buffer[offset : offset + region_bytes(max_rows)]
+    finite, possible, end = (max_rows * size for size in (_ID, _ID + _FLAG, _ID + 2 * _FLAG))
+    return Region(
+        first_word=offset // _ID,
+        bytes=held,
+        ids=held[:finite].view(torch.int64),
+        finite=held[finite:possible].view(torch.bool),
+        possible=held[possible:end].view(torch.bool),
+    )
+
+
+def read_region(buffer: HostBuffer, max_rows: int, first: int, num_rows: int) -> tuple[list[int], bytes, bytes]:
+    """Ids and flags of some rows, from a copy of a region."""
+    finite, possible = max_rows * _ID + first, max_rows * (_ID + _FLAG) + first
+    return (
+        buffer.bytes[first * _ID : (first + num_rows) * _ID].cast("q").tolist(),
+        bytes(buffer.bytes[finite : finite + num_rows]),
+        bytes(buffer.bytes[possible : possible + num_rows]),
+    )
+
+
+def pad_decodes(
+    step: StepArrays, num_rows: int, tables: SlotTables, spare_slots: Sequence[int], first_word: int
+) -> None:
+    """Make a step of decodes as large as its graph: one of `num_rows`.
+
+    The rows added are token 0 at position 0, written to `spare_slots` alone. They change no result.
+    """
+    have, missing = step.num_rows, num_rows - step.num_rows
+    _pad_rows(step, num_rows, spare_slots, first_word)
+    step.table_slots.extend([tables.spare] * missing)
+    step.query_starts.extend(range(have + 1, num_rows + 1))
+    step.context_lens.extend([1] * missing)
+    pad_slots(step, num_rows, tables.spare)
+    step.choice_rows.extend(range(have, num_rows))
+    step.sample_rows.extend(range(have, num_rows))
+    step.choice_positions.extend([0] * missing)
+
+
+def pad_mixed(  # noqa: PLR0917 - sizes, and what is added
+    step: StepArrays,
+    num_rows: int,
+    num_sequences: int,
+    tables: SlotTables,
+    spare_slots: Sequence[int],
+    first_word: int,
+) -> None:
+    """Make a step whose sequences are asked for their last rows at most one of `num_rows` and `num_sequences`.
+
+    The rows added are no sequence's, the sequences added have no rows; of each sequence there is one sample row, those
+    that were asked for first. What is chosen stays as it is.
+    """
+    missing = num_sequences - len(step.table_slots)
+    end, sampled = step.num_rows, len(step.sample_rows)
+    _pad_rows(step, num_rows, spare_slots, first_word)
+    step.table_slots.extend([tables.spare] * missing)
+    step.query_starts.extend([end] * missing)
+    step.context_lens.extend([1] * missing)
+    step.sampled_starts.extend([sampled] * missing)
+    step.sample_rows.extend([0] * (num_sequences - sampled))
+
+
+def _pad_rows(step: StepArrays, num_rows: int, spare_slots: Sequence[int], first_word: int) -> None:
+    """Token 0 at position 0."""
+    have, missing = step.num_rows, num_rows - step.num_rows
+    step.num_padding_rows = missing
+    step.ids.extend([0] * missing)
+    step.source.extend(range(first_word + have, first_word + num_rows))
+    step.positions.extend([0] * missing)
+    step.kv_slots.extend(spare_slots[i % len(spare_slots)] for i in range(missing))

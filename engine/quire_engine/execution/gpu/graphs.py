@@ -1,7 +1,7 @@
 """Steps as graphs, each captured when it is first needed: those of decodes whole, others up to the hidden states.
 
 Promises: a bucket's first step is computed eagerly and is the warm-up of its capture; what cannot be captured is
-computed eagerly, logged once. Must not know: batches, what a step sends, sampling.
+computed eagerly, logged once. Must not know: sampling.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Executes batches on a GPU one step ahead: `launch` issues a step's work, `collect` waits for the oldest one's result.
+"""Executes batches on a GPU one step ahead: `launch` issues a step's work, `collect` waits for the oldest one's
+result.
 
 Promises: a step is one copy to the device, its work and one copy back, and the host waits for none of it until
 `collect`; except where a request has rules of its own, a graph is captured or something fails. Who raises at launch
-fails alone. Must not know: queues, the allocator, how the device is driven.
+fails alone. Must not know: queues, the allocator.
 """
 
 from __future__ import annotations
@@ -22,17 +23,14 @@ from quire_engine.config import Fault
 from quire_engine.execution.constrained.constraints import Constraints
 from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.fault_points import FaultPoints
-from quire_engine.execution.gpu.device import Device, Event
+from quire_engine.execution.gpu.device import ALIGNMENT, Device, Event, Packed, PackedInput, aligned
 from quire_engine.execution.gpu.finishing import Finished, Finisher, Span, spans
-from quire_engine.execution.gpu.forward import Forward, Model
+from quire_engine.execution.gpu.forward import Forward, Model, Region, pad_decodes, pad_mixed, region_at, region_bytes
 from quire_engine.execution.gpu.graphs import Bucket, MixedBucket, StepGraphs
-from quire_engine.execution.gpu.outcome import Region, region_at, region_bytes
-from quire_engine.execution.gpu.packed_input import ALIGNMENT, Packed, PackedInput, aligned
-from quire_engine.execution.gpu.padding import pad_decodes, pad_mixed
 from quire_engine.execution.gpu.step_arrays import StepArrays, StepLimits, build_step_arrays
 from quire_engine.execution.gpu.swaps import StreamedKV
 from quire_engine.execution.gpu.tables import SlotTables, padded_rows
-from quire_engine.execution.host_kv import HostBlocks
+from quire_engine.execution.kv_storage import HostBlocks
 from quire_engine.execution.runner import LOGITS_BYTES, KVBlocks
 from quire_engine.execution.sampler import Sampler
 from quire_engine.execution.step_recovery import recover

@@ -1,7 +1,6 @@
 """A batch as arrays of the host: what a step sends, and what its results will mean.
 
 Promises: nothing of the device is touched; ids, lengths and blocks are checked before anything is sent.
-Must not know: graphs, copies, the model.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Swaps beside the steps: blocks go to pinned host memory and come from it in a stream of their own.
 
 Owns the host's blocks and the staging blocks at the pool's end. Promises: what a step finds in the pool is as if its
-swaps had been done before it, one after the other; the host waits for none. Must not know: why a block is swapped.
+swaps had been done before it, one after the other; the host waits for none.
 
 A block that goes out is copied to a staging block first, inside the device, so that the step may write to it at once;
-the slow copy from there to the host runs while the step does. A block that comes in is on its way while the step
-before is computed, and is put in its place by a copy inside the device when that one is done.
+the slow copy from there to the host runs while the step does. A block that comes in is on its way while the step before
+is computed, and is put in its place by a copy inside the device when that one is done.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from pathlib import Path
 from torch import Tensor
 
 from quire_engine.execution.gpu.device import Device, Event
-from quire_engine.execution.host_kv import Pairs, block_rows
-from quire_engine.execution.kv_files import KVFiles
+from quire_engine.execution.kv_storage import KVFiles, Pairs, block_rows
 from quire_engine.execution.runner import KVBlocks
 
 STAGING_BYTES = 16 << 20  # of each of the four stages; more than that at once goes in turns

@@ -1,7 +1,7 @@
 """What a device keeps of each sequence between steps: its block table and how its tokens are chosen.
 
 Promises: a step sends only what has changed; after `forget` everything is sent again. A sequence of the step being
-built never loses its slot. Must not know: who schedules, what blocks hold.
+built never loses its slot.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire_engine.execution.gpu.packed_input import Packed
+from quire_engine.execution.gpu.device import Packed
 from quire_engine.execution.logit_rules import draws, may_have_rules
 from quire_engine.types import SamplingParams
 from quire_kernels.kernel_set import ChoiceRows

@@ -1,15 +1,17 @@
 """The safetensors files of a checkpoint directory, memory-mapped and checked before anything is read.
 
-Promises: shard names stay inside the directory; every failure is a ModelLoadError that names the file.
-Must not know: what the tensors mean.
+Shard names stay inside the directory; every failure is a ModelLoadError that names the file.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import math
+import mmap
+import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -17,13 +19,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quire_engine.errors import ModelLoadError
-from quire_engine.execution.models.file_pages import FilePages
-from quire_engine.execution.models.options import read_json_object
+from quire_engine.execution.models.config import read_json_object
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _STORED = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of a value
 _MAX_LISTED = 8  # names in one error message
+_MAPS = Path("/proc/self/maps")
+_libc = ctypes.CDLL(None)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class _Slice(Protocol):
@@ -179,3 +183,37 @@ def fingerprint(path: Path) -> str:
         status = file.stat()
         digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns} {status.st_ino}\n".encode())
     return digest.hexdigest()[:16]
+
+
+class FilePages:
+    """The pages of one file that this process holds; it is mapped by the time that `release` is first called.
+
+    Memory that is not that file's mapping is never touched, whatever address is named. What was let go of is read again
+    when it is looked at.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._ranges: list[tuple[int, int]] | None = None
+
+    def release(self, address: int, num_bytes: int) -> None:
+        """Let go of the whole pages in [address, address + num_bytes), if the file is mapped there."""
+        if self._ranges is None:
+            self._ranges = _mapped(self._path)
+        first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < last and any(begin <= first and last <= end for begin, end in self._ranges):
+            _libc.madvise(first, last - first, mmap.MADV_DONTNEED)
+
+
+def _mapped(path: Path) -> list[tuple[int, int]]:
+    """Where the file is mapped in this process. Nothing where the system does not tell."""
+    found: list[tuple[int, int]] = []
+    with suppress(OSError):
+        status = path.stat()
+        wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x} {status.st_ino} "
+        for line in _MAPS.read_text(errors="replace").splitlines():
+            if wanted in line:
+                begin, end = line.split(" ", 1)[0].split("-")
+                found.append((int(begin, 16), int(end, 16)))
+    return found

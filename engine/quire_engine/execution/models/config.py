@@ -1,64 +1,21 @@
 """A checkpoint's config.json, read into the numbers the decoder needs.
 
-Promises: every option that would change the model's output is either represented here or refused by name; both the
-transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`) spellings mean the same.
-Must not know: torch, weights, devices. Code that a checkpoint brings along (`auto_map`) is never looked at.
+Every option that would change the model's output is either represented here or refused by name. Code that a
+checkpoint brings along (`auto_map`) is never looked at.
 """
 
 from __future__ import annotations
 
+import json
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from quire_engine.execution.models.options import Options
-from quire_engine.execution.models.registry import FAMILIES, Bias, Family
+from quire_engine.errors import ModelLoadError
+from quire_engine.execution.models.families import FAMILIES, Bias, Family
 
-RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding. `original_max_positions` is the length the frequencies were trained for."""
-
-    rope_type: RopeType
-    theta: float
-    factor: float = 1.0
-    original_max_positions: int = 0
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn
-    attention_factor: float | None = None  # yarn; None: derived from the factor
-    mscale: float = 0.0  # yarn; 0: absent
-    mscale_all_dim: float = 0.0  # yarn; 0: absent
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """A dense decoder-only transformer."""
-
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float
-    max_position_embeddings: int
-    rope: RopeConfig
-    tie_word_embeddings: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    windows: tuple[int | None, ...]  # per layer; None: the whole context
-    dtype: str  # "bfloat16", "float16" or "float32": what the checkpoint was saved as
-
-
+_MAX_BYTES = 64 << 20  # a config is kilobytes and the largest shard index a few megabytes
 # Options that change the arithmetic in ways this decoder does not compute, with the values that mean "off".
 _REFUSED: dict[str, tuple[object, ...]] = {
     "quantization_config": (None,),
@@ -97,6 +54,49 @@ _ROPE_KEYS: dict[str, frozenset[str]] = {
 }
 _MAX_LAYERS = 4096  # beyond any model; what follows takes time and memory in proportion
 _DTYPES = ("bfloat16", "float16", "float32")
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A dense decoder-only transformer."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    windows: tuple[int | None, ...]  # per layer; None: the whole context
+    dtype: str  # "bfloat16", "float16" or "float32": what the checkpoint was saved as
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding. `original_max_positions` is the length the frequencies were trained for."""
+
+    rope_type: RopeType
+    theta: float
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn
+    attention_factor: float | None = None  # yarn; None: derived from the factor
+    mscale: float = 0.0  # yarn; 0: absent
+    mscale_all_dim: float = 0.0  # yarn; 0: absent
 
 
 def load_model_config(path: Path) -> ModelConfig:
@@ -198,7 +198,7 @@ def _windows(options: Options, family: Family, num_layers: int) -> tuple[int | N
 
 
 def _rope(options: Options, max_positions: int) -> RopeConfig:
-    """RoPE from `rope_scaling` or `rope_parameters`, in which `rope_theta` may live too."""
+    """RoPE from `rope_scaling` (transformers 4) or `rope_parameters` (5), in which `rope_theta` may live too."""
     rope = options.section("rope_scaling")
     if not rope.keys():
         rope = options.section("rope_parameters")
@@ -222,6 +222,11 @@ def _rope(options: Options, max_positions: int) -> RopeConfig:
     )
     if rope_type == "default":
         return RopeConfig(rope_type="default", theta=theta)
+    return _scaled_rope(rope, rope_type, theta, original, max_positions)
+
+
+def _scaled_rope(rope: Options, rope_type: str, theta: float, original: int, max_positions: int) -> RopeConfig:
+    """RoPE whose angles are stretched beyond `original` positions, the length of the model's first training."""
     if rope_type == "linear":
         return RopeConfig(rope_type="linear", theta=theta, factor=rope.number("factor"))
     if rope_type == "dynamic":
@@ -252,3 +257,98 @@ def _rope(options: Options, max_positions: int) -> RopeConfig:
         mscale=rope.number("mscale", 0.0, zero=True),
         mscale_all_dim=rope.number("mscale_all_dim", 0.0, zero=True),
     )
+
+
+class Options:
+    """Typed access to one JSON object. A default stands in for a key that is absent or null.
+
+    A value of the wrong type or out of range is a ModelLoadError that names the file, the key and the value.
+    """
+
+    def __init__(self, values: dict[str, object], where: str) -> None:
+        self._values = values
+        self._where = where
+
+    @classmethod
+    def read(cls, file: Path) -> Options:
+        return cls(read_json_object(file), str(file))
+
+    def error(self, reason: str) -> ModelLoadError:
+        return ModelLoadError(f"{self._where}: {reason}")
+
+    def keys(self) -> set[str]:
+        return set(self._values)
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there, be it null."""
+        return key in self._values
+
+    def given(self, key: str) -> bool:
+        """Whether the key has a value other than null."""
+        return self._values.get(key) is not None
+
+    def raw(self, key: str) -> object:
+        return self._values.get(key)
+
+    def section(self, key: str) -> Options:
+        """A nested object; empty if absent or null."""
+        value = self._values.get(key)
+        if value is None:
+            value = {}
+        if not isinstance(value, dict):
+            raise self.error(f"{key} must be an object, not {value!r}")
+        return Options(value, f"{self._where}: {key}")
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = (1 << 31) - 1) -> int:
+        value = self._present(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.error(f"{key} must be an integer from {least} to {most}, not {value!r}")
+        return value
+
+    def number(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
+        """A positive number; with `zero`, 0 as well."""
+        value = self._present(key, default)
+        # Compared before any conversion: JSON integers can be too large for a float.
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e30:
+            raise self.error(f"{key} must be a positive number, not {value!r}")
+        if value == 0 and not zero:
+            raise self.error(f"{key} must be greater than 0")
+        return float(value)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self._present(key, default)
+        if not isinstance(value, bool):
+            raise self.error(f"{key} must be true or false, not {value!r}")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        value = self._present(key, default)
+        if not isinstance(value, str):
+            raise self.error(f"{key} must be a string, not {value!r}")
+        return value
+
+    def _present(self, key: str, default: object) -> object:
+        value = self._values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.error(f"{key} is missing")
+        return value
+
+
+def read_json_object(file: Path) -> dict[str, object]:
+    """The object in a JSON file. Raises ModelLoadError if it is missing, too large, or not an object."""
+    try:
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe would wait for its writer
+            raise ModelLoadError(f"{file}: not a plain file")
+        if status.st_size > _MAX_BYTES:
+            raise ModelLoadError(f"{file}: larger than {_MAX_BYTES >> 20} MiB")
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise ModelLoadError(f"{file}: no such file") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{file}: cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{file}: must hold a JSON object")
+    return value

@@ -1,22 +1,19 @@
-"""The model: embedding, layers, final norm and head, as a sequence of kernel-set ops.
-
-Promises: one forward for prefill, decode and any mixture; it writes each row's K and V to the slot the step names.
-Must not know: files, requests, sampling, how an op is computed.
-"""
+"""The model and its weights: embedding, layers, final norm and head, as a sequence of kernel-set ops."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quire_engine.execution.model_input import ModelInput
 from quire_engine.execution.models.config import ModelConfig
-from quire_engine.execution.models.layers import Weights
-from quire_kernels.kernel_set import AttentionInput, BoundLayers, ChoiceRows, KernelSet
+from quire_kernels.kernel_set import AttentionInput, AttentionShape, BoundLayers, ChoiceRows, KernelSet, LinearWeight
 
 
 class Decoder:
-    """A dense decoder-only transformer on one device."""
+    """A dense decoder-only transformer on one device: one forward for prefill, decode and any mixture."""
 
     def __init__(self, config: ModelConfig, weights: Weights, kernels: KernelSet, *, num_parameters: int) -> None:
         self.config = config
@@ -95,3 +92,27 @@ class Decoder:
         if self._kernels.choose is None:
             raise ValueError(f"the {self._kernels.name} kernels choose no tokens")
         return self._kernels.choose(logits, rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """A whole model. `head` shares memory with `embedding` if the kernel set keeps the matrix as it is."""
+
+    embedding: Tensor  # [V, H]
+    layers: tuple[Layer, ...]
+    final_norm: Tensor  # [H]
+    head: LinearWeight  # H -> V
+    rope: Tensor  # [P, D] float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One transformer layer. H hidden, D head_dim, I intermediate."""
+
+    attention_norm: Tensor  # [H]
+    qkv: LinearWeight  # H -> (Hq + 2 Hkv) * D
+    attention: AttentionShape
+    o: LinearWeight  # Hq * D -> H
+    mlp_norm: Tensor  # [H]
+    gate_up: LinearWeight  # H -> 2 I
+    down: LinearWeight  # I -> H

@@ -1,30 +1,30 @@
-"""From a checkpoint's safetensors files to a decoder.
+"""From a checkpoint's safetensors files, or an image of packed weights, to a decoder.
 
-Promises: the files hold exactly the tensors that the configuration implies, in the shapes it implies, or a
-ModelLoadError says which do not; nothing outside the directory is opened; no pickle is ever read.
-Must not know: how an op is computed, requests, the pool.
+The files hold exactly the tensors that the configuration implies, or a ModelLoadError says which do not.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from quire_engine.execution.models.checkpoint import Checkpoint, open_checkpoint
-from quire_engine.execution.models.config import ModelConfig
-from quire_engine.execution.models.decoder import Decoder
-from quire_engine.execution.models.layers import Layer, Weights
-from quire_engine.execution.models.rope import rope_table
-from quire_engine.execution.models.sources import CheckpointSource, WeightSource
-from quire_engine.execution.packed.header import ALIGNMENT
-from quire_engine.execution.progress import Tell, tell_nobody
+from quire_engine.execution.models.config import ModelConfig, RopeConfig
+from quire_engine.execution.models.decoder import Decoder, Layer, Weights
+from quire_engine.execution.packed.image import ALIGNMENT, Image, ImageWriter
+from quire_engine.execution.progress import Progress, Tell, tell_nobody
 from quire_kernels.kernel_set import AttentionShape, KernelSet, LinearWeight
 from quire_kernels.packed_form import PackedForm
 
+_VALUES_AT_ONCE = 4 << 20  # that one thread converts
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 _FINAL_NORM = "model.norm.weight"
@@ -43,7 +43,8 @@ def load_decoder(
 ) -> Decoder:
     """Load `path`'s weights, converted to `dtype`, onto `device`; positions up to `max_model_len` can be computed.
 
-    Raises ModelLoadError for missing, left-over, misshapen, unreadable or non-finite tensors, naming file and tensors.
+    Nothing outside the directory is opened and no pickle is ever read. Raises ModelLoadError for missing, left-over,
+    misshapen, unreadable or non-finite tensors, naming file and tensors.
     """
     with checked_checkpoint(path, config) as checkpoint:
         source = CheckpointSource(checkpoint, kernels, dtype, device, tell=tell, threads=threads)
@@ -168,3 +169,288 @@ def _layer(source: WeightSource, config: ModelConfig, index: int) -> Layer:
 def _matrix(source: WeightSource, place: str, names: Sequence[str], bias: bool) -> LinearWeight:
     weights = [name + ".weight" for name in names]
     return source.matrix(place, weights, [name + ".bias" for name in names] if bias else [])
+
+
+class WeightSource(Protocol):
+    """Gives each tensor once, by its name in the checkpoint, and each matrix once, by its place in the decoder.
+
+    From every source the same bits.
+    """
+
+    def tensor(self, name: str) -> Tensor: ...
+
+    def matrix(self, place: str, weights: Sequence[str], biases: Sequence[str]) -> LinearWeight:
+        """One projection made of the rows of several."""
+        ...
+
+    def gate_up(self, place: str, gate: str, up: str, biases: Sequence[str]) -> LinearWeight: ...
+
+    def head(self, place: str, name: str, embedding: Tensor) -> LinearWeight:
+        """The last projection; `embedding` is what `tensor` gave for it where both are one."""
+        ...
+
+
+class CheckpointSource:
+    """Reads, converts, checks and packs; with an image, into that.
+
+    Beside what is kept, one matrix at a time is in memory. A value that is not finite is a ModelLoadError that names
+    tensor and file.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        kernels: KernelSet,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        tell: Tell,
+        image: ImageWriter | None = None,
+        threads: int = 1,
+    ) -> None:
+        """`image`: for kernels that have a packed form."""
+        self._checkpoint = checkpoint
+        self._form = kernels.packed_form
+        self._dtype, self._device = dtype, device
+        self._image = image
+        self._threads = threads
+        self._pack_linear, self._pack_gate_up = kernels.pack_linear, kernels.pack_gate_up
+        if image is not None and self._form is not None:
+            self._pack_linear, self._pack_gate_up = self._form.packer(image.allocate)
+        phase = "reading weights" if self._form is None else "packing weights"
+        self._progress = Progress(phase, checkpoint.num_bytes, tell)
+
+    def tensor(self, name: str) -> Tensor:
+        stored = self._checkpoint.tensor(name)
+        if self._image is None:
+            # Always a copy: the file may be replaced while we serve, and its mapping would follow.
+            value = stored.to(device=self._device, dtype=self._dtype, copy=True)
+        else:
+            value = self._image.place(name, tuple(stored.shape), self._dtype)
+            self._convert([stored], value)
+        self._check(name, value)
+        self._done(name)
+        return value
+
+    def matrix(self, place: str, weights: Sequence[str], biases: Sequence[str]) -> LinearWeight:
+        packed = self._pack_linear(self._rows(weights), self._bias(biases))
+        return self._packed(place, packed, [*weights, *biases])
+
+    def gate_up(self, place: str, gate: str, up: str, biases: Sequence[str]) -> LinearWeight:
+        packed = self._pack_gate_up(self._rows([gate]), self._rows([up]), self._bias(biases))
+        return self._packed(place, packed, [gate, up, *biases])
+
+    def head(self, place: str, name: str, embedding: Tensor) -> LinearWeight:
+        if self._checkpoint.is_done(name):
+            return self._packed(place, self._pack_linear(embedding, None), [])
+        return self.matrix(place, [name], [])
+
+    def _packed(self, place: str, packed: LinearWeight, names: Sequence[str]) -> LinearWeight:
+        if self._image is not None and self._form is not None:
+            self._image.put_matrix(place, self._form.facts(packed), self._form.parts(packed))
+        for name in names:
+            self._done(name)
+        return packed
+
+    def _bias(self, names: Sequence[str]) -> Tensor | None:
+        return self._rows(names, may_be_kept=True) if names else None
+
+    def _rows(self, names: Sequence[str], *, may_be_kept: bool = False) -> Tensor:
+        """The rows of one tensor or of several, one below the other."""
+        stored = [self._checkpoint.tensor(name) for name in names]
+        packs = self._form is not None and not may_be_kept
+        if packs and len(stored) == 1 and stored[0].dtype is self._dtype:
+            rows = stored[0]  # packing reads it and keeps nothing: no need for a copy
+        elif self._device.type == "cpu":
+            rows = torch.empty(sum(map(len, stored)), *stored[0].shape[1:], dtype=self._dtype)
+            self._convert(stored, rows)
+        else:
+            moved = [part.to(device=self._device, dtype=self._dtype, copy=True) for part in stored]
+            rows = torch.cat(moved) if len(moved) > 1 else moved[0]
+        for name, part in zip(names, torch.split(rows, [len(part) for part in stored]), strict=True):
+            self._check(name, part)
+        return rows
+
+    def _convert(self, stored: Sequence[Tensor], into: Tensor) -> None:
+        """One below the other, by several threads: of torch's own there are few where kernels have theirs."""
+        pieces: list[tuple[Tensor, Tensor]] = []
+        step = max(1, _VALUES_AT_ONCE // max(1, into[0].numel()))
+        at = 0
+        for part in stored:
+            for piece in torch.split(part, step):
+                pieces.append((into[at : at + len(piece)], piece))
+                at += len(piece)
+        if len(pieces) == 1:
+            into.copy_(stored[0])
+            return
+
+        def copy(pair: tuple[Tensor, Tensor]) -> None:
+            with torch.inference_mode(into.is_inference()):  # which is a thread's own
+                pair[0].copy_(pair[1])
+
+        with ThreadPoolExecutor(self._threads) as pool:
+            for _ in pool.map(copy, pieces):
+                pass
+
+    def _check(self, name: str, value: Tensor) -> None:
+        if self._form is not None:
+            finite = self._form.all_finite(value)
+        else:
+            finite = all(bool(torch.isfinite(bound)) for bound in torch.aminmax(value))  # NaN is both bounds
+        if not finite:
+            dtype = str(self._dtype).removeprefix("torch.")
+            raise self._checkpoint.error(name, f"holds values that are not finite numbers (in {dtype})")
+
+    def _done(self, name: str) -> None:
+        self._progress.add(self._checkpoint.done(name))
+        if self._image is not None:
+            self._image.tell_used()
+
+
+class ImageSource:
+    """Maps what was packed before."""
+
+    def __init__(self, image: Image, form: PackedForm, dtype: torch.dtype) -> None:
+        self._image, self._form, self._dtype = image, form, dtype
+
+    def tensor(self, name: str) -> Tensor:
+        return self._image.tensor(name, self._dtype)
+
+    def matrix(self, place: str, weights: Sequence[str], biases: Sequence[str]) -> LinearWeight:
+        del weights, biases
+        return self._form.restore(*self._image.matrix(place))
+
+    def gate_up(self, place: str, gate: str, up: str, biases: Sequence[str]) -> LinearWeight:
+        del gate, up
+        return self.matrix(place, (), biases)
+
+    def head(self, place: str, name: str, embedding: Tensor) -> LinearWeight:
+        del embedding
+        return self.matrix(place, (name,), ())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """Counts by what becomes of them."""
+
+    embedding: int  # looked up
+    head: int  # multiplied with the rows that are sampled; the embedding itself when `tied`
+    linear: int  # of the layers
+    tail: int  # of `linear`, behind the last layer's attention: only the rows that are sampled get there
+    small: int  # norms and biases
+    tied: bool
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.linear + self.small + (0 if self.tied else self.head)
+
+    def memory(self, itemsize: int, packed_bits: float | None, packed_bytes: int | None = None) -> WeightMemory:
+        """`packed_bits` as in `KernelSet`; `packed_bytes`: what all matrices take, once that is known."""
+        if packed_bytes is None:
+            packed_bytes = int((self.linear + self.head) * (packed_bits or 8 * itemsize)) // 8
+        read = packed_bytes + self.small * itemsize
+        apart = packed_bits is not None or not self.tied
+        return WeightMemory(total=read + (self.embedding * itemsize if apart else 0), read=read)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightMemory:
+    """Bytes of loaded weights."""
+
+    total: int
+    read: int  # for one token with its logits; the embedding is looked up
+
+
+def count_parameters(path: Path, model: ModelConfig) -> Parameters:
+    """From the configuration, once the files' headers agree with it; left-over tensors are the loader's to judge.
+
+    No weight is read.
+    """
+    shapes = expected_shapes(model)
+    with open_checkpoint(path) as checkpoint:
+        checkpoint.drop(lambda name: name not in shapes)
+        checkpoint.require(shapes)
+    table = model.vocab_size * model.hidden_size
+    matrices = sum(math.prod(shape) for shape in shapes.values() if len(shape) > 1)
+    small = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 1)
+    tables = table if model.tie_word_embeddings else 2 * table
+    return Parameters(
+        embedding=table,
+        head=table,
+        linear=matrices - tables,
+        tail=sum(math.prod(shapes[name]) for name in matrices_after_attention(model.num_layers - 1)),
+        small=small,
+        tied=model.tie_word_embeddings,
+    )
+
+
+def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:
+    """[num_positions, head_dim] float32: the cosines of a position's head_dim / 2 angles, then their sines.
+
+    The row of a position depends on that position alone, for every RoPE type. The types are as in transformers'
+    `modeling_rope_utils`: default (Su et al. 2021, arXiv:2104.09864), linear (position interpolation), llama3, yarn
+    (Peng et al. 2023, arXiv:2309.00071) and dynamic NTK. The last one stretches its base with the length of the
+    sequence; taken literally, a key's rotation would depend on how the prompt was cut into slices and on what shares
+    the batch. Here the length that counts for position p is p + 1, which is what a model that decodes token by token
+    with a KV cache sees, and which equals the reference up to the original length.
+    """
+    positions = torch.arange(num_positions, dtype=torch.float32).unsqueeze(1)
+    angles = positions * _frequencies(rope, head_dim, positions)
+    return torch.cat([angles.cos(), angles.sin()], dim=1) * _amplitude(rope)
+
+
+def _frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
+    """Radians per position: [D / 2], or [P, D / 2] where they depend on the position [P, 1]."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    plain = 1.0 / (rope.theta**exponents)
+    if rope.rope_type == "linear":
+        return plain / rope.factor
+    if rope.rope_type == "dynamic":
+        length = (positions + 1).clamp(min=rope.original_max_positions)
+        stretch = rope.factor * length / rope.original_max_positions - (rope.factor - 1)
+        base = rope.theta * stretch ** (head_dim / (head_dim - 2))
+        return 1.0 / (base**exponents)
+    if rope.rope_type == "llama3":
+        return _llama3(rope, plain)
+    if rope.rope_type == "yarn":
+        return _yarn(rope, head_dim, plain)
+    return plain
+
+
+def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
+    """Long wavelengths are divided by the factor, short ones kept, those between blended."""
+    turns = rope.original_max_positions * plain / (2 * math.pi)  # full rotations over the original length
+    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    keep = keep.clamp(0.0, 1.0)
+    return keep * plain + (1.0 - keep) * plain / rope.factor
+
+
+def _yarn(rope: RopeConfig, head_dim: int, plain: Tensor) -> Tensor:
+    """Dimensions that turn over beta_fast times in the original length are kept, under beta_slow times divided."""
+
+    def dimension(turns: float) -> float:
+        return head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    divide = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
+    return plain / rope.factor * divide + plain * (1.0 - divide)
+
+
+def _amplitude(rope: RopeConfig) -> float:
+    """YaRN's attention factor, which multiplies cosines and sines; 1 for the other types."""
+    if rope.rope_type != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def scale(mscale: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return scale(rope.mscale) / scale(rope.mscale_all_dim)
+    return scale(1.0)

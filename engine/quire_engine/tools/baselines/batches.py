@@ -1,7 +1,7 @@
 """The conversation of a baseline with the benchmark: one JSON object per line, batches in, times out.
 
 Promises: the first line in is the configuration, the first line out says that the model is loaded; then a line out for
-each line in. Must not know: how a batch is computed.
+each line in.
 """
 
 from __future__ import annotations

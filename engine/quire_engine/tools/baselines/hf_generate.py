@@ -1,7 +1,7 @@
 """transformers' `generate` on static batches: `python -m quire_engine.tools.baselines.hf_generate`.
 
 Promises: the checkpoint, type and device that the engine would take; prompts padded on the left, greedy, no early end.
-Must not know: our engine, kernels or scheduler.
+Must not know: kernels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Our own engine driven as static batching: `python -m quire_engine.tools.baselines.static`.
 
 Promises: the same kernels and scheduler as the server, but a batch keeps all its places until its longest member ends,
-as in servers without continuous batching. Must not know: sockets, HTTP, who measures.
+as in servers without continuous batching. Must not know: sockets, HTTP.
 """
 
 from __future__ import annotations

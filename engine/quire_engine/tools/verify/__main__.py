@@ -2,7 +2,7 @@
 "patience"}`.
 
 Promises: a wrong op, one that raises and one that hangs are findings; the report comes in any case but a crash, of
-which the operator sees what was being checked. Must not know: who asks, how a report is shown.
+which the operator sees what was being checked.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The embedded model's greedy answers on a device, against those that were recorded on a CPU.
 
 Promises: the engine that serves computes them, each prompt alone and all at once. At every recorded token the model was
-so sure that no rounding can change it: the greatest logit leads by `LEAST_LEAD` at least.
-Must not know: text, how an op is checked.
+so sure that no rounding can change it: the greatest logit leads by `LEAST_LEAD` at least. Must not know: text.
 """
 
 from __future__ import annotations

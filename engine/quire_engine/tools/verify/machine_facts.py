@@ -1,6 +1,6 @@
 """What a report says of the machine and of the versions on it.
 
-Promises: nothing that names its user, its host or its files. Must not know: checks, who reads the report.
+Promises: nothing that names its user, its host or its files.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Promises: the set for the model's own type is checked in full, as are formats of weights and pool that it has; what
 serves in other types is checked in full where it is the same set, else briefly.
-Must not know: how checks are run, what becomes of a fault.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 
 from quire_engine.config import KernelChoice
 from quire_engine.errors import ConfigError
-from quire_engine.execution.choice_checks import choice_checks
+from quire_engine.execution.kernel_checks import choice_checks
 from quire_kernels.kernel_set import KernelSet, KVFormat, KVType, Quantization
 from quire_kernels.reference import REFERENCE
 from quire_kernels.select import AUTO, select

@@ -1,7 +1,6 @@
 """Calls of tools as rules of a grammar, written as the model's format writes them.
 
-Promises: a reply that obeys the rules is read back as calls of the tools that were offered, each with arguments that
-fulfil its schema. Must not know: HTTP, what else is in the reply.
+A reply that obeys the rules is read back as calls of the tools that were offered, with valid arguments.
 """
 
 from __future__ import annotations
@@ -9,11 +8,19 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from quire_server.answering.constraining import lark
-from quire_server.answering.constraining.schemas import SchemaRefused, check_size, reviewed
+from quire_server.answering.constraining.schemas import (
+    SchemaRefused,
+    check_size,
+    ending_in,
+    json_value,
+    not_beginning_with,
+    reviewed,
+    without,
+    written,
+)
 from quire_server.answering.options import Structure, Tool, ToolOptions
 from quire_server.errors import BadRequest
-from quire_server.text.parsing.forced import FORCED
+from quire_server.text.parsing.formats import FORCED
 from quire_server.text.parsing.reasoning import TokenId
 from quire_server.text.parsing.tool_format import ToolFormat
 
@@ -91,14 +98,14 @@ class _Writer:
             if not opener:
                 start = "(TEXT? | calls)"
                 first = (begin + self._format.before_name)[0]
-                rules.append(f"TEXT: {lark.not_beginning_with(first + '{')}")
+                rules.append(f"TEXT: {not_beginning_with(first + '{')}")
             elif self._token_id(opener) is not None:
                 start = "TEXT? calls?"
-                rules.append(f"TEXT: {lark.without(opener)}")
+                rules.append(f"TEXT: {without(opener)}")
             else:
                 start = f"(TEXT? | lead opened{more} {end})"
-                rules.append(f"TEXT: {lark.without(opener)}")
-                rules.append(f"lead[lazy]: {lark.ending_in(opener)}")
+                rules.append(f"TEXT: {without(opener)}")
+                rules.append(f"lead[lazy]: {ending_in(opener)}")
                 rules.append(f"opened: {self._call(begin, without=opener)}")
         return Calls(start=start, rules=tuple(rules), forced=self._forced)
 
@@ -113,13 +120,13 @@ class _Writer:
         return f"({' | '.join(variants)}) {self._written(form.after_call)}".rstrip()
 
     def _written(self, value: str) -> str:
-        return lark.written(value, self._format.markers, self._token_id)
+        return written(value, self._format.markers, self._token_id)
 
 
 def _arguments(tool: Tool) -> str:
     """The right side of a tool's rule for arguments; of a tool that is not strict, what of its schema can be kept."""
     if tool.parameters is None:
-        return lark.json_value({"type": "object"})
+        return json_value({"type": "object"})
     try:
         as_text = json.dumps(tool.parameters)
         check_size(as_text)
@@ -130,4 +137,4 @@ def _arguments(tool: Tool) -> str:
         raise BadRequest(
             f"The parameters of the tool {tool.name[:64]!r} cannot be enforced: {refusal}.", param="tools"
         ) from None
-    return lark.json_value(schema, lenient=not tool.strict)
+    return json_value(schema, lenient=not tool.strict)

@@ -1,7 +1,6 @@
 """One grammar for one request: thoughts in front where the model may think, then the answer or calls of tools.
 
-Promises: a request gets a grammar exactly when it asks for one, and then its whole reply obeys it. Must not know: HTTP,
-the engine, how a grammar is checked.
+A request gets a grammar exactly when it asks for one, and then its whole reply obeys it.
 """
 
 from __future__ import annotations
@@ -10,9 +9,18 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire_server.answering.constraining import lark
 from quire_server.answering.constraining.calls import Calls, written_calls
-from quire_server.answering.constraining.schemas import SchemaRefused, parsed, reviewed
+from quire_server.answering.constraining.schemas import (
+    SchemaRefused,
+    ending_in,
+    expression,
+    json_value,
+    literal,
+    parsed,
+    reviewed,
+    without,
+    written,
+)
 from quire_server.answering.options import GenerationOptions, Structure
 from quire_server.errors import BadRequest
 from quire_server.text.grammar_check import Grammar
@@ -76,7 +84,7 @@ def _start(answer: str | None, calls: Calls | None, thinking: Thinking | None, t
         return reply
     if thinking.is_open:
         return f"thoughts SPACE? {reply}"
-    opened = lark.written(thinking.marks.start, [thinking.marks.start], token_id)
+    opened = written(thinking.marks.start, [thinking.marks.start], token_id)
     return f"({opened} thoughts SPACE?)? {reply}"
 
 
@@ -85,9 +93,9 @@ def _thoughts(thinking: Thinking, token_id: TokenId) -> Sequence[str]:
     end = thinking.marks.end
     space = f"SPACE: {_SPACE_AFTER_THOUGHTS}"
     if token_id(end) is None:
-        return [f"thoughts[lazy]: {lark.ending_in(end)}", space]
-    closed = lark.written(end, [end], token_id)
-    return [f"thoughts: THOUGHTS? {closed}", f"THOUGHTS: {lark.without(end)}", space]
+        return [f"thoughts[lazy]: {ending_in(end)}", space]
+    closed = written(end, [end], token_id)
+    return [f"thoughts: THOUGHTS? {closed}", f"THOUGHTS: {without(end)}", space]
 
 
 def _answer(structure: Structure) -> str:
@@ -95,13 +103,13 @@ def _answer(structure: Structure) -> str:
     try:
         match structure.kind:
             case "json_object":
-                return lark.json_value({"type": "object"}, compact=structure.compact)
+                return json_value({"type": "object"}, compact=structure.compact)
             case "json_schema":
-                return lark.json_value(reviewed(parsed(structure.value)), compact=structure.compact)
+                return json_value(reviewed(parsed(structure.value)), compact=structure.compact)
             case "regex":
-                return lark.expression(structure.value)
+                return expression(structure.value)
             case "choice":
-                return " | ".join(lark.text(choice) for choice in json.loads(structure.value))
+                return " | ".join(literal(choice) for choice in json.loads(structure.value))
             case "grammar":
                 return "@client"
     except SchemaRefused as refusal:

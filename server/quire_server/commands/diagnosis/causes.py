@@ -1,7 +1,6 @@
 """Why latencies are bad, from what a server's metrics say over a while: causes with their numbers and a remedy each.
 
-Promises: a cause is named only with the numbers that show it; the strongest first. Must not know: HTTP, where the
-numbers were read, how they are shown.
+Promises: a cause is named only with the numbers that show it; the strongest first. Must not know: HTTP.
 """
 
 from __future__ import annotations
@@ -240,7 +239,7 @@ def _host(window: Window) -> Cause | None:
         name="the host holds up the model",
         weight=host / step,
         numbers=f"{duration(host)} of a step's {duration(step)} pass outside of the model",
-        remedy="fewer requests with grammars or penalties, --async-scheduling on, a free core for the engine",
+        remedy="fewer requests with grammars or penalties, a free core for the engine",
     )
 
 

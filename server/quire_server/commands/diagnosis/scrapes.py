@@ -1,7 +1,7 @@
 """What a server's /metrics said, several times over a while: differences of counters, means of gauges, quantiles.
 
 Promises: a metric that is not there reads as nothing, never as an error; a counter that fell began anew. Must not know:
-what the numbers mean, HTTP.
+HTTP.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`quire plan --kv`: the memory of a checkpoint's KV cache, from its config.json alone.
 
-Promises: bytes exactly, and in the units that people use; no weight is read. Must not know: torch, the engine's pool.
+Promises: bytes exactly, and in the units that people use; no weight is read. Must not know: torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The part of a SERVING file that a plan writes: chosen values, evidence, what was rejected and why.
 
 Promises: only what stands between the marks is replaced; a plan that says the same as before leaves the file as it is.
-Must not know: how a plan is found.
 """
 
 from __future__ import annotations

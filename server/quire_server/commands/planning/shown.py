@@ -1,6 +1,6 @@
 """What the commands that simulate, plan and diagnose print: tables on a terminal, or as wide text in a file.
 
-Promises: a number that is not known is a dash. Must not know: where the numbers come from.
+Promises: a number that is not known is a dash.
 """
 
 from __future__ import annotations

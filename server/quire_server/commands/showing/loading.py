@@ -1,7 +1,7 @@
 """Shows how far a model's load has come: a bar on a terminal, a line every few seconds elsewhere.
 
-Promises: a load of a second shows nothing; what is shown goes to stderr and ends with the load.
-Must not know: how a model is loaded, processes.
+Promises: a load of a second shows nothing; what is shown goes to stderr and ends with the load. Must not know:
+processes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A call of a tool as a reply shows it, whole or in pieces.
 
-Promises: all pieces of one index joined are one call. Must not know: in which format a model writes calls.
+Promises: all pieces of one index joined are one call.
 """
 
 from __future__ import annotations

@@ -1,19 +1,253 @@
-"""The formats of calls by name, and which one a model writes.
-
-Promises: an unknown name is refused with all that are known. Must not know: how a format is read.
-"""
+"""The formats in which models write calls of tools and thoughts: by name, and by what a model's files show."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from dataclasses import dataclass, replace
 
 from quire_engine.errors import ConfigError
-from quire_server.text.parsing.forced import FORCED
-from quire_server.text.parsing.hermes import HERMES
-from quire_server.text.parsing.llama import LLAMA
-from quire_server.text.parsing.mistral import MISTRAL, MISTRAL_ARGS
+from quire_server.text.parsing.json_call import read_call, read_calls, read_value
+from quire_server.text.parsing.parsed_reply import ParsedReply
 from quire_server.text.parsing.qwen_xml import QWEN_XML
-from quire_server.text.parsing.tool_format import ToolFormat
+from quire_server.text.parsing.reasoning import ThinkingMarks, detect_reasoning, reasoning_format
+from quire_server.text.parsing.source import Markers, Source, Steps
+from quire_server.text.parsing.tool_format import ToolFormat, mistral_id
+from quire_server.text.tokenizer import TextTokenizer
+
+_HERMES_OPEN, _HERMES_CLOSE = "<tool_call>", "</tool_call>"
+_HERMES_OPENED, _HERMES_CLOSED = Markers(_HERMES_OPEN), Markers(_HERMES_CLOSE)
+
+
+def _read_hermes(source: Source, reply: ParsedReply) -> Steps[None]:
+    """Calls as Hermes and Qwen models write them: <tool_call>, a JSON object, </tool_call>.
+
+    What stands between the tags and is no call is content, with the tags.
+    """
+    while (yield from source.until(_HERMES_OPENED, reply.content)):
+        space = yield from source.space()
+        outcome = yield from read_call(source, reply, sure=True)
+        if outcome == "call":
+            yield from _read_hermes_close(source, reply)
+        elif outcome == "broken":
+            yield from source.until(_HERMES_CLOSED, _ignore)
+        else:
+            reply.content(_HERMES_OPEN + space + source.kept())
+
+
+def _read_hermes_close(source: Source, reply: ParsedReply) -> Steps[None]:
+    """The closing tag, before which small models write one brace too many, and which some forget."""
+    space = yield from source.space()
+    while (yield from source.peek()) == "}":
+        source.take()
+        space = yield from source.space()
+    if not (yield from source.literal(_HERMES_CLOSE)):
+        reply.content(space)
+
+
+def _ignore(text: str) -> None:
+    """The rest of a call that is broken."""
+
+
+HERMES = ToolFormat(
+    name="hermes",
+    read=_read_hermes,
+    markers=(_HERMES_OPEN, _HERMES_CLOSE),
+    opener=_HERMES_OPEN,
+    before_name=f'{_HERMES_OPEN}\n{{"name": ',
+    between_name_and_arguments=', "arguments": ',
+    after_call=f"}}\n{_HERMES_CLOSE}",
+    separator="\n",
+)
+
+
+_LLAMA_TAG = "<|python_tag|>"
+_LLAMA_STOPS = Markers("\n", _LLAMA_TAG)
+
+
+def _read_llama(source: Source, reply: ParsedReply) -> Steps[None]:
+    """Calls as Llama 3 models write them: a JSON object with "parameters", alone or after <|python_tag|>.
+
+    Several objects are separated by ";". An object without the tag is a call where it begins a line or follows a call,
+    names a tool and has no keys but those of calls; any other JSON is an answer.
+    """
+    stop = "\n"  # the text begins a line
+    while stop:
+        if stop == _LLAMA_TAG:
+            before = _LLAMA_TAG + (yield from source.space())
+            if (yield from source.peek()) == "{":
+                yield from _read_llama_calls(source, reply, before, sure=True)
+            else:
+                reply.content(before)
+        else:
+            yield from source.show_space(reply.content)
+            if (yield from source.peek()) == "{":
+                yield from _read_llama_calls(source, reply, "", sure=False)
+        stop = yield from source.until(_LLAMA_STOPS, reply.content)
+        if stop == "\n":
+            reply.content(stop)
+
+
+def _read_llama_calls(source: Source, reply: ParsedReply, before: str, *, sure: bool) -> Steps[None]:
+    while True:
+        outcome = yield from read_call(source, reply, sure=sure)
+        if outcome == "none":
+            reply.content(before + source.kept())
+        if outcome != "call":
+            return
+        before = yield from source.space()
+        if (yield from source.literal(";")):
+            before += ";" + (yield from source.space())
+        char = yield from source.peek()
+        if char != "{":
+            reply.content(before if char else "")
+            return
+
+
+LLAMA = ToolFormat(
+    name="llama3_json",
+    read=_read_llama,
+    markers=(_LLAMA_TAG,),
+    before_name='{"name": ',
+    between_name_and_arguments=', "parameters": ',
+    after_call="}",
+    separator="; ",
+)
+
+
+_MISTRAL_CALLS, _MISTRAL_ID, _MISTRAL_ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_MISTRAL_OPENED = Markers(_MISTRAL_CALLS)
+_MISTRAL_NAME = re.compile(r"[^\s\[\]{}()\"<>]+")
+
+
+def _read_mistral(source: Source, reply: ParsedReply) -> Steps[None]:
+    """Calls as Mistral models write them, after [TOOL_CALLS]: an array of JSON objects, or name[ARGS]{...}.
+
+    The second form is that of the models since 2025, which repeat the marker before each call. Both are read,
+    whichever the model was trained on.
+    """
+    while (yield from source.until(_MISTRAL_OPENED, reply.content)):
+        before = _MISTRAL_CALLS + (yield from source.space())
+        if (yield from source.peek()) in {"[", "{"}:
+            yield from read_calls(source, reply, before, sure=True)
+        else:
+            yield from _read_mistral_named(source, reply, before)
+
+
+def _read_mistral_named(source: Source, reply: ParsedReply, before: str) -> Steps[None]:
+    """The model's own ids are passed over: it may repeat them, and a history needs each once."""
+    source.keep()
+    name = yield from source.run(_MISTRAL_NAME)
+    if (yield from source.literal(_MISTRAL_ID)):
+        yield from source.run(_MISTRAL_NAME)
+    yield from source.literal(_MISTRAL_ARGS)
+    yield from source.space()
+    if not name or (yield from source.peek()) != "{":
+        reply.fail("A call is not written as calls are.")
+        reply.content(before + source.kept())
+        return
+    source.kept()
+    reply.begin_call(name)
+    yield from read_value(source, reply.arguments)
+    reply.end_call()
+
+
+MISTRAL = ToolFormat(
+    name="mistral",
+    read=_read_mistral,
+    markers=(_MISTRAL_CALLS, _MISTRAL_ARGS, _MISTRAL_ID),
+    opener=_MISTRAL_CALLS,
+    new_id=mistral_id,
+    begin=f"{_MISTRAL_CALLS}[",
+    before_name='{"name": ',
+    between_name_and_arguments=', "arguments": ',
+    after_call="}",
+    separator=", ",
+    end="]",
+)
+MISTRAL_ARGS = replace(
+    MISTRAL,
+    name="mistral_args",
+    begin="",
+    before_name=_MISTRAL_CALLS,
+    bare_name=True,
+    between_name_and_arguments=_MISTRAL_ARGS,
+    after_call="",
+    separator="",
+    end="",
+)
+
+
+_LINE_END = Markers("\n")
+
+
+def _read_plain(source: Source, reply: ParsedReply) -> Steps[None]:
+    """Calls as plain JSON, for models without a format of their own: an array of calls, or one call.
+
+    A grammar forces it, or the prompt asks for it. JSON is a call where it begins a line, names a tool and has no keys
+    but those of calls; any other JSON is an answer.
+    """
+    line_end = "\n"
+    while line_end:
+        yield from source.show_space(reply.content)
+        if (yield from source.peek()) in {"[", "{"}:
+            yield from read_calls(source, reply, "", sure=False)
+        line_end = yield from source.until(_LINE_END, reply.content)
+        reply.content(line_end)
+
+
+FORCED = ToolFormat(
+    name="json",
+    read=_read_plain,
+    begin="[",
+    before_name='{"name": ',
+    between_name_and_arguments=', "arguments": ',
+    after_call="}",
+    separator=", ",
+    end="]",
+)
+
+
+AUTO, NONE = "auto", "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFormats:
+    """How one model writes its thoughts and its calls.
+
+    Without any: thoughts are a part of the text, and calls are forced upon the model as plain JSON.
+    """
+
+    calls: ToolFormat = FORCED
+    marks: ThinkingMarks | None = None
+    calls_markers: frozenset[int] = frozenset()  # tokens that the readers must see, even where they are special
+    marks_ids: frozenset[int] = frozenset()
+
+    def shown_ids(self, *, reads_calls: bool) -> frozenset[int]:
+        """Special tokens that the reader of a reply has to see."""
+        return self.calls_markers | self.marks_ids if reads_calls else self.marks_ids
+
+
+PLAIN = ModelFormats()
+
+
+def model_formats(calls: str, reasoning: str, tokenizer: TextTokenizer, template: str | None) -> ModelFormats:
+    """By the settings of those names, "auto" being what the chat template shows. Raises ConfigError."""
+    form = tool_format(calls) if calls != AUTO else detect_tool_format(template or "")
+    marks: ThinkingMarks | None = None
+    if reasoning == AUTO:
+        found = detect_reasoning(template, tokenizer.token_id) if template is not None else None
+        marks = None if found is None else found.marks(tokenizer.token_id)
+    elif reasoning != NONE:
+        marks = reasoning_format(reasoning).marks(tokenizer.token_id)
+    form = form or FORCED
+    found_ids = (tokenizer.token_id(marker) for marker in form.markers)
+    return ModelFormats(
+        calls=form,
+        marks=marks,
+        calls_markers=frozenset(token_id for token_id in found_ids if token_id is not None),
+        marks_ids=frozenset(i for i in (marks.start_id, marks.end_id) if i is not None) if marks else frozenset(),
+    )
+
 
 TOOL_FORMATS = {
     **{tool_format.name: tool_format for tool_format in (HERMES, QWEN_XML, LLAMA, MISTRAL, MISTRAL_ARGS, FORCED)},

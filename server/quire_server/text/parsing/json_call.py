@@ -2,7 +2,7 @@
 
 Promises: the name is known as soon as it is read and the arguments are passed on as they come, character for character;
 only brackets and strings are understood in them, so that a client gets what the model wrote even where it is not quite
-JSON. Must not know: what stands around the object.
+JSON.
 """
 
 from __future__ import annotations

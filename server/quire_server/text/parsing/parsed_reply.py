@@ -1,7 +1,7 @@
 """What of a reply's text is content and what is a call, as far as it is settled.
 
 Owns the calls' numbers and ids. Promises: whitespace before the first call, between calls and after the last one is no
-content; every other character is. Must not know: in which format a model writes calls, thoughts.
+content; every other character is.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Calls as Qwen3-Coder models write them: <function=name>, a <parameter=name> for each argument, in <tool_call>.
 
-Promises: values become JSON by their tool's schema; texts are passed on as they come. Must not know: tokens.
+Promises: values become JSON by their tool's schema; texts are passed on as they come.
 """
 
 from __future__ import annotations

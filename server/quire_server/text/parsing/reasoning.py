@@ -1,6 +1,6 @@
 """The marks between which models think, by name and by what a model's files show.
 
-Promises: an unknown name is refused with all that are known. Must not know: how a reply is cut at the marks.
+Promises: an unknown name is refused with all that are known.
 """
 
 from __future__ import annotations

@@ -1,22 +1,23 @@
-"""One choice's text as it grows: thoughts first, then content and calls.
-
-Promises: content, thoughts and calls do not depend on how the text was cut into tokens, except that marks of thinking
-that are tokens count only as those tokens. Must not know: stop strings, other choices.
-"""
+"""One choice's text as it grows: thoughts first, then content and calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from quire_server.text.parsing.calls import CallDelta
 from quire_server.text.parsing.parsed_reply import ParsedReply, Schemas
 from quire_server.text.parsing.reasoning import ThinkingMarks
-from quire_server.text.parsing.thinking import ThinkingSplitter
+from quire_server.text.parsing.source import Markers, Source, Steps
 from quire_server.text.parsing.tool_format import CallParser, ToolFormat
 
 
 class ReplyParser:
-    """Push each token's piece of text. `reasoning` and `calls` are news until the receiver empties them."""
+    """Push each token's piece of text. `reasoning` and `calls` are news until the receiver empties them.
+
+    Content, thoughts and calls do not depend on how the text was cut into tokens, except that marks of thinking that
+    are tokens count only as those tokens.
+    """
 
     def __init__(
         self,
@@ -86,3 +87,119 @@ class ReplyParser:
         content = self._call_parser.push(text)
         self.calls += self._reply.take_calls()
         return content
+
+
+_SPACE = " \t\r\n"
+
+
+class ThinkingSplitter:
+    """Splits one choice's text into thoughts and answer. `reasoning` is news since the receiver last emptied it.
+
+    A reply has at most one block of thoughts, at its start; whitespace around the thoughts and before the answer that
+    follows them is dropped, as SGLang does; a block that is never closed is all thoughts. Where the marks are tokens
+    only those tokens count, so that a model can write about them, and none of them is shown.
+    """
+
+    def __init__(self, marks: ThinkingMarks, *, is_open: bool) -> None:
+        """`is_open`: the prompt's end has opened the block."""
+        self.reasoning = ""
+        self.num_tokens = 0  # inside the block, without the marks where they are tokens
+        self._marks = marks
+        self._part: Literal["before", "thoughts", "answer"] = "thoughts" if is_open else "before"
+        self._is_trimming = True  # nothing of the part but whitespace has come
+        self._space: list[str] = []  # of the part; belongs to it if more comes
+        self._shown: list[str] = []  # of the answer, settled
+        self._source = Source()
+        self._steps = self._read()
+        next(self._steps)
+
+    def push(self, token_id: int, piece: str) -> str:
+        """The text of the answer that this token settles."""
+        is_thought = self._part == "thoughts"
+        if self._marks.are_tokens:
+            is_mark = self._push_token(token_id, piece)
+            is_thought = is_thought and not is_mark
+        elif piece:
+            self._source.push(piece)
+            next(self._steps, None)
+        self.num_tokens += is_thought
+        return self._take()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all that comes is answer, but for marks that are tokens, which are still not shown."""
+        return self._part == "answer" and not self._is_trimming and self._marks.are_tokens
+
+    def finish(self, piece: str = "") -> str:
+        """What was held, and `piece`, which comes with no token."""
+        if self._marks.are_tokens:
+            self._show(piece)
+        else:
+            self._source.push(piece)
+            self._source.end()
+            next(self._steps, None)
+        if self._part == "before":  # nothing but whitespace came: there was no block that it could belong to
+            self._shown += self._space
+        return self._take()
+
+    def _push_token(self, token_id: int, piece: str) -> bool:
+        """Whether the token is a mark. Its piece can begin with an unfinished character of the text before."""
+        marks = self._marks
+        if token_id not in {marks.start_id, marks.end_id}:
+            self._show(piece)
+            return False
+        before, _, after = piece.partition(marks.start if token_id == marks.start_id else marks.end)
+        self._show(before)
+        if token_id == marks.start_id:
+            self._open()
+        else:
+            self._close()
+        self._show(after)
+        return True
+
+    def _read(self) -> Steps[None]:
+        """The marks as texts. Where the prompt has opened the block some models do so again."""
+        source, marks = self._source, self._marks
+        self._show((yield from source.space()))
+        if (yield from source.literal(marks.start)):
+            self._open()
+        if self._part == "thoughts" and (yield from source.until(Markers(marks.end), self._show)):
+            self._close()
+        yield from source.rest(self._show)
+
+    def _open(self) -> None:
+        if self._part == "before":
+            self._part = "thoughts"
+            self._space = []
+
+    def _close(self) -> None:
+        if self._part == "thoughts":
+            self._part = "answer"
+            self._is_trimming = True
+            self._space = []
+
+    def _show(self, text: str) -> None:
+        if self._part == "thoughts":
+            self._think(text)
+        elif self._part == "before":
+            self._space.append(text)
+            if text.strip(_SPACE):
+                self._part, self._is_trimming = "answer", False
+                self._shown += self._space
+        else:
+            text = text.lstrip(_SPACE) if self._is_trimming else text
+            self._is_trimming = self._is_trimming and not text
+            self._shown.append(text)
+
+    def _think(self, text: str) -> None:
+        text = text.lstrip(_SPACE) if self._is_trimming else text
+        body = text.rstrip(_SPACE)
+        if body:
+            self.reasoning += "".join([*self._space, body])
+            self._is_trimming = False
+            self._space = []
+        self._space.append(text[len(body) :])
+
+    def _take(self) -> str:
+        shown, self._shown = self._shown, []
+        return "".join(shown)

@@ -1,8 +1,7 @@
 """Text that arrives in pieces, for parsers that are written as if it were all there.
 
 A parser is a generator: it is suspended where the text runs out and goes on when more has come. Promises: what a parser
-reads does not depend on how the text was cut, as long as it asks only what is here; time is linear in the text. Must
-not know: what the text means.
+reads does not depend on how the text was cut, as long as it asks only what is here; time is linear in the text.
 """
 
 from __future__ import annotations

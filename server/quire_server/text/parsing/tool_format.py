@@ -2,7 +2,7 @@
 
 Promises: calls are written as `begin`, calls with `separator` between them, `end`; a call as `before_name`, its name as
 JSON (or bare, if `bare_name`), `between_name_and_arguments`, its arguments as JSON, `after_call`. A grammar forces that
-and the reader reads it back. Must not know: any particular format, tokens.
+and the reader reads it back.
 """
 
 from __future__ import annotations

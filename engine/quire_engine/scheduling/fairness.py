@@ -1,0 +1,194 @@
+"""Fairness among tenants and between classes: what each has been given, and who is asked first for that."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Values
+from heapq import heapify, heappop, heappush
+from itertools import takewhile
+
+from quire_engine.scheduling.account import Account
+from quire_engine.scheduling.sequence import Group
+from quire_engine.scheduling.step_plan import StepPlan
+from quire_engine.types import GenerationRequest, TenantStats
+
+
+class Accounts:
+    """Of every tenant that a request has named; where fair queueing needs them, of those without a name too.
+
+    The counters are those of the Virtual Token Counter (Sheng et al., OSDI 2024): a prompt token counts 1, one of
+    output 2, both divided by the tenant's weight. Prompts are charged as they are computed, without what the prefix
+    cache had, or tenants with hot prefixes would pay for work that nobody did; output is charged as it comes. Each
+    token is charged once, whatever is preempted and computed again; who returns from idleness begins no further back
+    than those who waited.
+    """
+
+    def __init__(self, *, of_everyone: bool) -> None:
+        self._of_everyone = of_everyone
+        self._by_tenant: dict[str, Account] = {}
+        self._last_to_enter: Account | None = None
+
+    def open(self, request: GenerationRequest, waiting: Iterable[Group]) -> Account | None:
+        """The account that a request which begins to wait beside those `waiting` is charged to; None: nobody counts."""
+        if not (self._of_everyone or request.tenant):
+            return None
+        account = self._by_tenant.get(request.tenant)
+        if account is None:
+            account = self._by_tenant[request.tenant] = Account(tenant=request.tenant)
+        account.update(weight=request.weight, max_running=request.max_running)
+        others = {group.account for group in waiting if group.account is not None}
+        if others:
+            if account not in others:
+                account.lift(min(other.virtual for other in others))
+        elif self._last_to_enter is not None:
+            account.lift(self._last_to_enter.virtual)
+        return account
+
+    def enter(self, group: Group, num_cached_tokens: int) -> None:
+        """A group enters with so much of its prompt cached. What was begun before has been charged before."""
+        if group.account is None:
+            return
+        self._last_to_enter = group.account
+        if group.first_scheduled is None:
+            is_resumed = bool(group.request.resumed_token_ids)
+            group.note_charged(
+                group.num_prompt_tokens if is_resumed else min(num_cached_tokens, group.num_prompt_tokens)
+            )
+            group.account.begin(group.num_uncharged)
+
+    def charge(self, plan: StepPlan) -> None:
+        """A step computes so much of prompts, some of it perhaps not for the first time."""
+        if not self._by_tenant:
+            return
+        for sequence, num_tokens in plan.slices.items():
+            group = sequence.group
+            if group.account is None or not group.num_uncharged:
+                continue
+            charged = group.num_prompt_tokens - group.num_uncharged
+            end = min(sequence.num_computed + num_tokens, group.num_prompt_tokens)
+            if end > charged:
+                group.account.charge_prompt(end - charged)
+                group.note_charged(end)
+
+    def has_seats(self, group: Group, running: Iterable[Group]) -> bool:
+        """Whether the group's sequences may run, too, by the quota of its tenant; a group alone always may."""
+        account = group.account
+        if account is None or not account.max_running:
+            return True
+        own = sum(len(other.sequences) for other in running if other.account is account)
+        return own == 0 or own + len(group.sequences) <= account.max_running
+
+    def stats(self, running: Iterable[Group], waiting: Iterable[Group]) -> tuple[TenantStats, ...]:
+        """Of each tenant, in the order in which they first came."""
+        if not self._by_tenant:
+            return ()
+        runs, waits = _sequences(running), _sequences(waiting)
+        return tuple(
+            TenantStats(
+                tenant=account.tenant,
+                running=runs.get(account.tenant, 0),
+                waiting=waits.get(account.tenant, 0),
+                total_prompt_tokens=account.prompt_tokens,
+                total_output_tokens=account.output_tokens,
+                total_service=float(account.service),
+            )
+            for account in self._by_tenant.values()
+        )
+
+
+def _sequences(groups: Iterable[Group]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for group in groups:
+        if group.account is not None:
+            tenant = group.account.tenant
+            counts[tenant] = counts.get(tenant, 0) + len(group.sequences)
+    return counts
+
+
+class FairQueue:
+    """Weighted fair queueing: the tenant with the least virtual counter, its requests as they stand.
+
+    Of equals goes first who has got less in all. Of two tenants that both wait all the time, neither gets ahead of the
+    other by more than 2 max(p, 2 M) of service over weight: p the longest prompt, M the tokens that the pool holds
+    (Sheng et al., OSDI 2024, theorem 4.4).
+
+    What has entered counts at once, so the order of the rest of a step follows from who has entered in it.
+    """
+
+    def arrange(self, waiting: list[Group], num_cached_tokens: Callable[[Group], int]) -> Iterable[Group]:  # noqa: ARG002
+        queues: dict[Account, deque[Group]] = {}
+        for group in waiting:
+            if group.account is not None:  # each has one under this policy
+                queues.setdefault(group.account, deque()).append(group)
+        if len(queues) == 1:
+            return list(waiting)  # a copy: whoever enters leaves the queue
+        return self._by_turns(queues)
+
+    def _by_turns(self, queues: dict[Account, deque[Group]]) -> Iterator[Group]:
+        heap = [(*_key(account, queue[0]), account) for account, queue in queues.items()]
+        heapify(heap)
+        while heap:
+            account = heappop(heap)[-1]
+            queue = queues[account]
+            yield queue.popleft()
+            if queue:
+                heappush(heap, (*_key(account, queue[0]), account))
+
+
+def _key(account: Account, head: Group) -> tuple[float, float, int]:
+    """The head's arrival makes every key another one, so that accounts themselves are never compared."""
+    return account.promised, account.service / account.weight, head.arrival
+
+
+WINDOW_STEPS = 128  # over about so many the share is kept
+MAX_CLASS_PREEMPTIONS = 4  # of one group in its life: from then on it keeps its place until it ends
+
+
+class ClassShares:
+    """Two classes of requests: interactive ones go first, batch work gets what is left and never less than its share.
+
+    Queues come in the order of `ByClass`, batch last. Nothing is done where there is no batch work; a batch group is
+    preempted for interactive ones only while batch has its share, and a bounded number of times.
+    """
+
+    def __init__(self, min_share: float) -> None:
+        self.is_due = False  # batch work has had less than its share
+        self._min_share = min_share
+        self._all = 0.0  # useful tokens of the last steps, older ones count less
+        self._batch = 0.0
+
+    def parts(self, waiting: list[Group]) -> list[list[Group]]:
+        """The queue by class, in the order in which classes are asked."""
+        if not waiting or not waiting[-1].is_batch:
+            return [waiting]
+        middle = bisect_left(waiting, True, key=lambda group: group.is_batch)
+        interactive, batch = waiting[:middle], waiting[middle:]
+        return [batch, interactive] if self.is_due else [interactive, batch]
+
+    def victims(self, group: Group, running: Values[Group], elder: Group | None) -> list[Group]:
+        """The batch groups that may make room for a waiting group, the last that is served first; none for batch."""
+        if self.is_due or group.is_batch:
+            return []
+        batch = takewhile(lambda other: other.is_batch, reversed(running))
+        return [other for other in batch if other is not elder and other.num_class_preemptions < MAX_CLASS_PREEMPTIONS]
+
+    def note(self, plan: StepPlan, running: list[Group], waiting: list[Group]) -> None:
+        """Count what a step gives to whom. Tokens that are computed again are no use to anyone."""
+        if not any(queue and queue[-1].is_batch for queue in (running, waiting)):
+            self._all = self._batch = 0.0
+            self.is_due = False
+            return
+        batch = total = 0
+        for sequence, num_tokens in plan.slices.items():
+            group = sequence.group
+            start = sequence.num_computed
+            useful = max(start + num_tokens - max(start, group.num_computed_before), 0)
+            total += useful
+            if group.is_batch:
+                batch += useful
+        keep = 1 - 1 / WINDOW_STEPS
+        self._all = self._all * keep + total
+        self._batch = self._batch * keep + batch
+        self.is_due = self._batch < self._min_share * self._all

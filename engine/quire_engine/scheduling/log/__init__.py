@@ -1,0 +1,1 @@
+"""What the scheduler remembers of its steps and requests: it watches and decides nothing."""

@@ -1,0 +1,311 @@
+"""Answers questions about this moment: who runs or waits and why, which blocks hold what, what the last steps did.
+
+An answer changes nothing, is made of plain values that JSON has, and is bounded. It is asked for between steps, so that
+it never sees half of one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from quire_engine.errors import Unanswerable
+from quire_engine.invariants import InvariantViolation
+from quire_engine.limits import SchedulerConfig
+from quire_engine.scheduling.kv_allocator import KVAllocator
+from quire_engine.scheduling.log.step_log import Event, Step, StepLog
+from quire_engine.scheduling.log.step_records import FORMAT, RequestEvent, StepRecord
+from quire_engine.scheduling.log.why_slow import explanation, summary
+from quire_engine.scheduling.planner import Planner
+from quire_engine.scheduling.roster import Roster
+from quire_engine.scheduling.sequence import Sequence
+from quire_engine.types import WAIT_REASONS, EngineStats, WaitReason
+
+MOST_STEPS = 256  # in one answer: it is made between two steps, for which every stream waits
+MOST_REQUESTS = 512  # in one answer
+MOST_EXPLAINED = 16  # in one answer: each looks at every step
+RECENT = 32  # of those that have ended, beside the live ones
+Arguments = Mapping[str, Any]
+
+
+class Inspection:
+    """What `answer` can be asked is in the table below; every question is a method."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVAllocator,
+        roster: Roster,
+        log: StepLog | None,
+        num_restored: int,
+        *,
+        check: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._kv = kv
+        self._roster = roster
+        self._log = log
+        self._num_restored = num_restored  # host blocks with contents of an earlier run
+        self._check = check
+
+    def answer(self, what: str, arguments: Arguments) -> object:
+        """The answer to one question. Raises Unanswerable."""
+        ask = _QUESTIONS.get(what)
+        if ask is None:
+            raise Unanswerable(f"there is no question {what!r}; there are {', '.join(sorted(_QUESTIONS))}")
+        return ask(self, arguments)
+
+    def steps(self, arguments: Arguments) -> object:
+        """Steps after `after`, the earliest first, at most `limit` of them; with `events` what a replay needs too."""
+        log = self._required()
+        after, limit = int(arguments.get("after", 0)), min(int(arguments.get("limit", 100)), MOST_STEPS)
+        first = log.steps[0].step_id if log.steps else 0
+        begin = max(after + 1, first)
+        # Every step from the first on is there: they have indices.
+        chosen = [log.steps[i] for i in range(begin - first, min(begin - first + limit, len(log.steps)))]
+        answer: dict[str, object] = {
+            "steps": [self._record(log, step) for step in chosen],
+            "first": first,
+            "last": log.steps[-1].step_id if log.steps else 0,
+        }
+        if arguments.get("events"):
+            last = chosen[-1].step_id if chosen else 0
+            answer["events"] = [self._event(e) for e in log.events if begin - 1 <= e.after_step <= last]
+            answer |= {"config": asdict(self._config), "format": FORMAT, "restored_blocks": self._num_restored}
+        return answer
+
+    def requests(self, arguments: Arguments) -> object:
+        """Every live request in the order of arrival, then those that have ended last."""
+        del arguments
+        log = self._required()
+        step = log.steps[-1].step_id if log.steps else 0
+        live = list(log.live.values())[:MOST_REQUESTS]
+        ended = [life for life, _ in zip(log.finished(), range(RECENT), strict=False)]
+        return {
+            "num_live": len(log.live),
+            "live": [summary(life, step, log.now) for life in live],
+            "ended": [summary(life, step, log.now) for life in ended],
+            "step": step,
+        }
+
+    def request(self, arguments: Arguments) -> object:
+        """All that is known of requests: why they take, or took, so long."""
+        log = self._required()
+        lives = [life for each in arguments["ids"][:MOST_EXPLAINED] if (life := log.life(str(each))) is not None]
+        if not lives:
+            raise Unanswerable("there is no such request, or it ended too long ago")
+        step = log.steps[-1].step_id if log.steps else 0
+        return {"requests": [explanation(life, step, log.now, log.steps) for life in lives], "step": step}
+
+    def kv(self, arguments: Arguments) -> object:
+        """The pool: who holds how much, what is shared, what can be matched, and what lies idle inside of blocks."""
+        del arguments
+        kv = self._kv
+        held = self._held()
+        used, size = kv.num_blocks - kv.num_available, kv.block_size
+        unused = num_unused_slots([s for group in self._roster.running for s in group.sequences], size)
+        shared = sum(1 for holders in held.values() if holders > 1)
+        return {
+            "block_size": size,
+            "blocks": {
+                "total": kv.num_blocks,
+                "used": used,
+                "cached": kv.num_cached,
+                "free": kv.num_available - kv.num_cached,
+            },
+            "sharing": {
+                "shared": shared,
+                "unshared": len(held) - shared,
+                "saved": sum(held.values()) - len(held),
+            },
+            "evictions": kv.total_evictions,
+            "fragmentation": {
+                "slots": used * size,
+                "slack": unused,
+                "slack_ratio": unused / (used * size) if used else 0.0,
+                "largest_free_run": _longest_run(set(range(kv.num_blocks)) - held.keys()),
+                "note": "A sequence's blocks need not be neighbours: any free block serves, so the largest run of free"
+                " ones limits nothing. What paging can waste is the slack: at most one block less a token for each"
+                " sequence.",
+            },
+            "tables": [
+                {"request_id": s.group.request.request_id, "choice": s.choice, "blocks": len(s.table)}
+                for s in list(self._roster.sequences.values())[:MOST_REQUESTS]
+                if len(s.table)
+            ],
+        }
+
+    def table(self, arguments: Arguments) -> object:
+        """Where the tokens of live requests lie; with `pos` the block of one position."""
+        sequences = [
+            sequence
+            for request_id in arguments["ids"][:MOST_REQUESTS]
+            if (group := self._roster.live.get(str(request_id))) is not None
+            for sequence in group.sequences
+        ]
+        if not sequences:
+            raise Unanswerable("no live request has this id: what has ended holds no blocks")
+        pos = arguments.get("pos")
+        return {"block_size": self._kv.block_size, "sequences": [_table(each, pos) for each in sequences]}
+
+    def audit(self, arguments: Arguments) -> object:
+        """Count everything anew: references against tables, lists against counts, queues against states."""
+        del arguments
+        counted = {
+            "blocks": self._kv.num_blocks,
+            "references": sum(self._held().values()),
+            "sequences": len(self._roster.sequences),
+            "requests": len(self._roster.live),
+        }
+        try:
+            self._check()
+        except InvariantViolation as violation:
+            return {"clean": False, "disagreement": str(violation), "counted": counted}
+        return {"clean": True, "disagreement": None, "counted": counted}
+
+    def _required(self) -> StepLog:
+        if self._log is None:
+            raise Unanswerable("nothing is remembered of steps and requests: the server runs with --step-log 0")
+        self._log.settle()
+        return self._log
+
+    def _held(self) -> Counter[int]:
+        """How many tables hold each block that is in any."""
+        return Counter(block for s in self._roster.sequences.values() for block in s.table.block_ids)
+
+    def _record(self, log: StepLog, step: Step) -> StepRecord:
+        return StepRecord(
+            step_id=step.step_id,
+            ordinal=step.ordinal,
+            planned_at=step.planned_at,
+            applied_at=step.applied_at,
+            applied_ordinal=step.applied_ordinal,
+            seconds=step.seconds,
+            slices=tuple(_slices(log, step)),
+            prefill_tokens=step.num_tokens - step.num_decodes,
+            decode_tokens=step.num_decodes,
+            copies=step.copies,
+            swaps=step.swaps,
+            decisions=tuple(step.decisions),
+            running=step.running,
+            waiting=step.waiting,
+            blocks_used=step.blocks_used,
+            ends=tuple(step.ends),
+            forced=tuple(step.forced),
+            starved=tuple(step.starved),
+            failed=tuple(step.failed),
+            beams=tuple(step.beams),
+        )
+
+    def _event(self, event: Event) -> RequestEvent:
+        return RequestEvent(
+            kind=event.kind,
+            ordinal=event.ordinal,
+            after_step=event.after_step,
+            at=event.at,
+            request_id=event.request_id,
+            choice=event.choice,
+            request=event.asked,
+            num_tokens=event.num_tokens,
+            shared=event.shared,
+            complete_from=event.complete_from,
+        )
+
+
+_QUESTIONS: dict[str, Callable[[Inspection, Arguments], object]] = {
+    "steps": Inspection.steps,
+    "requests": Inspection.requests,
+    "request": Inspection.request,
+    "kv": Inspection.kv,
+    "table": Inspection.table,
+    "audit": Inspection.audit,
+}
+
+
+def _slices(log: StepLog, step: Step) -> Iterator[tuple[str, int, int, int]]:
+    sizes = step.sizes or (1,) * len(step.ids)
+    for sequence_id, start, size in zip(step.ids, step.starts, sizes, strict=True):
+        yield (*log.name(sequence_id), start, size)
+
+
+def _table(sequence: Sequence, pos: object) -> dict[str, object]:
+    table = sequence.table
+    answer: dict[str, object] = {
+        "request_id": sequence.group.request.request_id,
+        "choice": sequence.choice,
+        "num_tokens": len(sequence.token_ids),
+        "num_computed": sequence.num_computed,
+        "num_blocks": len(table),
+        "slack": table.num_slots - sequence.num_computed,
+    }
+    if pos is None:
+        answer["blocks"] = table.block_ids
+        return answer
+    position = int(str(pos))
+    if not 0 <= position < table.num_slots:
+        raise Unanswerable(f"position {position} has no block: there are {len(table)}, for {table.num_slots} positions")
+    index, offset = table.position_to_block(position)
+    answer |= {"position": position, "block_index": index, "offset": offset, "block": table.block_ids[index]}
+    return answer
+
+
+def _longest_run(blocks: set[int]) -> int:
+    """How many neighbours there are at most."""
+    longest = run = 0
+    before = -2
+    for block in sorted(blocks):
+        run = run + 1 if block == before + 1 else 1
+        longest, before = max(longest, run), block
+    return longest
+
+
+def engine_stats(kv: KVAllocator, roster: Roster, planner: Planner) -> EngineStats:
+    """What operators count: gauges of this moment, and counters since the start.
+
+    The tokens of the last step are the caller's. Nothing here takes time in proportion to the pool.
+    """
+    waiting: dict[WaitReason, int] = dict.fromkeys(WAIT_REASONS, 0)
+    for group in roster.waiting:
+        waiting[group.wait_reason] += len(group.sequences)
+    admission = planner.admission
+    used = kv.num_blocks - kv.num_available
+    return EngineStats(
+        running=roster.num_running,
+        waiting=waiting,
+        held=sum(len(group.sequences) for group in roster.held.values()),
+        blocks_total=kv.num_blocks,
+        blocks_used=used,
+        blocks_cached=kv.num_cached,
+        blocks_free=kv.num_available - kv.num_cached,
+        blocks_shared=kv.num_shared,
+        blocks_unshared=used - kv.num_shared,
+        blocks_saved=kv.num_saved,
+        slots_allocated=used * kv.block_size,
+        slots_unused=num_unused_slots([s for group in roster.running for s in group.sequences], kv.block_size),
+        total_preemptions=roster.total_preemptions,
+        total_preemptions_by_mode={"recompute": roster.total_preemptions, "swap": 0},
+        total_prefix_query_tokens=admission.total_query_tokens,
+        total_prefix_hit_tokens=admission.total_hit_tokens,
+        total_kv_evictions=kv.total_evictions,
+        total_blocks_taken=kv.total_taken,
+        kv_waiting_since=admission.kv_waiting_since,
+        total_kv_wait_seconds=admission.total_kv_wait_seconds,
+        tenants=planner.accounts.stats(roster.running, roster.waiting),
+        total_prefill_tokens_saved=admission.total_saved_tokens,
+    )
+
+
+def num_unused_slots(sequences: Iterable[Sequence], block_size: int) -> int:
+    """Token slots in the sequences' blocks that hold no token; a shared block counts once."""
+    unused, shared = 0, set[int]()
+    for sequence in sequences:
+        spare = sequence.table.num_slots - sequence.num_computed
+        if sequence.shares_tail and spare:
+            tail = sequence.table.block_ids[sequence.num_computed // block_size]
+            if tail in shared:
+                spare -= block_size - sequence.num_computed % block_size
+            shared.add(tail)
+        unused += spare
+    return unused

@@ -1,0 +1,420 @@
+"""The last steps with the reason of every decision, and the lives of the requests in them.
+
+To note costs a step little, whoever reads pays for the rest; nothing is decided here, so plans do not depend on it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Values
+from typing import Literal
+
+from quire_engine.batch import PENDING, Batch, ScheduledSequence, StepResult
+from quire_engine.limits import SchedulerLimits
+from quire_engine.scheduling.log.request_life import PreemptionMode, RequestLife
+from quire_engine.scheduling.log.step_records import NOTHING, Contents, EventKind, FailedPart
+from quire_engine.scheduling.roster import Roster
+from quire_engine.scheduling.sequence import Group, Sequence
+from quire_engine.scheduling.step_plan import Decision, StepPlan
+from quire_engine.types import FinishReason, TokenOutput
+
+MOST_FINISHED = 1024  # lives kept of requests that have ended
+_NO_ITEMS: tuple[ScheduledSequence, ...] = ()
+
+
+class StepLog:
+    """The ring of steps, the events between them, and the lives of live and of recently finished requests.
+
+    Noted by the scheduler with every call that changes it; read between steps.
+    """
+
+    def __init__(self, limits: SchedulerLimits, roster: Roster) -> None:
+        self.steps: deque[Step] = deque(maxlen=limits.step_log)
+        self.events: deque[Event] = deque(maxlen=4 * limits.step_log)
+        self.live: dict[str, RequestLife] = {}
+        # Results that were taken in, for `settle`, since tokens do not wait for the log: step, outputs, how many
+        # sequences were unfinished then, what was computed, (seconds, time).
+        self.results: list[tuple[int, Values[TokenOutput], int, StepResult, tuple[float, float]]] = []
+        self.now = 0.0  # of the latest call that knew it
+        self._roster = roster
+        self._contents = Contents.beside(limits.step_log if limits.enable_prefix_caching else 0)
+        self._finished: dict[str, RequestLife] = {}  # the longest ended first
+        self._ordinal = 0
+        self._last_step = 0  # planned
+        self._open: dict[int, Step] = {}  # planned and not applied
+        self._life_of: dict[int, RequestLife] = {}  # by sequence, of live requests
+        self._names: dict[int, tuple[str, int]] = {}  # request and choice by sequence, as long as a step names it
+        self._leaving: deque[tuple[int, list[int]]] = deque()  # (last step, sequences) of requests that have ended
+        self._unplaced: list[RequestLife] = []  # added or preempted since the last plan: why they wait is not known yet
+        self._num_computing_prompts = 0
+        self._num_unfinished = 0  # choices
+        self._num_reading_output = 0  # requests, whose steps may bring several tokens
+
+    def life(self, request_id: str) -> RequestLife | None:
+        """Of a live request, or of one that ended not long ago."""
+        return self.live.get(request_id) or self._finished.get(request_id)
+
+    def finished(self) -> Iterator[RequestLife]:
+        """Those that are still known, the last first."""
+        return reversed(self._finished.values())
+
+    def name(self, sequence_id: int) -> tuple[str, int]:
+        """(request_id, choice) of a sequence in one of the steps."""
+        return self._names[sequence_id]
+
+    def added(self, group: Group, now: float) -> None:
+        """A request was accepted."""
+        self.settle()
+        self.now = now
+        request = group.request
+        arrived = request.arrival_time if 0.0 < request.arrival_time <= now else now
+        life = RequestLife(
+            request_id=request.request_id,
+            arrived_at=arrived,
+            added_step=self._last_step,
+            num_prompt_tokens=group.num_prompt_tokens,
+            max_new_tokens=group.max_new_tokens,
+            num_choices=request.n,
+            num_resumed_tokens=sum(map(len, request.resumed_token_ids)),
+            wait_bound=group.wait_bound,
+            group=group,
+        )
+        for sequence in group.sequences:
+            self._know(sequence, life)
+        life.wait("", self._last_step + 1, now)
+        self._finished.pop(request.request_id, None)
+        self.live[request.request_id] = life
+        self._num_reading_output += group.reads_output
+        self._unplaced.append(life)
+        event = self._note_event("submit", request.request_id, asked=asked_of(group))
+        event.num_tokens, life.told_at = life.num_prompt_tokens, event.ordinal
+        event.asked["cache_salt"] = self._contents.name_of(request.cache_salt)
+        if self._contents.compares:
+            event.shared = self._contents.tell(event.ordinal, request.cache_salt, request.prompt_token_ids)
+            event.complete_from = self._contents.complete_from
+
+    def pruned(self, sequence: Sequence) -> None:
+        """A beam is not continued: its sequence is about to be given another one."""
+        self._tell_output(self.live[sequence.group.request.request_id], sequence)
+
+    def searched(self, group: Group, step_id: int, parents: tuple[int, ...]) -> None:
+        """All beams of a group have come a token further: which one each sequence continues."""
+        self._open[step_id].beams.append((group.request.request_id, parents))
+
+    def planned(self, step_id: int, plan: StepPlan, batch: Batch | None, blocks_used: int, now: float) -> None:
+        """A plan was made, `settle` was called before; with no batch nothing is computed."""
+        self.now, self._last_step = now, step_id
+        step = Step(step_id, self._next_ordinal(), batch, plan.decisions, now)
+        roster = self._roster
+        step.running, step.waiting, step.blocks_used = roster.num_running, len(roster.waiting), blocks_used
+        for decision in plan.decisions:
+            self._note_decision(decision, step_id, now)
+        if self._unplaced:
+            self._place(step, now)
+        if batch is not None:
+            self._open[step_id] = step
+            if self._num_computing_prompts:
+                self._note_chunks(step, batch)
+        self.steps.append(step)
+        oldest = self.steps[0].step_id
+        while self._leaving and self._leaving[0][0] < oldest:
+            for sequence_id in self._leaving.popleft()[1]:
+                self._names.pop(sequence_id, None)
+        while self.events and self.events[0].after_step < oldest - 1:
+            self.events.popleft()
+
+    def settle(self) -> None:
+        """Note the results that have come, before anything else changes: their tokens are on their way by now."""
+        ended: dict[str, int] = {}  # by request: the step in which its last choice did
+        for result in self.results:
+            ended |= self._applied(*result)
+        self.results.clear()
+        for request_id, step_id in ended.items():  # not before: choices of a request may end in two of the results
+            life = self.live[request_id]
+            if life.group is not None and life.group.state == "finished":
+                self._finish(life, step_id)
+
+    def _applied(
+        self,
+        step_id: int,
+        outputs: Values[TokenOutput],
+        num_unfinished: int,
+        result: StepResult,
+        times: tuple[float, float],
+    ) -> dict[str, int]:
+        """A step's result; the requests of which choices ended in it."""
+        step = self._open.pop(step_id)
+        step.seconds, self.now = times
+        step.applied_at, step.applied_ordinal, now = self.now, self._next_ordinal(), self.now
+        for life, run in step.turning:
+            group = life.group
+            if group is not None and group.num_preemptions == run and group.first_token is not None:
+                self._num_computing_prompts -= life.is_computing_prompt
+                life.go_on(step_id, now)
+        if step.turning:
+            step.turning = []
+        if result.errors or result.starved:
+            self._note_failures(step, result)
+        # In most steps nobody ends and everyone gets one token: then there is nothing to look for.
+        if self._num_unfinished != num_unfinished or self._num_reading_output:
+            self._note_outputs(step, outputs, result)
+        return {request_id: step_id for request_id, *_ in step.ends}
+
+    def starved(self, group: Group, step_id: int) -> None:
+        """The device had no memory for it: it was preempted behind the plan's back."""
+        self.settle()
+        self._open[step_id].starved.append(group.request.request_id)
+        self._preempted(self.live[group.request.request_id], "device", step_id + 1, self.now)
+
+    def ends(self, request_id: str, kind: Literal["abort", "fail", "expire"], now: float | None = None) -> None:
+        """A live request is about to end, and no step has made it."""
+        self.settle()
+        self.now = self.now if now is None else now
+        self._note_event(kind, request_id)
+        finish: FinishReason = "abort" if kind == "abort" else "error"
+        life = self.live[request_id]
+        for choice in list(life.sequences):
+            self._end(life, choice, finish)
+        self._finish(life, self._last_step)
+
+    def reset(self) -> None:
+        """What is computed by now is matched no more."""
+        self.settle()
+        self._note_event("reset", "")
+
+    def held(self, request_id: str) -> None:
+        """A live request is about to be set aside."""
+        self.settle()
+        self._note_event("hold", request_id)
+        life = self.live[request_id]
+        self._num_computing_prompts -= life.is_computing_prompt
+        life.hold(self._last_step, self.now)
+
+    def released(self, group: Group) -> None:
+        """A request that was held waits again."""
+        self.settle()
+        life = self.live[group.request.request_id]
+        self._note_event("release", life.request_id)
+        life.release(self._last_step, self.now, wait_bound=group.wait_bound)
+        self._unplaced.append(life)
+
+    def _note_decision(self, decision: Decision, step_id: int, now: float) -> None:
+        life = self.live[decision.request_id]
+        if decision.kind == "enters":
+            life.enter(decision.num_tokens, step_id, now)
+            self._num_computing_prompts += 1
+        elif decision.kind == "waits":
+            life.wait(decision.reason, step_id, now)
+        elif decision.kind == "preempted":
+            mode: PreemptionMode = "swap" if decision.num_tokens else "recompute"
+            self._preempted(life, decision.reason, step_id, now, mode=mode)
+        elif decision.kind == "elder" and life.elder_step is None:
+            life.elder_step = step_id
+
+    def _know(self, sequence: Sequence, life: RequestLife) -> None:
+        life.sequence_ids.append(sequence.sequence_id)
+        life.sequences[sequence.choice] = sequence
+        self._life_of[sequence.sequence_id] = life
+        self._names[sequence.sequence_id] = life.request_id, sequence.choice
+        self._num_unfinished += 1
+
+    def _note_failures(self, step: Step, result: StepResult) -> None:
+        """Slices that could not be computed, of whomever: who is passed over is so in a replay, too."""
+        parts: tuple[tuple[Iterable[int], FailedPart], ...] = ((result.errors, "slice"), (result.starved, "memory"))
+        for sequence_ids, part in parts:
+            step.failed += [(*self._names[sequence_id], part) for sequence_id in sequence_ids]
+
+    def _note_outputs(self, step: Step, outputs: Values[TokenOutput], result: StepResult) -> None:
+        if any(output.finish == "error" for output in outputs):
+            wrong = [sequence_id for sequence_id, samples in result.samples.items() if samples[-1].error is not None]
+            step.failed += [(*self._names[sequence_id], "sample") for sequence_id in wrong]
+        for output in outputs:
+            life = self.live[output.request_id]
+            is_search = life.group is not None and life.group.beams is not None  # tells all its tokens at its end
+            if output.finish is not None:
+                said = self._end(life, output.choice, output.finish, len(output.token_ids) if is_search else None)
+                step.ends.append((output.request_id, output.choice, output.finish, said))
+            if len(output.token_ids) > 1 and not is_search:
+                step.forced.append((output.request_id, output.choice, len(output.token_ids)))
+
+    def _preempted(
+        self, life: RequestLife, cause: str, step_id: int, now: float, *, mode: PreemptionMode = "recompute"
+    ) -> None:
+        self._num_computing_prompts -= life.is_computing_prompt
+        life.preempt(cause, step_id, now, mode=mode)
+        self._unplaced.append(life)
+
+    def _place(self, step: Step, now: float) -> None:
+        """Only changes of a reason are decisions: those who are new in the queue may have theirs from before."""
+        for life in self._unplaced:
+            group = life.group
+            if group is None or group.state in ("running", "held"):
+                continue
+            if not life.reason:
+                name, reason = life.request_id, group.wait_reason
+                step.decisions = [*step.decisions, Decision(kind="waits", request_id=name, reason=reason)]
+            life.wait(group.wait_reason, step.step_id, now)
+        self._unplaced.clear()
+
+    def _note_chunks(self, step: Step, batch: Batch) -> None:
+        for item in batch.items:
+            life = self._life_of[item.sequence_id]
+            # What a step in flight is about to sample is computed: that is a decode planned ahead.
+            if life.is_computing_prompt and item.token_ids[-1] != PENDING:
+                life.note_chunk(step.step_id, item.start, item.num_tokens)
+                if item.wants_sample or (life.max_new_tokens == 0 and item.end == item.num_prompt_tokens):
+                    step.turning.append((life, item.run))
+
+    def _end(self, life: RequestLife, choice: int, finish: FinishReason, said: int | None = None) -> int:
+        """A choice ends; how many tokens it has said, if not all that its sequence knows."""
+        self._num_unfinished -= 1
+        sequence = life.sequences[choice]
+        self._tell_output(life, sequence)
+        said = num_known_tokens(sequence) - life.num_prompt_tokens if said is None else said
+        life.end(choice, finish, said)
+        return said
+
+    def _tell_output(self, life: RequestLife, sequence: Sequence) -> None:
+        """What a choice has said, or what a beam has that is given up."""
+        if not self._contents.compares:
+            return
+        num_known = num_known_tokens(sequence)
+        event = self._note_event("end", life.request_id, choice=sequence.choice)
+        event.num_tokens = num_known
+        if num_known > life.num_prompt_tokens:
+            salt = sequence.group.request.cache_salt
+            known = sequence.token_ids[:num_known]
+            event.shared = self._contents.extend(event.ordinal, life.told_at, salt, known, life.num_prompt_tokens)
+            event.complete_from = self._contents.complete_from
+
+    def _finish(self, life: RequestLife, step_id: int) -> None:
+        """The request goes to those that have ended."""
+        self._num_computing_prompts -= life.is_computing_prompt
+        self._num_reading_output -= life.group is not None and life.group.reads_output
+        for sequence in life.sequences.values():  # beams beyond the choices
+            self._tell_output(life, sequence)
+        self._num_unfinished -= len(life.sequences)
+        life.finish(step_id, self.now)
+        del self.live[life.request_id]
+        for sequence_id in life.sequence_ids:
+            del self._life_of[sequence_id]
+        self._leaving.append((self._last_step, life.sequence_ids))  # a step planned ahead may have them, too
+        self._finished[life.request_id] = life
+        if len(self._finished) > MOST_FINISHED:
+            del self._finished[next(iter(self._finished))]
+
+    def _note_event(
+        self, kind: EventKind, request_id: str, *, choice: int = 0, asked: dict[str, object] | None = None
+    ) -> Event:
+        ordinal = self._next_ordinal()
+        event = Event(
+            kind, request_id, ordinal=ordinal, after_step=self._last_step, at=self.now, choice=choice, asked=asked
+        )
+        self.events.append(event)
+        return event
+
+    def _next_ordinal(self) -> int:
+        self._ordinal += 1
+        return self._ordinal
+
+
+class Step:
+    """One step as it is kept: flat numbers, since thousands of steps with hundreds of sequences each are.
+
+    With n slices it takes 16 bytes for each in most steps; no token is kept here.
+    """
+
+    __slots__ = (
+        *("step_id", "ordinal", "planned_at", "applied_at", "applied_ordinal", "seconds"),
+        *("ids", "starts", "sizes", "num_tokens", "num_decodes", "copies", "swaps", "decisions"),
+        *("running", "waiting", "blocks_used", "ends", "forced", "starved", "failed", "beams", "turning"),
+    )
+
+    def __init__(self, step_id: int, ordinal: int, batch: Batch | None, decisions: list[Decision], now: float) -> None:
+        items = batch.items if batch is not None else _NO_ITEMS
+        self.step_id = step_id
+        self.ordinal = ordinal
+        self.planned_at = now
+        self.applied_at: float | None = None
+        self.applied_ordinal: int | None = None
+        self.seconds = 0.0
+        self.ids = array("q", [item.sequence_id for item in items])
+        self.starts = array("q", [item.start for item in items])
+        self.num_tokens = batch.num_tokens if batch is not None else 0
+        self.num_decodes = batch.num_decodes if batch is not None else 0
+        # None: one token each, as in most steps.
+        self.sizes = array("q", [item.num_tokens for item in items]) if self.num_tokens != len(items) else None
+        self.copies = batch.copies if batch is not None else ()
+        self.swaps = (len(batch.swap_out), len(batch.swap_in)) if batch is not None else (0, 0)
+        self.decisions = decisions
+        self.running = self.waiting = self.blocks_used = 0
+        self.ends: list[tuple[str, int, FinishReason, int]] = []
+        self.forced: list[tuple[str, int, int]] = []
+        self.starved: list[str] = []
+        self.failed: list[tuple[str, int, FailedPart]] = []
+        self.beams: list[tuple[str, tuple[int, ...]]] = []
+        self.turning: list[tuple[RequestLife, int]] = []  # whose prompts are computed with it, and in which run
+
+
+class Event:
+    """What came from outside, or what a choice had said at its end."""
+
+    __slots__ = (
+        *("after_step", "asked", "at", "choice", "complete_from", "kind", "num_tokens", "ordinal"),
+        *("request_id", "shared"),
+    )
+
+    def __init__(
+        self,
+        kind: EventKind,
+        request_id: str,
+        *,
+        ordinal: int,
+        after_step: int,
+        at: float,
+        choice: int = 0,
+        asked: dict[str, object] | None = None,
+    ) -> None:
+        self.kind = kind
+        self.request_id = request_id
+        self.ordinal = ordinal
+        self.after_step = after_step
+        self.at = at
+        self.choice = choice
+        self.asked = asked or {}
+        self.num_tokens = 0
+        self.shared = NOTHING
+        self.complete_from = 0
+
+
+def num_known_tokens(sequence: Sequence) -> int:
+    """Its tokens without those in flight."""
+    num_known = len(sequence.token_ids)
+    while sequence.token_ids[num_known - 1] == PENDING:
+        num_known -= 1
+    return num_known
+
+
+def asked_of(group: Group) -> dict[str, object]:
+    """What plans follow from, of a request; how it samples, and its tokens, are its own affair."""
+    request = group.request
+    return {
+        "num_prompt_tokens": group.num_prompt_tokens,
+        "max_new_tokens": group.max_new_tokens,
+        "n": request.n,
+        "priority": request.priority,
+        "arrival_time": request.arrival_time,
+        "num_resumed_tokens": [len(token_ids) for token_ids in request.resumed_token_ids],
+        "finished_choices": list(request.finished_choices),
+        "reads_cache": group.reads_cache,
+        "reads_output": group.reads_output,
+        "pooling": request.pooling,
+        "tenant": request.tenant,
+        "weight": request.weight,
+        "max_running": request.max_running,
+        "service_class": request.service_class,
+        "deadline": request.deadline,
+        "num_beams": 0 if request.beam is None else request.beam.width,
+    }

@@ -1,1 +1,0 @@
-"""The Messages dialect's half of answering: its content blocks and events, its renderer."""

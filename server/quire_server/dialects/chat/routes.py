@@ -1,0 +1,41 @@
+"""POST /v1/chat/completions, and how many tokens its prompt would have."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from quire_server.answering.answer import answer
+from quire_server.answering.prepare import admit, count_prompt_tokens
+from quire_server.dialects.chat.rendering import ChatRenderer
+from quire_server.dialects.chat.wire import ChatCompletionChunk, ChatCompletionRequest, ChatCompletionResponse
+from quire_server.dialects.common import InputTokens
+from quire_server.http.body import json_body
+from quire_server.http.disconnect import unless_client_gone
+from quire_server.http.openapi import generation_responses
+from quire_server.state import state_of
+
+router = APIRouter(tags=["generation"])
+
+Body = Annotated[ChatCompletionRequest, json_body(ChatCompletionRequest)]
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=None,
+    responses=generation_responses(ChatCompletionResponse, ChatCompletionChunk),
+)
+async def create_chat_completion(body: Body, request: Request) -> Response:
+    admit(state_of(request), body.model)
+    return await answer(request, body.options(), ChatRenderer)
+
+
+@router.post("/v1/chat/completions/input_tokens")
+async def count_input_tokens(body: Body, request: Request) -> InputTokens:
+    """How many tokens the prompt of such a completion would have; nothing is generated."""
+    state = state_of(request)
+    admit(state, body.model)
+    count = await unless_client_gone(request, count_prompt_tokens(state, body.options()))
+    return InputTokens(object="response.input_tokens", input_tokens=count)

@@ -1,0 +1,273 @@
+"""The wire models of POST /v1/chat/completions: the request, the reply and the chunks of a streamed reply.
+
+Messages are text only; who may speak, and in which order, is the chat template's business.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from quire_server.answering.options import Conversation, GenerationOptions, ReasoningOptions, ToolOptions
+from quire_server.dialects.common import (
+    FEW_PARTS,
+    FinishedBecause,
+    LogprobCount,
+    PromptLogprobs,
+    ReplyModel,
+    TokenCount,
+    TokenLogprob,
+    UsageInfo,
+    WireModel,
+    review_extras,
+)
+from quire_server.dialects.options import generation_options, review
+from quire_server.dialects.structure import StructuredFields
+from quire_server.dialects.tools import ToolChoice, ToolDefinition, Tools, tool_options
+from quire_server.errors import BadRequest
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024
+_NEED_CONTENT = frozenset({"system", "developer", "user", "tool"})
+
+
+class TextPart(WireModel):
+    type: Annotated[str, Field(max_length=64)] = Field(description="text; nothing else is supported")
+    text: str | None = None
+
+    @model_validator(mode="after")
+    def _check_text(self) -> TextPart:
+        if self.type != "text":
+            raise BadRequest(
+                f"Content parts of type '{self.type}' are not supported; only 'text' is.",
+                param="messages",
+                code="unsupported_parameter",
+            )
+        if self.text is None:
+            raise ValueError("a text part needs a text")
+        return self
+
+
+class Message(WireModel):
+    role: Annotated[str, Field(pattern=r"^[A-Za-z0-9_. -]{1,64}$")] = Field(
+        description="system, developer, user, assistant, tool, function, or another that the chat template knows"
+    )
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)] | None = Field(
+        None, description="needed from all but an assistant, a function and roles of the template's own"
+    )
+    name: Annotated[str, Field(max_length=256)] | None = None
+    reasoning: str | None = Field(None, description="of an assistant's earlier answer; for templates that use it")
+    reasoning_content: str | None = Field(None, description="the older name of reasoning")
+
+    tool_calls: Annotated[list[dict[str, object]], Field(fail_fast=True, max_length=MAX_PARTS)] | None = Field(
+        None, description="of an assistant's earlier answer; for templates that show them"
+    )
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    function_call: dict[str, object] | None = Field(None, description="the older form of tool_calls")
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Message:
+        if self.content is None and self.role in _NEED_CONTENT:
+            raise ValueError(f"a message of the role '{self.role}' needs a content")
+        if (self.model_extra or {}).get("audio") is not None:
+            raise BadRequest("Messages with 'audio' are not supported.", param="messages", code="unsupported_parameter")
+        return self
+
+    def for_template(self) -> dict[str, object]:
+        """As templates expect a message."""
+        content: object = self.content
+        if isinstance(self.content, list):
+            content = [{"type": "text", "text": part.text} for part in self.content]
+        message: dict[str, object] = {"role": self.role, "content": content}
+        for name in ("name", "tool_calls", "tool_call_id", "function_call"):
+            if value := getattr(self, name):
+                message[name] = value
+        reasoning = self.reasoning if self.reasoning is not None else self.reasoning_content
+        if reasoning is not None:
+            message["reasoning"] = reasoning
+        return message
+
+
+class ChatCompletionRequest(StructuredFields):
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), FEW_PARTS]
+    max_completion_tokens: TokenCount | None = Field(None, description="wins over max_tokens")
+    logprobs: bool | None = None
+    top_logprobs: LogprobCount | None = Field(None, description="needs logprobs")
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, object] | None = Field(None, description="variables of the chat template")
+    tools: Tools | None = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call in a reply")
+    reasoning_effort: ReasoningEffort | None = Field(None, description="passed to chat templates that use it")
+    max_reasoning_tokens: TokenCount | None = Field(
+        None, description="after as many tokens of thinking the answer begins; for models that think"
+    )
+    thinking_token_budget: TokenCount | None = Field(None, description="vLLM's name of max_reasoning_tokens")
+    include_reasoning: bool | None = Field(None, description="false: the thoughts are not part of the reply")
+    echo: bool | None = Field(None, description="not supported; null or false")
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> ChatCompletionRequest:
+        if self.top_logprobs is not None and not self.logprobs and self.top_logprobs > 0:
+            raise BadRequest("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
+        if self.echo:
+            raise BadRequest("'echo' is not supported in chat.", param="echo", code="unsupported_parameter")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise BadRequest(
+                "'continue_final_message' and 'add_generation_prompt' exclude each other.",
+                param="continue_final_message",
+            )
+        return self
+
+    def options(self) -> GenerationOptions:
+        """The neutral request. Raises BadRequest for what is not supported."""
+        ignored = review(self)
+        for message in self.messages:
+            ignored += [f"messages.{name}" for name in review_extras(message.model_extra)]
+        has_new_name = self.max_completion_tokens is not None
+        max_tokens = self.max_completion_tokens if has_new_name else self.max_tokens
+        max_tokens_param = "max_completion_tokens" if has_new_name else "max_tokens"
+        if max_tokens == 0:
+            raise BadRequest(f"'{max_tokens_param}' must be at least 1.", param=max_tokens_param)
+        continues = bool(self.continue_final_message)
+        tools = tool_options(
+            [tool.neutral() for tool in self.tools or ()], self.tool_choice, parallel=self.parallel_tool_calls
+        )
+        if tools is None and self.parallel_tool_calls is False:
+            ignored.append("parallel_tool_calls")
+        return generation_options(
+            self,
+            source=Conversation(
+                messages=[message.for_template() for message in self.messages],
+                add_generation_prompt=not continues
+                if self.add_generation_prompt is None
+                else self.add_generation_prompt,
+                continue_final_message=continues,
+                template_variables=self.chat_template_kwargs or {},
+                tools=tuple(tool.for_template() for tool in self._shown_tools(tools)),
+            ),
+            reasoning=self._reasoning(),
+            beam=self.beam_options(),
+            tools=tools,
+            source_param="messages",
+            add_special_tokens=bool(self.add_special_tokens),  # templates write them
+            max_tokens=max_tokens,
+            max_tokens_param=max_tokens_param,
+            default_max_tokens=None,
+            num_logprobs=(self.top_logprobs or 0) if self.logprobs or self.logprob_token_ids else None,
+            num_prompt_logprobs=self.prompt_logprobs,
+            echo=False,
+            ignored=ignored,
+        )
+
+    def _shown_tools(self, options: ToolOptions | None) -> list[ToolDefinition]:
+        """Those that the model is told of: none where it may call none."""
+        if options is None or options.choice == "none":
+            return []
+        names = {tool.name for tool in options.tools}
+        return [tool for tool in self.tools or () if tool.function is not None and tool.function.name in names]
+
+    def _reasoning(self) -> ReasoningOptions:
+        has_old_name = self.max_reasoning_tokens is None and self.thinking_token_budget is not None
+        return ReasoningOptions(
+            effort=self.reasoning_effort,
+            max_tokens=self.thinking_token_budget if has_old_name else self.max_reasoning_tokens,
+            max_tokens_param="thinking_token_budget" if has_old_name else "max_reasoning_tokens",
+            show=self.include_reasoning is not False,
+        )
+
+
+class ChatLogprobs(ReplyModel):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CalledFunction(ReplyModel):
+    name: str
+    arguments: str = Field(description="JSON")
+
+
+class ToolCall(ReplyModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(ReplyModel):
+    role: Literal["assistant"]
+    content: str | None = Field(description="null where there are only calls")
+    refusal: None
+    annotations: None
+    audio: None
+    function_call: None
+    tool_calls: list[ToolCall] | None
+    reasoning: str | None = Field(None, description="the model's thoughts, where it has any")
+    reasoning_content: str | None = Field(None, description="the same under its older name")
+
+
+class ChatChoice(ReplyModel):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishedBecause
+    stop_reason: str | int | None = Field(description="the matched stop string or token id; null otherwise")
+    token_ids: list[int] | None = Field(description="null without return_token_ids")
+    beam_score: float | None = Field(None, description="of beam search alone: what the choices are ranked by")
+
+
+class ChatCompletionResponse(ReplyModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    service_tier: None
+    prompt_logprobs: PromptLogprobs | None = Field(description="null without prompt_logprobs in the request")
+    prompt_token_ids: list[int] | None = Field(description="null without return_token_ids")
+    usage: UsageInfo
+
+
+class FunctionDelta(ReplyModel):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(ReplyModel):
+    index: int
+    id: str | None = Field(None, description="in the first piece of a call, with its name")
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
+class Delta(ReplyModel):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+
+
+class ChatChunkChoice(ReplyModel):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishedBecause | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+    beam_score: float | None = Field(None, description="of beam search alone: what the choices are ranked by")
+
+
+class ChatCompletionChunk(ReplyModel):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
+    usage: UsageInfo | None = None
+    prompt_token_ids: list[int] | None = None

@@ -1,0 +1,399 @@
+"""What several dialects share: the fields of requests with their bounds, parts of replies, and fields without effect.
+
+Null always means "not given".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+
+from quire_server.errors import BadRequest
+
+MAX_PARTS_IN_ALL = 8192
+_MOST_MESSAGES = 4096  # more are refused anyway
+
+
+def _check_parts(messages: object) -> object:
+    """Refuses too many parts in all messages together: counted in microseconds a message, before any is looked at."""
+    if isinstance(messages, list) and len(messages) <= _MOST_MESSAGES:
+        num_parts = 0
+        for content in _contents(messages):
+            num_parts += len(content)
+            if num_parts > MAX_PARTS_IN_ALL:
+                raise ValueError(f"at most {MAX_PARTS_IN_ALL} content parts in all messages")
+    return messages
+
+
+def _contents(messages: list[object]) -> Iterator[list[object]]:
+    """The lists of parts of messages and items, then those inside parts, such as a tool's result."""
+    outer = [content for message in messages for content in _lists_of(message)]
+    yield from outer
+    for content in outer:
+        for part in content:
+            yield from _lists_of(part)
+
+
+def _lists_of(value: object) -> list[list[object]]:
+    if not isinstance(value, dict):
+        return []
+    found = (value.get(name) for name in ("content", "tool_calls", "output", "summary"))
+    return [each for each in found if isinstance(each, list)]
+
+
+FEW_PARTS = BeforeValidator(_check_parts)
+
+
+FinishedBecause = Literal["stop", "length", "tool_calls", "abort"]
+
+
+class ReplyModel(BaseModel):
+    """A part of a reply, to document it: replies are rendered elsewhere."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class PromptTokensDetails(ReplyModel):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(ReplyModel):
+    reasoning_tokens: int
+
+
+class UsageInfo(ReplyModel):
+    """`completion_tokens` are those really generated for the reply, over all choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = Field(
+        None, description="of models that think before they answer"
+    )
+
+
+class PromptLogprob(ReplyModel):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+Prompts = list[str] | list[list[int]]
+
+_MAX_ID = 2**31 - 1
+_PIECE = 16_384  # ids that are looked at in one go
+_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _MAX_ID}, "minItems": 1}
+
+
+def one_or_many(most: int, what: str) -> tuple[Any, Any]:
+    """The marks of a field of type `Prompts` that holds at most `most` of `what` ("prompts"), and not none."""
+    texts = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": most}
+    lists = {"type": "array", "items": _TOKENS, "minItems": 1, "maxItems": most}
+    schema = {"anyOf": [{"type": "string"}, texts, _TOKENS, lists]}
+    return PlainValidator(lambda value: _check_prompts(value, most, what)), WithJsonSchema(schema)
+
+
+def _check_prompts(value: object, most: int, what: str) -> Prompts:
+    """All four forms, as a list of prompts. By hand: a union would report a wrong item once per form and item, and look
+    at a million ids in one go, with which no other thread could run.
+    """
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError("expected a string, a list of strings, a list of token ids or a list of lists of token ids")
+    if not value:
+        raise ValueError("must not be empty")
+    first = value[0]
+    if type(first) is int:
+        return [_check_ids(value)]
+    if len(value) > most:
+        raise ValueError(f"at most {most} {what} per request")
+    if isinstance(first, str):
+        texts = [item for item in value if isinstance(item, str)]
+        if len(texts) == len(value):
+            return texts
+    elif isinstance(first, list):
+        lists = [_check_ids(item) for item in value if isinstance(item, list)]
+        if len(lists) == len(value):
+            return lists
+    raise ValueError("the items must be all strings, all token ids or all lists of token ids")
+
+
+def _check_ids(ids: list[object]) -> list[int]:
+    """By operations on whole lists, since a prompt may have a million ids, and some thousand of them at a time."""
+    if not ids:
+        raise ValueError("a prompt must have at least one token")
+    for start in range(0, len(ids), _PIECE):
+        piece = cast(list[int], ids[start : start + _PIECE])
+        if set(map(type, piece)) != {int}:
+            raise ValueError("token ids must be integers")
+        if min(piece) < 0 or max(piece) > _MAX_ID:
+            raise ValueError("token ids must be those of the vocabulary")
+    return cast(list[int], ids)
+
+
+_ABSENT: tuple[object, ...] = (None,)
+_OFF: tuple[object, ...] = (None, False)
+_EMPTY: tuple[object, ...] = (None, "", [], {})
+
+BATCH_TIER = "flex"  # what OpenAI calls requests that may wait
+
+# Fields that ask for something this server does not do, with the values that do not ask for it.
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "audio": _ABSENT,
+    "beam_width": (None, 1),
+    "chat_template": _ABSENT,
+    "documents": _EMPTY,
+    "dry_multiplier": (None, 0, 0.0),
+    "function_call": (None, "none"),
+    "functions": _EMPTY,
+    "guided_whitespace_pattern": _ABSENT,
+    "input_embeds": _ABSENT,
+    "kv_transfer_params": _ABSENT,
+    "length_penalty": (None, 1, 1.0),
+    "logits_processors": _EMPTY,
+    "lora_path": _ABSENT,
+    "mirostat": (None, 0),
+    "mm_processor_kwargs": _EMPTY,
+    "modalities": (None, ["text"]),
+    "prompt_embeds": _ABSENT,
+    "repetition_detection": _ABSENT,
+    "return_hidden_states": _OFF,
+    "stop_regex": _EMPTY,
+    "structural_tag": _ABSENT,
+    "suffix": (None, ""),
+    "thinking_token_budget": _ABSENT,
+    "tool_choice": (None, "none"),
+    "tools": _EMPTY,
+    "typical_p": (None, 1, 1.0),
+    "use_beam_search": _OFF,
+    "vllm_xargs": _EMPTY,
+    "xtc_probability": (None, 0, 0.0),
+}
+
+# Fields that are accepted without effect, with the values that ask for what is done anyway.
+IGNORED: Mapping[str, tuple[object, ...]] = {
+    "annotations": _EMPTY,
+    "include_obfuscation": _OFF,
+    "include_reasoning": (None, True),
+    "parallel_tool_calls": (None, True),
+    "separate_reasoning": (None, True),
+    "service_tier": (None, "auto", "default", BATCH_TIER),
+    "spaces_between_special_tokens": (None, True),
+    "store": _OFF,
+    "stream_reasoning": (None, True),
+    "verbosity": (None, "medium"),
+}
+
+_HINTS: Mapping[str, str] = {
+    "chat_template": "requests cannot bring templates; the operator sets one with --chat-template",
+    "function_call": "it is the older form of 'tool_choice'; send that",
+    "functions": "it is the older form of 'tools'; send those",
+    "modalities": "only text is generated",
+    "tool_choice": "functions are called in /v1/chat/completions",
+    "tools": "functions are called in /v1/chat/completions",
+    "suffix": "/v1/completions has it, for models that can write the middle of a text",
+}
+
+
+def review_extras(extras: Mapping[str, object] | None) -> list[str]:
+    """The names to report as ignored, in the order given. Raises BadRequest for what is not supported.
+
+    What would change the answer is refused, the rest reported; a field at its default is never an error.
+    """
+    ignored = []
+    for name, value in (extras or {}).items():
+        off_values = UNSUPPORTED.get(name)
+        if off_values is not None:
+            if not _is_among(value, off_values):
+                hint = _HINTS.get(name)
+                raise BadRequest(
+                    f"'{name}' is not supported by this server" + (f": {hint}." if hint else "."),
+                    param=name,
+                    code="unsupported_parameter",
+                )
+        elif not _is_among(value, IGNORED.get(name, _ABSENT)):
+            ignored.append(name)
+    return ignored
+
+
+def _is_among(value: object, candidates: tuple[object, ...]) -> bool:
+    """Equality without the cross-type one of `False == 0` and `True == 1`."""
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in candidates)
+
+
+MAX_CHOICES = 16
+MAX_PROMPTS = 64
+MAX_SEQUENCES = 64  # prompts times choices
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_BIASED_TOKENS = 1024
+MAX_ALLOWED_TOKENS = 65_536
+MAX_BAD_WORDS = 128
+MAX_LOGPROB_IDS = 128
+
+_TOKEN_KEY = re.compile(r"0|[1-9][0-9]{0,9}")
+
+
+class WireModel(BaseModel):
+    """Strict types, finite numbers; fields nobody knows are kept in `model_extra`, to be reported."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+def _one_or_more(value: object) -> object:
+    """`"a"` is `["a"]`."""
+    return [value] if isinstance(value, str) else value
+
+
+def _check_bias(value: object) -> object:
+    if not isinstance(value, dict):
+        return value
+    if len(value) > MAX_BIASED_TOKENS:
+        raise ValueError(f"at most {MAX_BIASED_TOKENS} tokens may be biased")
+    for key in value:
+        if not isinstance(key, str) or not _TOKEN_KEY.fullmatch(key):
+            raise ValueError(f"the keys must be token ids written as decimal strings, and {str(key)[:32]!r} is none")
+    return value
+
+
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise ValueError("must be at least 1, or -1 for the context length")
+    return value
+
+
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+TokenCount = Annotated[int, Field(ge=0, le=2**31 - 1)]
+LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Timeout = Annotated[float, Field(gt=0, le=86_400)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+TopK = Annotated[int, Field(ge=-1, le=2**31 - 1)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=10)]
+ModelName = Annotated[str, Field(max_length=256)]
+ServiceTier = Annotated[str, Field(max_length=64)]
+RequestName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
+CacheSalt = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]{1,256}$")]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopStrings = Annotated[
+    Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)] | None,
+    BeforeValidator(_one_or_more),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
+                {
+                    "type": "array",
+                    "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
+                    "maxItems": MAX_STOPS,
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+LogitBias = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]] | None,
+    BeforeValidator(_check_bias),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "propertyNames": {"pattern": f"^({_TOKEN_KEY.pattern})$"},
+                    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+                    "maxProperties": MAX_BIASED_TOKENS,
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+
+
+class StreamOptions(WireModel):
+    include_usage: bool | None = Field(
+        None, description="one last chunk with the usage and no choices; false: no usage anywhere"
+    )
+    continuous_usage_stats: bool | None = Field(None, description="the usage so far in every chunk")
+    include_obfuscation: bool | None = Field(None, description="true is without effect, and reported")
+
+
+class GenerationFields(WireModel):
+    """Sampling, stopping and reply options of both endpoints."""
+
+    model: ModelName | None = Field(None, description="a served name; null: the served one")
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    temperature: Temperature | None = Field(None, description="below 1e-5 is greedy")
+    top_p: TopP | None = None
+    top_k: TopK | None = Field(None, description="0 and -1 are off")
+    min_p: Probability | None = None
+    seed: Int64 | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: LogitBias = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
+    bad_words: Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = Field(
+        None, description="words that must not be generated, as the tokenizer writes them"
+    )
+
+    max_tokens: TokenCount | None = None
+    min_tokens: TokenCount | None = None
+    ignore_eos: bool | None = None
+    stop: StopStrings = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_BIASED_TOKENS)] | None = None
+    include_stop_str_in_output: bool | None = None
+
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1), AfterValidator(_not_zero)] | None = Field(
+        None, description="keep only this many tokens of the prompt; -1 is the context length"
+    )
+    truncation_side: Annotated[str, Field(pattern="^(left|right)$")] | None = Field(
+        None, description="which end is cut off; left by default"
+    )
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = Field(None, description="false is without effect, and reported")
+    prompt_logprobs: LogprobCount | None = None
+    logprob_token_ids: Annotated[TokenIds, Field(max_length=MAX_LOGPROB_IDS)] | None = Field(
+        None, description="tokens whose log-probabilities are told beside the most likely ones; implies logprobs"
+    )
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    priority: Int64 | None = Field(None, description="lower is earlier, under the priority policy")
+    timeout: Timeout | None = Field(None, description="seconds; unfinished by then, it ends with 504")
+    service_tier: ServiceTier | None = Field(None, description="flex: after requests without it; others are reported")
+    cache_salt: CacheSalt | None = Field(None, description="requests with different salts share no cached prefix")
+    request_id: RequestName | None = None
+
+
+class TopLogprob(ReplyModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class InputTokens(ReplyModel):
+    object: Literal["response.input_tokens"]
+    input_tokens: int

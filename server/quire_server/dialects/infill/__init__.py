@@ -1,0 +1,1 @@
+"""The infilling of llama.cpp's server, for editors."""

@@ -1,0 +1,124 @@
+"""The wire models of POST /infill, as llama-server has it: the fields that editors send, its defaults, its replies.
+
+What would change the answer and is not done here is refused, not dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from quire_server.answering.options import (
+    GenerationOptions,
+    Infill,
+    PromptOptions,
+    ReplyOptions,
+    SamplingOptions,
+    StopOptions,
+)
+from quire_server.dialects.common import Int64, Penalty, Probability, ReplyModel, StopStrings, WireModel, review_extras
+from quire_server.errors import BadRequest
+
+MAX_FILES = 256
+# What llama-server would do with them changes the answer; here they must be off.
+_OFF: dict[str, tuple[object, ...]] = {
+    "logit_bias": ([], {}),
+    "n_probs": (0,),
+    "dynatemp_range": (0, 0.0),
+    "top_n_sigma": (-1, -1.0, 0, 0.0),
+    "grammar": ("",),
+    "json_schema": (),
+}
+
+
+class ExtraFile(WireModel):
+    text: str
+    filename: Annotated[str, Field(max_length=4096)] = "tmp"
+
+
+class InfillRequest(WireModel):
+    """Defaults are llama-server's, which are not those of the other routes."""
+
+    input_prefix: str = Field(description="what stands before the text to be written")
+    input_suffix: str = Field(description="what follows it")
+    input_extra: Annotated[list[ExtraFile], Field(fail_fast=True, max_length=MAX_FILES)] | None = Field(
+        None, description="other files that the model may look at"
+    )
+    prompt: str | None = Field(None, description="how the text to be written begins")
+    model: Annotated[str, Field(max_length=256)] | None = None
+    stream: bool | None = None
+    n_predict: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(None, description="-1: all that fits")
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(None, description="0.8 by default")
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(None, description="40 by default; 0 is off")
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="0.95 by default")
+    min_p: Probability | None = Field(None, description="0.05 by default")
+    seed: Int64 | None = Field(None, description="-1: a random one")
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    stop: StopStrings = None
+    ignore_eos: bool | None = None
+    return_tokens: bool | None = None
+
+    def options(self) -> GenerationOptions:
+        """The neutral request. Raises BadRequest for what is not supported."""
+        extras = dict(self.model_extra or {})
+        for name, values in _OFF.items():
+            value = extras.pop(name, None)
+            if value is not None and value not in values:
+                raise BadRequest(f"'{name}' is not supported by this route.", param=name, code="unsupported_parameter")
+        limit = None if self.n_predict in {None, -1} else self.n_predict
+        return GenerationOptions(
+            prompt=PromptOptions(
+                source=[self.input_prefix],
+                param="input_prefix",
+                infill=Infill(
+                    suffix=self.input_suffix,
+                    param="input_suffix",
+                    begun=self.prompt or "",
+                    extras=tuple((each.filename, each.text) for each in self.input_extra or ()),
+                ),
+            ),
+            model=self.model,
+            sampling=SamplingOptions(
+                temperature=0.8 if self.temperature is None else self.temperature,
+                top_k=40 if self.top_k is None else max(self.top_k, 0),
+                top_p=0.95 if self.top_p is None else self.top_p,
+                min_p=0.05 if self.min_p is None else self.min_p,
+                seed=None if self.seed == -1 else self.seed,
+                repetition_penalty=1.0 if self.repeat_penalty is None else self.repeat_penalty,
+                presence_penalty=self.presence_penalty or 0.0,
+                frequency_penalty=self.frequency_penalty or 0.0,
+            ),
+            stop=StopOptions(
+                max_tokens=limit,
+                max_tokens_param="n_predict",
+                strings=tuple(self.stop or ()),
+                ignore_eos=bool(self.ignore_eos),
+            ),
+            reply=ReplyOptions(stream=bool(self.stream), token_ids=bool(self.return_tokens)),
+            ignored=tuple(review_extras(extras)),
+        )
+
+
+class InfillPart(ReplyModel):
+    """A part of a streamed reply; the last one has no content and says how it ended."""
+
+    index: Literal[0]
+    content: str
+    tokens: list[int]
+    stop: bool
+    id_slot: Literal[-1]
+    tokens_predicted: int
+    tokens_evaluated: int
+    model: str | None = None
+    prompt: str | None = None
+    truncated: Literal[False] | None = None
+    stop_type: Literal["eos", "word", "limit", "none"] | None = None
+    stopping_word: str | None = None
+    tokens_cached: int | None = None
+
+
+class InfillResponse(InfillPart):
+    """The whole of it."""

@@ -1,0 +1,552 @@
+"""The requests of POST /v1/messages and /v1/messages/count_tokens: blocks, tools, and the messages of the template.
+
+What this server cannot do is refused by name; what has no effect is reported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from quire_server.answering.options import (
+    Conversation,
+    GenerationOptions,
+    PromptOptions,
+    ReasoningOptions,
+    ReplyOptions,
+    SamplingOptions,
+    StopOptions,
+    Structure,
+    Tool,
+    ToolOptions,
+)
+from quire_server.dialects.common import (
+    FEW_PARTS,
+    CacheSalt,
+    Int64,
+    ModelName,
+    Penalty,
+    Probability,
+    RepetitionPenalty,
+    StopStrings,
+    Temperature,
+    Timeout,
+    TokenCount,
+    TopK,
+    TopP,
+    WireModel,
+    review_extras,
+)
+from quire_server.dialects.tools import tool_options
+from quire_server.errors import BadRequest
+
+MAX_MESSAGES = 4096
+MAX_BLOCKS = 1024
+
+_KINDS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+_OF_ROLE = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "system": ("text",),
+}
+# Fields of blocks and tools that ask for what is done anyway: prefixes are cached, arguments streamed as they come.
+_NATURAL_OF_PARTS = frozenset({"cache_control", "citations", "caller", "toolset_name", "eager_input_streaming"})
+
+BlockId = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def extras_of(model: WireModel) -> list[str]:
+    """The names of a block's or a tool's fields that have no effect. Raises BadRequest for what is not supported."""
+    return review_extras(
+        {name: value for name, value in (model.model_extra or {}).items() if name not in _NATURAL_OF_PARTS}
+    )
+
+
+def _kind(value: object) -> str | None:
+    """Which of the models a block is of. Raises BadRequest for images, documents and what Anthropic's tools make."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(kind, str):
+        return None
+    if kind not in _KINDS:
+        raise BadRequest(
+            f"Content blocks of type '{kind[:64]}' are not supported; {', '.join(_KINDS)} are.",
+            param="messages",
+            code="unsupported_parameter",
+        )
+    return kind
+
+
+class TextBlock(WireModel):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(WireModel):
+    """What the model thought in an earlier turn; for templates that show it."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = Field(None, description="not checked: thoughts of any origin may be passed back")
+
+
+class RedactedThinkingBlock(WireModel):
+    """Thoughts that only Anthropic can read; reported, and not told to the model."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class ToolUseBlock(WireModel):
+    type: Literal["tool_use"]
+    id: BlockId
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    input: dict[str, object]
+
+
+_BLOCK_ERROR = {
+    "custom_error_type": "block_type",
+    "custom_error_message": "expected a content block: an object with a 'type'",
+}
+TextBlocks = Annotated[
+    list[Annotated[Annotated[TextBlock, Tag("text")], Discriminator(_kind, **_BLOCK_ERROR)]],
+    Field(fail_fast=True, max_length=MAX_BLOCKS),
+]
+
+
+class ToolResultBlock(WireModel):
+    """What a tool gave; its use comes before it."""
+
+    type: Literal["tool_result"]
+    tool_use_id: BlockId
+    content: str | TextBlocks | None = None
+    is_error: bool | None = Field(None, description="true: the model is told 'Error: ' before the content")
+
+
+Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+Blocks = Annotated[
+    list[
+        Annotated[
+            Annotated[TextBlock, Tag("text")]
+            | Annotated[ThinkingBlock, Tag("thinking")]
+            | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
+            | Annotated[ToolUseBlock, Tag("tool_use")]
+            | Annotated[ToolResultBlock, Tag("tool_result")],
+            Discriminator(_kind, **_BLOCK_ERROR),
+        ]
+    ],
+    Field(fail_fast=True, max_length=MAX_BLOCKS),
+]
+
+
+class Message(WireModel):
+    """A turn, or a part of one: neighbours of one role are one turn."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Blocks
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> Message:
+        for block in self.blocks:
+            if block.type not in _OF_ROLE[self.role]:
+                raise ValueError(f"a message of the role '{self.role}' cannot have a block of the type '{block.type}'")
+        return self
+
+    @property
+    def blocks(self) -> list[Block]:
+        if isinstance(self.content, str):
+            return [TextBlock(type="text", text=self.content)]
+        return list(self.content)
+
+    def without_effect(self) -> Iterator[str]:
+        """Names of what the model is not told of."""
+        yield from extras_of(self)
+        for block in self.content if not isinstance(self.content, str) else ():
+            if isinstance(block, RedactedThinkingBlock):
+                yield block.type
+            yield from (f"content.{name}" for name in extras_of(block))
+            if isinstance(block, ToolResultBlock) and isinstance(block.content, list):
+                for part in block.content:
+                    yield from (f"content.content.{name}" for name in extras_of(part))
+
+
+def text_of(content: str | list[TextBlock] | None) -> str:
+    if content is None:
+        return ""
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+MAX_TOOLS = 512  # agents with a few tool servers offer more than the 128 that OpenAI allows
+
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+
+
+def _check_kind(value: object) -> object:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind != "custom":
+        raise BadRequest(
+            f"Tools of type '{kind[:64]}' are not supported; only those that the client describes and runs are.",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    return value
+
+
+class ToolDefinition(WireModel):
+    type: Literal["custom"] | None = None
+    name: ToolName
+    description: Annotated[str, Field(max_length=65_536)] | None = None
+    input_schema: dict[str, Any] = Field(description="the JSON schema of its input")
+    strict: bool | None = Field(None, description="the input follows the schema whatever the model would write")
+
+    def neutral(self) -> Tool:
+        return Tool(
+            name=self.name,
+            description=self.description or "",
+            parameters=self.input_schema,
+            strict=bool(self.strict),
+        )
+
+    def for_template(self) -> dict[str, object]:
+        function: dict[str, object] = {"name": self.name}
+        if self.description:
+            function["description"] = self.description
+        function["parameters"] = self.input_schema
+        return {"type": "function", "function": function}
+
+
+Tools = Annotated[
+    list[Annotated[ToolDefinition, BeforeValidator(_check_kind)]], Field(fail_fast=True, max_length=MAX_TOOLS)
+]
+
+
+class ToolChoice(WireModel):
+    type: Literal["auto", "any", "tool", "none"]
+    name: ToolName | None = Field(None, description="with the type tool: the one that must be used")
+    disable_parallel_tool_use: bool | None = Field(None, description="true: at most one use in a reply")
+
+    @model_validator(mode="after")
+    def _check_name(self) -> ToolChoice:
+        if self.type == "tool" and self.name is None:
+            raise ValueError("a choice of the type 'tool' needs a 'name'")
+        return self
+
+
+def offered(
+    tools: Sequence[ToolDefinition], choice: ToolChoice | None
+) -> tuple[Sequence[ToolDefinition], ToolOptions | None]:
+    """The tools that the model is told of, and which it may or must use. Raises BadRequest for a choice that is none.
+
+    With the type "none" it is told of none. The type "auto" needs no tools: clients send it always.
+    """
+    kind = "auto" if choice is None else choice.type
+    parallel = choice is None or not choice.disable_parallel_tool_use
+    word: Literal["none", "required"] | None = (
+        "none" if kind == "none" else "required" if kind in ("any", "tool") else None
+    )
+    options = tool_options([tool.neutral() for tool in tools], word, parallel=parallel)
+    if options is None or kind == "none":
+        return (), options
+    if choice is not None and choice.type == "tool":
+        name = choice.name or ""
+        if name not in (tool.name for tool in tools):
+            raise BadRequest(f"'tool_choice' names '{name}', which is not in 'tools'.", param="tool_choice")
+        options = replace(options, choice="function", function=name)
+    return tools, options
+
+
+# The first line of what Claude Code calls its system prompt. It is meant for Anthropic's accounts, and another in each
+# request: in the prompt it would keep all that follows from ever being found in the prefix cache.
+BILLING_LINE = "x-anthropic-billing-header:"
+
+TemplateMessage = dict[str, Any]
+
+
+def templated(
+    system: str | Sequence[TextBlock] | None, messages: Iterable[Message]
+) -> tuple[list[TemplateMessage], bool]:
+    """The messages, and whether the last one is an assistant's that is to be continued.
+
+    Raises BadRequest for results without their use, and for uses at the end, which wait for theirs. System messages at
+    the beginning are joined to `system`: many templates take one only, as the first message.
+    """
+    history = _History()
+    history.instruct(_system_texts(system))
+    for message in messages:
+        if message.role == "system":
+            history.instruct([block.text for block in message.blocks if isinstance(block, TextBlock)])
+        elif message.role == "user":
+            history.answer(message.blocks)
+        else:
+            history.say(message.blocks)
+    return history.ended()
+
+
+def has_billing_line(system: str | Sequence[TextBlock] | None) -> bool:
+    texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
+    return any(text.startswith(BILLING_LINE) for text in texts)
+
+
+def _system_texts(system: str | Sequence[TextBlock] | None) -> list[str]:
+    texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
+    return [text.partition("\n")[2] if text.startswith(BILLING_LINE) else text for text in texts]
+
+
+class _History:
+    """The messages so far. The last one may go on: neighbours of one role are one message.
+
+    Results follow the uses that they answer, before what the user says beside them.
+    """
+
+    def __init__(self) -> None:
+        self._messages: list[TemplateMessage] = []
+        self._names: dict[str, str] = {}  # of the used tools, by the ids of their uses
+
+    def instruct(self, texts: Iterable[str]) -> None:
+        text = "\n\n".join(filter(None, texts))
+        if not text:
+            return
+        if self._is_last("system"):
+            self._messages[-1]["content"] += f"\n\n{text}"
+        else:
+            self._messages.append({"role": "system", "content": text})
+
+    def answer(self, blocks: Iterable[Block]) -> None:
+        """A user's blocks: results are messages of their own."""
+        texts: list[TextBlock] = []
+        for block in blocks:
+            if isinstance(block, ToolResultBlock):
+                self._result(block)
+            elif isinstance(block, TextBlock):
+                texts.append(block)
+        parts = [{"type": "text", "text": block.text} for block in texts]
+        if self._is_last("user"):
+            self._messages[-1]["content"] += parts
+        elif parts:
+            self._messages.append({"role": "user", "content": parts})
+
+    def say(self, blocks: Iterable[Block]) -> None:
+        """An assistant's blocks: thoughts, text and uses of one turn are one message."""
+        turn: TemplateMessage = {"role": "assistant", "content": None}
+        goes_on = self._is_last("assistant")
+        if goes_on:
+            turn = self._messages[-1]
+            turn["content"] = turn["content"] and turn["content"] + "\n"
+        for block in blocks:
+            if isinstance(block, TextBlock):
+                turn["content"] = (turn["content"] or "") + block.text
+            elif isinstance(block, ThinkingBlock) and block.thinking:
+                turn["reasoning"] = f"{turn['reasoning']}\n{block.thinking}" if "reasoning" in turn else block.thinking
+            elif isinstance(block, ToolUseBlock):
+                function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+                turn.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})
+                self._names[block.id] = block.name
+        if not goes_on:
+            self._messages.append(turn)
+
+    def ended(self) -> tuple[list[TemplateMessage], bool]:
+        if not self._is_last("assistant"):
+            return self._messages, False
+        last = self._messages[-1]
+        if "tool_calls" in last:
+            raise BadRequest("The last message uses tools; the next one must have their results.", param="messages")
+        if not last["content"] and "reasoning" not in last:  # the turn is only begun
+            return self._messages[:-1], False
+        return self._messages, True
+
+    def _result(self, block: ToolResultBlock) -> None:
+        name = self._names.get(block.tool_use_id)
+        if name is None:
+            raise BadRequest(
+                f"There is no 'tool_use' block with the id '{block.tool_use_id[:96]}' before its 'tool_result'.",
+                param="messages",
+            )
+        text = text_of(block.content)
+        if block.is_error:
+            text = f"Error: {text}"
+        self._messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": text})
+
+    def _is_last(self, role: str) -> bool:
+        return bool(self._messages) and self._messages[-1]["role"] == role
+
+
+_SAMPLING = (
+    *("temperature", "top_p", "min_p", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+_UNSUPPORTED = {
+    "compaction": "conversations are shortened by the client",
+    "container": "only the client runs tools",
+    "mcp_servers": "only the client runs tools",
+    # Of the SDKs' own loops, which have the server keep the history; at this error's code they send all of it again.
+    "thread": "each request must have the whole conversation",
+}
+_NATURAL = {"cache_control": None, "service_tier": ("auto", "standard_only"), "speed": ("standard",)}
+
+
+def _check_thinking(value: object) -> object:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind not in ("enabled", "disabled", "adaptive"):
+        raise BadRequest(
+            f"Thinking of type '{kind[:64]}' is not supported; 'enabled', 'disabled' and 'adaptive' are.",
+            param="thinking",
+            code="unsupported_parameter",
+        )
+    return value
+
+
+class Thinking(WireModel):
+    type: Literal["enabled", "disabled", "adaptive"] = Field(description="adaptive is enabled without a budget")
+    budget_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
+        None, description="after as many tokens of thinking the answer begins; the type enabled needs it"
+    )
+    display: Literal["summarized", "omitted"] | None = Field(
+        None, description="omitted: thoughts are not shown; else they are as the model wrote them"
+    )
+
+    @model_validator(mode="after")
+    def _check_budget(self) -> Thinking:
+        if self.type == "enabled" and self.budget_tokens is None:
+            raise ValueError("the type 'enabled' needs 'budget_tokens'")
+        return self
+
+
+class JsonFormat(WireModel):
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(WireModel):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="passed to chat templates that use it"
+    )
+    format: JsonFormat | None = Field(None, description="what the text must look like")
+
+
+class CountTokensRequest(WireModel):
+    """What makes a prompt. Anthropic's clients send more fields of it than one model reads; see `options`."""
+
+    model: ModelName | None = Field(None, description="a served name; null: the served one")
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), FEW_PARTS]
+    system: str | TextBlocks | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Annotated[Thinking, BeforeValidator(_check_thinking)] | None = None
+    output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = Field(None, description="the older name of output_config.format")
+    chat_template_kwargs: dict[str, object] | None = Field(None, description="variables of the chat template")
+    cache_salt: CacheSalt | None = Field(None, description="requests with different salts share no cached prefix")
+
+    @model_validator(mode="after")
+    def _check_unsupported(self) -> CountTokensRequest:
+        for name, why in _UNSUPPORTED.items():
+            if (self.model_extra or {}).get(name):
+                code = "thread_unsupported_request" if name == "thread" else "unsupported_parameter"
+                raise BadRequest(f"'{name}' is not supported by this server: {why}.", param=name, code=code)
+        return self
+
+    def options(self) -> GenerationOptions:
+        """The neutral request. Raises BadRequest for what is not supported."""
+        ignored = self._review()
+        told, tools = offered(self.tools or (), self.tool_choice)
+        messages, continues = templated(self.system, self.messages)
+        return GenerationOptions(
+            prompt=PromptOptions(
+                source=Conversation(
+                    messages=messages,
+                    add_generation_prompt=not continues,
+                    continue_final_message=continues,
+                    template_variables=self.chat_template_kwargs or {},
+                    tools=[tool.for_template() for tool in told],
+                ),
+                param="messages",
+                add_special_tokens=False,  # templates write them
+                cache_salt=self.cache_salt or "",
+            ),
+            tools=tools,
+            structure=self._structure(),
+            reasoning=self._reasoning(),
+            model=self.model,
+            ignored=tuple(dict.fromkeys(ignored)),
+        )
+
+    def _structure(self) -> Structure | None:
+        wanted, param = self.output_format, "output_format"
+        if self.output_config is not None and self.output_config.format is not None:
+            wanted, param = self.output_config.format, "output_config.format"
+        return None if wanted is None else Structure(kind="json_schema", value=json.dumps(wanted.schema_), param=param)
+
+    def _reasoning(self) -> ReasoningOptions:
+        """An effort also where only thinking is asked for: it is what chat templates have switches for."""
+        effort = None if self.output_config is None else self.output_config.effort
+        if self.thinking is None:
+            return ReasoningOptions(effort=effort, effort_param="output_config.effort")
+        if self.thinking.type == "disabled":
+            return ReasoningOptions(effort="none", effort_param="thinking.type")
+        return ReasoningOptions(
+            effort=effort or "medium",
+            effort_param="output_config.effort" if effort else "thinking.type",
+            max_tokens=self.thinking.budget_tokens,
+            max_tokens_param="thinking.budget_tokens",
+            show=self.thinking.display != "omitted",
+        )
+
+    def _review(self) -> list[str]:
+        """The names of fields without effect."""
+        extras = {
+            name: value
+            for name, value in (self.model_extra or {}).items()
+            if name not in _UNSUPPORTED and (name not in _NATURAL or value not in (_NATURAL[name] or (value,)))
+        }
+        ignored = review_extras(extras)
+        if has_billing_line(self.system):
+            ignored.append(f"system.{BILLING_LINE.rstrip(':')}")
+        if self.system is not None and not isinstance(self.system, str):
+            ignored += [f"system.{name}" for block in self.system for name in extras_of(block)]
+        ignored += [f"messages.{name}" for message in self.messages for name in message.without_effect()]
+        ignored += [f"tools.{name}" for tool in self.tools or () for name in extras_of(tool)]
+        for name in ("tool_choice", "thinking", "output_config"):
+            field: WireModel | None = getattr(self, name)
+            ignored += [f"{name}.{extra}" for extra in extras_of(field)] if field is not None else []
+        return ignored
+
+
+class MessageRequest(CountTokensRequest):
+    max_tokens: TokenCount = Field(description="0: the prompt is read, for the prefix cache, and nothing is said")
+    stream: bool | None = None
+    stop_sequences: StopStrings = None
+
+    temperature: Temperature | None = Field(None, description="below 1e-5 is greedy")
+    top_p: TopP | None = None
+    top_k: TopK | None = Field(None, description="0 and -1 are off")
+    min_p: Probability | None = None
+    seed: Int64 | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    timeout: Timeout | None = Field(None, description="seconds; unfinished by then, it ends with 504")
+    priority: Int64 | None = Field(None, description="lower is earlier, under the priority policy")
+
+    def options(self) -> GenerationOptions:
+        prompt = super().options()
+        return GenerationOptions(
+            prompt=prompt.prompt,
+            sampling=SamplingOptions(
+                **{name: value for name in _SAMPLING if (value := getattr(self, name)) is not None},
+                top_k=max(self.top_k or 0, 0),
+            ),
+            stop=StopOptions(max_tokens=self.max_tokens, strings=tuple(self.stop_sequences or ())),
+            reply=ReplyOptions(stream=bool(self.stream)),
+            tools=prompt.tools,
+            structure=prompt.structure,
+            reasoning=prompt.reasoning,
+            model=prompt.model,
+            priority=self.priority or 0,
+            timeout=self.timeout,
+            ignored=prompt.ignored,
+        )

@@ -1,0 +1,224 @@
+"""The items of a response's input: messages, calls of functions and their outputs, thoughts, references.
+
+An item is text only, and its stored form validates again as the same item.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter, model_validator
+
+from quire_server.dialects.common import WireModel
+from quire_server.errors import BadRequest
+
+MAX_ITEMS = 4096
+MAX_PARTS = 1024
+
+_PART_KINDS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+
+ItemId = Annotated[str, Field(max_length=256)]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+def _check_part_kind(value: object) -> object:
+    if isinstance(value, str) and value not in _PART_KINDS:
+        raise BadRequest(
+            f"Content parts of type '{value[:64]}' are not supported; only text is.",
+            param="input",
+            code="unsupported_parameter",
+        )
+    return value
+
+
+class Part(WireModel):
+    """A piece of a message's, an output's or a thought's text."""
+
+    type: Annotated[
+        Literal["input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"],
+        BeforeValidator(_check_part_kind),
+    ]
+    text: str | None = Field(None, description="needed by all types but refusal")
+    refusal: str | None = Field(None, description="needed by the type refusal")
+    annotations: list[Any] | None = Field(None, description="of an earlier output; without effect")
+    logprobs: list[Any] | None = Field(None, description="of an earlier output; without effect")
+
+    @model_validator(mode="after")
+    def _check_text(self) -> Part:
+        if (self.refusal if self.type == "refusal" else self.text) is None:
+            raise ValueError(f"a part of the type '{self.type}' needs a '{self._text_field}'")
+        return self
+
+    @property
+    def content(self) -> str:
+        return (self.refusal if self.type == "refusal" else self.text) or ""
+
+    @property
+    def _text_field(self) -> str:
+        return "refusal" if self.type == "refusal" else "text"
+
+
+Parts = Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS)]
+
+
+def text_of(content: str | list[Part]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.content for part in content)
+
+
+def _part(kind: str, text: str) -> dict[str, object]:
+    part: dict[str, object] = {"type": kind, "text": text}
+    return {**part, "annotations": [], "logprobs": []} if kind == "output_text" else part
+
+
+class MessageItem(WireModel):
+    """A turn of anybody. What an assistant has said comes back as it was sent, or as plain text."""
+
+    prefix: ClassVar[str] = "msg"  # of an id where it came without one
+
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Parts
+    id: ItemId | None = None
+    status: ItemStatus | None = None
+    phase: Literal["commentary", "final_answer"] | None = Field(None, description="without effect")
+
+    def stored(self, new_id: str) -> dict[str, object]:
+        kind = "output_text" if self.role == "assistant" else "input_text"
+        texts = [self.content] if isinstance(self.content, str) else [part.content for part in self.content]
+        return {
+            "type": "message",
+            "id": self.id or new_id,
+            "status": self.status or "completed",
+            "role": self.role,
+            "content": [_part(kind, text) for text in texts],
+        }
+
+
+class FunctionCallItem(WireModel):
+    """What the model called in an earlier response."""
+
+    prefix: ClassVar[str] = "fc"  # of an id where it came without one
+
+    type: Literal["function_call"]
+    call_id: Annotated[str, Field(min_length=1, max_length=256)]
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: str
+    id: ItemId | None = None
+    status: ItemStatus | None = None
+
+    def stored(self, new_id: str) -> dict[str, object]:
+        return {
+            "type": "function_call",
+            "id": self.id or new_id,
+            "status": self.status or "completed",
+            "call_id": self.call_id,
+            "name": self.name,
+            "arguments": self.arguments,
+        }
+
+
+class FunctionOutputItem(WireModel):
+    """What a called function gave; its call comes before it."""
+
+    prefix: ClassVar[str] = "fco"  # of an id where it came without one
+
+    type: Literal["function_call_output"]
+    call_id: Annotated[str, Field(min_length=1, max_length=256)]
+    output: str | Parts
+    id: ItemId | None = None
+    status: ItemStatus | None = None
+
+    def stored(self, new_id: str) -> dict[str, object]:
+        return {
+            "type": "function_call_output",
+            "id": self.id or new_id,
+            "status": self.status or "completed",
+            "call_id": self.call_id,
+            "output": text_of(self.output),
+        }
+
+
+class ReasoningItem(WireModel):
+    """What the model thought in an earlier response; for templates that show it."""
+
+    prefix: ClassVar[str] = "rs"  # of an id where it came without one
+
+    type: Literal["reasoning"]
+    id: ItemId | None = None
+    summary: Parts | None = None
+    content: Parts | None = None
+    encrypted_content: str | None = Field(None, description="without effect: thoughts come and go as plain text")
+    status: ItemStatus | None = None
+
+    @property
+    def text(self) -> str:
+        return text_of(self.content or self.summary or "")
+
+    def stored(self, new_id: str) -> dict[str, object]:
+        return {
+            "type": "reasoning",
+            "id": self.id or new_id,
+            "status": self.status or "completed",
+            "summary": [_part("summary_text", part.content) for part in self.summary or ()],
+            "content": [_part("reasoning_text", part.content) for part in self.content or ()],
+        }
+
+
+class ItemReference(WireModel):
+    """An item of a stored response, by its id."""
+
+    type: Literal["item_reference"] | None = None
+    id: Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def _kind(value: object) -> str | None:
+    """Which of the models an item is of. Raises BadRequest for the kinds that only OpenAI's own tools make."""
+    if not isinstance(value, dict):
+        return None
+    kind = value.get("type")
+    if kind is None:
+        return "message" if "role" in value else "item_reference" if "id" in value else None
+    if not isinstance(kind, str):
+        return None
+    if kind not in _KINDS:
+        raise BadRequest(
+            f"Items of type '{kind[:64]}' are not supported; {', '.join(_KINDS)} are.",
+            param="input",
+            code="unsupported_parameter",
+        )
+    return kind
+
+
+_KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+
+ContentItem = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("item_reference")],
+    Discriminator(
+        _kind,
+        custom_error_type="item_type",
+        custom_error_message="expected an item: an object with a 'type' or a 'role'",
+    ),
+]
+Items = Annotated[list[Item], Field(fail_fast=True, max_length=MAX_ITEMS)]
+
+_STORED: TypeAdapter[list[ContentItem]] = TypeAdapter(
+    list[
+        Annotated[
+            Annotated[MessageItem, Tag("message")]
+            | Annotated[FunctionCallItem, Tag("function_call")]
+            | Annotated[FunctionOutputItem, Tag("function_call_output")]
+            | Annotated[ReasoningItem, Tag("reasoning")],
+            Discriminator(_kind),
+        ]
+    ]
+)
+
+
+def stored_items(raw: bytes) -> list[ContentItem]:
+    """Items from the JSON in which they are stored, be they of an input or of an output."""
+    return _STORED.validate_json(raw)

@@ -1,0 +1,365 @@
+"""The replies of /v1/responses: ids, output items as they grow, the whole object, the events of a streamed one."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from quire_engine.types import TokenLogprobs
+from quire_server.answering.choice import Answer, ChoiceDelta, Thought, pieces
+from quire_server.answering.generation import Generation, Usage
+from quire_server.answering.prepare import Job
+from quire_server.answering.rendering import ReplyHead
+from quire_server.errors import ApiError, error_body
+from quire_server.text.logprobs import LogprobFormat
+from quire_server.text.parsing.calls import CallDelta
+from quire_server.text.tokenizer import TextTokenizer
+
+_STEM_CHARS = 48
+
+
+def new_stem() -> str:
+    """What a response's id and those of its items have in common; nobody can guess it."""
+    return secrets.token_hex(_STEM_CHARS // 2)
+
+
+def response_id(stem: str) -> str:
+    return f"resp_{stem}"
+
+
+def item_id(prefix: str, stem: str, number: int, *, of_input: bool = False) -> str:
+    return f"{prefix}_{stem}{'i' if of_input else 'o'}{number}"
+
+
+def response_of(item: str) -> str:
+    """The id of the response that an item's id was made for."""
+    return response_id(item.partition("_")[2][:_STEM_CHARS])
+
+
+Event = dict[str, Any]
+Item = dict[str, Any]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+FormatLogprobs = Callable[[Sequence[TokenLogprobs]], Sequence[Any]]
+
+
+class Output:
+    """The items of one response. `items` are those that are complete, in their order."""
+
+    def __init__(self, stem: str, format_logprobs: FormatLogprobs) -> None:
+        self.items: list[Item] = []
+        self._stem = stem
+        self._format_logprobs = format_logprobs
+        self._open: _Thought | _Message | _Call | None = None
+        self._unseen: list[TokenLogprobs] = []  # of tokens whose text is not there yet
+        self._num_fresh = 0  # of those, the last delta's
+
+    def take(self, delta: ChoiceDelta) -> Iterator[Event]:
+        """The events of what is new."""
+        self._unseen += delta.logprobs
+        self._num_fresh = len(delta.logprobs)
+        open_call = self._open.index if isinstance(self._open, _Call) else None
+        for piece in pieces(delta, open_call=open_call, is_answer_open=isinstance(self._open, _Message)):
+            match piece:
+                case Thought(text):
+                    yield from self._think(text)
+                case Answer(text):
+                    yield from self._say(text)
+                case call:
+                    yield from self._call(call)
+
+    def end(self, *, is_cut: bool) -> Iterator[Event]:
+        """The events of the last item's end. `is_cut`: it stops in its midst.
+
+        An answer that ended by itself, without a word and without a call, is an empty message: clients look for one.
+        """
+        if not is_cut and all(item["type"] == "reasoning" for item in self.items) and not self._is_answering:
+            yield from self._begin(_Message(self._next_id("msg")))
+        yield from self._close("incomplete" if is_cut else "completed")
+
+    @property
+    def _is_answering(self) -> bool:
+        return isinstance(self._open, _Message | _Call)
+
+    def _think(self, text: str) -> Iterator[Event]:
+        if not isinstance(self._open, _Thought):
+            yield from self._begin(_Thought(self._next_id("rs")))
+        assert isinstance(self._open, _Thought)
+        yield self._event(self._open.grow(text))
+
+    def _say(self, text: str) -> Iterator[Event]:
+        if not isinstance(self._open, _Message):
+            if self._open is not None:  # log-probabilities are shown of the answer only, not of thoughts, calls, marks
+                del self._unseen[: len(self._unseen) - self._num_fresh]
+            yield from self._begin(_Message(self._next_id("msg")))
+        assert isinstance(self._open, _Message)
+        yield self._event(self._open.grow(text, self._format_logprobs(self._unseen)))
+        self._unseen.clear()
+
+    def _call(self, call: CallDelta) -> Iterator[Event]:
+        if not isinstance(self._open, _Call) or self._open.index != call.index:
+            yield from self._begin(_Call(self._next_id("fc"), call))
+        assert isinstance(self._open, _Call)
+        if call.arguments:
+            yield self._event(self._open.grow(call.arguments))
+
+    def _begin(self, item: _Thought | _Message | _Call) -> Iterator[Event]:
+        yield from self._close("completed")
+        self._open = item
+        yield self._event({"type": "response.output_item.added", "item": item.item("in_progress")})
+        for event in item.begun():
+            yield self._event(event)
+
+    def _close(self, status: ItemStatus) -> Iterator[Event]:
+        item = self._open
+        if item is None:
+            return
+        for event in item.ended():
+            yield self._event(event)
+        whole = item.item(status)
+        yield self._event({"type": "response.output_item.done", "item": whole})
+        self.items.append(whole)
+        self._open = None
+
+    def _next_id(self, prefix: str) -> str:
+        """The id of the item after the one that is open."""
+        return item_id(prefix, self._stem, len(self.items) + (self._open is not None))
+
+    def _event(self, event: Event) -> Event:
+        return {**event, "output_index": len(self.items)}
+
+
+class _Thought:
+    def __init__(self, id: str) -> None:
+        self._id = id
+        self._texts: list[str] = []
+
+    def begun(self) -> list[Event]:
+        return [self._event("response.content_part.added", part={"type": "reasoning_text", "text": ""})]
+
+    def grow(self, text: str) -> Event:
+        self._texts.append(text)
+        return self._event("response.reasoning_text.delta", delta=text)
+
+    def ended(self) -> list[Event]:
+        text = "".join(self._texts)
+        return [
+            self._event("response.reasoning_text.done", text=text),
+            self._event("response.content_part.done", part={"type": "reasoning_text", "text": text}),
+        ]
+
+    def item(self, status: ItemStatus) -> Item:
+        content = [{"type": "reasoning_text", "text": "".join(self._texts)}] if self._texts else []
+        return {
+            "id": self._id,
+            "type": "reasoning",
+            "status": status,
+            "summary": [],
+            "content": content,
+            "encrypted_content": None,
+        }
+
+    def _event(self, kind: str, **fields: object) -> Event:
+        return {"type": kind, "item_id": self._id, "content_index": 0, **fields}
+
+
+class _Message:
+    def __init__(self, id: str) -> None:
+        self._id = id
+        self._has_part = False
+        self._texts: list[str] = []
+        self._logprobs: list[Any] = []
+
+    def begun(self) -> list[Event]:
+        event = self._event("response.content_part.added", part=self._part())
+        self._has_part = True
+        return [event]
+
+    def grow(self, text: str, logprobs: Sequence[Any]) -> Event:
+        self._texts.append(text)
+        self._logprobs += logprobs
+        return self._event("response.output_text.delta", delta=text, logprobs=logprobs)
+
+    def ended(self) -> list[Event]:
+        part = self._part()
+        return [
+            self._event("response.output_text.done", text=part["text"], logprobs=part["logprobs"]),
+            self._event("response.content_part.done", part=part),
+        ]
+
+    def item(self, status: ItemStatus) -> Item:
+        content = [self._part()] if self._has_part else []
+        return {"id": self._id, "type": "message", "status": status, "role": "assistant", "content": content}
+
+    def _part(self) -> dict[str, Any]:
+        return {"type": "output_text", "text": "".join(self._texts), "annotations": [], "logprobs": [*self._logprobs]}
+
+    def _event(self, kind: str, **fields: object) -> Event:
+        return {"type": kind, "item_id": self._id, "content_index": 0, **fields}
+
+
+class _Call:
+    def __init__(self, id: str, call: CallDelta) -> None:
+        self.index = call.index
+        self._id = id
+        self._call_id = call.id or f"call_{id.partition('_')[2]}"
+        self._name = call.name or ""
+        self._arguments: list[str] = []
+
+    def begun(self) -> list[Event]:
+        return []
+
+    def grow(self, arguments: str) -> Event:
+        self._arguments.append(arguments)
+        return {"type": "response.function_call_arguments.delta", "item_id": self._id, "delta": arguments}
+
+    def ended(self) -> list[Event]:
+        return [
+            {
+                "type": "response.function_call_arguments.done",
+                "item_id": self._id,
+                "name": self._name,
+                "arguments": "".join(self._arguments),
+            }
+        ]
+
+    def item(self, status: ItemStatus) -> Item:
+        return {
+            "id": self._id,
+            "type": "function_call",
+            "status": status,
+            "call_id": self._call_id,
+            "name": self._name,
+            "arguments": "".join(self._arguments),
+        }
+
+
+_encode = msgspec.json.Encoder().encode
+
+Keep = Callable[[bytes, Sequence[Mapping[str, Any]]], None]
+
+_STOPPED = {"code": "server_error", "message": "The server was stopped before the response was complete."}
+
+
+class ResponseRenderer:
+    """One response. `shown` is what it repeats of its request; `keep` takes it, and its items, once it has ended.
+
+    The object at a stream's end is the one that the whole reply would be. Events are numbered without a gap; whatever
+    happens after the first one, a stream ends with completed, incomplete or failed.
+    """
+
+    def __init__(
+        self,
+        head: ReplyHead,
+        job: Job,
+        generation: Generation,
+        *,
+        tokenizer: TextTokenizer,
+        stem: str,
+        shown: Mapping[str, Any],
+        keep: Keep,
+    ) -> None:
+        wanted = job.options.reply.num_logprobs
+        form = LogprobFormat(tokenizer, names_are_ids=False)
+        self._head = head
+        self._generation = generation
+        self._id = response_id(stem)
+        self._shown = shown
+        self._keep = keep
+        self._output = Output(stem, lambda some: [] if wanted is None else form.chat(some, wanted)["content"])
+        self._num_events = 0
+
+    def frames(self, deltas: Sequence[ChoiceDelta]) -> bytes:
+        """The events of what is new, after the last news also those of the response's end."""
+        chunk = b"" if self._num_events else self._beginning()
+        finish = None
+        for delta in deltas:
+            chunk += self._framed(self._take(delta))
+            finish = delta.finish_reason or finish
+        if finish is None:
+            return chunk
+        chunk += self._framed(self._output.end(is_cut=finish in ("length", "abort")))
+        response = self._ended(finish)
+        self._save(response)
+        return chunk + self._framed([{"type": f"response.{response['status']}", "response": response}])
+
+    def body(self, deltas: Sequence[ChoiceDelta]) -> Iterator[bytes]:
+        """The whole response, of all deltas in the order in which they came; empty pieces while it is put together."""
+        finish = "length"
+        for delta in deltas:
+            for _ in self._take(delta):
+                pass
+            finish = delta.finish_reason or finish
+            yield b""
+        for _ in self._output.end(is_cut=finish in ("length", "abort")):
+            pass
+        yield self._save(self._ended(finish))
+
+    def failure(self, error: ApiError) -> bytes:
+        """Both events that clients look for: the error, and the response that failed."""
+        chunk = b"" if self._num_events else self._beginning()
+        chunk += self._framed(self._output.end(is_cut=True))
+        detail = error_body(error)["error"]
+        failed = self._response("failed", error={"code": "server_error", "message": detail["message"]})
+        told = {"type": "error", "code": detail["code"], "message": detail["message"], "param": detail["param"]}
+        return chunk + self._framed([told, {"type": "response.failed", "response": failed}])
+
+    def _take(self, delta: ChoiceDelta) -> Iterator[Event]:
+        if delta.finish_reason in ("stop", "tool_calls") and not isinstance(delta.stop_reason, str):
+            del delta.logprobs[-1:]  # the token that ended the text is not part of it
+        return self._output.take(delta)
+
+    def _beginning(self) -> bytes:
+        response = self._response("in_progress")
+        return self._framed([{"type": f"response.{kind}", "response": response} for kind in ("created", "in_progress")])
+
+    def _framed(self, events: Iterable[Event]) -> bytes:
+        frames = []
+        for event in events:
+            event["sequence_number"] = self._num_events
+            self._num_events += 1
+            frames.append(b"event: " + event["type"].encode() + b"\ndata: " + _encode(event) + b"\n\n")
+        return b"".join(frames)
+
+    def _ended(self, finish: str) -> dict[str, Any]:
+        usage = _usage(self._generation.usage)
+        if finish == "length":
+            return self._response("incomplete", incomplete_details={"reason": "max_output_tokens"}, usage=usage)
+        if finish == "abort":
+            return self._response("failed", error=_STOPPED, usage=usage)
+        return self._response("completed", completed_at=int(time.time()), usage=usage)
+
+    def _response(self, status: str, **fields: object) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._head.created,
+            "completed_at": None,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "model": self._head.model,
+            "output": [*self._output.items],
+            "usage": None,
+            **self._shown,
+            **fields,
+        }
+
+    def _save(self, response: dict[str, Any]) -> bytes:
+        raw = _encode(response)
+        if response["status"] != "failed":
+            self._keep(raw, response["output"])
+        return raw
+
+
+def _usage(usage: Usage) -> dict[str, object]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

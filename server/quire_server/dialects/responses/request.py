@@ -1,0 +1,549 @@
+"""The request of POST /v1/responses: text formats, tools, fields without effect, and the messages of the template.
+
+A field at OpenAI's default is never an error; what is without effect is reported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+
+from quire_server.answering.options import (
+    Conversation,
+    GenerationOptions,
+    PromptOptions,
+    ReasoningOptions,
+    ReplyOptions,
+    SamplingOptions,
+    StopOptions,
+    Structure,
+    Tool,
+    ToolOptions,
+)
+from quire_server.dialects.common import (
+    BATCH_TIER,
+    FEW_PARTS,
+    MAX_BIASED_TOKENS,
+    CacheSalt,
+    Int64,
+    LogitBias,
+    LogprobCount,
+    ModelName,
+    Penalty,
+    Probability,
+    RepetitionPenalty,
+    StopStrings,
+    Temperature,
+    Timeout,
+    TokenCount,
+    TokenIds,
+    TopK,
+    TopP,
+    WireModel,
+    review_extras,
+)
+from quire_server.dialects.responses.items import (
+    ContentItem,
+    FunctionCallItem,
+    FunctionOutputItem,
+    Items,
+    MessageItem,
+    ReasoningItem,
+    text_of,
+)
+from quire_server.dialects.tools import MAX_TOOLS, ChosenTool, ToolName, tool_options
+from quire_server.errors import BadRequest
+
+
+class PlainText(WireModel):
+    type: Literal["text"] = "text"
+
+
+class JsonObject(WireModel):
+    type: Literal["json_object"]
+
+
+class JsonSchema(WireModel):
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
+
+    type: Literal["json_schema"]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = Field(None, description="without effect: the text always follows the schema")
+
+
+Format = Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")]
+
+
+class TextOptions(WireModel):
+    format: Format | None = None
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="without effect, and reported")
+
+    def shown(self) -> dict[str, object]:
+        """As the reply repeats it."""
+        wanted = self.format or PlainText(type="text")
+        if not isinstance(wanted, JsonSchema):
+            return {"format": {"type": wanted.type}, "verbosity": self.verbosity or "medium"}
+        schema = {
+            "type": wanted.type,
+            "name": wanted.name,
+            "description": wanted.description,
+            "schema": wanted.schema_,
+            "strict": bool(wanted.strict),
+        }
+        return {"format": schema, "verbosity": self.verbosity or "medium"}
+
+    def without_effect(self) -> list[str]:
+        extras = {"verbosity": self.verbosity, **(self.model_extra or {})}
+        return review_extras(extras)
+
+
+def _check_tool(value: object) -> object:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        raise BadRequest(
+            f"Tools of type '{kind[:64]}' are not supported; only 'function' is.",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    if isinstance(value, dict) and "name" not in value and isinstance(value.get("function"), dict):
+        raise ValueError("here a tool's name, description and parameters are its own fields, not those of 'function'")
+    return value
+
+
+class FunctionTool(WireModel):
+    type: Literal["function"]
+    name: ToolName
+    description: Annotated[str, Field(max_length=16_384)] | None = None
+    parameters: dict[str, Any] | None = Field(None, description="a JSON schema of the arguments")
+    strict: bool | None = Field(None, description="true: the arguments always follow the schema")
+
+    def neutral(self) -> Tool:
+        return Tool(
+            name=self.name,
+            description=self.description or "",
+            parameters=self.parameters,
+            strict=bool(self.strict),
+        )
+
+    def for_template(self) -> dict[str, object]:
+        function: dict[str, object] = {"name": self.name}
+        if self.description:
+            function["description"] = self.description
+        function["parameters"] = self.parameters or {"type": "object", "properties": {}}
+        return {"type": "function", "function": function}
+
+    def shown(self) -> dict[str, object]:
+        """As the reply repeats it."""
+        return {
+            "type": "function",
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.parameters,
+            "strict": bool(self.strict),
+        }
+
+
+Tools = Annotated[
+    list[Annotated[FunctionTool, BeforeValidator(_check_tool)]], Field(fail_fast=True, max_length=MAX_TOOLS)
+]
+
+
+class NamedFunction(WireModel):
+    type: Literal["function"]
+    name: ToolName
+
+
+class AllowedTools(WireModel):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+
+
+def _check_choice(value: object) -> object:
+    if not isinstance(value, dict) and value not in ("none", "auto", "required", None):
+        raise ValueError("expected 'none', 'auto', 'required' or an object")
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind not in ("function", "allowed_tools"):
+        raise BadRequest(
+            f"A 'tool_choice' of type '{kind[:64]}' is not supported; 'function' and 'allowed_tools' are.",
+            param="tool_choice",
+            code="unsupported_parameter",
+        )
+    return value
+
+
+Choice = Annotated[
+    Literal["none", "auto", "required"] | Annotated[NamedFunction | AllowedTools, Field(discriminator="type")],
+    BeforeValidator(_check_choice),
+]
+
+
+def offered(
+    tools: Sequence[FunctionTool], choice: str | NamedFunction | AllowedTools | None, *, parallel: bool | None
+) -> tuple[list[FunctionTool], ToolOptions | None]:
+    """The tools that the model is told of, and which it may or must call. Raises BadRequest for a choice that is none.
+
+    With the choice "none" it is told of none. The choice "auto" needs no tools: clients send it always.
+    """
+    chosen: Any = choice
+    if isinstance(choice, NamedFunction):
+        chosen = ChosenTool.model_validate({"type": "function", "function": {"name": choice.name}})
+    elif isinstance(choice, AllowedTools):
+        allowed = {"mode": choice.mode, "tools": [{"name": tool.name} for tool in choice.tools]}
+        chosen = ChosenTool.model_validate({"type": "allowed_tools", "allowed_tools": allowed})
+    elif choice == "auto":
+        chosen = None
+    options = tool_options([tool.neutral() for tool in tools], chosen, parallel=parallel)
+    names = set() if options is None or options.choice == "none" else {tool.name for tool in options.tools}
+    return [tool for tool in tools if tool.name in names], options
+
+
+# What asks for something that this server does not do, with the values that do not ask for it.
+_REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "background": ((None, False), "a response is made while its client waits"),
+    "context_management": ((None, []), "histories are not compacted; see 'truncation'"),
+    "conversation": ((None,), "use 'previous_response_id'"),
+    "moderation": ((None,), "nothing is moderated"),
+    "prompt": ((None,), "there are no stored prompts; use 'input' and 'instructions'"),
+}
+# What other dialects call a field of this one: as unknown names they would ask for other text without effect.
+_RENAMED: Mapping[str, str] = {
+    "functions": "tools",
+    "guided_json": "text.format",
+    "guided_regex": "text.format",
+    "guided_choice": "text.format",
+    "guided_grammar": "text.format",
+    "guided_json_object": "text.format",
+    "logprobs": "include: ['message.output_text.logprobs']",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "structured_outputs": "text.format",
+}
+
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
+
+
+def review(extras: Mapping[str, object] | None) -> list[str]:
+    """The names of fields without effect, to be reported. Raises BadRequest for what is not supported."""
+    others = dict(extras or {})
+    for name, (off_values, reason) in _REFUSED.items():
+        if name in others and not any(others[name] is value or others[name] == value for value in off_values):
+            raise BadRequest(
+                f"'{name}' is not supported by this server: {reason}.", param=name, code="unsupported_parameter"
+            )
+        others.pop(name, None)
+    for name, ours in _RENAMED.items():
+        if others.get(name) is not None:
+            raise BadRequest(
+                f"'{name}' is not a field of responses; use '{ours}'.", param=name, code="unsupported_parameter"
+            )
+        others.pop(name, None)
+    if others.get("n") not in (None, 1):
+        raise BadRequest("A response has one answer: 'n' can only be 1.", param="n", code="unsupported_parameter")
+    others.pop("n", None)
+    return review_extras(others)
+
+
+def review_includes(include: Iterable[str] | None) -> list[str]:
+    """The names of what should be included and cannot be."""
+    return [f"include.{name}" for name in include or () if name != INCLUDE_LOGPROBS]
+
+
+Message = dict[str, object]
+
+
+def messages(instructions: str | None, items: Iterable[ContentItem]) -> list[Message]:
+    """The messages, instructions first. Raises BadRequest for an output without its call.
+
+    System and developer messages at the very beginning become one with the instructions: many templates take a system
+    message as the first one only.
+    """
+    conversation = _Conversation()
+    if instructions:
+        conversation.messages.append({"role": "system", "content": instructions})
+    at_head = bool(instructions)
+    for item in items:
+        if at_head and isinstance(item, MessageItem) and item.role in ("system", "developer"):
+            head = conversation.messages[0]
+            head["content"] = f"{head['content']}\n\n{text_of(item.content)}"
+            continue
+        at_head = False
+        conversation.add(item)
+    return conversation.messages
+
+
+class _Conversation:
+    """The messages so far. The last one may be an assistant's turn that more items belong to.
+
+    Thoughts, text and calls of one turn are one message; an output follows the call that it answers.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._turn: Message | None = None
+        self._names: dict[str, str] = {}  # of the called functions, by the ids of their calls
+
+    def add(self, item: ContentItem) -> None:
+        match item:
+            case ReasoningItem():
+                self._think(item.text)
+            case MessageItem(role="assistant"):
+                self._say(text_of(item.content))
+            case FunctionCallItem():
+                self._call(item)
+            case FunctionOutputItem():
+                self._answer(item)
+            case _:
+                self._turn = None
+                content: object = item.content
+                if not isinstance(item.content, str):
+                    content = [{"type": "text", "text": part.content} for part in item.content]
+                self.messages.append({"role": item.role, "content": content})
+
+    def _open(self) -> Message:
+        if self._turn is None:
+            self._turn = {"role": "assistant", "content": None}
+            self.messages.append(self._turn)
+        return self._turn
+
+    def _think(self, text: str) -> None:
+        if self._turn is not None and (self._turn["content"] is not None or "tool_calls" in self._turn):
+            self._turn = None  # thoughts begin a turn
+        turn = self._open()
+        if text:
+            turn["reasoning"] = f"{turn['reasoning']}\n{text}" if "reasoning" in turn else text
+
+    def _say(self, text: str) -> None:
+        if self._turn is not None and self._turn["content"] is not None and "tool_calls" not in self._turn:
+            self._turn = None  # two messages of an assistant are two turns
+        turn = self._open()
+        # Text after a call stays in the call's turn: the call's output is expected right after that.
+        turn["content"] = text if turn["content"] is None else f"{turn['content']}\n{text}"
+
+    def _call(self, item: FunctionCallItem) -> None:
+        calls = self._open().setdefault("tool_calls", [])
+        assert isinstance(calls, list)
+        function = {"name": item.name, "arguments": item.arguments}
+        calls.append({"id": item.call_id, "type": "function", "function": function})
+        self._names[item.call_id] = item.name
+
+    def _answer(self, item: FunctionOutputItem) -> None:
+        name = self._names.get(item.call_id)
+        if name is None:
+            raise BadRequest(
+                f"There is no function call with the call_id '{item.call_id[:96]}' before its output.", param="input"
+            )
+        self._turn = None
+        self.messages.append(
+            {"role": "tool", "tool_call_id": item.call_id, "name": name, "content": text_of(item.output)}
+        )
+
+
+MAX_METADATA = 16
+MAX_INCLUDES = 32
+_NO_SPECIAL_TOKENS = False  # templates write them
+
+# Fields of the request and of the neutral request's sampling that have the same name, meaning and default.
+_SAMPLING = (
+    *("temperature", "top_p", "min_p", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+
+
+class Reasoning(WireModel):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="passed to chat templates that use it"
+    )
+    summary: Literal["auto", "concise", "detailed"] | None = Field(
+        None, description="without effect: thoughts are shown as they are, not summed up"
+    )
+    generate_summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="as summary")
+
+
+def _as_items(value: object) -> object:
+    """A text is one message of the user's."""
+    return [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
+
+
+class ResponseRequest(WireModel):
+    model: ModelName | None = Field(None, description="a served name; null: the served one")
+    input: Annotated[Items, FEW_PARTS, BeforeValidator(_as_items, json_schema_input_type=str | Items)]
+    instructions: str | None = Field(None, description="a system message before all others, for this response only")
+    previous_response_id: Annotated[str, Field(max_length=256)] | None = Field(
+        None, description="a stored response that this one goes on from"
+    )
+    tools: Tools | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="auto: of a conversation that is too long, the beginning is cut off"
+    )
+    chat_template_kwargs: dict[str, object] | None = Field(None, description="variables of the chat template")
+
+    max_output_tokens: Annotated[TokenCount, Field(ge=1)] | None = Field(None, description="thoughts included")
+    max_reasoning_tokens: TokenCount | None = Field(None, description="after as many thinking is ended")
+    temperature: Temperature | None = Field(None, description="below 1e-5 is greedy")
+    top_p: TopP | None = None
+    top_logprobs: LogprobCount | None = Field(None, description=f"needs {INCLUDE_LOGPROBS} in include")
+    include: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=MAX_INCLUDES)] | None = Field(
+        None, description=f"{INCLUDE_LOGPROBS}; others are without effect, and reported"
+    )
+    stream: bool | None = None
+    stream_options: dict[str, object] | None = Field(None, description="include_obfuscation is without effect")
+    store: bool | None = Field(None, description="false: the response cannot be read or continued later")
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+            Field(max_length=MAX_METADATA),
+        ]
+        | None
+    ) = None
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = Field(None, description="of built-in tools; there are none")
+    user: Annotated[str, Field(max_length=512)] | None = None
+    safety_identifier: Annotated[str, Field(max_length=512)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
+    service_tier: Annotated[str, Field(max_length=64)] | None = None
+
+    top_k: TopK | None = Field(None, description="0 and -1 are off")
+    min_p: Probability | None = None
+    seed: Int64 | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: LogitBias = None
+    stop: StopStrings = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_BIASED_TOKENS)] | None = None
+    min_tokens: TokenCount | None = None
+    ignore_eos: bool | None = None
+    timeout: Timeout | None = Field(None, description="seconds; unfinished by then, it ends with 504")
+    priority: Int64 | None = Field(None, description="lower is earlier, under the priority policy")
+    cache_salt: CacheSalt | None = Field(None, description="requests with different salts share no cached prefix")
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> ResponseRequest:
+        if self.top_logprobs and not self._shows_logprobs:
+            raise BadRequest(f"'top_logprobs' needs 'include': ['{INCLUDE_LOGPROBS}'].", param="top_logprobs")
+        if self.stream_options is not None and not self.stream:
+            raise BadRequest("'stream_options' needs 'stream': true.", param="stream_options")
+        return self
+
+    @property
+    def _shows_logprobs(self) -> bool:
+        return INCLUDE_LOGPROBS in (self.include or ())
+
+    @property
+    def _effort(self) -> str | None:
+        return None if self.reasoning is None else self.reasoning.effort
+
+    def shown(self) -> dict[str, Any]:
+        """What the reply repeats of the request, with the defaults that were used."""
+        text = self.text or TextOptions.model_validate({})
+        return {
+            "background": False,
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "max_tool_calls": self.max_tool_calls,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": self.previous_response_id,
+            "prompt_cache_key": self.prompt_cache_key,
+            "reasoning": {"effort": self._effort, "summary": None},
+            "safety_identifier": self.safety_identifier,
+            "service_tier": BATCH_TIER if self.service_tier == BATCH_TIER else "default",
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "text": text.shown(),
+            "tool_choice": "auto"
+            if self.tool_choice is None
+            else self.tool_choice
+            if isinstance(self.tool_choice, str)
+            else self.tool_choice.model_dump(),
+            "tools": [tool.shown() for tool in self.tools or ()],
+            "top_logprobs": self.top_logprobs or 0,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "truncation": self.truncation or "disabled",
+            "user": self.user,
+        }
+
+    def options(self, items: Sequence[ContentItem]) -> GenerationOptions:
+        """The neutral request for these items, all references resolved. Raises BadRequest for what is not supported."""
+        ignored = self._review(items)
+        num_logprobs = (self.top_logprobs or 0) if self._shows_logprobs else None
+        seen, tools = offered(self.tools or (), self.tool_choice, parallel=self.parallel_tool_calls)
+        conversation = messages(self.instructions, items)
+        if not conversation:
+            raise BadRequest("'input' must have at least one item, or 'instructions' a text.", param="input")
+        return GenerationOptions(
+            prompt=PromptOptions(
+                source=Conversation(
+                    messages=conversation,
+                    template_variables=self.chat_template_kwargs or {},
+                    tools=[tool.for_template() for tool in seen],
+                ),
+                param="input",
+                add_special_tokens=_NO_SPECIAL_TOKENS,
+                keep_tokens=-1 if self.truncation == "auto" else None,
+                cache_salt=self.cache_salt or "",
+            ),
+            sampling=SamplingOptions(
+                **{name: value for name in _SAMPLING if (value := getattr(self, name)) is not None},
+                top_k=max(self.top_k or 0, 0),
+                logit_bias=tuple((int(key), value) for key, value in (self.logit_bias or {}).items()),
+                num_logprobs=num_logprobs,
+            ),
+            stop=StopOptions(
+                max_tokens=self.max_output_tokens,
+                max_tokens_param="max_output_tokens",
+                min_tokens=self.min_tokens or 0,
+                strings=tuple(self.stop or ()),
+                token_ids=tuple(self.stop_token_ids or ()),
+                ignore_eos=bool(self.ignore_eos),
+            ),
+            reply=ReplyOptions(stream=bool(self.stream), num_logprobs=num_logprobs),
+            tools=tools,
+            structure=self._structure(),
+            reasoning=ReasoningOptions(effort=self._effort, max_tokens=self.max_reasoning_tokens),
+            model=self.model,
+            priority=self.priority or 0,
+            timeout=self.timeout,
+            is_batch=self.service_tier == BATCH_TIER,
+            ignored=tuple(dict.fromkeys(ignored)),
+        )
+
+    def _structure(self) -> Structure | None:
+        wanted = None if self.text is None else self.text.format
+        if wanted is None or wanted.type == "text":
+            return None
+        if wanted.type == "json_object":
+            return Structure(kind="json_object", param="text.format")
+        return Structure(kind="json_schema", value=json.dumps(wanted.schema_), param="text.format")
+
+    def _review(self, items: Sequence[ContentItem]) -> list[str]:
+        """The names of fields without effect."""
+        others: dict[str, object] = {name: getattr(self, name) for name in ("user", "safety_identifier")}
+        others |= {name: getattr(self, name) for name in ("prompt_cache_key", "service_tier", "max_tool_calls")}
+        ignored = review(others | (self.model_extra or {}))
+        ignored += review_includes(self.include)
+        ignored += [f"stream_options.{name}" for name in review_extras(self.stream_options)]
+        if self.reasoning is not None:
+            both = {"summary": self.reasoning.summary, "generate_summary": self.reasoning.generate_summary}
+            ignored += [f"reasoning.{name}" for name in review_extras(both | (self.reasoning.model_extra or {}))]
+        if self.text is not None:
+            ignored += [f"text.{name}" for name in self.text.without_effect()]
+        for tool in self.tools or ():
+            ignored += [f"tools.{name}" for name in review_extras(tool.model_extra)]
+        for item in items:
+            names = review_extras(item.model_extra)
+            if isinstance(item, MessageItem) and not isinstance(item.content, str):
+                names += [f"content.{name}" for part in item.content for name in review_extras(part.model_extra)]
+            ignored += [f"input.{name}" for name in names]
+        return ignored

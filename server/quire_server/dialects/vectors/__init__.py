@@ -1,0 +1,1 @@
+"""Embeddings, and scores that are made of them."""

@@ -1,0 +1,171 @@
+"""The wire models of POST /v1/embeddings and /v1/score, whose answers come from the same vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from quire_server.answering.vectors import TextInput, VectorOptions
+from quire_server.dialects.common import (
+    BATCH_TIER,
+    CacheSalt,
+    Int64,
+    Prompts,
+    ReplyModel,
+    RequestName,
+    ServiceTier,
+    Timeout,
+    UsageInfo,
+    WireModel,
+    one_or_many,
+    review_extras,
+)
+from quire_server.errors import BadRequest
+
+MAX_TEXTS = 2048  # of a request
+
+
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise ValueError("must be at least 1, or -1 for the context length")
+    return value
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+_ListedTexts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_TEXTS)] | None
+Texts = Annotated[_ListedTexts, BeforeValidator(_listed, json_schema_input_type=str | _ListedTexts)]
+
+
+class VectorFields(WireModel):
+    """What both endpoints take."""
+
+    model: Annotated[str, Field(max_length=256)] | None = Field(None, description="a served name; null: the served one")
+    user: Annotated[str, Field(max_length=256)] | None = Field(None, description="without effect")
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1), AfterValidator(_not_zero)] | None = Field(
+        None, description="keep only this many tokens of each text; -1 is the context length"
+    )
+    truncation_side: Literal["left", "right"] | None = Field(None, description="which end is cut off; right by default")
+    priority: Int64 | None = Field(None, description="lower is earlier, under the priority policy")
+    timeout: Timeout | None = Field(None, description="seconds; unfinished by then, it ends with 504")
+    service_tier: ServiceTier | None = Field(None, description="flex: after requests without it; others are reported")
+    cache_salt: CacheSalt | None = Field(None, description="requests with different salts share no cached prefix")
+    request_id: RequestName | None = None
+
+    def _options(
+        self, inputs: Sequence[TextInput], *, dimensions: int | None = None, normalize: bool = True
+    ) -> VectorOptions:
+        return VectorOptions(
+            inputs=inputs,
+            model=self.model,
+            id=self.request_id,
+            add_special_tokens=self.add_special_tokens is not False,
+            keep_tokens=self.truncate_prompt_tokens,
+            keep_start=self.truncation_side != "left",
+            dimensions=dimensions,
+            normalize=normalize,
+            priority=self.priority or 0,
+            timeout=self.timeout,
+            is_batch=self.service_tier == BATCH_TIER,
+            cache_salt=self.cache_salt or "",
+            ignored=tuple(review_extras({"service_tier": self.service_tier} | (self.model_extra or {}))),
+        )
+
+
+_check_input, _input_schema = one_or_many(MAX_TEXTS, "inputs")
+
+
+class EmbeddingRequest(VectorFields):
+    input: Annotated[Prompts, _check_input, _input_schema]
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description="base64 is of little-endian float32 numbers; float by default"
+    )
+    dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
+        None, description="only so many of the first numbers, for models that were trained for it"
+    )
+    normalize: bool | None = Field(None, description="false: as the model gives them; else of length 1")
+
+    def options(self) -> VectorOptions:
+        """The neutral request. Raises BadRequest for what is not supported."""
+        names = ["input"] if len(self.input) == 1 else [f"input[{i}]" for i in range(len(self.input))]
+        sources: Sequence[str | Sequence[int]] = self.input
+        inputs = [TextInput(source=source, param=name) for source, name in zip(sources, names, strict=True)]
+        return self._options(inputs, dimensions=self.dimensions, normalize=self.normalize is not False)
+
+
+class ScoreRequest(VectorFields):
+    """`text_1` and `text_2`, or the same under the names `queries` and `documents`."""
+
+    text_1: Texts = None
+    text_2: Texts = None
+    queries: Texts = None
+    documents: Texts = None
+
+    @model_validator(mode="after")
+    def _check_texts(self) -> ScoreRequest:
+        pairs = [("text_1", "text_2"), ("queries", "documents")]
+        given = [names for names in pairs if any(getattr(self, name) is not None for name in names)]
+        if len(given) != 1:
+            raise BadRequest("Give 'text_1' and 'text_2', or 'queries' and 'documents'.", param="text_1")
+        for name in given[0]:
+            if getattr(self, name) is None:
+                raise BadRequest(f"'{name}' is missing.", param=name)
+        left, right = self.texts
+        if len(left) not in {1, len(right)}:
+            raise BadRequest(
+                f"'{given[0][0]}' must be one text, or as many as '{given[0][1]}': {len(left)} and {len(right)}.",
+                param=given[0][0],
+            )
+        if len(left) + len(right) > MAX_TEXTS:
+            raise BadRequest(f"At most {MAX_TEXTS} texts per request.", param=given[0][1])
+        return self
+
+    @property
+    def texts(self) -> tuple[list[str], list[str]]:
+        """One text or as many as there are on the other side."""
+        return self.text_1 or self.queries or [], self.text_2 or self.documents or []
+
+    def options(self) -> VectorOptions:
+        """The neutral request: the texts of the left side, then those of the right."""
+        names = ("text_1", "text_2") if self.text_1 is not None else ("queries", "documents")
+        inputs = [
+            TextInput(source=text, param=name if len(side) == 1 else f"{name}[{i}]")
+            for name, side in zip(names, self.texts, strict=True)
+            for i, text in enumerate(side)
+        ]
+        return self._options(inputs)
+
+
+class Embedding(ReplyModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingResponse(ReplyModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: UsageInfo
+
+
+class Score(ReplyModel):
+    object: Literal["score"]
+    index: int
+    score: float = Field(description="cosine of the two vectors' angle: -1 to 1")
+
+
+class ScoreResponse(ReplyModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: UsageInfo

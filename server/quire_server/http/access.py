@@ -1,0 +1,232 @@
+"""The layers around an application: who is let in under which name, from which page, and with which key."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
+from ipaddress import ip_address
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire_server.errors import ApiError, Forbidden, HostNotAllowed, Unauthorized
+from quire_server.http.body_limits import BodyBudget, BodyGate, BodyLimits
+from quire_server.http.guard import (
+    Guard,
+    KeyAuth,
+    Reply,
+    RequestLimits,
+    brought_keys,
+    is_admin_path,
+    is_key,
+    send_error,
+)
+from quire_server.http.overload import LastWord, OpenRequests
+from quire_server.settings import Settings
+from quire_server.settings.keys import ApiKey
+
+Layer = Callable[[ASGIApp], ASGIApp]
+
+
+def layers(
+    settings: Settings,
+    bodies: BodyLimits,
+    on_body_bytes: Callable[[int], None] = lambda _: None,
+    *,
+    on_reply: Callable[[Reply], None],
+    requests: OpenRequests,
+) -> Iterator[Layer]:
+    """From the innermost to the outermost, the same around the application that serves and the one that only starts.
+
+    Nothing of a request is looked at before its size, its host and its key were. `on_body_bytes` is told how many
+    bytes of bodies are held.
+    """
+    root = settings.root_path
+    budget = BodyBudget(max(settings.max_body_bytes_total, bodies.largest), on_body_bytes)
+    yield partial(BodyGate, limits=bodies, budget=budget)  # the innermost: nothing of a body counts before the key
+    yield partial(AdminAuth, keys=settings.admin_keys, root_path=root)
+    if settings.needs_key:  # among the innermost: preflights carry no key
+        yield partial(KeyAuth, keys=settings.keys, tenants=settings.tenant_list, root_path=root)
+    cors: dict[str, Any] = {
+        "allow_origins": settings.allowed_origins,
+        "allow_methods": METHODS,
+        "allow_headers": ("*",),  # SDKs bring a dozen of their own
+        "expose_headers": EXPOSED,
+    }
+    if settings.allowed_origins:
+        yield partial(Preflights, **cors)
+    if checks_hosts(settings):
+        yield partial(HostCheck, allowed=settings.allowed_hosts, root_path=root)
+    yield partial(LastWord, requests=requests)
+    limits = RequestLimits(
+        max_header_bytes=settings.max_header_bytes,
+        max_headers=settings.max_headers,
+        body_timeout=settings.body_timeout,
+    )
+    yield partial(Guard, limits=limits, bodies=bodies, budget=budget, on_reply=on_reply, root_path=root)
+    if settings.allowed_origins:
+        yield partial(CorsHeaders, **cors)
+
+
+# Set by proxies: who has one of these was passed on by somebody, and the address is not the client's.
+_PASSED_ON = frozenset(
+    {b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip"}
+)
+
+
+class AdminAuth:
+    """Lets through what is no admin path; asks for the key, or for a local client, where it is one.
+
+    An ordinary API key opens nothing here, and what came through a proxy or from another site's page is not local.
+    Every path under `ADMIN_PATHS` is guarded, whether a route is there or not.
+    """
+
+    def __init__(self, app: ASGIApp, *, keys: Iterable[ApiKey], root_path: str = "") -> None:
+        self._app = app
+        self._known = tuple((hashlib.sha256(key.key.encode()).digest(), key.name) for key in keys)
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and is_admin_path(scope["path"], self._root_path):
+            refusal = self._refusal(scope)
+            if refusal is not None:
+                await send_error(refusal, scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        if not self._known:
+            why = _why_not_local(scope)
+            return None if why is None else Forbidden(f"This is for the operator: {why}; set --admin-api-key.")
+        for key in brought_keys(scope["headers"]):
+            for digest, name in self._known:
+                if is_key(key, digest):
+                    scope.setdefault("state", {}).update(key_name=name or "admin")
+                    return None
+        return Unauthorized()
+
+
+def _why_not_local(scope: Scope) -> str | None:
+    """Why the client is not one of this machine's own; None: it is."""
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    if any(name in _PASSED_ON for name, _ in headers):
+        return "the request came through a proxy, and no admin key is configured"
+    client = scope.get("client")
+    if client is not None and client[0] and not is_loopback(client[0]):
+        return "the client is on another machine, and no admin key is configured"
+    hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
+    # A page of another site, in a browser on this machine: it may have a name of its own for this address.
+    if client is not None and client[0] and not (len(hosts) == 1 and names_this_machine(hosts[0])):
+        return "the request names another host, and no admin key is configured"
+    origins = [value.decode("latin-1") for name, value in headers if name == b"origin"]
+    sites = [value for name, value in headers if name == b"sec-fetch-site"]
+    if any(origin.partition("://")[2] not in hosts for origin in origins) or b"cross-site" in sites:
+        return "another site's page has sent the request, and no admin key is configured"
+    return None
+
+
+ANY = "*"
+PROBES = frozenset({"/health", "/health/live", "/health/ready"})  # an orchestrator asks by the address of a pod
+
+
+def checks_hosts(settings: Settings) -> bool:
+    """Whether this server looks at the Host header at all.
+
+    One that only this machine reaches and that asks for no key does, and one with a list of names.
+    """
+    if ANY in settings.allowed_hosts or settings.uds is not None:
+        return False
+    return bool(settings.allowed_hosts) or (not settings.needs_key and names_this_machine(settings.host))
+
+
+class HostCheck:
+    """Refuses requests for names neither this machine's nor among those allowed; `*.NAME` is all below NAME.
+
+    A browser lets a page speak freely with the host that it came from. Whoever owns that host's name may let it point
+    to 127.0.0.1 a moment later (DNS rebinding), and the page speaks with what listens here, without CORS and without a
+    key. What it cannot change is the Host header, which has the page's name.
+    """
+
+    def __init__(self, app: ASGIApp, *, allowed: Collection[str], root_path: str = "") -> None:
+        self._app = app
+        lower = [name.lower() for name in allowed]
+        self._names = frozenset(name for name in lower if not name.startswith("*."))
+        self._endings = tuple(name.removeprefix("*") for name in lower if name.startswith("*."))
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].removeprefix(self._root_path) not in PROBES:
+            for name, value in scope["headers"]:
+                if name == b"host" and not self._is_ours(host := value.decode("latin-1")):
+                    await send_error(_refusal(host), scope, receive, send)
+                    return
+        await self._app(scope, receive, send)
+
+    def _is_ours(self, host: str) -> bool:
+        name = bare_name(host).lower().removesuffix(".")
+        return name in self._names or name.endswith(self._endings) or names_this_machine(host)
+
+
+def _refusal(host: str) -> HostNotAllowed:
+    return HostNotAllowed(
+        f"This server does not answer to the host '{host[:96]}': a page of another site may have sent this. If the name"
+        " is meant, start the server with --allowed-hosts and the name."
+    )
+
+
+def bare_name(host: str) -> str:
+    """A Host header without its port; an IPv6 address without its brackets."""
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+
+
+def names_this_machine(host: str) -> bool:
+    """Whether a Host header is one that leads here from here only."""
+    name = bare_name(host).lower().removesuffix(".")
+    return name == "localhost" or name.endswith(".localhost") or is_loopback(name) or is_loopback(host)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether it is the numeric address of this machine, as this machine alone sees it."""
+    try:
+        parsed = ip_address(address)
+    except ValueError:
+        return False
+    mapped = getattr(parsed, "ipv4_mapped", None)
+    return (mapped or parsed).is_loopback
+
+
+METHODS = ("GET", "POST", "DELETE")
+EXPOSED = (
+    *("x-request-id", "request-id", "retry-after", "retry-after-ms", "x-should-retry"),
+    *("x-quire-ignored", "x-quire-clamped", "x-quire-notes"),
+)
+
+
+def _is_preflight(scope: Scope) -> bool:
+    if scope["type"] != "http" or scope["method"] != "OPTIONS":
+        return False
+    headers = Headers(scope=scope)
+    return "origin" in headers and "access-control-request-method" in headers
+
+
+class CorsHeaders(CORSMiddleware):
+    """The outer layer of CORS: every reply gets its headers, so that a page can read why it was refused."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or _is_preflight(scope):  # a preflight's reply has its own headers
+            await self.app(scope, receive, send)
+        else:
+            await self.simple_response(scope, receive, send, request_headers=Headers(scope=scope))
+
+
+class Preflights(CORSMiddleware):
+    """The inner layer of CORS: behind limits and hosts, before keys, which a preflight does not carry."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if _is_preflight(scope):
+            await self.preflight_response(request_headers=Headers(scope=scope))(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
