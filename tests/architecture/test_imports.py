@@ -201,3 +201,16 @@ def test_every_module_says_what_it_is_for():
 def test_names_say_something():
     for module in modules():
         assert not VAGUE_NAMES & set(module.split(".")), module
+
+
+def test_the_allocator_alone_writes_what_a_sequence_has_computed():
+    """`sequence.kv` is written where blocks are: in the allocator and the one that swaps."""
+    allocators = {"quire_engine.scheduling.kv_allocator", "quire_engine.scheduling.swapping"}
+    writers = set()
+    for module in of("quire_engine"):
+        for node in ast.walk(tree(module)):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            targets += [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
+            if any(".kv." in ast.unparse(target) for target in targets):
+                writers.add(module)
+    assert writers == allocators

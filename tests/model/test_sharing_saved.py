@@ -32,7 +32,7 @@ def _keep_threads():
 
 def saved(scheduler: Scheduler) -> float | None:
     """Of the blocks that the running sequences' tables have entries for, the share that need not exist; in percent."""
-    tables = [sequence.table.block_ids for group in scheduler._roster.running for sequence in group.sequences]
+    tables = [sequence.kv.table.block_ids for group in scheduler._roster.running for sequence in group.sequences]
     entries = sum(map(len, tables))
     return 100 * (1 - len(set().union(*tables)) / entries) if entries else None
 

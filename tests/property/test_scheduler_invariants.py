@@ -20,7 +20,7 @@ def test_a_wrong_block_is_noticed() -> None:
     run.add(request("a", 8, 8), request("b", 8, 8))
     run.one_step()
     first, second = run.scheduler._roster.sequences.values()
-    second.table.replace(0, first.table.block_ids[0])
+    second.kv.table.replace(0, first.kv.table.block_ids[0])
     batch = run.scheduler.schedule(1.0)
     assert batch is not None
     with pytest.raises(CorruptKV):

@@ -144,7 +144,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert set(roster.live) == set(self.unfinished)
         filled = filled_slots(roster, self.config.limits.block_size)
         assert stats.blocks_used == len(filled)
-        held = Counter(block for s in roster.sequences.values() for block in s.table.block_ids)
+        held = Counter(block for s in roster.sequences.values() for block in s.kv.table.block_ids)
         assert stats.blocks_shared == sum(tables > 1 for tables in held.values())
         assert stats.blocks_unshared == sum(tables == 1 for tables in held.values())
         assert stats.blocks_saved == sum(held.values()) - len(held)

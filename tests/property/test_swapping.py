@@ -160,7 +160,7 @@ def _keep_what_is_in_flight(patch: pytest.MonkeyPatch) -> None:
     swap_out = SwappingAllocator.swap_out
 
     def hasty(self: SwappingAllocator, kept: list, copied_from: dict) -> bool:
-        more = [(s, max(tokens, min(s.num_computed, len(s.token_ids) - 1))) for s, tokens in kept]
+        more = [(s, max(tokens, min(s.kv.num_computed, len(s.token_ids) - 1))) for s, tokens in kept]
         return swap_out(self, more, copied_from)
 
     patch.setattr(SwappingAllocator, "swap_out", hasty)

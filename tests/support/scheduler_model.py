@@ -167,8 +167,8 @@ def filled_slots(roster: Roster, block_size: int) -> dict[int, int]:
     """By block id: how many of its slots hold something, counted in the tables of all sequences."""
     filled: dict[int, int] = {}
     for sequence in roster.sequences.values():
-        for index, block in enumerate(sequence.table.block_ids):
-            inside = min(block_size, max(0, sequence.num_computed - index * block_size))
+        for index, block in enumerate(sequence.kv.table.block_ids):
+            inside = min(block_size, max(0, sequence.kv.num_computed - index * block_size))
             filled[block] = max(inside, filled.get(block, 0))
     return filled
 
@@ -178,7 +178,7 @@ def work_left(elder: Group | None) -> int:
     if elder is None:
         return 0
     whole = elder.num_prompt_tokens + elder.max_new_tokens
-    return sum(whole - sequence.num_computed for sequence in elder.sequences)
+    return sum(whole - sequence.kv.num_computed for sequence in elder.sequences)
 
 
 def check_prompt_logprobs(wanted: GenerationRequest, choice: int, outputs: list[TokenOutput]) -> None:

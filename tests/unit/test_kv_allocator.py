@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire_engine.invariants import InvariantViolation
-from quire_engine.scheduling.blocks import NO_MATCH, PageTable
+from quire_engine.scheduling.blocks import NO_MATCH, PageTable, SequenceKV
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.log.inspection import num_unused_slots
 from quire_engine.scheduling.sequence import Group, Sequence
@@ -19,7 +19,12 @@ def allocator(num_blocks: int = 8, *, caching: bool = True) -> KVAllocator:
 def sequence(tokens: list[int], salt: str = "") -> Sequence:
     group = Group(request=request("r", tuple(tokens), salt=salt), arrival=0, added_step=0)
     return Sequence(
-        sequence_id=0, choice=0, group=group, token_ids=tokens, num_prompt_tokens=len(tokens), table=PageTable(4)
+        sequence_id=0,
+        choice=0,
+        group=group,
+        token_ids=tokens,
+        num_prompt_tokens=len(tokens),
+        kv=SequenceKV(table=PageTable(4)),
     )
 
 
@@ -35,7 +40,7 @@ def computed(kv: KVAllocator, tokens: list[int], salt: str = "") -> Sequence:
 def test_a_released_prefix_is_matched_and_revived() -> None:
     kv = allocator()
     first = computed(kv, list(range(10)))
-    held = first.table.block_ids
+    held = first.kv.table.block_ids
     kv.release(first)
     assert (kv.num_available, kv.num_cached) == (8, 3)
     second = sequence(list(range(10)))
@@ -44,7 +49,7 @@ def test_a_released_prefix_is_matched_and_revived() -> None:
     whole = matched.without_tail(4)
     assert kv.seat_cost(second, whole) == 3
     kv.seat(second, whole)
-    assert second.num_computed == 8
+    assert second.kv.num_computed == 8
     assert (kv.num_available, kv.num_cached) == (5, 1)
     kv.check([second])
 
@@ -56,9 +61,9 @@ def test_blocks_in_use_are_shared_at_no_cost() -> None:
     matched = kv.match(second, 11)
     assert kv.seat_cost(second, matched) == 1
     kv.seat(second, matched)
-    assert first.table.block_ids[:2] == second.table.block_ids[:2]
-    assert not kv.is_writable(second.table.block_ids[0])
-    assert kv.is_writable(second.table.block_ids[2])
+    assert first.kv.table.block_ids[:2] == second.kv.table.block_ids[:2]
+    assert not kv.is_writable(second.kv.table.block_ids[0])
+    assert kv.is_writable(second.kv.table.block_ids[2])
     kv.check([first, second])
 
 
@@ -123,15 +128,15 @@ def test_fork_shares_everything_and_the_last_owner_writes_in_place() -> None:
     family = [parent, *children]
     assert kv.num_available == 6
     assert num_unused_slots(family, kv.block_size) == 2
-    tail = parent.table.block_ids[1]
+    tail = parent.kv.table.block_ids[1]
     costs, copies = [], []
     for one in family:
         costs.append(kv.reserve_cost(one, 7))
         copies.append(kv.reserve(one, 7))
     assert costs == [1, 1, 0]
     assert [copy[0] if copy else None for copy in copies] == [tail, tail, None]
-    assert children[1].table.block_ids[1] == tail
-    assert len({one.table.block_ids[1] for one in family}) == 3
+    assert children[1].kv.table.block_ids[1] == tail
+    assert len({one.kv.table.block_ids[1] for one in family}) == 3
     kv.check(family)
 
 
@@ -141,9 +146,9 @@ def test_what_is_reserved_costs_nothing_to_reserve_again() -> None:
     assert (kv.reserve_cost(one, 8), kv.reserve_cost(one, 9)) == (0, 1)
     assert kv.num_available == 6, "asking takes nothing"
     assert kv.reserve(one, 9) is None
-    assert (kv.reserve_cost(one, 9), kv.reserve_cost(one, 6), one.num_reserved) == (0, 0, 9)
+    assert (kv.reserve_cost(one, 9), kv.reserve_cost(one, 6), one.kv.num_reserved) == (0, 0, 9)
     assert kv.reserve(one, 7) is None
-    assert (kv.num_available, one.num_reserved) == (5, 9)
+    assert (kv.num_available, one.kv.num_reserved) == (5, 9)
 
 
 def test_fork_at_a_block_boundary_copies_nothing() -> None:
@@ -152,8 +157,8 @@ def test_fork_at_a_block_boundary_copies_nothing() -> None:
     kv.fork(parent, child, 8)
     assert kv.reserve(child, 9) is None
     assert kv.reserve(parent, 9) is None
-    assert parent.table.block_ids[:2] == child.table.block_ids[:2]
-    assert parent.table.block_ids[2] != child.table.block_ids[2]
+    assert parent.kv.table.block_ids[:2] == child.kv.table.block_ids[:2]
+    assert parent.kv.table.block_ids[2] != child.kv.table.block_ids[2]
 
 
 def test_fork_of_a_longer_parent_shares_the_prompt_only() -> None:
@@ -163,7 +168,7 @@ def test_fork_of_a_longer_parent_shares_the_prompt_only() -> None:
     kv.advance(parent, 6)
     kv.commit(parent, 6)
     kv.fork(parent, child, 6)
-    assert child.table.block_ids == parent.table.block_ids[:2]
+    assert child.kv.table.block_ids == parent.kv.table.block_ids[:2]
     assert kv.reserve(parent, 14) is not None, "the parent writes where the child still reads"
     kv.check([parent, child])
 
@@ -171,7 +176,7 @@ def test_fork_of_a_longer_parent_shares_the_prompt_only() -> None:
 def test_check_sees_a_table_that_lost_a_block() -> None:
     kv = allocator()
     one = computed(kv, list(range(8)))
-    one.table.clear()
+    one.kv.table.clear()
     with pytest.raises(InvariantViolation, match="has 1 references and is in 0 tables"):
         kv.check([one])
 

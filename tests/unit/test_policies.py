@@ -9,7 +9,7 @@ import pytest
 
 from quire_engine.errors import InfeasibleRequest
 from quire_engine.limits import SchedulerConfig, SchedulerLimits, VictimName
-from quire_engine.scheduling.blocks import PageTable
+from quire_engine.scheduling.blocks import PageTable, SequenceKV
 from quire_engine.scheduling.gate import check_request
 from quire_engine.scheduling.policies import (
     FEWEST,
@@ -45,7 +45,7 @@ def group(
             group=one,
             token_ids=tokens,
             num_prompt_tokens=len(tokens),
-            table=PageTable(4),
+            kv=SequenceKV(table=PageTable(4)),
         )
     )
     return one
@@ -73,7 +73,7 @@ def test_other_victims() -> None:
     for at, each in ((3.0, a), (1.0, b), (2.0, c)):
         each.enter(at)
     for each, computed in ((a, 2), (b, 6), (c, 4)):
-        each.leader.num_computed = computed
+        each.leader.kv.num_computed = computed
     choices: list[tuple[VictimPolicy, list[Group]]] = [
         (LongestRunning(), [b, c, a]),
         (LowestClass(), [c, b, a]),

@@ -114,7 +114,7 @@ def test_f11_choices_share_the_prompt() -> None:
         run.one_step()
     assert run.scheduler.stats().blocks_used == 13
     assert run.scheduler.stats().running == 16
-    assert len({tuple(s.table.block_ids) for s in run.scheduler._roster.sequences.values()}) == 1
+    assert len({tuple(s.kv.table.block_ids) for s in run.scheduler._roster.sequences.values()}) == 1
     separate = new_run(enable_prefix_caching=False, num_blocks=512)
     separate.add(*(request(f"r{i}", own_tokens("system", 200), 8) for i in range(16)))
     while len(separate.tokens) < 16:
@@ -132,7 +132,7 @@ def test_f11_chats_share_the_system_prompt_by_content() -> None:
     run.add(*(request(f"r{i}", (*system, 900 + i), 40) for i in range(15)))
     while len(run.tokens) < 16:
         run.one_step()
-    tables = [s.table.block_ids for s in run.scheduler._roster.sequences.values()]
+    tables = [s.kv.table.block_ids for s in run.scheduler._roster.sequences.values()]
     assert len(tables) == 16
     assert len(set.intersection(*map(set, tables))) == 12
     assert len(set().union(*tables)) == 12 + 16 == run.scheduler.stats().blocks_used
@@ -149,7 +149,7 @@ def test_f11_copies_at_the_first_divergent_write() -> None:
     while not run.tokens:
         run.one_step()
     assert run.scheduler.stats().blocks_used == 13
-    shared = run.scheduler._roster.running[0].sequences[0].table.block_ids[12]
+    shared = run.scheduler._roster.running[0].sequences[0].kv.table.block_ids[12]
     batch = run.one_step()
     assert batch is not None
     assert [source for source, _ in batch.copies] == [shared] * 3

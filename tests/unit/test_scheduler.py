@@ -265,10 +265,10 @@ def test_a_corrupted_scheduler_is_noticed() -> None:
     run.add(request("a", 20, 5), request("b", 20, 5))
     run.one_step()
     group = run.scheduler._roster.running[0]
-    group.sequences[0].num_computed += 1
+    group.sequences[0].kv.num_computed += 1
     with pytest.raises(InvariantViolation, match="request a, choice 0"):
         run.scheduler.check_invariants()
-    group.sequences[0].num_computed -= 1
+    group.sequences[0].kv.num_computed -= 1
     run.scheduler._roster.running.remove(group)
     with pytest.raises(InvariantViolation, match="exactly one queue"):
         run.scheduler.check_invariants()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from quire_engine.scheduling.blocks import PageTable
+from quire_engine.scheduling.blocks import PageTable, SequenceKV
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.step_plan import StepPlan
 from quire_engine.types import SamplingParams
@@ -22,7 +22,7 @@ def group(first_id: int, choices: int, **sampling: float) -> Group:
                 group=one,
                 token_ids=list(range(8)),
                 num_prompt_tokens=8,
-                table=PageTable(4),
+                kv=SequenceKV(table=PageTable(4)),
             )
         )
     one.enter(1.0)

@@ -83,10 +83,10 @@ class BeamForks:
                 if self._log is not None:
                     self._log.pruned(lanes[lane])
                 self._kv.release(lanes[lane])
-                self._kv.fork(source, lanes[lane], source.num_computed)
+                self._kv.fork(source, lanes[lane], source.kv.num_computed)
             kept.add(parent)
             assigned.append(lane)
-            lanes[lane].go_on(source.token_ids[: source.num_computed], token_id)
+            lanes[lane].go_on(source.token_ids[: source.kv.num_computed], token_id)
         return assigned
 
     def _fail(self, group: Group, message: str) -> list[TokenOutput]:

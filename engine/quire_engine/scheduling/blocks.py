@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 
 class PageTable:
@@ -113,3 +113,20 @@ class Moves:
 
 
 NO_MOVES = Moves()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class SequenceKV:
+    """What of a sequence is computed, and the blocks that hold it. The allocator alone writes it."""
+
+    table: PageTable
+    num_computed: int = 0
+    num_reserved: int = 0  # tokens that its blocks were taken for
+    block_hashes: list[bytes] = field(default_factory=list)  # of its leading full blocks, as far as needed yet
+    num_committed: int = 0  # leading blocks already offered to the prefix cache
+    num_certain: int = 0  # tokens whose results were applied, or that were matched in whole blocks
+    num_promised: int = 0  # tokens that it knew when it entered: others may wait for them
+    copies_from: int | None = None  # the block that its next one is to be copied from before the first write; pinned
+    shares_tail: bool = False  # its last block may be a sibling's too: look before the next write
+    num_settled: int = 0  # computed tokens whose results were taken in; counted where there is a host pool
+    swapped: Swapped | None = None  # what it has while it waits without blocks; None: nothing, or it runs

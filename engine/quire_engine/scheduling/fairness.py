@@ -67,7 +67,7 @@ class Accounts:
             if group.account is None or not group.num_uncharged:
                 continue
             charged = group.num_prompt_tokens - group.num_uncharged
-            end = min(sequence.num_computed + num_tokens, group.num_prompt_tokens)
+            end = min(sequence.kv.num_computed + num_tokens, group.num_prompt_tokens)
             if end > charged:
                 group.account.charge_prompt(end - charged)
                 group.note_charged(end)
@@ -183,7 +183,7 @@ class ClassShares:
         batch = total = 0
         for sequence, num_tokens in plan.slices.items():
             group = sequence.group
-            start = sequence.num_computed
+            start = sequence.kv.num_computed
             useful = max(start + num_tokens - max(start, group.num_computed_before), 0)
             total += useful
             if group.is_batch:

@@ -65,7 +65,7 @@ class KVAllocator:
             return NO_MATCH
         size, count = self.block_size, max_tokens // self.block_size
         self._extend_hashes(sequence, count)
-        blocks = tuple(self._cache.longest_match(sequence.block_hashes[:count]))
+        blocks = tuple(self._cache.longest_match(sequence.kv.block_hashes[:count]))
         start = len(blocks) * size
         rest = sequence.token_ids[start : min(start + size, max_tokens)]
         is_enough = len(rest) >= self._tails.least
@@ -99,24 +99,24 @@ class KVAllocator:
         """
         for block in match.blocks:
             self._hold(block)
-        sequence.table.extend(match.blocks)
-        sequence.num_committed = len(match.blocks)
-        sequence.num_computed = match.num_tokens
-        sequence.num_certain = len(match.blocks) * self.block_size
+        sequence.kv.table.extend(match.blocks)
+        sequence.kv.num_committed = len(match.blocks)
+        sequence.kv.num_computed = match.num_tokens
+        sequence.kv.num_certain = len(match.blocks) * self.block_size
         if match.tail is not None:
-            sequence.copies_from = match.tail[0]
+            sequence.kv.copies_from = match.tail[0]
             self._hold(match.tail[0])
         self._grow(sequence, len(sequence.token_ids))
         if self._caching:
             self._extend_hashes(sequence, len(sequence.token_ids) // self.block_size)
-            sequence.num_promised = len(sequence.token_ids)
+            sequence.kv.num_promised = len(sequence.token_ids)
             self._promises.make(sequence, len(match.blocks), self._parent(sequence, len(match.blocks)), self._tails)
 
     def reserve_cost(self, sequence: Sequence, end: int) -> int:
         """Available blocks that `reserve` up to position `end` would use up."""
-        table = sequence.table
+        table = sequence.kv.table
         growth = table.num_blocks_for(end) - len(table) if end > table.num_slots else 0
-        return growth + 1 if sequence.shares_tail and self._must_copy(sequence) else growth
+        return growth + 1 if sequence.kv.shares_tail and self._must_copy(sequence) else growth
 
     def reserve(self, sequence: Sequence, end: int) -> Copy | None:
         """Make positions num_computed .. end - 1 the sequence's own to write; a copy to do first, if one is needed.
@@ -124,22 +124,22 @@ class KVAllocator:
         Of the owners of a shared block the last one to write keeps it, so n owners cost n - 1 copies.
         """
         copy = None
-        if sequence.copies_from is not None:
-            copy = sequence.copies_from, sequence.table.block_ids[sequence.num_computed // self.block_size]
-            self._pinned.append(sequence.copies_from)
-            sequence.copies_from = None
-        if sequence.shares_tail:
+        if sequence.kv.copies_from is not None:
+            copy = sequence.kv.copies_from, sequence.kv.table.block_ids[sequence.kv.num_computed // self.block_size]
+            self._pinned.append(sequence.kv.copies_from)
+            sequence.kv.copies_from = None
+        if sequence.kv.shares_tail:
             copy = self._copy_tail(sequence) if self._must_copy(sequence) else None
-            sequence.shares_tail = False
+            sequence.kv.shares_tail = False
         self._grow(sequence, end)
         return copy
 
     def void_copies(self, sequences: Iterable[Sequence], targets: Set[int]) -> None:
         """Copies into these blocks will not be made: nobody may match there what they were to hold."""
         for sequence in sequences:
-            full = sequence.num_certain // self.block_size
-            if not targets.isdisjoint(sequence.table.block_ids[full : full + 1]):
-                sequence.num_certain = full * self.block_size
+            full = sequence.kv.num_certain // self.block_size
+            if not targets.isdisjoint(sequence.kv.table.block_ids[full : full + 1]):
+                sequence.kv.num_certain = full * self.block_size
 
     def unpin(self) -> None:
         """The step is planned: what is planned from now on comes after its copies."""
@@ -148,54 +148,54 @@ class KVAllocator:
 
     def advance(self, sequence: Sequence, end: int) -> None:
         """The tokens up to position `end` are computed, or will be before anything that is scheduled from now on."""
-        sequence.num_computed = end
+        sequence.kv.num_computed = end
 
     def commit(self, sequence: Sequence, num_computed: int) -> None:
         """So many of the sequence's tokens are computed for certain: make the blocks matchable that they fill."""
-        before, sequence.num_certain = sequence.num_certain, num_computed
+        before, sequence.kv.num_certain = sequence.kv.num_certain, num_computed
         if not self._caching:
             return
         full = num_computed // self.block_size
-        if full > sequence.num_committed:
+        if full > sequence.kv.num_committed:
             self._commit_blocks(sequence, full)
-        if before < sequence.num_promised:
+        if before < sequence.kv.num_promised:
             self._promises.keep(sequence, num_computed)
-            if num_computed >= sequence.num_promised:
+            if num_computed >= sequence.kv.num_promised:
                 self._offer_rest(sequence)
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let an empty child hold the parent's blocks of the first `num_tokens` computed tokens, a partial one too."""
         full, partial = divmod(num_tokens, self.block_size)
-        shared = parent.table.block_ids[: full + (1 if partial else 0)]
+        shared = parent.kv.table.block_ids[: full + (1 if partial else 0)]
         for block in shared:
             self._pool.share(block)
-        child.table.extend(shared)
-        child.num_computed = child.num_reserved = num_tokens
-        child.block_hashes = parent.block_hashes[:full]
-        child.num_committed = min(parent.num_committed, full)
-        child.num_certain = min(parent.num_certain, num_tokens)
+        child.kv.table.extend(shared)
+        child.kv.num_computed = child.kv.num_reserved = num_tokens
+        child.kv.block_hashes = parent.kv.block_hashes[:full]
+        child.kv.num_committed = min(parent.kv.num_committed, full)
+        child.kv.num_certain = min(parent.kv.num_certain, num_tokens)
         if partial:
-            parent.shares_tail = child.shares_tail = True
+            parent.kv.shares_tail = child.kv.shares_tail = True
 
     def release(self, sequence: Sequence) -> None:
         """Take every block from the sequence; matchable ones stay so until they are reused, the deepest first."""
         if self._caching:
             self._offer_rest(sequence)
             self._promises.withdraw(sequence)
-        if sequence.copies_from is not None:
-            self._drop(sequence.copies_from)
-            sequence.copies_from = None
-        for block in reversed(sequence.table.clear()):
+        if sequence.kv.copies_from is not None:
+            self._drop(sequence.kv.copies_from)
+            sequence.kv.copies_from = None
+        for block in reversed(sequence.kv.table.clear()):
             self._drop(block)
-        sequence.num_computed = sequence.num_reserved = sequence.num_certain = 0
-        sequence.num_committed = sequence.num_promised = 0
-        sequence.shares_tail = False
+        sequence.kv.num_computed = sequence.kv.num_reserved = sequence.kv.num_certain = 0
+        sequence.kv.num_committed = sequence.kv.num_promised = 0
+        sequence.kv.shares_tail = False
 
     def disown(self, sequences: Iterable[Sequence]) -> None:
         """What these sequences' blocks hold is wrong: nobody may match it, neither now nor when they are given back."""
         for sequence in sequences:
-            sequence.num_certain = 0
-            for block in sequence.table.block_ids:
+            sequence.kv.num_certain = 0
+            for block in sequence.kv.table.block_ids:
                 self._cache.forget(block)
                 self._tails.forget(block)
 
@@ -220,8 +220,8 @@ class KVAllocator:
         self._cache.check()
         self._tails.check()
         sequences = list(sequences)
-        held = Counter(block for sequence in sequences for block in sequence.table.block_ids)
-        held.update(sequence.copies_from for sequence in sequences if sequence.copies_from is not None)
+        held = Counter(block for sequence in sequences for block in sequence.kv.table.block_ids)
+        held.update(sequence.kv.copies_from for sequence in sequences if sequence.kv.copies_from is not None)
         held.update(self._pinned)
         for block in range(self.num_blocks):
             refs = self._pool.refs(block)
@@ -230,10 +230,10 @@ class KVAllocator:
         require(cached == self._num_cached, f"{cached} blocks are cached and unheld, {self._num_cached} are counted")
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> None:
-        table = sequence.table
+        table = sequence.kv.table
         if num_tokens > table.num_slots:
             table.extend([self._take() for _ in range(table.num_blocks_for(num_tokens) - len(table))])
-        sequence.num_reserved = max(sequence.num_reserved, num_tokens)
+        sequence.kv.num_reserved = max(sequence.kv.num_reserved, num_tokens)
 
     def _take(self) -> int:
         block = self._pool.take()
@@ -267,20 +267,20 @@ class KVAllocator:
     def _commit_blocks(self, sequence: Sequence, full: int) -> None:
         self._extend_hashes(sequence, full)
         size, tokens = self.block_size, sequence.token_ids
-        for index in range(sequence.num_committed, full):
-            block = sequence.table.block_ids[index]
-            is_new = self._cache.register(sequence.block_hashes[index], block)
+        for index in range(sequence.kv.num_committed, full):
+            block = sequence.kv.table.block_ids[index]
+            is_new = self._cache.register(sequence.kv.block_hashes[index], block)
             # Others part from a prompt, hardly ever from an output; its blocks are many, and come one in each step.
             if is_new and index * size < sequence.num_prompt_tokens:
                 self._offer(block, self._parent(sequence, index), tokens[index * size : (index + 1) * size])
-        sequence.num_committed = full
+        sequence.kv.num_committed = full
 
     def _offer_rest(self, sequence: Sequence) -> None:
         """Let others copy what is computed of the block that the sequence has not filled."""
-        index, rest = divmod(sequence.num_certain, self.block_size)
+        index, rest = divmod(sequence.kv.num_certain, self.block_size)
         if rest >= self._tails.least:
-            tokens = sequence.token_ids[sequence.num_certain - rest : sequence.num_certain]
-            self._offer(sequence.table.block_ids[index], self._parent(sequence, index), tokens)
+            tokens = sequence.token_ids[sequence.kv.num_certain - rest : sequence.kv.num_certain]
+            self._offer(sequence.kv.table.block_ids[index], self._parent(sequence, index), tokens)
 
     def _offer(self, block: int, parent: bytes, tokens: list[int]) -> None:
         displaced = self._tails.offer(block, parent, tokens)
@@ -292,25 +292,25 @@ class KVAllocator:
 
     def _parent(self, sequence: Sequence, index: int) -> bytes:
         """The hash of all blocks before one."""
-        return sequence.block_hashes[index - 1] if index else root_hash(sequence.group.request.cache_salt)
+        return sequence.kv.block_hashes[index - 1] if index else root_hash(sequence.group.request.cache_salt)
 
     def _evict(self, content: bytes, block: int) -> None:
         """A block's content is lost with the next write to it: for whoever can keep it elsewhere."""
 
     def _must_copy(self, sequence: Sequence) -> bool:
         """Whether a sibling still holds the block that the sequence would write to next."""
-        return self._pool.refs(sequence.table.block_ids[sequence.num_computed // self.block_size]) > 1
+        return self._pool.refs(sequence.kv.table.block_ids[sequence.kv.num_computed // self.block_size]) > 1
 
     def _copy_tail(self, sequence: Sequence) -> Copy:
-        index = sequence.num_computed // self.block_size
-        source = sequence.table.block_ids[index]
+        index = sequence.kv.num_computed // self.block_size
+        source = sequence.kv.table.block_ids[index]
         target = self._take()
         self._pool.drop(source)  # never the last reference: a sibling holds it
-        sequence.table.replace(index, target)
+        sequence.kv.table.replace(index, target)
         return source, target
 
     def _extend_hashes(self, sequence: Sequence, count: int) -> None:
-        hashes, size = sequence.block_hashes, self.block_size
+        hashes, size = sequence.kv.block_hashes, self.block_size
         for index in range(len(hashes), count):
             tokens = sequence.token_ids[index * size : (index + 1) * size]
             hashes.append(block_hash(self._parent(sequence, index), tokens))
@@ -351,7 +351,7 @@ class Promises:
 
     def make(self, sequence: Sequence, first: int, root: bytes, tails: Tails) -> None:
         """A sequence that enters will compute its known tokens from block `first` on; its hashes are known so far."""
-        size, tokens, hashes = self._block_size, sequence.token_ids, sequence.block_hashes
+        size, tokens, hashes = self._block_size, sequence.token_ids, sequence.kv.block_hashes
         own: deque[tuple[int, Content]] = deque()
         for index in range(first, -(-len(tokens) // size)):
             end = min((index + 1) * size, len(tokens))
@@ -385,7 +385,7 @@ class Promises:
         self, sequence: Sequence, first: int, max_tokens: int, root: bytes, tails: Tails
     ) -> tuple[int, Promise | None]:
         """Tokens behind block `first` that others will compute for a sequence, and the last promise of them."""
-        size, hashes = self._block_size, sequence.block_hashes
+        size, hashes = self._block_size, sequence.kv.block_hashes
         index, full = first, max_tokens // size
         while index < full and hashes[index] in self._by_content:
             index += 1

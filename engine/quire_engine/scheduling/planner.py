@@ -265,7 +265,7 @@ class Admission:
         if not victims:
             return False
         seats = self._limits.max_num_seqs - self._roster.num_running + sum(len(each.sequences) for each in victims)
-        blocks = self._kv.num_available + sum(len(s.table) for each in victims for s in each.sequences)
+        blocks = self._kv.num_available + sum(len(s.kv.table) for each in victims for s in each.sequences)
         need = self._kv.seat_cost(group.leader, self._match(group)) + group.blocks_beside_leader()
         if seats < len(group.sequences) or not self._capacity.fits(group, need=need, available=blocks):
             return False  # nobody is preempted in vain
@@ -399,7 +399,7 @@ class Giving:
 
     def give(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Plan tokens of a sequence and take the blocks to write them; False if its group was preempted instead."""
-        end = sequence.num_computed + plan.slices.get(sequence, 0) + num_tokens
+        end = sequence.kv.num_computed + plan.slices.get(sequence, 0) + num_tokens
         cost = self._kv.reserve_cost(sequence, end)
         if cost > self._kv.num_available and not self._room.make_blocks(sequence.group, cost, plan):
             return False
@@ -502,7 +502,7 @@ class Room:
         self._kv.void_copies(group.sequences, copied_from.keys())
         is_kept = self._swapping is not None and self._swapping.swap_out(group, copied_from)
         num_kept = (
-            sum(sequence.swapped.num_tokens for sequence in group.sequences if sequence.swapped) if is_kept else 0
+            sum(sequence.kv.swapped.num_tokens for sequence in group.sequences if sequence.kv.swapped) if is_kept else 0
         )
         plan.note("preempted", group, reason=cause, num_tokens=num_kept)
         self._roster.preempt(group, is_kept=is_kept)

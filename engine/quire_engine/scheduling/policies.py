@@ -153,7 +153,7 @@ class DeficitLongestPrefix:
         """A step computes so much, and somebody waits. What a preempted group computes again was paid for."""
         for sequence, num_tokens in slices.items():
             name = client(sequence.group)
-            if sequence.num_computed >= sequence.num_prompt_tokens:
+            if sequence.kv.num_computed >= sequence.num_prompt_tokens:
                 self._left[name] = self._left.get(name, 0.0) - OUTPUT_COST * num_tokens
             elif sequence.group.num_preemptions == 0:
                 self._left[name] = self._left.get(name, 0.0) - num_tokens
@@ -242,8 +242,8 @@ def _others(running: Values[Group], elder: Group | None) -> Iterator[Group]:
 
 def _computed(group: Group) -> int:
     """Tokens whose keys and values go; what choices share counts once."""
-    longest = max(sequence.num_computed for sequence in group.sequences)
-    return longest + sum(max(s.num_computed - group.num_prompt_tokens, 0) for s in group.sequences[1:])
+    longest = max(sequence.kv.num_computed for sequence in group.sequences)
+    return longest + sum(max(s.kv.num_computed - group.num_prompt_tokens, 0) for s in group.sequences[1:])
 
 
 VICTIMS: Mapping[VictimName, type[VictimPolicy]] = {

@@ -11,7 +11,7 @@ from itertools import count
 
 from quire_engine.invariants import require
 from quire_engine.scheduling.account import Account
-from quire_engine.scheduling.blocks import PageTable, PrefixMatch
+from quire_engine.scheduling.blocks import PageTable, PrefixMatch, SequenceKV
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.policies import OrderPolicy
 from quire_engine.scheduling.sequence import Group, Sequence
@@ -58,7 +58,7 @@ class Roster:
                     group=group,
                     token_ids=[*request.prompt_token_ids, *resumed[choice]],
                     num_prompt_tokens=len(request.prompt_token_ids),
-                    table=PageTable(self._kv.block_size),
+                    kv=SequenceKV(table=PageTable(self._kv.block_size)),
                 )
                 group.add_choice(sequence)
                 self.sequences[sequence.sequence_id] = sequence
@@ -159,9 +159,9 @@ class Roster:
 def _check_sequence(sequence: Sequence) -> None:
     group = sequence.group
     name = f"{_name(group)}, choice {sequence.choice}"
-    known, computed, reserved = len(sequence.token_ids), sequence.num_computed, sequence.num_reserved
-    blocks = sequence.table.num_blocks_for(reserved)
-    require(len(sequence.table) == blocks, f"{name}: {len(sequence.table)} blocks for {reserved} tokens")
+    known, computed, reserved = len(sequence.token_ids), sequence.kv.num_computed, sequence.kv.num_reserved
+    blocks = sequence.kv.table.num_blocks_for(reserved)
+    require(len(sequence.kv.table) == blocks, f"{name}: {len(sequence.kv.table)} blocks for {reserved} tokens")
     require(computed <= reserved <= known, f"{name}: {computed} tokens computed, {reserved} reserved, {known} known")
     require(computed < known or sequence.is_launched, f"{name}: nothing left to compute")
     if group.state != "running" or (sequence not in group.computing and not sequence.is_launched):

@@ -16,7 +16,7 @@ from quire_engine.batch import PENDING, POOLED_BITS
 from quire_engine.invariants import require
 from quire_engine.scheduling.account import Account
 from quire_engine.scheduling.beams import BeamSearch
-from quire_engine.scheduling.blocks import PageTable, Swapped
+from quire_engine.scheduling.blocks import SequenceKV
 from quire_engine.types import GenerationRequest, Pooling, SamplingParams, TokenLogprobs, WaitReason
 
 Content = bytes | tuple[bytes, tuple[int, ...]]  # of a block: its hash, or what is before it and how it begins
@@ -32,21 +32,10 @@ class Sequence:
     group: Group
     token_ids: list[int]  # prompt, then output; PENDING for those of steps in flight
     num_prompt_tokens: int
-    table: PageTable
+    kv: SequenceKV  # written by the allocator alone
     has_output: bool = False  # its first output was sent in this engine's life
     num_forced: int = 0  # known tokens behind the last sampled one: its executor knew that they had to come
     is_launched: bool = False  # all of its tokens are computed, or in flight: nothing is left to schedule
-    # The allocator's:
-    num_computed: int = 0
-    num_reserved: int = 0  # tokens that its blocks were taken for
-    block_hashes: list[bytes] = field(default_factory=list)  # of its leading full blocks, as far as needed yet
-    num_committed: int = 0  # leading blocks already offered to the prefix cache
-    num_certain: int = 0  # tokens whose results were applied, or that were matched in whole blocks
-    num_promised: int = 0  # tokens that it knew when it entered: others may wait for them
-    copies_from: int | None = None  # the block that its next one is to be copied from before the first write; pinned
-    shares_tail: bool = False  # its last block may be a sibling's too: look before the next write
-    num_settled: int = 0  # computed tokens whose results were taken in; counted where there is a host pool
-    swapped: Swapped | None = None  # what it has while it waits without blocks; None: nothing, or it runs
 
     @property
     def num_output_tokens(self) -> int:
@@ -75,7 +64,7 @@ class Sequence:
     @property
     def blocks_for_known(self) -> int:
         """Blocks that hold every token known now."""
-        return self.table.num_blocks_for(len(self.token_ids))
+        return self.kv.table.num_blocks_for(len(self.token_ids))
 
 
 Promise = tuple[Content, Sequence]  # a block, and who will have computed it
@@ -152,18 +141,18 @@ class Group:
         prompt and nothing else.
         """
         target = len(sequence.token_ids) if self.prompt_shared else sequence.num_prompt_tokens
-        return target - sequence.num_computed
+        return target - sequence.kv.num_computed
 
     @property
     def is_swapped(self) -> bool:
         """Whether it waits with something computed."""
-        return any(sequence.swapped is not None for sequence in self.sequences)
+        return any(sequence.kv.swapped is not None for sequence in self.sequences)
 
     @property
     def returns_behind(self) -> bool:
         """Whether a choice of a swapped group, beside its leader, will have more than its next token to compute."""
         others = (s for s in self.sequences if s is not self.leader)
-        return any(s.swapped is not None and len(s.token_ids) > s.swapped.num_tokens + 1 for s in others)
+        return any(s.kv.swapped is not None and len(s.token_ids) > s.kv.swapped.num_tokens + 1 for s in others)
 
     @property
     def leader(self) -> Sequence:
@@ -189,7 +178,7 @@ class Group:
         if self.prompt_shared:  # all of them were swapped, and come back together: they are counted with the leader's
             return 0
         leader = self.leader
-        shared = self.num_prompt_tokens // leader.table.block_size
+        shared = self.num_prompt_tokens // leader.kv.table.block_size
         return sum(s.blocks_for_known - shared for s in self.sequences if s is not leader)
 
     # ---- transitions ----------------------------------------------------------------------------------------------
@@ -236,7 +225,7 @@ class Group:
         self.computing = list(self.sequences) if self.prompt_shared else [leader]
         if self.first_scheduled is None:
             self.first_scheduled = now
-            self.num_cached_tokens = min(leader.num_computed, leader.num_prompt_tokens)
+            self.num_cached_tokens = min(leader.kv.num_computed, leader.num_prompt_tokens)
 
     def share_prompt(self) -> None:
         """The leader has computed the prompt, or it is in flight: from now on every unfinished choice computes."""
@@ -273,7 +262,7 @@ class Group:
 
     def preempt(self) -> None:
         """Wait again, with what was computed lost; the caller takes the blocks."""
-        self.num_computed_before = max(self.num_computed_before, *(s.num_computed for s in self.sequences))
+        self.num_computed_before = max(self.num_computed_before, *(s.kv.num_computed for s in self.sequences))
         self._stop(prompt_shared=len(self.sequences) == 1)
         self.forget_pending()
         self.prompt_logprobs.clear()

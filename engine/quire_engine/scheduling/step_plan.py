@@ -91,7 +91,7 @@ class StepPlan:
 
 
 def _item(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
-    group, start = sequence.group, sequence.num_computed
+    group, start = sequence.group, sequence.kv.num_computed
     request = group.request
     wants_sample = start + num_tokens == len(sequence.token_ids) and group.max_new_tokens > 0
     return ScheduledSequence(
@@ -102,7 +102,7 @@ def _item(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
         output_token_ids=_output(sequence) if group.reads_output else (),
         token_ids=tuple(sequence.token_ids[start : start + num_tokens]),
         start=start,
-        block_ids=sequence.table.block_ids,
+        block_ids=sequence.kv.table.block_ids,
         wants_sample=wants_sample,
         wants_prompt_logprobs=group.prompt_logprobs_due and start < sequence.num_prompt_tokens - 1,
         forks=_forks(group) if wants_sample and not group.prompt_shared else (),

@@ -57,8 +57,10 @@ class Swapping:
         the last known token of a beam that was waiting for the others, whose continuations are told once more.
         """
         group.forget_pending()
-        shared = all(s.num_settled >= group.num_prompt_tokens for s in group.sequences) or len(group.sequences) == 1
-        kept = [(s, min(s.num_settled, len(s.token_ids) - 1)) for s in (group.sequences if shared else [group.leader])]
+        shared = all(s.kv.num_settled >= group.num_prompt_tokens for s in group.sequences) or len(group.sequences) == 1
+        kept = [
+            (s, min(s.kv.num_settled, len(s.token_ids) - 1)) for s in (group.sequences if shared else [group.leader])
+        ]
         if not all(num_tokens > 0 for _, num_tokens in kept):
             return False
         num_blocks, num_tokens = self._kv.swap_size(kept)
@@ -67,7 +69,7 @@ class Swapping:
         if not self._kv.swap_out(kept, copied_from):
             return False
         for sequence in group.sequences:
-            if sequence.swapped is None:
+            if sequence.kv.swapped is None:
                 self._kv.release(sequence)
         group.set_aside(prompt_shared=shared)
         self.total_swaps += 1
@@ -127,12 +129,12 @@ class SwappingAllocator(KVAllocator):
 
     def match(self, sequence: Sequence, max_tokens: int) -> PrefixMatch:
         """The longest prefix in the pool, and what follows it on the host; of a swapped sequence, what it kept."""
-        if sequence.swapped is not None:
-            return PrefixMatch(num_tokens=sequence.swapped.num_tokens)
+        if sequence.kv.swapped is not None:
+            return PrefixMatch(num_tokens=sequence.kv.swapped.num_tokens)
         found = super().match(sequence, max_tokens)
         if not self._caching or not self._cost.prefers_restoring(num_blocks=1, num_tokens=self.block_size):
             return found
-        restored = self.host.find(sequence.block_hashes[len(found.blocks) : max_tokens // self.block_size])
+        restored = self.host.find(sequence.kv.block_hashes[len(found.blocks) : max_tokens // self.block_size])
         if not restored:
             return found
         num_blocks = len(found.blocks) + len(restored)
@@ -140,44 +142,44 @@ class SwappingAllocator(KVAllocator):
 
     def seat_cost(self, sequence: Sequence, match: PrefixMatch) -> int:
         """Of a swapped sequence: what it takes to bring its whole group back."""
-        if sequence.swapped is not None:
+        if sequence.kv.swapped is not None:
             return self._swap_in_cost(sequence.group)
         return super().seat_cost(sequence, match)
 
     def seat(self, sequence: Sequence, match: PrefixMatch) -> None:
         """Of a swapped sequence: bring its whole group back."""
-        if sequence.swapped is not None:
+        if sequence.kv.swapped is not None:
             self._swap_in(sequence.group)
             return
         first = len(match.blocks)
-        keys = sequence.block_hashes[first : first + len(match.restored)]
+        keys = sequence.kv.block_hashes[first : first + len(match.restored)]
         self.host.claim(keys)  # or the blocks that are taken now would push them out
         self.host.hold(keys)
         super().seat(sequence, match)
-        for key, block in zip(keys, sequence.table.block_ids[first:], strict=False):
+        for key, block in zip(keys, sequence.kv.table.block_ids[first:], strict=False):
             self.host.bring(key, block)
             self._cache.register(key, block)
         # A tail is copied in the step that is planned: it counts when that one's result is there.
-        sequence.num_committed = first + len(keys)
-        sequence.num_certain = sequence.num_settled = sequence.num_committed * self.block_size
+        sequence.kv.num_committed = first + len(keys)
+        sequence.kv.num_certain = sequence.kv.num_settled = sequence.kv.num_committed * self.block_size
 
     def commit(self, sequence: Sequence, num_computed: int) -> None:
-        sequence.num_settled = num_computed
+        sequence.kv.num_settled = num_computed
         if num_computed == sequence.num_prompt_tokens:  # for all choices: each of them holds its blocks already
             for sibling in sequence.group.sequences:
-                sibling.num_settled = max(sibling.num_settled, num_computed)
+                sibling.kv.num_settled = max(sibling.kv.num_settled, num_computed)
         super().commit(sequence, num_computed)
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         super().fork(parent, child, num_tokens)
-        child.num_settled = min(parent.num_settled, num_tokens)
+        child.kv.num_settled = min(parent.kv.num_settled, num_tokens)
 
     def release(self, sequence: Sequence) -> None:
-        if sequence.swapped is not None:
-            self.host.drop(sequence.swapped.keys)
-            sequence.swapped = None
+        if sequence.kv.swapped is not None:
+            self.host.drop(sequence.kv.swapped.keys)
+            sequence.kv.swapped = None
         super().release(sequence)
-        sequence.num_settled = 0
+        sequence.kv.num_settled = 0
 
     def forget_cached(self, kept: Collection[bytes] = ()) -> tuple[int, tuple[int, ...]]:
         """What swapped sequences will go on with stays where it is, which may be the pool alone."""
@@ -192,7 +194,7 @@ class SwappingAllocator(KVAllocator):
         held: Counter[int] = Counter()
         total = 0
         for sequence, num_tokens in kept:
-            held.update(sequence.table.block_ids[: sequence.table.num_blocks_for(num_tokens)])
+            held.update(sequence.kv.table.block_ids[: sequence.kv.table.num_blocks_for(num_tokens)])
             total += num_tokens
         own = sum(1 for block, count in held.items() if self._pool.refs(block) == count)
         return own, min(total, own * self.block_size)
@@ -206,10 +208,10 @@ class SwappingAllocator(KVAllocator):
         sources: dict[bytes, int] = {}  # of contents that are nowhere but in the sequence's own block
         private: dict[int, bytes] = {}
         for sequence, num_tokens in wanted:
-            blocks = sequence.table.block_ids[: sequence.table.num_blocks_for(num_tokens)]
+            blocks = sequence.kv.table.block_ids[: sequence.kv.table.num_blocks_for(num_tokens)]
             full = num_tokens // self.block_size if self._caching else 0
             self._extend_hashes(sequence, full)
-            keys = sequence.block_hashes[:full]
+            keys = sequence.kv.block_hashes[:full]
             for key, block in zip(keys, blocks, strict=False):
                 if self._cache.block(key) is None and not self.host.pool.holds(key):
                     sources[key] = block
@@ -229,7 +231,7 @@ class SwappingAllocator(KVAllocator):
             self.host.save(key, block)
         for sequence, swapped in kept:
             self.release(sequence)
-            sequence.swapped = swapped
+            sequence.kv.swapped = swapped
         return True
 
     def _swap_in_cost(self, group: Group) -> int:
@@ -254,12 +256,12 @@ class SwappingAllocator(KVAllocator):
             found.append([self._revive(key) for key in kept.keys[: kept.num_tokens // self.block_size]])
         brought: dict[bytes, int] = {}
         for (sequence, kept), blocks in zip(swapped, found, strict=True):
-            sequence.swapped = None
+            sequence.kv.swapped = None
             for key, block in zip(kept.keys, blocks, strict=False):
-                sequence.table.extend([self._bring_full(key, brought) if block is None else block])
-            sequence.table.extend([self._bring(key) for key in kept.keys[len(blocks) :]])
-            sequence.num_computed = sequence.num_settled = sequence.num_certain = kept.num_tokens
-            sequence.num_committed = len(blocks) if self._caching else 0
+                sequence.kv.table.extend([self._bring_full(key, brought) if block is None else block])
+            sequence.kv.table.extend([self._bring(key) for key in kept.keys[len(blocks) :]])
+            sequence.kv.num_computed = sequence.kv.num_settled = sequence.kv.num_certain = kept.num_tokens
+            sequence.kv.num_committed = len(blocks) if self._caching else 0
             self._grow(sequence, len(sequence.token_ids))
 
     def _revive(self, key: bytes) -> int | None:
@@ -298,18 +300,18 @@ class SwappingAllocator(KVAllocator):
         """I2 for the host's blocks too, and of I14: whatever a swapped sequence kept is somewhere."""
         sequences = list(sequences)
         super().check(sequences)
-        swapped = [sequence.swapped for sequence in sequences if sequence.swapped is not None]
+        swapped = [sequence.kv.swapped for sequence in sequences if sequence.kv.swapped is not None]
         self.host.check([key for kept in swapped for key in kept.keys])
         for kept in swapped:
             for key in kept.keys:
                 is_somewhere = self.host.pool.holds(key) or self._cache.block(key) is not None
                 require(is_somewhere, "a block of a swapped sequence is neither in the pool nor on the host")
         for sequence in sequences:
-            require(sequence.swapped is None or not len(sequence.table), "a swapped sequence holds blocks")
+            require(sequence.kv.swapped is None or not len(sequence.kv.table), "a swapped sequence holds blocks")
 
 
 def _swapped(group: Group) -> list[tuple[Sequence, Swapped]]:
-    return [(sequence, sequence.swapped) for sequence in group.sequences if sequence.swapped is not None]
+    return [(sequence, sequence.kv.swapped) for sequence in group.sequences if sequence.kv.swapped is not None]
 
 
 _PRIVATE = b"private "  # how keys begin that name no content: nobody else can ask for them

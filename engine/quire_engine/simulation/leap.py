@@ -48,7 +48,7 @@ def leap(scheduler: Scheduler, cost: CostModel, now: float, due: float) -> Leap 
     ages = [0] * size  # how many sequences need a block in step i, by i modulo the block size
     spared = [0] * size  # of those in the first round: who entered again may have its next block already
     for sequence in sequences:
-        left = sequence.table.num_slots - sequence.num_computed
+        left = sequence.kv.table.num_slots - sequence.kv.num_computed
         ages[left % size] += 1
         spared[left % size] += left // size
     while len(ends) < most and now < due:
@@ -88,7 +88,7 @@ def _decoding(scheduler: Scheduler) -> list[Sequence]:
         if not group.prompt_shared or group.reads_output or len(group.sequences) != 1:
             return []
         sequence = group.sequences[0]
-        if sequence.shares_tail or sequence.num_output_tokens == 0 or group.pending(sequence) != 1:
+        if sequence.kv.shares_tail or sequence.num_output_tokens == 0 or group.pending(sequence) != 1:
             return []
         sequences.append(sequence)
     return sequences
@@ -106,8 +106,8 @@ def _advance(scheduler: Scheduler, sequences: list[Sequence], count: int) -> Non
     for step in range(count):
         full = []
         for sequence in sequences:
-            end = sequence.num_computed + step + 1
-            if end > sequence.table.num_slots:
+            end = sequence.kv.num_computed + step + 1
+            if end > sequence.kv.table.num_slots:
                 kv.reserve(sequence, end)
             if end % size == 0:
                 full.append((sequence, end))
@@ -115,7 +115,7 @@ def _advance(scheduler: Scheduler, sequences: list[Sequence], count: int) -> Non
             sequence.token_ids.extend([0] * (end + 1 - len(sequence.token_ids)))
             kv.commit(sequence, end)
     for sequence in sequences:
-        end = sequence.num_computed + count
+        end = sequence.kv.num_computed + count
         sequence.token_ids.extend([0] * (end + 1 - len(sequence.token_ids)))
         kv.reserve(sequence, end)
         kv.advance(sequence, end)

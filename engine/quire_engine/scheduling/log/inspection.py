@@ -131,9 +131,9 @@ class Inspection:
                 " sequence.",
             },
             "tables": [
-                {"request_id": s.group.request.request_id, "choice": s.choice, "blocks": len(s.table)}
+                {"request_id": s.group.request.request_id, "choice": s.choice, "blocks": len(s.kv.table)}
                 for s in list(self._roster.sequences.values())[:MOST_REQUESTS]
-                if len(s.table)
+                if len(s.kv.table)
             ],
         }
 
@@ -173,7 +173,7 @@ class Inspection:
 
     def _held(self) -> Counter[int]:
         """How many tables hold each block that is in any."""
-        return Counter(block for s in self._roster.sequences.values() for block in s.table.block_ids)
+        return Counter(block for s in self._roster.sequences.values() for block in s.kv.table.block_ids)
 
     def _record(self, log: StepLog, step: Step) -> StepRecord:
         return StepRecord(
@@ -231,14 +231,14 @@ def _slices(log: StepLog, step: Step) -> Iterator[tuple[str, int, int, int]]:
 
 
 def _table(sequence: Sequence, pos: object) -> dict[str, object]:
-    table = sequence.table
+    table = sequence.kv.table
     answer: dict[str, object] = {
         "request_id": sequence.group.request.request_id,
         "choice": sequence.choice,
         "num_tokens": len(sequence.token_ids),
-        "num_computed": sequence.num_computed,
+        "num_computed": sequence.kv.num_computed,
         "num_blocks": len(table),
-        "slack": table.num_slots - sequence.num_computed,
+        "slack": table.num_slots - sequence.kv.num_computed,
     }
     if pos is None:
         answer["blocks"] = table.block_ids
@@ -301,11 +301,11 @@ def num_unused_slots(sequences: Iterable[Sequence], block_size: int) -> int:
     """Token slots in the sequences' blocks that hold no token; a shared block counts once."""
     unused, shared = 0, set[int]()
     for sequence in sequences:
-        spare = sequence.table.num_slots - sequence.num_computed
-        if sequence.shares_tail and spare:
-            tail = sequence.table.block_ids[sequence.num_computed // block_size]
+        spare = sequence.kv.table.num_slots - sequence.kv.num_computed
+        if sequence.kv.shares_tail and spare:
+            tail = sequence.kv.table.block_ids[sequence.kv.num_computed // block_size]
             if tail in shared:
-                spare -= block_size - sequence.num_computed % block_size
+                spare -= block_size - sequence.kv.num_computed % block_size
             shared.add(tail)
         unused += spare
     return unused
