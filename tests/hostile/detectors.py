@@ -1,7 +1,7 @@
 """What a long run must not show, found in samples of it: growing memory, handles that are left, slower answers.
 
 Promises: a process that needs memory while it works, and gives it back, is not taken for one that leaks; each
-detector has a broken process in `tests/unit/test_soak_detectors.py` that it must catch. Must not know: servers.
+detector has a broken process in `tests/unit/hostile/test_soak_detectors.py` that it must catch. Must not know: servers.
 """
 
 from __future__ import annotations

@@ -15,10 +15,14 @@ ROOT = Path(__file__).parents[2]
 
 def test_files_with_tests_for_a_gpu_are_found():
     found = gpu_run.marked()
-    assert {"tests/kernels/test_attention.py", "tests/model/test_build.py", "tests/unit/test_sampler.py"} <= {*found}
+    assert {
+        "tests/kernels/test_attention.py",
+        "tests/model/test_build.py",
+        "tests/unit/engine/execution/test_sampler.py",
+    } <= {*found}
     assert gpu_run.jobs()[0].name == gpu_run.LONGEST
     assert gpu_run.LAUNCHER not in found
-    assert "tests/unit/test_scheduler.py" not in found
+    assert "tests/unit/engine/scheduling/test_scheduler.py" not in found
 
 
 @pytest.mark.parametrize(

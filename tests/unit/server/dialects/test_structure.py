@@ -141,7 +141,7 @@ def test_two_wishes_are_refused(fields: dict[str, object]):
 
 
 def test_serving_says_the_bounds():
-    serving = (Path(__file__).parents[2] / "SERVING.md").read_text("utf-8")
+    serving = (Path(__file__).parents[4] / "SERVING.md").read_text("utf-8")
     assert MAX_GRAMMAR_CHARS == MAX_SCHEMA_CHARS
     bounds = f"{MAX_GRAMMAR_CHARS} characters; {MAX_REGEX_CHARS}; {MAX_STRUCTURE_CHOICES}"
     assert f"| a JSON schema or grammar; a regular expression; choices | {bounds} | 400 |" in serving

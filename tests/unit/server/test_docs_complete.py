@@ -21,7 +21,7 @@ from quire_server.settings import ENV_PREFIX, Settings, flag_name
 from quire_server.text.parsing.formats import TOOL_FORMATS
 from quire_server.text.parsing.reasoning import REASONING_FORMATS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "SERVING.md").read_text(encoding="utf-8")
 ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in TEXT.splitlines() if line.startswith("| `")]
 

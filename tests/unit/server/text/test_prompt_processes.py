@@ -154,7 +154,7 @@ def test_a_process_ends_with_a_parent_that_had_no_time_to_stop_it() -> None:
     )
     tests = Path(__file__).parent
     done = subprocess.run(
-        [sys.executable, "-c", script, str(tests), str(tests.parent)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", script, str(tests), str(tests.parents[2])], capture_output=True, text=True, check=False
     )
     pid = int(done.stdout)
     deadline = time.monotonic() + 5

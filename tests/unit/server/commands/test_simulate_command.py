@@ -9,7 +9,7 @@ import pytest
 
 from quire_server.commands.simulate import run
 
-TRACE = str(Path(__file__).parents[2] / "benchmarks" / "data" / "azure_conv_sample.csv")
+TRACE = str(Path(__file__).parents[4] / "benchmarks" / "data" / "azure_conv_sample.csv")
 COST = "step=20ms,row=0.2ms,context=0.1us,token=0.1ms"
 
 

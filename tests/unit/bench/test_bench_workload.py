@@ -10,7 +10,7 @@ import pytest
 from quire_bench.workload import OPEN_LOOP_SECONDS, LoadPoint, Span, Workload, jobs, warm_up
 from quire_engine.simulation.traces import TraceError, TraceRow, read_trace
 
-DATA = Path(__file__).parents[2] / "benchmarks" / "data"
+DATA = Path(__file__).parents[3] / "benchmarks" / "data"
 CLOSED = LoadPoint(mode="concurrency", value=4)
 
 

@@ -18,7 +18,7 @@ from quire_engine.simulation.recorded import Recording
 from quire_engine.simulation.replaying import Replayer
 from support.fake_executor import request
 
-SERVING = (Path(__file__).parents[2] / "SERVING.md").read_text(encoding="utf-8")
+SERVING = (Path(__file__).parents[3] / "SERVING.md").read_text(encoding="utf-8")
 LENGTHS, ARRIVALS = stepping.LENGTHS, stepping.ARRIVALS
 
 

@@ -18,7 +18,7 @@ import pytest
 from quire_server.logs import lost_lines, writing
 from quire_server.logs.output import LineWriter, Output, Relay
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture

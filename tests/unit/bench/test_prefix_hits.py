@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from benchmarks.prefix_hits import Prompt, found, read_trace
 
-SAMPLE = Path(__file__).parents[2] / "benchmarks" / "data" / "mooncake_conversation_sample.jsonl"
+SAMPLE = Path(__file__).parents[3] / "benchmarks" / "data" / "mooncake_conversation_sample.jsonl"
 
 
 def modelled(prompts: list[Prompt], size: int) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from quire_engine.simulation.slo import parse_slo
 from quire_engine.simulation.static_batching import simulate_static
 from quire_engine.simulation.traces import TraceRow, read_trace
 
-DATA = Path(__file__).parents[2] / "benchmarks" / "data"
+DATA = Path(__file__).parents[4] / "benchmarks" / "data"
 COST = CostModel(step=0.02, row=0.001, context=1e-6, prompt=((1, 0.02), (512, 0.5)), chunk_context=1e-6)
 
 

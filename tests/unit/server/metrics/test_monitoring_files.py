@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire_server.metrics.alert_rules import RULES
 from quire_server.metrics.metrics import Metrics
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[4] / "configs"
 # Made by Prometheus itself.
 BUILT_IN = {"up", "ALERTS"}
 needs_promtool = pytest.mark.skipif(

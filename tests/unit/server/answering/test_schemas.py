@@ -167,7 +167,7 @@ def test_lenient_drops_what_cannot_be_enforced():
 
 
 def test_serving_lists_what_is_refused():
-    serving = (Path(__file__).parents[2] / "SERVING.md").read_text("utf-8")
+    serving = (Path(__file__).parents[4] / "SERVING.md").read_text("utf-8")
     section = serving.split("\n## Structured output\n")[1].split("\n## ")[0]
     rows = [row.split(" | ") for row in section.splitlines() if row.startswith("| ")]
     by_first = {tuple(re.findall(r"`([^`]+)`", what)): outcome for what, outcome in rows}

@@ -301,7 +301,7 @@ def test_engine_defaults_agree():
 
 
 def test_default_yaml_is_the_defaults():
-    file = Path(__file__).parents[2] / "configs" / "default.yaml"
+    file = Path(__file__).parents[4] / "configs" / "default.yaml"
     written = yaml.safe_load(file.read_text())
     names = [key.replace("-", "_") for key in written]
     assert names == [name for name in Settings.model_fields if name not in {"config", "dry_run"}]
