@@ -28,7 +28,8 @@ from quire_server.http.guard import Reply
 from quire_server.http.listener import Listening
 from quire_server.http.overload import OpenRequests, ended
 from quire_server.http.starting import Doorway, StartProgress, starting_app
-from quire_server.logs.requests import log_reply, log_throughput
+from quire_server.logs.requests import log_reply
+from quire_server.logs.throughput import log_throughput
 from quire_server.metrics.metrics import while_loading
 from quire_server.settings import Settings
 

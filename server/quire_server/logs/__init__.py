@@ -2,7 +2,7 @@
 
 from quire_server.logs.lines import JsonFormatter, TextFormatter
 from quire_server.logs.output import Output, lost_lines, writing
-from quire_server.logs.requests import log_throughput, throughput_line
+from quire_server.logs.throughput import log_throughput, throughput_line
 
 __all__ = [
     "JsonFormatter",

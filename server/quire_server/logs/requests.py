@@ -6,49 +6,12 @@ not know: routes, sockets.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire_server.http.guard import Reply
-from quire_server.metrics.metrics import Metrics, Throughput
 from quire_server.metrics.request_record import CURRENT, RequestStory, StoryTotals
-
-_stats_log = logging.getLogger("quire.stats")
-
-
-async def log_throughput(metrics: Metrics, interval: float) -> None:
-    """A line every `interval` seconds while something is going on, and one when it has ended. Until cancelled.
-
-    An interval of 0 is never.
-    """
-    if interval <= 0:
-        return
-    before, was_active = metrics.throughput(), False
-    clock = time.monotonic()
-    while True:
-        await asyncio.sleep(interval)
-        now, elapsed = metrics.throughput(), time.monotonic() - clock
-        clock += elapsed
-        active = now.running + now.waiting > 0 or now.generated > before.generated or now.computed > before.computed
-        if active or was_active:
-            _stats_log.info("%s", throughput_line(before, now, elapsed))
-        before, was_active = now, active
-
-
-def throughput_line(before: Throughput, now: Throughput, seconds: float) -> str:
-    """In the words that people grep the logs of LLM servers for."""
-    queries = now.queries - before.queries
-    hits = f"{100 * (now.hits - before.hits) / queries:.1f}%" if queries else "-"
-    return (
-        f"Avg prompt throughput: {(now.computed - before.computed) / seconds:.1f} tokens/s,"
-        f" Avg generation throughput: {(now.generated - before.generated) / seconds:.1f} tokens/s,"
-        f" Running: {now.running} reqs, Waiting: {now.waiting} reqs,"
-        f" KV cache usage: {100 * now.usage:.1f}%, Prefix cache hit rate: {hits}"
-    )
-
 
 _TRACE_HEADERS = (b"traceparent", b"tracestate")
 
