@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire_engine.scheduling.blocks import PageTable
+from quire_engine.scheduling.blocks import PageTable, SequenceKV
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
@@ -79,7 +79,7 @@ def _sequence(prompt: Prompt) -> Sequence:
         group=Group(request=request, arrival=0, added_step=0),
         token_ids=list(prompt.blocks),
         num_prompt_tokens=len(prompt.blocks),
-        table=PageTable(1),
+        kv=SequenceKV(table=PageTable(1)),
     )
 
 
