@@ -137,7 +137,11 @@ _OPEN = {ord("["): ord("]"), ord("{"): ord("}")}
 _OBJECT = ord("{")
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _DIGITS_AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
-_LONG_NUMBER = b"0" * (MAX_NUMBER_CHARS + 1)
+_MANY_DIGITS = b"0" * MAX_NUMBER_CHARS
+# An integer of more characters; a fraction or an exponent makes a double of as many digits, which is allowed.
+_LONG_INTEGER = re.compile(
+    rb"(?<![0-9.eE+-])(?:-[0-9]{%d}|[0-9]{%d})[0-9]*+(?![.eE])" % (MAX_NUMBER_CHARS, MAX_NUMBER_CHARS + 1)
+)
 _SMALL_PIECES = 2  # a document of so many pieces' size is small enough for the parser that is strict and slow
 
 
@@ -272,7 +276,8 @@ class _Document:
         )
         whole = before + text + bytes(_OPEN[bracket] for bracket in reversed(self._open))
         is_small = len(whole) <= _SMALL_PIECES * self._piece_bytes
-        has_long_number = _LONG_NUMBER in bare.translate(_DIGITS_AS_ZEROS)
+        # The search costs more than the look for digits, which few bodies have so many of.
+        has_long_number = _MANY_DIGITS in bare.translate(_DIGITS_AS_ZEROS) and bool(_LONG_INTEGER.search(bare))
         try:
             if not is_small or not (b":" in bare or has_long_number):
                 try:

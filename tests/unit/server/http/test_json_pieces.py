@@ -76,6 +76,10 @@ def test_every_value_survives(value: object, piece_bytes: int, is_ascii: bool, i
 
 @given(VALUES, st.integers(2, 40), st.sampled_from(FAULTS), st.floats(0, 1), st.integers(0, 3))
 @example([[1], [2]], 2, ",", 0.3, 0)
+@example([[1.0]], 2, "1" * 41, 0.5, 0)
+@example([[1.0]], 2, "1" * 41, 1.0, 0)
+@example([[-1]], 2, "1" * 39, 0.75, 0)
+@example([[-1]], 2, "1" * 38, 0.75, 0)
 def test_every_fault_is_found(value: object, piece_bytes: int, fault: str, place: float, dropped: int) -> None:
     text = json.dumps(value)
     at = int(place * len(text))
