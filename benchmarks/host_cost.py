@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from quire_engine.batch import Batch, SampledToken, StepResult
-from quire_engine.execution.model_input import build_model_input
+from quire_engine.execution.model_input import ModelInput, model_input
+from quire_engine.execution.step_tensors import step_tensors
 from quire_engine.limits import SchedulerConfig, SchedulerLimits
 from quire_engine.process.transport import FrameDecoder, encode_frame
 from quire_engine.scheduling.scheduler import Scheduler
@@ -40,6 +41,10 @@ def invent(batch: Batch) -> StepResult:
             item.sequence_id: (SampledToken(token_id=7 + item.end % 100),) for item in batch.items if item.wants_sample
         }
     )
+
+
+def _input(batch: Batch, block_size: int) -> ModelInput:
+    return model_input(step_tensors(batch, block_size, 1 << 31), block_size, CPU)
 
 
 def run(sequences: int, steps: int, prompt_tokens: int) -> dict[str, list[float]]:
@@ -75,7 +80,7 @@ def run(sequences: int, steps: int, prompt_tokens: int) -> dict[str, list[float]
         decoding = scheduler.stats().decode_tokens == sequences
         batch = timed("schedule", partial(scheduler.schedule, 0.0))
         assert batch is not None
-        timed("model input", partial(build_model_input, batch, config.limits.block_size, CPU))
+        timed("model input", partial(_input, batch, config.limits.block_size))
         output = timed("apply", partial(applied, batch, invent(batch)))
         frame = timed("encode frame", partial(encode_frame, output))
         timed("decode frame", partial(decoder.feed, frame))

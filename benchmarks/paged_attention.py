@@ -20,7 +20,8 @@ from rich.table import Table
 from torch import Tensor
 
 from quire_engine.batch import Batch, ScheduledSequence
-from quire_engine.execution.model_input import build_model_input
+from quire_engine.execution.model_input import ModelInput, model_input
+from quire_engine.execution.step_tensors import step_tensors
 from quire_engine.types import SamplingParams, StopParams
 from quire_kernels.kernel_set import AttentionShape, KernelSet, KVFormat
 from quire_kernels.select import select
@@ -76,11 +77,11 @@ def _paged(device: torch.device, tables: list[list[int]], context: int, block_si
     width = (SHAPE.num_heads + 2 * SHAPE.num_kv_heads) * SHAPE.head_dim
     rope = torch.cat([torch.ones(context, SHAPE.head_dim // 2), torch.zeros(context, SHAPE.head_dim // 2)], 1)
     for table in tables:
-        step, _ = build_model_input(_batch([_slice(table, 0, context)]), block_size, device)
+        step = _input(_batch([_slice(table, 0, context)]), block_size, device)
         for layer in range(LAYERS):
             qkv = torch.randn(context, width).to(torch.bfloat16).to(device)
             kernels.rope_write(qkv, rope.to(device), SHAPE, pool, layer, step)
-    step, _ = build_model_input(_batch([_slice(table, context - 1, 1) for table in tables]), block_size, device)
+    step = _input(_batch([_slice(table, context - 1, 1) for table in tables]), block_size, device)
     q = torch.randn(len(tables), SHAPE.num_heads, SHAPE.head_dim).to(torch.bfloat16).to(device)
     return lambda: [kernels.attention(q, SHAPE, pool, layer, step) for layer in range(LAYERS)]
 
@@ -114,6 +115,10 @@ def _slice(table: list[int], start: int, num_tokens: int) -> ScheduledSequence:
         sampling=SamplingParams(),
         stop=StopParams(max_new_tokens=1),
     )
+
+
+def _input(batch: Batch, block_size: int, device: torch.device) -> ModelInput:
+    return model_input(step_tensors(batch, block_size, 1), block_size, device)
 
 
 def _batch(items: list[ScheduledSequence]) -> Batch:

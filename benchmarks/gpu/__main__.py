@@ -162,7 +162,7 @@ def _model(name: str, path: Path, device: str, kernels: KernelChoice, sizes: Ste
     config = engine_config(path, device, sizes, kernels)
     built = build(config)
     plan = built.plan
-    bench = StepBench(plan, built.runner, sizes, _tell)
+    bench = StepBench(plan, built.executor, sizes, _tell)
     decodes, prefills, throughput = bench.decodes("serving"), bench.prefills(), bench.throughput()
     del bench, built
     _release(device)  # both pools at once would not fit

@@ -15,7 +15,8 @@ from torch import Tensor
 from gpu.shapes import ModelShape
 from gpu.timing import time_calls
 from quire_engine.batch import Batch, ScheduledSequence
-from quire_engine.execution.model_input import ModelInput, build_model_input
+from quire_engine.execution.model_input import ModelInput, model_input
+from quire_engine.execution.step_tensors import step_tensors
 from quire_engine.types import SamplingParams, StopParams
 from quire_kernels.kernel_set import AttentionShape, ChoiceRows, KernelSet
 
@@ -236,7 +237,7 @@ class KernelBench:
             )
             first += blocks
         batch = Batch(step_id=0, items=tuple(items), num_tokens=sum(queries))
-        return build_model_input(batch, self._block_size, self._device)[0]
+        return model_input(step_tensors(batch, self._block_size, 1), self._block_size, self._device)
 
     def _copies(self, num_bytes: int) -> int:
         """Of an operand, so that none is still in a cache when it is needed again."""

@@ -19,6 +19,7 @@ import torch
 
 from quire_engine.config import Device, EngineConfig, EnginePlan, KernelChoice
 from quire_engine.engine import Engine, StepExecutor
+from quire_engine.execution.executor import Executor
 from quire_engine.execution.kv_storage import KVStorage
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.weights import load_decoder
@@ -110,7 +111,7 @@ def eager(config: EngineConfig, plan: EnginePlan) -> StepExecutor:
         path, model, kernels=kernels, dtype=dtype, device=device, max_model_len=plan.scheduler.max_model_len
     )
     kv = KVStorage(kernels, model, plan.scheduler.num_blocks, block_size, dtype, device)
-    return Runner(decoder, kv, block_size, device)
+    return Executor(Runner(decoder, kv.tensor, block_size, device), kv)
 
 
 class StepBench:

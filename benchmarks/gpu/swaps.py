@@ -79,7 +79,7 @@ def measured(
         "seconds_per_block": seconds,
         "bytes_per_second": plan.bytes_per_block / seconds,
     }
-    swapping = Swapping(built.runner, plan.scheduler.num_blocks, plan.scheduler.num_host_blocks)
+    swapping = Swapping(built.executor, plan.scheduler.num_blocks, plan.scheduler.num_host_blocks)
     bench = StepBench(plan, swapping, sizes, lambda text: print(text, file=sys.stderr))
     most = min(plan.scheduler.num_host_blocks, plan.scheduler.num_blocks) // 2
     for count in (count for count in BLOCKS if count <= most):

@@ -20,8 +20,7 @@ from quire_engine.engine import StepExecutor
 from quire_engine.errors import ConfigError
 from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.device import resolve_device
-from quire_engine.execution.executor import make_runner, runs_by_itself, spare_blocks, staging_blocks_for
-from quire_engine.execution.gpu.runner import GpuRunner
+from quire_engine.execution.executor import Executor, make_executor, runs_by_itself, spare_blocks, staging_blocks_for
 from quire_engine.execution.kernel_checks import checked, model_sizes
 from quire_engine.execution.kv_storage import KVStorage, block_bytes
 from quire_engine.execution.loading import Loading, Wanted
@@ -50,7 +49,7 @@ class BuiltEngine:
     """An engine's parts, ready for their first step."""
 
     plan: EnginePlan
-    runner: StepExecutor
+    executor: StepExecutor
     scheduler: Scheduler
     grammars: Grammars
 
@@ -190,19 +189,19 @@ def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = te
     if pool_bytes is not None:
         pool = resolved.pool(pool_bytes)
     grammars = Grammars(Path(config.tokenizer or config.model), resolved.model.vocab_size)
-    runner, swap_seconds, host_keys = _make_runner(resolved, decoder, pool, grammars)
+    executor, swap_seconds, host_keys = _make_executor(resolved, decoder, pool, grammars)
     plan = resolved.plan(pool, load_seconds=time.perf_counter() - started, swap_seconds=swap_seconds)
     scheduler = Scheduler(plan.scheduler, host_keys=host_keys)
-    return BuiltEngine(plan=plan, runner=runner, scheduler=scheduler, grammars=grammars)
+    return BuiltEngine(plan=plan, executor=executor, scheduler=scheduler, grammars=grammars)
 
 
-def _make_runner(
+def _make_executor(
     resolved: Resolved, decoder: Decoder, pool: PoolSize, grammars: Grammars
-) -> tuple[StepExecutor, float, tuple[bytes, ...]]:
-    """The runner, what a block's copy to the host or from it takes there, and what host blocks hold from before."""
+) -> tuple[Executor, float, tuple[bytes, ...]]:
+    """The executor, what a block's copy to the host or from it takes there, and what host blocks hold from before."""
     kernels, device, limits = resolved.kernels, resolved.device, resolved.asked.limits
     num_blocks = pool.num_blocks + spare_blocks(kernels, device) + resolved.num_staging_blocks
-    runner = make_runner(
+    executor = make_executor(
         decoder,
         kernels,
         KVStorage(kernels, resolved.model, num_blocks, limits.block_size, resolved.dtype, device),
@@ -213,16 +212,14 @@ def _make_runner(
         ahead=resolved.plans_ahead,
         grammars=grammars,
         num_host_blocks=resolved.num_host_blocks,
+        faults=resolved.asked.faults,
     )
-    if resolved.asked.faults:
-        runner.plant(resolved.asked.faults)
-    swap_seconds = runner.swap_seconds() if resolved.num_host_blocks else 0.0
+    swap_seconds = executor.swap_seconds() if resolved.num_host_blocks else 0.0
     host_keys: tuple[bytes, ...] = ()
     if resolved.asked.kv_offload_dir and resolved.num_host_blocks:
-        host_keys = runner.keep_host_blocks(Path(resolved.asked.kv_offload_dir), resolved.kv_layout())
-    if isinstance(runner, GpuRunner):
-        runner.capture_largest()
-    return runner, swap_seconds, host_keys
+        host_keys = executor.keep_host_blocks(Path(resolved.asked.kv_offload_dir), resolved.kv_layout())
+    executor.capture_largest()
+    return executor, swap_seconds, host_keys
 
 
 def resolve(config: EngineConfig, *, check_kernels: bool = False, tell: Tell = tell_nobody) -> Resolved:

@@ -7,10 +7,9 @@ import random
 import pytest
 import torch
 
-from quire_engine.execution.model_input import build_model_input
 from quire_kernels.kernel_set import AttentionShape
 from quire_kernels.reference import REFERENCE
-from support.model_steps import DEVICES, Blocks, batch_of, scheduled, step_at
+from support.model_steps import DEVICES, Blocks, batch_of, input_of, scheduled, step_at
 
 NUM_LAYERS, LAYER = 3, 1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,7 +58,7 @@ class _Sequences:
                 block, offset = table[position // self.block_size], position % self.block_size
                 kv[block, LAYER, 0, :, offset] = self.k[sequence][position]
                 kv[block, LAYER, 1, :, offset] = self.v[sequence][position]
-        step, _ = build_model_input(batch_of(*items), self.block_size, self.device)
+        step = input_of(batch_of(*items), self.block_size, self.device)
         q = torch.cat([self.q[sequence][start : start + rows] for sequence, start, rows in slices])
         out = REFERENCE.attention(q, self.shape, kv, LAYER, step)
         return list(out.split([rows for _, _, rows in slices]))

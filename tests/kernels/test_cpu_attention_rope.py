@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire_engine.execution.model_input import build_model_input
 from quire_kernels.cpu.variants import usable_variants
 from quire_kernels.reference import REFERENCE
 from support.cpu_attention import CPU, KV_TYPES, LAYER, NUM_LAYERS, Kernels, shape_of
-from support.model_steps import batch_of, scheduled, step_at
+from support.model_steps import batch_of, input_of, scheduled, step_at
 
 POSITIONS = 90
 
@@ -55,7 +54,7 @@ def turned(x, norm, angles, positions):
 
 def read_back(kernels, shape, pool, block):
     """The value in a block's first slot, [Hkv, D] float32: a row that sees one position only has it as its result."""
-    step, _ = build_model_input(batch_of(scheduled([0], [block], 0, 1)), 16, CPU)
+    step = input_of(batch_of(scheduled([0], [block], 0, 1)), 16, CPU)
     q = torch.zeros(1, shape.num_heads, shape.head_dim).bfloat16()
     out = kernels.ops.attention(q, shape, pool, LAYER, step).view(shape.num_kv_heads, -1, shape.head_dim)
     return out[:, 0].float()
@@ -81,7 +80,7 @@ def test_what_attention_reads_back_is_what_was_written(kernels, head_dim, normed
     shape, _, angles, _ = case(1, 4, 2, head_dim, normed=normed)
     lengths, blocks = [40, 17, 1, 32], [[5, 2, 7], [1, 3], [4], [6, 8]]
     items = [scheduled([0] * n, table, 0, n) for n, table in zip(lengths, blocks, strict=True)]
-    step, _ = build_model_input(batch_of(*items), 16, CPU)
+    step = input_of(batch_of(*items), 16, CPU)
     qkv = torch.randn(sum(lengths), 8 * head_dim, generator=generator).bfloat16()
     results = []
     for ops in (kernels.ops, REFERENCE):

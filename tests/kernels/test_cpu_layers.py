@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from quire_engine.execution.kv_storage import KVStorage
-from quire_engine.execution.model_input import build_model_input
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.decoder import Decoder
 from quire_engine.execution.models.weights import load_decoder
 from quire_kernels.cpu.ops import cpu_kernel_set
 from quire_kernels.kernel_set import KernelSet
 from support.checkpoints import shared_checkpoint
-from support.model_steps import Blocks, batch_of, random_ids, scheduled
+from support.model_steps import Blocks, batch_of, input_of, random_ids, scheduled
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 # Rows that each of the two sequences wants logits of.
@@ -43,7 +42,7 @@ def test_bound_layers_equal_the_ops_one_by_one(family: str, quantization: str | 
         for first, second in [((0, 40), (0, 1)), ((40, 24), (1, 29))]:
             items = (scheduled(ids[:64], tables[0], *first), scheduled(ids[60:90], tables[1], *second))
             batch = batch_of(*(replace(item, **flags) for item, flags in zip(items, wanted, strict=True)))
-            step, _ = build_model_input(batch, 16, CPU)
+            step = input_of(batch, 16, CPU)
             hidden.append(decoder.forward(step, kv.tensor).clone())
             rows += [before + row for row in step.sample_rows.tolist()]
             before += batch.num_tokens
@@ -67,7 +66,7 @@ def test_rows_that_are_not_in_the_step_are_refused(rows: list[int]) -> None:
     decoder = load_decoder(path, config, kernels=kernels, dtype=BF16, device=CPU, max_model_len=64)
     kv = KVStorage(kernels, config, 4, 16, BF16, CPU)
     items = (scheduled([1, 2], [block], 0, 2, all_logits=False) for block in (1, 2))
-    step, _ = build_model_input(batch_of(*items), 16, CPU)
+    step = input_of(batch_of(*items), 16, CPU)
     with pytest.raises(ValueError, match="sample_rows must"):
         decoder.forward(replace(step, sample_rows=torch.tensor(rows)), kv.tensor)
 

@@ -57,7 +57,7 @@ def test_times_are_those_of_the_tokens_asked_for(baseline):
 def test_static_batches_keep_their_places(monkeypatch):
     """The short member computes as many tokens as the long one: this is the waste that is measured."""
     built = static.build(config())
-    engine = static.Engine(built.scheduler, built.runner)
+    engine = static.Engine(built.scheduler, built.executor)
     generated = []
     original = engine.submit
     monkeypatch.setattr(engine, "submit", lambda request: (generated.append(request.stop), original(request)))

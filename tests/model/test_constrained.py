@@ -181,7 +181,7 @@ def test_tokens_that_must_come_are_the_tokens_that_would_have_come():
     for most in (0, 2, 7):
         counted: list[int] = []
         built = engine()
-        built.runner._sampler.constraints._max_forced = most
+        built.executor._runner._constraints._max_forced = most
         assert (
             generate(built, requests(), on_batch=lambda batch, counted=counted: counted.append(len(batch.items)))
             == alone()

@@ -109,7 +109,7 @@ def tiny(tmp_path_factory):
 def test_a_decode_step_reads_the_weights_once_and_every_context(tiny):
     """By a clock that ticks once a look: a step of the batch is as long as the engine looks at the time."""
     built = build(tiny)
-    bench = StepBench(built.plan, built.runner, SIZES, lambda _: None)
+    bench = StepBench(built.plan, built.executor, SIZES, lambda _: None)
     ticks = count()
     with patch("gpu.steps.time.perf_counter", lambda: float(next(ticks))):
         alone, three = bench.decodes("serving")
@@ -132,7 +132,7 @@ def test_operations_of_a_prompt_are_those_of_every_token(tiny):
 def test_the_eager_executor_computes_the_same_tokens(tiny):
     built = build(tiny)
     answers = []
-    for executor in (built.runner, eager(tiny, built.plan)):
+    for executor in (built.executor, eager(tiny, built.plan)):
         told: list[tuple[int, ...]] = []
         bench = StepBench(built.plan, executor, SIZES, lambda _: None)
         request = replace(bench._request(0, 30, 9), prompt_token_ids=tuple(random_ids(30)))
@@ -144,7 +144,7 @@ def test_the_eager_executor_computes_the_same_tokens(tiny):
 
 def test_a_request_that_fails_stops_the_benchmark(tiny):
     built = build(tiny)
-    bench = StepBench(built.plan, built.runner, SIZES, lambda _: None)
+    bench = StepBench(built.plan, built.executor, SIZES, lambda _: None)
     with pytest.raises(RuntimeError, match="1 requests failed, the first with: "):
         bench._run([replace(bench._request(0, 4, 4), prompt_token_ids=(10**6,))], lambda _: None)
 
@@ -152,7 +152,7 @@ def test_a_request_that_fails_stops_the_benchmark(tiny):
 def test_a_pool_too_small_for_a_batch_is_told(tiny):
     built = build(tiny)
     small = replace(built.plan, scheduler=replace(built.plan.scheduler, num_blocks=4, max_model_len=64))
-    bench = StepBench(small, built.runner, SIZES, lambda _: None)
+    bench = StepBench(small, built.executor, SIZES, lambda _: None)
     with pytest.raises(RuntimeError, match="3 sequences never decoded together"):
         bench._decode("serving", 3)
 

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from quire_engine.build import BuiltEngine, build
 from quire_engine.config import EngineConfig
 from quire_engine.demo import demo_model_path
+from quire_engine.execution.executor import Executor
 from quire_engine.execution.kv_storage import KVStorage
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.weights import load_decoder
@@ -186,7 +187,11 @@ def _waiting(config: EngineConfig) -> BuiltEngine:
     )
     block_size = config.limits.block_size
     kv = KVStorage(kernels, model, built.plan.scheduler.num_blocks, block_size, torch.bfloat16, device)
-    return replace(built, runner=Runner(decoder, kv, block_size, device), scheduler=Scheduler(built.plan.scheduler))
+    return replace(
+        built,
+        executor=Executor(Runner(decoder, kv.tensor, block_size, device), kv),
+        scheduler=Scheduler(built.plan.scheduler),
+    )
 
 
 def _kernels(device: torch.device) -> KernelSet:

@@ -56,10 +56,10 @@ def test_who_does_not_fit_alone_is_starved_and_the_others_go_on():
     both.story.run()
     right = both.story.steps
     first, second = (batch for batch, _ in ahead(right[:2]))
-    both.runner.launch(first)
-    both.runner.launch(second)  # its item of the starved sequence is computed from token 0, and dropped
+    both.executor.launch(first)
+    both.executor.launch(second)  # its item of the starved sequence is computed from token 0, and dropped
     for told in right[:2]:
-        result = both.runner.collect()
+        result = both.executor.collect()
         assert result.starved == ({1} if told is right[0] else set())
         result.samples.pop(1, None)
         told.result.samples.pop(1)
@@ -97,7 +97,7 @@ def test_there_are_only_so_many_graphs(monkeypatch):
 
 def test_the_largest_graph_serves_who_comes_later():
     both = Both(seed=35, chunk=300)
-    both.runner.capture_largest()
+    both.executor.capture_largest()
     assert both.device.captures == 1
     for i in range(LIMITS.max_num_seqs):
         both.story.add(i, random_ids(3 if i else 290, 1 + i), 4, temperature=1.0, top_k=9, top_p=0.9, seed=50 + i)
@@ -112,8 +112,8 @@ def test_no_more_than_two_steps_are_in_flight():
     both.story.run()
     batches = [batch for batch, _ in ahead(both.story.steps)]
     with pytest.raises(RuntimeError, match="no step"):
-        both.runner.collect()
-    both.runner.launch(batches[0])
-    both.runner.launch(batches[1])
-    with pytest.raises(RuntimeError, match="2 steps are in flight"):
-        both.runner.launch(batches[2])
+        both.executor.collect()
+    both.executor.launch(batches[0])
+    both.executor.launch(batches[1])
+    with pytest.raises(RuntimeError, match="steps in flight: 2"):
+        both.executor.launch(batches[2])

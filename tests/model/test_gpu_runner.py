@@ -9,7 +9,7 @@ import pytest
 
 from quire_engine.batch import PENDING
 from quire_engine.execution.gpu.graphs import MixedBucket
-from quire_engine.execution.sampler import NO_CANDIDATE, NON_FINITE
+from quire_engine.types import NO_CANDIDATE, NON_FINITE
 from support.both_runners import NAN, Both
 from support.model_steps import random_ids
 from support.step_stories import ahead
@@ -183,7 +183,7 @@ def test_a_pending_token_that_nobody_samples_is_an_error_of_its_item():
     both.story.run()
     (_, (batch, _), *_) = ahead(both.story.steps)
     assert batch.items[0].token_ids == (PENDING,)
-    result = both.runner.execute(batch)
+    result = both.executor.execute(batch)
     assert set(result.errors) == {0, 1}
 
 

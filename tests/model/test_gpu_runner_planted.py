@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import count
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -43,7 +47,8 @@ def test_one_host_buffer_that_is_waited_for():
 
 
 def test_a_result_that_is_read_too_early(monkeypatch):
-    monkeypatch.setattr(runner._Launched, "result", lambda self: self.finished.read())
+    read, at_once = runner._Issued.result, SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(runner._Issued, "result", lambda self: read(replace(self, done=at_once)))
     fails(told())
 
 
@@ -83,8 +88,16 @@ def test_a_table_that_is_believed_to_be_up_to_date(monkeypatch):
 def test_a_failed_step_whose_changes_are_believed_to_have_arrived(monkeypatch):
     def failing() -> Both:
         both = Both(seed=13)
+        send, numbers = both.runner._input.send, count(1)
+
+        def send_but_once(arrays):
+            if next(numbers) == 1:
+                raise RuntimeError("planted")
+            return send(arrays)
+
+        both.runner._input.send = send_but_once
         both.story.add(0, random_ids(20, 0), 8)
-        both.story.add(1, [3, 10**4], 3)
+        both.story.add(1, random_ids(9, 1), 12)
         both.story.run()
         return both
 
@@ -95,12 +108,11 @@ def test_a_failed_step_whose_changes_are_believed_to_have_arrived(monkeypatch):
 
 @pytest.mark.parametrize("wrong", [1, -1])
 def test_a_pending_token_that_is_somebody_else_s(monkeypatch, wrong):
-    add = step_arrays._add_rows
+    def shifted(step, tables, max_model_len, sampled, first_word):
+        wrongly = {sequence_id: word + wrong for sequence_id, word in sampled.items()}
+        return step_arrays.build_step_arrays(step, tables, max_model_len, wrongly, first_word)
 
-    def shifted(step, item, limits, pending, first_word):
-        add(step, item, limits, {key: word + wrong for key, word in pending.items()}, first_word)
-
-    monkeypatch.setattr(step_arrays, "_add_rows", shifted)
+    monkeypatch.setattr(runner, "build_step_arrays", shifted)
     fails(told())
 
 
@@ -124,8 +136,8 @@ def test_rows_that_fill_a_bucket_and_write_to_somebody_s_block(monkeypatch):
     """Three sequences in a bucket of four."""
     pad = forward.pad_decodes
 
-    def astray(step, num_rows, held, spare_slots, first_word):
-        pad(step, num_rows, held, [step.kv_slots[0]], first_word)
+    def astray(arrays, num_rows, held, spare_slots, first_word):
+        pad(arrays, num_rows, held, [arrays.step.kv_slots[0]], first_word)
 
     monkeypatch.setattr(runner, "pad_decodes", astray)
     fails(told())

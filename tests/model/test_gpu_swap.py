@@ -157,7 +157,7 @@ def test_prefixes_from_an_earlier_start_have_their_own_bits(device, tmp_path):
         assert {key: result.token_ids for key, result in found.items()} == {
             key: result.token_ids for key, result in alone.items()
         }
-        built.runner._host._files.close()
+        built.executor._host._files.close()
     assert hits > 5
     assert built.scheduler.stats().total_swapped_in_blocks > 5
 

@@ -28,11 +28,11 @@ def lint(both: Both) -> list[tuple[int, int, int, int]]:
     device, seen = both.device, []
     for batch, _ in ahead(both.story.steps):
         before = device.sent, device.fetched, len(device.waits), device.pageable
-        both.runner.launch(batch)
+        both.executor.launch(batch)
         after = device.sent, device.fetched, len(device.waits), device.pageable
         seen.append(tuple(b - a for a, b in zip(before, after, strict=True)))
-        if len(both.runner._in_flight) == both.runner.max_in_flight:
-            both.runner.collect()
+        if len(both.executor._in_flight) == both.executor.max_in_flight:
+            both.executor.collect()
     return seen
 
 
@@ -53,9 +53,9 @@ def test_only_rows_with_rules_make_a_step_wait():
 def planted(monkeypatch: pytest.MonkeyPatch, plant: Callable[[torch.Tensor], object]) -> list[tuple[int, ...]]:
     choose = forward.Forward.choose
 
-    def also(self, logits, rows, into, first):
+    def also(self, logits, rows, into):
         plant(logits)
-        choose(self, logits, rows, into, first)
+        choose(self, logits, rows, into)
 
     monkeypatch.setattr(forward.Forward, "choose", also)
     monkeypatch.setattr(runner.GpuRunner, "_graphs", None, raising=False)
@@ -101,10 +101,10 @@ def test_a_second_copy_is_found(monkeypatch):
 def test_a_wait_inside_a_capture_is_refused(monkeypatch):
     choose = forward.Forward.choose
 
-    def also(self, logits, rows, into, first):
+    def also(self, logits, rows, into):
         logits[0, 0].item()
-        choose(self, logits, rows, into, first)
+        choose(self, logits, rows, into)
 
     monkeypatch.setattr(forward.Forward, "choose", also)
     with pytest.raises(AssertionError, match="inside a capture"):
-        Both().runner.capture_largest()
+        Both().executor.capture_largest()

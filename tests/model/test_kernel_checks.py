@@ -15,8 +15,8 @@ from quire_engine.config import EngineConfig
 from quire_engine.demo import demo_model_path
 from quire_engine.errors import ConfigError
 from quire_engine.execution.kernel_checks import checked, choice_checks, model_sizes
+from quire_engine.execution.logit_rules import SampleRow
 from quire_engine.execution.models.config import load_model_config
-from quire_engine.execution.sampler import Sampler, SampleRow
 from quire_engine.memory_plan import plan_text
 from quire_engine.types import SamplingParams, StopParams
 from quire_kernels.reference import REFERENCE
@@ -25,6 +25,7 @@ from quire_kernels.verify.watch import run_checks
 from quire_server.metrics.metrics import Metrics
 from support.checkpoints import shared_checkpoint
 from support.exposition import PLAN, Scrape
+from support.sampling import sample
 
 CPU = torch.device("cpu")
 SIZES = model_sizes(load_model_config(shared_checkpoint()), 16)
@@ -53,7 +54,7 @@ def choose(logits, rows, *, seed_shift=0, ignores_p=False, shift=0):
             asked, rows.choice.tolist(), rows.position.tolist(), rows.logits_rows.tolist(), strict=True
         )
     ]
-    found = Sampler().sample(logits, wanted)
+    found = sample(logits, wanted)
     ids = torch.tensor([max(one.token_id, 0) + shift for one in found])
     finite = torch.isfinite(logits).all(dim=1)
     return ids, finite[rows.logits_rows], torch.ones(len(found), dtype=torch.bool)

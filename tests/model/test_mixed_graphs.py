@@ -49,15 +49,15 @@ def test_nobody_waits_for_them():
     assert of_prompts(both)
     for batch, _ in ahead(both.story.steps):
         before = both.device.sent, len(both.device.waits), both.device.pageable
-        both.runner.launch(batch)
+        both.executor.launch(batch)
         assert (both.device.sent, len(both.device.waits), both.device.pageable) == (before[0] + 1, *before[1:])
-        if len(both.runner._in_flight) == both.runner.max_in_flight:
-            both.runner.collect()
+        if len(both.executor._in_flight) == both.executor.max_in_flight:
+            both.executor.collect()
 
 
 def test_the_largest_is_captured_at_the_start():
     both = told()
-    both.runner.capture_largest()
+    both.executor.capture_largest()
     assert of_prompts(both) == [both.runner._graphs.largest_mixed] == [MixedBucket(512, 8, 512)]
     both.check()
 
@@ -111,22 +111,23 @@ def test_there_are_none_where_kernels_do_not_take_them():
 
 def test_what_is_added_to_a_step():
     tables = SlotTables(num_slots=4, max_blocks=2, vocab_size=9, spare_block=7, device=CPU)
-    step = StepArrays()
+    arrays = StepArrays()
+    step = arrays.step
     step.ids.extend([3, 4, 5])
-    step.source.extend([20, 21, 22])
+    arrays.source.extend([20, 21, 22])
     step.positions.extend([0, 1, 6])
     step.kv_slots.extend([32, 33, 6])
-    step.table_slots.extend([1, 0])
+    arrays.table_slots.extend([1, 0])
     step.query_starts.extend([2, 3])
     step.context_lens.extend([2, 7])
     step.sample_rows.append(2)
     step.sampled_starts.extend([0, 1])
-    pad_mixed(step, 6, 4, tables, range(112, 114), 20)
+    pad_mixed(arrays, 6, 4, tables, range(112, 114), 20)
     assert list(step.ids) == [3, 4, 5, 0, 0, 0]
-    assert list(step.source) == [20, 21, 22, 23, 24, 25]
+    assert list(arrays.source) == [20, 21, 22, 23, 24, 25]
     assert list(step.positions) == [0, 1, 6, 0, 0, 0]
     assert list(step.kv_slots) == [32, 33, 6, 112, 113, 112]
-    assert list(step.table_slots) == [1, 0, 4, 4]
+    assert list(arrays.table_slots) == [1, 0, 4, 4]
     assert list(step.query_starts) == [0, 2, 3, 3, 3]
     assert list(step.context_lens) == [2, 7, 1, 1]
     assert list(step.sample_rows) == [2, 0, 0, 0]
@@ -140,17 +141,17 @@ def fails(both: Both) -> None:
 
 
 def test_planted_rows_that_write_to_somebody_s_block(monkeypatch):
-    def astray(step, num_rows, num_sequences, tables, *rest):
-        forward.pad_mixed(step, num_rows, num_sequences, tables, [step.kv_slots[0]], rest[-1])
+    def astray(arrays, num_rows, num_sequences, tables, *rest):
+        forward.pad_mixed(arrays, num_rows, num_sequences, tables, [arrays.step.kv_slots[0]], rest[-1])
 
     monkeypatch.setattr(runner, "pad_mixed", astray)
     fails(told())
 
 
 def test_planted_rows_that_are_a_sequence_s(monkeypatch):
-    def claimed(step, num_rows, *rest):
-        pad_mixed(step, num_rows, *rest)
-        step.query_starts[-1] = num_rows
+    def claimed(arrays, num_rows, *rest):
+        pad_mixed(arrays, num_rows, *rest)
+        arrays.step.query_starts[-1] = num_rows
 
     monkeypatch.setattr(runner, "pad_mixed", claimed)
     fails(told())

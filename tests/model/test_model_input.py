@@ -6,8 +6,7 @@ import dataclasses
 
 import torch
 
-from quire_engine.execution.model_input import LogitRows, build_model_input
-from support.model_steps import CPU, batch_of, scheduled
+from support.model_steps import batch_of, input_of, scheduled
 
 
 def test_a_mixed_batch_row_by_row():
@@ -20,7 +19,7 @@ def test_a_mixed_batch_row_by_row():
         scheduled(ids, [8, 4, 1], 8, 1, all_logits=False),
         silent,
     )
-    step, rows = build_model_input(batch, 4, CPU)
+    step = input_of(batch, 4)
     assert step.input_ids.tolist() == [100, 101, 102, 102, 103, 104, 105, 106, 108, 100, 101]
     assert step.positions.tolist() == [0, 1, 2, 2, 3, 4, 5, 6, 8, 0, 1]
     assert step.kv_slots.tolist() == [28, 29, 30, 10, 11, 20, 21, 22, 4, 24, 25]
@@ -37,16 +36,10 @@ def test_a_mixed_batch_row_by_row():
     assert step.query_lens == (3, 5, 1, 2)
     assert step.kv_lens == (3, 7, 9, 2)
     assert (step.max_query_len, step.max_context_len) == (5, 9)
-    assert rows == (
-        LogitRows(first=0, count=3),
-        LogitRows(first=3, count=1),
-        LogitRows(first=4, count=1),
-        LogitRows(first=5, count=0),
-    )
 
 
 def test_types_are_what_the_ops_take():
-    step, _ = build_model_input(batch_of(scheduled([1, 2], [0], 0, 2)), 16, CPU)
+    step = input_of(batch_of(scheduled([1, 2], [0], 0, 2)), 16)
     assert step.sampled is None  # all rows are asked for
     wide = (step.input_ids, step.positions, step.kv_slots, step.sample_rows)
     narrow = (step.query_starts, step.context_lens, step.block_tables)
@@ -56,8 +49,7 @@ def test_types_are_what_the_ops_take():
 
 def test_a_batch_that_wants_no_logits_has_no_sample_rows():
     item = dataclasses.replace(scheduled([1, 2], [0], 0, 2), wants_sample=False, wants_prompt_logprobs=False)
-    step, rows = build_model_input(batch_of(item), 16, CPU)
+    step = input_of(batch_of(item), 16)
     assert step.sample_rows.shape == (0,)
     assert step.sampled is not None
     assert step.sampled.query_lens == (0,)
-    assert rows == (LogitRows(first=0, count=0),)

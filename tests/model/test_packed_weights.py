@@ -80,7 +80,7 @@ def tokens(built: BuiltEngine) -> tuple[int, ...]:
 
 def weights(built: BuiltEngine) -> dict[str, torch.Tensor]:
     """Every tensor of a loaded decoder."""
-    held = built.runner._decoder._weights
+    held = built.executor._runner._decoder._weights
     found = {"embedding": held.embedding, "final_norm": held.final_norm, "rope": held.rope}
     matrices = {"head": held.head}
     for number, layer in enumerate(held.layers):
@@ -219,7 +219,7 @@ def test_packing_takes_what_is_packed_and_one_layer(tmp_path, fd):
     size = make_big.make(tmp_path / "big", 0.012)
     built: list[BuiltEngine] = []
     most = peak(lambda: built.append(started(tmp_path / "big", None, fd, quantization="int8", kv_memory=1 << 20)[0]))
-    layers = built[0].plan.layer_parameters * 2 / len(built[0].runner._decoder._weights.layers)
+    layers = built[0].plan.layer_parameters * 2 / len(built[0].executor._runner._decoder._weights.layers)
     allowed = built[0].plan.weights_bytes + layers + (24 << 20)  # libraries, code, stacks
     assert most <= allowed < size, (most, allowed, size)
 

@@ -53,7 +53,7 @@ def by_beams(lengths: tuple[int, int], width: int) -> float:
     built = build(
         engine_config(model=str(path), device="cpu", num_threads=1, kv_memory=64 << 20, enable_prefix_caching=False)
     )
-    engine = Engine(built.scheduler, built.runner)
+    engine = Engine(built.scheduler, built.executor)
     prompt = Tokenizer.from_file(str(path / "tokenizer.json")).encode(TEXT * 20).ids[: lengths[0]]
     engine.submit(
         GenerationRequest(

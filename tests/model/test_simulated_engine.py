@@ -11,7 +11,7 @@ import quire_engine.execution.executor
 import quire_engine.execution.memory
 from quire_engine.build import BuiltEngine, build
 from quire_engine.config import EngineConfig
-from quire_engine.execution.executor import make_runner, runs_by_itself, spare_blocks, staging_blocks_for
+from quire_engine.execution.executor import make_executor, runs_by_itself, spare_blocks, staging_blocks_for
 from quire_engine.execution.gpu.graphs import GRAPH_BYTES, MOST_GRAPHS
 from quire_engine.execution.gpu.runner import GpuRunner
 from quire_engine.execution.kv_storage import KVStorage
@@ -61,7 +61,7 @@ def on_a_gpu(
     )
     num_blocks = config.num_blocks + spare_blocks(SIMULATED, CUDA)
     num_blocks += staging_blocks_for(SIMULATED, CUDA, built.plan.bytes_per_block, num_host_blocks)
-    runner = make_runner(
+    executor = make_executor(
         decoder,
         SIMULATED,
         KVStorage(SIMULATED, model, num_blocks, 16, torch.float32, CPU),
@@ -73,9 +73,9 @@ def on_a_gpu(
         grammars=built.grammars,
         num_host_blocks=num_host_blocks,
     )
-    assert isinstance(runner, GpuRunner)
+    assert isinstance(executor._runner, GpuRunner)
     scheduler = Scheduler(replace(config, plans_ahead=ahead, num_host_blocks=num_host_blocks))
-    return BuiltEngine(plan=built.plan, runner=runner, scheduler=scheduler, grammars=built.grammars), device
+    return BuiltEngine(plan=built.plan, executor=executor, scheduler=scheduler, grammars=built.grammars), device
 
 
 def requests() -> list[GenerationRequest]:
@@ -144,8 +144,8 @@ def test_which_runner_is_made():
     model = load_model_config(path)
     decoder = load_decoder(path, model, kernels=REFERENCE, dtype=torch.float32, device=CPU, max_model_len=64)
     kv = KVStorage(REFERENCE, model, 2, 16, torch.float32, CPU)
-    runner = make_runner(decoder, REFERENCE, kv, LIMITS, max_model_len=64, num_blocks=2, device=CPU, ahead=True)
-    assert isinstance(runner, Runner)
+    executor = make_executor(decoder, REFERENCE, kv, LIMITS, max_model_len=64, num_blocks=2, device=CPU, ahead=True)
+    assert isinstance(executor._runner, Runner)
     assert not runs_by_itself(REFERENCE, CUDA), "its tokens are chosen where the host waits for them"
     assert not runs_by_itself(replace(SIMULATED, attention=REFERENCE.attention), CUDA), "it follows the host's lengths"
     assert not runs_by_itself(SIMULATED, CPU)

@@ -106,7 +106,7 @@ from support.offline import generate
 built = offloading(sys.argv[2])
 for request in prefixed():
     generate(built, [request])
-built.runner._host._files.close()
+built.executor._host._files.close()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -140,7 +140,7 @@ def test_files_of_other_weights_are_not_read(tmp_path):
     first = offloading(tmp_path / "kv")
     for request in prefixed()[:6]:
         generate(first, [request])
-    first.runner._host._files.close()
+    first.executor._host._files.close()
     assert first.scheduler.stats().total_swapped_out_blocks > 5
     other = engine("llama", enable_prefix_caching=True, kv_offload_dir=str(tmp_path / "kv"), **HOST)
     assert other.scheduler.stats().host_blocks_cached == 0

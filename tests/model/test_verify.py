@@ -81,7 +81,7 @@ def test_an_answer_that_differs_is_told(monkeypatch):
 def test_generating_stops_at_the_recorded_length():
     built = build(EngineConfig(model=str(PATH), device="cpu", kernels="cpu", kv_memory=4 << 20))
     short = replace(recorded_answers()[0], token_ids=(1, 2))
-    assert [len(each) for each in generate(Engine(built.scheduler, built.runner), [short, short])] == [2, 2]
+    assert [len(each) for each in generate(Engine(built.scheduler, built.executor), [short, short])] == [2, 2]
 
 
 def chosen(choice, monkeypatch) -> dict[tuple[str, str, str, str], set[str]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from quire_engine.execution.executor import Executor
 from quire_engine.execution.gpu.runner import GpuRunner, RunnerLimits
 from quire_engine.execution.runner import Runner
 from support.checkpoints import shared_checkpoint
@@ -43,9 +44,10 @@ class Both:
         wrap = options.pop("wrap", lambda decoder: decoder)
         self.device = SimulatedDevice()
         limits = replace(LIMITS, mixed_rows=mixed_rows)
-        self.runner = GpuRunner(wrap(device.decoder), device.kv, self.device, limits, **options)
+        self.runner = GpuRunner(wrap(device.decoder), device.kv.tensor, self.device, limits, **options)
+        self.executor = Executor(self.runner, device.kv)
         self.story = Story(
-            Runner(host.decoder, host.kv, 16, torch.device("cpu")).execute,
+            Executor(Runner(host.decoder, host.kv.tensor, 16, torch.device("cpu")), host.kv).execute,
             num_blocks=NUM_BLOCKS,
             chunk=chunk,
             seed=seed,
@@ -53,16 +55,16 @@ class Both:
 
     def check(self) -> list[int]:
         """Tell the GPU's runner, one step ahead, what was told the other one; the rows of padding in each step."""
-        return check(self.runner, self.story.steps)
+        return check(self.executor, self.story.steps)
 
 
-def check(runner: GpuRunner, steps: list[Told]) -> list[int]:
+def check(executor: Executor, steps: list[Told]) -> list[int]:
     padding: list[int] = []
     launched: list[tuple[int, set[int]]] = []
 
     def collect() -> None:
         number, surplus = launched.pop(0)
-        result = runner.collect()
+        result = executor.collect()
         for sequence_id in surplus:
             result.samples.pop(sequence_id, None)
             result.errors.pop(sequence_id, None)
@@ -71,9 +73,9 @@ def check(runner: GpuRunner, steps: list[Told]) -> list[int]:
         padding.append(result.num_padding_rows)
 
     for number, (batch, surplus) in enumerate(ahead(steps)):
-        runner.launch(batch)
+        executor.launch(batch)
         launched.append((number, surplus))
-        if len(launched) == runner.max_in_flight:
+        if len(launched) == executor.max_in_flight:
             collect()
     while launched:
         collect()

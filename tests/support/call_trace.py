@@ -89,7 +89,7 @@ def main(report: Path, fd: int, parent_pid: int) -> None:
 
     def watch(name: str) -> None:
         nonlocal results
-        if name == "quire_engine.execution.runner.Runner.execute":
+        if name == "quire_engine.execution.executor.Executor.launch":
             results += 1
             if results == WHICH_TOKEN:
                 trace.begin()

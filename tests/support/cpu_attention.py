@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from quire_engine.execution.model_input import build_model_input
 from quire_kernels.cpu.attention import CpuAttention
 from quire_kernels.cpu.context import Context
 from quire_kernels.cpu.library import load_library
 from quire_kernels.kernel_set import AttentionShape
-from support.model_steps import Blocks, batch_of, scheduled
+from support.model_steps import Blocks, batch_of, input_of, scheduled
 
 KV_TYPES = ("bf16", "int8")
 LAYER, NUM_LAYERS = 1, 2
@@ -63,7 +62,7 @@ class Sequences:
         tables = [blocks.take(start + rows) for _, start, rows in slices]
         ends = [start + rows for _, start, rows in slices]
         written = [scheduled([0] * end, table, 0, end) for table, end in zip(tables, ends, strict=True)]
-        step, _ = build_model_input(batch_of(*written), self.block_size, CPU)
+        step = input_of(batch_of(*written), self.block_size, CPU)
         unturned = torch.cat(
             [torch.ones(max(ends), shape.head_dim // 2), torch.zeros(max(ends), shape.head_dim // 2)], 1
         )
@@ -77,7 +76,7 @@ class Sequences:
             scheduled([0] * (start + rows), table, start, rows)
             for (_, start, rows), table in zip(slices, tables, strict=True)
         ]
-        step, _ = build_model_input(batch_of(*items), self.block_size, CPU)
+        step = input_of(batch_of(*items), self.block_size, CPU)
         step.block_tables[:, :lost_blocks] = -1
         return pool, step
 

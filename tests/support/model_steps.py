@@ -7,6 +7,7 @@ Must not know: the scheduler, HTTP.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,11 @@ import torch
 
 from quire_engine.batch import Batch, ScheduledSequence
 from quire_engine.execution.kv_storage import KVStorage
-from quire_engine.execution.model_input import ModelInput, build_model_input
+from quire_engine.execution.model_input import ModelInput, lengths, model_input
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.decoder import Decoder
 from quire_engine.execution.models.weights import load_decoder
+from quire_engine.execution.step_tensors import step_tensors
 from quire_engine.types import SamplingParams, StopParams
 from quire_kernels.kernel_set import KernelSet, KVFormat
 from quire_kernels.select import select
@@ -68,9 +70,14 @@ def batch_of(*items: ScheduledSequence) -> Batch:
     return Batch(step_id=0, items=items, num_tokens=sum(item.num_tokens for item in items))
 
 
+def input_of(batch: Batch, block_size: int, device: torch.device = CPU) -> ModelInput:
+    """A batch's rows as tensors, whatever ids they have."""
+    return model_input(step_tensors(batch, block_size, sys.maxsize), block_size, device)
+
+
 def step_at(slots: Sequence[int], positions: Sequence[int], device: torch.device = CPU) -> ModelInput:
     """What rope_write looks at: rows at these positions, whose keys and values go to these slots."""
-    step, _ = build_model_input(batch_of(scheduled([0], [0], 0, 1)), 16, device)
+    step = input_of(batch_of(scheduled([0], [0], 0, 1)), 16, device)
     return replace(step, kv_slots=torch.tensor(slots, device=device), positions=torch.tensor(positions, device=device))
 
 
@@ -105,9 +112,10 @@ class Model:
 
     def step(self, *items: ScheduledSequence) -> list[torch.Tensor]:
         """Compute one batch; the logits each item asked for, on the CPU."""
-        step, rows = build_model_input(batch_of(*items), self.block_size, self.device)
-        logits = self.decoder.logits(self.decoder.forward(step, self.kv.tensor)).cpu()
-        return [logits[at.first : at.first + at.count] for at in rows]
+        step = step_tensors(batch_of(*items), self.block_size, self.decoder.config.vocab_size)
+        rows = model_input(step, self.block_size, self.device)
+        logits = self.decoder.logits(self.decoder.forward(rows, self.kv.tensor)).cpu()
+        return list(logits.split(lengths(step.sampled_starts)))
 
     def logits(self, token_ids: Sequence[int], chunk: int | None = None, *, seed: int = 0) -> torch.Tensor:
         """[len(token_ids), V]: a sequence alone, in slices of `chunk` tokens."""

@@ -73,7 +73,7 @@ def generate(
             if output.timing is not None:
                 result.num_preemptions = output.timing.num_preemptions
 
-    executor = built.runner if on_batch is None else _Watched(built.runner, on_batch)
+    executor = built.executor if on_batch is None else _Watched(built.executor, on_batch)
     engine = Engine(built.scheduler, executor, check_invariants=True)
     engine.on_step = take
     for request in requests:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quire_engine.execution.model_input import ModelInput, build_model_input
+from quire_engine.execution.model_input import ModelInput
 from quire_kernels.kernel_set import AttentionInput, AttentionShape
 from quire_kernels.reference import REFERENCE
 from quire_kernels.reference.paged_kv import write_kv
-from support.model_steps import Blocks, batch_of, scheduled
+from support.model_steps import Blocks, batch_of, input_of, scheduled
 
 LAYER, NUM_LAYERS = 1, 3
 CPU = torch.device("cpu")
@@ -62,7 +62,7 @@ def paged_batch(
         )
         for at, (length, rows) in enumerate(slices)
     ]
-    step, _ = build_model_input(batch_of(*items), page, CPU)
+    step = input_of(batch_of(*items), page, CPU)
     kv = REFERENCE.new_kv(num_blocks, NUM_LAYERS, shape.num_kv_heads, page, shape.head_dim, dtype, CPU)
     kv.fill_(float("nan"))
     generator = torch.Generator().manual_seed(seed)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from quire_engine.execution import distribution, sampler
+from quire_engine.execution.logit_rules import SampleRow
 from quire_engine.execution.model_input import Rows
-from quire_engine.execution.sampler import SampleRow
 from quire_engine.types import SamplingParams, StopParams
 from quire_kernels.kernel_set import AttentionInput, AttentionShape, ChoiceRows, KernelSet
 from quire_kernels.reference import REFERENCE
@@ -132,7 +132,7 @@ def choose_op(  # noqa: PLR0917 - what a launch takes
     if not rows:
         return logits_rows.clone(), *(torch.empty(0, dtype=torch.bool) for _ in range(2))
     ids, possible = sampler._choose(distribution.padded(values), rows)
-    return ids.clamp(0, vocab_size - 1), sampler.is_finite(values), possible
+    return ids.clamp(0, vocab_size - 1), distribution.is_finite(values), possible
 
 
 @choose_op.register_fake

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import torch
 
-from quire_engine.execution.model_input import ModelInput, build_model_input
+from quire_engine.execution.model_input import ModelInput
 from quire_kernels.kernel_set import AttentionShape
 from quire_kernels.reference import REFERENCE
 from quire_kernels.reference.paged_kv import write_kv
 from quire_kernels.triton.attention import TritonAttention
-from support.model_steps import Blocks, batch_of, scheduled
+from support.model_steps import Blocks, batch_of, input_of, scheduled
 
 DEVICE = torch.device(os.environ.get("QUIRE_TRITON_DEVICE", "cpu"))  # the simulators' tensors are the CPU's
 LAYER, NUM_LAYERS = 1, 3
@@ -78,7 +78,7 @@ class Sequences:
             scheduled([0] * (start + rows), blocks.take(start + rows), start, rows, all_logits=False)
             for _, start, rows in slices
         ]
-        step, _ = build_model_input(batch_of(*items), self.page, DEVICE)
+        step = input_of(batch_of(*items), self.page, DEVICE)
         return num_blocks, step
 
     def pool(

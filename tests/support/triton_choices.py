@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from quire_engine.batch import SampledToken
-from quire_engine.execution.sampler import Sampler, SampleRow
+from quire_engine.execution.logit_rules import SampleRow
 from quire_engine.types import SamplingParams, StopParams
 from quire_kernels.kernel_set import ChoiceRows
 from support.guarded import DEVICE
+from support.sampling import sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,4 +94,4 @@ def sampled(
         )
         for i, w in enumerate(wishes)
     ]
-    return Sampler().sample(logits.cpu(), rows)
+    return sample(logits.cpu(), rows)

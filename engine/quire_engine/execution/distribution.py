@@ -21,6 +21,17 @@ _MASK_64 = 0xFFFFFFFFFFFFFFFF
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
+SLICE_BYTES = 32 << 20  # of float32 logits that are worked on at once: temporaries take a few times as much
+
+
+def rows_per_slice(vocab_size: int, slice_bytes: int = SLICE_BYTES) -> int:
+    return max(1, slice_bytes // (4 * vocab_size))
+
+
+def is_finite(logits: Tensor) -> Tensor:
+    """[S] bool, by the extremes: both propagate NaN."""
+    low, high = torch.aminmax(logits, dim=1)
+    return torch.isfinite(low) & torch.isfinite(high)
 
 
 def padded(logits: Tensor) -> Tensor:

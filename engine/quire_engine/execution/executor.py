@@ -1,24 +1,149 @@
-"""Which runner serves a model: the one that is waited for, or on a GPU whose kernels choose tokens the one that is
-not.
+"""Drives a model's runner: what happens to every batch around its step, and which runner serves a model.
 
-Promises: build and the measurement of memory make the same one.
+Promises: blocks are copied before the step that needs it; a sequence whose data make the model or the sampler fail
+fails alone. Build and the measurement of memory make the same executor.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
 import torch
 
+from quire_engine.batch import Batch, StepResult
+from quire_engine.config import Fault
 from quire_engine.execution.constrained.grammars import Grammars
+from quire_engine.execution.fault_points import FaultPoints
 from quire_engine.execution.gpu.device import CudaDevice
 from quire_engine.execution.gpu.graphs import MOST_MIXED_ROWS
 from quire_engine.execution.gpu.runner import GpuRunner, RunnerLimits
-from quire_engine.execution.gpu.swaps import staging_blocks
-from quire_engine.execution.kv_storage import HostKV, KVStorage
+from quire_engine.execution.gpu.swaps import StreamedKV, staging_blocks
+from quire_engine.execution.kv_storage import HostBlocks, HostKV, KVBlocks, KVStorage
 from quire_engine.execution.models.decoder import Decoder
 from quire_engine.execution.runner import Runner
+from quire_engine.execution.step_recovery import recover
 from quire_engine.limits import SchedulerLimits
 from quire_kernels.kernel_set import KernelSet
 from quire_kernels.reference import REFERENCE
+
+
+class BegunStep(Protocol):
+    """A step that is under way, or done."""
+
+    def result(self) -> StepResult:
+        """Waits for it."""
+        ...
+
+
+class StepRunner(Protocol):
+    """Computes steps on one device: `runner.Runner` at once, `gpu.runner.GpuRunner` beside its caller."""
+
+    max_in_flight: int  # steps that may be begun and not collected
+
+    def work(self) -> AbstractContextManager[object]:
+        """Around all that is issued to the device."""
+        ...
+
+    def begin(self, batch: Batch, *, graphs: bool = True) -> BegunStep:
+        """Without `graphs` launch by launch, as a step that no graph serves."""
+        ...
+
+    def in_parts(self, batch: Batch) -> Callable[[Batch, int], StepResult]:
+        """How to compute parts of a batch that could not be begun whole: a part, and the index of its first item."""
+        ...
+
+    def release(self) -> None:
+        """Give back what memory the device can spare."""
+        ...
+
+    def capture_largest(self) -> None:
+        """Capture the graphs that take the most memory: in what they allocate all others find room."""
+        ...
+
+
+class Executor:
+    """See `engine.StepExecutor`. Owns the steps in flight and the host's blocks."""
+
+    def __init__(
+        self, runner: StepRunner, kv: KVBlocks, *, host: HostBlocks | None = None, faults: FaultPoints | None = None
+    ) -> None:
+        """Without `host` batches that swap fail. `faults` happen before whatever is computed."""
+        self.max_in_flight = runner.max_in_flight
+        self._runner, self._kv, self._host, self._faults = runner, kv, host, faults
+        self._in_flight: deque[BegunStep | StepResult] = deque()
+
+    def execute(self, batch: Batch, *, graphs: bool = True) -> StepResult:
+        """One step, waited for."""
+        self.launch(batch, graphs=graphs)
+        return self.collect()
+
+    def launch(self, batch: Batch, *, graphs: bool = True) -> None:
+        """Begin a step. An item that raises gets `errors[sequence_id]`.
+
+        Raises only what no single item can be blamed for: a failing block copy, a lost device, exhausted host
+        memory. The process is then in an unknown state and its owner should end it.
+        """
+        if len(self._in_flight) == self.max_in_flight:
+            raise RuntimeError(f"steps in flight: {self.max_in_flight}, and no more may be; collect one first")
+        with self._runner.work():
+            if batch.swap_out or batch.swap_in:
+                self._host_blocks().swap(batch.swap_out, batch.swap_in, batch.swap_keys)
+            if batch.copies:
+                self._kv.copy_blocks(batch.copies)
+            self._in_flight.append(self._begin(batch, graphs=graphs))
+
+    def collect(self) -> StepResult:
+        """The result of the oldest launched step, when it is there."""
+        if not self._in_flight:
+            raise RuntimeError("no step is launched")
+        step = self._in_flight.popleft()
+        return step if isinstance(step, StepResult) else step.result()
+
+    def swap_seconds(self) -> float:
+        """What the copy of a block to the host or from it takes, measured; before the first step."""
+        with self._runner.work():
+            return self._host_blocks().seconds_per_block()
+
+    def keep_host_blocks(self, directory: Path, layout: bytes) -> tuple[bytes, ...]:
+        """Keep what is swapped out in files; the keys of what the first host blocks have from them."""
+        return self._host_blocks().keep_in(directory, layout)
+
+    def forget_host_blocks(self, blocks: Sequence[int]) -> None:
+        """What these host blocks hold is not wanted any more, in files either."""
+        self._host_blocks().forget(blocks)
+
+    def capture_largest(self) -> None:
+        self._runner.capture_largest()
+
+    def _begin(self, batch: Batch, *, graphs: bool) -> BegunStep | StepResult:
+        if not batch.items:  # none of them turned out to have a token to compute; others' blocks were swapped
+            return StepResult()
+        try:
+            self._suffer(batch)
+            return self._runner.begin(batch, graphs=graphs)
+        except Exception as error:
+            failure = error
+        # Outside of the handler, which would keep the failed step's tensors alive.
+        compute = self._runner.in_parts(batch)
+
+        def compute_part(part: Batch, first: int) -> StepResult:
+            self._suffer(part)
+            return compute(part, first)
+
+        return recover(batch, failure, compute_part, self._runner.release)
+
+    def _suffer(self, batch: Batch) -> None:
+        if self._faults is not None:
+            self._faults.before(batch)
+
+    def _host_blocks(self) -> HostBlocks:
+        if self._host is None:
+            raise RuntimeError("a block is to be swapped where there are no host blocks")
+        return self._host
 
 
 def runs_by_itself(kernels: KernelSet, device: torch.device) -> bool:
@@ -39,7 +164,7 @@ def staging_blocks_for(kernels: KernelSet, device: torch.device, bytes_per_block
     return staging_blocks(bytes_per_block, num_host_blocks) if runs_by_itself(kernels, device) else 0
 
 
-def make_runner(
+def make_executor(
     decoder: Decoder,
     kernels: KernelSet,
     kv: KVStorage,
@@ -51,16 +176,21 @@ def make_runner(
     ahead: bool = False,
     grammars: Grammars | None = None,
     num_host_blocks: int = 0,
-) -> Runner | GpuRunner:
+    faults: Iterable[Fault] = (),
+) -> Executor:
     """`num_blocks`: those that are scheduled; `kv` has `spare_blocks` more, and behind those `staging_blocks_for` so
     many host blocks. `ahead`: launch before the last is done."""
+    planted = FaultPoints(faults, kv.tensor, limits.block_size) if faults else None
+    host: HostBlocks | None = None
     if not runs_by_itself(kernels, device):
         host = HostKV(kv.tensor, num_host_blocks) if num_host_blocks else None
-        return Runner(decoder, kv, limits.block_size, device, grammars=grammars, host=host)
-    return GpuRunner(
+        runner = Runner(decoder, kv.tensor, limits.block_size, device, grammars=grammars)
+        return Executor(runner, kv, host=host, faults=planted)
+    cuda = CudaDevice(device)
+    gpu_runner = GpuRunner(
         decoder,
-        kv,
-        CudaDevice(device),
+        kv.tensor,
+        cuda,
         RunnerLimits(
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -68,8 +198,11 @@ def make_runner(
             block_size=limits.block_size,
             spare_block=num_blocks,
             mixed_rows=MOST_MIXED_ROWS if kernels.bounded_attention else 0,
-            num_host_blocks=num_host_blocks,
         ),
         max_in_flight=2 if ahead else 1,
         grammars=grammars,
     )
+    if num_host_blocks:
+        with gpu_runner.work():
+            host = StreamedKV(kv, cuda, first_staging=num_blocks + 1, num_blocks=num_host_blocks)
+    return Executor(gpu_runner, kv, host=host, faults=planted)

@@ -1,24 +1,20 @@
 """Faults of steps, for tests of what follows them: they happen where a batch, or a part of it, is about to be
 computed.
 
-Owns how often each could have happened. Promises: a runner without faults does not know of this. Must not know: queues.
+Owns how often each could have happened. Must not know: queues.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
-from typing import Concatenate, ParamSpec, TypeVar
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from quire_engine.batch import Batch, ScheduledSequence
 from quire_engine.config import STEP_POINTS, Fault
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 EXIT_CODE = 86
 _NO_NUMBER = 0xFF  # as every byte it is NaN in each floating type, and the scale of an int8 pool with it
@@ -35,19 +31,14 @@ class FaultPoints:
         self._last_step = -1
         self._happened: set[Fault] = set()  # of those that come once
 
-    def around(self, compute: Callable[Concatenate[Batch, P], R]) -> Callable[Concatenate[Batch, P], R]:
-        """`compute`, before which faults happen. A step that is computed again, in parts, is one step."""
-
-        def planted(batch: Batch, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            self._steps += batch.step_id != self._last_step
-            self._last_step = batch.step_id
-            for fault in self._faults:
-                if fault not in self._happened and self._steps >= fault.nth:
-                    concerned = [item for item in batch.items if fault.seed in (None, item.sampling.seed)]
-                    self._happen(fault, concerned)
-            return compute(batch, *args, **kwargs)
-
-        return planted
+    def before(self, batch: Batch) -> None:
+        """Let happen what is due before a batch, or a part of one, is computed. A step in parts is one step."""
+        self._steps += batch.step_id != self._last_step
+        self._last_step = batch.step_id
+        for fault in self._faults:
+            if fault not in self._happened and self._steps >= fault.nth:
+                concerned = [item for item in batch.items if fault.seed in (None, item.sampling.seed)]
+                self._happen(fault, concerned)
 
     def _happen(self, fault: Fault, items: list[ScheduledSequence]) -> None:
         if fault.point == "step.nan":

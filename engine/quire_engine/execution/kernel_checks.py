@@ -16,8 +16,9 @@ from torch import Tensor
 from quire_engine.errors import ConfigError
 from quire_engine.execution import distribution
 from quire_engine.execution.distribution import uniform
+from quire_engine.execution.logit_rules import SampleRow
 from quire_engine.execution.models.config import ModelConfig
-from quire_engine.execution.sampler import Sampler, SampleRow
+from quire_engine.execution.sampler import Sampler
 from quire_engine.types import SamplingParams, StopParams
 from quire_kernels.kernel_set import ChoiceRows, KernelSet
 from quire_kernels.verify.attention import like_reference
@@ -144,11 +145,11 @@ class _Draws:
             return Outcome(problem=f"{possible} tells wrongly for which rows a token is left")
         if not all(0 <= token < logits.shape[1] for token in ids):
             return Outcome(problem=f"{ids} are not all tokens of the vocabulary")
-        wanted = Sampler().sample(logits, self._rows)
+        wanted = Sampler().choose(logits, range(count), self._rows).ids.tolist()
         for row in range(broken):
-            if ids[row] != wanted[row].token_id and not self._on_the_border(row, ids[row]):
+            if ids[row] != wanted[row] and not self._on_the_border(row, ids[row]):
                 sampling = self._rows[row].sampling
-                return Outcome(problem=f"row {row} got token {ids[row]}, not {wanted[row].token_id}, by {sampling}")
+                return Outcome(problem=f"row {row} got token {ids[row]}, not {wanted[row]}, by {sampling}")
         alone = [
             compared_alone(
                 self._choose(logits[row : row + 1], self._rows[row : row + 1])[0] == ids[row : row + 1],

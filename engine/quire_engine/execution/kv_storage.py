@@ -60,7 +60,7 @@ class KVStorage:
         )
 
     @torch.inference_mode()
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, pairs: Pairs) -> None:
         """Copy whole blocks, (source, target) each; all sources are read before any target is written."""
         if not pairs:
             return
@@ -76,8 +76,16 @@ def block_rows(pool: Tensor) -> Tensor:
     return pool.flatten(1).view(torch.uint8)
 
 
+class KVBlocks(Protocol):
+    """The part of `KVStorage` that a batch's copies use."""
+
+    @property
+    def tensor(self) -> Tensor: ...
+    def copy_blocks(self, pairs: Pairs) -> None: ...
+
+
 class HostBlocks(Protocol):
-    """What a runner does with the swaps of a batch; this one here, or the GPU's that copies beside the steps."""
+    """The host's side of swaps: `HostKV`, or the GPU's, which copies beside the steps."""
 
     def swap(self, out: Pairs, into: Pairs, keys: Sequence[bytes] = ()) -> None:
         """Copy blocks of the pool to the host, then host blocks to the pool. No target comes twice in either.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +20,7 @@ from quire_engine.types import SamplingParams, StopParams
 _MIN_TEMPERATURE = 1e-5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleRow:
+class SampleRow(NamedTuple):
     """One token to choose. Several rows may share a row of logits (the first token of the n choices of a request)."""
 
     sampling: SamplingParams
@@ -36,14 +36,14 @@ class SampleRow:
     def of(cls, item: ScheduledSequence, sequence_id: int, choice: int, logits_row: int) -> SampleRow:
         """The token behind the item's slice, for the item itself or for one of its forks."""
         return cls(
-            sampling=item.sampling,
-            stop=item.stop,
-            choice=choice,
-            prompt_token_ids=item.prompt_token_ids,
-            output_token_ids=item.output_token_ids,
-            position=item.end,
-            logits_row=logits_row,
-            sequence_id=sequence_id,
+            item.sampling,
+            item.stop,
+            choice,
+            item.prompt_token_ids,
+            item.output_token_ids,
+            item.end,
+            logits_row,
+            sequence_id,
         )
 
     @property

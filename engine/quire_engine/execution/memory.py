@@ -14,9 +14,8 @@ import torch
 from quire_engine.batch import Batch, ScheduledSequence
 from quire_engine.config import EngineConfig
 from quire_engine.errors import ConfigError
-from quire_engine.execution.executor import make_runner, spare_blocks
+from quire_engine.execution.executor import Executor, make_executor, runs_by_itself, spare_blocks
 from quire_engine.execution.gpu.graphs import GRAPH_BYTES, MOST_GRAPHS, MOST_MIXED_ROWS
-from quire_engine.execution.gpu.runner import GpuRunner
 from quire_engine.execution.kv_storage import KVStorage, block_bytes
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.decoder import Decoder
@@ -158,14 +157,14 @@ def measure_workspace(
 ) -> int:
     """Bytes beside weights and pool, at the peak of steps of `config`'s limits. Its max_model_len must be set.
 
-    With what the runner that will serve keeps on the device, its graphs among it. Leaves nothing allocated.
+    With what the executor that will serve keeps on the device, its graphs among it. Leaves nothing allocated.
     """
     spare, block_size = spare_blocks(kernels, device), config.limits.block_size
     kv = KVStorage(kernels, decoder.config, 1 + spare, block_size, dtype, device)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    runner = make_runner(
+    executor = make_executor(
         decoder,
         kernels,
         kv,
@@ -175,18 +174,18 @@ def measure_workspace(
         device=device,
     )
     for batch in largest_batches(config):
-        result = runner.execute(batch, graphs=False) if isinstance(runner, GpuRunner) else runner.execute(batch)
+        result = executor.execute(batch, graphs=False)
         if result.errors or result.starved:
             failure = next(iter(result.errors.values()), "the device has no memory for one sequence alone")
             raise RuntimeError(f"the model failed on a batch of the configured size: {failure}")
-    graphs = _measure_graphs(runner, device) if isinstance(runner, GpuRunner) else 0
+    graphs = _measure_graphs(executor, device) if runs_by_itself(kernels, device) else 0
     peak = torch.cuda.max_memory_allocated(device) - before
-    del kv, runner
+    del kv, executor
     torch.cuda.empty_cache()
     return peak + graphs + spare * block_bytes(kernels, decoder.config, block_size, dtype)
 
 
-def _measure_graphs(runner: GpuRunner, device: torch.device) -> int:
+def _measure_graphs(executor: Executor, device: torch.device) -> int:
     """What the largest graphs take, in which the others find room, and a reserve for what each has for itself.
 
     Asked of the driver: what it keeps of a graph is not in torch's books.
@@ -194,7 +193,7 @@ def _measure_graphs(runner: GpuRunner, device: torch.device) -> int:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
-    runner.capture_largest()
+    executor.capture_largest()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()  # of the eager step before the capture: the graph's own memory stays
     left, _ = torch.cuda.mem_get_info(device)

@@ -1,4 +1,4 @@
-"""A batch as tensors.
+"""A step's rows as tensors: what the model's layers take.
 
 Promises: rows in batch order; one host-to-device transfer per tensor, no Python loop over tokens. Must not know:
 sampling.
@@ -7,13 +7,14 @@ sampling.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from operator import sub
 
 import torch
 from torch import Tensor
 
-from quire_engine.batch import Batch, ScheduledSequence
+from quire_engine.execution.step_tensors import StepTensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,91 +41,55 @@ class ModelInput(Rows):
     sampled: Rows | None  # the same sequences with those rows alone; None: they are all rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogitRows:
-    """Where one item's logits are: rows `first : first + count` of the [S, V] logits."""
-
-    first: int
-    count: int
-
-
-def build_model_input(batch: Batch, block_size: int, device: torch.device) -> tuple[ModelInput, tuple[LogitRows, ...]]:
-    """The tensors of a step, and for each item of the batch its rows of logits.
-
-    An item that wants prompt log-probabilities, or is pooled whole, gets a row for every row of its slice, else one
-    that wants a sample or is pooled at its end gets its last row's, else none.
-    """
-    input_ids, positions, slots, samples = array("q"), array("q"), array("q"), array("q")
-    starts, query_lens, kv_lens, logit_rows = [0], [], [], []
-    for item in batch.items:
-        num_tokens = item.num_tokens
-        query_lens.append(num_tokens)
-        starts.append(starts[-1] + num_tokens)
-        kv_lens.append(item.start + num_tokens)
-        if num_tokens == 1:  # a decode: most items of most steps
-            index, offset = divmod(item.start, block_size)
-            input_ids.append(item.token_ids[0])
-            positions.append(item.start)
-            slots.append(item.block_ids[index] * block_size + offset)
-        else:
-            input_ids.extend(item.token_ids)
-            positions.extend(range(item.start, item.end))
-            extend_slots(slots, item, block_size)
-        count = item.num_last_rows
-        logit_rows.append(LogitRows(first=len(samples), count=count))
-        samples.extend(range(starts[-1] - count, starts[-1]))
-
+def model_input(step: StepTensors, block_size: int, device: torch.device) -> ModelInput:
+    """The tensors of a step, none of whose tokens is pending."""
+    query_lens, kv_lens = lengths(step.query_starts), tuple(step.context_lens)
     most = max(kv_lens, default=0)
     width = -(-most // block_size)
     tables = array("i")
-    for item, kv_len in zip(batch.items, kv_lens, strict=True):
+    for item, kv_len in zip(step.items, kv_lens, strict=True):
         used = -(-kv_len // block_size)
         tables.extend(item.block_ids[:used])
         tables.extend((0,) * (width - used))
-    step = ModelInput(
-        input_ids=_tensor(input_ids, device),
-        positions=_tensor(positions, device),
-        kv_slots=_tensor(slots, device),
-        query_starts=_tensor(array("i", starts), device),
-        context_lens=_tensor(array("i", kv_lens), device),
-        block_tables=_tensor(tables, device).view(len(kv_lens), width),
-        query_lens=tuple(query_lens),
-        kv_lens=tuple(kv_lens),
+    found = ModelInput(
+        input_ids=host_tensor(step.ids, device),
+        positions=host_tensor(step.positions, device),
+        kv_slots=host_tensor(step.kv_slots, device),
+        query_starts=host_tensor(step.query_starts, device),
+        context_lens=host_tensor(step.context_lens, device),
+        block_tables=host_tensor(tables, device).view(len(kv_lens), width),
+        query_lens=query_lens,
+        kv_lens=kv_lens,
         max_query_len=max(query_lens, default=0),
         max_context_len=most,
-        sample_rows=_tensor(samples, device),
+        sample_rows=host_tensor(step.sample_rows, device),
         sampled=None,
     )
-    if len(samples) < len(input_ids):
-        step = replace(step, sampled=_sampled(step, tuple(at.count for at in logit_rows)))
-    return step, tuple(logit_rows)
+    return replace(found, sampled=_sampled(found, step)) if len(step.sample_rows) < step.num_rows else found
 
 
-def _sampled(step: ModelInput, counts: tuple[int, ...]) -> Rows:
-    """The step's sample rows alone, which are the last `counts` of each sequence."""
+def _sampled(found: ModelInput, step: StepTensors) -> Rows:
+    """The step's sample rows alone, which are the last ones of each sequence."""
+    counts = lengths(step.sampled_starts)
     return Rows(
-        positions=step.positions[step.sample_rows],
-        kv_slots=step.kv_slots[step.sample_rows],
-        query_starts=_tensor(array("i", accumulate(counts, initial=0)), step.positions.device),
-        context_lens=step.context_lens,
-        block_tables=step.block_tables,
+        positions=found.positions[found.sample_rows],
+        kv_slots=found.kv_slots[found.sample_rows],
+        query_starts=host_tensor(step.sampled_starts, found.positions.device),
+        context_lens=found.context_lens,
+        block_tables=found.block_tables,
         query_lens=counts,
-        kv_lens=step.kv_lens,
+        kv_lens=found.kv_lens,
         max_query_len=max(counts, default=0),
-        max_context_len=step.max_context_len,
+        max_context_len=found.max_context_len,
     )
 
 
-def extend_slots(slots: array[int], item: ScheduledSequence, block_size: int) -> None:
-    """Append the slots of the item's slice, block by block."""
-    for index in range(item.start // block_size, -(-item.end // block_size)):
-        base = item.block_ids[index] * block_size
-        low = max(item.start - index * block_size, 0)
-        high = min(item.end - index * block_size, block_size)
-        slots.extend(range(base + low, base + high))
+def lengths(starts: Sequence[int]) -> tuple[int, ...]:
+    return tuple(map(sub, starts[1:], starts))
 
 
-def _tensor(values: array[int], device: torch.device) -> Tensor:
+def host_tensor(values: array[int], device: torch.device) -> Tensor:
+    """[n] int64 or int32, by the array's type; on the host the same memory."""
     dtype = torch.int64 if values.typecode == "q" else torch.int32
     if not values:  # frombuffer refuses an empty buffer
         return torch.empty(0, dtype=dtype, device=device)

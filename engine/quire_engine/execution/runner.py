@@ -1,34 +1,31 @@
-"""Executes a batch where the host waits for it: swaps, block copies, the model, the sampler.
+"""Computes a step where the host waits for it: the model, then the sampler or the kernels' own maximum.
 
-Promises: a sequence whose data make the model or the sampler fail fails alone, its batch-mates get the tokens they
-would have got anyway; logits take a bounded amount of memory. Must not know: queues, the allocator, requests.
+Promises: logits take a bounded amount of memory. Must not know: queues, the allocator, requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from array import array
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
-from quire_engine.config import Fault
+from quire_engine.batch import Batch, StepResult
 from quire_engine.execution.constrained.constraints import Constraints
 from quire_engine.execution.constrained.grammars import Grammars
-from quire_engine.execution.fault_points import FaultPoints
-from quire_engine.execution.kv_storage import HostBlocks
-from quire_engine.execution.logit_rules import asks_for_argmax, asks_for_masked_argmax
-from quire_engine.execution.model_input import LogitRows, ModelInput, build_model_input
+from quire_engine.execution.finishing import Finisher, HostSections, Span, spans
+from quire_engine.execution.logit_rules import asks_for_masked_argmax, draws
+from quire_engine.execution.model_input import ModelInput, host_tensor, model_input
 from quire_engine.execution.models.config import ModelConfig
-from quire_engine.execution.pooling import take_pooled
-from quire_engine.execution.sampler import NO_CANDIDATE, NON_FINITE, Sampler, SampleRow
-from quire_engine.execution.step_recovery import recover
-from quire_engine.types import TokenLogprobs
+from quire_engine.execution.sampler import Chosen, Sampler
+from quire_engine.execution.step_tensors import StepTensors, step_tensors
 
 LOGITS_BYTES = 64 << 20  # most float32 logits materialised at once
+_OnHost = tuple[list[int], list[bool], list[bool]]  # `Chosen`, copied
 
 
 class Model(Protocol):
@@ -42,220 +39,97 @@ class Model(Protocol):
     def greedy(self, hidden: Tensor, allowed: Tensor | None) -> tuple[list[int], list[bool]] | None: ...
 
 
-class KVBlocks(Protocol):
-    """The part of `kv_storage.KVStorage` that a step uses."""
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A step whose result is there."""
 
-    @property
-    def tensor(self) -> Tensor: ...
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
+    step_result: StepResult
 
-
-@dataclass(slots=True)
-class _Pending:
-    """What one slice of logits rows is needed for."""
-
-    rows: list[SampleRow] = field(default_factory=list)
-    sequence_ids: list[int] = field(default_factory=list)  # of `rows`
-    score_rows: list[int] = field(default_factory=list)
-    score_ids: list[int] = field(default_factory=list)  # the prompt's next tokens
-    score_items: list[ScheduledSequence] = field(default_factory=list)  # of `score_rows`
+    def result(self) -> StepResult:
+        return self.step_result
 
 
 class Runner:
-    """Owns references to the weights and the KV pool, and a step's result until it is asked for; nothing else."""
+    """Owns references to the weights and the KV pool, and nothing of a step when it is over."""
 
     max_in_flight = 1
 
     def __init__(
         self,
         decoder: Model,
-        kv: KVBlocks,
+        kv: Tensor,
         block_size: int,
         device: torch.device,
         *,
         grammars: Grammars | None = None,
         logits_bytes: int = LOGITS_BYTES,
-        host: HostBlocks | None = None,
     ) -> None:
-        """Without `grammars` requests for them fail, without `host` batches that swap."""
-        self._host = host
-        self._decoder = decoder
-        self._kv = kv
-        self._block_size = block_size
-        self._device = device
-        self._sampler = Sampler(constraints=Constraints(grammars))
+        """`kv`: the pool, as the kernels lay it out. Without `grammars` requests for them fail."""
+        self._decoder, self._kv, self._block_size, self._device = decoder, kv, block_size, device
+        self._constraints, self._sampler = Constraints(grammars), Sampler()
         self._vocab_size = decoder.config.vocab_size
         self._logits_rows = max(1, logits_bytes // (4 * self._vocab_size))
-        self._launched: StepResult | None = None
 
-    def launch(self, batch: Batch) -> None:
-        """Compute the batch; `collect` has the result. Raises as `execute` does."""
-        if self._launched is not None:
-            raise RuntimeError("a step was launched before the one before it was collected")
-        self._launched = self.execute(batch)
+    def work(self) -> AbstractContextManager[object]:
+        return torch.inference_mode()
 
-    def collect(self) -> StepResult:
-        """The result of the launched step."""
-        if self._launched is None:
-            raise RuntimeError("no step is launched")
-        result, self._launched = self._launched, None
-        return result
+    def begin(self, batch: Batch, *, graphs: bool = True) -> Computed:
+        del graphs  # there are none
+        return Computed(self._compute(batch))
 
-    def execute(self, batch: Batch) -> StepResult:
-        """Compute the batch. An item that raises gets `errors[sequence_id]`.
+    def in_parts(self, batch: Batch) -> Callable[[Batch, int], StepResult]:
+        del batch
+        return lambda part, _: self._compute(part)
 
-        Raises only what no single item can be blamed for: a failing block copy, a lost device, exhausted host
-        memory. The process is then in an unknown state and its owner should end it.
-        """
-        with torch.inference_mode():
-            if batch.swap_out or batch.swap_in:
-                self._host_blocks().swap(batch.swap_out, batch.swap_in, batch.swap_keys)
-            if batch.copies:
-                self._kv.copy_blocks(batch.copies)
-            if not batch.items:  # none of them turned out to have a token to compute; others' blocks were swapped
-                return StepResult()
-            try:
-                return self._compute(batch)
-            except Exception as error:
-                failure = error
-            return recover(batch, failure, lambda part, _: self._compute(part), self._release)
-
-    def plant(self, faults: Iterable[Fault]) -> None:
-        """Let faults happen before whatever is computed from now on."""
-        points = FaultPoints(faults, self._kv.tensor, self._block_size)
-        self._compute = points.around(self._compute)  # type: ignore[assignment,method-assign]
-
-    def swap_seconds(self) -> float:
-        """What the copy of a block to the host or from it takes, measured; before the first step."""
-        return self._host_blocks().seconds_per_block()
-
-    def keep_host_blocks(self, directory: Path, layout: bytes) -> tuple[bytes, ...]:
-        """Keep what is swapped out in files; the keys of what the first host blocks have from them."""
-        return self._host_blocks().keep_in(directory, layout)
-
-    def forget_host_blocks(self, blocks: Sequence[int]) -> None:
-        """What these host blocks hold is not wanted any more, in files either."""
-        self._host_blocks().forget(blocks)
-
-    def _host_blocks(self) -> HostBlocks:
-        if self._host is None:
-            raise RuntimeError("a block is to be swapped where there are no host blocks")
-        return self._host
-
-    def _release(self) -> None:
+    def release(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def capture_largest(self) -> None:
+        """There are no graphs."""
+
     def _compute(self, batch: Batch) -> StepResult:
-        for item in batch.items:
-            self._check_ids(item)
-        step, logit_rows = build_model_input(batch, self._block_size, self._device)
-        hidden = self._decoder.forward(step, self._kv.tensor)  # [S, H]
-        result = StepResult()
-        if any(item.pooling for item in batch.items):
-            batch, logit_rows, hidden = take_pooled(self._decoder, batch, logit_rows, hidden, result)
-        if self._greedy(batch, hidden, logit_rows, result):
-            return result
-        scores: dict[int, list[TokenLogprobs]] = {
-            item.sequence_id: [] for item in batch.items if item.wants_prompt_logprobs
-        }
-        slices = self._plan_slices(batch, logit_rows, hidden.shape[0])
-        for i, pending in enumerate(slices):
-            start = i * self._logits_rows
-            logits = self._decoder.logits(hidden[start : start + self._logits_rows])  # [s, V] float32
-            sampled = self._sampler.sample(logits, pending.rows)
-            for sequence_id, row, token in zip(pending.sequence_ids, pending.rows, sampled, strict=True):
-                result.samples[sequence_id] = self._sampler.with_forced(row, token)
-                if token.error == NON_FINITE:
-                    result.non_finite.add(sequence_id)
-            self._score(logits, pending, scores, result)
-        for sequence_id, entries in scores.items():
-            if sequence_id not in result.errors:
-                result.prompt_logprobs[sequence_id] = tuple(entries)
-        return result
+        step = step_tensors(batch, self._block_size, self._vocab_size)
+        if step.pending:
+            raise ValueError(f"the step before samples no token of sequence {next(iter(step.pending.values()))}")
+        hidden = self._decoder.forward(model_input(step, self._block_size, self._device), self._kv)  # [S, H]
+        finisher = Finisher(self._decoder, step, HostSections(step.asked(), self._device), self._constraints)
+        hidden = finisher.pool(hidden)
+        found = self._greatest(step, hidden, finisher) or self._choose(step, hidden, finisher)
+        columns = finisher.columns()
+        told = None if columns is None else columns.cpu().numpy().data.cast("B")
+        return finisher.finished().read(*found, told)
 
-    def _greedy(self, batch: Batch, hidden: Tensor, logit_rows: Sequence[LogitRows], result: StepResult) -> bool:
-        """Whether the step needs nothing but maxima, and the model has found them without the logits."""
-        masked: dict[int, SampleRow] = {}  # by the row of `hidden`
-        for item, at in zip(batch.items, logit_rows, strict=True):
-            if item.wants_prompt_logprobs:
-                return False
-            if not item.wants_sample:
-                continue
-            # A fork follows a grammar of its own, though from the same row.
-            if asks_for_masked_argmax(item.sampling) and not item.forks:
-                masked[at.first] = SampleRow.of(item, item.sequence_id, item.choice, at.first)
-            elif not asks_for_argmax(item.sampling):
-                return False
-        allowed = self._sampler.constraints.allowed(list(masked.values()), self._vocab_size) if masked else None
-        found = self._decoder.greedy(hidden, None if allowed is None else allowed.words(masked, len(hidden)))
+    def _greatest(self, step: StepTensors, hidden: Tensor, finisher: Finisher) -> _OnHost | None:
+        """The maxima, where the step needs nothing else and the model finds them without the logits."""
+        if not step.choices or step.told or step.scored or any(draws(row.sampling) for row in step.choices):
+            return None
+        rows = step.choice_rows
+        for i, row in step.rules.items():
+            # Two choices from one row follow a grammar each, and the kernel takes one mask a row.
+            if not asks_for_masked_argmax(row.sampling) or row.logits_row in {*rows[i - 1 : i], *rows[i + 1 : i + 2]}:
+                return None
+        ruled = finisher.ruled(Span.whole(step))
+        allowed = None if ruled is None else ruled.allowed.words([row.logits_row for row in ruled.rows], len(hidden))
+        found = self._decoder.greedy(hidden, allowed)
         if found is None:
-            return False
-        tokens = [(_greatest(token, finite),) for token, finite in zip(*found, strict=True)]
-        for item, at in zip(batch.items, logit_rows, strict=True):
-            if item.wants_sample:
-                result.samples[item.sequence_id] = tokens[at.first]
-                for fork in item.forks:
-                    result.samples[fork.sequence_id] = tokens[at.first]
-        if allowed is not None:
-            for i, (at_row, row) in enumerate(masked.items()):
-                error = allowed.errors.get(i)
-                result.samples[row.sequence_id] = (
-                    self._sampler.with_forced(row, tokens[at_row][0]) if error is None else (SampledToken(error=error),)
-                )
-        if not all(found[1]):
-            wrong = (number for number, samples in result.samples.items() if samples[0].error == NON_FINITE)
-            result.non_finite.update(wrong)
-        return True
+            return None
+        tokens, finite = found
+        return [tokens[row] for row in rows], [finite[row] for row in rows], [tokens[row] >= 0 for row in rows]
 
-    def _check_ids(self, item: ScheduledSequence) -> None:
-        """A GPU answers an index out of range by ending the process, so it must not get that far."""
-        ids = item.token_ids
-        if item.wants_prompt_logprobs:
-            ids += item.prompt_token_ids[item.end : item.end + 1]  # scored by the last row
-        if min(ids) < 0 or max(ids) >= self._vocab_size:
-            raise ValueError(f"a token id is outside the vocabulary of {self._vocab_size}")
-
-    def _plan_slices(self, batch: Batch, logit_rows: Sequence[LogitRows], num_rows: int) -> list[_Pending]:
-        """What to sample and to score, by the slice of logits it needs."""
-        slices = [_Pending() for _ in range(-(-num_rows // self._logits_rows))]
-        for item, at in zip(batch.items, logit_rows, strict=True):
-            if item.wants_prompt_logprobs:
-                for i in range(min(item.end, item.num_prompt_tokens - 1) - item.start):
-                    index, row = divmod(at.first + i, self._logits_rows)
-                    pending = slices[index]
-                    pending.score_rows.append(row)
-                    pending.score_ids.append(item.prompt_token_ids[item.start + i + 1])
-                    pending.score_items.append(item)
-            if item.wants_sample:
-                index, row = divmod(at.first + at.count - 1, self._logits_rows)
-                pending = slices[index]
-                choices = [(item.sequence_id, item.choice), *((f.sequence_id, f.choice) for f in item.forks)]
-                for sequence_id, choice in choices:
-                    pending.sequence_ids.append(sequence_id)
-                    pending.rows.append(SampleRow.of(item, sequence_id, choice, row))
-        return slices
-
-    def _score(
-        self, logits: Tensor, pending: _Pending, scores: dict[int, list[TokenLogprobs]], result: StepResult
-    ) -> None:
-        if not pending.score_rows:
-            return
-        rows = torch.tensor(pending.score_rows, device=logits.device)
-        num_top = max(item.sampling.num_prompt_logprobs or 0 for item in pending.score_items)
-        scored = self._sampler.score(logits[rows], pending.score_ids, num_top)
-        for item, entry in zip(pending.score_items, scored, strict=True):
-            if entry is None:
-                result.errors[item.sequence_id] = NON_FINITE
-                result.non_finite.add(item.sequence_id)
-                continue
-            wanted = item.sampling.num_prompt_logprobs or 0
-            scores[item.sequence_id].append(
-                replace(entry, top_ids=entry.top_ids[:wanted], top_logprobs=entry.top_logprobs[:wanted])
-            )
-
-
-def _greatest(token_id: int, is_finite: bool) -> SampledToken:
-    if not is_finite:
-        return SampledToken(error=NON_FINITE)
-    return SampledToken(token_id=token_id) if token_id >= 0 else SampledToken(error=NO_CANDIDATE)
+    def _choose(
+        self, step: StepTensors, hidden: Tensor, finisher: Finisher
+    ) -> tuple[list[int], list[bool], list[bool]]:
+        """A token of every choice from its logits; nothing is waited for until the last is chosen."""
+        parts: list[Chosen] = []
+        for span in spans(step, self._logits_rows):
+            logits = self._decoder.logits(hidden[span.rows])  # [s, V] float32
+            rows = array("q", (row - span.rows.start for row in step.choice_rows[span.choices]))
+            failed = [i - span.choices.start for i in step.errors]
+            chosen = self._sampler.choose(logits, rows, step.choices[span.choices], finisher.ruled(span), failed)
+            finisher.finish(span, logits, host_tensor(rows, self._device), chosen.ids)
+            parts.append(chosen)
+        if not parts:
+            return [], [], []
+        ids, finite, possible = (torch.cat(column).tolist() for column in zip(*parts, strict=True))
+        return ids, finite, possible

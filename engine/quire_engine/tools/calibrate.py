@@ -128,7 +128,7 @@ class Grid:
 def calibrate(config: EngineConfig, seconds: float) -> dict[str, Any]:
     """Load the model, measure, fit. Raises ConfigError, ModelLoadError."""
     built = build(config)
-    executor = TimedExecutor(built.runner)
+    executor = TimedExecutor(built.executor)
     samples = Grid(Engine(built.scheduler, executor), executor, built.plan).measure(seconds)
     cost, error = fit(samples)
     plan = built.plan

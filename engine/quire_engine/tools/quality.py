@@ -21,10 +21,11 @@ from quire_engine.batch import Batch, ScheduledSequence
 from quire_engine.config import KVCacheDType, Quantization
 from quire_engine.errors import ConfigError
 from quire_engine.execution.kv_storage import KVStorage
-from quire_engine.execution.model_input import build_model_input
+from quire_engine.execution.model_input import model_input
 from quire_engine.execution.models.checkpoint import fingerprint
 from quire_engine.execution.models.config import ModelConfig, load_model_config
 from quire_engine.execution.models.weights import load_decoder
+from quire_engine.execution.step_tensors import step_tensors
 from quire_engine.machine import usable_cores
 from quire_engine.quality_store import Quality, store_quality
 from quire_engine.tools.json_child import converse
@@ -153,8 +154,8 @@ def ask(  # noqa: PLR0917
 
     def compute(*items: ScheduledSequence) -> Tensor:
         batch = Batch(step_id=0, items=items, num_tokens=sum(item.num_tokens for item in items))
-        step, _ = build_model_input(batch, _BLOCK_SIZE, _CPU)
-        return decoder.logits(decoder.forward(step, kv.tensor))
+        step = step_tensors(batch, _BLOCK_SIZE, config.vocab_size)
+        return decoder.logits(decoder.forward(model_input(step, _BLOCK_SIZE, _CPU), kv.tensor))
 
     sequences, first_block = [], 0
     for prompt, num_blocks in zip(prompts, blocks_each, strict=True):

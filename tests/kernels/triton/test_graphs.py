@@ -16,6 +16,7 @@ import torch
 
 from quire_engine.batch import Batch, StepResult
 from quire_engine.demo import demo_model_path
+from quire_engine.execution.executor import Executor
 from quire_engine.execution.gpu import graphs
 from quire_engine.execution.gpu.device import CudaDevice
 from quire_engine.execution.gpu.runner import GpuRunner, RunnerLimits
@@ -68,13 +69,13 @@ def _model() -> Model:
 def _tell(device: Any, length: int) -> Story:
     """Two sequences, one of `length` tokens, as the runner computes them that waits for every step."""
     model = _model()
-    runner = Runner(model.decoder, model.kv, 16, DEVICE)
+    executor = Executor(Runner(model.decoder, model.kv.tensor, 16, DEVICE), model.kv)
 
     def execute(batch: Batch) -> StepResult:
         if not isinstance(device, SimulatedDevice):
-            return runner.execute(batch)
+            return executor.execute(batch)
         with patch.object(device, "executing", True):  # at once, not queued
-            return runner.execute(batch)
+            return executor.execute(batch)
 
     story = Story(execute, num_blocks=NUM_BLOCKS, chunk=512)
     story.add(0, range(20, 20 + length), 5, num_logprobs=1)
@@ -97,13 +98,14 @@ def test_replays_compute_what_steps_compute_that_are_waited_for(device, monkeypa
     """
     monkeypatch.setattr(graphs, "_SHORTEST", shortest)
     story, model = _tell(device, length), _model()
-    runner = GpuRunner(model.decoder, model.kv, device, replace(LIMITS, mixed_rows=mixed_rows))
+    runner = GpuRunner(model.decoder, model.kv.tensor, device, replace(LIMITS, mixed_rows=mixed_rows))
+    executor = Executor(runner, model.kv)
     results = []
     for number, (batch, _) in enumerate(ahead(story.steps)):
-        runner.launch(batch)
+        executor.launch(batch)
         if number:
-            results.append(runner.collect())
-    results.append(runner.collect())
+            results.append(executor.collect())
+    results.append(executor.collect())
     assert results == [told.result for told in story.steps]
     if isinstance(device, SimulatedDevice):
         assert device.replays

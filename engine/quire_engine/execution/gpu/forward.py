@@ -6,17 +6,19 @@ What is launched follows from the sections' lengths and from arguments alone, so
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from quire_engine.execution.finishing import Ruled
 from quire_engine.execution.gpu.device import HostBuffer, Packed, aligned
 from quire_engine.execution.gpu.step_arrays import StepArrays, pad_slots
 from quire_engine.execution.gpu.tables import SlotTables
 from quire_engine.execution.model_input import ModelInput, Rows
 from quire_engine.execution.models.config import ModelConfig
+from quire_engine.execution.sampler import Chosen, Sampler
 from quire_kernels.kernel_set import ChoiceRows
 
 _ID, _FLAG = 8, 1  # bytes
@@ -91,13 +93,30 @@ class Forward:
     def logits(self, hidden: Tensor) -> Tensor:
         return self._model.logits(hidden)
 
-    def choose(self, logits: Tensor, rows: ChoiceRows, into: Region, first: int) -> None:
-        """The next tokens of `rows`, which become the region's rows from `first` on."""
-        end = first + len(rows.logits_rows)
-        ids, finite, possible = self._model.choose(logits, rows)
-        into.ids[first:end].copy_(ids)
-        into.finite[first:end].copy_(finite)
-        into.possible[first:end].copy_(possible)
+    def choose(self, logits: Tensor, rows: ChoiceRows, into: Chosen) -> None:
+        """The next tokens of `rows`."""
+        for target, found in zip(into, self._model.choose(logits, rows), strict=True):
+            target.copy_(found)
+
+    def choose_ruled(self, ruled: Ruled, sampler: Sampler, logits: Tensor, rows: ChoiceRows, into: Chosen) -> None:
+        """Choose again for the rows whose logits a request changes. Waits: what it changes is the host's to tell."""
+        at = torch.tensor(ruled.places, device=logits.device)
+        values = logits.index_select(0, rows.logits_rows.index_select(0, at))
+        sampler.change(values, ruled)
+        some = replace(
+            rows,
+            logits_rows=torch.arange(len(at), device=logits.device),
+            temperature=rows.temperature.index_select(0, at),
+            top_k=rows.top_k.index_select(0, at),
+            top_p=rows.top_p.index_select(0, at),
+            min_p=rows.min_p.index_select(0, at),
+            seed=rows.seed.index_select(0, at),
+            choice=rows.choice.index_select(0, at),
+            position=rows.position.index_select(0, at),
+        )
+        chosen, _, any_left = self._model.choose(values, some)
+        into.ids.index_copy_(0, at, chosen)
+        into.possible.index_copy_(0, at, any_left)
 
     def decode(self, packed: Packed, num_rows: int, context: int, flags: int, into: Region) -> Tensor:
         """A step of `num_rows` decodes whose contexts are `context` at most: the logits, and a token of each row."""
@@ -106,7 +125,7 @@ class Forward:
         rows = self._tables.choice_rows(
             packed["choice_slots"], packed["choice_rows"], packed["choice_positions"], flags
         )
-        self.choose(logits, rows, into, 0)
+        self.choose(logits, rows, into.chosen(0, num_rows))
         return logits
 
 
@@ -139,6 +158,11 @@ class Region:
     finite: Tensor  # [n] bool
     possible: Tensor  # [n] bool
 
+    def chosen(self, first: int, num_rows: int) -> Chosen:
+        """Some of the rows, to be written."""
+        end = first + num_rows
+        return Chosen(self.ids[first:end], self.finite[first:end], self.possible[first:end])
+
 
 def region_bytes(max_rows: int) -> int:
     return aligned(max_rows * (_ID + 2 * _FLAG))
@@ -168,25 +192,26 @@ def read_region(buffer: HostBuffer, max_rows: int, first: int, num_rows: int) ->
 
 
 def pad_decodes(
-    step: StepArrays, num_rows: int, tables: SlotTables, spare_slots: Sequence[int], first_word: int
+    arrays: StepArrays, num_rows: int, tables: SlotTables, spare_slots: Sequence[int], first_word: int
 ) -> None:
     """Make a step of decodes as large as its graph: one of `num_rows`.
 
     The rows added are token 0 at position 0, written to `spare_slots` alone. They change no result.
     """
+    step = arrays.step
     have, missing = step.num_rows, num_rows - step.num_rows
-    _pad_rows(step, num_rows, spare_slots, first_word)
-    step.table_slots.extend([tables.spare] * missing)
+    _pad_rows(arrays, num_rows, spare_slots, first_word)
+    arrays.table_slots.extend([tables.spare] * missing)
     step.query_starts.extend(range(have + 1, num_rows + 1))
     step.context_lens.extend([1] * missing)
-    pad_slots(step, num_rows, tables.spare)
+    pad_slots(arrays, num_rows, tables.spare)
     step.choice_rows.extend(range(have, num_rows))
     step.sample_rows.extend(range(have, num_rows))
-    step.choice_positions.extend([0] * missing)
+    arrays.choice_positions.extend([0] * missing)
 
 
 def pad_mixed(  # noqa: PLR0917 - sizes, and what is added
-    step: StepArrays,
+    arrays: StepArrays,
     num_rows: int,
     num_sequences: int,
     tables: SlotTables,
@@ -198,21 +223,23 @@ def pad_mixed(  # noqa: PLR0917 - sizes, and what is added
     The rows added are no sequence's, the sequences added have no rows; of each sequence there is one sample row, those
     that were asked for first. What is chosen stays as it is.
     """
-    missing = num_sequences - len(step.table_slots)
+    step = arrays.step
+    missing = num_sequences - len(arrays.table_slots)
     end, sampled = step.num_rows, len(step.sample_rows)
-    _pad_rows(step, num_rows, spare_slots, first_word)
-    step.table_slots.extend([tables.spare] * missing)
+    _pad_rows(arrays, num_rows, spare_slots, first_word)
+    arrays.table_slots.extend([tables.spare] * missing)
     step.query_starts.extend([end] * missing)
     step.context_lens.extend([1] * missing)
     step.sampled_starts.extend([sampled] * missing)
     step.sample_rows.extend([0] * (num_sequences - sampled))
 
 
-def _pad_rows(step: StepArrays, num_rows: int, spare_slots: Sequence[int], first_word: int) -> None:
+def _pad_rows(arrays: StepArrays, num_rows: int, spare_slots: Sequence[int], first_word: int) -> None:
     """Token 0 at position 0."""
+    step = arrays.step
     have, missing = step.num_rows, num_rows - step.num_rows
-    step.num_padding_rows = missing
+    arrays.num_padding_rows = missing
     step.ids.extend([0] * missing)
-    step.source.extend(range(first_word + have, first_word + num_rows))
+    arrays.source.extend(range(first_word + have, first_word + num_rows))
     step.positions.extend([0] * missing)
     step.kv_slots.extend(spare_slots[i % len(spare_slots)] for i in range(missing))

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from quire_engine.execution.gpu.device import Packed
-from quire_engine.execution.logit_rules import draws, may_have_rules
+from quire_engine.execution.logit_rules import draws
 from quire_engine.types import SamplingParams
 from quire_kernels.kernel_set import ChoiceRows
 
 # What a row asks of the choice of its token, as bits.
 DRAWS, LIMITS_K, LIMITS_P = 1, 2, 4
-RULES = 8  # its logits may have to be changed first
 
 
 @dataclass(slots=True)
@@ -154,9 +153,9 @@ class SlotTables:
     def _held_by(self, slot: int, choice: int, sampling: SamplingParams, block_ids: tuple[int, ...]) -> _Held:
         """A slot's new parameters, which are sent with the next deltas."""
         drawn = draws(sampling)
-        flags = RULES if may_have_rules(sampling) else 0
+        flags = 0
         if drawn:
-            flags |= DRAWS
+            flags = DRAWS
             flags |= LIMITS_K if 0 < sampling.top_k < self._vocab_size else 0
             flags |= LIMITS_P if sampling.top_p < 1.0 else 0
         words = _signed(sampling.seed), _signed(choice), _bits("<d", "<q", sampling.top_p)

@@ -21,7 +21,7 @@ from quire_engine.types import GenerationRequest, SamplingParams, StepOutput, St
 def load(config: EngineConfig) -> RunBatch:
     """The function that runs a batch. Raises ConfigError, ModelLoadError."""
     built = build(config)
-    return partial(run_batch, Engine(built.scheduler, built.runner))
+    return partial(run_batch, Engine(built.scheduler, built.executor))
 
 
 def run_batch(engine: Engine, members: Sequence[Member]) -> Times:

@@ -74,7 +74,7 @@ def run_greedy(
             num_threads=num_threads,
         )
     )
-    engine, answers = Engine(built.scheduler, built.runner), recorded_answers()
+    engine, answers = Engine(built.scheduler, built.executor), recorded_answers()
     found = [tokens for answer in answers for tokens in generate(engine, [answer])]
     found += generate(engine, answers)
     wanted = [answer.token_ids for answer in (*answers, *answers)]

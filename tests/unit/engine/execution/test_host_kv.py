@@ -55,15 +55,17 @@ def test_the_cost_of_a_block_is_the_copies_alone() -> None:
 
 def test_a_batch_of_no_items_swaps_for_others() -> None:
     """So it is where all items of a step failed in the one before: the blocks that it moves are not theirs."""
+    from quire_engine.execution.executor import Executor
     from quire_engine.execution.runner import Runner
     from support.checkpoints import shared_checkpoint
     from support.model_steps import Model
 
     model = Model(shared_checkpoint(), num_blocks=4)
-    runner = Runner(model.decoder, model.kv, 16, CPU, host=HostKV(model.kv.tensor, 1))
+    runner = Runner(model.decoder, model.kv.tensor, 16, CPU)
+    executor = Executor(runner, model.kv, host=HostKV(model.kv.tensor, 1))
     model.kv.tensor[2].fill_(1.0)
-    result = runner.execute(Batch(step_id=0, items=(), num_tokens=0, swap_out=((2, 0),), swap_in=((0, 3),)))
+    result = executor.execute(Batch(step_id=0, items=(), num_tokens=0, swap_out=((2, 0),), swap_in=((0, 3),)))
     assert not result.samples
     assert torch.equal(model.kv.tensor[3], torch.ones_like(model.kv.tensor[3]))
     with pytest.raises(RuntimeError, match="no host blocks"):
-        Runner(model.decoder, model.kv, 16, CPU).execute(Batch(step_id=0, items=(), num_tokens=0, swap_out=((2, 0),)))
+        Executor(runner, model.kv).execute(Batch(step_id=0, items=(), num_tokens=0, swap_out=((2, 0),)))

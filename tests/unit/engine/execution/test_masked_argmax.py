@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from quire_engine.batch import Batch, Fork, ScheduledSequence, StepResult
 from quire_engine.execution.constrained.constraints import Constraints
 from quire_engine.execution.constrained.grammars import Grammars
+from quire_engine.execution.executor import Executor
 from quire_engine.execution.logit_rules import SampleRow, asks_for_masked_argmax
 from quire_engine.execution.runner import Runner
-from quire_engine.execution.sampler import NO_CANDIDATE, NON_FINITE
-from quire_engine.types import SamplingParams, StopParams, ThinkingParams
+from quire_engine.types import NO_CANDIDATE, NON_FINITE, SamplingParams, StopParams, ThinkingParams
 from quire_kernels.cpu.ops import cpu_kernel_set
 from support.checkpoints import VOCAB_SIZE, write_tokenizer
 
@@ -92,8 +92,8 @@ def item(sequence_id: int, sampling: SamplingParams, output: tuple[int, ...], st
 
 
 def computed(head: Head, grammars: Grammars, *items: ScheduledSequence) -> StepResult:
-    runner = Runner(head, Blocks(), 16, torch.device("cpu"), grammars=grammars)
-    return runner.execute(Batch(step_id=1, items=items, num_tokens=len(items)))
+    runner = Runner(head, Blocks.tensor, 16, torch.device("cpu"), grammars=grammars)
+    return Executor(runner, Blocks()).execute(Batch(step_id=1, items=items, num_tokens=len(items)))
 
 
 _ASKED = st.builds(

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from quire_engine.batch import Batch, Fork, ScheduledSequence
+from quire_engine.execution.executor import Executor
 from quire_engine.execution.runner import Runner
-from quire_engine.execution.sampler import NON_FINITE
-from quire_engine.types import MODEL_FAILED, SamplingParams, StopParams
+from quire_engine.types import MODEL_FAILED, NON_FINITE, SamplingParams, StopParams
 
 VOCAB = 16
 BLOCK = 4
@@ -79,7 +79,8 @@ def batch(*items, copies=()):
 
 
 def runner(model, kv=None, **limits):
-    return Runner(model, kv or Blocks(), BLOCK, torch.device("cpu"), **limits)
+    kv = kv or Blocks()
+    return Executor(Runner(model, kv.tensor, BLOCK, torch.device("cpu"), **limits), kv)
 
 
 def tokens_of(result):
@@ -231,7 +232,7 @@ def test_a_launched_step_is_collected_before_the_next():
     with pytest.raises(RuntimeError, match="no step"):
         host.collect()
     host.launch(batch(item(1, [3])))
-    with pytest.raises(RuntimeError, match="before"):
+    with pytest.raises(RuntimeError, match="collect one first"):
         host.launch(batch(item(1, [4])))
     assert tokens_of(host.collect()) == {1: 4}
     host.launch(batch(item(1, [4])))

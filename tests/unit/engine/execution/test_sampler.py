@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 
-from quire_engine.batch import SampledToken
+from quire_engine.execution.constrained.constraints import Constraints
 from quire_engine.execution.logit_rules import SampleRow
-from quire_engine.execution.sampler import NO_CANDIDATE, NON_FINITE, Sampler
-from quire_engine.types import SamplingParams, StopParams, ThinkingParams
+from quire_engine.types import NO_CANDIDATE, NON_FINITE, SamplingParams, StopParams, ThinkingParams
+from support.sampling import sample, score
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -26,7 +26,7 @@ def sample_row(logits_row=0, *, prompt=(1, 2, 3), output=(), choice=0, stop_ids=
 
 
 def one(logits, **kwargs):
-    (result,) = Sampler().sample(torch.tensor([logits], dtype=torch.float32), [sample_row(**kwargs)])
+    (result,) = sample(torch.tensor([logits], dtype=torch.float32), [sample_row(**kwargs)])
     return result
 
 
@@ -63,13 +63,13 @@ def test_a_row_is_bitwise_the_same_alone_and_among_others(vocab_size, device):
     generator = torch.Generator().manual_seed(vocab_size)
     logits = (torch.randn(32, vocab_size, generator=generator) * 4).to(device)
     rows = mixed_rows(32, vocab_size, seed=vocab_size)
-    together = Sampler().sample(logits, rows)
+    together = sample(logits, rows)
     assert all(result.error is None for result in together)
     order = random.Random(1).sample(range(32), 32)
-    shuffled = Sampler().sample(logits, [rows[i] for i in order])
-    sliced = Sampler(slice_bytes=5 * 4 * vocab_size).sample(logits, rows)
+    shuffled = sample(logits, [rows[i] for i in order])
+    sliced = sample(logits, rows, slice_bytes=5 * 4 * vocab_size)
     for i, row in enumerate(rows):
-        alone = Sampler().sample(logits[i : i + 1].clone(), [sample_row_at(row, 0)])
+        alone = sample(logits[i : i + 1].clone(), [sample_row_at(row, 0)])
         assert alone == [together[i]] == [sliced[i]] == [shuffled[order.index(i)]]
 
 
@@ -93,7 +93,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append(Sampler().sample(logits, rows))
+            results.append(sample(logits, rows))
     finally:
         torch.set_num_threads(before)
     assert results[0] == results[1] == results[2]
@@ -102,12 +102,12 @@ def test_results_do_not_depend_on_the_number_of_threads():
 def test_the_logits_are_left_as_they_were():
     logits = torch.randn(32, 300, generator=torch.Generator().manual_seed(0))
     before = logits.clone()
-    Sampler().sample(logits, mixed_rows(32, 300, seed=0))
+    sample(logits, mixed_rows(32, 300, seed=0))
     assert torch.equal(logits, before)
 
 
 def test_no_rows_give_no_samples():
-    assert Sampler().sample(torch.zeros(2, 8), []) == []
+    assert sample(torch.zeros(2, 8), []) == []
 
 
 def test_greedy_takes_the_lowest_id_of_equal_maxima():
@@ -128,9 +128,9 @@ def test_huge_logits_at_a_low_temperature_stay_finite():
 def test_forks_sample_their_own_tokens_from_one_row():
     logits = torch.zeros(2, 1000)
     rows = [sample_row(1, choice=choice, seed=5) for choice in range(4)]
-    tokens = [result.token_id for result in Sampler().sample(logits, rows)]
+    tokens = [result.token_id for result in sample(logits, rows)]
     assert len(set(tokens)) == 4
-    assert tokens == [Sampler().sample(logits, [row])[0].token_id for row in rows]
+    assert tokens == [sample(logits, [row])[0].token_id for row in rows]
 
 
 def test_the_draw_depends_on_seed_choice_and_position_only():
@@ -139,7 +139,7 @@ def test_the_draw_depends_on_seed_choice_and_position_only():
     again = sample_row(prompt=(5, 6, 7, 8), seed=9)  # other tokens, a different split, the same position
     later = sample_row(prompt=(1, 2, 3), output=(4, 5), seed=9)
     other = sample_row(prompt=(1, 2, 3), output=(4,), seed=-9)
-    tokens = [result.token_id for result in Sampler().sample(logits, [first, again, later, other])]
+    tokens = [result.token_id for result in sample(logits, [first, again, later, other])]
     assert tokens[0] == tokens[1]
     assert len(set(tokens)) == 3
 
@@ -150,9 +150,9 @@ def test_the_draw_depends_on_seed_choice_and_position_only():
 def test_a_non_finite_row_fails_alone(value, temperature, device):
     logits = torch.randn(5, 130, generator=torch.Generator().manual_seed(1)).to(device)
     rows = [sample_row(i, temperature=temperature, top_p=0.9, num_logprobs=3, seed=i) for i in range(5)]
-    expected = Sampler().sample(logits, rows)
+    expected = sample(logits, rows)
     logits[2, 77] = value
-    results = Sampler().sample(logits, rows)
+    results = sample(logits, rows)
     assert results[2].error == NON_FINITE
     assert results[2].token_id == -1
     assert [results[i] for i in (0, 1, 3, 4)] == [expected[i] for i in (0, 1, 3, 4)]
@@ -175,8 +175,8 @@ def test_a_non_finite_row_fails_alone(value, temperature, device):
 def test_an_id_outside_the_vocabulary_fails_its_row_and_no_other(bad):
     logits = torch.randn(3, 64, generator=torch.Generator().manual_seed(2))
     rows = [sample_row(i, temperature=0.9, seed=i, logit_bias=((5, 1.0),), num_logprobs=2) for i in range(3)]
-    expected = Sampler().sample(logits, rows)
-    results = Sampler().sample(logits, [rows[0], sample_row(1, **bad), rows[2]])
+    expected = sample(logits, rows)
+    results = sample(logits, [rows[0], sample_row(1, **bad), rows[2]])
     assert "outside the model's vocabulary of 64" in results[1].error
     assert [results[0], results[2]] == [expected[0], expected[2]]
 
@@ -204,7 +204,7 @@ def test_allowed_ids_are_the_only_ones_drawn():
 def test_logprobs_come_from_the_raw_logits():
     logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(8)) * 2
     row = sample_row(temperature=0.5, top_k=3, logit_bias=((123, 100.0),), num_logprobs=20, seed=1)
-    (result,) = Sampler().sample(logits, [row])
+    (result,) = sample(logits, [row])
     exact = torch.log_softmax(logits.double(), dim=1)[0]
     order = sorted(range(500), key=lambda token: (-logits[0, token].item(), token))
     assert result.token_id == result.logprobs.token_id == 123
@@ -263,15 +263,15 @@ def test_num_logprobs_zero_reports_the_chosen_token_only():
 def test_scores_equal_the_logprobs_of_the_same_rows_sampled(device):
     logits = (torch.randn(9, 777, generator=torch.Generator().manual_seed(4)) * 3).to(device)
     rows = [sample_row(i, temperature=1.0, seed=i, num_logprobs=4) for i in range(9)]
-    sampled = Sampler().sample(logits, rows)
-    scores = Sampler(slice_bytes=2 * 4 * 777).score(logits, [result.token_id for result in sampled], 4)
+    sampled = sample(logits, rows)
+    scores = score(logits, [result.token_id for result in sampled], 4, slice_bytes=2 * 4 * 777)
     assert scores == [result.logprobs for result in sampled]
 
 
 def test_a_non_finite_row_is_not_scored():
     logits = torch.zeros(3, 10)
     logits[1, 4] = float("nan")
-    scores = Sampler().score(logits, [0, 0, 0], 2)
+    scores = score(logits, [0, 0, 0], 2)
     assert scores[1] is None
     assert scores[0] == scores[2]
     assert scores[0].top_ids == (0, 1)
@@ -279,7 +279,6 @@ def test_a_non_finite_row_is_not_scored():
 
 def test_what_must_follow_is_left_to_a_step_where_sequences_are_banned():
     thinking = ThinkingParams(end_ids=(7, 8, 9), is_open=True, max_tokens=1)
-    sampled = SampledToken(token_id=7)
     for banned, tokens in [((), [7, 8, 9]), (((8, 9),), [7])]:
         row = sample_row(output=(5,), thinking=thinking, banned_sequences=banned)
-        assert [each.token_id for each in Sampler().with_forced(row, sampled)] == tokens
+        assert [7, *Constraints(None).forced(row, 7)] == tokens

@@ -11,8 +11,8 @@ from transformers import (
 
 from quire_engine.execution import distribution
 from quire_engine.execution.logit_rules import SampleRow, apply_rules
-from quire_engine.execution.sampler import Sampler
 from quire_engine.types import SamplingParams, StopParams
+from support.sampling import sample
 
 DRAWS = 20_000
 # Upper 0.1 % points of chi-square by degrees of freedom.
@@ -33,7 +33,7 @@ def frequencies(logits, seed=0, **sampling):
         )
         for i in range(DRAWS)
     ]
-    tokens = [sampled.token_id for sampled in Sampler().sample(logits.unsqueeze(0), rows)]
+    tokens = [sampled.token_id for sampled in sample(logits.unsqueeze(0), rows)]
     return torch.bincount(torch.tensor(tokens), minlength=len(logits)).double()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire_engine.execution.gpu.device import PackedInput
-from quire_engine.execution.gpu.tables import DRAWS, LIMITS_K, LIMITS_P, RULES, SlotTables
+from quire_engine.execution.gpu.tables import DRAWS, LIMITS_K, LIMITS_P, SlotTables
 from quire_engine.types import SamplingParams
 from support.simulated_device import SimulatedDevice
 
@@ -123,8 +123,8 @@ def test_random_changes_arrive():
         (SamplingParams(temperature=0.5), DRAWS),
         (SamplingParams(top_k=3), DRAWS | LIMITS_K),
         (SamplingParams(top_k=VOCAB, top_p=0.9), DRAWS | LIMITS_P),
-        (SamplingParams(temperature=0.0, min_tokens=2), RULES),
-        (SamplingParams(logit_bias=((1, 1.0),), top_k=10**7), DRAWS | RULES),
+        (SamplingParams(temperature=0.0, min_tokens=2), 0),
+        (SamplingParams(logit_bias=((1, 1.0),), top_k=10**7), DRAWS),
     ],
 )
 def test_parameters_are_what_was_asked(sampling, flags):

@@ -1,0 +1,167 @@
+"""The record of a step that every executor works from: which rows it computes and what is asked of them.
+
+Promises: `step_tensors` follows from the batch alone; token ids are checked before a tensor is made of them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from quire_engine.batch import PENDING, Batch, ScheduledSequence
+from quire_engine.execution.logit_rules import SampleRow, id_error, may_have_rules
+
+
+def _wide() -> array[int]:
+    return array("q")
+
+
+class Pooled(NamedTuple):
+    """Rows of a prompt whose vector is wanted, which need no logits."""
+
+    item: ScheduledSequence
+    rows: slice  # of the sample rows
+
+
+@dataclass(slots=True)
+class StepTensors:
+    """A step of T rows, B sequences and S sample rows in the order of the batch, as arrays of the host.
+
+    Sample rows are the rows that are needed behind the last layer. Those of a prompt that is pooled end in a sum; the
+    others are the rows of logits, among which `choices` and `score_rows` count.
+    """
+
+    items: tuple[ScheduledSequence, ...] = ()  # [B]
+    # Of the rows.
+    ids: array[int] = field(default_factory=_wide)  # [T]; 0 where the token is pending
+    pending: dict[int, int] = field(default_factory=dict)  # by row: the sequence whose token the step before samples
+    positions: array[int] = field(default_factory=_wide)  # [T]
+    kv_slots: array[int] = field(default_factory=_wide)  # [T], block_id * block_size + offset
+    sample_rows: array[int] = field(default_factory=_wide)  # [S], ascending
+    # Of the sequences.
+    query_starts: array[int] = field(default_factory=lambda: array("i", [0]))  # [B + 1]
+    sampled_starts: array[int] = field(default_factory=lambda: array("i", [0]))  # [B + 1], of the sample rows alone
+    context_lens: array[int] = field(default_factory=lambda: array("i"))  # [B], tokens present after this step
+    # Of the tokens to choose.
+    choices: list[SampleRow] = field(default_factory=list)
+    choice_rows: array[int] = field(default_factory=_wide)  # their rows of logits, ascending
+    rules: dict[int, SampleRow] = field(default_factory=dict)  # by index of the choice: those that change their logits
+    errors: dict[int, str] = field(default_factory=dict)  # by index of the choice: why its rules cannot apply
+    told: list[int] = field(default_factory=list)  # choices whose log-probabilities are asked for
+    # Of the prompts' next tokens to score.
+    score_rows: array[int] = field(default_factory=_wide)  # rows of logits, ascending
+    score_ids: array[int] = field(default_factory=_wide)
+    score_items: list[ScheduledSequence] = field(default_factory=list)
+    scored: list[int] = field(default_factory=list)  # sequence ids
+    # Of the prompts to pool.
+    pooled: list[Pooled] = field(default_factory=list)
+    num_pooled_rows: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_logit_rows(self) -> int:
+        return len(self.sample_rows) - self.num_pooled_rows
+
+    @property
+    def samples_at_most_once(self) -> bool:
+        """Whether no sequence is asked for more than its last row."""
+        return not self.scored and not self.pooled
+
+    def add_choice(self, row: SampleRow, vocab_size: int) -> None:
+        """Choose one more token. An id outside the vocabulary in the rules of the row becomes its error."""
+        index, sampling = len(self.choices), row.sampling
+        self.choices.append(row)
+        self.choice_rows.append(row.logits_row)
+        if sampling.num_logprobs is not None:
+            self.told.append(index)
+        if may_have_rules(sampling) or sampling.logprob_token_ids:
+            error = id_error(row, vocab_size)
+            if error is not None:
+                self.errors[index] = error
+            elif row.has_rules:
+                self.rules[index] = row
+
+    def add_score(self, item: ScheduledSequence, logits_row: int, token_id: int) -> None:
+        """Score one more token of a prompt."""
+        self.score_rows.append(logits_row)
+        self.score_ids.append(token_id)
+        self.score_items.append(item)
+
+    def asked(self) -> dict[str, array[int]]:
+        """The arrays that `finishing` takes as tensors, by name."""
+        found = {"told": array("q", self.told), "score_rows": self.score_rows, "score_ids": self.score_ids}
+        if self.pooled:
+            pooled = {row for each in self.pooled for row in range(each.rows.start, each.rows.stop)}
+            found["logit_rows"] = array("q", (row for row in range(len(self.sample_rows)) if row not in pooled))
+        return found
+
+
+def step_tensors(batch: Batch, block_size: int, vocab_size: int) -> StepTensors:
+    """What a batch computes and what is asked of it.
+
+    An item that wants prompt log-probabilities, or is pooled whole, has a sample row for every row of its slice, else
+    one that wants a sample or is pooled at its end has its last row, else none. Raises ValueError for a token id
+    outside the vocabulary: a GPU answers an index out of range by ending the process.
+    """
+    step = StepTensors(items=batch.items)
+    for item in batch.items:
+        _add_rows(step, item, block_size, vocab_size)
+        count, end = item.num_last_rows, len(step.ids)
+        step.query_starts.append(end)
+        step.context_lens.append(item.end)
+        step.sample_rows.extend(range(end - count, end))
+        step.sampled_starts.append(len(step.sample_rows))
+        if item.pooling:
+            last = len(step.sample_rows)
+            step.pooled.append(Pooled(item, slice(last - count, last)))
+            step.num_pooled_rows += count
+        elif item.wants_prompt_logprobs:
+            _add_scores(step, item, vocab_size)
+        if item.wants_sample:
+            row = step.num_logit_rows - 1
+            step.add_choice(SampleRow.of(item, item.sequence_id, item.choice, row), vocab_size)
+            for fork in item.forks:
+                step.add_choice(SampleRow.of(item, fork.sequence_id, fork.choice, row), vocab_size)
+    return step
+
+
+def _add_rows(step: StepTensors, item: ScheduledSequence, block_size: int, vocab_size: int) -> None:
+    ids, start = item.token_ids, item.start
+    if len(ids) > 1:
+        _check_ids(ids, vocab_size)
+        step.ids.extend(ids)
+        step.positions.extend(range(start, start + len(ids)))
+        for index in range(start // block_size, -(-item.end // block_size)):
+            base = item.block_ids[index] * block_size
+            low = max(start - index * block_size, 0)
+            high = min(item.end - index * block_size, block_size)
+            step.kv_slots.extend(range(base + low, base + high))
+        return
+    (token,) = ids  # a decode: most items of most steps
+    if token == PENDING:
+        step.pending[len(step.ids)] = item.sequence_id
+        token = 0
+    else:
+        _check_ids(ids, vocab_size)
+    step.ids.append(token)
+    step.positions.append(start)
+    index, offset = divmod(start, block_size)
+    step.kv_slots.append(item.block_ids[index] * block_size + offset)
+
+
+def _add_scores(step: StepTensors, item: ScheduledSequence, vocab_size: int) -> None:
+    """The prompt's tokens that follow the item's rows."""
+    _check_ids(item.prompt_token_ids[item.end : item.end + 1], vocab_size)
+    step.scored.append(item.sequence_id)
+    first = step.num_logit_rows - item.num_tokens
+    for i in range(min(item.end, item.num_prompt_tokens - 1) - item.start):
+        step.add_score(item, first + i, item.prompt_token_ids[item.start + i + 1])
+
+
+def _check_ids(ids: tuple[int, ...], vocab_size: int) -> None:
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        raise ValueError(f"a token id is outside the vocabulary of {vocab_size}")
