@@ -32,8 +32,8 @@ class OwnServers:
         self._started: dict[tuple[str, ...], Live] = {}
 
     def narrow(self) -> Live:
-        """Four slots and more blocks than they need. Whoever waits, waits for a slot: nobody is overdue."""
-        return self._live("--elder-age-steps", "1000000", "--kv-memory", _bytes_of(_NARROW_BLOCKS))
+        """Four slots and more blocks than they need: whoever waits, waits for a slot."""
+        return self._live("--kv-memory", _bytes_of(_NARROW_BLOCKS))
 
     def tight(self) -> Live:
         """A pool that four requests outgrow, and prompts in chunks of 32 tokens."""
