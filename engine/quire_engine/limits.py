@@ -20,7 +20,7 @@ _MAY_BE_0 = {"least": 0}  # the other numbers are 1 or more
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """One field for each limit, by the name of its flag. Defaults stand here and nowhere else."""
+    """One field for each limit; those that are settings have the name of their flag. Defaults stand here alone."""
 
     block_size: int = 16  # tokens per KV block
     enable_prefix_caching: bool = True
@@ -63,8 +63,8 @@ class SchedulerLimits:
             )
         if self.min_chunk > self.prefill_chunk:
             raise ConfigError(
-                f"min_chunk ({self.min_chunk}) is larger than prefill_chunk ({self.prefill_chunk});"
-                f" set prefill_chunk to {self.min_chunk} or more, or min_chunk to {self.prefill_chunk} or less"
+                f"prefill_chunk ({self.prefill_chunk}) is smaller than min_chunk ({self.min_chunk}), the oldest"
+                f" request's claim on each step; set prefill_chunk to {self.min_chunk} or more"
             )
 
     def num_blocks_for(self, num_tokens: int) -> int:

@@ -41,7 +41,7 @@ def recorded(live: Live, after: int) -> Recording:
         except ConfigError as error:
             raise BenchError(f"the step log cannot be read: {error}") from None
     if told.first_step != after + 1:
-        raise BenchError(f"step {after + 1} is forgotten already: the server needs a longer --step-log")
+        raise BenchError(f"step {after + 1} is forgotten already: too many others came after it")
     return told
 
 

@@ -95,7 +95,7 @@ def replay(recording: Recording) -> Replay:
     if not recording.is_whole:
         raise ValueError(
             f"the log begins with step {recording.first_step}: what was live before is not in it, so plans cannot be"
-            " compared; a longer --step-log keeps more steps"
+            " compared; `quire trace --json --follow`, begun with the server, keeps all"
         )
     return Replayer(recording).run()
 

@@ -1,6 +1,6 @@
 """What is simulated: a scheduler's limits and pool, the server's bounds on its queue, and what steps cost.
 
-Promises: one frozen record; a setting is changed by the name of its flag, and refused by name when it cannot be. Must
+Promises: one frozen record; a setting is changed by its name, and refused by name when it cannot be. Must
 not know: the scheduler.
 """
 

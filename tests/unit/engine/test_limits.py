@@ -29,7 +29,7 @@ def test_work_and_bound() -> None:
         ({"max_num_batched_tokens": 16}, "set max_num_batched_tokens to 80 or more$"),
         (
             {"min_chunk": 600, "max_num_batched_tokens": 1000},
-            "prefill_chunk to 600 or more, or min_chunk to 512 or less",
+            "set prefill_chunk to 600 or more",
         ),
         ({"itl_target": -1.0}, "itl_target is -1.0, must be at least 0"),
         ({"itl_target": float("nan")}, "itl_target is nan, must be at least 0"),

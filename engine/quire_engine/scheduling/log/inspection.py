@@ -167,7 +167,7 @@ class Inspection:
 
     def _required(self) -> StepLog:
         if self._log is None:
-            raise Unanswerable("nothing is remembered of steps and requests: the server runs with --step-log 0")
+            raise Unanswerable("nothing is remembered of steps and requests: step_log is 0")
         self._log.settle()
         return self._log
 

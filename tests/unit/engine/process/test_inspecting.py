@@ -122,5 +122,5 @@ def test_without_a_log_what_it_would_know_is_refused_and_the_rest_answered() -> 
     made.to_end()
     quiet = Engine(made.scheduler, made.executor)
     for what in ("steps", "requests", "request"):
-        assert "--step-log 0" in inspected(quiet, Inspect(token=1, what=what, argument='{"ids":["a"]}')).error
+        assert "step_log is 0" in inspected(quiet, Inspect(token=1, what=what, argument='{"ids":["a"]}')).error
     assert json.loads(inspected(quiet, Inspect(token=1, what="audit")).body)["clean"]
