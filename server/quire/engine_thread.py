@@ -38,12 +38,7 @@ class EngineThread:
 
     async def open(self, settings: Settings) -> ServerState:
         """Start the engine and load the text half beside it. Raises ConfigError, ModelLoadError, EngineDead."""
-        policy = RestartPolicy(
-            max_restarts=settings.max_engine_restarts,
-            window_seconds=settings.engine_restart_window,
-            hang_seconds=settings.engine_hang_timeout,
-            start_seconds=settings.engine_start_timeout,
-        )
+        policy = RestartPolicy(max_restarts=settings.max_engine_restarts, hang_seconds=settings.engine_hang_timeout)
         self._supervisor = Supervisor(settings.engine_config(), policy)
         starting = asyncio.create_task(self._supervisor.start())
         try:

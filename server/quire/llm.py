@@ -31,7 +31,7 @@ from quire_server.answering.vectors import VectorOptions
 from quire_server.checkpoint.locate import localized
 from quire_server.errors import ApiError, BadRequest
 from quire_server.flags import option_group
-from quire_server.settings import Settings, SettingsError, load_settings, suggest
+from quire_server.settings import REMOVED, Settings, SettingsError, load_settings, removed_line, suggest
 from quire_server.state import ServerState
 
 _GROUPS = {"Model", "Memory", "Scheduling"}
@@ -47,6 +47,8 @@ def engine_settings(
     """The settings of one LLM. What is not given comes from `QUIRE_*` variables, else from the defaults."""
     unknown = [name for name in arguments if name not in ARGUMENTS]
     if unknown:
+        if unknown[0] in REMOVED:
+            raise TypeError(as_arguments(f"LLM(): {removed_line(unknown[0], unknown[0])}"))
         hint = suggest(unknown[0], ARGUMENTS)
         known = hint if "did you mean" in hint else f"; it has {', '.join(sorted(ARGUMENTS))}"
         raise TypeError(f"LLM() has no argument {unknown[0]!r}{known}")

@@ -117,7 +117,7 @@ def create_app(state: ServerState) -> FastAPI:
     )
     app.state.quire = state
     app.state.responses = ResponseStore(
-        max_responses=state.settings.response_store_size, max_bytes=state.settings.response_store_bytes
+        max_responses=state.settings.response_store_size, max_bytes=state.limits.response_store_bytes
     )
     bodies = BodyLimits(
         max_body_bytes=state.settings.max_body_bytes,
@@ -212,8 +212,14 @@ def _guard(app: FastAPI, state: ServerState, bodies: BodyLimits, tracing: Tracin
         refusal=lambda *underway: None if state.draining else state.client.refusal(*underway),
         root_path=settings.root_path,
     )
-    on_bytes = state.metrics.body_bytes
-    for layer in layers(settings, bodies, on_bytes, on_reply=_on_reply(state, tracing), requests=app.state.requests):
+    for layer in layers(
+        settings,
+        bodies,
+        state.metrics.body_bytes,
+        limits=state.limits,
+        on_reply=_on_reply(state, tracing),
+        requests=app.state.requests,
+    ):
         app.add_middleware(layer)
     app.add_middleware(StoryTeller)
 

@@ -21,9 +21,9 @@ from quire_server.settings.keys import readable_by_others
 from quire_server.settings.sources import check_admin_keys, check_keys, environment_names
 from quire_server.settings.values import Kinds, plain_words, synonym_of
 from quire_server.settings.vllm import (
-    add_vllm_flags,
+    add_hidden_flags,
+    beside,
     flags_text,
-    foreign,
     names_of_vllm,
     read_settings_file,
     translate,
@@ -126,15 +126,15 @@ def _secret_warnings(flags: Mapping[str, object], settings: Settings) -> Iterato
 
 
 def _kinds() -> Kinds:
-    """How our flags and vLLM's may be written."""
+    """How our flags and those beside them may be written."""
     kinds = {flag_name(name).removeprefix("--"): value_kind(field.annotation) for name, field in _FIELDS.items()}
-    theirs = foreign(_FIELDS)
+    others = beside(_FIELDS)
     return Kinds(
         switches={name for name, kind in kinds.items() if kind is bool}
-        | {flag.name for flag in theirs if flag.takes == "switch"},
+        | {flag.name for flag in others if flag.takes == "switch"},
         optional={name: get_args(kind) for name, kind in kinds.items() if {"on", "off"} <= {*get_args(kind)}},
         json={name for name, kind in kinds.items() if kind is dict}
-        | {flag.name for flag in theirs if flag.takes == "json"},
+        | {flag.name for flag in others if flag.takes == "json"},
     )
 
 
@@ -157,7 +157,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     groups = {name: parser.add_argument_group(name) for name in GROUPS}
     for name, field in Settings.model_fields.items():
         _add_flag(groups[option_group(field)], name, field)
-    add_vllm_flags(parser, Settings.model_fields)
+    add_hidden_flags(parser, Settings.model_fields)
     return parser
 
 
@@ -190,7 +190,7 @@ def option_group(field: FieldInfo) -> str:
 
 
 def option_unit(field: FieldInfo) -> str:
-    """ "tokens", "bytes", "s", "steps" or nothing."""
+    """ "tokens", "bytes", "s" or nothing."""
     return str(_extra(field)["unit"])
 
 

@@ -86,9 +86,7 @@ async def _serve(settings: Settings, output: Output) -> int:
     """Start the engine process first: it needs the longest, and this half is imported and loaded meanwhile."""
     policy = RestartPolicy(
         max_restarts=settings.max_engine_restarts,
-        window_seconds=settings.engine_restart_window,
         hang_seconds=settings.engine_hang_timeout,
-        start_seconds=settings.engine_start_timeout,
         spare_seconds=_SPARE_SECONDS if settings.spare_engine else None,
     )
     supervisor = Supervisor(settings.engine_config(), policy, stderr=output.for_children)

@@ -27,7 +27,7 @@ from quire_server.engine.supervisor import EngineState, Supervisor
 from quire_server.errors import NotReady, ShuttingDown
 from quire_server.http.large_reply import ReplyBudget
 from quire_server.metrics.metrics import Metrics
-from quire_server.settings import Settings
+from quire_server.settings import ServerLimits, Settings
 from quire_server.text.fault_points import plant
 from quire_server.text.grammar_check import GrammarCheck
 from quire_server.text.parsing.formats import PLAIN, ModelFormats, model_formats
@@ -60,6 +60,7 @@ class ServerState:
     """The server's parts; only `draining`, `stopping` and `tasks` change while it runs."""
 
     settings: Settings
+    limits: ServerLimits = field(default_factory=ServerLimits)
     tokenizer: TextTokenizer
     prompts: ChatTemplate | None  # None: the model has no chat template
     client: EngineClient
@@ -85,13 +86,13 @@ class ServerState:
 
     def __post_init__(self) -> None:
         texts = TextBudget(
-            self.settings.max_text_bytes_queued,
+            self.limits.max_text_bytes_queued,
             on_change=self.metrics.text_work,
             on_refused=lambda: self.metrics.reject("max_text_bytes_queued"),
         )
         self.text = TextThreads(self.tokenizer, self.prompts, texts)
         self.replies = ReplyBudget(
-            self.settings.max_reply_bytes_waiting,
+            self.limits.max_reply_bytes_waiting,
             on_change=self.metrics.large_replies,
             on_refused=lambda: self.metrics.reject("max_reply_bytes_waiting"),
         )
@@ -163,7 +164,6 @@ async def build_state(settings: Settings, supervisor: Supervisor, starting: asyn
     names = settings.model_names
     metrics = Metrics(
         names[0],
-        vllm_aliases=settings.enable_vllm_metric_names,
         max_model_len=plan.scheduler.max_model_len,
         tenants=[each.name for each in settings.tenant_list],
     )

@@ -18,14 +18,19 @@ import psutil
 START_SECONDS = 60.0
 STOP_SECONDS = 40.0
 PYTHON = "SERVER_PYTHON"  # names the interpreter; to a server it would be a setting that there is not
+LIMITED = Path(__file__).parents[1] / "support" / "limited_serve.py"
 _ADDRESS = re.compile(r"Uvicorn running on (http://127\.0\.0\.1:\d+)")
 
 
 class Served:
-    """`with Served("--max-num-seqs", "8") as server: httpx.get(server.url + "/health")`."""
+    """`with Served("--max-num-seqs", "8") as server: httpx.get(server.url + "/health")`.
 
-    def __init__(self, *args: str, env: dict[str, str] | None = None) -> None:
+    `limits` are those that no flag sets, such as `header_timeout=2,step_log=256`.
+    """
+
+    def __init__(self, *args: str, env: dict[str, str] | None = None, limits: str = "") -> None:
         self._args = args
+        self._program = (str(LIMITED), limits) if limits else ("-m", "quire_server.cli", "serve")
         self._env = env or {}
         self.url = ""
         self.ready_seconds = 0.0
@@ -37,9 +42,7 @@ class Served:
             # Where the tests of a client run in an environment of its own, the server's is named.
             [
                 os.environ.get(PYTHON, sys.executable),
-                "-m",
-                "quire_server.cli",
-                "serve",
+                *self._program,
                 "--host",
                 "127.0.0.1",
                 "--port",

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from e2e.served import Served
+from support.exposition import without_aliases
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -136,11 +137,11 @@ def test_a_busy_cache_is_seen(tmp_path: Path) -> None:
 
 
 def test_promtool_accepts_the_metrics_of_a_running_server() -> None:
-    with Served("--no-enable-vllm-metric-names") as server:
+    with Served() as server:
         complete(server, max_tokens=4)
         check = subprocess.run(
             ["promtool", "check", "metrics"],
-            input=httpx.get(f"{server.url}/metrics").content,
+            input=without_aliases(httpx.get(f"{server.url}/metrics").content),
             capture_output=True,
             check=False,
         )

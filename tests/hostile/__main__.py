@@ -26,10 +26,8 @@ from hostile.watch import Watch
 
 CORPUS = (access, texts, framing, values, prompts, fields)
 HEADER_TIMEOUT = 2.0
-FLAGS = (
-    *("--max-num-seqs", "8", "--max-num-queued-reqs", "32", "--check-invariants"),
-    *("--header-timeout", str(HEADER_TIMEOUT), "--body-timeout", "10"),
-)
+FLAGS = ("--max-num-seqs", "8", "--max-num-queued-reqs", "32", "--check-invariants")
+LIMITS = f"header_timeout={HEADER_TIMEOUT},body_timeout=10"
 ATTEMPTS = 3
 NOISE_SECONDS = 0.05  # where who measures was late himself, an attempt says little
 SETTLE_SECONDS = 3.0
@@ -144,7 +142,7 @@ def main() -> int:
     parser.add_argument("--log", help="file that gets the server's log")
     wanted = parser.parse_args()
     started = time.monotonic()
-    with Served(*FLAGS, "--api-key", KEY, "--admin-api-key", f"{KEY}-admin", *wanted.flag) as server:
+    with Served(*FLAGS, "--api-key", KEY, "--admin-api-key", f"{KEY}-admin", *wanted.flag, limits=LIMITS) as server:
         if wanted.count:
             counts = Counter(
                 case.kind for case in cases(asyncio.run(facts_of(server.url, 9, thorough=wanted.thorough)))

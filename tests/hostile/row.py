@@ -20,3 +20,4 @@ class Row:
     what: str  # arrives, in a few words
     act: Callable[[Served], Awaitable[str]]  # what happened, with its figures
     flags: tuple[str, ...] = ()  # of `quire serve`
+    limits: str = ""  # of `Served`

@@ -34,7 +34,8 @@ PARDON = 15.0  # seconds after a kill in which a 503 that says when to come back
 ENGINE_WARM_UP = 45.0
 MOST_FAULTS = 40
 # What fills up to a limit, the pool and the step log, is made small: it is full soon, and what grows later is a leak.
-FLAGS = ("--max-num-seqs", "8", "--max-num-queued-reqs", "32", "--kv-memory", "32MiB", "--step-log", "256")
+FLAGS = ("--max-num-seqs", "8", "--max-num-queued-reqs", "32", "--kv-memory", "32MiB")
+LIMITS = "step_log=256"
 _MIB = 1 << 20
 
 
@@ -165,7 +166,7 @@ def main() -> int:
     parser.add_argument("--warm-up", type=float, help="minutes that do not count; default: a quarter, at most five")
     wanted = parser.parse_args()
     warm_up = wanted.warm_up if wanted.warm_up is not None else min(5.0, wanted.minutes / 4)
-    with Served(*FLAGS, "--api-key", KEY) as server:
+    with Served(*FLAGS, "--api-key", KEY, limits=LIMITS) as server:
         soak = Soak(server, minutes=wanted.minutes, kill_every=wanted.kill_every, warm_up=warm_up)
         faults = asyncio.run(soak.run())
         print(soak.figures())

@@ -49,6 +49,11 @@ class Scrape:
         return self.samples[name, tuple(sorted(labels.items()))]
 
 
+def without_aliases(exposition: bytes) -> bytes:
+    """The metrics under our own names alone."""
+    return b"".join(line for line in exposition.splitlines(keepends=True) if b"vllm:" not in line)
+
+
 def timing(**changes: float) -> RequestTiming:
     values = {"queue_seconds": 0.1, "kv_wait_seconds": 0.0, "prefill_seconds": 0.2, "num_preemptions": 0}
     return RequestTiming(**(values | changes))

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import time
 from collections.abc import AsyncIterator
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import httpx
@@ -67,23 +68,28 @@ def make_state(
     chat: bool = True,
     **settings: object,
 ) -> ServerState:
-    """The state of a server with a fake engine; keyword arguments go to `Settings`. Call inside an event loop."""
+    """The state of a server with a fake engine. Call inside an event loop.
+
+    Keyword arguments go to `ServerLimits` or to `Settings`, whichever has the name.
+    """
     from quire_server.engine.admission import QueueLimits, TenantGate
     from quire_server.engine.engine_client import EngineClient
     from quire_server.metrics.metrics import Metrics
-    from quire_server.settings import Settings
+    from quire_server.settings import ServerLimits, Settings
     from quire_server.state import ServerState, tenants_of
     from quire_server.text.pooling_method import pooling_method
 
     settings.setdefault("allowed_hosts", ("*",))  # clients of tests call it as they like
     plan = make_plan(max_model_len=max_model_len)
     tokenizer = load_tokenizer()
+    limits = {each.name: settings.pop(each.name) for each in fields(ServerLimits) if each.name in settings}
     options = Settings(**settings)
     tenants = tenants_of(options)
     metrics = Metrics(model_names[0], max_model_len=max_model_len, tenants=[each.name for each in tenants.all])
     metrics.observe_plan(plan)
     return ServerState(
         settings=options,
+        limits=ServerLimits(**limits),  # type: ignore[arg-type]
         tokenizer=tokenizer,
         prompts=_chat_template(tokenizer) if chat else None,
         client=EngineClient(
@@ -120,9 +126,12 @@ async def listening(app: FastAPI) -> AsyncIterator[Listening]:
     """The app behind the real listener, on a free port of this machine; ends with no connection left."""
     from quire_server.http.listener import bind, serve
 
-    settings = app.state.quire.settings.model_copy(update={"port": 0})
+    state: ServerState = app.state.quire
+    settings = state.settings.model_copy(update={"port": 0})
     started: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
-    serving = asyncio.create_task(serve(app, settings, sock=bind(settings), on_started=started.set_result))
+    serving = asyncio.create_task(
+        serve(app, settings, sock=bind(settings), on_started=started.set_result, limits=state.limits)
+    )
     await asyncio.wait({serving, started}, return_when=asyncio.FIRST_COMPLETED)
     if not started.done():
         serving.result()

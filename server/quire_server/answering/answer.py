@@ -149,7 +149,7 @@ async def answer(
         tokenizer=state.tokenizer,
         client=state.client,
         metrics=state.metrics,
-        max_waiting=state.settings.stream_buffer_tokens if options.reply.stream else None,
+        max_waiting=state.limits.stream_buffer_tokens if options.reply.stream else None,
     )
     head = ReplyHead(
         id=options.reply.id or request_id,

@@ -30,7 +30,7 @@ from quire_server.commands.planning.kv_plan import add_kv_flags, print_kv
 from quire_server.commands.planning.plan_section import Circumstances, section, write
 from quire_server.commands.planning.shown import complain, wide_console
 from quire_server.commands.simulate import DEFAULT_COST, add_setup_flags, asked_trace, positive
-from quire_server.settings import DEMO_MODEL
+from quire_server.settings import DEMO_MODEL, REMOVED, removed_line
 
 DONE, FAILED, BAD_USAGE = 0, 1, 2
 _EPILOG = f"""\
@@ -107,6 +107,8 @@ def _search(given: argparse.Namespace, argv: Sequence[str], console: Console) ->
     grid = default_grid(base)
     for name, values in parse_settings(given.tries):
         key = name.lstrip("-").replace("-", "_")
+        if key in REMOVED:  # what is planned is to be set
+            raise ConfigError(removed_line(f"--try {name}", key))
         grid[key] = tuple(base.with_settings([(key, value)]).settings()[key] for value in str(values).split(","))
         own = base.settings()[key]
         if own not in grid[key]:

@@ -18,14 +18,13 @@ from quire_server.http.guard import (
     Guard,
     KeyAuth,
     Reply,
-    RequestLimits,
     brought_keys,
     is_admin_path,
     is_key,
     send_error,
 )
 from quire_server.http.overload import LastWord, OpenRequests
-from quire_server.settings import Settings
+from quire_server.settings import ServerLimits, Settings
 from quire_server.settings.keys import ApiKey
 
 Layer = Callable[[ASGIApp], ASGIApp]
@@ -36,6 +35,7 @@ def layers(
     bodies: BodyLimits,
     on_body_bytes: Callable[[int], None] = lambda _: None,
     *,
+    limits: ServerLimits,
     on_reply: Callable[[Reply], None],
     requests: OpenRequests,
 ) -> Iterator[Layer]:
@@ -45,7 +45,7 @@ def layers(
     bytes of bodies are held.
     """
     root = settings.root_path
-    budget = BodyBudget(max(settings.max_body_bytes_total, bodies.largest), on_body_bytes)
+    budget = BodyBudget(max(limits.max_body_bytes_total, bodies.largest), on_body_bytes)
     yield partial(BodyGate, limits=bodies, budget=budget)  # the innermost: nothing of a body counts before the key
     yield partial(AdminAuth, keys=settings.admin_keys, root_path=root)
     if settings.needs_key:  # among the innermost: preflights carry no key
@@ -61,11 +61,6 @@ def layers(
     if checks_hosts(settings):
         yield partial(HostCheck, allowed=settings.allowed_hosts, root_path=root)
     yield partial(LastWord, requests=requests)
-    limits = RequestLimits(
-        max_header_bytes=settings.max_header_bytes,
-        max_headers=settings.max_headers,
-        body_timeout=settings.body_timeout,
-    )
     yield partial(Guard, limits=limits, bodies=bodies, budget=budget, on_reply=on_reply, root_path=root)
     if settings.allowed_origins:
         yield partial(CorsHeaders, **cors)

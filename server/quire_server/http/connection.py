@@ -7,7 +7,7 @@ import json
 import select
 import ssl
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Any, Literal
@@ -45,7 +45,7 @@ class ConnectionLimits:
     max_header_bytes: int
     max_body_bytes: int
     header_timeout: float
-    write_pace: WritePace = field(default_factory=WritePace)
+    write_pace: WritePace
 
     @property
     def max_wire_bytes(self) -> int:

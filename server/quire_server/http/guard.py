@@ -27,6 +27,7 @@ from quire_server.errors import (
 )
 from quire_server.http.body_limits import BodyBudget, BodyHold, BodyLimit, BodyLimits, declared_bytes, put_hold
 from quire_server.http.envelopes import error_reply, is_anthropic
+from quire_server.settings import ServerLimits
 from quire_server.settings.keys import ApiKey, TenantEntry
 
 PAGES = frozenset(
@@ -42,15 +43,6 @@ ADMIN_PATHS = ("/debug", "/admin", "/dashboard/events")  # with all below them; 
 log = logging.getLogger("quire.http")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestLimits:
-    """What the head of a request may be, and how long its body may take."""
-
-    max_header_bytes: int = 32 << 10
-    max_headers: int = 100
-    body_timeout: float = 30.0  # seconds, for the whole body
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +70,7 @@ class Guard:
         self,
         app: ASGIApp,
         *,
-        limits: RequestLimits,
+        limits: ServerLimits,
         bodies: BodyLimits,
         budget: BodyBudget,
         on_reply: Callable[[Reply], None],
@@ -211,7 +203,7 @@ def choose_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
     return f"req-{uuid.uuid4().hex}"
 
 
-def check_head(headers: list[tuple[bytes, bytes]], limits: RequestLimits, *, target_bytes: int = 0) -> None:
+def check_head(headers: list[tuple[bytes, bytes]], limits: ServerLimits, *, target_bytes: int = 0) -> None:
     """Raises HeadersTooLarge, BadRequest or UnsupportedMediaType; reads no body. How much may come is asked later."""
     if len(headers) > limits.max_headers:
         raise HeadersTooLarge(f"The request has more than {limits.max_headers} header lines.")

@@ -20,7 +20,7 @@ from quire_server.http.body_limits import LARGEST_BODY
 from quire_server.http.connection import Connection, ConnectionConfig, ConnectionLimits
 from quire_server.http.sse import WritePace, bound_buffers
 from quire_server.http.tls import tls_context
-from quire_server.settings import Settings
+from quire_server.settings import ServerLimits, Settings
 
 log = logging.getLogger("quire")
 
@@ -74,22 +74,24 @@ async def serve(
     sock: socket.socket,
     on_started: Callable[[Listening], None],
     on_connections: Callable[[int], None] = lambda _: None,
+    limits: ServerLimits | None = None,
 ) -> None:
     """Accept connections on a bound socket until stopped. `on_started` is called once, when the first could come.
 
-    `on_connections` is told how many are open.
+    `on_connections` is told how many are open. Without `limits` their defaults hold.
     """
+    limits = limits or ServerLimits()
     allow_connections(settings.max_connections)
-    pace = WritePace(seconds=settings.client_write_timeout, bytes_per_second=settings.client_min_rate)
+    pace = WritePace(seconds=settings.client_write_timeout, bytes_per_second=limits.client_min_rate)
     bound_buffers(sock, pace)
     config = ConnectionConfig(
         app,
         limits=ConnectionLimits(
             max_connections=settings.max_connections,
             max_connections_per_address=settings.max_connections_per_address,
-            max_header_bytes=settings.max_header_bytes,
+            max_header_bytes=limits.max_header_bytes,
             max_body_bytes=settings.max_body_bytes or LARGEST_BODY,
-            header_timeout=settings.header_timeout,
+            header_timeout=limits.header_timeout,
             write_pace=pace,
         ),
         uncounted=settings.trusted_proxies,

@@ -160,8 +160,8 @@ _UNSENT_BYTES = 16 << 10  # in the system's queue, beyond what is on its way
 class WritePace:
     """How slowly a client may take what waits for it."""
 
-    seconds: float = 60.0  # the length of a window
-    bytes_per_second: int = 64
+    seconds: float  # the length of a window
+    bytes_per_second: int
 
     @property
     def least_bytes(self) -> float:

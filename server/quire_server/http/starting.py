@@ -19,7 +19,7 @@ from quire_server.http.body_limits import LARGEST_BODY, BodyLimits
 from quire_server.http.envelopes import error_reply
 from quire_server.http.guard import PUBLIC_PATHS, Reply
 from quire_server.http.overload import OpenRequests
-from quire_server.settings import Settings
+from quire_server.settings import ServerLimits, Settings
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -112,7 +112,7 @@ def starting_app(
 
     # The context is not known yet, and nobody reads a body.
     bodies = BodyLimits(max_body_bytes=settings.max_body_bytes or LARGEST_BODY, max_model_len=1)
-    for layer in layers(settings, bodies, on_reply=tell, requests=OpenRequests()):
+    for layer in layers(settings, bodies, limits=ServerLimits(), on_reply=tell, requests=OpenRequests()):
         app = layer(app)
     return app
 

@@ -74,13 +74,11 @@ class Histogram:
 
 
 class Values(Collector):
-    """All metrics of one server. `alias_labels` are added to what is exported under an alias."""
+    """All metrics of one server. What is exported under an alias has the label `engine` too, as vLLM's has."""
 
-    def __init__(
-        self, registry: CollectorRegistry, labels: dict[str, str], alias_labels: dict[str, str] | None
-    ) -> None:
+    def __init__(self, registry: CollectorRegistry, labels: dict[str, str]) -> None:
         self._labels = labels
-        self._alias_labels = alias_labels
+        self._alias_labels = labels | {"engine": "0"}
         self._exports: list[Callable[[], Metric]] = []
         registry.register(self)
 
@@ -150,7 +148,7 @@ class Values(Collector):
     ) -> Iterator[tuple[str, dict[str, str], tuple[str, ...]]]:
         if name is not None:
             yield name, self._labels, tuple(labels)
-        if alias is not None and self._alias_labels is not None:
+        if alias is not None:
             yield alias, self._alias_labels, (alias_label,) if alias_label is not None else tuple(labels)
 
 

@@ -43,7 +43,7 @@ def while_loading(model_name: str, ratio: float) -> tuple[bytes, str]:
     """An exposition with little more than that, and its media type."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    load_progress(Values(registry, {"model_name": model_name}, None)).set(ratio)
+    load_progress(Values(registry, {"model_name": model_name})).set(ratio)
     return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
@@ -55,15 +55,12 @@ class Metrics:
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(
-        self, model_name: str, *, vllm_aliases: bool = True, max_model_len: int = 2048, tenants: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, model_name: str, *, max_model_len: int = 2048, tenants: Sequence[str] = ()) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
-        labels = {"model_name": model_name}
-        values = Values(self.registry, labels, labels | {"engine": "0"} if vllm_aliases else None)
+        values = Values(self.registry, {"model_name": model_name})
         self._requests = RequestMetrics(values, max_model_len)
         self._engine = EngineMetrics(values)
         self._plan = PlanMetrics(values)

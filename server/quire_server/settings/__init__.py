@@ -5,6 +5,19 @@ Promises: what other folders need of it is here. Must not know: torch, HTTP.
 
 from quire_server.settings.engine_fields import DEMO_MODEL
 from quire_server.settings.fields import GROUPS, Settings, load_settings
+from quire_server.settings.limits import REMOVED, ServerLimits, removed_line
 from quire_server.settings.sources import ENV_PREFIX, SettingsError, flag_name, suggest
 
-__all__ = ["DEMO_MODEL", "ENV_PREFIX", "GROUPS", "Settings", "SettingsError", "flag_name", "load_settings", "suggest"]
+__all__ = [
+    "DEMO_MODEL",
+    "ENV_PREFIX",
+    "GROUPS",
+    "REMOVED",
+    "ServerLimits",
+    "Settings",
+    "SettingsError",
+    "flag_name",
+    "load_settings",
+    "removed_line",
+    "suggest",
+]

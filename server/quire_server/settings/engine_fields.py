@@ -1,7 +1,7 @@
 """The settings of a model, its memory and its schedule: those that a script's `LLM` has too.
 
-Promises: a limit of the scheduler has the default and the bounds of the scheduler's own record. Must not know: torch,
-HTTP.
+Promises: a limit of the scheduler that is a setting has the default and the bounds of the scheduler's own record. Must
+not know: torch, HTTP.
 """
 
 from __future__ import annotations
@@ -158,15 +158,6 @@ class EngineFields(BaseModel):
     max_num_partial_prefills: int = option(
         LIMITS.max_num_partial_prefills, "Scheduling", "sequences that may be in the middle of their prompt at once"
     )
-    min_chunk: int = option(
-        LIMITS.min_chunk, "Scheduling", "the oldest request's claim on each step, before all others", "tokens"
-    )
-    max_bypasses: int = option(
-        LIMITS.max_bypasses, "Scheduling", "times a request that waits for memory may be overtaken by smaller ones"
-    )
-    elder_age_steps: int = option(
-        LIMITS.elder_age_steps, "Scheduling", "age from which a waiting request is overdue and served first", "steps"
-    )
     scheduling_policy: PolicyName = option(
         LIMITS.scheduling_policy,
         "Scheduling",
@@ -175,20 +166,6 @@ class EngineFields(BaseModel):
     )
     preemption_victim: VictimName = option(
         LIMITS.preemption_victim, "Scheduling", "who gives up its memory first when it runs out"
-    )
-    batch_min_share: float = option(
-        LIMITS.batch_min_share, "Scheduling", "share of the computed tokens that batch requests get at least, up to 0.5"
-    )
-    max_consecutive_chunks: int = option(
-        LIMITS.max_consecutive_chunks,
-        "Scheduling",
-        "steps in a row in which a long prompt goes before others that wait; 0 is any",
-    )
-    step_log: Count = option(
-        LIMITS.step_log,
-        "Scheduling",
-        "steps remembered with the reason of each decision, for /debug; 0 is none",
-        "steps",
     )
     async_scheduling: AsyncScheduling = option(
         "auto",
@@ -205,7 +182,7 @@ class EngineFields(BaseModel):
         None, "Scheduling", "requests whose first token would come later get 429; default: no limit", "s"
     )
 
-    @field_validator(*LIMIT_NAMES)
+    @field_validator(*LIMIT_NAMES, check_fields=False)  # not every limit is a setting
     @classmethod
     def _check_limit(cls, value: object, info: ValidationInfo) -> object:
         wrong = out_of_range(str(info.field_name), value)

@@ -129,8 +129,8 @@ class Settings(ServerFields, EngineFields, BaseSettings):
 
     @property
     def limits(self) -> SchedulerLimits:
-        """The settings that are limits of the scheduler: a field of each name there is one here."""
-        return SchedulerLimits(**{name: getattr(self, name) for name in LIMIT_NAMES})
+        """The settings that are limits of the scheduler; the other limits are its own."""
+        return SchedulerLimits(**{name: getattr(self, name) for name in LIMIT_NAMES if name in Settings.model_fields})
 
     def engine_config(self) -> EngineConfig:
         """What the engine is asked for; it resolves the rest against the model and the machine."""

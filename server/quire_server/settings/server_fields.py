@@ -1,6 +1,6 @@
 """The settings of a server around the engine: where it listens, what it lets in, what it tells.
 
-Promises: every bound on what clients may do has its field here. Must not know: HTTP.
+Promises: every bound on what clients may do has its field here or in `limits`. Must not know: HTTP.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from quire_server.settings.values import (
     PositiveSeconds,
     RootPath,
     Seconds,
-    Size,
     Strings,
     option,
 )
@@ -68,11 +67,6 @@ class ServerFields(BaseModel):
     max_body_bytes: OptionalSize = option(
         None, "Limits", "largest request body, else 413; default: what prompts for the context take", "bytes"
     )
-    max_body_bytes_total: Size = option(
-        64 * 2**20, "Limits", "bodies held at once, over all connections; further ones are answered 503", "bytes"
-    )
-    max_header_bytes: Size = option(32 * 2**10, "Limits", "largest request head, else 431", "bytes")
-    max_headers: Positive = option(100, "Limits", "most header lines of a request, else 431")
     max_connections: Positive = option(1024, "Limits", "open connections, further ones are answered 503")
     max_connections_per_address: Positive = option(
         512, "Limits", "of those, from one address; further ones are answered 429"
@@ -80,21 +74,9 @@ class ServerFields(BaseModel):
     trusted_proxies: Networks = option(
         (), "Limits", "addresses and networks of proxies, which bring the connections of many: not counted one by one"
     )
-    header_timeout: PositiveSeconds = option(10.0, "Limits", "time to send a request's head", "s")
-    body_timeout: PositiveSeconds = option(30.0, "Limits", "time to send a request's body, else 408", "s")
     strict: bool = option(False, "Limits", "refuse fields without effect, such as unknown ones, instead of naming them")
     response_store_size: Annotated[int, Field(ge=0)] = option(
         1024, "Limits", "past responses of /v1/responses kept to be read and continued; 0 keeps none"
-    )
-    response_store_bytes: Size = option(64 * 2**20, "Limits", "memory for them; the longest unused go first", "bytes")
-    max_text_bytes_queued: Size = option(
-        64 * 2**20, "Limits", "texts that wait to be tokenized, or are, all together; further ones get 503", "bytes"
-    )
-    max_reply_bytes_waiting: Size = option(
-        256 * 2**20,
-        "Limits",
-        "replies above 256 KiB that are made or sent, all together; further ones get 503",
-        "bytes",
     )
 
     # -- Streaming
@@ -102,28 +84,14 @@ class ServerFields(BaseModel):
     sse_keep_alive_interval: Seconds = option(
         15.0, "Streaming", "a silent stream gets a comment line this often; 0 is never", "s"
     )
-
-    stream_buffer_tokens: Positive = option(
-        256,
-        "Streaming",
-        "tokens that may wait for a stream's client; beyond, its request is set aside",
-        "tokens",
-    )
     client_write_timeout: PositiveSeconds = option(
-        60.0, "Streaming", "who takes too little of what waits for it in this time is cut off", "s"
-    )
-    client_min_rate: Positive = option(
-        64, "Streaming", "too little is less than this, over the whole of that time", "bytes/s"
+        60.0, "Streaming", "who takes less than 64 bytes/s of what waits for it, over this time, is cut off", "s"
     )
 
     # -- Lifetime
     drain_timeout: Seconds = option(30.0, "Lifetime", "after SIGTERM, running requests get this long to finish", "s")
     max_engine_restarts: Annotated[int, Field(ge=0)] = option(
-        5, "Lifetime", "engine restarts within the window before giving up with exit code 70"
-    )
-    engine_restart_window: PositiveSeconds = option(600.0, "Lifetime", "the window of --max-engine-restarts", "s")
-    engine_start_timeout: PositiveSeconds = option(
-        60.0, "Lifetime", "a start of the engine that does not get on for so long is ended and tried again", "s"
+        5, "Lifetime", "engine restarts within ten minutes before giving up with exit code 70"
     )
     spare_engine: bool = option(
         True, "Lifetime", "keep a process that has loaded its libraries and takes over when the engine ends"
@@ -143,7 +111,6 @@ class ServerFields(BaseModel):
     otlp_traces_endpoint: str | None = option(
         None, "Observing", "collector that gets a trace of each request (OTLP over HTTP); needs quire[otel]"
     )
-    enable_vllm_metric_names: bool = option(True, "Observing", "also export metrics under their vllm: names")
     check_invariants: bool = option(False, "Observing", "audit the scheduler after every step, not only when idle")
     enable_fault_injection: FaultList = option(
         "",

@@ -15,6 +15,8 @@ from pathlib import Path
 import yaml
 from pydantic_core import ErrorDetails
 
+from quire_server.settings.limits import REMOVED, removed_line
+
 ENV_PREFIX = "QUIRE_"
 VLLM_KEY = "VLLM_API_KEY"
 
@@ -71,16 +73,21 @@ def read_config(path: Path, known: Callable[[str], bool], names: Collection[str]
 
 def check_environment(known: Collection[str]) -> None:
     """Raises SettingsError for `QUIRE_*` variables that set nothing, or that Kubernetes has set."""
-    unknown = [
-        name
+    unknown = {
+        name: name.removeprefix(ENV_PREFIX).lower()
         for name in os.environ
         if name.startswith(ENV_PREFIX)
         and name.removeprefix(ENV_PREFIX).lower() not in known
         and not _SERVICE_LINK.fullmatch(name)
-    ]
+    }
     if unknown:
         raise SettingsError(
-            *(f"unknown environment variable {name}{suggest(name, known, ENV_PREFIX)}" for name in unknown)
+            *(
+                removed_line(name, field)
+                if field in REMOVED
+                else f"unknown environment variable {name}{suggest(name, known, ENV_PREFIX)}"
+                for name, field in unknown.items()
+            )
         )
     if os.environ.get("QUIRE_PORT", "").startswith("tcp://"):
         raise SettingsError(

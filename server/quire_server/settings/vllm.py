@@ -1,4 +1,4 @@
-"""Command lines and variables written for vLLM, in our settings.
+"""Command lines and variables written for vLLM, or for an earlier version of ours, in our settings.
 
 Nothing of them is dropped in silence: it becomes a setting, a note, a warning or a refusal with the reason.
 """
@@ -15,14 +15,15 @@ from textwrap import wrap
 from types import MappingProxyType
 from typing import Literal
 
+from quire_server.settings.limits import REMOVED, removed_line
 from quire_server.settings.sources import SettingsError, read_config
 
 _DEST = "vllm:"
 
 
-def add_vllm_flags(parser: argparse.ArgumentParser, ours: Collection[str]) -> None:
-    """Let a parser take vLLM's flags too, without a word in its help. `ours` are the names of our settings."""
-    for flag in foreign(ours):
+def add_hidden_flags(parser: argparse.ArgumentParser, ours: Collection[str]) -> None:
+    """Let a parser take flags of others too, without a word in its help. `ours` are the names of our settings."""
+    for flag in beside(ours):
         names = (f"--{flag.name}", *flag.short)
         dest = _DEST + flag.name
         if flag.takes == "switch":
@@ -30,12 +31,18 @@ def add_vllm_flags(parser: argparse.ArgumentParser, ours: Collection[str]) -> No
         elif flag.takes == "values":
             parser.add_argument(*names, nargs="+", action="extend", dest=dest, help=argparse.SUPPRESS)
         else:
-            parser.add_argument(*names, dest=dest, help=argparse.SUPPRESS)
+            # Where the flag is refused anyway, a value that is missing is not what to tell first.
+            parser.add_argument(*names, nargs="?" if flag.refused else None, dest=dest, help=argparse.SUPPRESS)
 
 
 def foreign(ours: Collection[str]) -> list[VllmFlag]:
     """The flags of the table that are no settings of ours by their own name."""
     return [flag for flag in FLAGS if flag.name.replace("-", "_") not in ours]
+
+
+def beside(ours: Collection[str]) -> list[VllmFlag]:
+    """All flags that a parser must know beside our settings: vLLM's, and those that were settings once."""
+    return [*foreign(ours), *_GONE]
 
 
 def names_of_vllm() -> list[str]:
@@ -48,7 +55,7 @@ def translate(given: dict[str, object]) -> tuple[dict[str, object], list[str]]:
 
     Raises SettingsError with one line for each flag that cannot be taken.
     """
-    table = {_DEST + flag.name: flag for flag in FLAGS}
+    table = {_DEST + flag.name: flag for flag in (*FLAGS, *_GONE)}
     settings = {name: value for name, value in given.items() if name not in table}
     notes: list[str] = []
     problems: list[str] = []
@@ -72,7 +79,7 @@ def translate(given: dict[str, object]) -> tuple[dict[str, object], list[str]]:
 
 def read_settings_file(path: Path, ours: Collection[str]) -> tuple[dict[str, object], list[str]]:
     """The same for the keys of a configuration file. Raises SettingsError."""
-    theirs = {flag.name.replace("-", "_"): flag for flag in foreign(ours)}
+    theirs = {flag.name.replace("-", "_"): flag for flag in beside(ours)}
     values = read_config(path, lambda key: key in ours or key in theirs, ours)
     try:
         return translate({_DEST + theirs[key].name if key in theirs else key: value for key, value in values.items()})
@@ -131,6 +138,8 @@ def _is_taken(flag: VllmFlag, words: Sequence[str]) -> bool:
 
 
 def _refusal(flag: VllmFlag, words: Sequence[str]) -> str:
+    if flag.setting in REMOVED:
+        return removed_line(f"--{flag.name}", flag.setting)
     if flag.refused or flag.takes == "switch":
         return f"{_spelling(flag, words)}: refused: {flag.text}"
     return f"{_spelling(flag, words)}: only {' or '.join(flag.only)} is taken: {flag.text}"
@@ -257,8 +266,7 @@ FLAGS: tuple[VllmFlag, ...] = (
     # -- Listening
     *_is("uvicorn-log-level", "log_level", values={"critical": "error", "trace": "debug"}),
     *_is("disable-uvicorn-access-log", "disable_access_log", takes="switch"),
-    *_is("h11-max-header-count", "max_headers"),
-    *_any("h11-max-incomplete-event-size", "--max-header-bytes and --max-body-bytes bound a request"),
+    *_any("h11-max-header-count h11-max-incomplete-event-size", "a head has at most 100 lines and 32 KiB"),
     *_only("disable-access-log-for-endpoints", "/health /metrics /version /ping /load", "only these have no line"),
     *_only("allowed-methods", "*", "browsers may use GET and POST", "json"),
     *_only("allowed-headers", "*", "browsers may send every header", "json"),
@@ -422,4 +430,17 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_any("fail-on-environ-validation", "VLLM_ variables that would change something are named at the start", "switch"),
     # -- Lifetime
     *_is("shutdown-timeout", "drain_timeout"),
+)
+
+# What were settings of ours. Those that begin with "enable" were switches.
+_GONE = tuple(
+    VllmFlag(
+        name=name.replace("_", "-"),
+        short=(),
+        takes="switch" if name.startswith("enable_") else "value",
+        text="",
+        setting=name,
+        refused=True,
+    )
+    for name in REMOVED
 )

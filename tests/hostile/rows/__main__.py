@@ -27,7 +27,7 @@ def main(names: Sequence[str]) -> int:
         return 2
     broken = 0
     for row in [known[name] for name in names] or known.values():
-        with Served(*row.flags) as server:
+        with Served(*row.flags, limits=row.limits) as server:
             try:
                 happened = asyncio.run(row.act(server))
             except AssertionError as error:

@@ -24,7 +24,7 @@ SMALL = "--max-num-seqs", "8", "--kv-memory", "32MiB"
 GARBAGE = "--enable-fault-injection", "ipc.garbage@40", *SMALL
 NO_TEXT = "--enable-fault-injection", "detok.raise@100", *SMALL
 HELD_WORKERS = "--enable-fault-injection", "template.hang@4,grammar.hang@1", *SMALL
-HELD_START = "--enable-fault-injection", "start.hang@1", "--engine-start-timeout", "4", *SMALL
+HELD_START = "--enable-fault-injection", "start.hang@1", *SMALL
 T = TypeVar("T")
 PATIENCE = 120.0  # seconds that a row waits for what it is to see
 
@@ -210,7 +210,13 @@ ROWS = (
     Row(name="stopped-engine", what="an engine that is stopped", act=stopped_engine, flags=SMALL),
     Row(name="stopped-template-worker", what="template processes that are stopped", act=stopped_worker, flags=SMALL),
     Row(name="held-restart", what="an engine that hangs while it restarts", act=held_restart, flags=SMALL),
-    Row(name="held-start", what="an engine that hangs while it starts", act=held_start, flags=HELD_START),
+    Row(
+        name="held-start",
+        what="an engine that hangs while it starts",
+        act=held_start,
+        flags=HELD_START,
+        limits="start_seconds=4",
+    ),
     Row(name="crash-loop", what="an engine that ends at every start", act=crash_loop),
     Row(name="garbage", what="an engine that sends garbage", act=garbage, flags=GARBAGE),
     Row(name="no-text", what="a token without a text", act=no_text, flags=NO_TEXT),

@@ -10,15 +10,7 @@ import pytest
 
 from quire_server.metrics.metric_catalog import token_bounds
 from quire_server.metrics.metrics import Metrics
-from support.exposition import PLAN, Scrape, busy, timing
-
-
-def test_aliases_can_be_switched_off():
-    on, off = Scrape(Metrics("tiny")), Scrape(Metrics("tiny", vllm_aliases=False))
-    assert "vllm:" in on.text
-    assert "vllm:" not in off.text
-    ours = {family.name for family in on.families if not family.name.startswith("vllm:")}
-    assert ours == {family.name for family in off.families}
+from support.exposition import PLAN, Scrape, busy, timing, without_aliases
 
 
 def test_every_alias_equals_its_original():
@@ -74,7 +66,7 @@ def test_promtool_finds_nothing_but_the_names_others_chose():
     metrics.http_request("/health", "GET", 200, 0.01)
     own = subprocess.run(
         ["promtool", "check", "metrics"],
-        input=Metrics("tiny", vllm_aliases=False).render(),
+        input=without_aliases(Metrics("tiny").render()),
         capture_output=True,
         check=False,
     )

@@ -1,0 +1,67 @@
+"""What no operator sets: the limits of the server itself, and the settings that are gone, with what became of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from quire_engine.limits import SchedulerLimits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits:
+    """What clients may send, leave waiting and take their time for. Tests make them smaller."""
+
+    # The head and the body of a request.
+    max_header_bytes: int = 32 << 10  # of a head; more is answered 431
+    max_headers: int = 100  # lines of a head; more are answered 431
+    header_timeout: float = 10.0  # seconds in which a head must be there
+    body_timeout: float = 30.0  # seconds in which a body must be there, else it is answered 408
+    # What may be held at once, over all connections, in bytes; more is answered 503.
+    max_body_bytes_total: int = 64 << 20  # of bodies, or one of the largest if that is more
+    max_text_bytes_queued: int = 64 << 20  # of texts that are tokenized or wait for it
+    max_reply_bytes_waiting: int = 256 << 20  # of replies above 256 KiB that are made or sent
+    response_store_bytes: int = 64 << 20  # of past responses; the longest unused go first
+    # Clients that read slowly.
+    stream_buffer_tokens: int = 256  # waiting for a stream's client; beyond, its request is set aside
+    client_min_rate: int = 64  # bytes a second, over the whole of `client_write_timeout`; who takes less is cut off
+
+
+_STEPS, _SERVER = SchedulerLimits(), ServerLimits()
+
+REMOVED: Mapping[str, str] = {
+    # -- Scheduling
+    "min_chunk": f"the oldest request's claim on each step is {_STEPS.min_chunk} tokens",
+    "max_bypasses": f"a request that waits for memory is overtaken at most {_STEPS.max_bypasses} times",
+    "elder_age_steps": f"a request is overdue {_STEPS.elder_age_steps} steps after it could have been done",
+    "batch_min_share": f"batch requests get at least {_STEPS.batch_min_share:.0%} of the computed tokens",
+    "max_consecutive_chunks": "a long prompt goes before others that wait for at most"
+    f" {_STEPS.max_consecutive_chunks} steps in a row",
+    "step_log": f"the last {_STEPS.step_log} steps are remembered with their reasons, for /debug",
+    # -- Limits
+    "max_body_bytes_total": f"bodies may take {_SERVER.max_body_bytes_total >> 20} MiB at once,"
+    " or --max-body-bytes if that is more",
+    "max_header_bytes": f"a request's head may have {_SERVER.max_header_bytes >> 10} KiB",
+    "max_headers": f"a request's head may have {_SERVER.max_headers} lines",
+    "header_timeout": f"a request's head may take {_SERVER.header_timeout:g} s",
+    "body_timeout": f"a request's body may take {_SERVER.body_timeout:g} s",
+    "response_store_bytes": f"past responses take at most {_SERVER.response_store_bytes >> 20} MiB;"
+    " --response-store-size is how many are kept",
+    "max_text_bytes_queued": "texts that wait to be tokenized may take"
+    f" {_SERVER.max_text_bytes_queued >> 20} MiB at once",
+    "max_reply_bytes_waiting": f"large replies may take {_SERVER.max_reply_bytes_waiting >> 20} MiB at once",
+    # -- Streaming
+    "stream_buffer_tokens": f"a stream is set aside once {_SERVER.stream_buffer_tokens} tokens wait for its client",
+    "client_min_rate": f"a client that takes less than {_SERVER.client_min_rate} bytes/s over --client-write-timeout"
+    " is cut off",
+    # -- Lifetime
+    "engine_restart_window": "--max-engine-restarts counts those of the last 600 s",
+    "engine_start_timeout": "a start of the engine that does not get on for 60 s is ended and tried again",
+    # -- Observing
+    "enable_vllm_metric_names": "metrics are always exported under their vllm: names too",
+}
+
+
+def removed_line(spelling: str, name: str) -> str:
+    """What to tell who has set `name`, one of `REMOVED`, in this spelling."""
+    return f"{spelling} is no setting any more, leave it out: {REMOVED[name]}"
