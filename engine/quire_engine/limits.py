@@ -18,6 +18,11 @@ VictimName = Literal["youngest", "longest-running", "lowest-class", "least-lost"
 _MAY_BE_0 = {"least": 0}  # the other numbers are 1 or more
 
 
+def first_claim(max_num_batched_tokens: int, prefill_chunk: int) -> int:
+    """A server's `min_chunk`: a thirty-second of a step's tokens, 16 at least, and no more than a chunk."""
+    return min(max(16, max_num_batched_tokens // 32), prefill_chunk)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
     """One field for each limit; those that are settings have the name of their flag. Defaults stand here alone."""

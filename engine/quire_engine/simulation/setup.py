@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args
 
 from quire_engine.errors import ConfigError
-from quire_engine.limits import LIMIT_NAMES, PolicyName, SchedulerConfig, SchedulerLimits
+from quire_engine.limits import LIMIT_NAMES, PolicyName, SchedulerConfig, SchedulerLimits, first_claim
 from quire_engine.simulation.cost_model import UNIT_STEPS, CostModel
 
 _POOL_NAMES = ("num_blocks", "max_model_len", "plans_ahead")
@@ -33,6 +33,12 @@ class Setup:
         """Choices that may be accepted and unfinished."""
         return self.scheduler.limits.max_num_seqs + self.max_num_queued_reqs
 
+    @property
+    def _claims_as_served(self) -> bool:
+        """Whether the oldest request's claim is what a server gives it, and follows the other limits."""
+        limits = self.scheduler.limits
+        return limits.min_chunk == first_claim(limits.max_num_batched_tokens, limits.prefill_chunk)
+
     def with_settings(self, pairs: Iterable[tuple[str, object]]) -> Setup:
         """Changed and checked as a whole: values as texts of a command line or as they are. Raises ConfigError."""
         limits: dict[str, Any] = {}
@@ -48,7 +54,11 @@ class Setup:
                 queue[name] = None if value in (None, "", "none") else _typed(name, value, 0)
             else:
                 raise ConfigError(f"{given} is no setting that a simulation has; it has {', '.join(CHANGEABLE)}")
-        scheduler = replace(self.scheduler, **pool, limits=replace(self.scheduler.limits, **limits))
+        changed = replace(self.scheduler.limits, **limits)
+        if "min_chunk" not in limits and self._claims_as_served:
+            claim = first_claim(changed.max_num_batched_tokens, changed.prefill_chunk)
+            changed = replace(changed, min_chunk=claim)
+        scheduler = replace(self.scheduler, **pool, limits=changed)
         scheduler.check()
         if any(value is not None and value < 0 for value in queue.values()):
             raise ConfigError("max_num_queued_reqs and max_num_queued_tokens must be at least 0")

@@ -17,7 +17,7 @@ from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSett
 from quire_engine.config import EngineConfig, Fault
 from quire_engine.demo import demo_model_path
 from quire_engine.errors import ConfigError
-from quire_engine.limits import LIMIT_NAMES, SchedulerLimits
+from quire_engine.limits import LIMIT_NAMES, SchedulerLimits, first_claim
 from quire_server.settings.engine_fields import DEMO_MODEL, EngineFields
 from quire_server.settings.faults import is_loopback, parse_faults
 from quire_server.settings.keys import ApiKey, TenantEntry, parse_key, read_keys, read_tenants
@@ -130,7 +130,8 @@ class Settings(ServerFields, EngineFields, BaseSettings):
     @property
     def limits(self) -> SchedulerLimits:
         """The settings that are limits of the scheduler; the other limits are its own."""
-        return SchedulerLimits(**{name: getattr(self, name) for name in LIMIT_NAMES if name in Settings.model_fields})
+        asked = {name: getattr(self, name) for name in LIMIT_NAMES if name in Settings.model_fields}
+        return SchedulerLimits(**asked, min_chunk=first_claim(self.max_num_batched_tokens, self.prefill_chunk))
 
     def engine_config(self) -> EngineConfig:
         """What the engine is asked for; it resolves the rest against the model and the machine."""

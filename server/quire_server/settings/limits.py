@@ -31,7 +31,8 @@ _STEPS, _SERVER = SchedulerLimits(), ServerLimits()
 
 REMOVED: Mapping[str, str] = {
     # -- Scheduling
-    "min_chunk": f"the oldest request's claim on each step is {_STEPS.min_chunk} tokens",
+    "min_chunk": "the oldest request's claim on each step is a thirty-second of --max-num-batched-tokens,"
+    f" {_STEPS.min_chunk} tokens at least",
     "max_bypasses": f"a request that waits for memory is overtaken at most {_STEPS.max_bypasses} times",
     "elder_age_steps": f"a request is overdue {_STEPS.elder_age_steps} steps after it could have been done",
     "batch_min_share": f"batch requests get at least {_STEPS.batch_min_share:.0%} of the computed tokens",

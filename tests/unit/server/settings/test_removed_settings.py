@@ -121,3 +121,9 @@ def test_no_message_names_it() -> None:
     documents = [path for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")) if path.name != "CHANGELOG.md"]
     for path in (*files, *documents, ROOT / "Dockerfile", ROOT / "Makefile"):
         assert not gone.search(path.read_text(encoding="utf-8")), path
+
+
+@pytest.mark.parametrize(("budget", "chunk", "claim"), [(512, 512, 16), (8192, 2048, 256), (256, 8, 8), (96, 64, 16)])
+def test_the_oldest_request_s_claim_grows_with_the_step(budget: int, chunk: int, claim: int) -> None:
+    limits = Settings(max_num_batched_tokens=budget, prefill_chunk=chunk).limits
+    assert limits.min_chunk == claim

@@ -96,7 +96,6 @@ def test_sizes(text: str, size: int):
         (["--served-model-name", "a b"], "--served-model-name"),
         (["--default-chat-template-kwargs", "{"], "JSON object"),
         (["--chat-template", "/nowhere/x.jinja"], "--chat-template"),
-        (["--prefill-chunk", "15"], "--prefill-chunk 16"),
         (["--api-key", ""], "empty"),
         (["--itl-target", "-1"], "--itl-target: must be at least 0"),
         (["--prefill-chunk", "0"], "--prefill-chunk: must be at least 1"),
