@@ -1,6 +1,6 @@
-"""The device that a model runs on, from what was asked for.
+"""Chooses the device that a model runs on.
 
-Promises: where a GPU is there and cannot be used, the reason is said. Must not know: models.
+Promises: where there is a GPU that cannot be used, the reason is logged or raised. Must not know: models.
 """
 
 from __future__ import annotations

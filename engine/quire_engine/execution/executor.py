@@ -1,6 +1,6 @@
-"""Drives a model's runner: what happens to every batch around its step, and which runner serves a model.
+"""Drives a model's runner, and chooses it: block copies, faults, recovery and the steps in flight, on every device.
 
-Promises: blocks are copied before the step that needs it; a sequence whose data make the model or the sampler fail
+Promises: blocks are copied before the step that needs them; a sequence whose data make the model or the sampler fail
 fails alone. Build and the measurement of memory make the same executor.
 """
 
@@ -123,7 +123,7 @@ class Executor:
         if not batch.items:  # none of them turned out to have a token to compute; others' blocks were swapped
             return StepResult()
         try:
-            self._suffer(batch)
+            self._inject(batch)
             return self._runner.begin(batch, graphs=graphs)
         except Exception as error:
             failure = error
@@ -131,12 +131,12 @@ class Executor:
         compute = self._runner.in_parts(batch)
 
         def compute_part(part: Batch, first: int) -> StepResult:
-            self._suffer(part)
+            self._inject(part)
             return compute(part, first)
 
         return recover(batch, failure, compute_part, self._runner.release)
 
-    def _suffer(self, batch: Batch) -> None:
+    def _inject(self, batch: Batch) -> None:
         if self._faults is not None:
             self._faults.before(batch)
 

@@ -1,7 +1,6 @@
-"""Faults of steps, for tests of what follows them: they happen where a batch, or a part of it, is about to be
-computed.
+"""Injects faults for tests, at the point where a batch or a part of it is about to be computed.
 
-Owns how often each could have happened. Must not know: queues.
+Owns the count of steps. Must not know: queues.
 """
 
 from __future__ import annotations

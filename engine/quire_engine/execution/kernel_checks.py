@@ -1,6 +1,6 @@
-"""The short check of a kernel set before it serves, and the set without the ops that failed.
+"""Checks a kernel set before it serves, and replaces the ops that fail.
 
-What fails is replaced by the reference's op with a warning, or the start ends with a ConfigError; never silently.
+An op that fails is replaced by the reference's with a warning, or the start ends with a ConfigError.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BORDER = 2.0**-20
 
 
 def model_sizes(model: ModelConfig, block_size: int) -> ModelSizes:
-    """What the checks need to know of a model."""
+    """The sizes of a model that the checks depend on."""
     heads = Heads(
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
@@ -50,7 +50,7 @@ def model_sizes(model: ModelConfig, block_size: int) -> ModelSizes:
 
 
 def checked(subject: Subject, sizes: ModelSizes, *, patience: float = PATIENCE) -> tuple[KernelSet, tuple[str, ...]]:
-    """The set that can serve, and which of its ops are now the reference's or gone. Raises ConfigError."""
+    """The kernel set that can serve, and the names of its ops that were replaced or removed. Raises ConfigError."""
     started, name = time.perf_counter(), subject.kernels.name
     failed = _failures(subject, sizes, patience)
     for op, finding in failed.items():
@@ -73,7 +73,7 @@ def checked(subject: Subject, sizes: ModelSizes, *, patience: float = PATIENCE) 
 
 
 def _failures(subject: Subject, sizes: ModelSizes, patience: float) -> dict[str, Finding]:
-    """The first of each op. Raises ConfigError where nothing can go on."""
+    """The first failure of each op. Raises ConfigError where the device can compute no further."""
     failed: dict[str, Finding] = {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # what is expected is small: threads would wait for each other longer than they compute
@@ -95,7 +95,7 @@ def _checks(subject: Subject, sizes: ModelSizes) -> Iterator[Check]:
 
 
 def choice_checks(subject: Subject, vocabulary: int, rows: Sequence[int]) -> Iterator[Check]:
-    """For a set that chooses: draws and greatest logits, in so many rows each, as the sampler on the CPU has them."""
+    """Checks of a kernel set's `choose` against the CPU's sampler, at these numbers of rows: drawn and greedy."""
     if subject.kernels.choose is None:
         return
     for count in rows:
@@ -103,7 +103,7 @@ def choice_checks(subject: Subject, vocabulary: int, rows: Sequence[int]) -> Ite
 
 
 class _Draws:
-    """`count` rows of logits and what is asked of each, in every mixture of limits.
+    """`count` rows of logits with sampling parameters in every mixture.
 
     A token that differs from the sampler's is a fault unless the draw falls on the border between two tokens.
     """

@@ -1,7 +1,7 @@
-"""How a model gets into memory: mapped from the engine before this one, read from a file of packed weights, or packed.
+"""Loads a model: weights are mapped from the previous engine, read from a file of packed weights, or packed.
 
-Promises: the same bits each way; what is mapped or read is of the files that are there now; whatever is wrong with kept
-weights costs a line and the time to pack them again. Must not know: requests.
+Promises: the same bits each way; mapped or read weights are those of the present checkpoint; packed weights that cannot
+be used cost a log line and the time to pack again. Must not know: requests.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from quire_engine.execution.progress import Tell
 from quire_kernels.kernel_set import KernelSet
 from quire_kernels.packed_form import PackedForm
 
-# What packs in about a second is not worth a file.
+# Weights that pack in about a second are not worth a file.
 LEAST_BYTES = 32 << 20
 
 _CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What is to be loaded, and by whom it is computed."""
+    """The model to load, and the kernels that will compute it."""
 
     asked: EngineConfig
     model: ModelConfig
@@ -57,16 +57,16 @@ class Wanted:
         return Path(self.asked.model)
 
     def key(self, form: PackedForm) -> str:
-        """All that packed bytes depend on, as far as it can be known without reading the checkpoint."""
+        """Everything that packed bytes depend on and that is known without reading the checkpoint."""
         facts = {"checkpoint": fingerprint(self.path), "dtype": str(self.dtype), "form": form.name}
         return json.dumps(facts, sort_keys=True)
 
 
 class Loading:
-    """One model's way into memory. `held_bytes` of what it will take are there already, from the engine before."""
+    """Loads one model. `held_bytes` of its weights are in memory already, left by the previous engine."""
 
     def __init__(self, wanted: Wanted, memory_fd: int | None, tell: Tell) -> None:
-        """`memory_fd`: a file of memory that outlives this process; empty, or with the weights of the one before."""
+        """`memory_fd`: a memfd that outlives this process; empty, or with the previous engine's weights."""
         self._wanted, self._tell = wanted, tell
         self._form = wanted.kernels.packed_form
         self._key = "" if self._form is None else wanted.key(self._form)
@@ -75,16 +75,16 @@ class Loading:
         if memory_fd is not None and self._form is not None:
             self._image = open_image(memory_fd, self._key)
             if self._image is None and is_sealed(memory_fd):
-                self._fd = None  # of other weights, and it cannot be filled again
+                self._fd = None  # sealed with other weights: it cannot be filled again
         self._writer: FileWriter | None = None
-        self._file: Path | None = None  # that was read
+        self._file: Path | None = None  # the file that was read
 
     @property
     def held_bytes(self) -> int:
         return 0 if self._image is None else self._image.num_bytes
 
     def load(self, max_model_len: int, *, keep_any: bool = False) -> Decoder:
-        """The decoder. With `keep_any` there is a file even of what packs in a moment. Raises ModelLoadError."""
+        """The decoder. With `keep_any` even small weights are kept in a file. Raises ModelLoadError."""
         asked, form = self._wanted.asked, self._form
         if form is None or (self._fd is None and not asked.packed_cache):
             return self._load_plainly(max_model_len)
@@ -115,7 +115,7 @@ class Loading:
         return most_image_bytes(self._wanted.model, form, self._wanted.dtype.itemsize)
 
     def _load_plainly(self, max_model_len: int) -> Decoder:
-        """Into memory of this process alone."""
+        """Load into memory of this process alone."""
         wanted = self._wanted
         return load_decoder(
             wanted.path,
@@ -142,7 +142,7 @@ class Loading:
         try:
             weights = assemble(source, wanted.model, device=_CPU, max_model_len=max_model_len)
         except (BadHeader, KeyError, ValueError) as error:
-            # It was checked when it was read, so it is ours and wrong.
+            # Its checksums passed when it was read, so the image itself is wrong.
             with suppress(OSError):
                 if folder is not None:
                     folder.file(self._key).unlink()
@@ -150,7 +150,7 @@ class Loading:
         return decoder_of(weights, wanted.model, wanted.kernels)
 
     def _read(self, folder: PackedFolder, fd: int, form: PackedForm) -> Image | None:
-        """From the file of an earlier start. None: there is none that may be used."""
+        """Read the file of an earlier start. None: there is none that can be used."""
         path = folder.file(self._key)
         try:
             read_image(path, self._key, fd, checksum=form.checksum, threads=self._wanted.threads, tell=self._tell)

@@ -34,11 +34,11 @@ class PoolMemory(Protocol):
     max_useful_seqs: int | None  # more sequences of full length than these are not worth memory; None: any are
 
     def before_load(self, weights_bytes: int) -> int:
-        """Bytes for the pool, as far as they can be known without the weights. Raises ConfigError."""
+        """Bytes for the pool, as planned before the weights are loaded. Raises ConfigError."""
         ...
 
     def positions(self, planned: PoolSize) -> int:
-        """The longest sequence that the model must be prepared for, when `planned` is what `before_load` came to."""
+        """The longest sequence that the model must be prepared for; `planned` is the pool that `before_load` gave."""
         ...
 
     def after_load(self, decoder: Decoder) -> int | None:
@@ -55,16 +55,17 @@ def pool_memory(
     device: torch.device,
     staging_bytes: int = 0,
 ) -> PoolMemory:
-    """The one for `device`; `staging_bytes` of a GPU's memory are for swaps."""
+    """The memory of `device`; `staging_bytes` of a GPU's memory are for swaps."""
     if device.type == "cpu":
         return CpuMemory(asked)
     return GpuMemory(asked, model, kernels, dtype=dtype, device=device, staging_bytes=staging_bytes)
 
 
 class CpuMemory:
-    """See `PoolMemory`. All is decided before the load: the weights take what was counted.
+    """See `PoolMemory`. The size is decided before the load, since the weights take what was counted.
 
-    The machine is rarely ours alone: the default is a part of what is free, never more than the running sequences fill.
+    Other processes use the machine too: the default is a share of the free memory, and never more than the running
+    sequences can fill.
     """
 
     def __init__(self, asked: EngineConfig) -> None:
@@ -88,9 +89,9 @@ class CpuMemory:
 
 
 class GpuMemory:
-    """See `PoolMemory`. After the load it is what is really left beside what the largest step really takes."""
+    """See `PoolMemory`. After the load the pool gets what is left beside the measured peak of the largest step."""
 
-    max_useful_seqs: int | None = None  # the GPU is ours, and prefixes fill what sequences leave
+    max_useful_seqs: int | None = None  # the GPU serves nothing else, and cached prefixes fill what sequences leave
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""How far a long phase of the start has come, told now and then.
+"""Progress of a long phase of the start, reported a bounded number of times.
 
-Promises: at most a few hundred words a phase, the last one when it is done; several threads may count.
+Promises: at most a few hundred reports a phase, the last one when it is done; several threads may count.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from threading import Lock
 
-Tell = Callable[[str, int, int], None]  # a phase in a few words, bytes done, of how many (0: not known)
+Tell = Callable[[str, int, int], None]  # a phase's name, bytes done, bytes in all (0: not known)
 
-_MOST_WORDS = 200
+_MOST_REPORTS = 200
 
 
 def tell_nobody(phase: str, done: int = 0, total: int = 0) -> None:
-    """Where nobody listens."""
+    """Report to nobody."""
 
 
 class Progress:
@@ -27,9 +27,9 @@ class Progress:
         tell(phase, 0, total)
 
     def add(self, count: int) -> None:
-        """So many bytes more are done."""
+        """Count bytes that are done."""
         with self._lock:
             self._done += count
-            if self._done - self._told >= self._total / _MOST_WORDS or self._done == self._total:
+            if self._done - self._told >= self._total / _MOST_REPORTS or self._done == self._total:
                 self._told = self._done
                 self._tell(self._phase, self._done, self._total)

@@ -1,7 +1,7 @@
-"""What follows when a batch raises: it is computed in halves, again and again, until who raises alone is found.
+"""Recovery from a batch that raises: it is computed in halves until the item that raises alone is found.
 
-Promises: batch-mates of the culprit get the tokens they would have got anyway; running out of memory, the device's or
-the host's, is nobody's fault.
+Promises: the other items get the tokens that they would have got; running out of memory, the device's or the host's,
+is blamed on no request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def recover(
     compute: Callable[[Batch, int], StepResult],
     release: Callable[[], None],
 ) -> StepResult:
-    """The batch's result although computing it whole raised `error`. Raises what no single item can be blamed for.
+    """The result of a batch that raised `error` when computed whole. Raises what no single item can be blamed for.
 
     `compute(part, i)` computes a batch of the items from the i-th on. The items write the same keys and values to the
     same slots again, so neither what a failed attempt has written nor the repetition of healthy ones changes anything.
@@ -124,7 +124,7 @@ def _tell(batch: Batch, at: int, error: Exception) -> None:
 
 
 def _failed(batch: Batch, failures: dict[int, Exception]) -> StepResult:
-    """Where every one of several failed it need not be the requests' doing: none of them is named as the cause."""
+    """Errors of the failed items. Where all of several items fail, none of them is named as the cause."""
     begin = "the model failed" if len(failures) == len(batch.items) > 1 else MODEL_FAILED
     result = StepResult()
     for at, error in failures.items():

@@ -1,6 +1,7 @@
-"""What requests demand of their outputs, for a step's rows: masks before a token is chosen, forced tokens after it.
+"""Constraints on a step's rows: token masks before a token is chosen, forced tokens after it.
 
-All follows from a row's output tokens: choices that were preempted, resumed or batched differently get the same.
+Both follow from the row's output tokens alone: a choice that was preempted, resumed or batched differently gets the
+same.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from quire_engine.execution.constrained.grammars import GrammarError, Grammars, 
 from quire_engine.execution.logit_rules import SampleRow
 from quire_engine.types import SamplingParams, ThinkingParams
 
-_SPARE_FOLLOWERS = 16  # kept beside those of a step; who is preempted for longer is followed from the start again
+_SPARE_FOLLOWERS = 16  # kept beside those of a step; a choice preempted for longer is parsed from its start again
 MAX_FORCED = 7  # tokens that one step adds to the one it computed: with max_num_seqs rows the next step still has room
 
 
 @dataclass(slots=True)
 class Allowed:
-    """What the constrained rows of a step may choose from: until the next one's are asked for, in the same memory."""
+    """The token masks of a step's constrained rows, valid until the next step's are computed in the same memory."""
 
     bits: NDArray[np.int32]  # [n, whole words of 64 bits], a line for each of those rows in order; no mask: all are set
-    masks: dict[int, Mask] = field(default_factory=dict)  # by the row's index; whoever has none may choose from all
-    errors: dict[int, str] = field(default_factory=dict)  # by the row's index: why there is nothing to choose from
+    masks: dict[int, Mask] = field(default_factory=dict)  # by the row's index; a row without one may choose any token
+    errors: dict[int, str] = field(default_factory=dict)  # by the row's index: why its grammar cannot be followed
 
     def words(self, at: Collection[int], num_rows: int) -> Tensor:
         """[num_rows, words of 64 bits], as `KernelSet.greedy` takes them: those of the constrained rows at `at`."""
@@ -81,9 +82,9 @@ class Constraints:
         return found
 
     def forced(self, row: SampleRow, token_id: int) -> tuple[int, ...]:
-        """The tokens that must come behind `token_id`, the row's choice: nobody has to compute them.
+        """The tokens that must follow `token_id`, the row's choice; they need no forward pass.
 
-        No more than the request may have; none where it asks for their log-probabilities, or forbids tokens itself.
+        No more than the request's token limit leaves; none where it asks for log-probabilities or forbids tokens.
         """
         sampling = row.sampling
         if token_id in row.stop.stop_token_ids:
@@ -176,10 +177,10 @@ def clear_bits(octets: memoryview, ids: tuple[int, ...]) -> None:
 
 
 class Follower:
-    """Where one choice's output stands in its grammar and in its thinking, and what may come next.
+    """The state of one choice's output in its grammar and its thinking budget, and the tokens that may come next.
 
-    A function of the output's tokens alone, whoever asks and however often. What a grammar refuses, or what costs too
-    much, is a GrammarError.
+    The state follows from the output's tokens alone. A token that the grammar refuses, or a grammar that costs too
+    much to follow, is a GrammarError.
     """
 
     def __init__(self, sampling: SamplingParams, grammars: Grammars | None) -> None:
@@ -187,7 +188,7 @@ class Follower:
         if sampling.grammar and grammars is None:
             raise GrammarError("this engine follows no grammars")
         self._sampling = sampling
-        self._tokens: tuple[int, ...] = ()  # as it was given them: equal tokens are then mostly the same objects
+        self._tokens: tuple[int, ...] = ()  # the tuple itself: the next step mostly passes the same object
         self._ahead: list[int] = []  # behind those, one by one
         self._thinking = None if sampling.thinking is None else Thinking(sampling.thinking)
         self._matcher: LLMatcher | None = None
@@ -195,7 +196,7 @@ class Follower:
             self._matcher = grammars.matcher(sampling.grammar)
 
     def follows(self, sampling: SamplingParams, tokens: tuple[int, ...]) -> bool:
-        """Whether it stands at the beginning of these tokens, or anywhere in them, of such a request."""
+        """Whether the tokens seen so far are a prefix of these, under the same grammar and budget."""
         mine, known, ahead = self._sampling, self._tokens, self._ahead
         if mine is not sampling and (mine.grammar != sampling.grammar or mine.thinking != sampling.thinking):
             return False
@@ -207,11 +208,11 @@ class Follower:
         return tokens[:middle] == known
 
     def stands_behind(self, sampling: SamplingParams, tokens: Sequence[int]) -> bool:
-        """Whether nobody has to look: it was given these very tokens last, for this very request."""
+        """Whether these are the very objects of the last call, so that nothing has to be compared."""
         return self._tokens is tokens and self._sampling is sampling and not self._ahead
 
     def take(self, tokens: tuple[int, ...]) -> None:
-        """Go on to the end of these tokens, which it `follows`. Raises GrammarError."""
+        """Advance to the end of these tokens, which it `follows`. Raises GrammarError."""
         taken = len(self._tokens) + len(self._ahead)
         if len(tokens) > taken:
             for token_id in tokens[taken:]:
@@ -221,13 +222,13 @@ class Follower:
             self._ahead = []
 
     def take_one(self, token_id: int) -> None:
-        """Go on by one token. Raises GrammarError."""
+        """Advance by one token. Raises GrammarError."""
         self._push(token_id)
         self._ahead.append(token_id)
 
     @property
     def forced(self) -> int | None:
-        """The only token that may come next, where that is known without a mask: whoever knows it need not compute.
+        """The only token that may come next, where that is known without a mask.
 
         Raises GrammarError.
         """
@@ -244,12 +245,12 @@ class Follower:
 
     @property
     def ends_thinking(self) -> bool:
-        """Whether the budget of thinking, and nothing else, decides what comes next."""
+        """Whether the spent thinking budget forces the next token."""
         return self._thinking is not None and self._thinking.forced is not None
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing but an end may come."""
+        """Whether the grammar allows nothing but the end of the text."""
         return self._matcher is not None and self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
@@ -258,9 +259,9 @@ class Follower:
         return self._matcher is None or self._matcher.is_accepting()
 
     def fill(self, bits: Mask, address: int, size: int) -> bool:
-        """Write one bit for each id that may come next, the ids that end a text among them. False if all may.
+        """Write one bit for each id that may come next, the ids that end a text among them. False if every id may.
 
-        `address` is where `bits` lie, `size` how many bytes: to be asked for every row costs more than most masks.
+        `address` is that of `bits`, `size` its bytes: asking numpy for them in every row costs more than most masks.
 
         Raises GrammarError.
         """
@@ -285,7 +286,7 @@ class Follower:
             raise GrammarError(f"the grammar does not allow token {token_id}")
 
     def _check(self) -> None:
-        """After an error the library says that a text may end: nothing that it says may be used any more."""
+        """After an error the library reports that the text may end, so nothing that it reports may be used."""
         if self._matcher is not None and self._matcher.is_error():
             raise GrammarError(f"the grammar cannot be followed any further: {first_line(self._matcher.get_error())}")
 
@@ -296,10 +297,9 @@ class Follower:
 
 
 class Thinking:
-    """How far one choice's thinking has come, and the token that ends it when its budget is spent.
+    """Counts one choice's thinking tokens, and forces the end of the thinking block when the budget is spent.
 
-    A function of the tokens that were pushed, in order. The budget is for all of the choice's blocks together, should
-    it begin another one.
+    The state follows from the tokens pushed, in order. The budget covers all thinking blocks of the choice together.
     """
 
     def __init__(self, params: ThinkingParams) -> None:
@@ -312,7 +312,7 @@ class Thinking:
 
     @property
     def forced(self) -> int | None:
-        """The token that has to be next; None: any."""
+        """The token that must come next; None: any may."""
         params = self._params
         if not self._inside or self._num_thought < params.max_tokens or not params.end_ids:
             return None

@@ -1,4 +1,4 @@
-"""The grammars that requests ask for, compiled once each, and their masks' way onto the logits."""
+"""Compiles each grammar that requests ask for once, and applies token masks to logits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GrammarError(Exception):
 
 
 class Grammars:
-    """Compiled grammars by their text. The vocabulary is read for the first of them, or when `warm_up` is called."""
+    """Compiled grammars by their text. The vocabulary is read for the first grammar, or by `warm_up`."""
 
     def __init__(self, folder: Path, vocab_size: int, *, max_compiled: int = MAX_COMPILED) -> None:
         """`folder` has the tokenizer; `vocab_size` is the width of the logits."""
@@ -46,7 +46,7 @@ class Grammars:
         self._queue: SimpleQueue[str] | None = None  # the thread's, once there is one
 
     def prepare(self, text: str) -> bool:
-        """Whether the grammar is compiled, or known not to be one; if not it is begun, in the thread."""
+        """Whether the grammar is compiled or known to be invalid; if not, a thread begins to compile it."""
         with self._changed:
             if text in self._compiled:
                 self._compiled.move_to_end(text)
@@ -62,19 +62,19 @@ class Grammars:
             return False
 
     def wait(self, seconds: float) -> None:
-        """Until something has been compiled, or so long."""
+        """Wait until a compilation ends, at most so long."""
         with self._changed:
             if self._awaited:
                 self._changed.wait(seconds)
 
     def error(self, text: str) -> str | None:
-        """Why a grammar that was prepared is none."""
+        """Why a prepared grammar is invalid; None: it is valid."""
         with self._changed:
             found = self._compiled.get(text)
         return str(found) if isinstance(found, GrammarError) else None
 
     def matcher(self, text: str) -> LLMatcher:
-        """A new one at the beginning of an output. Compiles what nobody has prepared. Raises GrammarError."""
+        """A new matcher at the start of an output. Compiles a grammar that was not prepared. Raises GrammarError."""
         with self._changed:
             found = self._compiled.get(text)
         if found is None:
@@ -89,7 +89,7 @@ class Grammars:
         return self._end_ids
 
     def warm_up(self) -> None:
-        """Read the vocabulary now, when nobody waits: it takes a second where there are 150,000 tokens."""
+        """Read the vocabulary now, while the engine is idle: 150,000 tokens take a second."""
         if self._vocabulary is None:
             try:
                 self._vocabulary = load_vocabulary(self._folder, self._vocab_size)
@@ -109,7 +109,7 @@ class Grammars:
                 found = LLMatcher(self._vocabulary, text, log_level=0, limits=self._limits)
                 if found.is_error():
                     found = GrammarError(f"the grammar is not accepted: {first_line(found.get_error())}")
-            except BaseException as error:  # a panic of the library is no Exception; whoever waits must be told
+            except BaseException as error:  # a panic of the library is no Exception, and the waiting request must end
                 found = GrammarError(f"the grammar cannot be compiled ({type(error).__name__})")
         else:
             found = self._vocabulary or GrammarError("the vocabulary is not there")
@@ -124,15 +124,15 @@ class Grammars:
 
 
 def first_line(text: str) -> str:
-    """What of the library's message a client is shown."""
+    """The line of the library's message that a client is shown."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "no reason was given")
     return line[:_LONGEST_ERROR]
 
 
 def load_vocabulary(folder: Path, num_ids: int) -> LLTokenizer:
-    """What the ids of a vocabulary spell, from the folder's `tokenizer.json`. Nothing is fetched from anywhere.
+    """The text of each token id, from the folder's `tokenizer.json`. Nothing is downloaded.
 
-    Of the `num_ids` columns of the logits those that the tokenizer knows are there; the others spell nothing.
+    Columns of the `num_ids` logits that the tokenizer does not know have no text.
     Holds the interpreter's lock for a second where there are 150,000 tokens. Raises GrammarError, naming the file.
     """
     file = folder / "tokenizer.json"
@@ -161,9 +161,9 @@ def _end_ids(folder: Path) -> list[int]:
 
 @dataclass(slots=True)
 class MaskWriter:
-    """Applies masks: what has no bit becomes -inf, whatever the width of the logits; nothing else changes.
+    """Applies masks: a logit whose bit is not set becomes -inf, whatever the width of the logits.
 
-    Remembers what the ids of a mask are: most steps of most grammars allow what others did.
+    The ids of recent masks are kept, since most steps of most grammars allow the same tokens as earlier ones.
     """
 
     _tables: dict[torch.device, Tensor] = field(default_factory=dict)

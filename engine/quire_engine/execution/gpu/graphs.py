@@ -1,4 +1,4 @@
-"""Steps as graphs, each captured when it is first needed: those of decodes whole, others up to the hidden states.
+"""CUDA graphs of steps, each captured when first needed: steps of decodes whole, others up to the hidden states.
 
 Promises: a bucket's first step is computed eagerly and is the warm-up of its capture; what cannot be captured is
 computed eagerly, logged once. Must not know: sampling.
@@ -31,15 +31,15 @@ GRAPH_BYTES = 2 << 20  # of one beside the memory that all share: its nodes and 
 
 
 class Bucket(NamedTuple):
-    """What a graph is captured for."""
+    """The sizes that a graph of decodes is captured for."""
 
     num_rows: int
     context: int  # tokens at most: it decides how many parts a decode's keys are computed in
-    flags: int  # what the choice of tokens launches
+    flags: int  # of the choice of tokens: they decide what it launches
 
 
 class MixedBucket(NamedTuple):
-    """What a graph of a step with prompts is captured for, decodes among them or not."""
+    """The sizes that a graph of a step with prompts is captured for; it may hold decodes too."""
 
     num_rows: int  # more than sequences
     num_sequences: int  # at least 2, so that both kinds of attention are launched
@@ -95,7 +95,7 @@ class StepGraphs:
 
     @property
     def largest(self) -> Bucket:
-        """The one that takes the most memory. Captured first, it leaves room for every other one in what all share."""
+        """The bucket that takes the most memory. Captured first, its pool has room for every other graph."""
         return Bucket(self._sizes[-1], self._contexts[-1], DRAWS | LIMITS_K | LIMITS_P)
 
     def run(self, bucket: Bucket | MixedBucket, compute: Callable[[], Tensor]) -> Tensor:
@@ -115,22 +115,22 @@ class StepGraphs:
     def _capture(self, bucket: Bucket | MixedBucket, compute: Callable[[], Tensor]) -> None:
         num_mixed = sum(isinstance(other, MixedBucket) for other in self._captured)
         if len(self) >= MOST_GRAPHS or (isinstance(bucket, MixedBucket) and num_mixed >= _MOST_MIXED):
-            self._give_up(bucket, f"there are {len(self)} already, {num_mixed} of them of steps with prompts")
+            self._stay_eager(bucket, f"there are {len(self)} already, {num_mixed} of them of steps with prompts")
             return
         kept: list[Tensor] = []
         try:
             graph = self._device.capture(lambda: kept.append(compute()))
         except torch.OutOfMemoryError:
             self._device.release()
-            self._give_up(bucket, "the device's memory is too small for it")
+            self._stay_eager(bucket, "the device's memory is too small for it")
             return
         except RuntimeError as error:
             # The step itself has been computed. If the device is lost, the next one finds out and ends the process.
-            self._give_up(bucket, f"capturing it failed: {error}")
+            self._stay_eager(bucket, f"capturing it failed: {error}")
             return
         self._captured[bucket] = _Captured(graph, self._device.borrow(kept[0]))
 
-    def _give_up(self, bucket: Bucket | MixedBucket, reason: str) -> None:
+    def _stay_eager(self, bucket: Bucket | MixedBucket, reason: str) -> None:
         self._eager.add(bucket)
         level = logging.DEBUG if self._full else logging.WARNING
         self._full = True

@@ -1,7 +1,7 @@
-"""Swaps beside the steps: blocks go to pinned host memory and come from it in a stream of their own.
+"""Swapping beside the steps: blocks are copied to pinned host memory and back in a stream of their own.
 
-Owns the host's blocks and the staging blocks at the pool's end. Promises: what a step finds in the pool is as if its
-swaps had been done before it, one after the other; the host waits for none.
+Owns the host's blocks and the staging blocks at the pool's end. Promises: a step finds the pool as if its swaps
+had been done before it, one after the other; the host waits for none.
 
 A block that goes out is copied to a staging block first, inside the device, so that the step may write to it at once;
 the slow copy from there to the host runs while the step does. A block that comes in is on its way while the step before

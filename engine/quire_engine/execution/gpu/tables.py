@@ -1,6 +1,6 @@
-"""What a device keeps of each sequence between steps: its block table and how its tokens are chosen.
+"""Tables that stay on a device between steps: each sequence's block table and sampling parameters.
 
-Promises: a step sends only what has changed; after `forget` everything is sent again. A sequence of the step being
+Promises: a step sends only the changes; after `forget` everything is sent again. A sequence of the step being
 built never loses its slot.
 """
 
@@ -18,13 +18,13 @@ from quire_engine.execution.logit_rules import draws
 from quire_engine.types import SamplingParams
 from quire_kernels.kernel_set import ChoiceRows
 
-# What a row asks of the choice of its token, as bits.
+# Bits of a row's sampling parameters that decide what choosing its token launches.
 DRAWS, LIMITS_K, LIMITS_P = 1, 2, 4
 
 
 @dataclass(slots=True)
 class _Held:
-    """One slot's sequence, as the device has it when the deltas given so far have arrived."""
+    """One slot's sequence, as the device has it once the deltas taken so far have arrived."""
 
     slot: int
     step: int  # the last that used it
@@ -35,7 +35,7 @@ class _Held:
 
 
 class SlotTables:
-    """Owns the tables on the device and the host's knowledge of what is in them.
+    """Owns the tables on the device and the host's record of their content.
 
     `blocks` [slots + 1, max_blocks] int32, `words` [3, slots + 1] int64 (seed, choice, top_p's bits) and `halves`
     [3, slots + 1] int32 (the bits of temperature and min_p, top_k). The last slot is `spare`: its table leads to
@@ -91,7 +91,7 @@ class SlotTables:
         held.block_ids = block_ids
 
     def take_deltas(self) -> dict[str, array[int]]:
-        """What has changed since the last call, for `apply`. Empty sections are left out."""
+        """The changes since the last call, for `apply`. Empty sections are left out."""
         deltas: dict[str, array[int]] = {}
         if self._cells:
             deltas |= {"cells": self._cells, "cell_blocks": self._cell_blocks}
@@ -104,7 +104,7 @@ class SlotTables:
         return deltas
 
     def apply(self, packed: Packed) -> None:
-        """Issue what brings the tables up to date."""
+        """Issue the updates of the tables."""
         if "cells" in packed.sections:
             self.blocks.view(-1).index_copy_(0, packed["cells"], packed["cell_blocks"])
         if "set_slots" in packed.sections:
@@ -137,7 +137,7 @@ class SlotTables:
         )
 
     def forget(self) -> None:
-        """Nothing is known of the tables any more: a step failed between building and applying its deltas."""
+        """Treat the tables as unknown: a step failed between building and applying its deltas."""
         self._held.clear()
         self._free = list(range(self.spare))
         self._cells, self._cell_blocks, self._chosen = _new_deltas()

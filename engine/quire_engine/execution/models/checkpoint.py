@@ -72,17 +72,17 @@ class Checkpoint:
         return math.prod(stored.get_shape()) * _STORED.get(stored.get_dtype(), 0)
 
     def is_done(self, name: str) -> bool:
-        """Whether `done` was told of it."""
+        """Whether `done` was called for it."""
         return name in self._done
 
     def done(self, name: str) -> int:
-        """A tensor will not be read again: its pages need not stay in this process. Its bytes as stored."""
+        """A tensor will not be read again, so its pages are released; returns its bytes as stored."""
         self._done.add(name)
         self.release(name)
         return self._size(name)
 
     def release(self, name: str) -> None:
-        """Let go of the pages of the mapped file that a tensor lies in; they would be read again if it were."""
+        """Release the pages of the mapped file that a tensor lies in; reading it again would page them in."""
         if name in self._addresses:
             self._entries[name].pages.release(self._addresses[name], self._size(name))
 
@@ -186,10 +186,10 @@ def fingerprint(path: Path) -> str:
 
 
 class FilePages:
-    """The pages of one file that this process holds; it is mapped by the time that `release` is first called.
+    """The resident pages of one file, which is mapped by the time that `release` is first called.
 
-    Memory that is not that file's mapping is never touched, whatever address is named. What was let go of is read again
-    when it is looked at.
+    Memory outside of that file's mapping is never touched, whatever address is passed. Released pages are read from the
+    file again on access.
     """
 
     def __init__(self, path: Path) -> None:
@@ -197,7 +197,7 @@ class FilePages:
         self._ranges: list[tuple[int, int]] | None = None
 
     def release(self, address: int, num_bytes: int) -> None:
-        """Let go of the whole pages in [address, address + num_bytes), if the file is mapped there."""
+        """Release the whole pages in [address, address + num_bytes), if the file is mapped there."""
         if self._ranges is None:
             self._ranges = _mapped(self._path)
         first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -207,7 +207,7 @@ class FilePages:
 
 
 def _mapped(path: Path) -> list[tuple[int, int]]:
-    """Where the file is mapped in this process. Nothing where the system does not tell."""
+    """The address ranges at which the file is mapped in this process; none where the system does not tell."""
     found: list[tuple[int, int]] = []
     with suppress(OSError):
         status = path.stat()

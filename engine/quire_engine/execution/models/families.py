@@ -1,4 +1,4 @@
-"""What tells one supported architecture from another: facts, no code paths.
+"""The differences between supported architectures, as data and not as code paths.
 
 Promises: one `Family` per architecture name a checkpoint may declare; the decoder itself is the same for all. Must not
 know: torch.
@@ -17,7 +17,7 @@ Window = Literal["never", "all_layers", "layer_types"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """An architecture: its biases, norms and windows, and the defaults its checkpoints may leave out."""
+    """An architecture: its biases, norms and windows, and the defaults of options that checkpoints may omit."""
 
     architecture: str
     qkv_bias: Bias

@@ -54,9 +54,9 @@ class _Kept(NamedTuple):
 
 
 class PackedFolder:
-    """A folder that `open_folder` found fit: one that is ours alone.
+    """A folder that `open_folder` has checked: no other user may write to it.
 
-    Files together stay within a size, the longest unused go first; one process at a time writes.
+    The files together stay within a size limit, least recently used first to go; one process at a time writes.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -69,7 +69,7 @@ class PackedFolder:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Held by one process at a time, others wait; what a killed one left unfinished is removed. Raises OSError."""
+        """A lock that one process holds at a time. Unfinished files of a killed process are removed. Raises OSError."""
         handle = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -84,7 +84,7 @@ class PackedFolder:
         return self.path / f"{_UNFINISHED}{path.stem}"
 
     def make_room(self, num_bytes: int) -> None:
-        """Remove what was unused for longest, as far as it must be. Raises NoRoom, with everything still there."""
+        """Remove the least recently used files until `num_bytes` fit. Raises NoRoom, having removed nothing."""
         if num_bytes > self._max_bytes:
             raise NoRoom(f"they take {bytes_text(num_bytes)}, --packed-cache-size allows {bytes_text(self._max_bytes)}")
         disk = os.statvfs(self.path)
@@ -111,7 +111,7 @@ class PackedFolder:
 
 
 def open_folder(directory: str, max_bytes: int) -> PackedFolder | None:
-    """The folder, made where it is missing. None: it cannot be used, and a line has said why."""
+    """The folder, created if it is missing. None: it cannot be used, and a log line has said why."""
     try:
         return PackedFolder(trusted(Path(directory).expanduser()), max_bytes)
     except (UntrustedFolder, OSError, RuntimeError) as error:  # RuntimeError: a user without a home
@@ -120,15 +120,15 @@ def open_folder(directory: str, max_bytes: int) -> PackedFolder | None:
 
 
 def say(line: str) -> None:
-    """One line to the operator, as the kernels have them when they are compiled."""
+    """Print one line to the operator, in the form of the kernels' compile messages."""
     print(f"quire: {line}", file=sys.stderr, flush=True)
 
 
 def read_image(path: Path, key: str, fd: int, *, checksum: Checksum, threads: int, tell: Tell) -> None:
     """Fill and seal the file of memory `fd`, every byte checked on the way.
 
-    What is read is whole, of that key and from a file of our own. The file may be removed or changed meanwhile or
-    later, memory does not follow it. Raises Refused, FileNotFoundError; other OSErrors where memory is short.
+    The image is whole, of that key and from a file that only this user can write. The memory does not change when the
+    file is removed or changed later. Raises Refused, FileNotFoundError; other OSErrors where memory is short.
     """
     try:
         handle = open_trusted(path)
@@ -170,7 +170,7 @@ def _copy(handle: int, mapping: MappedFile, header: Header, *, checksum: Checksu
     progress = Progress("reading packed weights", header.num_bytes - HEADER_BYTES, tell)
 
     def read(section: tuple[int, int], expected: int) -> None:
-        begin, end = section  # on huge pages, so that no two threads ask for the same one
+        begin, end = section  # whole huge pages, so that no two threads touch the same one
         size = end - begin
         mapping.make_huge(begin, end)
         into = memoryview((ctypes.c_char * size).from_address(start + begin)).cast("B")
@@ -194,14 +194,14 @@ def _copy(handle: int, mapping: MappedFile, header: Header, *, checksum: Checksu
 
 
 class _Stopped(Exception):
-    """There will be no image to write."""
+    """The image will not be finished."""
 
 
 class FileWriter:
-    """Writes one image into its file as far as it is ready, in a thread behind those who fill it.
+    """Writes one image to its file in a thread, behind the threads that fill the image.
 
-    A file has its name when it is whole and on the disk, not before. Where it cannot be written, a line says why and
-    nothing else happens.
+    The file gets its name when it is whole and on the disk. Where it cannot be written, a log line says why and the
+    start goes on.
     """
 
     def __init__(self, folder: PackedFolder, key: str, fd: int, most_bytes: int) -> None:
@@ -211,14 +211,14 @@ class FileWriter:
         self._most_bytes = most_bytes
         self._changed = Condition()  # guards the three below
         self._ready = HEADER_BYTES
-        self._ended = False  # no more will be ready, and the header is
+        self._ended = False  # the image is whole, its header too
         self._stopped = False
         self._kept = False
         self._thread = Thread(target=self._work, name="packed weights", daemon=True)
         self._thread.start()
 
     def advance(self, ready: int) -> None:
-        """What lies before is as it will be, but for the header."""
+        """The bytes before `ready` are final, except the header."""
         with self._changed:
             self._ready = max(self._ready, ready)
             self._changed.notify()
@@ -230,14 +230,14 @@ class FileWriter:
             self._changed.notify()
 
     def stop(self) -> None:
-        """Give up: there will be no image."""
+        """Abandon the file: the image will not be finished."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
         self.wait()
 
     def wait(self) -> Path | None:
-        """Until there is nothing more to do: the file, if there is one now."""
+        """Wait for the thread; the file, if it was written."""
         self._thread.join()
         return self._path if self._kept else None
 

@@ -57,10 +57,10 @@ def new_memory() -> int:
 
 
 class ImageWriter:
-    """An image that is being filled, from its beginning on."""
+    """An image that is filled from its start to its end."""
 
     def __init__(self, fd: int, key: str, most_bytes: int, on_filled: Callable[[int], None]) -> None:
-        """`most_bytes`: of all that will be put in. `on_filled`: told up to where. Raises OSError."""
+        """`most_bytes`: of all tensors. `on_filled` is called with the end of the filled part. Raises OSError."""
         self._fd, self._on_filled = fd, on_filled
         self._capacity = _whole_pages(HEADER_BYTES + most_bytes)
         os.ftruncate(fd, 0)
@@ -88,16 +88,16 @@ class ImageWriter:
         return memory.view(dtype).view(shape)
 
     def tell_used(self) -> None:
-        """All that was allocated so far is filled."""
+        """Report that everything allocated so far is filled."""
         self._on_filled(self._used)
 
     def put_matrix(self, place: str, facts: Mapping[str, int], parts: Mapping[str, Tensor]) -> None:
-        """A matrix whose parts `allocate` gave the memory for."""
+        """Record a matrix whose parts lie in memory from `allocate`."""
         self._header.facts[place] = dict(facts)
         self._header.parts[place] = {name: (self._offset(part), part.nbytes) for name, part in parts.items()}
 
     def seal(self, checksum: Checksum | None, threads: int) -> Header:
-        """End it; with `checksum`, so that it can be read from a file. None of its tensors may be used any more."""
+        """End the image; with `checksum` it can be kept in a file. Its tensors must not be used any more."""
         header = replace(self._header, num_bytes=_whole_pages(self._used))
         if checksum is not None:
             start = self._mapping.bytes.data_ptr()
@@ -111,14 +111,14 @@ class ImageWriter:
         return header
 
     def close(self) -> None:
-        """Give up: it is not sealed, and so never read."""
+        """Abandon the image: it is not sealed, so nothing reads it."""
         self._mapping.close()
 
     def _offset(self, memory: Tensor) -> int:
         return memory.data_ptr() - self._mapping.bytes.data_ptr()
 
     def _commit(self, end: int) -> None:
-        """Huge pages from the start: collapsed later, everything would be copied once more."""
+        """Commit huge pages ahead of the writes: collapsing pages later would copy everything once more."""
         until = min(_whole_pages(max(end, self._huge_to + _HUGE_AT_ONCE)), self._capacity)
         # Where the system has none, it is not asked again.
         self._huge_to = until if self._mapping.make_huge(self._huge_to, until) else self._capacity
@@ -134,7 +134,7 @@ class Image:
 
     @property
     def num_bytes(self) -> int:
-        """Of memory that it takes."""
+        """Memory that the image takes."""
         return self.header.num_bytes
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -155,7 +155,7 @@ class Image:
 
 
 def seal(fd: int) -> None:
-    """From now on nobody can write to it or change its length. Raises OSError where a writable mapping is left."""
+    """Make the memfd immutable, in content and length. Raises OSError where a writable mapping is left."""
     for patience in range(_SEAL_TRIES):
         try:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
@@ -168,7 +168,7 @@ def seal(fd: int) -> None:
 
 
 def is_sealed(fd: int) -> bool:
-    """Whether it holds an image that was ended and cannot be changed."""
+    """Whether the memfd is sealed, so that it holds a finished image."""
     try:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
     except OSError:  # no file of memory
@@ -176,7 +176,7 @@ def is_sealed(fd: int) -> bool:
 
 
 def open_image(fd: int, key: str) -> Image | None:
-    """The image in a descriptor, if it is one, whole and of this key."""
+    """The image in a descriptor; None: there is none, or it is of another key."""
     if not is_sealed(fd):
         return None
     try:
