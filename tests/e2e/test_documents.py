@@ -1,4 +1,4 @@
-"""Every example of README.md and SERVING.md does what is shown: requests and scripts are run, command lines read."""
+"""Every example of the documents does what is shown: requests and scripts are run, command lines read."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
 
 from e2e.served import Served
 from quire_engine.demo import demo_model_path
+from support.documents import FOR_USERS, ROOT, text
 
 pytestmark = pytest.mark.e2e
 
-ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "SERVING.md")
 SHOWN_URL = "http://127.0.0.1:8000"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Different in every run; of examples that show them only their names count.
@@ -43,12 +43,12 @@ class Example:
 
 
 def _examples() -> Iterator[Example]:
-    for name in DOCUMENTS:
-        text = (ROOT / name).read_text(encoding="utf-8")
-        blocks = list(BLOCK.finditer(text))
-        for block, following in zip(blocks, [*blocks[1:], None], strict=True):
+    for name in FOR_USERS:
+        page = text(name)
+        blocks = list(BLOCK.finditer(page))
+        for block, following in zip_longest(blocks, blocks[1:]):
             kind, body = block[1], block[2]
-            where = f"{name}:{text[: block.start()].count(chr(10)) + 1}"
+            where = f"{name}:{page[: block.start()].count(chr(10)) + 1}"
             if kind == "console":
                 for at, command in enumerate(re.split(r"^\$ ", body, flags=re.MULTILINE)[1:]):
                     typed = re.match(r"(?:.*\\\n)*.*\n?", command)

@@ -17,7 +17,7 @@ from quire_bench.servers import BenchError
 _PATIENCE = 180.0
 _ON_A_CPU = ("env", "QUIRE_DEVICE=cpu", "QUIRE_KV_MEMORY=8MiB")
 
-# SERVING.md shows it too.
+# docs/measuring.md shows it too.
 WITHOUT_A_MODEL = """\
 import sys
 

@@ -16,9 +16,9 @@ from quire_bench.facts.fact import Fact, equal, renamed
 from quire_bench.servers import BenchError
 from quire_engine.simulation.recorded import Recording
 from quire_engine.simulation.replaying import Replayer
+from support.documents import text
 from support.fake_executor import request
 
-SERVING = (Path(__file__).parents[3] / "SERVING.md").read_text(encoding="utf-8")
 LENGTHS, ARRIVALS = stepping.LENGTHS, stepping.ARRIVALS
 
 
@@ -163,8 +163,8 @@ def test_what_a_sweep_shows() -> None:
 def test_the_library_without_a_model() -> None:
     facts = library.without_a_model()
     assert holds(facts) == [True] * 4
-    assert library.WITHOUT_A_MODEL in SERVING
-    assert "\n".join(library.PRINTED) in SERVING
+    assert library.WITHOUT_A_MODEL in text("docs/measuring.md")
+    assert "\n".join(library.PRINTED) in text("docs/measuring.md")
     assert holds(library.said_as_expected(["a", "b"], ["1", "2"], ["1"])) == [True, False]
 
 

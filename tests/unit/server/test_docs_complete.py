@@ -1,4 +1,4 @@
-"""SERVING.md names every setting, metric, error, route and limit, as they are."""
+"""The documents name every setting, metric, error, route and limit, as they are, each in one place."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from quire_server.metrics.metrics import Metrics
 from quire_server.settings import ENV_PREFIX, Settings, flag_name
 from quire_server.text.parsing.formats import TOOL_FORMATS
 from quire_server.text.parsing.reasoning import REASONING_FORMATS
+from support.documents import PAGES, ROOT, section, text
 
-ROOT = Path(__file__).parents[3]
-TEXT = (ROOT / "SERVING.md").read_text(encoding="utf-8")
+TEXT = "\n".join(text(name) for name in PAGES)
+SAID = "\n".join([TEXT, text("README.md"), text("SERVING.md")])
 ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in TEXT.splitlines() if line.startswith("| `")]
 
 
 def row(name: str) -> list[str]:
     """The one table row that begins with a name."""
     found = [cells for cells in ROWS if cells[0].strip("| ") == f"`{name}`"]
-    assert len(found) == 1, f"{name} has {len(found)} rows in SERVING.md"
+    assert len(found) == 1, f"{name} has {len(found)} rows in docs/"
     return found[0]
 
 
@@ -44,7 +45,7 @@ def test_settings(name: str):
 def test_no_setting_that_is_gone():
     flags = {cells[0].strip("`") for cells in ROWS if cells[0].startswith("`--")}
     assert flags == {flag_name(name) for name in Settings.model_fields}
-    for mentioned in re.findall(r"`(--[a-z-]+)`", TEXT):
+    for mentioned in re.findall(r"`(--[a-z-]+)`", SAID):
         assert mentioned in flags, mentioned
 
 
@@ -60,7 +61,7 @@ def test_metrics():
         elif name.startswith("vllm:"):
             assert f"`{name}`" in TEXT, name
         exported[name] = family
-    for mentioned in re.findall(r"`((?:quire_|vllm:)[a-z0-9_:]+)`", TEXT):
+    for mentioned in re.findall(r"`((?:quire_|vllm:)[a-z0-9_:]+)`", SAID):
         assert mentioned in exported, mentioned
 
 
@@ -98,7 +99,7 @@ def test_routes():
     assert documented == served
 
 
-# Where SERVING.md says each bound of the wire: its row, and what stands around the number there.
+# Where docs/api.md says each bound of the wire: its row, and what stands around the number there.
 BOUNDS = {
     "MAX_CHOICES": r"choices \(`n`\), beams \(`beam_width`\) \| {}, and",
     "MAX_PROMPTS": r"prompts of one completion \| {}, prompts times choices",
@@ -115,11 +116,12 @@ BOUNDS = {
 
 
 def test_limits():
-    section = TEXT.split("\n## Limits\n")[1]
     assert set(BOUNDS) == {name for name in vars(common) if name.startswith("MAX_")}
     for name, place in BOUNDS.items():
         said = place.format(getattr(common, name))
-        assert re.search(rf"^\| {said}", section, re.MULTILINE), f"{name} = {getattr(common, name)} is not in its row"
+        assert re.search(rf"^\| {said}", section("docs/api.md", "Limits"), re.MULTILINE), (
+            f"{name} = {getattr(common, name)} is not in its row"
+        )
 
 
 def test_exit_codes():
@@ -187,10 +189,10 @@ def test_the_image_sets_settings_that_exist():
 
 
 def test_every_format_of_calls_and_of_thoughts_has_its_row():
-    section = TEXT.split("\n## Tools and thinking\n")[1].split("\n## ")[0]
+    rows = section("docs/api.md", "Tools and thinking")
     named = {
-        name for row in re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)
+        name for row in re.findall(r"^\| (`[^|]*) \|", rows, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)
     }
     assert named == {*TOOL_FORMATS, *REASONING_FORMATS}
     for form in REASONING_FORMATS.values():
-        assert f"`{form.start}`, `{form.end}`".replace("|", "\\|") in section
+        assert f"`{form.start}`, `{form.end}`".replace("|", "\\|") in rows

@@ -1,6 +1,6 @@
 """Pieces of Lark in llguidance's dialect, and JSON schemas as such a grammar can hold them.
 
-What narrows an answer and cannot be enforced is refused with its place, but for what SERVING.md lists.
+What narrows an answer and cannot be enforced is refused with its place, but for what docs/api.md lists.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Schemas as they are met: each is enforced to the letter or refused for a reason that SERVING.md lists.
+"""Schemas as they are met: each is enforced to the letter or refused for a reason that docs/api.md lists.
 
 A writer without any sense stands for all models: it takes tokens at random, and ends where it may.
 """

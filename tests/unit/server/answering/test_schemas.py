@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -18,6 +17,7 @@ from quire_server.answering.constraining.schemas import (
     parsed,
     reviewed,
 )
+from support.documents import section
 
 STRING = {"type": "string"}
 
@@ -166,10 +166,9 @@ def test_lenient_drops_what_cannot_be_enforced():
         reviewed({"$ref": "#/nowhere"}, lenient=True)
 
 
-def test_serving_lists_what_is_refused():
-    serving = (Path(__file__).parents[4] / "SERVING.md").read_text("utf-8")
-    section = serving.split("\n## Structured output\n")[1].split("\n## ")[0]
-    rows = [row.split(" | ") for row in section.splitlines() if row.startswith("| ")]
+def test_the_api_page_lists_what_is_refused():
+    page = section("docs/api.md", "Structured output")
+    rows = [row.split(" | ") for row in page.splitlines() if row.startswith("| ")]
     by_first = {tuple(re.findall(r"`([^`]+)`", what)): outcome for what, outcome in rows}
     assert by_first[UNSUPPORTED].startswith("refused")
     assert by_first[UNSUPPORTED_FORMATS].startswith("refused")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -16,6 +15,7 @@ from quire_server.dialects.completions.wire import CompletionRequest
 from quire_server.dialects.structure import MAX_GRAMMAR_CHARS, MAX_REGEX_CHARS, MAX_STRUCTURE_CHOICES
 from quire_server.errors import BadRequest
 from quire_server.http.body import validate
+from support.documents import section
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TEXT = json.dumps(SCHEMA)
@@ -140,10 +140,10 @@ def test_two_wishes_are_refused(fields: dict[str, object]):
     assert refused.value.param == list(fields)[1]
 
 
-def test_serving_says_the_bounds():
-    serving = (Path(__file__).parents[4] / "SERVING.md").read_text("utf-8")
+def test_the_api_page_says_the_bounds():
+    limits = section("docs/api.md", "Limits")
     assert MAX_GRAMMAR_CHARS == MAX_SCHEMA_CHARS
     bounds = f"{MAX_GRAMMAR_CHARS} characters; {MAX_REGEX_CHARS}; {MAX_STRUCTURE_CHOICES}"
-    assert f"| a JSON schema or grammar; a regular expression; choices | {bounds} | 400 |" in serving
-    assert f"without what only describes | {MAX_RULES_CHARS} characters | 400 |" in serving
-    assert f"| depth of a JSON schema | {MAX_SCHEMA_DEPTH} | 400 |" in serving
+    assert f"| a JSON schema or grammar; a regular expression; choices | {bounds} | 400 |" in limits
+    assert f"without what only describes | {MAX_RULES_CHARS} characters | 400 |" in limits
+    assert f"| depth of a JSON schema | {MAX_SCHEMA_DEPTH} | 400 |" in limits
