@@ -114,9 +114,13 @@ class Browser:
     def click(self, selector: str) -> None:
         self.run(f"document.querySelector({json.dumps(selector)}).click()")
 
-    def screenshot(self, path: Path) -> None:
+    def picture(self) -> bytes:
+        """The whole page as PNG."""
         shot = self._ask("Page.captureScreenshot", {"format": "png", "captureBeyondViewport": True})
-        path.write_bytes(base64.b64decode(shot["data"]))
+        return base64.b64decode(shot["data"])
+
+    def screenshot(self, path: Path) -> None:
+        path.write_bytes(self.picture())
 
     def _ask(self, method: str, params: dict[str, Any] | None = None, session: str | None = "") -> dict[str, Any]:
         self._last_id += 1
