@@ -170,6 +170,19 @@ def test_scripts_run_as_shown(example: Example, server: Served, tmp_path: Path) 
     assert all(part in " ".join(done.stdout.split()) for part in parts), done.stdout
 
 
+def test_the_plan_in_serving_is_what_its_command_writes(tmp_path: Path) -> None:
+    written = tmp_path / "SERVING.md"
+    written.write_text(text("SERVING.md"), encoding="utf-8")
+    (command,) = re.findall(r"^Again: `quire (plan .* --write) SERVING\.md`$", written.read_text(), re.MULTILINE)
+    words = [sys.executable, "-m", "quire_server.cli", *shlex.split(command), "SERVING.md"]
+    words = [str(ROOT / word) if word.startswith("benchmarks/") else word for word in words]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=True)
+    assert "written to SERVING.md" in done.stderr, "the path of the trace in the command differs"
+    planned = written.read_text().replace(str(ROOT) + "/", "")
+    undated = re.compile(r"^Planned on \d{4}-\d\d-\d\d", re.MULTILINE)
+    assert undated.sub("", planned) == undated.sub("", text("SERVING.md"))
+
+
 @pytest.mark.parametrize("example", COMMANDS, ids=where)
 def test_command_lines_are_understood(example: Example) -> None:
     words = shlex.split(example.text, comments=True)[1:]

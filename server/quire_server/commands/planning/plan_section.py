@@ -39,8 +39,7 @@ def section(plan: Plan, about: Circumstances) -> str:
         "## Planned settings",
         "",
         f"Planned on {about.date} for `{about.slo}` on {about.trace} ({plan.requests:,} requests), by"
-        f" {plan.simulations:,} simulations of the scheduler that serves. Steps cost what was measured on"
-        f" {_machine(about.machine)}.",
+        f" {plan.simulations:,} simulations of the scheduler that serves. {_step_times(about.machine)}.",
         "",
         f"**{best.rate:.3g} requests/s** within the objectives ({plan.low:.3g} to {plan.high:.3g} over parts of the"
         f" load); {_gain(plan)}. What binds: {_binding(best)}.",
@@ -121,13 +120,13 @@ def _binding(found: Sustained) -> str:
     return f"{found.binding} of {duration(found.measured)} at {found.missed_at:.3g} requests/s"
 
 
-def _machine(origin: Mapping[str, Any]) -> str:
+def _step_times(origin: Mapping[str, Any]) -> str:
     if not origin:
-        return "no machine: the numbers were given"
+        return "Steps take the times that the command gives"
     where = ", ".join(origin.get("gpus") or [str(origin.get("processor", "?"))])
     return (
-        f"{where}, {origin.get('threads', '?')} threads, {origin.get('architecture', '?')} in"
-        f" {origin.get('dtype', '?')} (calibration {origin.get('hash', '?')})"
+        f"Steps take what was measured on {where}, {origin.get('threads', '?')} threads,"
+        f" {origin.get('architecture', '?')} in {origin.get('dtype', '?')} (calibration {origin.get('hash', '?')})"
     )
 
 

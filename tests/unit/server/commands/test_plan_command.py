@@ -121,6 +121,7 @@ def test_the_plan_finds_what_was_planted(tmp_path: Path, capsys: pytest.CaptureF
     text = serving.read_text()
     assert text.startswith("# Ours\n\nText.\n")
     assert "| `--max-num-seqs` | **8** |" in text
+    assert "Steps take the times that the command gives." in text
     assert run(argv) == 0
     assert serving.read_text() == text
     assert "says so already" in capsys.readouterr().err
