@@ -49,7 +49,7 @@ def disturbance(condition: str) -> Iterator[None]:
         yield
         return
     # In a session of its own: systems that share their cores between sessions take it for somebody else.
-    loop = subprocess.Popen([sys.executable, "-S", "-c", _LOOP], stdin=subprocess.DEVNULL, start_new_session=True)
+    loop = subprocess.Popen([sys.executable, "-I", "-S", "-c", _LOOP], stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         cores = sorted(os.sched_getaffinity(0))
         if condition != "any core":
@@ -68,7 +68,18 @@ def serving(model: Path, flags: list[str], tree: Path | None) -> Iterator[str]:
     if tree is not None:
         environment["PYTHONPATH"] = ":".join(str(tree / part) for part in ("server", "engine", "kernels", "benchmarks"))
     with tempfile.NamedTemporaryFile(mode="w+", suffix=".log") as log:
-        command = [sys.executable, "-m", "quire_server.cli", "serve", str(model), "--host", "127.0.0.1", "--port", "0"]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "quire_server.cli",
+            "serve",
+            str(model),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "0",
+        ]
         server = subprocess.Popen(
             command + flags, env=environment, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
         )

@@ -30,6 +30,7 @@ def main() -> int:
             shutil.copy(demo_model_path() / name, model / name)
         command = [
             sys.executable,
+            "-P",
             "-m",
             "quire_server.cli",
             "bench",

@@ -7,7 +7,6 @@ not know: torch.
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from itertools import islice
@@ -19,6 +18,7 @@ from quire_bench.records import OK, Record, Run
 from quire_bench.servers import BenchError, ServerInfo
 from quire_bench.workload import Job, LoadPoint
 from quire_engine.config import EngineConfig
+from quire_engine.own_modules import module_command
 
 BASELINES: Mapping[str, str] = {
     "hf-generate": "quire_engine.tools.baselines.hf_generate",
@@ -98,7 +98,7 @@ class Baseline:
 async def start_baseline(name: str, config: EngineConfig, *, streams: int) -> Baseline:
     """Load the model of `config` for batches of up to `streams` requests. Raises BenchError."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", BASELINES[name]),
+        *module_command(BASELINES[name]),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=_LINE_BYTES,

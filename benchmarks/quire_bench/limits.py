@@ -7,7 +7,6 @@ counts, as a share of a bad moment would flatter. Must not know: tensors; a prob
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
@@ -17,6 +16,7 @@ from quire_bench.compare import Spread
 from quire_bench.measures import Measures
 from quire_bench.servers import ModelFacts, ServerInfo
 from quire_bench.workload import LoadPoint, Workload
+from quire_engine.own_modules import module_command
 
 PROBES = {"cpu": "quire_kernels.cpu.probe", "cuda": "quire_engine.tools.gpu_limits"}  # by a plan's device
 _PROBE_SECONDS = 600.0  # the first may have to compile
@@ -76,7 +76,7 @@ async def probe_limits(machine: str) -> Limits | str:
     """Measure one now, as `ModelFacts.machine` names it; nothing else should run. Or the reason why it cannot be."""
     device, _, variant = machine.partition(" ")
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", PROBES[device], *(("--cpu-variant", variant) if variant else ())),
+        *module_command(PROBES[device], *(("--cpu-variant", variant) if variant else ())),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

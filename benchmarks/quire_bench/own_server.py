@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from quire_bench.servers import BenchError
+from quire_engine.own_modules import module_command
 
 _ADDRESS = re.compile(r"Uvicorn running on (http://[^\s\"]+)")
 _START_SECONDS = 600.0  # a big model on a slow disk
@@ -25,7 +25,7 @@ _SHOWN = 2000  # characters of a log
 @asynccontextmanager
 async def own_server(arguments: Sequence[str]) -> AsyncIterator[str]:
     """The address of a server started with these flags. Raises BenchError with its last words if it does not start."""
-    command = (sys.executable, "-m", "quire_server.cli", "serve", *arguments)
+    command = module_command("quire_server.cli", "serve", *arguments)
     with tempfile.NamedTemporaryFile(prefix="quire-bench-", suffix=".log") as file:
         process = await asyncio.create_subprocess_exec(
             *command, "--host", "127.0.0.1", "--port", "0", stdin=asyncio.subprocess.DEVNULL, stdout=file, stderr=file

@@ -1,6 +1,7 @@
 """The `quire` command: finds the sub-command's module and runs it.
 
-Promises: imports nothing but the chosen command; problems with settings are readable lines, never a traceback.
+Promises: imports nothing but the chosen command, and from no folder that every user may write to; problems with
+settings are readable lines, never a traceback.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Protocol, cast
+
+from quire_engine.own_modules import WritableSearchPath, check_search_path
 
 # Name: (module, what it does). `quire bench` is a client of servers: nothing here depends on its package.
 COMMANDS = {
@@ -53,6 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         close = get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean `quire {close[0]}`?" if close else "`quire --help` lists the commands"
         print(f"quire: no command {name!r}; {hint}", file=sys.stderr)
+        return BAD_USAGE
+    try:
+        check_search_path(sys.path)
+    except WritableSearchPath as error:
+        print(f"quire: {error}", file=sys.stderr)
         return BAD_USAGE
     command = cast(Command, import_module(COMMANDS[name][0]))
     try:

@@ -28,9 +28,12 @@ class Served:
     `limits` are those that no flag sets, such as `header_timeout=2,step_log=256`.
     """
 
-    def __init__(self, *args: str, env: dict[str, str] | None = None, limits: str = "") -> None:
-        self._args = args
-        self._program = (str(LIMITED), limits) if limits else ("-m", "quire_server.cli", "serve")
+    def __init__(
+        self, *args: str, env: dict[str, str] | None = None, limits: str = "", cwd: Path | None = None
+    ) -> None:
+        self._args, self._cwd = args, cwd
+        # -P, as for the `quire` that is installed: nothing in the working directory is imported.
+        self._program = (str(LIMITED), limits) if limits else ("-P", "-m", "quire_server.cli", "serve")
         self._env = env or {}
         self.url = ""
         self.ready_seconds = 0.0
@@ -52,6 +55,7 @@ class Served:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
+            cwd=self._cwd,
             env={name: value for name, value in {**os.environ, **self._env}.items() if name != PYTHON},
         )
         try:

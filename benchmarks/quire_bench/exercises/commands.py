@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from quire_bench.facts import memory
 from quire_bench.facts.fact import Fact, equal, renamed
 from quire_bench.facts.live import Live
 from quire_bench.servers import BenchError
+from quire_engine.own_modules import module_command
 
 _PATIENCE = 300.0
 _STREAMS = (1, 2, 4, 8)
@@ -33,7 +33,7 @@ Done = subprocess.CompletedProcess[str]
 
 def quire(*words: str) -> Done:
     """`quire WORDS`, whatever its exit code. Raises BenchError where it does not end."""
-    command = [sys.executable, "-m", "quire_server.cli", *words]
+    command = module_command("quire_server.cli", *words)
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE)
     except subprocess.TimeoutExpired:

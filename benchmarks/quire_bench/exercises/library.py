@@ -96,7 +96,7 @@ def said_as_expected(names: Sequence[str], expected: Sequence[str], got: Sequenc
 
 def _printed(script: str, *before: str) -> list[str]:
     """The lines that a script prints. Raises BenchError where it fails."""
-    command = [*before, sys.executable, "-c", script]
+    command = [*before, sys.executable, "-P", "-c", script]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE)
     except subprocess.TimeoutExpired:

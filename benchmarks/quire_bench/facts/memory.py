@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 from quire_bench.facts.fact import Fact, equal
 from quire_bench.facts.live import Live
+from quire_engine.own_modules import module_command
 
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -76,7 +76,7 @@ def limits_are_checked(live: Live) -> list[Fact]:
         )
     ]
     for flag, value in refused.items():
-        command = [sys.executable, "-m", "quire_server.cli", "serve", "--dry-run", flag, value]
+        command = module_command("quire_server.cli", "serve", "--dry-run", flag, value)
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         said = done.stderr.strip().splitlines()[-1:] or [""]
         facts.append(

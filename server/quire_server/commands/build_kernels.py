@@ -6,10 +6,11 @@ Promises: the exit code of the compiling process: 0, or 1 after the compiler's c
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Sequence
+
+from quire_engine.own_modules import module_command
 
 
 def run(argv: Sequence[str]) -> int:
     """Do it in a process of its own: this half never loads kernels."""
-    return subprocess.run([sys.executable, "-m", "quire_kernels.cpu.build", *argv], check=False).returncode
+    return subprocess.run(module_command("quire_kernels.cpu.build", *argv), check=False).returncode

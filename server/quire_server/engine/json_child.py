@@ -6,7 +6,6 @@ Promises: this half never loads torch; a Ctrl-C in the terminal is ours, and end
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Literal, TypeVar
@@ -14,6 +13,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from quire_engine.errors import ConfigError, EngineDead, ModelLoadError
+from quire_engine.own_modules import module_command
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ def ask(tool: str, question: object, reply_type: type[T], *, timeout: float | No
     """
     try:
         process = subprocess.run(
-            [sys.executable, "-m", f"quire_engine.tools.{tool}"],
+            module_command(f"quire_engine.tools.{tool}"),
             input=msgspec.json.encode(question) + b"\n",
             stdout=subprocess.PIPE,
             check=False,
@@ -52,7 +52,7 @@ def ask(tool: str, question: object, reply_type: type[T], *, timeout: float | No
 
 def replies(tool: str, question: object, reply_type: type[T]) -> Iterator[T]:
     """The same, each reply when it comes. A caller that stops early ends the tool."""
-    command = [sys.executable, "-m", f"quire_engine.tools.{tool}"]
+    command = module_command(f"quire_engine.tools.{tool}")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0) as process:
         if process.stdin is None or process.stdout is None:
             raise EngineDead(f"the {tool} process has no pipes")

@@ -6,7 +6,6 @@ import asyncio
 import fcntl
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,6 +14,7 @@ from enum import Enum
 
 from quire_engine.config import EngineConfig, EnginePlan, faults_of_start, for_later_engines
 from quire_engine.errors import ConfigError, CrashLoop, EngineDead, ModelLoadError
+from quire_engine.own_modules import module_command
 from quire_engine.process.transport import Abort, Control, Hold, Inspect, LoadProgress, Release, Shutdown
 from quire_engine.types import EngineHealth, EngineStats, GenerationRequest, StepOutput
 from quire_server.engine.process import EngineProcess
@@ -39,7 +39,7 @@ class Supervisor:
         config: EngineConfig,
         policy: RestartPolicy | None = None,
         *,
-        program: Sequence[str] = (sys.executable, "-m", "quire_engine.process"),
+        program: Sequence[str] = tuple(module_command("quire_engine.process")),
         stderr: int | None = None,
     ) -> None:
         self.on_step: Callable[[StepOutput], None] = lambda _: None
