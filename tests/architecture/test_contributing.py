@@ -9,7 +9,7 @@ import pytest
 from architecture.source import ROOT
 
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-LOOKS_LIKE_A_PATH = re.compile(r"`((?:server|engine|kernels|benchmarks|configs|tests)/[\w./-]*|[A-Z]+\.md)`")
+LOOKS_LIKE_A_PATH = re.compile(r"`((?:server|engine|kernels|benchmarks|configs|demo|tests)/[\w./-]*|[A-Z]+\.md)`")
 
 
 def section(title: str) -> str:
@@ -40,7 +40,7 @@ def test_every_path_in_the_text_exists():
 
 def test_every_folder_of_the_code_is_on_the_map():
     folders = {"server/quire", "server/quire_server", "kernels/quire_kernels", "kernels/csrc"}
-    folders |= {"benchmarks", "configs", "tests"}
+    folders |= {"benchmarks", "configs", "demo/make_demo", "tests"}
     folders |= {
         f"engine/quire_engine/{path.name}"
         for path in (ROOT / "engine/quire_engine").iterdir()
