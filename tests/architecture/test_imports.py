@@ -59,6 +59,7 @@ FOLDERS = {
     "quire_server.commands": {"*", "text", "engine", "http", "settings", "checkpoint", "logs"},
     "quire_bench.facts": {"servers"},
     "quire_bench.exercises": {"facts", "servers", "own_server"},
+    "quire_bench.studies": set(),
     "quire_kernels.reference": {"*"},
     "quire_kernels.cpu": {"*", "reference"},
     "quire_kernels.flash": {"*", "reference"},

@@ -66,7 +66,6 @@ class Outcome:
     busy_seconds: float = 0.0
     computed_tokens: int = 0
     decode_tokens: int = 0
-    widest: int = 0  # most sequences in one step
     peak_blocks: int = 0
     peak_step: int = 0  # in which that was first so, counted from 0
     block_steps: int = 0  # used blocks, summed over steps

@@ -115,7 +115,6 @@ class Simulation:
         outcome.busy_seconds += self._free_at - begins
         outcome.computed_tokens += batch.num_tokens
         outcome.decode_tokens += batch.num_decodes
-        outcome.widest = max(outcome.widest, len(batch.items))
         self._note_moment(begins, used, len(batch.items))
         if self._watch is not None:
             self._watch(batch, begins, self._free_at)

@@ -1,6 +1,6 @@
 """`quire simulate`: a load through the scheduler that serves, on a clock that a cost model moves.
 
-Promises: exit code 0 when all went as expected, 1 when a check differs or an objective is missed, 2 for flags and files
+Promises: exit code 0 when all went as expected, 1 when an objective is missed, 2 for flags and files
 that cannot work.
 """
 
@@ -22,21 +22,13 @@ from quire_engine.simulation.cost_model import read_cost
 from quire_engine.simulation.lengths import exercise_setup, rows_of
 from quire_engine.simulation.outcome import Outcome
 from quire_engine.simulation.plotting import svg, terminal
-from quire_engine.simulation.published import EXERCISES, WITH_DATA
 from quire_engine.simulation.report import Report, report
 from quire_engine.simulation.setup import Setup, parse_settings, setup
 from quire_engine.simulation.simulator import simulate
 from quire_engine.simulation.slo import Slo, parse_slo
 from quire_engine.simulation.static_batching import StaticOutcome, simulate_static
 from quire_engine.simulation.traces import TraceError, TraceRow, read_trace
-from quire_server.commands.planning.shown import (
-    complain,
-    duration,
-    print_checks,
-    print_report,
-    print_static,
-    wide_console,
-)
+from quire_server.commands.planning.shown import complain, duration, print_report, print_static, wide_console
 
 DONE, FAILED, BAD_USAGE = 0, 1, 2
 DEFAULT_COST = "quire-calibration.json"
@@ -44,14 +36,10 @@ _EPILOG = f"""\
 Steps take what the cost model says: --cost FILE of `quire calibrate` (default ./{DEFAULT_COST}), or numbers
 such as step=20ms,row=0.2ms,context=0.1us,token=0.1ms, or unit: steps of one second. With --lengths it is unit.
 
-Whole traces for --check: v3 reads FAST25-release/traces/{{conversation,synthetic}}_trace.jsonl of
-kvcache-ai/Mooncake; v4 reads fair_bench results of Ying1123/VTC-artifact as CSV files with the columns
-client,req_time_s,prompt_len,output_len.
+Published numbers are held against it by: python -m quire_bench.studies
 
 examples:
   quire simulate --lengths 32,128,64,256 --arrivals 0,2,4,6 --compare static --plot
-  quire simulate --check all
-  quire simulate --check v3 --data /data/Mooncake
   quire simulate --trace AzureLLMInferenceTrace_conv.csv --scale-rate 0.5 --slo ttft_p95=2s,itl_p99=150ms
   quire simulate --trace conversation_trace.jsonl --set max_num_seqs=32 --json b.json --against a.json"""
 _GARBAGE_EVERY = 100_000  # objects: a simulation makes many that live long
@@ -70,8 +58,6 @@ def run(argv: Sequence[str]) -> int:
     console = wide_console()
     gc.set_threshold(_GARBAGE_EVERY)
     try:
-        if given.check is not None:
-            return _check(given, console)
         return _simulate(given, console)
     except (ConfigError, TraceError) as error:
         return complain("simulate", str(error), BAD_USAGE)
@@ -90,11 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     load = parser.add_argument_group("Load, one of").add_mutually_exclusive_group(required=True)
     load.add_argument("--trace", type=Path, metavar="FILE", help="Azure CSV, Mooncake jsonl, ServeGen JSON, or our own")
     load.add_argument("--lengths", type=_numbers(int), metavar="N,N,...", help="output tokens of single requests")
-    load.add_argument(
-        "--check",
-        choices=(*EXERCISES, *WITH_DATA, "all"),
-        help="published numbers: expected and got; all needs no data",
-    )
+    load.add_argument("--check", type=_moved, help=argparse.SUPPRESS)
     shape = parser.add_argument_group("Its shape")
     shape.add_argument(
         "--arrivals", type=_numbers(float), default=[], metavar="S,S,...", help="of --lengths [all at 0]"
@@ -104,7 +86,6 @@ def _parser() -> argparse.ArgumentParser:
     shape.add_argument("--scale-len", type=positive, default=1.0, metavar="X", help="multiplies a trace's lengths [1]")
     shape.add_argument("--scale-rate", type=positive, default=1.0, metavar="X", help="a trace runs X times as fast [1]")
     shape.add_argument("--seed", type=int, default=0, help="of loads that are drawn [0]")
-    shape.add_argument("--data", type=Path, default=Path(), metavar="DIR", help="where --check finds whole traces [.]")
     add_setup_flags(parser)
     out = parser.add_argument_group("Output")
     out.add_argument("--slo", type=str, metavar="LIST", help="objectives, such as ttft_p95=2s,itl_p99=150ms")
@@ -141,21 +122,6 @@ def asked_trace(given: argparse.Namespace) -> tuple[TraceRow, ...]:
     if given.requests is not None and given.requests < 1:
         raise ConfigError("--requests must be at least 1")
     return read_trace(given.trace, scale_length=given.scale_len, seed=given.seed)[: given.requests]
-
-
-def _check(given: argparse.Namespace, console: Console) -> int:
-    ok = True
-    for name, (text, compute) in EXERCISES.items():
-        if given.check in (name, "all"):
-            checks = compute()
-            print_checks(f"{name}: {text}", checks, console)
-            ok = ok and all(check.ok for check in checks)
-    for name, (text, compute_with) in WITH_DATA.items():
-        if given.check == name:
-            checks = compute_with(given.data)
-            print_checks(f"{name}: {text}", checks, console)
-            ok = ok and all(check.ok for check in checks)
-    return DONE if ok else FAILED
 
 
 def _simulate(given: argparse.Namespace, console: Console) -> int:
@@ -236,6 +202,11 @@ def _print_comparison(earlier: dict[str, object], found: Report, console: Consol
     for one in compare(earlier, found.as_plain()):
         change = "" if one.ratio is None else f"  x{one.ratio:.3g}"
         console.print(f"  {one.name:<22}{one.before:>14.6g} -> {one.after:.6g}{change}", highlight=False)
+
+
+def _moved(text: str) -> NoReturn:
+    name = "" if text == "all" else f" {text}"
+    raise argparse.ArgumentTypeError(f"published numbers are compared by `python -m quire_bench.studies{name}`")
 
 
 def _numbers(kind: Callable[[str], T]) -> Callable[[str], list[T]]:

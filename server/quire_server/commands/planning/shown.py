@@ -6,12 +6,10 @@ Promises: a number that is not known is a dash.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
-from quire_engine.simulation.published import Check
 from quire_engine.simulation.report import Distribution, Report
 from quire_engine.simulation.static_batching import StaticOutcome
 
@@ -47,23 +45,6 @@ def duration(seconds: float | None) -> str:
     )
     value = seconds * factor
     return f"{value:,.0f} {unit}" if abs(value) >= 999.5 else f"{value:.3g} {unit}"
-
-
-def print_checks(title: str, checks: Sequence[Check], console: Console) -> None:
-    """Expected and got, line by line."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("number")
-    for column in ("expected", "got", ""):
-        table.add_column(column, justify="right")
-    for check in checks:
-        tolerance = f" ± {check.tolerance:.3g}" if check.tolerance else ""
-        table.add_row(
-            check.name,
-            f"{check.expected:.6g}{check.unit}{tolerance}",
-            f"{check.got:.6g}{check.unit}",
-            "ok" if check.ok else "[red]DIFFERS[/red]",
-        )
-    console.print(table)
 
 
 def print_report(title: str, found: Report, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""Simulated runs: published numbers, times by hand, the queue's limits, static batches, what a report says."""
+"""Simulated runs: times by hand, the queue's limits, static batches, what a report says."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from quire_bench.studies.published import poisson
 from quire_engine.batch import Batch
 from quire_engine.errors import ConfigError
-from quire_engine.limits import SchedulerConfig, SchedulerLimits
 from quire_engine.simulation.comparison import compare
 from quire_engine.simulation.cost_model import UNIT_STEPS, CostModel, cost_model, read_cost, seconds
-from quire_engine.simulation.fairness import shares
 from quire_engine.simulation.lengths import exercise_setup, rows_of
 from quire_engine.simulation.plotting import svg, terminal
-from quire_engine.simulation.published import EXERCISES, hit_rate, poisson, queue_of_one
 from quire_engine.simulation.report import jain, report
 from quire_engine.simulation.setup import Setup, parse_settings, setup
 from quire_engine.simulation.simulator import simulate
@@ -25,59 +23,11 @@ from quire_engine.simulation.slo import parse_slo
 from quire_engine.simulation.static_batching import simulate_static
 from quire_engine.simulation.traces import TraceRow, read_trace
 
-DATA = Path(__file__).parents[4] / "benchmarks" / "data"
 COST = CostModel(step=0.02, row=0.001, context=1e-6, prompt=((1, 0.02), (512, 0.5)), chunk_context=1e-6)
 
 
 def row(at: float = 0.0, inputs: int = 10, outputs: int = 3, tenant: str = "") -> TraceRow:
     return TraceRow(at=at, input_tokens=inputs, output_tokens=outputs, tenant=tenant)
-
-
-@pytest.mark.parametrize("name", sorted(set(EXERCISES) - {"v10"}))
-def test_published_numbers(name: str) -> None:
-    checks = EXERCISES[name][1]()
-    assert [check for check in checks if not check.ok] == []
-    assert len(checks) >= 2
-
-
-def test_v10_the_queue_of_one_slot_is_m_d_1() -> None:
-    """In full by `quire simulate --check v10`; here fewer requests, and each wait against Lindley's recursion."""
-    (check,) = queue_of_one(10_000, loads=(0.5,))
-    assert check.got == pytest.approx(check.expected, rel=0.06)
-    rows, free, waits = poisson(1_000, 0.7, seed=3), 0.0, []
-    for one in rows:
-        begins = max(one.at, free)
-        waits.append(begins - one.at)
-        free = begins + 1.0
-    limits = SchedulerLimits(enable_prefix_caching=False, max_num_seqs=1, max_bypasses=0)
-    asked = replace(
-        Setup(), scheduler=SchedulerConfig(num_blocks=8, max_model_len=64, limits=limits), max_num_queued_reqs=1_000
-    )
-    got = [served.first_at - served.at - 1.0 for served in simulate(asked, rows).done]
-    assert got == pytest.approx(waits)
-
-
-def test_v2_v3_prefix_hits_by_the_size_of_the_cache() -> None:
-    """The published sizes need the whole traces: `quire simulate --check v3 --data DIR`."""
-    rows = [
-        TraceRow(at=0.0, input_tokens=tokens, output_tokens=1, blocks=blocks, block_tokens=10)
-        for tokens, blocks in ((25, (1, 2, 3)), (30, (4, 5, 6)), (25, (1, 2, 3)), (29, (1, 2, 7)), (30, (4, 9, 6)))
-    ]
-    infinite = hit_rate(rows)
-    assert (infinite.hit_tokens, infinite.hit_blocks, infinite.prompt_tokens) == (25 + 20 + 10, 3 + 2 + 1, 139)
-    assert hit_rate(rows, 6) == replace(infinite, blocks=6, hit_tokens=25 + 20 + 10)
-    assert hit_rate(rows, 4).hit_tokens == 10 + 20, "of the third prompt block 1 is left, the last to be reused"
-    sample = hit_rate(read_trace(DATA / "mooncake_conversation_sample.jsonl"))
-    assert (sample.hit_blocks, sample.asked_blocks) == (59, 1486), "all but one share the first block"
-
-
-def test_prefix_hits_come_from_the_real_cache_too() -> None:
-    """A pool that holds everything hits what the study says, but for the block that is recomputed at the least."""
-    rows = [replace(one, at=100.0 * i) for i, one in enumerate(read_trace(DATA / "mooncake_conversation_sample.jsonl"))]
-    asked = Setup(cost=COST).with_settings([("num_blocks", 60_000), ("max_model_len", 200_000)])
-    found = report(simulate(asked, rows[:12]))
-    study = hit_rate(rows[:12])
-    assert 0 <= study.hit_tokens - found.cached_tokens <= 12 * 16
 
 
 def test_a_request_alone_takes_what_its_steps_take() -> None:
@@ -217,22 +167,3 @@ def test_pictures_show_the_peak() -> None:
 def test_a_comparison_names_what_changed() -> None:
     found = compare({"a": {"b": 1, "c": 2}, "d": 5, "e": None}, {"a": {"b": 2, "c": 2}, "d": 5, "e": 1, "f": 1})
     assert [(one.name, one.before, one.after, one.ratio) for one in found] == [("a.b", 1.0, 2.0, 2.0)]
-
-
-def test_v4_tenants_shares_follow_their_weights(tmp_path: Path) -> None:
-    """The published loads need their files (`--check v4 --data DIR`); here two tenants ask for more than there is."""
-    path = tmp_path / "clients.csv"
-    lines = [f"{i % 2},{i / 10:.1f},32,24,0,0" for i in range(160)]
-    path.write_text(
-        "client,req_time_s,prompt_len,output_len,first_token_latency_s,request_latency_s\n" + "\n".join(lines)
-    )
-    rows = [replace(one, weight=1.0 + int(one.tenant)) for one in read_trace(path)]
-    asked = Setup(cost=CostModel(step=0.05), max_num_queued_reqs=500).with_settings(
-        [("max_num_seqs", 4), ("num_blocks", 64), ("enable_prefix_caching", False), ("itl_target", 0.0)]
-    )
-    fair = shares(asked.with_settings([("scheduling_policy", "wfq")]), rows)
-    assert fair.service["1"] / fair.service["0"] == pytest.approx(2, rel=0.15)
-    assert fair.largest_gap <= 2 * 2 * 64 * 16
-    first_come = shares(asked, rows)
-    assert first_come.service["1"] / first_come.service["0"] == pytest.approx(1, rel=0.1)
-    assert first_come.largest_gap > fair.largest_gap

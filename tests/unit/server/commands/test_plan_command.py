@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from quire_bench.studies.published import poisson
 from quire_engine.errors import ConfigError, ModelLoadError
 from quire_engine.simulation.cost_model import CostModel
 from quire_engine.simulation.kv_memory import KVShape, kv_shape, sequence_memory, shared_prefix
-from quire_engine.simulation.published import poisson
 from quire_engine.simulation.report import report
 from quire_engine.simulation.search import BACKLOG, Search, is_steady
 from quire_engine.simulation.setup import Setup
