@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from quire_server.answering.options import GenerationOptions
+from quire_server.answering.options import GenerationOptions, SamplingNumbers
 from quire_server.dialects.completions.wire import CompletionRequest
 from quire_server.errors import BadRequest
 from quire_server.http.body import validate
@@ -30,21 +30,14 @@ GuidedDecodingParams = StructuredOutputsParams  # the older name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(SamplingNumbers):
     """How continuations are chosen and where they end. Raises ValueError for values that are not supported.
 
     An argument that is not here is a TypeError. What depends on the model, such as token ids, is checked at its use.
     """
 
     n: int = 1
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0 and -1 are off
-    min_p: float = 0.0
     seed: int | None = None  # None: the LLM's, else random
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None  # as the tokenizer writes them

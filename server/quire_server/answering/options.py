@@ -45,19 +45,25 @@ class PromptOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingOptions:
+class SamplingNumbers:
+    """The numbers that shape a token's distribution. The engine's have the same names and defaults."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions(SamplingNumbers):
     """How tokens are chosen, as asked for; not yet checked against the model."""
 
     n: int = 1
     n_param: str = "n"
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0 is off
-    min_p: float = 0.0
     seed: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     bad_words: tuple[str, ...] = ()

@@ -10,14 +10,14 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, ThinkingParams
 from quire_server.answering.caller import Caller
 from quire_server.answering.choice import TextOptions
 from quire_server.answering.constraining.calls import reading_format
 from quire_server.answering.constraining.constraints import Thinking, constraint
-from quire_server.answering.options import BeamOptions, Conversation, GenerationOptions, Infill
+from quire_server.answering.options import BeamOptions, Conversation, GenerationOptions, Infill, SamplingNumbers
 from quire_server.answering.sampling import ModelLimits, resolve_sampling, resolve_stop, with_seed
 from quire_server.errors import BadRequest, ModelNotFound
 from quire_server.state import ServerState
@@ -164,14 +164,9 @@ def _refused(options: GenerationOptions) -> dict[str, bool]:
     """By the name of a field, whether it asks for something that a search does not do."""
     sampling = options.sampling
     structure = "response_format" if options.structure is None else options.structure.param
-    return {
+    numbers = {field.name: getattr(sampling, field.name) != field.default for field in fields(SamplingNumbers)}
+    return numbers | {
         "temperature": sampling.temperature not in (0.0, 1.0),
-        "top_p": sampling.top_p != 1.0,
-        "top_k": sampling.top_k != 0,
-        "min_p": sampling.min_p != 0.0,
-        "presence_penalty": sampling.presence_penalty != 0.0,
-        "frequency_penalty": sampling.frequency_penalty != 0.0,
-        "repetition_penalty": sampling.repetition_penalty != 1.0,
         "logit_bias": bool(sampling.logit_bias),
         "allowed_token_ids": bool(sampling.allowed_token_ids),
         "bad_words": bool(sampling.bad_words),

@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from quire_engine.config import EnginePlan
 from quire_engine.limits import SchedulerConfig
 from quire_engine.types import SamplingParams, StopParams
-from quire_server.answering.options import GenerationOptions
+from quire_server.answering.options import GenerationOptions, SamplingNumbers
 from quire_server.errors import BadRequest, ContextLengthExceeded
 from quire_server.text.tokenizer import TextTokenizer
 
@@ -72,14 +72,11 @@ def resolve_sampling(options: GenerationOptions, *, tokenizer: TextTokenizer, li
     limits.check_ids(asked.logprob_token_ids, "logprob_token_ids")
     if allowed and not set(allowed).difference(banned.token_ids):
         raise BadRequest("'bad_words' leaves none of 'allowed_token_ids' to choose from.", param="bad_words")
+    numbers = {field.name: getattr(asked, field.name) for field in fields(SamplingNumbers)}
+    if asked.temperature < GREEDY_BELOW:
+        numbers["temperature"] = 0.0
     return SamplingParams(
-        temperature=asked.temperature if asked.temperature >= GREEDY_BELOW else 0.0,
-        top_p=asked.top_p,
-        top_k=asked.top_k,
-        min_p=asked.min_p,
-        presence_penalty=asked.presence_penalty,
-        frequency_penalty=asked.frequency_penalty,
-        repetition_penalty=asked.repetition_penalty,
+        **numbers,
         logit_bias=asked.logit_bias,
         allowed_token_ids=allowed,
         banned_token_ids=banned.token_ids,

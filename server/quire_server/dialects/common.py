@@ -332,13 +332,8 @@ class StreamOptions(WireModel):
     include_obfuscation: bool | None = Field(None, description="true is without effect, and reported")
 
 
-class GenerationFields(WireModel):
-    """Sampling, stopping and reply options of both endpoints."""
-
-    model: ModelName | None = Field(None, description="a served name; null: the served one")
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
+class SamplingFields(WireModel):
+    """What shapes a token's distribution, by its names in the neutral request; the seed of the draw too."""
 
     temperature: Temperature | None = Field(None, description="below 1e-5 is greedy")
     top_p: TopP | None = None
@@ -348,6 +343,21 @@ class GenerationFields(WireModel):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
+
+    def given_numbers(self) -> dict[str, Any]:
+        """Those that are not null, by their names."""
+        given = {name: value for name in SamplingFields.model_fields if (value := getattr(self, name)) is not None}
+        return given | ({"top_k": 0} if self.top_k == -1 else {})
+
+
+class GenerationFields(SamplingFields):
+    """Sampling, stopping and reply options of both endpoints."""
+
+    model: ModelName | None = Field(None, description="a served name; null: the served one")
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
     logit_bias: LogitBias = None
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
     bad_words: Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = Field(

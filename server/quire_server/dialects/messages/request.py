@@ -29,15 +29,10 @@ from quire_server.dialects.common import (
     CacheSalt,
     Int64,
     ModelName,
-    Penalty,
-    Probability,
-    RepetitionPenalty,
+    SamplingFields,
     StopStrings,
-    Temperature,
     Timeout,
     TokenCount,
-    TopK,
-    TopP,
     WireModel,
     review_extras,
 )
@@ -373,10 +368,6 @@ class _History:
         return bool(self._messages) and self._messages[-1]["role"] == role
 
 
-_SAMPLING = (
-    *("temperature", "top_p", "min_p", "seed"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-)
 _UNSUPPORTED = {
     "compaction": "conversations are shortened by the client",
     "container": "only the client runs tools",
@@ -516,19 +507,11 @@ class CountTokensRequest(WireModel):
         return ignored
 
 
-class MessageRequest(CountTokensRequest):
+class MessageRequest(SamplingFields, CountTokensRequest):
     max_tokens: TokenCount = Field(description="0: the prompt is read, for the prefix cache, and nothing is said")
     stream: bool | None = None
     stop_sequences: StopStrings = None
 
-    temperature: Temperature | None = Field(None, description="below 1e-5 is greedy")
-    top_p: TopP | None = None
-    top_k: TopK | None = Field(None, description="0 and -1 are off")
-    min_p: Probability | None = None
-    seed: Int64 | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
     timeout: Timeout | None = Field(None, description="seconds; unfinished by then, it ends with 504")
     priority: Int64 | None = Field(None, description="lower is earlier, under the priority policy")
 
@@ -536,10 +519,7 @@ class MessageRequest(CountTokensRequest):
         prompt = super().options()
         return GenerationOptions(
             prompt=prompt.prompt,
-            sampling=SamplingOptions(
-                **{name: value for name in _SAMPLING if (value := getattr(self, name)) is not None},
-                top_k=max(self.top_k or 0, 0),
-            ),
+            sampling=SamplingOptions(**self.given_numbers()),
             stop=StopOptions(max_tokens=self.max_tokens, strings=tuple(self.stop_sequences or ())),
             reply=ReplyOptions(stream=bool(self.stream)),
             tools=prompt.tools,

@@ -32,16 +32,11 @@ from quire_server.dialects.common import (
     LogitBias,
     LogprobCount,
     ModelName,
-    Penalty,
-    Probability,
-    RepetitionPenalty,
+    SamplingFields,
     StopStrings,
-    Temperature,
     Timeout,
     TokenCount,
     TokenIds,
-    TopK,
-    TopP,
     WireModel,
     review_extras,
 )
@@ -351,12 +346,6 @@ MAX_METADATA = 16
 MAX_INCLUDES = 32
 _NO_SPECIAL_TOKENS = False  # templates write them
 
-# Fields of the request and of the neutral request's sampling that have the same name, meaning and default.
-_SAMPLING = (
-    *("temperature", "top_p", "min_p", "seed"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-)
-
 
 class Reasoning(WireModel):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
@@ -373,7 +362,7 @@ def _as_items(value: object) -> object:
     return [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class ResponseRequest(WireModel):
+class ResponseRequest(SamplingFields):
     model: ModelName | None = Field(None, description="a served name; null: the served one")
     input: Annotated[Items, FEW_PARTS, BeforeValidator(_as_items, json_schema_input_type=str | Items)]
     instructions: str | None = Field(None, description="a system message before all others, for this response only")
@@ -392,8 +381,6 @@ class ResponseRequest(WireModel):
 
     max_output_tokens: Annotated[TokenCount, Field(ge=1)] | None = Field(None, description="thoughts included")
     max_reasoning_tokens: TokenCount | None = Field(None, description="after as many thinking is ended")
-    temperature: Temperature | None = Field(None, description="below 1e-5 is greedy")
-    top_p: TopP | None = None
     top_logprobs: LogprobCount | None = Field(None, description=f"needs {INCLUDE_LOGPROBS} in include")
     include: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=MAX_INCLUDES)] | None = Field(
         None, description=f"{INCLUDE_LOGPROBS}; others are without effect, and reported"
@@ -414,12 +401,6 @@ class ResponseRequest(WireModel):
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
     service_tier: Annotated[str, Field(max_length=64)] | None = None
 
-    top_k: TopK | None = Field(None, description="0 and -1 are off")
-    min_p: Probability | None = None
-    seed: Int64 | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
     logit_bias: LogitBias = None
     stop: StopStrings = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_BIASED_TOKENS)] | None = None
@@ -495,8 +476,7 @@ class ResponseRequest(WireModel):
                 cache_salt=self.cache_salt or "",
             ),
             sampling=SamplingOptions(
-                **{name: value for name in _SAMPLING if (value := getattr(self, name)) is not None},
-                top_k=max(self.top_k or 0, 0),
+                **self.given_numbers(),
                 logit_bias=tuple((int(key), value) for key, value in (self.logit_bias or {}).items()),
                 num_logprobs=num_logprobs,
             ),
