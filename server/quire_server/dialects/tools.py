@@ -56,6 +56,12 @@ class ToolDefinition(WireModel):
         )
 
 
+def template_tool(name: str, description: str | None, parameters: Mapping[str, object]) -> dict[str, object]:
+    """A function as chat templates expect it, without a description where it has none."""
+    described = {"description": description} if description else {}
+    return {"type": "function", "function": {"name": name, **described, "parameters": parameters}}
+
+
 class NamedFunction(WireModel):
     name: ToolName
 

@@ -36,7 +36,7 @@ from quire_server.dialects.common import (
     WireModel,
     review_extras,
 )
-from quire_server.dialects.tools import tool_options
+from quire_server.dialects.tools import template_tool, tool_options
 from quire_server.errors import BadRequest
 
 MAX_MESSAGES = 4096
@@ -206,11 +206,7 @@ class ToolDefinition(WireModel):
         )
 
     def for_template(self) -> dict[str, object]:
-        function: dict[str, object] = {"name": self.name}
-        if self.description:
-            function["description"] = self.description
-        function["parameters"] = self.input_schema
-        return {"type": "function", "function": function}
+        return template_tool(self.name, self.description, self.input_schema)
 
 
 Tools = Annotated[

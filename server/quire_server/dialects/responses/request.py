@@ -49,7 +49,7 @@ from quire_server.dialects.responses.items import (
     ReasoningItem,
     text_of,
 )
-from quire_server.dialects.tools import MAX_TOOLS, ChosenTool, ToolName, tool_options
+from quire_server.dialects.tools import MAX_TOOLS, ChosenTool, ToolName, template_tool, tool_options
 from quire_server.errors import BadRequest
 
 
@@ -126,11 +126,7 @@ class FunctionTool(WireModel):
         )
 
     def for_template(self) -> dict[str, object]:
-        function: dict[str, object] = {"name": self.name}
-        if self.description:
-            function["description"] = self.description
-        function["parameters"] = self.parameters or {"type": "object", "properties": {}}
-        return {"type": "function", "function": function}
+        return template_tool(self.name, self.description, self.parameters or {"type": "object", "properties": {}})
 
     def shown(self) -> dict[str, object]:
         """As the reply repeats it."""
