@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -20,19 +20,22 @@ from rich.table import Table
 from quire_engine.errors import ConfigError, QuireError
 from quire_engine.simulation.cost_model import cost_model
 from quire_server.checkpoint.locate import localized
-from quire_server.commands.planning.shown import complain, duration, wide_console
+from quire_server.commands.showing.terminal import (
+    BAD_USAGE,
+    DONE,
+    FAILED,
+    Parser,
+    above_0,
+    complain,
+    duration,
+    wide_console,
+)
 from quire_server.commands.simulate import DEFAULT_COST
 from quire_server.engine.json_child import ask
 from quire_server.flags import parse_flags
 from quire_server.settings import SettingsError
 
-DONE, FAILED, BAD_USAGE = 0, 1, 2
 _PATIENCE = 900.0  # seconds beside the measuring: a large model may have to be loaded
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(BAD_USAGE, f"quire calibrate: {message}\n")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -62,26 +65,18 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="quire calibrate",
         usage="quire calibrate [flags] [-- flags of quire serve]",
         description="Measure what steps take on this machine, for `quire simulate` and `quire plan`: decodes over batch"
         " sizes and contexts, prompts over chunk sizes, with a fifth of the steps held out to tell the error.",
         allow_abbrev=False,
     )
-    parser.add_argument("--seconds", type=_positive, default=60.0, metavar="S", help="time to measure [60]")
+    parser.add_argument(
+        "--seconds", type=above_0("seconds", most=86400), default=60.0, metavar="S", help="time to measure [60]"
+    )
     parser.add_argument("--out", type=Path, default=Path(DEFAULT_COST), metavar="FILE", help=f"[{DEFAULT_COST}]")
     return parser
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 86400:
-        raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text!r}")
-    return value
 
 
 def print_calibration(found: dict[str, Any], console: Console) -> None:

@@ -10,7 +10,6 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
@@ -22,18 +21,21 @@ from quire_engine.simulation.slo import parse_slo
 from quire_server.commands.diagnosis.causes import Diagnosis, diagnose
 from quire_server.commands.diagnosis.scrapes import Scrape, Window, read_scrape
 from quire_server.commands.health import listening
-from quire_server.commands.planning.shown import complain, duration, wide_console
+from quire_server.commands.showing.terminal import (
+    BAD_USAGE,
+    DONE,
+    FAILED,
+    Parser,
+    above_0,
+    complain,
+    duration,
+    wide_console,
+)
 
-DONE, FAILED, BAD_USAGE = 0, 1, 2
 DEFAULT_SLO = "ttft_p95=2s,itl_p95=200ms"
 _EVERY = 1.0  # seconds between scrapes: gauges change faster than counters matter
 _TIMEOUT = 10.0
 _MOST_BYTES = 16 << 20
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(BAD_USAGE, f"quire doctor: {message}\n")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -58,7 +60,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="quire doctor",
         description="Read a running server's metrics for a while, hold them against objectives, and name the cause"
         " where one is missed: with the numbers that show it, and what to change.",
@@ -66,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--url", help="of the server [the one that runs here]")
     parser.add_argument("--slo", default=DEFAULT_SLO, metavar="LIST", help=f"objectives [{DEFAULT_SLO}]")
-    parser.add_argument("--seconds", type=_positive, default=10.0, metavar="S", help="time to look [10]")
+    parser.add_argument(
+        "--seconds", type=above_0("seconds", most=3600), default=10.0, metavar="S", help="time to look [10]"
+    )
     parser.add_argument("--since-start", action="store_true", help="all since the server's start, not this time alone")
     parser.add_argument("--api-key", metavar="KEY", help="if the server needs one")
     return parser
@@ -78,16 +82,6 @@ def _found() -> str:
         found = f"several servers listen here: {', '.join(addresses)}" if addresses else "no server listens here"
         raise ConfigError(f"{found}; name one with --url")
     return addresses[0]
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 3600:
-        raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text!r}")
-    return value
 
 
 def fetch(url: str, headers: dict[str, str]) -> str:

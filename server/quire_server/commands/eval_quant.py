@@ -10,7 +10,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 from rich.console import Console
@@ -20,14 +19,13 @@ from quire_engine.demo import demo_model_path
 from quire_engine.errors import QuireError
 from quire_engine.quality_store import Quality
 from quire_server.checkpoint.locate import checkpoint_directory
+from quire_server.commands.showing.terminal import BAD_USAGE, DONE, FAILED, Parser, complain, whole_number, wide_console
 from quire_server.engine.json_child import ask
 from quire_server.errors import ApiError
 from quire_server.settings import DEMO_MODEL
 from quire_server.text.quality_prompts import prompt_ids
 from quire_server.text.tokenizer import TextTokenizer
 
-DONE, FAILED, BAD_USAGE = 0, 1, 2
-WIDTH = 110  # where there is no terminal
 MEANING = (
     "KL is how far the distribution of the next token moves, in nats: 0 is not at all, and a mean of at most 0.01 is"
     " what we ask of int8 on the embedded model. Greedy agreement is the share of positions where both find the same"
@@ -37,23 +35,20 @@ MEANING = (
 )
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(BAD_USAGE, f"quire eval-quant: {message}\n")
-
-
 def run(argv: Sequence[str]) -> int:
     """Measure and print; the process's exit code."""
     given = _parser().parse_args(argv)
     if given.json is not None and not given.json.absolute().parent.is_dir():
-        return _complain(f"{given.json} cannot be written: there is no such directory", BAD_USAGE)
+        return complain("eval-quant", f"{given.json} cannot be written: there is no such directory", BAD_USAGE)
     variants = [{"quantization": name, "kv_cache_dtype": given.kv_cache_dtype} for name in given.quantization]
     if {"quantization": None, "kv_cache_dtype": "auto"} in variants:
-        return _complain("--quantization none leaves nothing to measure; add --kv-cache-dtype int8", BAD_USAGE)
+        return complain(
+            "eval-quant", "--quantization none leaves nothing to measure; add --kv-cache-dtype int8", BAD_USAGE
+        )
     try:
         found = ask("quality", _question(given, variants), Quality)
     except (QuireError, ApiError) as error:
-        return _complain(str(error), FAILED)
+        return complain("eval-quant", str(error), FAILED)
     except KeyboardInterrupt:
         return FAILED
     if given.json is not None:
@@ -63,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="quire eval-quant",
         description="Compare a model with itself in bf16 on a fixed set of prompts. `quire serve` shows the result.",
     )
@@ -77,15 +72,9 @@ def _parser() -> argparse.ArgumentParser:
         help="what to measure, of int8, int4 and none (weights in bf16); default: int8,int4",
     )
     parser.add_argument("--kv-cache-dtype", choices=("auto", "int8"), default="auto", help="of the quantised model")
-    parser.add_argument("--num-threads", type=_positive, help="compute threads; default: one for each usable core")
+    parser.add_argument("--num-threads", type=whole_number, help="compute threads; default: one for each usable core")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
-    return int(text)
 
 
 def _names(text: str) -> list[str | None]:
@@ -116,9 +105,7 @@ def _question(given: argparse.Namespace, variants: object) -> dict[str, object]:
 
 def print_table(model: str, found: Sequence[Quality], console: Console | None = None) -> None:
     """The numbers and what they mean."""
-    console = console or Console()
-    if not console.is_terminal:
-        console = Console(file=console.file, width=max(WIDTH, console.width))
+    console = wide_console(console)
     where = f"{found[0].num_positions:,} positions of {found[0].prompts}"
     table = Table(title=f"{model} beside itself in bf16, {where}", title_justify="left")
     for title in ("weights", "KV cache"):
@@ -138,8 +125,3 @@ def print_table(model: str, found: Sequence[Quality], console: Console | None = 
         )
     console.print(table)
     console.print(MEANING, highlight=False)
-
-
-def _complain(message: str, code: int) -> int:
-    print(f"quire eval-quant: {message}", file=sys.stderr)
-    return code

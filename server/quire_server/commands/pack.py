@@ -14,13 +14,11 @@ import msgspec
 
 from quire_engine.errors import ConfigError, EngineDead, QuireError
 from quire_server.checkpoint.locate import localized
-from quire_server.commands.planning.shown import complain
 from quire_server.commands.showing.loading import has_terminal, shown
+from quire_server.commands.showing.terminal import BAD_USAGE, DONE, FAILED, complain
 from quire_server.engine.json_child import replies
 from quire_server.flags import parse_flags
 from quire_server.settings import SettingsError
-
-DONE, FAILED, BAD_USAGE = 0, 1, 2
 
 
 class _Reply(msgspec.Struct):

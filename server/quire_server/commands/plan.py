@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
 
 from rich.console import Console
 
@@ -28,11 +27,10 @@ from quire_engine.simulation.traces import TraceError
 from quire_server.checkpoint.locate import checkpoint_directory
 from quire_server.commands.planning.kv_plan import add_kv_flags, print_kv
 from quire_server.commands.planning.plan_section import Circumstances, section, write
-from quire_server.commands.planning.shown import complain, wide_console
-from quire_server.commands.simulate import DEFAULT_COST, add_setup_flags, asked_trace, positive
+from quire_server.commands.showing.terminal import BAD_USAGE, DONE, FAILED, Parser, above_0, complain, wide_console
+from quire_server.commands.simulate import DEFAULT_COST, add_setup_flags, asked_trace
 from quire_server.settings import DEMO_MODEL, REMOVED, removed_line
 
-DONE, FAILED, BAD_USAGE = 0, 1, 2
 _EPILOG = f"""\
 Steps take what --cost says: a file of `quire calibrate` (default ./{DEFAULT_COST}), or numbers.
 
@@ -40,11 +38,6 @@ examples:
   quire plan --kv --model /models/Qwen3-0.6B --memory 60GB --prefix 200 --sessions 16
   quire plan --slo ttft_p95=2s,itl_p99=150ms --trace AzureLLMInferenceTrace_conv.csv --requests 600 \\
       --write SERVING.md"""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(BAD_USAGE, f"quire plan: {message}\n")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -67,7 +60,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="quire plan",
         description="Plan a server before it runs: the memory of its KV cache, or the settings for a load.",
         epilog=_EPILOG,
@@ -79,7 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     load.add_argument("--slo", metavar="LIST", help="objectives, such as ttft_p95=2s,itl_p99=150ms")
     load.add_argument("--trace", type=Path, metavar="FILE", help="Azure CSV, Mooncake jsonl, ServeGen JSON, or our own")
     load.add_argument("--requests", type=int, metavar="N", help="the first N of the trace [all]")
-    load.add_argument("--scale-len", type=positive, default=1.0, metavar="X", help="multiplies the trace's lengths [1]")
+    load.add_argument(
+        "--scale-len", type=above_0(), default=1.0, metavar="X", help="multiplies the trace's lengths [1]"
+    )
     load.add_argument("--seed", type=int, default=0, help="of the choice of candidates, and of drawn loads [0]")
     load.add_argument("--candidates", type=int, default=24, metavar="N", help="combinations of settings to try [24]")
     load.add_argument(

@@ -9,7 +9,6 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -22,15 +21,9 @@ from quire_engine.simulation.replaying import replay
 from quire_engine.simulation.report import Distribution, Report, report
 from quire_engine.simulation.setup import Setup, parse_settings
 from quire_engine.simulation.simulator import simulate
-from quire_server.commands.planning.shown import complain, duration, wide_console
+from quire_server.commands.showing.terminal import BAD_USAGE, DONE, FAILED, Parser, complain, duration, wide_console
 
-DONE, FAILED, BAD_USAGE = 0, 1, 2
 _MOST_SHOWN = 600  # characters of each side of a difference
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(BAD_USAGE, f"quire replay: {message}\n")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -52,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="quire replay",
         description="Make the recorded calls again on a scheduler of the recorded configuration and compare all plans."
         " With --set: the recorded load under other settings, beside the recorded ones, both simulated.",

@@ -28,9 +28,18 @@ from quire_engine.simulation.simulator import simulate
 from quire_engine.simulation.slo import Slo, parse_slo
 from quire_engine.simulation.static_batching import StaticOutcome, simulate_static
 from quire_engine.simulation.traces import TraceError, TraceRow, read_trace
-from quire_server.commands.planning.shown import complain, duration, print_report, print_static, wide_console
+from quire_server.commands.planning.shown import print_report, print_static
+from quire_server.commands.showing.terminal import (
+    BAD_USAGE,
+    DONE,
+    FAILED,
+    Parser,
+    above_0,
+    complain,
+    duration,
+    wide_console,
+)
 
-DONE, FAILED, BAD_USAGE = 0, 1, 2
 DEFAULT_COST = "quire-calibration.json"
 _EPILOG = f"""\
 Steps take what the cost model says: --cost FILE of `quire calibrate` (default ./{DEFAULT_COST}), or numbers
@@ -47,11 +56,6 @@ _GARBAGE_EVERY = 100_000  # objects: a simulation makes many that live long
 T = TypeVar("T", int, float)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(BAD_USAGE, f"quire simulate: {message}\n")
-
-
 def run(argv: Sequence[str]) -> int:
     """Simulate and print; the process's exit code."""
     given = _parser().parse_args(argv)
@@ -66,7 +70,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="quire simulate",
         description="Run a load through the scheduler that serves, without a machine: what would happen if.",
         epilog=_EPILOG,
@@ -83,8 +87,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     shape.add_argument("--prompt-tokens", type=int, default=1, metavar="N", help="of --lengths [1]")
     shape.add_argument("--requests", type=int, metavar="N", help="the first N of a trace [all]")
-    shape.add_argument("--scale-len", type=positive, default=1.0, metavar="X", help="multiplies a trace's lengths [1]")
-    shape.add_argument("--scale-rate", type=positive, default=1.0, metavar="X", help="a trace runs X times as fast [1]")
+    shape.add_argument("--scale-len", type=above_0(), default=1.0, metavar="X", help="multiplies a trace's lengths [1]")
+    shape.add_argument(
+        "--scale-rate", type=above_0(), default=1.0, metavar="X", help="a trace runs X times as fast [1]"
+    )
     shape.add_argument("--seed", type=int, default=0, help="of loads that are drawn [0]")
     add_setup_flags(parser)
     out = parser.add_argument_group("Output")
@@ -217,14 +223,3 @@ def _numbers(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
             raise argparse.ArgumentTypeError(f"expected numbers such as 32,128, got {text!r}") from None
 
     return parse
-
-
-def positive(text: str) -> float:
-    """A flag's number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
-    return value

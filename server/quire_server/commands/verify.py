@@ -7,10 +7,9 @@ work. Must not know: torch.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 import msgspec
 from rich.console import Console
@@ -20,11 +19,10 @@ from rich.table import Table
 from quire_engine.config import Device, KernelChoice
 from quire_engine.errors import QuireError
 from quire_server.checkpoint.locate import checkpoint_directory
+from quire_server.commands.showing.terminal import BAD_USAGE, DONE, FAILED, Parser, complain, whole_number, wide_console
 from quire_server.engine.json_child import ask
 from quire_server.settings import DEMO_MODEL
 
-DONE, FAILED, BAD_USAGE = 0, 1, 2
-WIDTH = 110  # where there is no terminal
 PATIENCE = 60.0  # seconds for one check
 LONGEST = 900.0  # for all, if the process cannot end itself
 MOST_PROBLEMS = 20  # shown; the JSON has all
@@ -75,16 +73,11 @@ class Report(msgspec.Struct):
     greedy: Greedy | None
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(BAD_USAGE, f"quire verify: {message}\n")
-
-
 def run(argv: Sequence[str]) -> int:
     """Check and print; the process's exit code."""
     given = _parser().parse_args(argv)
     if given.json is not None and not given.json.absolute().parent.is_dir():
-        return _complain(f"{given.json} cannot be written: there is no such directory", BAD_USAGE)
+        return complain("verify", f"{given.json} cannot be written: there is no such directory", BAD_USAGE)
     try:
         question = {
             "device": given.device,
@@ -96,7 +89,7 @@ def run(argv: Sequence[str]) -> int:
         }
         (report,) = ask("verify", question, Report, timeout=LONGEST)
     except QuireError as error:
-        return _complain(str(error), FAILED)
+        return complain("verify", str(error), FAILED)
     except KeyboardInterrupt:
         return FAILED
     if given.json is not None:
@@ -106,7 +99,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="quire verify",
         description="Check every operation of the kernels that would serve against the reference on this machine, in"
         " batches of many sizes, and the embedded model's answers against those recorded on a CPU.",
@@ -121,15 +114,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", default=DEMO_MODEL, metavar="DIR", help="checkpoint whose sizes are checked; no weight is read"
     )
-    parser.add_argument("--num-threads", type=_positive, help="compute threads; default: one for each usable core")
+    parser.add_argument("--num-threads", type=whole_number, help="compute threads; default: one for each usable core")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results here, to be sent")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
-    return int(text)
 
 
 def _model(given: str) -> str | None:
@@ -141,9 +128,7 @@ def _model(given: str) -> str | None:
 
 def print_report(report: Report, console: Console | None = None) -> None:
     """One table, what is wrong, and the verdict."""
-    console = console or Console()
-    if not console.is_terminal:
-        console = Console(file=console.file, width=max(WIDTH, console.width))
+    console = wide_console(console)
     console.print(_table(report))
     console.print(MEANING, highlight=False)
     failed = [check for check in report.checks if not check.ok]
@@ -207,8 +192,3 @@ def _where(report: Report) -> str:
         return f"{report.machine['processor']}, {report.machine['cores']} cores"
     gpu = gpus[0]
     return f"{gpu['name']} ({gpu['capability']}, driver {report.machine['gpu_driver']})"
-
-
-def _complain(message: str, code: int) -> int:
-    print(f"quire verify: {message}", file=sys.stderr)
-    return code

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from quire_engine.simulation.slo import Objective, Slo
 from quire_server.commands.diagnosis.scrapes import Window
-from quire_server.commands.planning.shown import duration
+from quire_server.commands.showing.terminal import duration
 
 _HISTOGRAMS = {
     "ttft": "quire_time_to_first_token_seconds",

@@ -15,6 +15,7 @@ from rich.table import Table
 from quire_engine.errors import ConfigError
 from quire_engine.memory_plan import bytes_text
 from quire_engine.simulation.kv_memory import KVShape, kv_shape, sequence_memory, shared_prefix
+from quire_server.commands.showing.terminal import whole_number
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SHAPE = ("layers", "kv_heads", "head_dim", "bytes_per_value")
@@ -31,14 +32,14 @@ def add_kv_flags(parser: argparse.ArgumentParser, default_model: str) -> None:
         help=f"checkpoint, of which only config.json is read [{default_model}]",
     )
     group.add_argument("--shape", metavar="L,H,D,B", help="instead: layers, KV heads, head width, bytes of a number")
-    group.add_argument("--block-size", type=_count, default=16, metavar="N", help="tokens of a block [16]")
-    group.add_argument("--tokens", type=_count, default=500, metavar="N", help="of a sequence [500]")
+    group.add_argument("--block-size", type=whole_number, default=16, metavar="N", help="tokens of a block [16]")
+    group.add_argument("--tokens", type=whole_number, default=500, metavar="N", help="of a sequence [500]")
     group.add_argument(
-        "--max-len", type=_count, metavar="N", help="what would be reserved for it [4096, or the model's]"
+        "--max-len", type=whole_number, metavar="N", help="what would be reserved for it [4096, or the model's]"
     )
     group.add_argument("--memory", type=_bytes, metavar="SIZE", help="a pool, such as 60GB or 60GiB: its blocks")
-    group.add_argument("--prefix", type=_count, metavar="N", help="tokens that sessions have in common")
-    group.add_argument("--sessions", type=_count, default=16, metavar="N", help="how many have them [16]")
+    group.add_argument("--prefix", type=whole_number, metavar="N", help="tokens that sessions have in common")
+    group.add_argument("--sessions", type=whole_number, default=16, metavar="N", help="how many have them [16]")
 
 
 def print_kv(given: argparse.Namespace, folder: Path, console: Console) -> int:
@@ -101,12 +102,6 @@ def _decimal(count: int) -> str:
         if count >= factor:
             return f"{count / factor:.4g} {unit}"
     return f"{count} B"
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
-    return int(text)
 
 
 def _bytes(text: str) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from quire_engine.errors import ConfigError
 from quire_engine.simulation.search import BACKLOG, Plan, Sustained
 from quire_engine.simulation.slo import Slo
-from quire_server.commands.planning.shown import duration
+from quire_server.commands.showing.terminal import duration
 
 BEGIN, END = "<!-- quire plan: begin; written by `quire plan --write` -->", "<!-- quire plan: end -->"
 _LEAST_LENGTHS = 10  # a load lasts so many times as long as a request

@@ -5,15 +5,13 @@ Promises: a number that is not known is a dash.
 
 from __future__ import annotations
 
-import sys
-
 from rich.console import Console
 from rich.table import Table
 
 from quire_engine.simulation.report import Distribution, Report
 from quire_engine.simulation.static_batching import StaticOutcome
+from quire_server.commands.showing.terminal import duration
 
-WIDTH = 110  # where there is no terminal
 _LATENCIES = (
     ("ttft", "time to the first token"),
     ("itl", "between two tokens"),
@@ -21,30 +19,6 @@ _LATENCIES = (
     ("e2e", "whole request"),
     ("queue", "in the queue"),
 )
-
-
-def wide_console(console: Console | None = None) -> Console:
-    """One on which tables are not squeezed."""
-    console = console or Console()
-    return console if console.is_terminal else Console(file=console.file, width=max(WIDTH, console.width))
-
-
-def complain(command: str, message: str, code: int) -> int:
-    """Say on stderr what is wrong; returns the exit code."""
-    for line in message.splitlines():
-        print(f"quire {command}: {line}", file=sys.stderr)
-    return code
-
-
-def duration(seconds: float | None) -> str:
-    """Three significant digits in a unit that fits."""
-    if seconds is None:
-        return "-"
-    factor, unit = next(
-        ((factor, unit) for factor, unit in ((1.0, "s"), (1e3, "ms")) if abs(seconds) * factor >= 0.9995), (1e6, "us")
-    )
-    value = seconds * factor
-    return f"{value:,.0f} {unit}" if abs(value) >= 999.5 else f"{value:.3g} {unit}"
 
 
 def print_report(title: str, found: Report, console: Console) -> None:
