@@ -52,11 +52,16 @@ class ApiError(Exception):
         self.headers: dict[str, str] = dict(headers or {})
 
 
-class BadRequest(ApiError):
+class ClientError(ApiError):
+    """Base of those that the request itself, or its client, has led to."""
+
+    type = "invalid_request_error"
+
+
+class BadRequest(ClientError):
     """400: a value, type, range or combination that cannot be served; `param` names the field."""
 
     status = 400
-    type = "invalid_request_error"
     default_code = "invalid_value"
 
 
@@ -76,11 +81,10 @@ class ContextLengthExceeded(BadRequest):
     default_code = "context_length_exceeded"
 
 
-class Unauthorized(ApiError):
+class Unauthorized(ClientError):
     """401: no key, or not one of ours. The same text for every cause."""
 
     status = 401
-    type = "invalid_request_error"
     default_code = "invalid_api_key"
 
     def __init__(self) -> None:
@@ -88,11 +92,10 @@ class Unauthorized(ApiError):
         super().__init__(message, headers={"WWW-Authenticate": 'Bearer realm="quire"'})
 
 
-class Forbidden(ApiError):
+class Forbidden(ClientError):
     """403: for the operator only, and no key could help here."""
 
     status = 403
-    type = "invalid_request_error"
     default_code = "admin_only"
 
 
@@ -102,73 +105,65 @@ class HostNotAllowed(Forbidden):
     default_code = "host_not_allowed"
 
 
-class RouteNotFound(ApiError):
+class RouteNotFound(ClientError):
     """404: no such path."""
 
     status = 404
-    type = "invalid_request_error"
     default_code = "not_found"
 
 
-class ModelNotFound(ApiError):
+class ModelNotFound(ClientError):
     """404: the name is not one this server answers to."""
 
     status = 404
-    type = "invalid_request_error"
     default_code = "model_not_found"
 
     def __init__(self, model: str) -> None:
         super().__init__(f"The model '{model[:96]}' does not exist.", param="model")
 
 
-class ResponseNotFound(ApiError):
+class ResponseNotFound(ClientError):
     """404: no response or item of that id is stored for this key."""
 
     status = 404
-    type = "invalid_request_error"
     default_code = "response_not_found"
 
 
-class NotRemembered(ApiError):
+class NotRemembered(ClientError):
     """404: what was asked about the engine is not known, or not any more."""
 
     status = 404
-    type = "invalid_request_error"
     default_code = "not_remembered"
 
 
-class MethodNotAllowed(ApiError):
+class MethodNotAllowed(ClientError):
     """405: the path exists, the method does not."""
 
     status = 405
-    type = "invalid_request_error"
     default_code = "method_not_allowed"
 
 
-class RequestTimeout(ApiError):
+class RequestTimeout(ClientError):
     """408: the client was too slow to send its request; the connection is closed."""
 
     status = 408
-    type = "invalid_request_error"
     default_code = "request_timeout"
 
     def __init__(self, message: str) -> None:
         super().__init__(message, headers={"Connection": "close"})
 
 
-class Conflict(ApiError):
+class Conflict(ClientError):
     """409: not in the state that the server is in."""
 
     status = 409
-    type = "invalid_request_error"
     default_code = "conflict"
 
 
-class PayloadTooLarge(ApiError):
+class PayloadTooLarge(ClientError):
     """413: more body bytes than the limit; the connection is closed."""
 
     status = 413
-    type = "invalid_request_error"
     default_code = "payload_too_large"
 
     def __init__(self, limit_bytes: int, *, max_model_len: int | None = None) -> None:
@@ -182,11 +177,10 @@ class PayloadTooLarge(ApiError):
         super().__init__(message, code=code, headers={"Connection": "close"})
 
 
-class UnsupportedMediaType(ApiError):
+class UnsupportedMediaType(ClientError):
     """415: the body is not plain JSON."""
 
     status = 415
-    type = "invalid_request_error"
     default_code = "unsupported_media_type"
 
 
@@ -207,22 +201,20 @@ class QueueFull(ApiError):
         super().__init__(message, code=code, headers=_retry_headers(retry_after_seconds, _LONGEST_QUEUE_WAIT))
 
 
-class HeadersTooLarge(ApiError):
+class HeadersTooLarge(ClientError):
     """431: too many header fields or too many header bytes; the connection is closed."""
 
     status = 431
-    type = "invalid_request_error"
     default_code = "headers_too_large"
 
     def __init__(self, message: str) -> None:
         super().__init__(message, headers={"Connection": "close"})
 
 
-class ClientGone(ApiError):
+class ClientGone(ClientError):
     """499, seen in logs and metrics only: the client left before its reply."""
 
     status = 499
-    type = "invalid_request_error"
     default_code = "client_gone"
 
     def __init__(self) -> None:
