@@ -42,7 +42,6 @@ REASONS = {
     "quire.progress": "the one place of the library that draws progress bars",
     "quire_engine.grammar_limits": "what the engine and the server must agree on, and nothing else",
     "quire_engine.process.faults": "a process without faults does not load it",
-    "quire_engine.simulation.comparison": "a question of its own beside the report",
     "quire_kernels.cpu.kv_layout": "asked before any kernel, or torch, is loaded",
     "quire_kernels.flash.attention": "the record that each library of flash attention fills",
     "quire_kernels.reference.rope": "the specification of one op",

@@ -6,7 +6,7 @@ Promises: seconds and counts; a number that a run cannot give is None, never 0.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -208,3 +208,35 @@ def _tenants(requests: Sequence[Served]) -> tuple[TenantService, ...]:
             )
         )
     return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One number of two reports, before and after."""
+
+    name: str
+    before: float
+    after: float
+
+    @property
+    def ratio(self) -> float | None:
+        """After over before; None where before is 0."""
+        return self.after / self.before if self.before else None
+
+
+def compare(before: Mapping[str, object], after: Mapping[str, object]) -> list[Difference]:
+    """The numbers that two reports, as plain values, both have and that differ, by their path in the report."""
+    old = dict(_numbers(before))
+    return [
+        Difference(name=name, before=old[name], after=value)
+        for name, value in _numbers(after)
+        if name in old and old[name] != value
+    ]
+
+
+def _numbers(plain: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in plain.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{name}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{prefix}{name}", float(value)

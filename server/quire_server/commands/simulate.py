@@ -17,12 +17,11 @@ from typing import NoReturn, TypeVar
 from rich.console import Console
 
 from quire_engine.errors import ConfigError
-from quire_engine.simulation.comparison import compare
 from quire_engine.simulation.cost_model import read_cost
 from quire_engine.simulation.lengths import exercise_setup, rows_of
 from quire_engine.simulation.outcome import Outcome
 from quire_engine.simulation.plotting import svg, terminal
-from quire_engine.simulation.report import Report, report
+from quire_engine.simulation.report import Report, compare, report
 from quire_engine.simulation.setup import Setup, parse_settings, setup
 from quire_engine.simulation.simulator import simulate
 from quire_engine.simulation.slo import Slo, parse_slo

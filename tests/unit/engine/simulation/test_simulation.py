@@ -12,11 +12,10 @@ import pytest
 from quire_bench.studies.published import poisson
 from quire_engine.batch import Batch
 from quire_engine.errors import ConfigError
-from quire_engine.simulation.comparison import compare
 from quire_engine.simulation.cost_model import UNIT_STEPS, CostModel, cost_model, read_cost, seconds
 from quire_engine.simulation.lengths import exercise_setup, rows_of
 from quire_engine.simulation.plotting import svg, terminal
-from quire_engine.simulation.report import jain, report
+from quire_engine.simulation.report import compare, jain, report
 from quire_engine.simulation.setup import Setup, parse_settings, setup
 from quire_engine.simulation.simulator import simulate
 from quire_engine.simulation.slo import parse_slo
