@@ -7,25 +7,7 @@
 
 namespace quire {
 
-QUIRE_API const char* quire_variant() {
-#if defined(QUIRE_AMX)
-  return "amx";
-#elif defined(QUIRE_AVX512) && defined(__AVX512BF16__) && defined(__AVX512VNNI__)
-  return "avx512_bf16";
-#elif defined(QUIRE_AVX512) && defined(__AVX512VNNI__)
-  return "avx512_vnni";
-#elif defined(QUIRE_AVX512)
-  return "avx512";
-#elif defined(QUIRE_AVX2) && defined(__AVXVNNI__)
-  return "avx2_vnni";
-#elif defined(QUIRE_AVX2)
-  return "avx2";
-#elif defined(QUIRE_NEON_BF16)
-  return "neon_bf16";
-#else
-  return "portable";
-#endif
-}
+QUIRE_API const char* quire_variant() { return kVariant; }
 
 QUIRE_API Context* quire_create(int32_t threads, const int32_t* cpus) {
   try {

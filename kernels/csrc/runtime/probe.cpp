@@ -115,43 +115,12 @@ double multiply_adds(Kind kind, double seconds, volatile float* sink) {
   }
 }
 
-// The instruction of each kind. None: what the hardware lacks is emulated, which is no limit of the machine.
+// The instruction of each kind; empty where the hardware has none.
 const char* instruction(Kind kind) {
   switch (kind) {
-    case kFp32:
-#if defined(QUIRE_AVX512) || defined(QUIRE_AVX2)
-      return "VFMADD231PS";
-#elif defined(__aarch64__)
-      return "FMLA";
-#else
-      return "plain C++";
-#endif
-    case kBf16:
-#if defined(QUIRE_AMX)
-      return "TDPBF16PS";
-#elif defined(__AVX512BF16__)
-      return "VDPBF16PS";
-#elif defined(QUIRE_NEON_BF16)
-      return "BFDOT";
-#else
-      return "";
-#endif
-    case kInt8:  // where there is none for bytes, they are multiplied as 16 bits in parts
-#if defined(QUIRE_AMX)
-      return "TDPBUSD";
-#elif defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-      return "VPDPBUSD";
-#elif defined(QUIRE_AVX512) || defined(QUIRE_AVX2)
-      return "VPMADDWD";
-#elif defined(QUIRE_NEON_BF16)
-      return "USDOT";
-#elif defined(__aarch64__)
-      return "SADALP";
-#elif defined(__SSE2__)
-      return "PMADDWD";
-#else
-      return "plain C++";
-#endif
+    case kFp32: return kFloatInstruction;
+    case kBf16: return kPairInstruction;
+    case kInt8: return kQuadInstruction;
   }
   return "";
 }

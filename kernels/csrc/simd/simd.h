@@ -14,6 +14,8 @@
 #include "simd/simd_portable.h"
 #endif
 #include "simd/tiles.h"
+// Behind the others, whose macros it reads.
+#include "simd/instructions.h"
 
 namespace quire {
 
