@@ -18,13 +18,12 @@ from quire_kernels.cpu.choice import load_chosen
 from quire_kernels.cpu.context import Arena, Context
 from quire_kernels.cpu.layers import CpuLayers
 from quire_kernels.cpu.library import OnCompiled
-from quire_kernels.cpu.packing import PackedLinear, Packer, packed_form
+from quire_kernels.cpu.packing import KINDS, PackedLinear, Packer, packed_form
 from quire_kernels.cpu.topology import by_core
 from quire_kernels.kernel_set import KernelSet, Quantization
 from quire_kernels.reference import REFERENCE
 
 _BF16 = torch.bfloat16
-_BITS: dict[Quantization | None, float] = {None: 16.0, "int8": 8.0, "int4": 4.25}  # int4: a byte of scale for every 32
 
 
 def cpu_kernel_set(
@@ -62,7 +61,7 @@ def cpu_kernel_set(
         greedy=linear.greedy,
         new_kv=attention.new_kv,
         kv_block_bytes=attention.kv_block_bytes,
-        packed_bits=_BITS[quantization],
+        packed_bits=KINDS[quantization].bits,
         packed_bytes=lambda weight: weight.num_bytes,
         bind_layers=partial(CpuLayers, context, attention),
         packed_form=packed_form(context, quantization),

@@ -22,7 +22,6 @@ from quire_kernels.packed_form import Allocate, PackedForm, PackGateUp, PackLine
 # Of the bytes: it changes with what any kind of weight is packed into, and files of other versions are packed anew.
 PACKING_VERSION = 1
 
-_KINDS: dict[Quantization | None, int] = {None: 0, "int8": 1, "int4": 2}
 # The memory of a matrix, by its names in C++, and what it holds; not every kind has all.
 _PARTS = {
     "packed": torch.uint8,
@@ -35,6 +34,26 @@ _PANEL_ROWS = 64
 _K_MULTIPLE = 32
 _MAX_K = 65536  # int32 sums of products of bytes
 _ALIGNMENT = 64
+
+
+class WeightKind(NamedTuple):
+    """How weights are held: one of `enum WeightKind` in C++."""
+
+    number: int  # there
+    group_bytes: int  # of _K_MULTIPLE values of a row, at most
+    lane_parts: tuple[str, ...] = ()  # what is kept for every output row
+
+    @property
+    def bits(self) -> float:
+        """Of a value, at most."""
+        return self.group_bytes * 8 / _K_MULTIPLE
+
+
+KINDS: dict[Quantization | None, WeightKind] = {
+    None: WeightKind(0, 2 * _K_MULTIPLE),
+    "int8": WeightKind(1, _K_MULTIPLE, ("scales", "sums")),
+    "int4": WeightKind(2, _K_MULTIPLE // 2 + 1, ("scales",)),  # a group has a byte of scale
+}
 
 
 class PackedLinear(NamedTuple):
@@ -58,7 +77,7 @@ class Packer:
     def __init__(self, context: Context, quantization: Quantization | None, allocate: Allocate) -> None:
         self._context = context
         self._library = context.library
-        self._kind = _KINDS[quantization]
+        self._kind = KINDS[quantization]
         self._allocate = allocate
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
@@ -98,7 +117,7 @@ class Packer:
         if self._library.quire_lay_out(*operands):
             raise MemoryError("packing a weight matrix")
         parts["packed"] = self._memory("packed", int(parts["starts"][-1]))
-        parts |= {name: self._memory(name, lanes) for name in _lane_parts(self._kind)}
+        parts |= {name: self._memory(name, lanes) for name in self._kind.lane_parts}
         if bias is not None:
             parts["bias"] = self._memory("bias", lanes).copy_(bias)
         _point(args, parts)
@@ -113,7 +132,7 @@ class Packer:
 
 def packed_form(context: Context, quantization: Quantization | None) -> PackedForm:
     """What the kernel set of a context says of its matrices."""
-    library, kind = context.library, _KINDS[quantization]
+    library, kind = context.library, KINDS[quantization]
 
     def packer(allocate: Allocate) -> tuple[PackLinear, PackGateUp]:
         packing = Packer(context, quantization, allocate)
@@ -138,14 +157,16 @@ def packed_form(context: Context, quantization: Quantization | None) -> PackedFo
     )
 
 
-def _restored(library: ctypes.CDLL, kind: int, facts: Mapping[str, int], memory: Mapping[str, Tensor]) -> PackedLinear:
+def _restored(
+    library: ctypes.CDLL, kind: WeightKind, facts: Mapping[str, int], memory: Mapping[str, Tensor]
+) -> PackedLinear:
     """A matrix from its memory, after a look at all that C++ takes on trust."""
     n, k, gate_up = (facts[name] for name in ("n", "columns", "gate_up"))
     if not 0 < k <= _MAX_K or n <= 0 or gate_up not in (0, 1):
         raise ValueError(f"there is no packed matrix of {n} x {k}")
     args = _arguments(kind, n, k, gate_up=bool(gate_up))
     lanes = _lanes(library, args)
-    lengths = {"starts": lanes // _PANEL_ROWS + 1, **dict.fromkeys(_lane_parts(kind), lanes)}
+    lengths = {"starts": lanes // _PANEL_ROWS + 1, **dict.fromkeys(kind.lane_parts, lanes)}
     if "bias" in memory:
         lengths["bias"] = lanes
     if memory.keys() != {"packed", *lengths}:
@@ -163,17 +184,12 @@ def _restored(library: ctypes.CDLL, kind: int, facts: Mapping[str, int], memory:
     return _packed(args, parts)
 
 
-def _arguments(kind: int, n: int, k: int, *, gate_up: bool) -> LinearArgs:
-    return LinearArgs(kind=kind, gate_up=int(gate_up), n=n, k=-(-k // _K_MULTIPLE) * _K_MULTIPLE, columns=k)
+def _arguments(kind: WeightKind, n: int, k: int, *, gate_up: bool) -> LinearArgs:
+    return LinearArgs(kind=kind.number, gate_up=int(gate_up), n=n, k=-(-k // _K_MULTIPLE) * _K_MULTIPLE, columns=k)
 
 
 def _lanes(library: ctypes.CDLL, args: LinearArgs) -> int:
     return int(library.quire_panel_count(ctypes.addressof(args))) * _PANEL_ROWS
-
-
-def _lane_parts(kind: int) -> tuple[str, ...]:
-    """What a kind keeps for every output row."""
-    return {_KINDS[None]: (), _KINDS["int8"]: ("scales", "sums"), _KINDS["int4"]: ("scales",)}[kind]
 
 
 def _point(args: LinearArgs, parts: Mapping[str, Tensor]) -> None:
@@ -186,14 +202,11 @@ def _packed(args: LinearArgs, parts: dict[str, Tensor]) -> PackedLinear:
     return PackedLinear(ctypes.addressof(args), outputs, args.columns, bool(args.gate_up), args, parts)
 
 
-def _most_bytes(kind: int, rows: int, columns: int) -> int:
+def _most_bytes(kind: WeightKind, rows: int, columns: int) -> int:
     """A gate-up pair may have one panel more than its rows fill; what is coded is smaller than what it is made of."""
     panels = -(-rows // _PANEL_ROWS) + 1
     groups = -(-columns // _K_MULTIPLE)
-    of_a_group = {_KINDS[None]: 2 * _K_MULTIPLE, _KINDS["int8"]: _K_MULTIPLE, _KINDS["int4"]: 1 + _K_MULTIPLE // 2}[
-        kind
-    ]
-    of_a_lane = groups * of_a_group + sum(_PARTS[name].itemsize for name in ("scales", "sums", "bias"))
+    of_a_lane = groups * kind.group_bytes + sum(_PARTS[name].itemsize for name in ("scales", "sums", "bias"))
     starts = (panels + 1) * _PARTS["starts"].itemsize
     return panels * _PANEL_ROWS * of_a_lane + starts + len(_PARTS) * _ALIGNMENT
 
