@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from architecture.source import ROOT
 
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -14,24 +12,6 @@ LOOKS_LIKE_A_PATH = re.compile(r"`((?:server|engine|kernels|benchmarks|configs|d
 
 def section(title: str) -> str:
     return TEXT.split(f"\n## {title}\n")[1].split("\n## ")[0]
-
-
-RECIPES = [line for line in section("Recipes").splitlines() if line.startswith("| a")]
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda line: line.split("|")[1].strip())
-def test_the_files_of_a_recipe_exist(recipe: str):
-    paths = LOOKS_LIKE_A_PATH.findall(recipe)
-    assert len(paths) >= 2
-    assert not [path for path in paths if not (ROOT / path).exists()]
-
-
-def test_there_is_a_recipe_for_everything_that_is_often_added():
-    added = {line.split("|")[1].strip() for line in RECIPES}
-    assert added >= {
-        *("a sampling parameter", "a metric", "a setting", "a limit of the scheduler", "a dialect"),
-        *("an order of the queue", "an op", "a kernel set", "an instruction set", "a kind of weight"),
-    }
 
 
 def test_every_path_in_the_text_exists():
