@@ -7,7 +7,8 @@ All updates come from the event loop's thread.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -99,9 +100,7 @@ class Values(Collector):
         counter = Counter(children if children is not None else [()] if not labels else [])
         for shown, constant, names in self._names(name, alias, labels, alias_label):
             self._exports.append(
-                _export_numbers(
-                    CounterMetricFamily, shown, text, constant=constant, labels=names, values=counter.values
-                )
+                _export(CounterMetricFamily, shown, text, constant=constant, labels=names, children=counter.values)
             )
         return counter
 
@@ -118,7 +117,7 @@ class Values(Collector):
         gauge = Gauge(children if children is not None else [()] if not labels else [])
         for shown, constant, names in self._names(name, alias, labels, None):
             self._exports.append(
-                _export_numbers(GaugeMetricFamily, shown, text, constant=constant, labels=names, values=gauge.values)
+                _export(GaugeMetricFamily, shown, text, constant=constant, labels=names, children=gauge.values)
             )
         return gauge
 
@@ -127,15 +126,16 @@ class Values(Collector):
         histogram = Histogram(bounds)
         for shown, constant, _ in self._names(name, alias, (), None):
             self._exports.append(
-                _export_histograms(shown, text, constant=constant, labels=(), children={(): histogram})
+                _export(HistogramMetricFamily, shown, text, constant=constant, labels=(), children={(): histogram})
             )
         return histogram
 
     def histograms(self, name: str, text: str, bounds: Sequence[float], label: str) -> HistogramByLabel:
         """Histograms by the value of one label, made as the values turn up."""
         family = HistogramByLabel(bounds)
+        children = family.children
         self._exports.append(
-            _export_histograms(name, text, constant=self._labels, labels=(label,), children=family.children)
+            _export(HistogramMetricFamily, name, text, constant=self._labels, labels=(label,), children=children)
         )
         return family
 
@@ -168,36 +168,22 @@ class HistogramByLabel:
         histogram.observe(value)
 
 
-def _export_numbers(
-    family: type[CounterMetricFamily] | type[GaugeMetricFamily],
+def _export(
+    family: type[CounterMetricFamily] | type[GaugeMetricFamily] | type[HistogramMetricFamily],
     name: str,
     text: str,
     *,
     constant: dict[str, str],
     labels: tuple[str, ...],
-    values: dict[tuple[str, ...], float],
+    children: Mapping[tuple[str, ...], float | Histogram],
 ) -> Callable[[], Metric]:
     def export() -> Metric:
         metric = family(name, text, labels=[*constant, *labels])
-        for child, value in list(values.items()):
-            metric.add_metric([*constant.values(), *child], value)
-        return metric
-
-    return export
-
-
-def _export_histograms(
-    name: str,
-    text: str,
-    *,
-    constant: dict[str, str],
-    labels: tuple[str, ...],
-    children: dict[tuple[str, ...], Histogram],
-) -> Callable[[], Metric]:
-    def export() -> Metric:
-        metric = HistogramMetricFamily(name, text, labels=[*constant, *labels])
-        for child, histogram in list(children.items()):
-            metric.add_metric([*constant.values(), *child], buckets=histogram.buckets(), sum_value=histogram.sum)
+        for child, value in list(children.items()):
+            sample: dict[str, Any] = {"value": value}
+            if isinstance(value, Histogram):
+                sample = {"buckets": value.buckets(), "sum_value": value.sum}
+            metric.add_metric([*constant.values(), *child], **sample)
         return metric
 
     return export

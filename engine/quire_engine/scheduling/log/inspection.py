@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from quire_engine.errors import Unanswerable
@@ -72,7 +72,7 @@ class Inspection:
         }
         if arguments.get("events"):
             last = chosen[-1].step_id if chosen else 0
-            answer["events"] = [self._event(e) for e in log.events if begin - 1 <= e.after_step <= last]
+            answer["events"] = [_event(e) for e in log.events if begin - 1 <= e.after_step <= last]
             answer |= {"config": asdict(self._config), "format": FORMAT, "restored_blocks": self._num_restored}
         return answer
 
@@ -177,40 +177,10 @@ class Inspection:
 
     def _record(self, log: StepLog, step: Step) -> StepRecord:
         return StepRecord(
-            step_id=step.step_id,
-            ordinal=step.ordinal,
-            planned_at=step.planned_at,
-            applied_at=step.applied_at,
-            applied_ordinal=step.applied_ordinal,
-            seconds=step.seconds,
             slices=tuple(_slices(log, step)),
             prefill_tokens=step.num_tokens - step.num_decodes,
             decode_tokens=step.num_decodes,
-            copies=step.copies,
-            swaps=step.swaps,
-            decisions=tuple(step.decisions),
-            running=step.running,
-            waiting=step.waiting,
-            blocks_used=step.blocks_used,
-            ends=tuple(step.ends),
-            forced=tuple(step.forced),
-            starved=tuple(step.starved),
-            failed=tuple(step.failed),
-            beams=tuple(step.beams),
-        )
-
-    def _event(self, event: Event) -> RequestEvent:
-        return RequestEvent(
-            kind=event.kind,
-            ordinal=event.ordinal,
-            after_step=event.after_step,
-            at=event.at,
-            request_id=event.request_id,
-            choice=event.choice,
-            request=event.asked,
-            num_tokens=event.num_tokens,
-            shared=event.shared,
-            complete_from=event.complete_from,
+            **_kept(StepRecord, step),
         )
 
 
@@ -222,6 +192,16 @@ _QUESTIONS: dict[str, Callable[[Inspection, Arguments], object]] = {
     "table": Inspection.table,
     "audit": Inspection.audit,
 }
+
+
+def _event(event: Event) -> RequestEvent:
+    return RequestEvent(request=event.asked, **_kept(RequestEvent, event))
+
+
+def _kept(record: type[StepRecord] | type[RequestEvent], entry: Step | Event) -> dict[str, Any]:
+    """The fields of a record that an entry of the log has by the same name; lists as they are now."""
+    found = {field.name: getattr(entry, field.name) for field in fields(record) if hasattr(entry, field.name)}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
 def _slices(log: StepLog, step: Step) -> Iterator[tuple[str, int, int, int]]:

@@ -512,17 +512,11 @@ class MessageRequest(SamplingFields, CountTokensRequest):
     priority: Int64 | None = Field(None, description="lower is earlier, under the priority policy")
 
     def options(self) -> GenerationOptions:
-        prompt = super().options()
-        return GenerationOptions(
-            prompt=prompt.prompt,
+        return replace(
+            super().options(),
             sampling=SamplingOptions(**self.given_numbers()),
             stop=StopOptions(max_tokens=self.max_tokens, strings=tuple(self.stop_sequences or ())),
             reply=ReplyOptions(stream=bool(self.stream)),
-            tools=prompt.tools,
-            structure=prompt.structure,
-            reasoning=prompt.reasoning,
-            model=prompt.model,
             priority=self.priority or 0,
             timeout=self.timeout,
-            ignored=prompt.ignored,
         )
