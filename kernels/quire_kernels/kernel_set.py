@@ -54,6 +54,21 @@ class AttentionInput(Protocol):
     def max_context_len(self) -> int: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRows:
+    """An `AttentionInput` made of values."""
+
+    positions: Tensor
+    kv_slots: Tensor
+    query_starts: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+    query_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    max_query_len: int
+    max_context_len: int
+
+
 class StepInput(AttentionInput, Protocol):
     """A step, and which S of its T rows are asked for what the last layer gives."""
 

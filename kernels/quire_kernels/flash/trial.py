@@ -7,7 +7,6 @@ else, is found out before the weights are read.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from quire_kernels.flash.attention import FlashAttention
 from quire_kernels.flash.library import Loaded
-from quire_kernels.kernel_set import AttentionShape, KVFormat
+from quire_kernels.kernel_set import AttentionRows, AttentionShape, KVFormat
 from quire_kernels.reference import REFERENCE
 from quire_kernels.reference.paged_kv import write_kv
 
@@ -23,21 +22,6 @@ _WINDOW = 5
 _HEADS, _KV_HEADS = 4, 2
 _LAYER, _LAYERS = 1, 2
 _TOLERANCE = 0.02  # of values of about 1, in bfloat16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """An `AttentionInput`."""
-
-    positions: Tensor
-    kv_slots: Tensor
-    query_starts: Tensor
-    context_lens: Tensor
-    block_tables: Tensor
-    query_lens: tuple[int, ...]
-    kv_lens: tuple[int, ...]
-    max_query_len: int
-    max_context_len: int
 
 
 def why_it_fails(loaded: Loaded, *, device: torch.device, dtype: torch.dtype, kv: KVFormat) -> str | None:
@@ -75,12 +59,12 @@ def why_it_fails(loaded: Loaded, *, device: torch.device, dtype: torch.dtype, kv
     return None
 
 
-def _step(lengths: tuple[int, ...], rows: tuple[int, ...], page: int, device: torch.device) -> _Step:
+def _step(lengths: tuple[int, ...], rows: tuple[int, ...], page: int, device: torch.device) -> AttentionRows:
     """Sequences in blocks 1, 2, ..., as many for each as the longest has."""
     width = -(-max(lengths) // page)
     tables = 1 + torch.arange(len(lengths) * width, dtype=torch.int32).view(len(lengths), width)
     positions = [at for length, own in zip(lengths, rows, strict=True) for at in range(length - own, length)]
-    return _Step(
+    return AttentionRows(
         positions=torch.tensor(positions, device=device),
         kv_slots=torch.zeros(len(positions), dtype=torch.int64, device=device),  # nothing is written
         query_starts=_int32([0, *accumulate(rows)], device),

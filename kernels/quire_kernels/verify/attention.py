@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire_kernels.kernel_set import AttentionShape
+from quire_kernels.kernel_set import AttentionRows, AttentionShape
 from quire_kernels.reference import REFERENCE
 from quire_kernels.reference.linear import rms_norm
 from quire_kernels.verify import tolerance
@@ -22,7 +22,7 @@ from quire_kernels.verify.exact_attention import attention_bound
 from quire_kernels.verify.findings import Check, Outcome, Subject, bits, close, compared_alone, same, together
 from quire_kernels.verify.heads import Heads, batches
 from quire_kernels.verify.operands import Numbers, Source, quarter_turns, usual_angles
-from quire_kernels.verify.steps import Rows, Slice, Tables
+from quire_kernels.verify.steps import Slice, Tables
 
 _CPU = torch.device("cpu")
 _LAYER, _NUM_LAYERS = 1, 2
@@ -214,7 +214,7 @@ class AttentionChecks:
         REFERENCE.rope_write(self._qkv.to(device), self._rope.to(device), self._on_device, kv, _LAYER, rows)
         return kv
 
-    def _attend(self, kv: Tensor, slices: Sequence[Slice], rows: Rows | None = None) -> Tensor:
+    def _attend(self, kv: Tensor, slices: Sequence[Slice], rows: AttentionRows | None = None) -> Tensor:
         device = self._subject.device
         q = self._truth.q[self._index(slices)].to(device, self._subject.dtype)
         rows = rows or self._tables.rows(slices, device)
@@ -272,7 +272,7 @@ def _wide(shape: AttentionShape) -> AttentionShape:
     return replace(shape, q_norm=q_norm, k_norm=k_norm)
 
 
-def _at(half: Tensor, rows: Rows) -> Tensor:
+def _at(half: Tensor, rows: AttentionRows) -> Tensor:
     """What K or V [blocks, Hkv, block_size, D] holds in the rows' slots: [T, Hkv, D]."""
     size = half.shape[2]
     return half[rows.kv_slots // size, :, rows.kv_slots % size]

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire_kernels.kernel_set import AttentionRows
+
 
 class Slice(NamedTuple):
     """Rows of one sequence that a step computes."""
@@ -28,26 +30,11 @@ class Slice(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """An `AttentionInput`."""
-
-    positions: Tensor
-    kv_slots: Tensor
-    query_starts: Tensor
-    context_lens: Tensor
-    block_tables: Tensor
-    query_lens: tuple[int, ...]
-    kv_lens: tuple[int, ...]
-    max_query_len: int
-    max_context_len: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step(Rows):
+class Step(AttentionRows):
     """A `StepInput`."""
 
     sample_rows: Tensor
-    sampled: Rows | None
+    sampled: AttentionRows | None
 
 
 class Tables:
@@ -67,7 +54,7 @@ class Tables:
         """All rows of all sequences."""
         return [Slice(sequence, 0, length) for sequence, length in enumerate(self.lengths)]
 
-    def rows(self, slices: Sequence[Slice], device: torch.device) -> Rows:
+    def rows(self, slices: Sequence[Slice], device: torch.device) -> AttentionRows:
         """The step that computes these, in this order."""
         width = max(-(-part.end // self.block_size) for part in slices)
         positions, slots, tables = [], [], []
@@ -80,7 +67,7 @@ class Tables:
                 slots.append(blocks[position // self.block_size] * self.block_size + position % self.block_size)
         lens = tuple(part.rows for part in slices)
         ends = tuple(part.end for part in slices)
-        return Rows(
+        return AttentionRows(
             positions=torch.tensor(positions, dtype=torch.int64, device=device),
             kv_slots=torch.tensor(slots, dtype=torch.int64, device=device),
             query_starts=torch.tensor(list(accumulate(lens, initial=0)), dtype=torch.int32, device=device),
@@ -97,7 +84,7 @@ class Tables:
         every = self.rows(slices, device)
         last = self.rows([Slice(part.sequence, part.end - 1, 1) for part in slices], device)
         return Step(
-            **{name: getattr(every, name) for name in Rows.__slots__},
+            **{name: getattr(every, name) for name in AttentionRows.__slots__},
             sample_rows=every.query_starts[1:].to(torch.int64) - 1,
             sampled=last,
         )
