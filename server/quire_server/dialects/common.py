@@ -56,6 +56,15 @@ class ReplyModel(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+class CompletionHead(ReplyModel):
+    """What a completion, a chat completion and each chunk of them have."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
 class PromptTokensDetails(ReplyModel):
     cached_tokens: int
 
@@ -274,6 +283,7 @@ def _not_zero(value: int) -> int:
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+KeptTokens = Annotated[int, Field(ge=-1, le=2**31 - 1), AfterValidator(_not_zero)]
 TokenCount = Annotated[int, Field(ge=0, le=2**31 - 1)]
 LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Timeout = Annotated[float, Field(gt=0, le=86_400)]
@@ -350,29 +360,42 @@ class SamplingFields(WireModel):
         return given | ({"top_k": 0} if self.top_k == -1 else {})
 
 
-class GenerationFields(SamplingFields):
-    """Sampling, stopping and reply options of both endpoints."""
+class ServingFields(WireModel):
+    """How a request is served, whatever it asks for."""
 
     model: ModelName | None = Field(None, description="a served name; null: the served one")
+    priority: Int64 | None = Field(None, description="lower is earlier, under the priority policy")
+    timeout: Timeout | None = Field(None, description="seconds; unfinished by then, it ends with 504")
+    cache_salt: CacheSalt | None = Field(None, description="requests with different salts share no cached prefix")
+
+
+class DecodingFields(SamplingFields):
+    """Which tokens are taken, and which of them end a choice."""
+
+    logit_bias: LogitBias = None
+    min_tokens: TokenCount | None = None
+    ignore_eos: bool | None = None
+    stop: StopStrings = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_BIASED_TOKENS)] | None = None
+
+
+class GenerationFields(DecodingFields, ServingFields):
+    """Sampling, stopping and reply options of both endpoints."""
+
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    logit_bias: LogitBias = None
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
     bad_words: Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = Field(
         None, description="words that must not be generated, as the tokenizer writes them"
     )
 
     max_tokens: TokenCount | None = None
-    min_tokens: TokenCount | None = None
-    ignore_eos: bool | None = None
-    stop: StopStrings = None
-    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_BIASED_TOKENS)] | None = None
     include_stop_str_in_output: bool | None = None
 
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1), AfterValidator(_not_zero)] | None = Field(
+    truncate_prompt_tokens: KeptTokens | None = Field(
         None, description="keep only this many tokens of the prompt; -1 is the context length"
     )
     truncation_side: Annotated[str, Field(pattern="^(left|right)$")] | None = Field(
@@ -387,10 +410,7 @@ class GenerationFields(SamplingFields):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
-    priority: Int64 | None = Field(None, description="lower is earlier, under the priority policy")
-    timeout: Timeout | None = Field(None, description="seconds; unfinished by then, it ends with 504")
     service_tier: ServiceTier | None = Field(None, description="flex: after requests without it; others are reported")
-    cache_salt: CacheSalt | None = Field(None, description="requests with different salts share no cached prefix")
     request_id: RequestName | None = None
 
 

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from quire_server.answering.options import Conversation, GenerationOptions, ReasoningOptions, ToolOptions
 from quire_server.dialects.common import (
     FEW_PARTS,
+    CompletionHead,
     FinishedBecause,
     LogprobCount,
     PromptLogprobs,
@@ -219,12 +220,8 @@ class ChatChoice(ReplyModel):
     beam_score: float | None = Field(None, description="of beam search alone: what the choices are ranked by")
 
 
-class ChatCompletionResponse(ReplyModel):
-    id: str
+class ChatCompletionResponse(CompletionHead):
     object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
     service_tier: None
     prompt_logprobs: PromptLogprobs | None = Field(description="null without prompt_logprobs in the request")
@@ -262,12 +259,8 @@ class ChatChunkChoice(ReplyModel):
     beam_score: float | None = Field(None, description="of beam search alone: what the choices are ranked by")
 
 
-class ChatCompletionChunk(ReplyModel):
-    id: str
+class ChatCompletionChunk(CompletionHead):
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: UsageInfo | None = None
     prompt_token_ids: list[int] | None = None

@@ -13,6 +13,7 @@ from quire_server.dialects.common import (
     MAX_LOGPROBS,
     MAX_PROMPTS,
     MAX_SEQUENCES,
+    CompletionHead,
     FinishedBecause,
     LogprobCount,
     PromptLogprobs,
@@ -114,12 +115,8 @@ class CompletionChoice(ReplyModel):
     beam_score: float | None = Field(None, description="of beam search alone: what the choices are ranked by")
 
 
-class CompletionResponse(ReplyModel):
-    id: str
+class CompletionResponse(CompletionHead):
     object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: UsageInfo
 
@@ -135,11 +132,7 @@ class CompletionChunkChoice(ReplyModel):
     beam_score: float | None = Field(None, description="of beam search alone: what the choices are ranked by")
 
 
-class CompletionChunk(ReplyModel):
-    id: str
+class CompletionChunk(CompletionHead):
     object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChunkChoice]
     usage: UsageInfo | None = None

@@ -26,17 +26,10 @@ from quire_server.answering.options import (
 from quire_server.dialects.common import (
     BATCH_TIER,
     FEW_PARTS,
-    MAX_BIASED_TOKENS,
-    CacheSalt,
-    Int64,
-    LogitBias,
+    DecodingFields,
     LogprobCount,
-    ModelName,
-    SamplingFields,
-    StopStrings,
-    Timeout,
+    ServingFields,
     TokenCount,
-    TokenIds,
     WireModel,
     review_extras,
 )
@@ -358,8 +351,7 @@ def _as_items(value: object) -> object:
     return [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class ResponseRequest(SamplingFields):
-    model: ModelName | None = Field(None, description="a served name; null: the served one")
+class ResponseRequest(DecodingFields, ServingFields):
     input: Annotated[Items, FEW_PARTS, BeforeValidator(_as_items, json_schema_input_type=str | Items)]
     instructions: str | None = Field(None, description="a system message before all others, for this response only")
     previous_response_id: Annotated[str, Field(max_length=256)] | None = Field(
@@ -396,15 +388,6 @@ class ResponseRequest(SamplingFields):
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
     service_tier: Annotated[str, Field(max_length=64)] | None = None
-
-    logit_bias: LogitBias = None
-    stop: StopStrings = None
-    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_BIASED_TOKENS)] | None = None
-    min_tokens: TokenCount | None = None
-    ignore_eos: bool | None = None
-    timeout: Timeout | None = Field(None, description="seconds; unfinished by then, it ends with 504")
-    priority: Int64 | None = Field(None, description="lower is earlier, under the priority policy")
-    cache_salt: CacheSalt | None = Field(None, description="requests with different salts share no cached prefix")
 
     @model_validator(mode="after")
     def _check_combinations(self) -> ResponseRequest:

@@ -5,32 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from quire_server.answering.vectors import TextInput, VectorOptions
 from quire_server.dialects.common import (
     BATCH_TIER,
-    CacheSalt,
-    Int64,
+    KeptTokens,
     Prompts,
     ReplyModel,
     RequestName,
     ServiceTier,
-    Timeout,
+    ServingFields,
     UsageInfo,
-    WireModel,
     one_or_many,
     review_extras,
 )
 from quire_server.errors import BadRequest
 
 MAX_TEXTS = 2048  # of a request
-
-
-def _not_zero(value: int) -> int:
-    if value == 0:
-        raise ValueError("must be at least 1, or -1 for the context length")
-    return value
 
 
 def _listed(value: object) -> object:
@@ -41,20 +33,16 @@ _ListedTexts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_leng
 Texts = Annotated[_ListedTexts, BeforeValidator(_listed, json_schema_input_type=str | _ListedTexts)]
 
 
-class VectorFields(WireModel):
+class VectorFields(ServingFields):
     """What both endpoints take."""
 
-    model: Annotated[str, Field(max_length=256)] | None = Field(None, description="a served name; null: the served one")
     user: Annotated[str, Field(max_length=256)] | None = Field(None, description="without effect")
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1), AfterValidator(_not_zero)] | None = Field(
+    truncate_prompt_tokens: KeptTokens | None = Field(
         None, description="keep only this many tokens of each text; -1 is the context length"
     )
     truncation_side: Literal["left", "right"] | None = Field(None, description="which end is cut off; right by default")
-    priority: Int64 | None = Field(None, description="lower is earlier, under the priority policy")
-    timeout: Timeout | None = Field(None, description="seconds; unfinished by then, it ends with 504")
     service_tier: ServiceTier | None = Field(None, description="flex: after requests without it; others are reported")
-    cache_salt: CacheSalt | None = Field(None, description="requests with different salts share no cached prefix")
     request_id: RequestName | None = None
 
     def _options(
