@@ -5,7 +5,7 @@ Promises: parameters that exist have passed the checks of the server's own reque
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from quire.outputs import PositionLogprobs, RequestOutput
@@ -37,21 +37,9 @@ class BeamSearchParams:
 
     def options(self) -> GenerationOptions:
         """The neutral request of these parameters, its prompt still to be put in. Raises BadRequest."""
-        return validate(
-            CompletionRequest,
-            {
-                "prompt": "",
-                "use_beam_search": True,
-                "n": self.beam_width,
-                "max_tokens": self.max_tokens,
-                "ignore_eos": self.ignore_eos,
-                "temperature": self.temperature,
-                "length_penalty": self.length_penalty,
-                "include_stop_str_in_output": self.include_stop_str_in_output,
-                "early_stopping": self.early_stopping,
-                "logprobs": 0,
-            },
-        ).options()
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        given["n"] = given.pop("beam_width")
+        return validate(CompletionRequest, {"prompt": "", "use_beam_search": True, "logprobs": 0, **given}).options()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

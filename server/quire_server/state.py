@@ -218,15 +218,7 @@ def new_client(
 def tenants_of(settings: Settings) -> Tenants:
     """The tenants of the operator's file; without one, and with fair queueing, each key that has a name is one."""
     by_digest = {
-        digest: Tenant(
-            name=entry.name,
-            weight=entry.weight,
-            service_class=entry.service_class,
-            requests_per_minute=entry.requests_per_minute,
-            tokens_per_minute=entry.tokens_per_minute,
-            max_queued=entry.max_queued,
-            max_running=entry.max_running,
-        )
+        digest: Tenant(**entry.model_dump(exclude={"key_sha256"}))
         for entry in settings.tenant_list
         for digest in entry.key_sha256
     }

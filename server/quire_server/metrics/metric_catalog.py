@@ -413,6 +413,7 @@ class EngineMetrics:
         self.kv_waiting.set(0.0 if since is None else max(0.0, now - since))
 
     def restarted(self) -> None:
+        """The engine process was replaced: its totals begin at 0 again, and nothing runs for now."""
         self.restarts.inc()
         for total in (*self._totals, self._saved):
             total.last = 0

@@ -67,6 +67,7 @@ class Metrics:
         self._minute = MinuteMetrics(values)
         self.tenants = TenantMetrics(values, tenants)
         self.observe_step = self._engine.observe  # once per step
+        self.engine_restarted = self._engine.restarted
         self._rejected = values.counter(
             "quire_rejected",
             "Requests refused before they were queued, by reason.",
@@ -74,29 +75,30 @@ class Metrics:
             children=[(reason,) for reason in REJECT_REASONS],
             alias="vllm:admission_rejections",
         )
-        self._late = values.counter(
+        self.deadline_exceeded = values.counter(
             "quire_deadlines_exceeded", "HTTP requests that ended at their deadline, unfinished."
-        )
+        ).inc
         self._text_bytes = values.gauge(
             "quire_text_work_bytes",
             "Bytes of the texts that wait to be tokenized, detokenized or rendered, or are.",
         )
         self._texts = values.gauge("quire_text_work_waiting", "How many texts these are.")
-        self._reply_bytes = values.gauge(
+        self.large_replies = values.gauge(
             "quire_large_reply_bytes", "Bytes of the replies above 256 KiB that are being made or sent."
-        )
-        self._given_back = values.counter(
+        ).set
+        self.memory_given_back = values.counter(
             "quire_memory_given_back_bytes",
             "Bytes that the server's process gave back to the system after large work.",
-        )
-        self._stalls = values.histogram(
+        ).inc
+        stalls = values.histogram(
             "quire_event_loop_stall_seconds",
             "How late the server's event loop ran a timer, seconds.",
             STALL_SECONDS,
         )
+        self.loop_stall = stalls.observe
         self._load_ratio = load_progress(values)
-        self._http_connections = values.gauge("quire_http_connections", "Connections that are open.")
-        self._body_bytes = values.gauge("quire_http_body_bytes", "Bytes of large request bodies that are held.")
+        self.connections = values.gauge("quire_http_connections", "Connections that are open.").set
+        self.body_bytes = values.gauge("quire_http_body_bytes", "Bytes of large request bodies that are held.").set
         self.bytes_waiting: Callable[[], int] = lambda: 0  # of replies; asked whenever somebody looks
         self._waiting_bytes = values.gauge(
             "quire_reply_bytes_waiting",
@@ -123,7 +125,7 @@ class Metrics:
             engine=self._engine,
             requests=self._requests,
             rejected=self._rejected,
-            stalls=self._stalls,
+            stalls=stalls,
             occupancy=self._load.occupancy,
             static=self._load.static,
             board=self._load.board,
@@ -155,18 +157,6 @@ class Metrics:
         self._http_requests.inc(1, handler, method, str(status))
         self._http_seconds.observe(seconds, handler)
 
-    def deadline_exceeded(self) -> None:
-        """A request was not finished in time."""
-        self._late.inc()
-
-    def connections(self, number: int) -> None:
-        """So many connections are open now."""
-        self._http_connections.set(number)
-
-    def body_bytes(self, number: int) -> None:
-        """So many bytes of large bodies are held now."""
-        self._body_bytes.set(number)
-
     # -- the engine
 
     def observe_plan(self, plan: EnginePlan) -> None:
@@ -177,28 +167,12 @@ class Metrics:
         self._load.static.max_size = limits.max_num_seqs
         self.history.block_size, self.history.max_model_len = limits.block_size, plan.scheduler.max_model_len
 
-    def engine_restarted(self) -> None:
-        """The engine process was replaced: its totals begin at 0 again, and nothing runs for now."""
-        self._engine.restarted()
-
     # -- the server
-
-    def loop_stall(self, seconds: float) -> None:
-        """The event loop ran a timer this much too late."""
-        self._stalls.observe(seconds)
 
     def text_work(self, num_bytes: int, num_texts: int) -> None:
         """So much text waits to be worked on, or is."""
         self._text_bytes.set(num_bytes)
         self._texts.set(num_texts)
-
-    def large_replies(self, num_bytes: int) -> None:
-        """So much is held for large replies."""
-        self._reply_bytes.set(num_bytes)
-
-    def memory_given_back(self, num_bytes: int) -> None:
-        """The process has become so much smaller."""
-        self._given_back.inc(num_bytes)
 
     def tick(self) -> bytes:
         """A second has passed; JSON of what it brought. Renews the gauges over the last minute."""
