@@ -10,36 +10,15 @@ import pytest
 
 from quire_server.errors import NotReady
 from quire_server.http.large_reply import WHOLE_BYTES, HeldReply, PiecedReply, ReplyBudget
+from support.asgi_exchange import Exchange
 
 pytestmark = pytest.mark.anyio
 
 PIECE = b"x" * 10_000
 
 
-class Server:
-    """The server's side of one exchange."""
-
-    def __init__(self) -> None:
-        self.sent: list[dict] = []
-        self.leaves = asyncio.Event()
-        self.takes = asyncio.Event()
-        self.takes.set()
-
-    async def receive(self) -> dict:
-        await self.leaves.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(self, message: dict) -> None:
-        await self.takes.wait()
-        self.sent.append(message)
-
-    @property
-    def headers(self) -> dict[bytes, bytes]:
-        return dict(self.sent[0]["headers"])
-
-    @property
-    def body(self) -> bytes:
-        return b"".join(message.get("body", b"") for message in self.sent)
+class Server(Exchange):
+    """That sends a reply in pieces."""
 
     async def reply(self, pieces: Iterator[bytes], held: HeldReply | None = None, version: str = "1.1") -> None:
         reply = PiecedReply(pieces, held=held, headers={"x-note": "1"})

@@ -9,30 +9,9 @@ import pytest
 
 from quire_server.errors import ApiError, ClientGone, EngineFailed
 from quire_server.http.sse import DONE, KEEP_ALIVE, EventStream, error_frames
+from support.asgi_exchange import Exchange
 
 LAST = b"event: over\ndata: {}\n\n"  # how a dialect without DONE may end its streams
-
-
-class Server:
-    """The server's side of one exchange."""
-
-    def __init__(self) -> None:
-        self.sent: list[dict] = []
-        self.leaves = asyncio.Event()
-        self.takes = asyncio.Event()
-        self.takes.set()
-
-    async def receive(self) -> dict:
-        await self.leaves.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(self, message: dict) -> None:
-        self.sent.append(message)
-        await self.takes.wait()
-
-    @property
-    def body(self) -> bytes:
-        return b"".join(message.get("body", b"") for message in self.sent)
 
 
 class Frames:
@@ -59,7 +38,7 @@ class Frames:
 
 def serve(
     frames: Frames,
-    server: Server,
+    server: Exchange,
     *,
     keep_alive: float = 0,
     failure: Callable[[ApiError], bytes] = error_frames,
@@ -77,7 +56,7 @@ def serve(
 
 def test_one_write_per_item_and_none_for_the_end() -> None:
     async def run() -> None:
-        server = Server()
+        server = Exchange()
         await serve(Frames(b"data: 1\n\n", b"data: 2\n\ndata: 3\n\n" + DONE), server)
         assert [message["type"] for message in server.sent] == ["http.response.start"] + ["http.response.body"] * 2
         assert [message.get("more_body") for message in server.sent] == [None, True, False]
@@ -90,11 +69,11 @@ def test_one_write_per_item_and_none_for_the_end() -> None:
 
 def test_a_dialect_ends_its_streams_in_its_own_way() -> None:
     async def run() -> None:
-        server = Server()
+        server = Exchange()
         await serve(Frames(b"data: 1\n\n", LAST), server)
         assert server.body == b"data: 1\n\n" + LAST
         assert server.sent[-1] == {"type": "http.response.body", "body": LAST, "more_body": False}
-        failed = Server()
+        failed = Exchange()
         await serve(Frames(b"data: 1\n\n", EngineFailed("bad luck")), failed, failure=lambda e: e.message.encode())
         assert failed.body == b"data: 1\n\nbad luck"
         assert failed.sent[-1]["more_body"] is False
@@ -104,7 +83,7 @@ def test_a_dialect_ends_its_streams_in_its_own_way() -> None:
 
 def test_an_item_without_frames_is_not_written() -> None:
     async def run() -> None:
-        server = Server()
+        server = Exchange()
         await serve(Frames(b"", 0.01, b"data: 1\n\n", b"", DONE), server)
         assert [message["body"] for message in server.sent[1:]] == [b"data: 1\n\n", DONE]
 
@@ -113,7 +92,7 @@ def test_an_item_without_frames_is_not_written() -> None:
 
 def test_a_client_that_leaves_closes_the_frames_at_once() -> None:
     async def run() -> None:
-        frames, server = Frames(b"data: 1\n\n", 30.0), Server()
+        frames, server = Frames(b"data: 1\n\n", 30.0), Exchange()
         task = serve(frames, server)
         await asyncio.sleep(0.01)
         server.leaves.set()
@@ -125,7 +104,7 @@ def test_a_client_that_leaves_closes_the_frames_at_once() -> None:
 
 def test_a_client_that_leaves_before_the_first_frame() -> None:
     async def run() -> None:
-        frames, server = Frames(30.0), Server()
+        frames, server = Frames(30.0), Exchange()
         task = serve(frames, server)
         await asyncio.sleep(0.01)
         server.leaves.set()
@@ -139,7 +118,7 @@ def test_a_client_that_leaves_before_the_first_frame() -> None:
 
 def test_frames_are_not_asked_for_while_the_client_does_not_read() -> None:
     async def run() -> None:
-        frames, server = Frames(b"data: 1\n\n", b"data: 2\n\n", DONE), Server()
+        frames, server = Frames(b"data: 1\n\n", b"data: 2\n\n", DONE), Exchange()
         asked: list[bytes] = []
 
         async def watched() -> AsyncGenerator[bytes]:
@@ -164,10 +143,10 @@ def test_frames_are_not_asked_for_while_the_client_does_not_read() -> None:
 
 def test_comments_only_in_silence() -> None:
     async def run() -> None:
-        server = Server()
+        server = Exchange()
         await serve(Frames(b"data: 1\n\n", 0.25, b"data: 2\n\n", DONE), server, keep_alive=0.1)
         assert server.body == b"data: 1\n\n" + KEEP_ALIVE * 2 + b"data: 2\n\n" + DONE
-        silent = Server()
+        silent = Exchange()
         await serve(Frames(b"data: 1\n\n", 0.2, DONE), silent, keep_alive=0)
         assert KEEP_ALIVE not in silent.body
 
@@ -177,7 +156,7 @@ def test_comments_only_in_silence() -> None:
 @pytest.mark.parametrize("error", [EngineFailed("x"), RuntimeError("x")])
 def test_an_error_before_the_first_frame_is_raised(error: Exception) -> None:
     async def run() -> None:
-        server = Server()
+        server = Exchange()
         with pytest.raises(type(error)):
             await serve(Frames(error), server)
         assert server.sent == []
@@ -191,7 +170,7 @@ def test_an_error_before_the_first_frame_is_raised(error: Exception) -> None:
 )
 def test_a_later_error_is_sent_and_then_the_end(error: Exception, text: bytes) -> None:
     async def run() -> None:
-        server = Server()
+        server = Exchange()
         await serve(Frames(b"data: 1\n\n", error), server)
         last = server.sent[-1]["body"]
         assert last.startswith(b'data: {"error":{')
@@ -205,7 +184,7 @@ def test_a_later_error_is_sent_and_then_the_end(error: Exception, text: bytes) -
 
 def test_a_cancelled_reply_closes_the_frames() -> None:
     async def run() -> None:
-        frames, server = Frames(b"data: 1\n\n", 30.0), Server()
+        frames, server = Frames(b"data: 1\n\n", 30.0), Exchange()
         task = serve(frames, server)
         await asyncio.sleep(0.01)
         task.cancel()
