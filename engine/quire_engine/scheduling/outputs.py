@@ -6,6 +6,7 @@ Prompt scores go out once, with the first output of choice 0; timing with a choi
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from quire_engine.batch import SampledToken
 from quire_engine.scheduling.beams import Hypothesis
@@ -94,19 +95,8 @@ def beam_output(group: Group, found: Hypothesis, choice: int) -> TokenOutput:
 
 def expired_outputs(group: Group, ended: Iterable[Sequence]) -> list[TokenOutput]:
     """The last outputs of a group at its deadline: one for each choice that was not finished."""
-    return [
-        TokenOutput(
-            request_id=group.request.request_id,
-            choice=sequence.choice,
-            finish="error",
-            error=DEADLINE_PASSED,
-            error_code=DEADLINE_EXCEEDED,
-            num_cached_tokens=group.num_cached_tokens,
-            timing=_timing(group),
-        )
-        for sequence in ended
-        if sequence.choice < group.request.n
-    ]
+    failed = error_outputs(group, ended, DEADLINE_PASSED)
+    return [replace(output, culprit=False, error_code=DEADLINE_EXCEEDED) for output in failed]
 
 
 def _logprobs(samples: tuple[SampledToken, ...]) -> tuple[TokenLogprobs, ...]:
