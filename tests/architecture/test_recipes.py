@@ -168,6 +168,18 @@ def test_a_setting_is_a_field(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, c
     assert "how long to nap" in capsys.readouterr().out
 
 
+def test_a_setting_of_the_engine_is_a_field_of_the_same_name_there(monkeypatch: pytest.MonkeyPatch):
+    config_with_naps = make_dataclass(
+        "ConfigWithNaps", [("nap_seconds", float)], bases=(config.EngineConfig,), frozen=True, kw_only=True
+    )
+    monkeypatch.setattr(settings_fields, "EngineConfig", config_with_naps)
+
+    class WithNaps(Settings):
+        nap_seconds: PositiveSeconds = option(2.0, "Lifetime", "how long to nap", "seconds")
+
+    assert WithNaps(nap_seconds=7.0).engine_config().nap_seconds == 7.0
+
+
 def test_a_limit_of_the_scheduler_is_a_setting_of_the_same_name():
     assert Settings.model_fields.keys() >= set(LIMIT_NAMES)
     assert {field.name for field in fields(SchedulerLimits)} == set(LIMIT_NAMES)

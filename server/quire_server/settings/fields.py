@@ -7,6 +7,7 @@ know: torch, HTTP.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -134,32 +135,15 @@ class Settings(ServerFields, EngineFields, BaseSettings):
         return SchedulerLimits(**asked, min_chunk=first_claim(self.max_num_batched_tokens, self.prefill_chunk))
 
     def engine_config(self) -> EngineConfig:
-        """What the engine is asked for; it resolves the rest against the model and the machine."""
-        return EngineConfig(
-            model=str(self.model_path),
-            tokenizer=self.tokenizer or "",
-            device=self.device,
-            dtype=self.dtype,
-            kernels=self.kernels,
-            cpu_variant=self.cpu_variant,
-            attention=self.attention,
-            quantization=self.quantization,
-            kv_cache_dtype=self.kv_cache_dtype,
-            deterministic=self.deterministic,
-            max_model_len=self.max_model_len,
-            limits=self.limits,
-            kv_memory=self.kv_memory,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            swap_space=self.swap_space,
-            kv_offload_dir="" if self.kv_offload_dir is None else str(self.kv_offload_dir),
-            num_threads=self.num_threads,
-            packed_cache=self.packed_cache,
-            packed_cache_dir=str(self.packed_cache_dir),
-            packed_cache_size=self.packed_cache_size,
-            async_scheduling=self.async_scheduling,
-            check_invariants=self.check_invariants,
-            faults=self.faults,
-        )
+        """The settings that the engine has a field for; it resolves the rest against the model and the machine."""
+        given = {field.name: getattr(self, field.name) for field in fields(EngineConfig) if hasattr(self, field.name)}
+        words = {
+            "model": str(self.model_path),
+            "tokenizer": self.tokenizer or "",
+            "kv_offload_dir": "" if self.kv_offload_dir is None else str(self.kv_offload_dir),
+            "packed_cache_dir": str(self.packed_cache_dir),
+        }
+        return EngineConfig(**given | words)
 
 
 def load_settings(flags: Mapping[str, object]) -> Settings:
