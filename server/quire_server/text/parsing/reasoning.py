@@ -21,10 +21,6 @@ class ReasoningFormat:
     start: str
     end: str
 
-    def is_opened_by(self, prompt: str) -> bool:
-        """Whether the prompt's end has opened the block, as some templates do for the model."""
-        return prompt.rstrip().endswith(self.start)
-
     def marks(self, token_id: TokenId) -> ThinkingMarks:
         """As the tokenizer of a model knows them."""
         return ThinkingMarks(start=self.start, end=self.end, start_id=token_id(self.start), end_id=token_id(self.end))

@@ -147,10 +147,3 @@ def test_only_marks_that_are_both_tokens_are_looked_for_as_tokens() -> None:
     form = reasoning_format("qwen3")
     assert form.marks({"<think>": 1, "</think>": 2}.get).are_tokens
     assert not form.marks({"<think>": 1}.get).are_tokens
-
-
-def test_whether_the_prompt_has_opened_the_block() -> None:
-    form = reasoning_format("qwen3")
-    assert form.is_opened_by("<|im_start|>assistant\n<think>\n")
-    assert not form.is_opened_by("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert not form.is_opened_by("<think> is a tag\n<|im_start|>assistant\n")
