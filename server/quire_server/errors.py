@@ -65,6 +65,12 @@ class BadRequest(ClientError):
     default_code = "invalid_value"
 
 
+class Unsupported(BadRequest):
+    """400: what this server, or this route, does not do."""
+
+    default_code = "unsupported_parameter"
+
+
 class RequestQuarantined(BadRequest):
     """400: the like of this request has taken the engine down, or made a step fail; refused for a while."""
 

@@ -19,7 +19,7 @@ from quire_server.answering.constraining.calls import reading_format
 from quire_server.answering.constraining.constraints import Thinking, constraint
 from quire_server.answering.options import BeamOptions, Conversation, GenerationOptions, Infill, SamplingNumbers
 from quire_server.answering.sampling import ModelLimits, resolve_sampling, resolve_stop, with_seed
-from quire_server.errors import BadRequest, ModelNotFound
+from quire_server.errors import BadRequest, ModelNotFound, Unsupported
 from quire_server.state import ServerState
 from quire_server.text.infilling import Infilling, Parts
 from quire_server.text.parsing.formats import FORCED
@@ -109,10 +109,9 @@ async def infilled(
     """
     infilling = Infilling.of(state.tokenizer)
     if infilling is None:
-        raise BadRequest(
+        raise Unsupported(
             f"'{infill.param}' is not supported by this model: its tokenizer has no tokens for the middle of a text.",
             param=infill.param,
-            code="unsupported_parameter",
         )
     special = options.prompt.add_special_tokens
     prompts: list[Sequence[int]] = []

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
-from quire_server.errors import BadRequest
+from quire_server.errors import Unsupported
 
 MAX_PARTS_IN_ALL = 8192
 _MOST_MESSAGES = 4096  # more are refused anyway
@@ -223,10 +223,8 @@ def review_extras(extras: Mapping[str, object] | None) -> list[str]:
         if off_values is not None:
             if not _is_among(value, off_values):
                 hint = _HINTS.get(name)
-                raise BadRequest(
-                    f"'{name}' is not supported by this server" + (f": {hint}." if hint else "."),
-                    param=name,
-                    code="unsupported_parameter",
+                raise Unsupported(
+                    f"'{name}' is not supported by this server" + (f": {hint}." if hint else "."), param=name
                 )
         elif not _is_among(value, IGNORED.get(name, _ABSENT)):
             ignored.append(name)

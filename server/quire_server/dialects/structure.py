@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from quire_server.answering.options import BeamOptions, Structure
 from quire_server.dialects.common import MAX_CHOICES, GenerationFields, WireModel, review_extras
-from quire_server.errors import BadRequest
+from quire_server.errors import BadRequest, Unsupported
 
 
 class BeamFields(GenerationFields):
@@ -86,11 +86,10 @@ class ResponseFormat(WireModel):
     @model_validator(mode="after")
     def _check_type(self) -> ResponseFormat:
         if self.type not in ("text", "json_object", "json_schema"):
-            raise BadRequest(
+            raise Unsupported(
                 f"'response_format' of the type '{self.type}' is not supported; 'text', 'json_object' and"
                 " 'json_schema' are.",
                 param="response_format",
-                code="unsupported_parameter",
             )
         if self.type == "json_schema" and (self.json_schema is None or self.json_schema.schema_ is None):
             if self.schema_ is None:
@@ -131,10 +130,8 @@ class StructuredOutputs(WireModel):
             ("disable_additional_properties", self.disable_additional_properties or None),
         ):
             if value is not None:
-                raise BadRequest(
-                    f"'{name}' in 'structured_outputs' is not supported by this server.",
-                    param="structured_outputs",
-                    code="unsupported_parameter",
+                raise Unsupported(
+                    f"'{name}' in 'structured_outputs' is not supported by this server.", param="structured_outputs"
                 )
         if len(list(self.structures())) != 1:
             raise ValueError("give exactly one of json, regex, choice, grammar and json_object")

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from quire_server.answering.options import Tool, ToolOptions
 from quire_server.dialects.common import WireModel
-from quire_server.errors import BadRequest
+from quire_server.errors import BadRequest, Unsupported
 
 MAX_TOOLS = 128
 MAX_TOOL_NAME = 64
@@ -31,11 +31,7 @@ class ToolDefinition(WireModel):
     @model_validator(mode="after")
     def _check_kind(self) -> ToolDefinition:
         if self.type != "function":
-            raise BadRequest(
-                f"Tools of type '{self.type}' are not supported; only 'function' is.",
-                param="tools",
-                code="unsupported_parameter",
-            )
+            raise Unsupported(f"Tools of type '{self.type}' are not supported; only 'function' is.", param="tools")
         if self.function is None:
             raise ValueError("a tool needs a function")
         return self

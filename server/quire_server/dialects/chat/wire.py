@@ -26,7 +26,7 @@ from quire_server.dialects.common import (
 from quire_server.dialects.options import generation_options, review
 from quire_server.dialects.structure import StructuredFields
 from quire_server.dialects.tools import ToolChoice, ToolDefinition, Tools, tool_options
-from quire_server.errors import BadRequest
+from quire_server.errors import BadRequest, Unsupported
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -42,10 +42,8 @@ class TextPart(WireModel):
     @model_validator(mode="after")
     def _check_text(self) -> TextPart:
         if self.type != "text":
-            raise BadRequest(
-                f"Content parts of type '{self.type}' are not supported; only 'text' is.",
-                param="messages",
-                code="unsupported_parameter",
+            raise Unsupported(
+                f"Content parts of type '{self.type}' are not supported; only 'text' is.", param="messages"
             )
         if self.text is None:
             raise ValueError("a text part needs a text")
@@ -74,7 +72,7 @@ class Message(WireModel):
         if self.content is None and self.role in _NEED_CONTENT:
             raise ValueError(f"a message of the role '{self.role}' needs a content")
         if (self.model_extra or {}).get("audio") is not None:
-            raise BadRequest("Messages with 'audio' are not supported.", param="messages", code="unsupported_parameter")
+            raise Unsupported("Messages with 'audio' are not supported.", param="messages")
         return self
 
     def for_template(self) -> dict[str, object]:
@@ -116,7 +114,7 @@ class ChatCompletionRequest(StructuredFields):
         if self.top_logprobs is not None and not self.logprobs and self.top_logprobs > 0:
             raise BadRequest("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
         if self.echo:
-            raise BadRequest("'echo' is not supported in chat.", param="echo", code="unsupported_parameter")
+            raise Unsupported("'echo' is not supported in chat.", param="echo")
         if self.continue_final_message and self.add_generation_prompt:
             raise BadRequest(
                 "'continue_final_message' and 'add_generation_prompt' exclude each other.",

@@ -18,7 +18,7 @@ from quire_server.answering.options import (
     StopOptions,
 )
 from quire_server.dialects.common import Int64, Penalty, Probability, ReplyModel, StopStrings, WireModel, review_extras
-from quire_server.errors import BadRequest
+from quire_server.errors import Unsupported
 
 MAX_FILES = 256
 # What llama-server would do with them changes the answer; here they must be off.
@@ -67,7 +67,7 @@ class InfillRequest(WireModel):
         for name, values in _OFF.items():
             value = extras.pop(name, None)
             if value is not None and value not in values:
-                raise BadRequest(f"'{name}' is not supported by this route.", param=name, code="unsupported_parameter")
+                raise Unsupported(f"'{name}' is not supported by this route.", param=name)
         limit = None if self.n_predict in {None, -1} else self.n_predict
         return GenerationOptions(
             prompt=PromptOptions(

@@ -37,7 +37,7 @@ from quire_server.dialects.common import (
     review_extras,
 )
 from quire_server.dialects.tools import template_tool, tool_options
-from quire_server.errors import BadRequest
+from quire_server.errors import BadRequest, Unsupported
 
 MAX_MESSAGES = 4096
 MAX_BLOCKS = 1024
@@ -67,10 +67,8 @@ def _kind(value: object) -> str | None:
     if not isinstance(kind, str):
         return None
     if kind not in _KINDS:
-        raise BadRequest(
-            f"Content blocks of type '{kind[:64]}' are not supported; {', '.join(_KINDS)} are.",
-            param="messages",
-            code="unsupported_parameter",
+        raise Unsupported(
+            f"Content blocks of type '{kind[:64]}' are not supported; {', '.join(_KINDS)} are.", param="messages"
         )
     return kind
 
@@ -182,10 +180,9 @@ ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 def _check_kind(value: object) -> object:
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind != "custom":
-        raise BadRequest(
+        raise Unsupported(
             f"Tools of type '{kind[:64]}' are not supported; only those that the client describes and runs are.",
             param="tools",
-            code="unsupported_parameter",
         )
     return value
 
@@ -377,10 +374,9 @@ _NATURAL = {"cache_control": None, "service_tier": ("auto", "standard_only"), "s
 def _check_thinking(value: object) -> object:
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind not in ("enabled", "disabled", "adaptive"):
-        raise BadRequest(
+        raise Unsupported(
             f"Thinking of type '{kind[:64]}' is not supported; 'enabled', 'disabled' and 'adaptive' are.",
             param="thinking",
-            code="unsupported_parameter",
         )
     return value
 

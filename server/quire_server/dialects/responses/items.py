@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter, model_validator
 
 from quire_server.dialects.common import WireModel
-from quire_server.errors import BadRequest
+from quire_server.errors import Unsupported
 
 MAX_ITEMS = 4096
 MAX_PARTS = 1024
@@ -23,11 +23,7 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 def _check_part_kind(value: object) -> object:
     if isinstance(value, str) and value not in _PART_KINDS:
-        raise BadRequest(
-            f"Content parts of type '{value[:64]}' are not supported; only text is.",
-            param="input",
-            code="unsupported_parameter",
-        )
+        raise Unsupported(f"Content parts of type '{value[:64]}' are not supported; only text is.", param="input")
     return value
 
 
@@ -181,11 +177,7 @@ def _kind(value: object) -> str | None:
     if not isinstance(kind, str):
         return None
     if kind not in _KINDS:
-        raise BadRequest(
-            f"Items of type '{kind[:64]}' are not supported; {', '.join(_KINDS)} are.",
-            param="input",
-            code="unsupported_parameter",
-        )
+        raise Unsupported(f"Items of type '{kind[:64]}' are not supported; {', '.join(_KINDS)} are.", param="input")
     return kind
 
 

@@ -43,7 +43,7 @@ from quire_server.dialects.responses.items import (
     text_of,
 )
 from quire_server.dialects.tools import MAX_TOOLS, ChosenTool, ToolName, template_tool, tool_options
-from quire_server.errors import BadRequest
+from quire_server.errors import BadRequest, Unsupported
 
 
 class PlainText(WireModel):
@@ -93,11 +93,7 @@ class TextOptions(WireModel):
 def _check_tool(value: object) -> object:
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind != "function":
-        raise BadRequest(
-            f"Tools of type '{kind[:64]}' are not supported; only 'function' is.",
-            param="tools",
-            code="unsupported_parameter",
-        )
+        raise Unsupported(f"Tools of type '{kind[:64]}' are not supported; only 'function' is.", param="tools")
     if isinstance(value, dict) and "name" not in value and isinstance(value.get("function"), dict):
         raise ValueError("here a tool's name, description and parameters are its own fields, not those of 'function'")
     return value
@@ -153,10 +149,9 @@ def _check_choice(value: object) -> object:
         raise ValueError("expected 'none', 'auto', 'required' or an object")
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind not in ("function", "allowed_tools"):
-        raise BadRequest(
+        raise Unsupported(
             f"A 'tool_choice' of type '{kind[:64]}' is not supported; 'function' and 'allowed_tools' are.",
             param="tool_choice",
-            code="unsupported_parameter",
         )
     return value
 
@@ -220,18 +215,14 @@ def review(extras: Mapping[str, object] | None) -> list[str]:
     others = dict(extras or {})
     for name, (off_values, reason) in _REFUSED.items():
         if name in others and not any(others[name] is value or others[name] == value for value in off_values):
-            raise BadRequest(
-                f"'{name}' is not supported by this server: {reason}.", param=name, code="unsupported_parameter"
-            )
+            raise Unsupported(f"'{name}' is not supported by this server: {reason}.", param=name)
         others.pop(name, None)
     for name, ours in _RENAMED.items():
         if others.get(name) is not None:
-            raise BadRequest(
-                f"'{name}' is not a field of responses; use '{ours}'.", param=name, code="unsupported_parameter"
-            )
+            raise Unsupported(f"'{name}' is not a field of responses; use '{ours}'.", param=name)
         others.pop(name, None)
     if others.get("n") not in (None, 1):
-        raise BadRequest("A response has one answer: 'n' can only be 1.", param="n", code="unsupported_parameter")
+        raise Unsupported("A response has one answer: 'n' can only be 1.", param="n")
     others.pop("n", None)
     return review_extras(others)
 

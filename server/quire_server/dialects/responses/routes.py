@@ -22,7 +22,7 @@ from quire_server.dialects.responses.rendering import ResponseRenderer, item_id,
 from quire_server.dialects.responses.reply import Deleted, InputItems, ResponseEvent, ResponseObject
 from quire_server.dialects.responses.request import ResponseRequest
 from quire_server.dialects.responses.store import ResponseStore, StoredItem, StoredResponse
-from quire_server.errors import BadRequest, ResponseNotFound
+from quire_server.errors import BadRequest, ResponseNotFound, Unsupported
 from quire_server.http.body import json_body
 from quire_server.http.disconnect import unless_client_gone
 from quire_server.http.openapi import error_response, generation_responses
@@ -75,10 +75,8 @@ async def count_input_tokens(body: Body, request: Request) -> InputTokens:
 @router.get("/{response_id}", response_model=ResponseObject, responses=NOT_FOUND)
 async def retrieve_response(response_id: str, request: Request, stream: bool = False) -> Response:
     if stream:
-        raise BadRequest(
-            "Only responses made in the background can be streamed again, and none are made there.",
-            param="stream",
-            code="unsupported_parameter",
+        raise Unsupported(
+            "Only responses made in the background can be streamed again, and none are made there.", param="stream"
         )
     return Response(_known(request, response_id).raw, media_type="application/json")
 
