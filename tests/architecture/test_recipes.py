@@ -47,7 +47,7 @@ from quire_server.http.body import json_body
 from quire_server.metrics import metrics
 from quire_server.metrics.metric_catalog import RequestMetrics
 from quire_server.metrics.metric_values import Values
-from quire_server.settings import Settings
+from quire_server.settings import REMOVED, Settings
 from quire_server.settings import fields as settings_fields
 from quire_server.settings.values import PositiveSeconds, option
 from quire_server.text.parsing import formats
@@ -85,7 +85,7 @@ def test_files_in_a_folder_of_a_recipe_exist(recipe: str):
 def test_no_recipe_counts_tests_or_documents_as_its_last_sentence_does_it_for_all():
     assert not [line for line in RECIPES if "`tests" in line or ".md`" in line or "default.yaml" in line]
     last = section("Recipes").strip().split("\n\n")[-1]
-    assert {"`tests`", "`SERVING.md`", "`configs/default.yaml`"} <= set(re.findall(r"`[^`]+`", last))
+    assert {"`tests`", "`docs/`", "`configs/default.yaml`"} <= set(re.findall(r"`[^`]+`", last))
 
 
 def test_there_is_a_recipe_for_everything_that_is_often_added():
@@ -180,9 +180,12 @@ def test_a_setting_of_the_engine_is_a_field_of_the_same_name_there(monkeypatch: 
     assert WithNaps(nap_seconds=7.0).engine_config().nap_seconds == 7.0
 
 
-def test_a_limit_of_the_scheduler_is_a_setting_of_the_same_name():
-    assert Settings.model_fields.keys() >= set(LIMIT_NAMES)
+def test_a_limit_of_the_scheduler_is_read_from_the_setting_of_its_name():
     assert {field.name for field in fields(SchedulerLimits)} == set(LIMIT_NAMES)
+    settings = set(LIMIT_NAMES) & Settings.model_fields.keys()
+    assert set(LIMIT_NAMES) - settings <= REMOVED.keys()
+    assert "max_num_seqs" in settings
+    assert Settings(max_num_seqs=7).limits.max_num_seqs == 7
 
 
 def test_a_format_of_tool_calls_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch):
