@@ -69,12 +69,12 @@ class SampleRow(NamedTuple):
     @property
     def has_rules(self) -> bool:
         """Whether the logits differ from the model's before the temperature applies."""
-        return self.masks_stop_tokens or _changes_logits(self.sampling)
+        return self.masks_stop_tokens or self.is_constrained or _has_own(self.sampling)
 
 
 def may_have_rules(sampling: SamplingParams) -> bool:
     """Whether some row of such a request `has_rules`: at worst until `min_tokens` are there."""
-    return sampling.min_tokens > 0 or _changes_logits(sampling)
+    return bool(sampling.min_tokens or sampling.grammar or sampling.thinking is not None or _has_own(sampling))
 
 
 def is_constrained(sampling: SamplingParams) -> bool:
@@ -87,11 +87,6 @@ def draws(sampling: SamplingParams) -> bool:
     return sampling.temperature >= _MIN_TEMPERATURE
 
 
-def asks_for_argmax(sampling: SamplingParams) -> bool:
-    """Whether every token is the maximum of the model's own logits, and nothing else is to be told."""
-    return not draws(sampling) and sampling.num_logprobs is None and not may_have_rules(sampling)
-
-
 def asks_for_masked_argmax(sampling: SamplingParams) -> bool:
     """Whether every token is the maximum of what a mask leaves of the model's own logits, and no more is asked."""
     return (
@@ -99,21 +94,20 @@ def asks_for_masked_argmax(sampling: SamplingParams) -> bool:
         and not draws(sampling)
         and sampling.num_logprobs is None
         and (sampling.min_tokens == 0 or bool(sampling.grammar))  # whose mask knows of stop tokens
-        and not _changes_some_logits(sampling)
+        and not _has_own(sampling)
     )
 
 
-def _changes_logits(sampling: SamplingParams) -> bool:
-    return is_constrained(sampling) or _changes_some_logits(sampling)
-
-
-def _changes_some_logits(sampling: SamplingParams) -> bool:
+def _has_own(sampling: SamplingParams) -> bool:
+    """Whether the request itself names tokens to forbid, to allow alone, to prefer or to repeat less."""
     return bool(
         sampling.logit_bias
         or sampling.allowed_token_ids
         or sampling.banned_token_ids
         or sampling.banned_sequences
-        or sampling.has_penalties
+        or sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty
+        or sampling.frequency_penalty
     )
 
 

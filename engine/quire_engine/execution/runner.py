@@ -18,7 +18,7 @@ from quire_engine.batch import Batch, StepResult
 from quire_engine.execution.constrained.constraints import Constraints
 from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.finishing import Finisher, HostSections, Span, spans
-from quire_engine.execution.logit_rules import asks_for_masked_argmax, draws
+from quire_engine.execution.logit_rules import asks_for_masked_argmax
 from quire_engine.execution.model_input import ModelInput, host_tensor, model_input
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.sampler import Chosen, Sampler
@@ -102,7 +102,7 @@ class Runner:
 
     def _greatest(self, step: StepTensors, hidden: Tensor, finisher: Finisher) -> _OnHost | None:
         """The maxima, where the step needs nothing else and the model finds them without the logits."""
-        if not step.choices or step.told or step.scored or any(draws(row.sampling) for row in step.choices):
+        if not step.choices or step.draws or step.told or step.scored:
             return None
         rows = step.choice_rows
         for i, row in step.rules.items():

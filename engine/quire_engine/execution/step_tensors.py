@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire_engine.batch import PENDING, Batch, ScheduledSequence
-from quire_engine.execution.logit_rules import SampleRow, id_error, may_have_rules
+from quire_engine.execution.logit_rules import SampleRow, draws, id_error, may_have_rules
 
 
 def _wide() -> array[int]:
@@ -48,6 +48,7 @@ class StepTensors:
     choice_rows: array[int] = field(default_factory=_wide)  # their rows of logits, ascending
     rules: dict[int, SampleRow] = field(default_factory=dict)  # by index of the choice: those that change their logits
     errors: dict[int, str] = field(default_factory=dict)  # by index of the choice: why its rules cannot apply
+    draws: bool = False  # whether some token is drawn, not the maximum
     told: list[int] = field(default_factory=list)  # choices whose log-probabilities are asked for
     # Of the prompts' next tokens to score.
     score_rows: array[int] = field(default_factory=_wide)  # rows of logits, ascending
@@ -76,6 +77,8 @@ class StepTensors:
         index, sampling = len(self.choices), row.sampling
         self.choices.append(row)
         self.choice_rows.append(row.logits_row)
+        if draws(sampling):
+            self.draws = True
         if sampling.num_logprobs is not None:
             self.told.append(index)
         if may_have_rules(sampling) or sampling.logprob_token_ids:
@@ -109,48 +112,56 @@ def step_tensors(batch: Batch, block_size: int, vocab_size: int) -> StepTensors:
     """
     step = StepTensors(items=batch.items)
     for item in batch.items:
-        _add_rows(step, item, block_size, vocab_size)
-        count, end = item.num_last_rows, len(step.ids)
+        start, num_tokens = item.start, len(item.token_ids)
+        if num_tokens == 1:  # a decode: most items of most steps
+            _add_row(step, item, start, block_size, vocab_size)
+        else:
+            _add_rows(step, item, block_size, vocab_size)
+        end, count = len(step.ids), item.num_last_rows
         step.query_starts.append(end)
-        step.context_lens.append(item.end)
-        step.sample_rows.extend(range(end - count, end))
-        step.sampled_starts.append(len(step.sample_rows))
+        step.context_lens.append(start + num_tokens)
+        if count == 1:
+            step.sample_rows.append(end - 1)
+        elif count:
+            step.sample_rows.extend(range(end - count, end))
+        last = len(step.sample_rows)
+        step.sampled_starts.append(last)
         if item.pooling:
-            last = len(step.sample_rows)
             step.pooled.append(Pooled(item, slice(last - count, last)))
             step.num_pooled_rows += count
         elif item.wants_prompt_logprobs:
             _add_scores(step, item, vocab_size)
         if item.wants_sample:
-            row = step.num_logit_rows - 1
+            row = last - step.num_pooled_rows - 1
             step.add_choice(SampleRow.of(item, item.sequence_id, item.choice, row), vocab_size)
             for fork in item.forks:
                 step.add_choice(SampleRow.of(item, fork.sequence_id, fork.choice, row), vocab_size)
     return step
 
 
-def _add_rows(step: StepTensors, item: ScheduledSequence, block_size: int, vocab_size: int) -> None:
-    ids, start = item.token_ids, item.start
-    if len(ids) > 1:
-        _check_ids(ids, vocab_size)
-        step.ids.extend(ids)
-        step.positions.extend(range(start, start + len(ids)))
-        for index in range(start // block_size, -(-item.end // block_size)):
-            base = item.block_ids[index] * block_size
-            low = max(start - index * block_size, 0)
-            high = min(item.end - index * block_size, block_size)
-            step.kv_slots.extend(range(base + low, base + high))
-        return
-    (token,) = ids  # a decode: most items of most steps
-    if token == PENDING:
+def _add_row(step: StepTensors, item: ScheduledSequence, start: int, block_size: int, vocab_size: int) -> None:
+    (token,) = item.token_ids
+    if not 0 <= token < vocab_size:
+        if token != PENDING:
+            raise _outside(vocab_size)
         step.pending[len(step.ids)] = item.sequence_id
         token = 0
-    else:
-        _check_ids(ids, vocab_size)
     step.ids.append(token)
     step.positions.append(start)
     index, offset = divmod(start, block_size)
     step.kv_slots.append(item.block_ids[index] * block_size + offset)
+
+
+def _add_rows(step: StepTensors, item: ScheduledSequence, block_size: int, vocab_size: int) -> None:
+    ids, start, end = item.token_ids, item.start, item.end
+    _check_ids(ids, vocab_size)
+    step.ids.extend(ids)
+    step.positions.extend(range(start, end))
+    for index in range(start // block_size, -(-end // block_size)):
+        base = item.block_ids[index] * block_size
+        low = max(start - index * block_size, 0)
+        high = min(end - index * block_size, block_size)
+        step.kv_slots.extend(range(base + low, base + high))
 
 
 def _add_scores(step: StepTensors, item: ScheduledSequence, vocab_size: int) -> None:
@@ -164,4 +175,8 @@ def _add_scores(step: StepTensors, item: ScheduledSequence, vocab_size: int) -> 
 
 def _check_ids(ids: tuple[int, ...], vocab_size: int) -> None:
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        raise ValueError(f"a token id is outside the vocabulary of {vocab_size}")
+        raise _outside(vocab_size)
+
+
+def _outside(vocab_size: int) -> ValueError:
+    return ValueError(f"a token id is outside the vocabulary of {vocab_size}")
