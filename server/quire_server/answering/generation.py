@@ -117,7 +117,7 @@ class Generation:
                         num_open -= 1
                         prompt.num_open -= 1
                         if prompt.num_open == 0:  # after stop strings, which the engine does not know
-                            stream.give_up(prompt.request_id)
+                            stream.abort(prompt.request_id)
                 self.finished = num_open == 0
                 if deltas:
                     yield deltas
