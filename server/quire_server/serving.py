@@ -27,7 +27,7 @@ from quire_server.http import listener
 from quire_server.http.guard import Reply
 from quire_server.http.listener import Listening
 from quire_server.http.overload import OpenRequests, ended
-from quire_server.http.starting import Doorway, StartProgress, starting_app
+from quire_server.http.starting import AppSwitch, StartProgress, starting_app
 from quire_server.logs.requests import log_reply
 from quire_server.logs.throughput import log_throughput
 from quire_server.metrics.metrics import while_loading
@@ -47,9 +47,9 @@ log = logging.getLogger("quire")
 
 async def serve(settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan]) -> bool:
     """Serve until a signal (True) or until the engine is given up (False). Raises ConfigError and ModelLoadError."""
-    door = Doorway(_while_starting(settings, supervisor))
+    switch = AppSwitch(_while_starting(settings, supervisor))
     with _signals() as stop:
-        async with _listening(door, settings) as (listening, listener_task):
+        async with _listening(switch, settings) as (listening, listener_task):
             log.info("listening on %s; until the model is loaded requests get 503", listening.where)
             building = asyncio.create_task(_build(settings, supervisor, starting))
             await _first(building, stop.asked, listener_task)
@@ -57,9 +57,9 @@ async def serve(settings: Settings, supervisor: Supervisor, starting: asyncio.Ta
                 await _cancel(building)
                 return True
             state, app = building.result()
-            door.watch_connections(state.metrics.connections)
+            switch.watch_connections(state.metrics.connections)
             state.metrics.bytes_waiting = listening.bytes_waiting
-            await door.open(app)
+            await switch.open(app)
             stats = asyncio.create_task(log_throughput(state.metrics, settings.log_stats_interval), name="stats")
             try:
                 # What was imported and built stays: collections need not look at it again between two tokens.
@@ -75,17 +75,17 @@ async def serve(settings: Settings, supervisor: Supervisor, starting: asyncio.Ta
 
 
 @contextlib.asynccontextmanager
-async def _listening(door: Doorway, settings: Settings) -> AsyncIterator[tuple[Listening, asyncio.Task[None]]]:
+async def _listening(switch: AppSwitch, settings: Settings) -> AsyncIterator[tuple[Listening, asyncio.Task[None]]]:
     """The listener around all else. At its end replies that are being sent get a moment, then they are cut off."""
     with contextlib.closing(listener.bind(settings)) as sock:
         started: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
         serving = asyncio.create_task(
             listener.serve(
-                door,
+                switch,
                 settings,
                 sock=sock,
                 on_started=started.set_result,
-                on_connections=door.tell_connections,
+                on_connections=switch.tell_connections,
             ),
             name="listener",
         )
