@@ -1,4 +1,4 @@
-"""The record of model operations that one implementation provides, and what the operations take.
+"""The record of model operations that one implementation provides, and the inputs of the operations.
 
 Promises: the model calls these ops and no others; `reference` (plain torch) is the specification of each. On a CPU
 every output row is computed in an order that does not depend on the other rows of the call (batch invariance). Must not
@@ -16,15 +16,15 @@ from torch import Tensor
 
 from quire_kernels.packed_form import PackedForm
 
-# How the C++ kernels may hold weights: 8 bits per value, or 4 with a scale for every 32.
+# Weight formats of the C++ kernels: 8 bits per value, or 4 with a scale for every 32.
 Quantization = Literal["int8", "int4"]
-# What the KV pool holds: the model's dtype, or int8 or fp8 (e4m3) with a scale for every token and head.
+# Types of the KV pool: the model's dtype, or int8 or fp8 (e4m3) with a scale for every token and head.
 KVType = Literal["auto", "int8", "fp8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVFormat:
-    """What decides whether an implementation can hold a model's keys and values."""
+    """The properties of a KV pool that an implementation must support."""
 
     head_dim: int
     block_size: int  # tokens
@@ -32,7 +32,7 @@ class KVFormat:
 
 
 class AttentionInput(Protocol):
-    """What attention needs to know of a step: B sequences, T = sum of their query rows."""
+    """The description of a step for attention: B sequences, T = sum of their query rows."""
 
     @property
     def positions(self) -> Tensor: ...  # [T] int64, absolute position of each row
@@ -55,7 +55,7 @@ class AttentionInput(Protocol):
 
 
 class StepInput(AttentionInput, Protocol):
-    """A step, and which S of its T rows are asked for what the last layer gives."""
+    """A step, and the S of its T rows whose output of the last layer is needed."""
 
     @property
     def sample_rows(self) -> Tensor: ...  # [S] int64, ascending
@@ -77,12 +77,12 @@ class AttentionShape:
     norm_eps: float = 1e-6
 
 
-# A weight matrix as the implementation wants it (packed, quantised, or as it came). Opaque to the model.
+# A weight matrix in the implementation's form (packed, quantised, or unchanged). Opaque to the model.
 LinearWeight = Any
 
 
 class LayerWeights(Protocol):
-    """What the ops of one transformer layer take. H hidden, D head_dim, I intermediate."""
+    """The weights of one transformer layer. H hidden, D head_dim, I intermediate."""
 
     @property
     def attention_norm(self) -> Tensor: ...  # [H]
@@ -110,9 +110,9 @@ class BoundLayers(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceRows:
-    """R tokens to choose: parameters in device memory, and on the host which of them any row asks for.
+    """R tokens to choose: parameters in device memory, and on the host which of them any row uses.
 
-    What no row asks for is not launched; that alone changes no row's token.
+    A stage that no row uses is not launched; that changes no row's token.
     """
 
     logits_rows: Tensor  # [R] int64, the row of logits of each; several may share one
@@ -189,19 +189,19 @@ class KernelSet:
     logits: Callable[[Tensor, Tensor, float, LinearWeight], Tensor]
     new_kv: Callable[[int, int, int, int, int, torch.dtype, torch.device], Tensor]
     kv_block_bytes: Callable[[int, int, int, int, torch.dtype], int]
-    # Of a packed weight, before matrices are packed and `packed_bytes` can tell: what bf16 takes at most, int8 without
-    # the scales of its rows. None: matrices stay as they are, and a tied head is the embedding.
+    # Estimated bits per packed weight, used until `packed_bytes` is known: an upper bound for bf16, without the scales
+    # of rows for int8. None: matrices are not packed, and a tied head is the embedding.
     packed_bits: float | None = None
-    packed_bytes: Callable[[LinearWeight], int] | None = None  # of one matrix; with `packed_bits`
+    packed_bytes: Callable[[LinearWeight], int] | None = None  # bytes of one matrix; set with `packed_bits`
     packed_form: PackedForm | None = None  # matrices are plain memory, which may outlive the process
     greedy: Callable[[Tensor, Tensor, float, LinearWeight, Tensor | None], tuple[list[int], list[bool]]] | None = None
     choose: Callable[[Tensor, ChoiceRows], tuple[Tensor, Tensor, Tensor]] | None = None
     attention_scratch: Callable[[int, int, int, int], int] | None = None
     copy_blocks: Callable[[Tensor, Sequence[tuple[int, int]]], None] | None = None
     bind_layers: Callable[[Sequence[LayerWeights], Tensor, float], BoundLayers] | None = None
-    # What attention launches follows from the numbers of rows and sequences and from bounds of the lengths; it finds on
-    # the device what is there, sequences without rows and rows without a sequence among it, whose results are anything.
+    # Whether attention's launches depend only on the numbers of rows and sequences and on bounds of lengths. Then it
+    # also handles sequences without rows, and rows without a sequence, whose results are undefined.
     bounded_attention: bool = False
-    own_threads: bool = False  # it computes with workers of its own; torch's would only wait beside them
-    variant: str = ""  # the instruction set that it is compiled for, where there are several
-    why_variant: str = ""  # why this one, for an operator
+    own_threads: bool = False  # computes with workers of its own, so that torch needs only one thread
+    variant: str = ""  # the instruction set it is compiled for, if there are several
+    why_variant: str = ""  # the reason for it, for operators

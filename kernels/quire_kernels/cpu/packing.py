@@ -1,6 +1,6 @@
-"""Weight matrices as the C++ kernels read them: packed, perhaps quantised, in memory that somebody else provides.
+"""Weight matrices in the form of the C++ kernels: packed, perhaps quantised, in memory of the caller.
 
-Promises: a packed matrix keeps its memory alive and never points at the tensor that it came from. Must not know:
+Promises: a packed matrix keeps its memory alive and never refers to the tensor that it came from. Must not know:
 layers.
 """
 
@@ -19,11 +19,11 @@ from quire_kernels.cpu.signatures import LinearArgs
 from quire_kernels.kernel_set import Quantization
 from quire_kernels.packed_form import Allocate, PackedForm, PackGateUp, PackLinear
 
-# Of the bytes: it changes with what any kind of weight is packed into, and files of other versions are packed anew.
+# Version of the packed bytes of all kinds; files of other versions are packed anew.
 PACKING_VERSION = 1
 
 _KINDS: dict[Quantization | None, int] = {None: 0, "int8": 1, "int4": 2}
-# The memory of a matrix, by its names in C++, and what it holds; not every kind has all.
+# The parts of a matrix's memory by their names in C++, with their dtypes; not every kind has all.
 _PARTS = {
     "packed": torch.uint8,
     "starts": torch.int64,
@@ -33,12 +33,12 @@ _PARTS = {
 }
 _PANEL_ROWS = 64
 _K_MULTIPLE = 32
-_MAX_K = 65536  # int32 sums of products of bytes
+_MAX_K = 65536  # sums of products of bytes must fit into int32
 _ALIGNMENT = 64
 
 
 class PackedLinear(NamedTuple):
-    """A packed matrix. `address` is that of `args`, the structure that C++ reads; the rest keeps memory alive."""
+    """A packed matrix. `address` is that of `args`, the structure for C++; the other fields keep memory alive."""
 
     address: int
     num_outputs: int  # columns of the op's result: I for a gate-up pair
@@ -112,7 +112,7 @@ class Packer:
 
 
 def packed_form(context: Context, quantization: Quantization | None) -> PackedForm:
-    """What the kernel set of a context says of its matrices."""
+    """The packed form of a context's kernel set."""
     library, kind = context.library, _KINDS[quantization]
 
     def packer(allocate: Allocate) -> tuple[PackLinear, PackGateUp]:
@@ -139,7 +139,7 @@ def packed_form(context: Context, quantization: Quantization | None) -> PackedFo
 
 
 def _restored(library: ctypes.CDLL, kind: int, facts: Mapping[str, int], memory: Mapping[str, Tensor]) -> PackedLinear:
-    """A matrix from its memory, after a look at all that C++ takes on trust."""
+    """A matrix from its memory, after checks of everything that C++ relies on."""
     n, k, gate_up = (facts[name] for name in ("n", "columns", "gate_up"))
     if not 0 < k <= _MAX_K or n <= 0 or gate_up not in (0, 1):
         raise ValueError(f"there is no packed matrix of {n} x {k}")
@@ -172,7 +172,7 @@ def _lanes(library: ctypes.CDLL, args: LinearArgs) -> int:
 
 
 def _lane_parts(kind: int) -> tuple[str, ...]:
-    """What a kind keeps for every output row."""
+    """The parts that a kind has for every output row."""
     return {_KINDS[None]: (), _KINDS["int8"]: ("scales", "sums"), _KINDS["int4"]: ("scales",)}[kind]
 
 
@@ -187,7 +187,7 @@ def _packed(args: LinearArgs, parts: dict[str, Tensor]) -> PackedLinear:
 
 
 def _most_bytes(kind: int, rows: int, columns: int) -> int:
-    """A gate-up pair may have one panel more than its rows fill; what is coded is smaller than what it is made of."""
+    """A gate-up pair may have one panel more than its rows fill; coded panels are smaller than their sources."""
     panels = -(-rows // _PANEL_ROWS) + 1
     groups = -(-columns // _K_MULTIPLE)
     of_a_group = {_KINDS[None]: 2 * _K_MULTIPLE, _KINDS["int8"]: _K_MULTIPLE, _KINDS["int4"]: 1 + _K_MULTIPLE // 2}[
