@@ -1,4 +1,4 @@
-"""Two runs side by side: which numbers differ, and by how much.
+"""Compares the reports of two runs number by number.
 
 Promises: numbers that both runs have, by their path in the report; equal ones are left out.
 """
@@ -24,7 +24,7 @@ class Difference:
 
 
 def compare(before: Mapping[str, object], after: Mapping[str, object]) -> list[Difference]:
-    """Reports as plain values."""
+    """The differences of two reports as plain values."""
     old = dict(_numbers(before))
     return [
         Difference(name=name, before=old[name], after=value)
