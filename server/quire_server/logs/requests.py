@@ -1,7 +1,7 @@
-"""The line of each request, and what is gathered for it while the request is served.
+"""The access log: one line per request, with times and counts collected while the request is served.
 
-Promises: one line a request, with its times and counts, its client and its key's name; never text, never a key. Must
-not know: routes, sockets.
+Promises: one line per request, with its client and its key's name; never text, never a key. Must not know: routes,
+sockets.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ log = logging.getLogger("quire.access")
 
 
 class StoryTeller:
-    """The outermost application: gives each request a story, which the parts that serve it add to."""
+    """The outermost layer: gives each request a `RequestStory`, to which the parts that serve it add records."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -36,14 +36,14 @@ class StoryTeller:
 
 
 def _carrier(scope: Scope) -> dict[str, str]:
-    """The headers of W3C's trace context; one that is there twice says nothing."""
+    """The headers of W3C's trace context; a header that is there twice is ignored."""
     found = [(name, value) for name, value in scope["headers"] if name in _TRACE_HEADERS]
     names = [name for name, _ in found]
     return {name.decode(): value.decode("latin-1") for name, value in found if names.count(name) == 1}
 
 
 def log_reply(reply: Reply, told: StoryTotals | None, model: str) -> None:
-    """The line of a request that has ended; `told` is None where nothing was computed for it."""
+    """Log a request that has ended; `told` is None if nothing was computed for it."""
     if not log.isEnabledFor(logging.INFO):
         return
     log.info(
