@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Protocol, cast
 
-# Name: (module, what it does). `quire bench` is a client of servers: nothing here depends on its package.
+# Name: (module, description). `quire bench` is a client of servers: nothing here depends on its package.
 COMMANDS = {
     "serve": ("quire_server.commands.serve", "serve a model over the OpenAI HTTP API"),
     "bench": ("quire_bench.command", "put load on servers and say how fast they are"),
@@ -33,7 +33,7 @@ BAD_USAGE = 2
 
 
 class Command(Protocol):
-    """What a command's module provides."""
+    """The interface of a command's module."""
 
     def run(self, argv: Sequence[str]) -> int:
         """Do it; the process's exit code."""
@@ -57,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = cast(Command, import_module(COMMANDS[name][0]))
     try:
         return command.run(rest)
-    except BrokenPipeError:  # whoever read what is printed, such as `head`, has enough
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for what the interpreter flushes at its end
+    except BrokenPipeError:  # the reader of stdout, such as `head`, has closed the pipe
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for the interpreter's flush at its end
         return 0
 
 

@@ -71,8 +71,8 @@ class CommandLine:
     """What a command line, the environment and the file give together, and what is to be said of it in the log."""
 
     settings: Settings
-    notes: tuple[str, ...]  # on flags that change nothing here
-    warnings: tuple[str, ...]  # on variables of vLLM that would have changed something there, on keys that lie open
+    notes: tuple[str, ...]  # on flags without effect here
+    warnings: tuple[str, ...]  # on vLLM's variables without effect here, and on exposed keys
 
 
 def parse_flags(argv: Sequence[str], prog: str = "quire serve") -> Settings:

@@ -1,4 +1,4 @@
-"""From the settings of `quire serve` to a running server and an exit code.
+"""Runs `quire serve`: from its settings to a running server and an exit code.
 
 The exit code is 0 after a drain, 2 for settings that cannot work, 1 for a model that cannot be loaded and 70 for an
 engine that keeps crashing; each comes with one clear line.
@@ -28,7 +28,7 @@ from quire_server.logs.output import check_tracing
 from quire_server.settings import Settings
 
 DONE, FAILED, BAD_USAGE, CRASH_LOOP = 0, 1, 2, 70
-_SPARE_SECONDS = 10.0  # after the engine is ready: a launch takes a core from the first requests
+_SPARE_SECONDS = 10.0  # after the engine is ready, since a launch takes a core from the first requests
 
 log = logging.getLogger("quire")
 
@@ -48,9 +48,9 @@ def run(given: CommandLine) -> int:
         except QuireError as error:
             output.say(f"quire serve: {error}")
             return CRASH_LOOP if isinstance(error, CrashLoop) else FAILED
-        except BrokenPipeError:  # of stdout, which the plan is printed to
+        except BrokenPipeError:  # the plan is printed to stdout
             raise
-        except OSError as error:  # a file that cannot be read, a disk without room
+        except OSError as error:  # such as a file that cannot be read, or a full disk
             log.debug("where it happened", exc_info=True)
             output.say(f"quire serve: {_of_file(error)}")
             return FAILED
@@ -59,7 +59,7 @@ def run(given: CommandLine) -> int:
 
 
 def _run(settings: Settings, output: Output) -> int:
-    tls_context(settings)  # its files are read again when the socket listens
+    tls_context(settings)  # checks the files, which are read again when the socket listens
     check_tracing(settings.otlp_traces_endpoint)
     settings = localized(settings)
     if settings.dry_run:

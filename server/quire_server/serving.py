@@ -1,8 +1,8 @@
-"""Runs one server and takes it down again: the listener, the banner, the signals, the drain.
+"""Runs one server and shuts it down: the listener, the banner, the signals, the drain.
 
-Owns SIGTERM and SIGINT. Promises: the port answers before anything heavy is imported; a signal turns readiness to 503
-at once and lets running work finish; a second one ends it, with a word to each client; nothing it started is left. Must
-not know: routes, sampling.
+Owns SIGTERM and SIGINT. Promises: the port answers before heavy imports; a signal turns readiness to 503 at once and
+lets running requests finish; a second one ends them, with an error to each client; no process or thread is left behind.
+Must not know: routes, sampling.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
     from quire_server.state import ServerState
 
-# What a stop takes beyond the drain, in seconds; together with the engine's end, which comes last, less than five.
-LAST_WORDS_SECONDS = 1.5  # for clients to take the error with which their requests end
-CLOSING_SECONDS = 1.0  # for what is in the sockets' buffers
+# Seconds of a stop after the drain; together with the engine's end, which comes last, less than five.
+LAST_WORDS_SECONDS = 1.5  # for clients to read the error with which their requests end
+CLOSING_SECONDS = 1.0  # for data in the sockets' buffers
 
 log = logging.getLogger("quire")
 
@@ -62,7 +62,7 @@ async def serve(settings: Settings, supervisor: Supervisor, starting: asyncio.Ta
             await switch.open(app)
             stats = asyncio.create_task(log_throughput(state.metrics, settings.log_stats_interval), name="stats")
             try:
-                # What was imported and built stays: collections need not look at it again between two tokens.
+                # Imported and built objects stay alive: freeze them, so that later collections do not scan them.
                 gc.collect()
                 gc.freeze()
                 listener.announce(listening)
@@ -149,12 +149,12 @@ async def _wind_up(
     work = requests.work()
     num_open = max(state.client.in_flight, len(work))
     log.info("draining %d requests for up to %g s; Ctrl-C again to stop now", num_open, settings.drain_timeout)
-    # Those that are still prepared are no less accepted than those that the engine has.
+    # Requests that are still prepared count as accepted, like those that the engine has.
     idle = asyncio.create_task(_idle(state, work))
     await _first(idle, stop.insisted, supervisor.dead, seconds=settings.drain_timeout)
     if not idle.done():
         log.warning("ending %d requests that have not finished", sum(1 for task in work if not task.done()))
-    # First the word to the clients, which needs no engine; its end may take as long as a step.
+    # First the errors to the clients, which need no engine; its end may take as long as a step.
     state.client.close()
     stopping = asyncio.create_task(supervisor.stop())
     await _first(idle, seconds=LAST_WORDS_SECONDS)

@@ -1,7 +1,7 @@
-"""Checkpoints from the Hugging Face Hub, by its own library: its cache, its variables, its progress bars.
+"""Downloads checkpoints from the Hugging Face Hub with its own library: its cache, its variables, its progress bars.
 
-Promises: what is complete in the cache is taken without a word to the network; only files that are read are downloaded;
-every failure is one line with what to do.
+Promises: a repository that is complete in the cache is used without network access; only files that are read are
+downloaded; every failure is one line with a remedy.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def snapshot(name: str, *, revision: str | None, cache: Path | None, weights: bo
         )
     except ModelLoadError:
         raise
-    except Exception as error:  # the library's own, its HTTP client's of several versions, and the system's
+    except Exception as error:  # errors of the library, of several HTTP clients, and of the system
         raise ModelLoadError(f"{name}: {_reason(error, name, revision, where)}") from None
     return Path(str(path))
 
@@ -81,7 +81,7 @@ def _cached(
         )
     except errors.HFValidationError:
         raise ModelLoadError(f"{name}: that cannot be a name on the Hugging Face Hub") from None
-    except (OSError, ValueError):  # not there, or not all of it
+    except (OSError, ValueError):  # missing or incomplete
         return None
     folder = Path(str(path))
     return folder if _is_complete(folder, weights=weights) else None

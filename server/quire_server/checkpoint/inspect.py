@@ -1,6 +1,6 @@
-"""What a file, a directory or a repository is, where it is no checkpoint that can be served.
+"""Explains what a file, directory or repository is, if it is not a checkpoint that can be served.
 
-Promises: formats that people try are called by their names, with what to use instead. Must not know: HTTP, torch.
+Promises: common other formats are called by their names, with an alternative. Must not know: HTTP, torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quire_engine.config import ARCHITECTURES
 from quire_engine.errors import ModelLoadError
 
 _GGUF = "GGUF files are not read; use the repository with the same model as safetensors"
-_MOST = 64 << 20  # bytes of a config.json that is looked at
+_MOST = 64 << 20  # most bytes of a config.json
 
 
 def check_name(name: str, path: Path) -> None:

@@ -1,8 +1,7 @@
-"""From the name of a model to the directory of its checkpoint: what is there, what is in the cache, what is
-downloaded.
+"""Resolves a model's name to the directory of its checkpoint: local, cached or downloaded.
 
-Promises: settings that come back name directories; a name that cannot be served is one line that says what it is. Must
-not know: HTTP, torch.
+Promises: the returned settings name directories; a name that cannot be served leads to one line that says what it is.
+Must not know: HTTP, torch.
 """
 
 from __future__ import annotations
@@ -60,7 +59,9 @@ def checkpoint_directory(
             f"{setting} {name}: there is no such directory, and it is no name on the Hugging Face Hub, such as"
             " Qwen/Qwen3-0.6B"
         )
-    hub = cast(_Hub, import_module("quire_server.checkpoint.hub"))  # half a second that a directory does not need
+    hub = cast(
+        _Hub, import_module("quire_server.checkpoint.hub")
+    )  # takes half a second, which a directory does not need
     return hub.snapshot(name, revision=revision, cache=download_dir, weights=weights)
 
 

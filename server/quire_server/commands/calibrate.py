@@ -27,7 +27,7 @@ from quire_server.flags import parse_flags
 from quire_server.settings import SettingsError
 
 DONE, FAILED, BAD_USAGE = 0, 1, 2
-_PATIENCE = 900.0  # seconds beside the measuring: a large model may have to be loaded
+_PATIENCE = 900.0  # seconds in addition to the measurement, to load a large model
 
 
 class _Parser(argparse.ArgumentParser):
@@ -85,7 +85,7 @@ def _positive(text: str) -> float:
 
 
 def print_calibration(found: dict[str, Any], console: Console) -> None:
-    """The model and how far it is off."""
+    """Print the cost model and its error."""
     cost, error = cost_model(found["cost"]), found["fit_error"]
     console.print(
         f"a step without prompts: {duration(cost.step)} + {duration(cost.row)} for each decode"

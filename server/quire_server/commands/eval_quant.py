@@ -1,4 +1,4 @@
-"""`quire eval-quant`: what int8 or int4 weights, or an int8 KV cache, cost a model.
+"""`quire eval-quant`: measures the quality loss by int8 or int4 weights, or by an int8 KV cache.
 
 Promises: exit code 0 when everything was measured, 1 when the model cannot be, 2 for flags that cannot work; each with
 one clear line. Must not know: torch.
@@ -27,7 +27,7 @@ from quire_server.text.quality_prompts import prompt_ids
 from quire_server.text.tokenizer import TextTokenizer
 
 DONE, FAILED, BAD_USAGE = 0, 1, 2
-WIDTH = 110  # where there is no terminal
+WIDTH = 110  # without a terminal
 MEANING = (
     "KL is how far the distribution of the next token moves, in nats: 0 is not at all, and a mean of at most 0.01 is"
     " what we ask of int8 on the embedded model. Greedy agreement is the share of positions where both find the same"
@@ -96,7 +96,7 @@ def _names(text: str) -> list[str | None]:
 
 
 def _question(given: argparse.Namespace, variants: object) -> dict[str, object]:
-    """What the measuring process reads. Raises ModelLoadError, BadRequest."""
+    """The input of the measuring process. Raises ModelLoadError, BadRequest."""
     path = demo_model_path() if given.model == DEMO_MODEL else checkpoint_directory(given.model)
     prompts: list[list[int]] | None = None
     ends: tuple[int, ...] = ()
@@ -115,7 +115,7 @@ def _question(given: argparse.Namespace, variants: object) -> dict[str, object]:
 
 
 def print_table(model: str, found: Sequence[Quality], console: Console | None = None) -> None:
-    """The numbers and what they mean."""
+    """Print the numbers and their meaning."""
     console = console or Console()
     if not console.is_terminal:
         console = Console(file=console.file, width=max(WIDTH, console.width))

@@ -24,7 +24,7 @@ DONE, FAILED, BAD_USAGE = 0, 1, 2
 
 
 class _Reply(msgspec.Struct):
-    """How far it is, or the file that it has come to."""
+    """The progress, or the finished file."""
 
     phase: str = ""
     done: int = 0

@@ -1,4 +1,4 @@
-"""`quire verify`: whether the kernels that would serve compute on this machine what they should.
+"""`quire verify`: checks that the kernels that would serve compute correctly on this machine.
 
 Promises: exit code 0 when all is right, 1 when something is not or the checks cannot be made, 2 for flags that cannot
 work. Must not know: torch.
@@ -24,10 +24,10 @@ from quire_server.engine.json_child import ask
 from quire_server.settings import DEMO_MODEL
 
 DONE, FAILED, BAD_USAGE = 0, 1, 2
-WIDTH = 110  # where there is no terminal
+WIDTH = 110  # without a terminal
 PATIENCE = 60.0  # seconds for one check
-LONGEST = 900.0  # for all, if the process cannot end itself
-MOST_PROBLEMS = 20  # shown; the JSON has all
+LONGEST = 900.0  # seconds for all checks, if the process does not end itself
+MOST_PROBLEMS = 20  # most problems that are printed; the JSON has all
 MEANING = (
     "Tolerance: the greatest error as a share of what the roundings of the types involved allow; above 1 is a failure."
     " Alone: whether a row computed alone has the same bits as in a batch; on a GPU this is for information, but with"
@@ -133,14 +133,14 @@ def _positive(text: str) -> int:
 
 
 def _model(given: str) -> str | None:
-    """None: the embedded one. Raises ModelLoadError."""
+    """None for the embedded model. Raises ModelLoadError."""
     if given == DEMO_MODEL:
         return None
     return str(checkpoint_directory(given))
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
-    """One table, what is wrong, and the verdict."""
+    """Print the table, the problems and the verdict."""
     console = console or Console()
     if not console.is_terminal:
         console = Console(file=console.file, width=max(WIDTH, console.width))

@@ -1,6 +1,6 @@
-"""GET /dashboard/events: what the dashboard shows, second by second, as server-sent events.
+"""GET /dashboard/events: the dashboard's data, second by second, as server-sent events.
 
-The last ten minutes come first, then a message a second, until a server that stops has nothing left to do.
+The last ten minutes come first, then a message per second, until a stopping server has no requests left.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _Viewing:
         plan = self._state.client.plan
         limits = plan.scheduler.limits
         return {
-            "started": self._state.started,  # another one after a reconnection: another server
+            "started": self._state.started,  # a new value after a reconnection means a new server
             "version": version("quire"),
             "model": self._state.model_names[0],
             "device": plan.device,

@@ -1,6 +1,6 @@
-"""What the commands that simulate, plan and diagnose print: tables on a terminal, or as wide text in a file.
+"""The printed tables of the commands that simulate, plan and diagnose: for a terminal, or as wide text in a file.
 
-Promises: a number that is not known is a dash.
+Promises: an unknown number is a dash.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quire_engine.simulation.published import Check
 from quire_engine.simulation.report import Distribution, Report
 from quire_engine.simulation.static_batching import StaticOutcome
 
-WIDTH = 110  # where there is no terminal
+WIDTH = 110  # without a terminal
 _LATENCIES = (
     ("ttft", "time to the first token"),
     ("itl", "between two tokens"),
@@ -26,13 +26,13 @@ _LATENCIES = (
 
 
 def wide_console(console: Console | None = None) -> Console:
-    """One on which tables are not squeezed."""
+    """A console that is wide enough for the tables."""
     console = console or Console()
     return console if console.is_terminal else Console(file=console.file, width=max(WIDTH, console.width))
 
 
 def complain(command: str, message: str, code: int) -> int:
-    """Say on stderr what is wrong; returns the exit code."""
+    """Print an error on stderr; returns the exit code."""
     for line in message.splitlines():
         print(f"quire {command}: {line}", file=sys.stderr)
     return code
@@ -50,7 +50,7 @@ def duration(seconds: float | None) -> str:
 
 
 def print_checks(title: str, checks: Sequence[Check], console: Console) -> None:
-    """Expected and got, line by line."""
+    """Print expected and simulated numbers, line by line."""
     table = Table(title=title, title_justify="left")
     table.add_column("number")
     for column in ("expected", "got", ""):
@@ -67,7 +67,7 @@ def print_checks(title: str, checks: Sequence[Check], console: Console) -> None:
 
 
 def print_report(title: str, found: Report, console: Console) -> None:
-    """All of a run on one screen."""
+    """Print all numbers of a run."""
     table = Table(title=title, title_justify="left")
     table.add_column("latency")
     for column in ("p50", "p90", "p95", "p99", "max", "mean"):
@@ -132,7 +132,7 @@ def _print_tenants(found: Report, console: Console) -> None:
 
 
 def print_static(found: StaticOutcome, continuous: Report, console: Console) -> None:
-    """Static batches beside the scheduler's run."""
+    """Print static batching beside the scheduler's run."""
     outcome = found.outcome
     table = Table(title="The same load in static batches", title_justify="left")
     table.add_column("")
