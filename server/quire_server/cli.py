@@ -36,12 +36,12 @@ class Command(Protocol):
     """The interface of a command's module."""
 
     def run(self, argv: Sequence[str]) -> int:
-        """Do it; the process's exit code."""
+        """Run the command and return the process's exit code."""
         ...
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `quire ARGV`; the process's exit code."""
+    """Run `quire ARGV` and return the process's exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in {"-h", "--help", "help"}:
         print(_usage())

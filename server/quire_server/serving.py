@@ -46,7 +46,10 @@ log = logging.getLogger("quire")
 
 
 async def serve(settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan]) -> bool:
-    """Serve until a signal (True) or until the engine is given up (False). Raises ConfigError and ModelLoadError."""
+    """Serve until a signal (True) or until the engine has failed for good (False).
+
+    Raises ConfigError and ModelLoadError.
+    """
     switch = AppSwitch(_while_starting(settings, supervisor))
     with _signals() as stop:
         async with _listening(switch, settings) as (listening, listener_task):
@@ -76,7 +79,7 @@ async def serve(settings: Settings, supervisor: Supervisor, starting: asyncio.Ta
 
 @contextlib.asynccontextmanager
 async def _listening(switch: AppSwitch, settings: Settings) -> AsyncIterator[tuple[Listening, asyncio.Task[None]]]:
-    """The listener around all else. At its end replies that are being sent get a moment, then they are cut off."""
+    """Open the listener; on exit, wait briefly for replies that are being sent, then close their connections."""
     with contextlib.closing(listener.bind(settings)) as sock:
         started: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
         serving = asyncio.create_task(
@@ -105,7 +108,7 @@ async def _listening(switch: AppSwitch, settings: Settings) -> AsyncIterator[tup
 
 
 def _while_starting(settings: Settings, supervisor: Supervisor) -> ASGIApp:
-    """The application that says how far the start is."""
+    """The application that reports the progress of the start."""
     began = time.monotonic()
 
     def progress() -> StartProgress:
@@ -128,7 +131,7 @@ def _while_starting(settings: Settings, supervisor: Supervisor) -> ASGIApp:
 async def _build(
     settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan]
 ) -> tuple[ServerState, FastAPI]:
-    """The server's other half, which takes about a second to import."""
+    """Assemble the server's application; its imports take about a second."""
     create_app, build_state = await asyncio.to_thread(_application)
     state = await build_state(settings, supervisor, starting)
     return state, create_app(state)
@@ -144,17 +147,17 @@ def _application() -> Any:
 async def _wind_up(
     settings: Settings, state: ServerState, supervisor: Supervisor, requests: OpenRequests, stop: _Stop
 ) -> None:
-    """Let what was accepted finish; when time is up or the operator insists, end it with an error each."""
+    """Wait for accepted requests; after the drain timeout or a second signal, end them with an error."""
     state.draining = state.stopping = True
     work = requests.work()
     num_open = max(state.client.in_flight, len(work))
     log.info("draining %d requests for up to %g s; Ctrl-C again to stop now", num_open, settings.drain_timeout)
-    # Requests that are still prepared count as accepted, like those that the engine has.
+    # Requests in preparation count as accepted, like requests in the engine.
     idle = asyncio.create_task(_idle(state, work))
     await _first(idle, stop.insisted, supervisor.dead, seconds=settings.drain_timeout)
     if not idle.done():
         log.warning("ending %d requests that have not finished", sum(1 for task in work if not task.done()))
-    # First the errors to the clients, which need no engine; its end may take as long as a step.
+    # Clients get their errors first: that needs no engine, and stopping the engine may take as long as a step.
     state.client.close()
     stopping = asyncio.create_task(supervisor.stop())
     await _first(idle, seconds=LAST_WORDS_SECONDS)
@@ -170,7 +173,7 @@ async def _idle(state: ServerState, work: tuple[asyncio.Task[Any], ...]) -> None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stop:
-    """The operator's wish, in two degrees: a first signal and a second one."""
+    """Stop requests by signal: the first one drains the server, the second one ends its requests."""
 
     asked: asyncio.Future[None]
     insisted: asyncio.Future[None]
@@ -198,7 +201,7 @@ def _signals() -> Iterator[_Stop]:
 
 
 async def _first(*futures: asyncio.Future[Any], seconds: float | None = None) -> None:
-    """Until one of them is done."""
+    """Wait until one of the futures is done or `seconds` are over."""
     await asyncio.wait(futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
 
 
@@ -209,7 +212,7 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
 
 
 def _greet(settings: Settings, state: ServerState, listening: Listening) -> None:
-    """What was decided, and a call to try; the listener has said where."""
+    """Log the resolved configuration and an example call; the listener has logged the address."""
     plan = state.client.plan
     quality = quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype)
     for line in plan_text(plan, quality).splitlines():

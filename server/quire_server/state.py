@@ -1,7 +1,7 @@
-"""The shared state of one running server's routes, and its assembly around an engine that starts.
+"""The shared state of one running server's routes, and its assembly while the engine starts.
 
 Promises: plain references with a known readiness, read by routes and by the offline API; tokenizer and templates load
-while the engine does. Must not know: routes, sockets.
+while the engine starts. Must not know: routes, sockets.
 """
 
 from __future__ import annotations
@@ -102,12 +102,12 @@ class ServerState:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and answer together."""
+        """Maximum length of prompt and answer together, in tokens."""
         return self.client.plan.scheduler.max_model_len
 
     @property
     def shows_tools(self) -> bool:
-        """Whether the chat template has a place for tools; else they are told of in words."""
+        """Whether the chat template renders tools; otherwise the prompt describes them in text."""
         return self.prompts is not None and self.prompts.shows_tools
 
     def unready_reason(self) -> str | None:
@@ -115,13 +115,13 @@ class ServerState:
         return "draining" if self.draining else self.engine_trouble()
 
     def fatal_reason(self) -> str | None:
-        """Why only a new process would help; None as long as this one can go on."""
+        """Why the process must be restarted; None while it can recover by itself."""
         if self.overdue_seconds() > REMEDY_SECONDS:  # the supervisor should have replaced it
             return "engine hung"
         return "task ended" if any(task.done() for task in self.tasks) else None
 
     def refusal(self) -> NotReady:
-        """What a draining server tells whom it does not take."""
+        """The error for new requests while the server drains."""
         if self.stopping:
             return ShuttingDown()
         return NotReady("The server is draining: it takes no new requests.", code="draining", close=True)
@@ -132,12 +132,12 @@ class ServerState:
 
 
 def state_of(request: Request) -> ServerState:
-    """The state of the server that this request came to."""
+    """The state of the server that received this request."""
     return cast(ServerState, request.app.state.quire)
 
 
 async def build_state(settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan]) -> ServerState:
-    """Load the text half while the engine starts, then wait for the engine. Raises ConfigError, ModelLoadError."""
+    """Load tokenizer and templates while the engine starts, then wait for it. Raises ConfigError, ModelLoadError."""
     tokenizer = await asyncio.to_thread(TextTokenizer.load, Path(settings.tokenizer or settings.model_path))
     source = tokenizer.chat_template
     if settings.chat_template is not None:
@@ -157,7 +157,7 @@ async def build_state(settings: Settings, supervisor: Supervisor, starting: asyn
                 f" model computes {plan.vocab_size}; they do not belong together"
             )
     except BaseException:
-        if prompts is not None:  # else its processes would live as long as the error's traceback
+        if prompts is not None:  # otherwise its processes would live as long as the error's traceback
             prompts.close()
         raise
     names = settings.model_names
@@ -198,7 +198,7 @@ def _template(file: Path) -> str:
 def new_client(
     port: EnginePort, settings: Settings, plan: EnginePlan, metrics: Metrics, quarantine: Quarantine | None = None
 ) -> EngineClient:
-    """What stands between requests and the engine, with the limits of the settings."""
+    """The engine client with admission control, limited by the settings."""
     step_tokens = plan.scheduler.limits.max_num_batched_tokens
     tenants = tenants_of(settings).all
     return EngineClient(
@@ -216,7 +216,7 @@ def new_client(
 
 
 def tenants_of(settings: Settings) -> Tenants:
-    """The tenants of the operator's file; without one, and with fair queueing, each key that has a name is one."""
+    """The tenants of the tenants file; without a file but with fair queueing, one tenant for each named key."""
     by_digest = {
         digest: Tenant(
             name=entry.name,

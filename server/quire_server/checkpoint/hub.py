@@ -69,7 +69,7 @@ def snapshot(name: str, *, revision: str | None, cache: Path | None, weights: bo
 def _cached(
     name: str, revision: str | None, cache: Path | None, wanted: tuple[str, ...], *, weights: bool
 ) -> Path | None:
-    """The directory in the cache, if all that is needed is in it."""
+    """The directory in the cache, if it holds all files that are needed."""
     try:
         path = huggingface_hub.snapshot_download(
             name,
@@ -88,7 +88,7 @@ def _cached(
 
 
 def _is_complete(folder: Path, *, weights: bool) -> bool:
-    """Whether an interrupted download left nothing out; older versions of the library do not know."""
+    """Whether no download was interrupted; older versions of the library cannot tell."""
     if not (folder / "tokenizer.json").is_file():
         return False
     if not weights:
@@ -106,7 +106,7 @@ def _is_complete(folder: Path, *, weights: bool) -> bool:
 
 
 def _announce(info: ModelInfo, name: str, where: Path, wanted: tuple[str, ...], *, weights: bool) -> None:
-    """Say what will be downloaded. Raises ModelLoadError where that cannot be served or has no room."""
+    """Log what will be downloaded. Raises ModelLoadError for a model that cannot be served or too little disk space."""
     files = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     if weights and (reason := trouble_of_files([file for file in files if "/" not in file])):
         raise ModelLoadError(f"{name}: {reason}")
@@ -129,7 +129,7 @@ def _announce(info: ModelInfo, name: str, where: Path, wanted: tuple[str, ...], 
 
 
 def _already_there(where: Path, name: str) -> int:
-    """Bytes of earlier downloads, parts of files included."""
+    """Bytes of earlier downloads, including incomplete files."""
     blobs = where / ("models--" + name.replace("/", "--")) / "blobs"
     return sum(path.stat().st_size for path in blobs.glob("*")) if blobs.is_dir() else 0
 

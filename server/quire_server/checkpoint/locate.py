@@ -1,7 +1,7 @@
 """Resolves a model's name to the directory of its checkpoint: local, cached or downloaded.
 
-Promises: the returned settings name directories; a name that cannot be served leads to one line that says what it is.
-Must not know: HTTP, torch.
+Promises: the returned settings name directories; a name that cannot be served leads to one line that explains why. Must
+not know: HTTP, torch.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _PAGE = re.compile(r"https?://(huggingface\.co|hf\.co)/")
 
 
 def localized(settings: Settings) -> Settings:
-    """The same settings with directories for model and tokenizer, downloaded where they are names on a hub.
+    """The settings with directories for model and tokenizer; repositories of a hub are downloaded.
 
-    Clients know a model of a hub by its name there. Raises ModelLoadError.
+    The served model name stays the repository's name. Raises ModelLoadError.
     """
     changed: dict[str, object] = {}
     where = (settings.revision, settings.download_dir)
@@ -46,7 +46,7 @@ def checkpoint_directory(
     setting: str = "--model",
     weights: bool = True,
 ) -> Path:
-    """The directory of that name, or what a hub has under it: from the cache if it is there, else downloaded.
+    """The local directory of that name, or a repository from the cache or the hub.
 
     Raises ModelLoadError.
     """
@@ -61,12 +61,12 @@ def checkpoint_directory(
         )
     hub = cast(
         _Hub, import_module("quire_server.checkpoint.hub")
-    )  # takes half a second, which a directory does not need
+    )  # the import takes half a second; a local directory does not need it
     return hub.snapshot(name, revision=revision, cache=download_dir, weights=weights)
 
 
 class _Hub(Protocol):
-    """`quire_server.checkpoint.hub`, imported where it is needed."""
+    """`quire_server.checkpoint.hub`, imported when a repository is needed."""
 
     def snapshot(self, name: str, *, revision: str | None, cache: Path | None, weights: bool) -> Path:
         """The directory with the files of a repository."""

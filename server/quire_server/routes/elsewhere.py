@@ -1,4 +1,4 @@
-"""Paths of other servers for which this one has an equivalent: the advice in a 404."""
+"""Advice in a 404 for paths of other servers for which this one has an equivalent."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _DOUBLED = re.compile(r"(/v1){2,}(/.*)?")
 
 
 def advice(path: str) -> str | None:
-    """One sentence for who asked for this path, if there is something to say."""
+    """One sentence of advice for a request to this path, if there is any."""
     name = path.rstrip("/")
     if _DOUBLED.fullmatch(name):
         return "'/v1' occurs twice: leave it out of the base URL, or of the path."

@@ -42,7 +42,7 @@ def _page(name: str) -> Response:
 
 @router.api_route("/", methods=METHODS)
 async def landing(request: Request) -> Response:
-    """The page; for a client that asks for JSON and not for HTML, where to go from here."""
+    """The page; a client that prefers JSON to HTML gets the links."""
     accepted = request.headers.get("accept", "")
     if "application/json" in accepted and "text/html" not in accepted:
         where = {"docs": "/docs", "openapi": "/openapi.json", "models": "/v1/models", "health": "/health"}
@@ -59,7 +59,7 @@ async def reference() -> Response:
 
 @router.api_route("/dashboard", methods=METHODS)
 async def dashboard() -> Response:
-    """What the server does, live: the page asks for it at /dashboard/events."""
+    """The live dashboard; the page reads its data from /dashboard/events."""
     return _page("dashboard.html")
 
 

@@ -1,6 +1,6 @@
-"""The settings of a server around the engine: where it listens, what it lets in, what it tells.
+"""The settings of a server around the engine: listening, limits, streaming, lifetime, observing.
 
-Promises: every bound on what clients may do has its field here. Must not know: HTTP.
+Promises: every limit on clients has its field here. Must not know: HTTP.
 """
 
 from __future__ import annotations
