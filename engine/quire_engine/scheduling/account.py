@@ -38,17 +38,17 @@ class Account:
         self.begun_tokens += num_tokens
 
     def forget(self, num_tokens: int) -> None:
-        """So many tokens of begun prompts will never be computed."""
+        """Remove tokens of begun prompts that will never be computed."""
         self.begun_tokens -= num_tokens
 
     def charge_prompt(self, num_tokens: int) -> None:
-        """So many tokens of begun prompts are computed."""
+        """Charge computed tokens of begun prompts."""
         self.begun_tokens -= num_tokens
         self.prompt_tokens += num_tokens
         self.virtual += PROMPT_COST * num_tokens / self.weight
 
     def charge_output(self, num_tokens: int) -> None:
-        """So many output tokens were sampled."""
+        """Charge sampled output tokens."""
         self.output_tokens += num_tokens
         self.virtual += OUTPUT_COST * num_tokens / self.weight
 

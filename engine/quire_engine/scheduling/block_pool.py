@@ -27,7 +27,7 @@ class BlockPool:
         self._previous: list[int] = [num_blocks, *range(num_blocks)]
 
     def refs(self, block: int) -> int:
-        """How many page tables hold the block."""
+        """The number of page tables that contain the block."""
         return self._refs[block]
 
     def take(self) -> int:

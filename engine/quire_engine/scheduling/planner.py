@@ -3,19 +3,19 @@
 A step never exceeds its token budget, its slots or the free blocks. Every running decode advances or is preempted.
 
 One step, `Planner.plan`, assigns `max_num_batched_tokens` tokens:
- 1. the elder stays the elder until it ends; then `ElderRule.choose` names the overdue group of least arrival;
- 2. `Admission.seat`: an elder that waits enters, and as many other groups are preempted as that needs;
- 3. `_serve_elder`: it gets its decodes, and tokens of its prompt up to `min_chunk` in all;
- 4. `_serve_decodes`: every other running sequence that has one token to compute gets it;
- 5. where sequences decode, `ItlTarget.prompt_tokens` limits the tokens left for prompts;
+ 1. the elder stays the elder until it ends; then `ElderRule.choose` picks the overdue group that arrived first;
+ 2. `Admission.seat`: a waiting elder enters, and other groups are preempted as needed;
+ 3. `_serve_elder`: the elder gets its decodes, and tokens of its prompt up to `min_chunk` in all;
+ 4. `_serve_decodes`: every other running sequence with one token to compute gets it;
+ 5. if sequences decode, `ItlTarget.prompt_tokens` limits the tokens left for prompts;
  6. `_serve_prefills`: the running groups' unfinished prompts get chunks of the size of `FixedChunk`, except those that
     `PromptTurns` defers;
  7. `Admission.admit`: waiting groups enter in the queue policy's order, with their first chunk, while slots, budget and
     blocks last; a blocked group is overtaken at most `max_bypasses` times; after a preemption no group enters;
  8. `_assign_rest`: tokens that are still unassigned go to the prompts;
- 9. `Assigner.assign`, in all of these: blocks are reserved before tokens are assigned; where blocks are short,
+ 9. `Assigner.assign`, in all of these: blocks are reserved before tokens are assigned; if blocks are short,
     `Preemptor` preempts the victim policy's choice, never the elder, or the group itself;
-10. `Admission.note_kv_wait`: the time that the group at the queue's head waits for blocks is added up.
+10. `Admission.note_kv_wait`: counts the time that the group at the queue's head waits for blocks.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Sequence:
         self.has_output = True
 
     def note_forced(self, num_tokens: int) -> None:
-        """So many forced tokens came after a sampled one; the next step computes them together with it."""
+        """Record forced tokens after a sampled one; the next step computes them together with it."""
         self.num_forced = num_tokens
 
     def forget_pending(self) -> None:

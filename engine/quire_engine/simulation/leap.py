@@ -75,7 +75,7 @@ def leap(scheduler: Scheduler, cost: CostModel, now: float, due: float) -> Leap 
 
 
 def _decoding(scheduler: Scheduler) -> list[Sequence]:
-    """All running sequences in the order of service, if the next step only gives each a token; else empty."""
+    """The running sequences in the order of service if the next step gives each of them one token; otherwise empty."""
     roster, limits = scheduler._roster, scheduler._config.limits
     if limits.scheduling_policy not in _SIMPLE or not roster.running:
         return []

@@ -1,7 +1,7 @@
 """`quire verify`: checks that the kernels that would serve compute correctly on this machine.
 
-Promises: exit code 0 when all is right, 1 when something is not or the checks cannot be made, 2 for flags that cannot
-work. Must not know: torch.
+Promises: exit code 0 if all checks pass, 1 if one fails or the checks cannot run, 2 for invalid flags. Must not know:
+torch.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Greedy(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """What the checking process says, and what `--json` writes."""
+    """The checking process's reply, also the output of `--json`."""
 
     ok: bool
     when: str
@@ -81,7 +81,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Check and print; the process's exit code."""
+    """Check, print the report and return the process's exit code."""
     given = _parser().parse_args(argv)
     if given.json is not None and not given.json.absolute().parent.is_dir():
         return _complain(f"{given.json} cannot be written: there is no such directory", BAD_USAGE)
@@ -133,7 +133,7 @@ def _positive(text: str) -> int:
 
 
 def _model(given: str) -> str | None:
-    """None for the embedded model. Raises ModelLoadError."""
+    """The model's directory; None for the embedded model. Raises ModelLoadError."""
     if given == DEMO_MODEL:
         return None
     return str(checkpoint_directory(given))
@@ -164,7 +164,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
 
 
 def _table(report: Report) -> Table:
-    """A row for each op of each set and format."""
+    """The table's rows, one for each op of each set and format."""
     table = Table(title=f"The sizes of {report.model} on {_where(report)}", title_justify="left")
     for title in ("kernels", "op"):
         table.add_column(title)

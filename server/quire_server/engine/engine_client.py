@@ -232,8 +232,8 @@ class EngineClient:
     def refusal(self, lately: int = 0, underway: int = 0) -> QueueFull | None:
         """The refusal of any request that came now; None if it depends on the request. Counts as refused.
 
-        With all seats taken, requests `underway` count as queued already, except for a few. Before that, only those
-        that came `lately` do.
+        While all seats are taken, `underway` requests count as queued already, except for a few. Otherwise only the
+        requests that came `lately` count.
         """
         taken = self._sequences - self._num_held
         soon = underway if taken >= self.plan.scheduler.limits.max_num_seqs else lately

@@ -105,7 +105,7 @@ class RequestRecord:
         self._counts[choice] += count
 
     def cached(self, tokens: int) -> None:
-        """So many prompt tokens came from the prefix cache."""
+        """Record the number of prompt tokens from the prefix cache."""
         self._cached = max(self._cached, tokens)
 
     def timing(self, timing: RequestTiming) -> None:
@@ -150,7 +150,7 @@ class RequestRecord:
             metrics.preemptions.observe(self._timing.num_preemptions)
 
     def row(self) -> RequestRow:
-        """Where its time went, so far."""
+        """The request's phases and their durations so far."""
         now = time.monotonic()
         timing, first = self._timing, self._first
         last = max(self._last) if self._finished else now
@@ -172,7 +172,7 @@ class RequestRecord:
         )
 
     def summary(self) -> RequestSummary:
-        """What there is to tell when it has ended; of one that was left behind, that it was."""
+        """The record of an ended request; one without an outcome counts as aborted."""
         timing = self._timing
         return RequestSummary(
             prompt_tokens=self._prompt_tokens,
@@ -271,7 +271,7 @@ class RequestSummary:
     n: int
     outcome: str
     started: float
-    first: float | None  # token
+    first: float | None  # time of the first token
     last: float | None
     ended: float
     queue_seconds: float | None

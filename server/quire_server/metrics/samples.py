@@ -98,7 +98,7 @@ class Window:
 
     @property
     def efficiency(self) -> float:
-        """The same share in the computed batches, whose padding rows hold no token."""
+        """The share of rows in the computed batches that hold a token, not padding; 1 without rows."""
         computed = self.gain("prefilled") + self.gain("decoded")
         rows = computed + self.gain("padded")
         return computed / rows if rows else 1.0

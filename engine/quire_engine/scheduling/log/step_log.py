@@ -101,11 +101,11 @@ class StepLog:
         self._note_content(self.live[sequence.group.request.request_id], sequence)
 
     def searched(self, group: Group, step_id: int, parents: tuple[int, ...]) -> None:
-        """All beams of a group have their next token; `parents`: the beam that each sequence continues."""
+        """Record that every beam of a group has its next token; `parents`: the parent beam of each sequence."""
         self._open[step_id].beams.append((group.request.request_id, parents))
 
     def planned(self, step_id: int, plan: StepPlan, batch: Batch | None, blocks_used: int, now: float) -> None:
-        """A plan was made, after a call of `settle`; without a batch nothing is computed."""
+        """Record a plan, after a call of `settle`; without a batch nothing is computed."""
         self.now, self._last_step = now, step_id
         step = Step(step_id, self._next_ordinal(), batch, plan.decisions, now)
         roster = self._roster

@@ -38,7 +38,7 @@ class StepRecord:
     begins with step 1 has every input of the plans, except the contents of the `restored_blocks` that were on disk from
     an earlier run.
 
-        plan     at the time `planned_at`, for the policies that measure.
+        plan     at the time `planned_at`, for policies that use measured times.
         apply    at the time `applied_at`. Each sequence with `wants_sample` in the step gets one token, or as many as
                  `forced` says. A choice that ends is in `ends` with its output tokens in all; slices and samples that
                  failed are in `failed`; a beam search whose beams all got a token is in `beams`.
@@ -49,7 +49,7 @@ class StepRecord:
     planned_at: float  # seconds on the engine's clock
     applied_at: float | None  # None: not applied yet
     applied_ordinal: int | None
-    seconds: float  # from its beginning to its result; 0: not known yet, or no batch
+    seconds: float  # from the step's start to its result; 0: not known yet, or no batch
     slices: tuple[tuple[str, int, int, int], ...]  # (request_id, choice, start, num_tokens), in the batch's order
     prefill_tokens: int
     decode_tokens: int
@@ -59,11 +59,11 @@ class StepRecord:
     running: int  # sequences, after the plan
     waiting: int  # requests, after the plan
     blocks_used: int  # after the plan
-    ends: tuple[tuple[str, int, FinishReason, int], ...]  # (request_id, choice, why, tokens of output)
-    forced: tuple[tuple[str, int, int], ...]  # (request_id, choice, tokens) where one step had several
+    ends: tuple[tuple[str, int, FinishReason, int], ...]  # (request_id, choice, finish reason, output tokens)
+    forced: tuple[tuple[str, int, int], ...]  # (request_id, choice, tokens) of choices with several tokens in one step
     starved: tuple[str, ...]  # requests preempted for lack of device memory
-    failed: tuple[tuple[str, int, FailedPart], ...]  # (request_id, choice, what)
-    beams: tuple[tuple[str, tuple[int, ...]], ...]  # (request_id, for each sequence the beam that it continues)
+    failed: tuple[tuple[str, int, FailedPart], ...]  # (request_id, choice, failed part)
+    beams: tuple[tuple[str, tuple[int, ...]], ...]  # (request_id, the parent beam of each sequence)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +71,8 @@ class RequestEvent:
     """A call from outside about one request or all, or a content. By `kind`:
 
         submit   `request` has the request's fields in numbers; its prompt is a content.
-        end      a content: the prompt and the output of a choice that ends. A search has one for each pruned beam, in
-                 their order, and one for each beam that is left at its end; in between a sequence follows one beam.
+        end      a content: the prompt and the output of a choice that ends. A beam search has one for each pruned beam,
+                 in their order, and one for each final beam; between two prunings a sequence continues one beam.
         hold     the client does not read the request's tokens: it is held until its `release`.
         abort    the client has left. `fail`: the request ends with an error that no step has made. `expire`: its
                  deadline has passed, at the time `at`; with several at one time the first call ends all.
@@ -92,11 +92,11 @@ class RequestEvent:
     after_step: int  # the last step that was planned before
     at: float
     request_id: str
-    choice: int = 0  # of an end; in a search the sequence
-    request: dict[str, Any] = field(default_factory=dict)  # of a submission
-    num_tokens: int = 0  # of a content
+    choice: int = 0  # for an end; in a beam search the sequence
+    request: dict[str, Any] = field(default_factory=dict)  # for a submit
+    num_tokens: int = 0  # length of a content
     shared: tuple[int, int] = (0, 0)  # (ordinal of another content, length of the common prefix in tokens)
-    complete_from: int = 0  # the first ordinal with which it was surely compared
+    complete_from: int = 0  # contents from this ordinal on were all compared
 
 
 MOST_BYTES = 32 << 20  # about eight million tokens

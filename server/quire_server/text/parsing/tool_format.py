@@ -64,7 +64,7 @@ class CallParser:
         return self._reply.take_content()
 
     def finish(self) -> str:
-        """What was held."""
+        """End the reply; returns content that was held back."""
         self._source.end()
         next(self._steps, None)
         self._reply.finish()
