@@ -101,7 +101,7 @@ class LayerWeights(Protocol):
 
 
 class BoundLayers(Protocol):
-    """All layers of one model as one op: the six of each, in order."""
+    """All layers of one model as one op: six ops per layer, in order."""
 
     def __call__(self, x: Tensor, kv: Tensor, step: StepInput) -> Tensor:
         """x [T, H] -> the sampled rows [S, H] after the last layer. May reuse x's memory."""
@@ -110,7 +110,7 @@ class BoundLayers(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceRows:
-    """R tokens to choose: parameters in device memory, and on the host which of them any row uses.
+    """The parameters of R tokens to choose, in device memory; flags on the host tell which parameters any row uses.
 
     A stage that no row uses is not launched; that changes no row's token.
     """
@@ -130,7 +130,7 @@ class ChoiceRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSet:
-    """Six ops a layer. T rows, H hidden, K in, N out, D head_dim; activations in the model's dtype.
+    """The ops of a model, six per layer. T rows, H hidden, K in, N out, D head_dim; activations in the model's dtype.
 
     pack_linear(weight [N, K], bias [N] | None) -> LinearWeight
         Called once per matrix at load. May keep `weight` or copy it.
@@ -144,37 +144,37 @@ class KernelSet:
     linear_add(x [T, K], w, residual [T, N]) -> [T, N]
         residual + projection. For O and down. May reuse residual's memory.
     rope_write(qkv [T, (Hq + 2 Hkv) * D], rope [P, D] float32, shape, kv, layer, step) -> q [T, Hq, D]
-        Norms q and k heads where the shape says so, rotates both by the row's position (rope[p] is
+        Norms q and k heads if the shape has norms, rotates both by the row's position (rope[p] is
         cos(0..D/2) then sin(0..D/2), half-split "neox" pairing), writes K and V to the row's slot, returns q.
     attention(q [T, Hq, D], shape, kv, layer, step) -> [T, Hq * D]
         Causal attention of every row over its sequence's positions in the paged pool.
     attention_scratch(num_sequences, max_context_len, num_heads, head_dim) -> int, or None
-        Bytes that one call of it takes beside its result, at most, for the memory plan. None: little next to a step's
-        activations.
+        Maximum size in bytes of an attention call's temporary memory, for the memory plan. None: negligible next to a
+        step's activations.
     logits(x [S, K], norm [K], eps, w) -> [S, V] float32
         The final norm and the head, for the sampled rows only.
     new_kv(num_blocks, num_layers, num_kv_heads, block_size, head_dim, dtype, device) -> Tensor
         The pool. The first dimension is the block, all of a block's bytes are contiguous, memory is zeroed; the
         rest of the layout belongs to the implementation. `kv[dst] = kv[src]` copies a block.
     copy_blocks(kv, pairs), or None
-        Copies whole blocks, (source, target) each, without waiting for it: all sources are as they were before the
-        call, no target comes twice. None: indexing as above does it, by way of memory for all sources.
+        Copies whole blocks, (source, target) each, asynchronously: every source is read as it was before the call; no
+        target occurs twice. None: indexing as above is used, with temporary memory for all sources.
     kv_block_bytes(num_layers, num_kv_heads, block_size, head_dim, dtype) -> int
         Bytes of one block of that pool.
     greedy(x [S, K], norm [K], eps, w, allowed) -> (S ids, S bools), or None
-        The argmax of each row of `logits`, of equal values the first, and whether the row was finite: for an
-        implementation that finds it without writing the logits down. `allowed` is None, or on the host int64
-        [S, ceil(V / 64)], contiguous: column i may be told if bit i % 64 of word i // 64 is set. Whether a row is
-        finite does not depend on it; the id is -1 where no column may be told.
+        The argmax of each row of `logits`, the lowest id among equals, and whether the row was finite: for an
+        implementation that computes it without storing the logits. `allowed` is None, or on the host int64
+        [S, ceil(V / 64)], contiguous: column i is allowed if bit i % 64 of word i // 64 is set. The finite flags do
+        not depend on it; the id is -1 if no column is allowed.
     choose(logits [S, V] float32, rows) -> (ids [R] int64, finite [R] bool, possible [R] bool), or None
-        All on the device, without waiting for it. Temperature, top-k, top-p, min-p and one draw from the counter-based
+        Runs asynchronously on the device. Temperature, top-k, top-p, min-p and one draw from the counter-based
         generator (Philox4x32-10, key seed, counter position then choice), as the engine's sampler does on a CPU. The
         logits are the model's after penalties and masks, and are not changed. finite: every logit is a finite number
-        (where masks have put infinities, who masks must have asked before); possible: a token was left to choose. An
-        id is a token of the vocabulary even where one is false.
+        (of masked logits, the caller must have checked this before masking); possible: at least one token was
+        left to choose. An id is valid even if a flag is false.
     bind_layers(layers, rope, eps) -> BoundLayers, or None
-        For an implementation that would lose time between the ops. Bitwise the same as calling them one by one, those
-        that follow the last layer's rope_write with the sampled rows alone.
+        For an implementation that would lose time between the ops. Bitwise the same as calling the ops one by one; the
+        ops after the last layer's rope_write get the sampled rows alone.
     """
 
     name: str

@@ -123,7 +123,7 @@ class FairQueue:
             if group.account is not None:  # every group has one under this policy
                 queues.setdefault(group.account, deque()).append(group)
         if len(queues) == 1:
-            return list(waiting)  # a copy: whoever enters leaves the queue
+            return list(waiting)  # a copy: groups that enter leave the queue
         return self._by_turns(queues)
 
     def _by_turns(self, queues: dict[Account, deque[Group]]) -> Iterator[Group]:

@@ -44,8 +44,8 @@ def load_library(
 ) -> ctypes.CDLL:
     """The kernels for one variant.
 
-    Built on first use and kept in `cache_dir` (default: ~/.cache/quire/kernels); `on_compiled` is told how many files
-    are done. Raises KernelBuildError; CompilationError where the compiler refuses it.
+    Built on first use and kept in `cache_dir` (default: ~/.cache/quire/kernels). `on_compiled` gets the number of
+    compiled files. Raises KernelBuildError, or CompilationError for an error of the compiler.
     """
     if platform.system() != "Linux":
         raise KernelBuildError(f"the C++ kernels run on Linux, not on {platform.system()}")
@@ -232,7 +232,7 @@ def locked(path: Path) -> Iterator[None]:
     """A lock between processes; the operating system releases it when its holder dies."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        if os.fstat(descriptor).st_uid != os.geteuid():  # who could hold the lock for ever
+        if os.fstat(descriptor).st_uid != os.geteuid():  # another user could hold the lock for ever
             raise UntrustedFolder(f"{path} belongs to another user; remove it")
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""The instruction sets that the C++ kernels are compiled for, and those that this CPU supports.
+"""The instruction sets of the compiled C++ kernels, and the ones that this CPU supports.
 
 Promises: a variant is usable only if CPU and operating system support every instruction it may contain, and the system
 lets this process use every register.
