@@ -129,8 +129,8 @@ class EnginePlan:
     sampled_parameters: int = 0  # multiplied with every token whose logits are needed: the last layer's end, the head
     weights_read_bytes: int = 0  # weights read by a step of one token with logits
     # Query heads x head width x layers: 4 times as many FLOP per token and attended token.
-    layer_attention: int = 0  # of all layers but the last
-    sampled_attention: int = 0  # of the last
+    layer_attention: int = 0  # for all layers but the last
+    sampled_attention: int = 0  # for the last layer
 
     @property
     def kv_tokens(self) -> int:

@@ -113,7 +113,7 @@ class SchedulerConfig:
     max_model_len: int = 2048
     plans_ahead: bool = False  # a step is planned before the results of the one before it are known
     num_host_blocks: int = 0  # blocks of host memory, for swapped sequences and evicted prefixes
-    swap_seconds: float = 0.0  # of one block's copy, to the host or from it
+    swap_seconds: float = 0.0  # duration of one block's copy, to the host or from it
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
 
     @property

@@ -61,7 +61,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     banned_token_ids: tuple[int, ...] = ()
-    banned_sequences: tuple[tuple[int, ...], ...] = ()  # of two or more ids each: the last is masked after the others
+    banned_sequences: tuple[tuple[int, ...], ...] = ()  # two or more ids each: the last one is masked after the others
     min_tokens: int = 0  # stop token ids are masked before this many generated tokens
     grammar: str = ""  # Lark text of llguidance, which the whole output obeys; empty: none
     thinking: ThinkingParams | None = None
@@ -101,8 +101,8 @@ class BeamParams:
 
     width: int  # live beams
     length_penalty: float = 1.0  # above 0 longer beams are worth more, below 0 less
-    # When to end with `width` finished beams. True: at once; False: when the best live one would score below the worst
-    # of them if it ended now; "never": when it could not get above that score at any length up to the greatest.
+    # When to end with `width` finished beams. True: at once; False: when the best live beam would score below the worst
+    # finished one if it ended now; "never": when it could not exceed that score at any length up to the maximum.
     early_stopping: bool | Literal["never"] = False
 
 
@@ -200,11 +200,11 @@ class EngineStats:
     blocks_used: int = 0
     blocks_cached: int = 0  # matchable but not referenced
     blocks_free: int = 0
-    blocks_shared: int = 0  # of the used: held by two or more sequences
-    blocks_unshared: int = 0  # of the used: held by one
+    blocks_shared: int = 0  # used blocks held by two or more sequences
+    blocks_unshared: int = 0  # used blocks held by one sequence
     blocks_saved: int = 0  # blocks that sharing saves
     slots_allocated: int = 0  # token slots in used blocks
-    slots_unused: int = 0  # of those, holding no token (internal fragmentation)
+    slots_unused: int = 0  # allocated token slots without a token (internal fragmentation)
     prefill_tokens: int = 0  # this step
     decode_tokens: int = 0  # this step
     step_seconds: float = 0.0  # this step, whole
@@ -220,8 +220,8 @@ class EngineStats:
     tenants: tuple[TenantStats, ...] = ()  # empty until a request names a tenant
     total_prefill_tokens_saved: int = 0  # cached tokens of requests that entered, also after preemptions
     host_blocks_total: int = 0  # blocks of host memory for swapped sequences and evicted prefixes
-    host_blocks_used: int = 0  # of those, claimed by swapped sequences
-    host_blocks_cached: int = 0  # of those, cached without a claim
+    host_blocks_used: int = 0  # host blocks claimed by swapped sequences
+    host_blocks_cached: int = 0  # host blocks cached without a claim
     total_swapped_out_blocks: int = 0
     total_swapped_in_blocks: int = 0
     total_preemptions_by_mode: dict[Literal["recompute", "swap"], int] = field(default_factory=dict)

@@ -207,7 +207,7 @@ def _document(app: FastAPI, settings: Settings, bodies: BodyLimits) -> None:
 
 def _guard(app: FastAPI, state: ServerState, bodies: BodyLimits, tracing: Tracing | None) -> None:
     settings = state.settings
-    app.add_middleware(  # the innermost: keys and hosts are asked for first
+    app.add_middleware(  # the innermost: keys and hosts are checked first
         RefuseWhenFull,
         refusal=lambda *underway: None if state.draining else state.client.refusal(*underway),
         root_path=settings.root_path,

@@ -130,7 +130,7 @@ class ResponseNotFound(ApiError):
 
 
 class NotRemembered(ApiError):
-    """404: what was asked about the engine is not known, or not any more."""
+    """404: the requested record of the engine does not exist or is no longer kept."""
 
     status = 404
     type = "invalid_request_error"
@@ -191,7 +191,7 @@ class UnsupportedMediaType(ApiError):
 
 
 class QueueFull(ApiError):
-    """429: the bounded queue has no place; tells when to come back."""
+    """429: the bounded queue is full; the reply says when to retry."""
 
     status = 429
     type = "rate_limit_error"

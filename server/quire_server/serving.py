@@ -112,12 +112,12 @@ def _while_starting(settings: Settings, supervisor: Supervisor) -> ASGIApp:
     began = time.monotonic()
 
     def progress() -> StartProgress:
-        told = supervisor.progress
+        current = supervisor.progress
         elapsed = time.monotonic() - began
-        if told is None:
+        if current is None:
             return StartProgress(phase="starting", done=0, total=0, unit="", elapsed_seconds=elapsed)
         return StartProgress(
-            phase=told.phase, done=told.done, total=told.total, unit=told.unit, elapsed_seconds=elapsed
+            phase=current.phase, done=current.done, total=current.total, unit=current.unit, elapsed_seconds=elapsed
         )
 
     def on_reply(reply: Reply) -> None:

@@ -74,7 +74,7 @@ class BeamSearch:
         self._min_tokens = request.sampling.min_tokens
         self._max_tokens = request.stop.max_new_tokens
         self._live = [_Beam(lane=0, total=0.0, path=None)]  # by rank
-        self._num_tokens = 0  # of each live beam
+        self._num_tokens = 0  # tokens of each live beam
         self._offers: dict[int, TokenLogprobs] = {}  # by lane
         # Enough candidates of a beam that at least `width` of them are not stop tokens.
         needed = max(params.width + len(self._stop_ids), self._num_logprobs)

@@ -143,7 +143,7 @@ def _key(account: Account, head: Group) -> tuple[float, float, int]:
 
 
 WINDOW_STEPS = 128  # about as many steps make up the window of the share
-MAX_CLASS_PREEMPTIONS = 4  # of one group in its life: after them it is not preempted for its class
+MAX_CLASS_PREEMPTIONS = 4  # per group: after them it is not preempted for its class
 
 
 class ClassShares:

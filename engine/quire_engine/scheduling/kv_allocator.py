@@ -359,7 +359,7 @@ class Promises:
             if index < len(hashes):
                 contents.append(hashes[index])
             for content in contents:
-                if content not in self._by_content:  # else another sequence is ahead with it
+                if content not in self._by_content:  # otherwise another sequence computes it first
                     self._by_content[content] = sequence
                     own.append((end, content))
         if own:

@@ -154,7 +154,7 @@ class SwappingAllocator(KVAllocator):
             return
         first = len(match.blocks)
         keys = sequence.kv.block_hashes[first : first + len(match.restored)]
-        self.host.claim(keys)  # else the evictions that follow could displace them
+        self.host.claim(keys)  # otherwise the following evictions could displace them
         self.host.hold(keys)
         super().seat(sequence, match)
         for key, block in zip(keys, sequence.kv.table.block_ids[first:], strict=False):
@@ -542,7 +542,7 @@ class HostPool:
 
 
 _FEWEST = 32  # prompt tokens; the time of a step with fewer says more about its decodes
-_WEIGHT = 0.3  # of the newest step in the mean
+_WEIGHT = 0.3  # weight of the newest step in the mean
 
 
 class SwapCost:

@@ -17,7 +17,7 @@ from quire_engine.errors import ConfigError
 from quire_engine.simulation.cost_model import CostModel, StepSizes
 
 _HELD_OUT = 0.2
-_ROUNDS = 12  # of reweighting
+_ROUNDS = 12  # rounds of reweighting
 _HUBER = 1.5  # residuals above so many robust deviations are weighted down
 _BUCKETS_PER_DOUBLING = 2
 _FEWEST = 8  # fewest measured steps of a kind

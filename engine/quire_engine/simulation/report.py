@@ -86,7 +86,7 @@ class Report:
     backlog_end: int  # the same after the last arrival
     little_in_flight: float
     little_residual: float | None  # 1 - lambda W / L over the middle of the run
-    jain: float | None  # of the tenants' services: 1 is even
+    jain: float | None  # Jain's index of the tenants' services: 1 is even
     tenants: tuple[TenantService, ...]
 
     def as_plain(self) -> dict[str, Any]:

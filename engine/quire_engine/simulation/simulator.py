@@ -43,7 +43,7 @@ class Simulation:
         self._in_flight: deque[tuple[Batch, float]] = deque()  # steps in flight, with the time of their end
         self._free_at = 0.0  # when the executor becomes idle
         self._block_size = setup.scheduler.limits.block_size
-        self._stride, self._since = 1, 0  # of moments
+        self._stride, self._since = 1, 0  # sampling of moments
         self.outcome = Outcome(num_blocks=setup.scheduler.num_blocks)
 
     def run(self, rows: Sequence[TraceRow], *, speed: float = 1.0) -> Outcome:

@@ -22,7 +22,7 @@ KVType = Literal["bf16", "int8"]
 _CPU = torch.device("cpu")
 _KINDS: dict[torch.dtype, int] = {torch.bfloat16: 0, torch.uint8: 1}
 _OUT_OF_RANGE = 2
-_DIMS = 5  # of a pool
+_DIMS = 5  # dimensions of a pool
 _REMEMBERED_SHAPES = 1024  # most cached layers, of all loaded models
 
 

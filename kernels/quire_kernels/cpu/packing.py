@@ -45,7 +45,7 @@ class PackedLinear(NamedTuple):
     num_inputs: int
     gate_up: bool
     args: LinearArgs
-    parts: dict[str, Tensor]  # what `args` points to
+    parts: dict[str, Tensor]  # the memory that `args` points to
 
     @property
     def num_bytes(self) -> int:

@@ -39,7 +39,11 @@ class FlashAttn2:
             if error.name != "flash_attn":
                 raise Unavailable(f"cannot be loaded: {error}") from error
             raise Unavailable("is not installed (pip install --no-build-isolation 'quire[flash]')") from error
-        except (ImportError, OSError, AttributeError) as error:  # of another torch; flash-attn 4 alone
+        except (
+            ImportError,
+            OSError,
+            AttributeError,
+        ) as error:  # built for another torch, or only flash-attn 4 is installed
             raise Unavailable(f"cannot be loaded: {error}") from error
         return loaded(*found, version=str(getattr(flash_attn, "__version__", "unknown")))
 

@@ -51,7 +51,7 @@ class FlashAttn3:
             raise Unavailable(
                 "is not installed (it is built from the folder hopper of flash-attn's sources)"
             ) from error
-        except (ImportError, OSError, AttributeError) as error:  # of another torch
+        except (ImportError, OSError, AttributeError) as error:  # built for another torch
             raise Unavailable(f"cannot be loaded: {error}") from error
         return loaded(found, version=str(getattr(flash_attn_interface, "__version__", "unknown")))
 

@@ -242,7 +242,7 @@ class TtftGate:
         """Measure a step; `answered` was called before for its first tokens."""
         hits = stats.total_prefix_hit_tokens
         found, self._last_hits = max(hits - self._last_hits, 0), hits
-        is_full = bool(self._pending) or self.rate is None  # else the step may have been short of prompt tokens
+        is_full = bool(self._pending) or self.rate is None  # otherwise the step may have lacked prompt tokens
         if self._last_step is not None and is_full:
             self._tokens = self._tokens * _KEEP + stats.prefill_tokens + found
             self._seconds = self._seconds * _KEEP + now - self._last_step

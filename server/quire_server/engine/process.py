@@ -254,7 +254,7 @@ class EngineProcess(asyncio.Protocol):
                         self.progress, self.progressed_at = frame, self._heard
                     case Inspected():
                         asked = self._asked.get(frame.token)
-                        if asked is not None and not asked.done():  # else the caller has stopped waiting
+                        if asked is not None and not asked.done():  # otherwise the caller has stopped waiting
                             asked.set_result(frame)
                     case EnginePlan() | StartFailed() if not self._answer.done():
                         self._answer.set_result(frame)

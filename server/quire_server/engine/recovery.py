@@ -108,7 +108,7 @@ class Recovery:
         return step if len(live) == len(step.outputs) else replace(step, outputs=tuple(live))
 
     def forget(self, request_id: str) -> bool:
-        """Drop a request that its client has aborted. True: the engine has it and must be told."""
+        """Drop a request that its client has aborted. True: the engine has it and needs an abort."""
         entry = self._journal.pop(request_id, None)
         if request_id == self._probation:
             self._probation = None
@@ -116,18 +116,18 @@ class Recovery:
         return entry is not None and entry.in_flight
 
     def hold(self, request_id: str) -> bool:
-        """Suspend a request. True: the engine has it and must be told."""
+        """Suspend a request. True: the engine has it and needs a hold."""
         entry = self._journal.get(request_id)
         if entry is None:
             return False
         entry.held = True
-        if request_id == self._probation:  # else a request that is held for ever would block the others
+        if request_id == self._probation:  # otherwise a request that is held for ever would block the others
             self._probation = None
             self._suspect_left = True
         return entry.in_flight
 
     def release(self, request_id: str) -> bool:
-        """Continue a held request. True: the engine has it and must be told; else it waits to be sent."""
+        """Continue a held request. True: the engine has it and needs a release; otherwise it will be sent again."""
         entry = self._journal.get(request_id)
         if entry is None or not entry.held:
             return False

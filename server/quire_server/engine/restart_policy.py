@@ -19,7 +19,7 @@ _SLOWEST_FLOPS = {"cpu": 2e10}
 _SLOWEST_GPU_FLOPS = 1e12
 _GPU_SECONDS = 60.0  # a step may compile a kernel
 _LONGEST_BACKOFF_SECONDS = 10.0
-_STEPS = 5.0  # a silence of so many times the longest step is a hang
+_STEPS = 5.0  # a silence of this many times the longest step is a hang
 _FULL = 0.5  # a step with this share of the most tokens counts as a full one
 
 

@@ -350,7 +350,7 @@ class EngineMetrics:
         if stats.total_prefill_tokens_saved != self._saved.last:
             num_saved = self._saved.advance(stats.total_prefill_tokens_saved)
             self.saved_seconds.inc(num_saved * self._prefill_cost.seconds_per_token)
-        if stats.step_seconds > stats.host_seconds:  # else the model did not run: the message is about an abort
+        if stats.step_seconds > stats.host_seconds:  # otherwise the model did not run: the message reports an abort
             self._steps.append(stats)
             generated = stats.decode_tokens if generated_tokens is None else generated_tokens
             self.steps.inc()

@@ -137,7 +137,7 @@ class _Verdicts:
         return verdict
 
     def put(self, key: bytes, verdict: _Verdict) -> None:
-        if key in self._kept:  # two requests asked at once
+        if key in self._kept:  # two requests compiled the same grammar at the same time
             return
         self._kept[key] = verdict
         self._chars += len(verdict.grammar)

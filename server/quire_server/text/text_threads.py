@@ -22,7 +22,7 @@ from quire_server.text.tokenizer_process import TokenizerGone, TokenizerProcess
 
 INLINE_CHARS = 4096  # a shorter text is encoded in less time than a thread needs to start
 # A thread cannot be stopped after its client has disconnected, and the server keeps its memory: for a text of this size
-# that is a tenth of a second and a few megabytes. The library holds the GIL for some milliseconds to make so many ids.
+# that is a tenth of a second and a few megabytes. The library holds the GIL for some milliseconds to build these ids.
 LARGE_CHARS = 1 << 18
 LARGE_IDS = 1 << 17
 HUGE = 1 << 21  # characters or ids: seconds of work, in a process of its own, so that large texts do not wait
@@ -32,7 +32,7 @@ _TEMPLATE_THREADS = 8  # rendering mostly waits for another process
 # A slot is released by the event loop, whose turns take a tenth of a second at a thousand refusals per second. So short
 # conversations, which take less than a millisecond each, get many slots and queue in the thread pool.
 _SHORT_PLACES = 64
-_BYTES_PER_ID = 8  # of a list, without the int objects, which are shared or the caller's
+_BYTES_PER_ID = 8  # a list's entry, without the int objects, which are shared or the caller's
 
 Result = TypeVar("Result")
 
