@@ -1,7 +1,7 @@
-"""The composition root: from what was asked (`EngineConfig`) to a running engine and the plan it follows.
+"""The composition root: builds a running engine and its plan from an `EngineConfig`.
 
-Promises: every setting is resolved before the weights are read, every refusal names the setting and a value that
-works; `resolve_plan` and `build` share one arithmetic. Must not know: requests, sockets, flags.
+Promises: every setting is resolved before the weights are read, every refusal names the setting and a value that works;
+`resolve_plan` and `build` share one arithmetic. Must not know: requests, sockets, flags.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class BuiltEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """All that is known without reading a weight."""
+    """Everything that is known without reading a weight."""
 
     asked: EngineConfig
     model: ModelConfig
@@ -77,7 +77,7 @@ class Resolved:
         return self.asked.async_scheduling != "off" and runs_by_itself(self.kernels, self.device)
 
     def kv_layout(self) -> bytes:
-        """All that a block's bytes depend on beside its tokens, as far as it is known to differ."""
+        """A key for stored blocks: everything except tokens that a block's bytes are known to depend on."""
         known = (
             fingerprint(Path(self.asked.model)),
             self.model.num_layers,
@@ -100,7 +100,7 @@ class Resolved:
         return repr(known).encode()
 
     def wanted(self) -> Wanted:
-        """What is to be loaded."""
+        """The description of the model to load."""
         return Wanted(
             asked=self.asked,
             model=self.model,
@@ -171,8 +171,8 @@ def resolve_plan(config: EngineConfig) -> EnginePlan:
 def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = tell_nobody) -> BuiltEngine:
     """Load the model, size the pool and put the parts together. Raises ConfigError, ModelLoadError.
 
-    `memory_fd`: a file of memory for packed weights that outlives this process, or that has them from the one before.
-    `tell`: how far the load has come.
+    `memory_fd`: a memory file for packed weights that outlives this process, empty or filled by the process before.
+    `tell`: called with the progress of the load.
     """
     started = time.perf_counter()
     tell("preparing", 0, 0)
@@ -180,7 +180,7 @@ def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = te
     memory = resolved.memory
     torch.set_num_threads(1 if resolved.kernels.own_threads else resolved.num_threads)
     loading = Loading(resolved.wanted(), memory_fd, tell)
-    # What the engine before left is in memory already, and is not free.
+    # Weights that the engine process before left are in memory already, so they do not count as free.
     pool = resolved.pool(memory.before_load(max(0, resolved.weights.total - loading.held_bytes)))
     decoder = loading.load(memory.positions(pool))
     loaded = resolved.parameters.memory(resolved.dtype.itemsize, resolved.kernels.packed_bits, decoder.packed_bytes)
@@ -223,7 +223,7 @@ def _make_executor(
 
 
 def resolve(config: EngineConfig, *, check_kernels: bool = False, tell: Tell = tell_nobody) -> Resolved:
-    """All that can be known without the weights. `check_kernels`: try a GPU's kernels on it before they serve."""
+    """Everything that is known without the weights. `check_kernels`: check a GPU's kernels on it first."""
     config.limits.check()
     path = Path(config.model)
     model = load_model_config(path)
@@ -270,10 +270,10 @@ def resolve(config: EngineConfig, *, check_kernels: bool = False, tell: Tell = t
     )
 
 
-def _select_kernels(  # noqa: PLR0917 - what kernels are chosen by
+def _select_kernels(  # noqa: PLR0917 - the inputs of the choice
     config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, num_threads: int, tell: Tell
 ) -> KernelSet:
-    """The kernel set that the settings name, or the best of the machine. Raises ConfigError."""
+    """The kernel set that the settings name, or the best one for the machine. Raises ConfigError."""
     try:
         return select(
             device,
@@ -295,7 +295,7 @@ def _select_kernels(  # noqa: PLR0917 - what kernels are chosen by
 def _checked_kernels(
     config: EngineConfig, model: ModelConfig, kernels: KernelSet, device: torch.device, dtype: torch.dtype
 ) -> tuple[KernelSet, tuple[str, ...]]:
-    """The kernels after a trial on this GPU, and the ops that the reference computes in their place."""
+    """The kernels after a check on this GPU, and the ops that the reference computes instead."""
     subject = Subject(
         kernels=kernels,
         device=device,
@@ -308,7 +308,7 @@ def _checked_kernels(
 
 
 def _check_planning_ahead(kernels: KernelSet, device: torch.device) -> None:
-    """Raises ConfigError where a step keeps the host busy until its tokens are known."""
+    """Raises ConfigError where the host is busy until a step's tokens are known."""
     if runs_by_itself(kernels, device):
         return
     if device.type == "cpu":
@@ -319,10 +319,10 @@ def _check_planning_ahead(kernels: KernelSet, device: torch.device) -> None:
 
 
 def _torch_threads(weights_bytes: int) -> int:
-    """For kernels that compute on torch's: one thread per quarter GiB of weights.
+    """For kernels that compute on torch's threads: one thread per quarter GiB of weights.
 
-    For less, torch's threads wait for each other longer than they compute, and for a hundred times longer when another
-    process takes one of their cores.
+    With smaller weights torch's threads wait for each other longer than they compute, and a hundred times as long when
+    another process takes one of their cores.
     """
     return min(usable_cores(), 1 + weights_bytes // (256 << 20))
 

@@ -1,7 +1,7 @@
-"""What was asked of the engine (`EngineConfig`) and what was resolved (`EnginePlan`): two frozen objects.
+"""The engine's configuration as requested (`EngineConfig`) and as resolved (`EnginePlan`): two frozen objects.
 
-Promises: neither is edited after it is made; the plan holds every number the server needs to check a request. Must not
-know: torch, flags.
+Promises: neither changes after it is made; the plan holds every number that the server needs to check a request. Must
+not know: torch, flags.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from quire_engine.limits import SchedulerConfig, SchedulerLimits
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KernelChoice = Literal["auto", "reference", "cpu", "triton"]
-# What the C++ kernels are compiled for, as their own list has it.
+# The instruction sets that the C++ kernels are compiled for; the kernels have the same list.
 CpuVariant = Literal["amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "neon_bf16", "portable"]
 AttentionChoice = Literal["auto", "triton", "flash-attn"]
 Quantization = Literal["int8", "int4"]
 KVCacheDType = Literal["auto", "int8", "fp8"]
 AsyncScheduling = Literal["auto", "on", "off"]
-# What `architectures` in a config.json may name; whoever refuses others early must not load the half that computes.
+# The supported `architectures` of a config.json, here because early checks must not import torch.
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
-# Where a fault can be injected: in a step, in the engine process, in its start, or in the server's work on texts.
+# The points of fault injection: a step, the engine process, its start, or the server's text processing.
 FaultPoint = Literal[
     "step.raise",
     "step.hang",
@@ -44,15 +44,15 @@ STEP_POINTS: tuple[FaultPoint, ...] = ("step.raise", "step.hang", "step.nan", "a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A fault that is to happen, for tests of what follows: each time, the nth time, or to requests with a seed."""
+    """An injected fault, for tests: each time, the nth time, or for requests with a seed."""
 
     point: FaultPoint
     nth: int = 0  # counted from 1 in the life of the server; 0: each time
-    seed: int | None = None  # of a step's points: the requests that bring this seed, and no others
+    seed: int | None = None  # for points in a step: only requests with this seed
 
 
 def faults_of_start(faults: tuple[Fault, ...], start: int) -> tuple[Fault, ...]:
-    """What the engine process of the server's `start`th start is to suffer: an nth time comes once, not in each."""
+    """The faults for the engine process of the server's `start`th start; an nth time comes in the first start only."""
     wanted = []
     for fault in faults:
         if fault.point.startswith("start."):
@@ -65,7 +65,7 @@ def faults_of_start(faults: tuple[Fault, ...], start: int) -> tuple[Fault, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What the operator asked for; `None` and "auto" are resolved by `build` into an `EnginePlan`."""
+    """The operator's settings; `None` and "auto" are resolved by `build` into an `EnginePlan`."""
 
     model: str  # a directory
     tokenizer: str = ""  # a directory with tokenizer.json, for grammars; empty: the model's
@@ -82,8 +82,8 @@ class EngineConfig:
     kv_memory: int | None = None  # bytes; overrides gpu_memory_utilization
     swap_space: int = 0  # bytes of host memory for preempted sequences and evicted prefixes
     swap_on_cpu: bool = False  # swap where pool and swap space are the same memory: for tests, it gains nothing
-    kv_offload_dir: str = ""  # where what is in the swap space is kept for the next start; empty: nowhere
-    gpu_memory_utilization: float = 0.9  # of the GPU; on a CPU the pool is a share of the free memory
+    kv_offload_dir: str = ""  # directory that keeps the swap space for the next start; empty: not kept
+    gpu_memory_utilization: float = 0.9  # share of the GPU's memory; on a CPU the pool is a share of the free memory
     num_threads: int | None = None  # CPU compute threads; None: one for each usable core
     packed_cache: bool = True  # keep packed weights in files for the next start
     packed_cache_dir: str = "~/.cache/quire/packed"
@@ -94,14 +94,14 @@ class EngineConfig:
 
 
 def engine_config(plain: Mapping[str, Any]) -> EngineConfig:
-    """What `dataclasses.asdict` made plain values of, as it comes out of JSON."""
+    """The configuration from the JSON form of `dataclasses.asdict`."""
     faults = tuple(Fault(**fault) for fault in plain.get("faults", ()))
     return EngineConfig(**{**plain, "limits": SchedulerLimits(**plain["limits"]), "faults": faults})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
-    """What the engine decided at start; printed, exported and used to check requests."""
+    """The resolved configuration, which is printed, exported and used to check requests."""
 
     model: str
     architecture: str
@@ -119,18 +119,18 @@ class EnginePlan:
     quantization: Quantization | None = None
     kv_cache_dtype: KVCacheDType = "auto"
     deterministic: bool = False  # a row's bits do not depend on its batch
-    replaced_ops: tuple[str, ...] = ()  # of the kernels: they failed their check at start, slower ones serve
+    replaced_ops: tuple[str, ...] = ()  # ops that failed their check at start and run on the reference
     checkpoint: str = ""  # changes when a file of the model does
-    cpu_variant: CpuVariant | None = None  # of the C++ kernels; None: others serve
-    why_cpu_variant: str = ""  # for an operator
-    hidden_size: int = 0  # numbers in a prompt's vector
-    # What a token costs; 0: unknown.
+    cpu_variant: CpuVariant | None = None  # of the C++ kernels; None with other kernels
+    why_cpu_variant: str = ""  # a reason to show to the operator
+    hidden_size: int = 0  # length of an embedding
+    # The cost of a token; 0: unknown.
     layer_parameters: int = 0  # multiplied with every token
     sampled_parameters: int = 0  # multiplied with every token whose logits are needed: the last layer's end, the head
-    weights_read_bytes: int = 0  # for a token with its logits that is alone in its step
-    # Query heads x head width x layers: 4 of these FLOP per token and token it looks at.
-    layer_attention: int = 0  # of all layers but the last
-    sampled_attention: int = 0  # of the last
+    weights_read_bytes: int = 0  # weights read by a step of one token with logits
+    # Query heads x head width x layers: 4 times as many FLOP per token and attended token.
+    layer_attention: int = 0  # for all layers but the last
+    sampled_attention: int = 0  # for the last layer
 
     @property
     def kv_tokens(self) -> int:
@@ -138,10 +138,10 @@ class EnginePlan:
 
 
 def for_later_engines(config: EngineConfig, plan: EnginePlan) -> EngineConfig:
-    """What engines are to be started with after the one that made `plan`.
+    """The configuration for engine processes after the one that made `plan`.
 
-    They keep what requests were checked against, however much memory is free by then, and the instruction set: another
-    one rounds otherwise, so that what is resumed would go on differently.
+    They keep the pool and the length that requests were checked against, however much memory is free by then. They keep
+    the instruction set too: another one rounds differently, and resumed requests would continue with other tokens.
     """
     kv_memory, max_model_len = plan.kv_bytes or None, plan.scheduler.max_model_len
     return replace(config, kv_memory=kv_memory, max_model_len=max_model_len, cpu_variant=plan.cpu_variant)

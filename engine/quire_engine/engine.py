@@ -1,7 +1,7 @@
-"""The engine: one scheduler and one executor behind `EnginePort`, stepped by its owner.
+"""The engine: one scheduler and one executor behind `EnginePort`. Its owner calls `step`.
 
-Promises: every submitted request ends in exactly one terminal output per choice unless it is aborted; nothing happens
-between calls. Must not know: processes, sockets, threads, text.
+Promises: every submitted request ends in exactly one terminal output per choice unless it is aborted; the engine does
+nothing between calls. Must not know: processes, sockets, threads, text.
 """
 
 from __future__ import annotations
@@ -25,47 +25,47 @@ from quire_engine.types import (
     TokenOutput,
 )
 
-_PREPARING_SECONDS = 0.01  # an abort or another request may come meanwhile
+_PREPARING_SECONDS = 0.01  # the longest wait for a grammar, so that aborts and other requests are seen
 
 
 class StepExecutor(Protocol):
-    """Computes batches, in the order in which they are launched; one of the model's runners, or a fake in tests."""
+    """Computes batches in the order of their launch; one of the model's runners, or a fake in tests."""
 
     @property
     def max_in_flight(self) -> int:
-        """Steps that may be launched and not collected: 1, or 2 for an executor that computes beside its caller."""
+        """The most steps that are launched and not collected: 1, or 2 for an asynchronous executor."""
         ...
 
     def launch(self, batch: Batch) -> None:
-        """Begin a step, or compute it. With another in flight its ids may be PENDING: that step's samples."""
+        """Begin a step, or compute it. With another step in flight its ids may be PENDING: that step's samples."""
         ...
 
     def collect(self) -> StepResult:
-        """The result of the step launched first among those in flight; waits for it."""
+        """Wait for the earliest step in flight and return its result."""
         ...
 
     def forget_host_blocks(self, blocks: Sequence[int]) -> None:
-        """Nobody will ask for what these blocks of the host's memory hold: what is on disk of it goes."""
+        """These blocks of host memory will not be read again: delete their contents on disk."""
         ...
 
 
 class GrammarCompiler(Protocol):
-    """Makes grammars ready beside the steps; `execution.constrained.grammars`, or a fake in tests."""
+    """Compiles grammars in parallel to the steps; `execution.constrained.grammars`, or a fake in tests."""
 
     def prepare(self, text: str) -> bool:
-        """Whether the grammar is ready, or known to be none; if not it is begun."""
+        """Whether the grammar is compiled or known to be invalid; otherwise its compilation begins."""
         ...
 
     def error(self, text: str) -> str | None:
-        """Why a prepared grammar is none."""
+        """Why a prepared grammar is invalid; None if it is valid."""
         ...
 
     def wait(self, seconds: float) -> None:
-        """Until one more is ready, or so long."""
+        """Until one more grammar is ready, at most so long."""
         ...
 
     def warm_up(self) -> None:
-        """Do now, when nothing else is to be done, what the first grammar would wait for."""
+        """Do the work that the first grammar would wait for, while the engine is idle."""
         ...
 
 
@@ -74,7 +74,7 @@ def _discard(_: StepOutput) -> None:
 
 
 class Engine:
-    """Continuous batching, a step at a time; where the executor computes beside it, planned one step ahead."""
+    """Continuous batching, one step at a time; with an asynchronous executor, steps are planned one ahead."""
 
     def __init__(
         self,
@@ -88,21 +88,21 @@ class Engine:
         self.on_step: Callable[[StepOutput], None] = _discard
         self._scheduler = scheduler
         self._grammars = grammars  # None: a grammar is compiled in the step that needs it
-        self._preparing: dict[str, GenerationRequest] = {}  # their grammars are being compiled; by request id
-        self._held_early: set[str] = set()  # of those, the ones to be held once they are ready
+        self._preparing: dict[str, GenerationRequest] = {}  # requests whose grammars are being compiled, by id
+        self._held_early: set[str] = set()  # requests in `_preparing` that are to be held once they are ready
         self._executor = executor
         self._check_every_step = check_invariants
         self._clock = clock
         self._step_id = 0
-        self._num_padding_rows = 0  # of all steps
+        self._num_padding_rows = 0  # sum over all steps
         self._in_flight: deque[Batch] = deque()  # launched and not collected, in order
         self._unsent: list[TokenOutput] = []  # refusals, sent with the next StepOutput
         self._stats_changed = False
-        self._checked = True  # nothing has happened since the last look at the books
+        self._checked = True  # nothing has happened since the last check of the invariants
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to do or to tell."""
+        """Whether `step` has something to compute or to report."""
         waits = bool(self._preparing) or bool(self._in_flight)
         return self._scheduler.has_work or waits or bool(self._unsent) or self._stats_changed
 
@@ -114,7 +114,7 @@ class Engine:
         self._admit(request)
 
     def _admit(self, request: GenerationRequest) -> None:
-        """Let the scheduler have it, or refuse it."""
+        """Add the request to the scheduler, or refuse it."""
         grammar = request.sampling.grammar
         wrong = self._grammars.error(grammar) if grammar and self._grammars is not None else None
         if wrong is not None:
@@ -160,11 +160,11 @@ class Engine:
         self._scheduler.release(request_id)
 
     def inspect(self, what: str, arguments: Mapping[str, Any]) -> object:
-        """A plain value that answers a question about this moment. Raises Unanswerable."""
+        """A plain value that answers a question about the current state. Raises Unanswerable."""
         return self._scheduler.answer(what, arguments)
 
     def control(self, what: str, arguments: Mapping[str, Any]) -> object:
-        """Do what the operator orders; a plain value that says what was done. Raises Unanswerable."""
+        """Carry out an operator's order; returns a plain value that describes the effect. Raises Unanswerable."""
         if what != RESET_PREFIX_CACHE or arguments:
             raise Unanswerable(f"there is no such order; there is {RESET_PREFIX_CACHE}, without arguments")
         dropped = self._scheduler.reset_prefix_cache()
@@ -177,18 +177,18 @@ class Engine:
         return EngineHealth(alive=True, step_id=self._step_id, has_work=self._scheduler.has_work)
 
     def rest(self) -> None:
-        """Nothing has come for a while: check the books, once. That takes a moment where there are many blocks."""
+        """The engine has been idle for a while: check the invariants, once, since that is slow with many blocks."""
         if not self._checked:
             self._check()
         if self._grammars is not None:
             self._grammars.warm_up()
 
     def step(self) -> None:
-        """Schedule and launch a step; collect and apply the earliest that need not stay in flight; tell `on_step`.
+        """Schedule and launch a step, collect and apply the earliest one, call `on_step` with the outputs.
 
-        With an executor that computes beside it the step that is collected is the one launched a call before, so the
-        executor has the next one already when it ends. That one was planned as if every sequence went on: what it
-        computes for those that turn out to have ended is dropped.
+        With an asynchronous executor the collected step is the one that the previous call launched, so the executor has
+        the next step already when it ends. That step was planned as if every sequence continued; its results for
+        sequences that have ended are dropped.
         """
         if self._preparing and self._grammars is not None:
             self._admit_prepared(self._grammars)
@@ -222,7 +222,7 @@ class Engine:
         self.on_step(StepOutput(step_id=self._step_id, outputs=tuple(outputs), stats=stats))
 
     def _admit_prepared(self, grammars: GrammarCompiler) -> None:
-        """Let those in whose grammars have become ready; with nothing else to do wait for one, not for long."""
+        """Admit requests whose grammars are ready; if there is nothing else to do, wait shortly for one."""
         if not (self._scheduler.has_work or self._in_flight or self._unsent):
             grammars.wait(_PREPARING_SECONDS)
         now = self._clock()
@@ -235,7 +235,7 @@ class Engine:
                 self._admit(self._preparing.pop(request.request_id))
 
     def _collect(self, outputs: list[TokenOutput]) -> float:
-        """Take in the earliest step in flight; the seconds that it was waited for."""
+        """Apply the earliest step in flight; returns the seconds spent waiting for it."""
         batch = self._in_flight.popleft()
         started = self._clock()
         result = self._executor.collect()

@@ -3,10 +3,10 @@
 QuireError                    everything we raise on purpose; the text is one line, fit for an operator
 ├── ConfigError               an impossible setting; names the fix
 ├── ModelLoadError            a checkpoint that cannot be served; names the file
-├── InfeasibleRequest         can never fit the pool or the limits, whoever else runs
-├── Unanswerable             a question about the engine's state that has no answer
+├── InfeasibleRequest         can never fit the pool or the limits, even alone
+├── Unanswerable              a question about the engine's state that has no answer
 ├── EngineDead                the engine process is gone and will not come back
-│   └── CrashLoop             it was started as often as it may, and never got ready
+│   └── CrashLoop             it failed to start as often as the restart policy allows
 └── ProtocolError             a frame that does not decode
 """
 
@@ -30,7 +30,7 @@ class InfeasibleRequest(QuireError):
 
 
 class Unanswerable(QuireError):
-    """What was asked about the engine's state is not known, or the question is none; the text says which."""
+    """A question about the engine's state that is unknown or has no answer; the text says which."""
 
 
 class EngineDead(QuireError):
@@ -38,8 +38,8 @@ class EngineDead(QuireError):
 
 
 class CrashLoop(EngineDead):
-    """The engine process was started as often as it may and never got ready."""
+    """The engine process failed to start as often as the restart policy allows."""
 
 
 class ProtocolError(QuireError):
-    """Bytes on the engine socket that are not a frame of ours."""
+    """Bytes on the engine socket that are not a valid frame."""

@@ -1,14 +1,13 @@
-"""What a grammar may cost: the library's own counters, so that the same grammar is refused everywhere alike.
+"""Limits on the cost of a grammar, in the library's own counters, so that every machine refuses the same grammars.
 
-Promises: whoever checks a grammar and whoever follows it uses these. Must not know: tokenizers, requests.
+Promises: the grammar check and the engine both use these limits. Must not know: tokenizers, requests.
 """
 
 from __future__ import annotations
 
-# By the names of llguidance's `LLParserLimits`. Its counters are of work, not of time: what one machine refuses every
-# other does too. They bound one mask to some 15 ms, and the one in which the lexer has too many states to 50, after
-# which its request has failed: a hostile grammar cannot hold a step for longer. Fewer states would end texts of a
-# bounded length early, which need one for each character.
+# By the names of llguidance's `LLParserLimits`, which count work and not time. They bound one mask to some 15 ms, and
+# the mask at which the lexer exceeds its states, and the request fails, to 50 ms: a hostile grammar cannot delay a step
+# for longer. Strings of bounded length need one lexer state per character, so fewer states would refuse them.
 GRAMMAR_LIMITS: dict[str, int | bool] = {
     "max_items_in_row": 2_000,
     "initial_lexer_fuel": 1_000_000,
@@ -18,4 +17,4 @@ GRAMMAR_LIMITS: dict[str, int | bool] = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,  # an error's text is shown to the client: without the parser's state
 }
-MAX_COMPILED = 64  # grammars kept ready; of more, the least recently used ones are compiled again
+MAX_COMPILED = 64  # compiled grammars that are kept, by least recent use

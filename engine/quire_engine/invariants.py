@@ -1,13 +1,13 @@
-"""What a broken promise of the scheduling half looks like.
+"""The check by which the scheduler finds its own bugs.
 
-Promises: every check raises with one line that names the object and both values; nothing is repaired.
+Promises: a failed check raises with one line that names the object and both values; nothing is repaired.
 """
 
 from __future__ import annotations
 
 
 class InvariantViolation(AssertionError):
-    """The scheduler's state contradicts itself: a bug of ours, never the fault of a request."""
+    """The scheduler's state contradicts itself: a bug of Quire, never caused by a request alone."""
 
 
 def require(holds: bool, text: str) -> None:

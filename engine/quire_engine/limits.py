@@ -1,7 +1,7 @@
-"""The limits that scheduling keeps: what an operator sets (`SchedulerLimits`), and with a pool (`SchedulerConfig`).
+"""The limits that the scheduler keeps: `SchedulerLimits` from the operator, and `SchedulerConfig` with the pool.
 
-Owns their defaults, their rules and the arithmetic that follows from them. Promises: tokens, blocks, steps and seconds,
-never bytes. Must not know: torch, flags.
+Owns their defaults, their checks and the arithmetic on them. Units are tokens, blocks, steps and seconds, never bytes.
+Must not know: torch, flags.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ class SchedulerLimits:
     max_num_seqs: int = 64  # sequences computed in one step
     max_num_batched_tokens: int = 512  # tokens computed in one step
     prefill_chunk: int = 512  # most tokens of one sequence in one step
-    itl_target: float = field(default=0.1, metadata=_MAY_BE_0)  # seconds of a step with decodes at most; 0: any
+    itl_target: float = field(default=0.1, metadata=_MAY_BE_0)  # target seconds of a step with decodes; 0: none
     max_num_partial_prefills: int = 2  # groups that may be in the middle of their prompt at once
     min_chunk: int = 16  # the elder's first claim on the step's tokens
     max_bypasses: int = field(default=8, metadata=_MAY_BE_0)  # times a blocked queue head may be overtaken
-    elder_age_steps: int = field(default=64, metadata=_MAY_BE_0)  # older than this and its own work is overdue
+    elder_age_steps: int = field(default=64, metadata=_MAY_BE_0)  # a group older than this plus its own work is overdue
     scheduling_policy: PolicyName = "fcfs"
     step_log: int = field(default=4096, metadata=_MAY_BE_0)  # steps remembered with their reasons; 0: none
     preemption_victim: VictimName = "youngest"
-    batch_min_share: float = field(default=0.1, metadata=_MAY_BE_0)  # of a step's tokens, for batch work that waits
+    batch_min_share: float = field(default=0.1, metadata=_MAY_BE_0)  # share of the tokens for batch requests that wait
     max_consecutive_chunks: int = field(default=2, metadata=_MAY_BE_0)  # of one prompt while others wait; 0: any
 
     @property
     def max_choices(self) -> int:
-        """Choices of one request: all run at once, and the elder's decodes are a part of its first claim."""
+        """The most choices of one request: all run at once, and the elder's decodes are a part of its first claim."""
         return min(self.max_num_seqs, self.min_chunk)
 
     def check(self) -> None:
@@ -93,7 +93,7 @@ class SchedulerLimits:
     def wait_bound(self, work: int, earlier_work: int) -> int:
         """Steps from submission to the end at most; `earlier_work` is the sum over the groups live at submission.
 
-        Why it holds is told where the elder is chosen, in `scheduling.policies.ElderRule`.
+        `scheduling.policies.ElderRule` explains why it holds.
         """
         return self.elder_age_steps + 3 * work + earlier_work
 
@@ -103,7 +103,7 @@ _LEAST = {limit.name: limit.metadata.get("least", 1) for limit in fields(Schedul
 
 
 def out_of_range(name: str, value: object) -> str | None:
-    """What the value of a limit must be, if it is not that; how limits go together is for `SchedulerLimits.check`."""
+    """The rule that a limit's value breaks, or None; rules between limits are in `SchedulerLimits.check`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     least = _LEAST[name]
@@ -112,13 +112,13 @@ def out_of_range(name: str, value: object) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """The limits, and what was resolved of the pool that the scheduler hands out."""
+    """The limits, with the resolved size of the pool."""
 
     num_blocks: int
     max_model_len: int = 2048
     plans_ahead: bool = False  # a step is planned before the results of the one before it are known
-    num_host_blocks: int = 0  # of host memory, for swapped sequences and evicted prefixes
-    swap_seconds: float = 0.0  # that a block's copy takes, to the host or from it
+    num_host_blocks: int = 0  # blocks of host memory, for swapped sequences and evicted prefixes
+    swap_seconds: float = 0.0  # duration of one block's copy, to the host or from it
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
 
     @property
@@ -127,7 +127,7 @@ class SchedulerConfig:
         return self.num_blocks * self.limits.block_size
 
     def work(self, *, num_prompt: int, max_new_tokens: int, n: int) -> int:
-        """`SchedulerLimits.work`; the end of a request is seen a step later where steps are planned ahead."""
+        """`SchedulerLimits.work`, plus one step with `plans_ahead`, where a request's end is seen one step later."""
         return self.limits.work(num_prompt=num_prompt, max_new_tokens=max_new_tokens, n=n) + int(self.plans_ahead)
 
     def check(self) -> None:
@@ -140,7 +140,7 @@ class SchedulerConfig:
         self.limits.check()
 
     def largest_max_tokens(self, *, num_prompt: int, n: int) -> int:
-        """The largest max_new_tokens with which such a request can be served; -1 if not even 0 is."""
+        """The largest max_new_tokens that fits such a request; -1 if not even 0 does."""
         limits = self.limits
         if num_prompt > self.max_model_len or limits.num_blocks_for(num_prompt) > self.num_blocks:
             return -1

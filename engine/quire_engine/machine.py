@@ -1,4 +1,4 @@
-"""What this process may use of the machine it runs on: host memory, processor cores, and why not its GPU.
+"""The machine's resources as this process may use them: host memory, processor cores, and why not its GPU.
 
 Promises: a container's limits (cgroup v1 and v2) count like the machine's own. Must not know: torch, models.
 """
@@ -24,14 +24,14 @@ def available_memory(root: Path = Path("/")) -> int:
         if limit is None:
             continue
         used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
-        # File pages that nobody touched lately are given back under pressure; a model just read from disk is one.
+        # Inactive file pages, such as those of a model just read from disk, are reclaimed under memory pressure.
         used -= _statistic(folder / "memory.stat", ("total_inactive_file", "inactive_file"))
         available = min(available, limit - max(0, used))
     return max(0, available)
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Cores of this process' affinity mask, fewer if a cgroup's CPU quota buys fewer.
+    """Cores of this process' affinity mask, fewer where a cgroup's CPU quota allows fewer.
 
     Hardware threads of one core count once: see `quire_kernels.cpu.topology`.
     """
@@ -50,7 +50,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def gpu_driver(root: Path = Path("/")) -> str:
-    """The version of the NVIDIA driver in the kernel; nothing where there is none."""
+    """The version of the loaded NVIDIA driver; empty where there is none."""
     found = re.search(r"NVRM version:.*?\s(\d+(?:\.\d+)+)\s", _text(root / "proc/driver/nvidia/version"))
     return found[1] if found else ""
 
@@ -62,10 +62,10 @@ def why_no_gpu(
     *,
     may_open: Callable[[Path], bool] = lambda path: os.access(path, os.R_OK | os.W_OK),
 ) -> str | None:
-    """Why torch, which finds no usable GPU, does not use this machine's; None where no NVIDIA GPU is to be seen.
+    """Why torch finds no usable GPU on this machine; None where no NVIDIA GPU is visible.
 
-    `cuda_version`: what torch was built for; None: for CPUs only. `error`: what it says when it is made to try. One
-    line with what would help.
+    `cuda_version`: the CUDA version that torch was built for; None: for CPUs only. `error`: torch's message at an
+    attempt to use the GPU. One line, with a remedy.
     """
     driver, nodes = gpu_driver(root), sorted((root / "dev").glob("nvidia[0-9]*"))
     control = root / "dev/nvidiactl"
@@ -102,7 +102,7 @@ def _on_the_bus(root: Path) -> bool:
 
 
 def _environment(root: Path) -> dict[str, str]:
-    """That with which this process was started, as the system shows it."""
+    """The environment variables with which this process was started."""
     pairs = (entry.partition("=") for entry in _text(root / "proc/self/environ").split("\0"))
     return {name: value for name, separator, value in pairs if separator}
 
@@ -115,9 +115,10 @@ def _meminfo_available(root: Path) -> int:
 
 
 def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
-    """This process' cgroup for a controller and all that enclose it, in both versions' places.
+    """This process' cgroup for a controller and its parents, in the places of both versions.
 
-    Inside a container the listed path may be the host's and not exist here; the mount point itself then is ours.
+    Inside a container the listed path may be the host's and not exist here; the mount point itself is then the
+    container's.
     """
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -157,14 +158,14 @@ def _text(file: Path) -> str:
 
 
 def is_stopped(pid: int, root: Path = Path("/")) -> bool:
-    """Whether a process is held by a signal or a debugger; False where the system does not tell."""
+    """Whether a process is stopped by a signal or a debugger; False where the system does not tell."""
     return _fields(root / f"proc/{pid}/stat")[:1] in (["T"], ["t"])
 
 
 def work_done(pid: int, root: Path = Path("/")) -> int:
-    """What a process and its descendants have done so far, in hundredths of a second and MiB read from disks.
+    """The work of a process and its descendants so far, in hundredths of a CPU second plus MiB read from disks.
 
-    Only for comparing with a later answer: growth means that something is being done. 0 where the system does not tell.
+    Only for comparison with a later value: growth means progress. 0 where the system does not tell.
     """
     fields = _fields(root / f"proc/{pid}/stat")
     if len(fields) < 15:

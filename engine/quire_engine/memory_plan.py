@@ -1,7 +1,7 @@
-"""The arithmetic of the KV pool: how many blocks, how long a sequence, and the plan as people read it.
+"""The size of the KV pool and the longest sequence, computed from memory, and the plan's text for operators.
 
-Promises: a plan holds at least one sequence of max_model_len, or a ConfigError says what would. Must not know: torch,
-devices.
+Promises: a plan holds at least one sequence of max_model_len, or a ConfigError names a setting that would. Must not
+know: torch, devices.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from quire_engine.errors import ConfigError
 from quire_engine.limits import SchedulerConfig
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-CPU_POOL_SHARE = 0.25  # of what is free once the weights are loaded: the machine is rarely ours alone
+CPU_POOL_SHARE = 0.25  # share of the memory that is free after loading, since other programs need some too
 CPU_POOL_MAX = 4 << 30  # bytes
 
 
@@ -35,14 +35,14 @@ def cpu_pool_bytes(free: int, kv_memory: int | None) -> int:
 def gpu_pool_bytes(*, total: int, free: int, utilization: float, workspace: int, kv_memory: int | None) -> int:
     """Bytes the pool may take on a GPU of `total` bytes, `free` left beside the weights and other processes.
 
-    `workspace` is what the largest step needs besides. Raises ConfigError.
+    `workspace`: the bytes that the largest step needs. Raises ConfigError.
     """
     usable = free - workspace
     if kv_memory is not None:
         return _checked_kv_memory(usable, kv_memory)
     budget = int(total * utilization) - (total - free) - workspace
     if budget <= 0:
-        # What is in use plus one hundredth of the GPU for the pool, rounded up to a hundredth.
+        # The share that is in use plus one hundredth for the pool, rounded up to a hundredth.
         needed = (total - free + workspace) / total + 0.01
         fix = f"set gpu_memory_utilization to {needed + 0.005:.2f} or more" if needed < 0.99 else "use a larger GPU"
         raise ConfigError(
@@ -101,7 +101,7 @@ def size_pool(
     positions: int,
     max_useful_seqs: int | None,
 ) -> PoolSize:
-    """Turn bytes into blocks. Without a `max_model_len` it is the model's, or what the pool holds of one sequence.
+    """Turn bytes into blocks. The default of `max_model_len` is the model's, or what the pool holds if less.
 
     `max_useful_seqs` caps the pool at that many sequences of full length. Raises ConfigError.
     """
@@ -121,7 +121,7 @@ def size_pool(
 
 
 def plan_text(plan: EnginePlan, quality: str = "") -> str:
-    """The plan in a few lines, as printed at start and by --dry-run. `quality`: what quantisation costs, if known."""
+    """The plan in a few lines, for the start and --dry-run. `quality`: the measured loss by quantisation, if known."""
     scheduler, limits = plan.scheduler, plan.scheduler.limits
     bytes_per_token = plan.bytes_per_block // limits.block_size
     fits = [f"{_num_fitting(plan, scheduler.max_model_len):,} sequences of {scheduler.max_model_len:,} tokens"]
@@ -161,14 +161,14 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
 
 
 def _variant_lines(plan: EnginePlan) -> list[tuple[str, str]]:
-    """Which of the instruction sets that C++ kernels are compiled for, and why that one."""
+    """The instruction set of the C++ kernels, and the reason for its choice."""
     if plan.cpu_variant is None:
         return []
     return [("instructions", plan.cpu_variant + (f": {plan.why_cpu_variant}" if plan.why_cpu_variant else ""))]
 
 
 def _swap_lines(plan: EnginePlan) -> list[tuple[str, str]]:
-    """What preempted sequences and evicted prefixes find on the host, where there is a swap space."""
+    """The size of the swap space, where there is one."""
     scheduler = plan.scheduler
     if not scheduler.num_host_blocks:
         return []
@@ -178,7 +178,7 @@ def _swap_lines(plan: EnginePlan) -> list[tuple[str, str]]:
 
 
 def _live_text(plan: EnginePlan) -> str:
-    """What typical sequences hold in blocks they take as they grow, and what reserving their length would cost."""
+    """The memory that typical sequences hold as they grow, beside a reservation of their full length."""
     scheduler, limits = plan.scheduler, plan.scheduler.limits
     tokens = max(1, sum(_typical_request(scheduler)))
     count = min(limits.max_num_seqs, _num_fitting(plan, tokens))
@@ -192,7 +192,7 @@ def _live_text(plan: EnginePlan) -> str:
 
 
 def _typical_request(config: SchedulerConfig) -> tuple[int, int]:
-    """Tokens in and out of a request as they often come, in a context that holds it."""
+    """Prompt and output tokens of a typical request that fits the context."""
     return min(512, config.max_model_len // 2), min(128, config.max_model_len // 4)
 
 

@@ -24,8 +24,8 @@ def module_command(module: str, *arguments: str) -> list[str]:
 def check_search_path(search_path: Sequence[str]) -> None:
     """Raise WritableSearchPath for an entry that any user of the system may write to, or that is not absolute.
 
-    Folders above an entry count as well: whoever may rename it may put another in its place, except where the folder
-    is sticky, as /tmp is.
+    Folders above an entry count as well: a user who may write to one can put another folder in the entry's place,
+    except where it is sticky, as /tmp is.
     """
     for entry in search_path:
         if not os.path.isabs(entry):

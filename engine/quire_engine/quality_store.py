@@ -1,7 +1,7 @@
-"""What quantisation costs a checkpoint, as it was measured, kept in the user's cache.
+"""The measured quality loss of quantised checkpoints, kept in the user's cache folder.
 
-Promises: files are whole or absent; a checkpoint that has changed since has no quality; an unreadable file is the same
-as none, and so is one that others may have written. Must not know: torch.
+Promises: files are whole or absent; a checkpoint that has changed since has no quality; a file that is unreadable, or
+that other users may have written, counts as absent. Must not know: torch.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 
 from quire_kernels.trusted_folder import UntrustedFolder, open_trusted, trusted
 
-_FORMAT = 1  # of the files, and of what is measured
-_MOST_BYTES = 1 << 16  # of a file
+_FORMAT = 1  # version of the file format and of the measurement
+_MOST_BYTES = 1 << 16  # most bytes of a file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """A quantised model beside the same model in bf16, on a fixed set of prompts."""
+    """A quantised model compared with the same model in bf16, on a fixed set of prompts."""
 
     checkpoint: str  # fingerprint of its files
     quantization: str | None  # of the weights
@@ -42,7 +42,7 @@ class Quality:
 
 
 def quality_text(checkpoint: str, quantization: str | None, kv_cache_dtype: str = "auto") -> str:
-    """One line for the operator: the stored quality, or how to get it; nothing for a model that is not quantised."""
+    """One line for the operator: the stored quality, or how to measure it; empty for a model that is not quantised."""
     if quantization is None and kv_cache_dtype == "auto":
         return ""
     found = stored_quality(checkpoint, quantization, kv_cache_dtype)
@@ -60,14 +60,14 @@ def stored_quality(
         if stored.pop("format") != _FORMAT:
             return None
         found = Quality(**stored)
-        str(found)  # numbers are numbers
+        str(found)  # raises where a field is not a number
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return found
 
 
 def store_quality(quality: Quality, *, directory: Path | None = None) -> Path:
-    """Keep it, in place of an earlier measurement. Raises OSError."""
+    """Store it, in place of an earlier measurement. Raises OSError."""
     directory = trusted(directory or default_directory())
     path = directory / _file_name(quality.checkpoint, quality.quantization, quality.kv_cache_dtype)
     descriptor, temporary = tempfile.mkstemp(dir=directory, prefix=path.name)

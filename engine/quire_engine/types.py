@@ -1,7 +1,7 @@
 """The engine's boundary: every type that crosses between the server and the engine.
 
-Promises: frozen, plain values (ints, floats, strings, tuples) that msgspec can frame as they are.
-Must not know: torch, asyncio, HTTP, text.
+Promises: frozen, plain values (ints, floats, strings, tuples) that msgspec can encode. Must not know: torch, asyncio,
+HTTP, text.
 """
 
 from __future__ import annotations
@@ -11,27 +11,29 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-WaitReason = Literal["kv", "slots", "budget", "prefix"]  # prefix: another request is computing it
+WaitReason = Literal["kv", "slots", "budget", "prefix"]  # prefix: another request is computing a common prefix
 WAIT_REASONS: tuple[WaitReason, ...] = ("kv", "slots", "budget", "prefix")
-# How errors begin that a request's own rules have led to, such as ids that its grammar does not allow.
+# The beginnings of errors that a request's own rules cause, such as a grammar that allows no token.
 NO_CANDIDATE = "no token is left to choose from"
 OF_THE_REQUEST = (NO_CANDIDATE, "the grammar ")
-NON_FINITE = "the model produced a non-finite value"  # an error: where its values were, others may have theirs
-# How the error of a request begins that alone made a step raise: it would do so again, so it is refused for a while.
+NON_FINITE = "the model produced a non-finite value"  # the error's text
+# The beginning of a request's error if it made a step raise, even alone. It would do so again: the server refuses the
+# same request for a while.
 MODEL_FAILED = "the model failed on this request"
 ServiceClass = Literal["interactive", "batch"]
-DEADLINE_EXCEEDED = "deadline_exceeded"  # an `error_code`, and its error
+DEADLINE_EXCEEDED = "deadline_exceeded"  # an `error_code`, with the error below
 DEADLINE_PASSED = "the request was not finished by its deadline"
-RESET_PREFIX_CACHE = "reset_prefix_cache"  # an order to the engine
-Pooling = Literal["", "last", "mean"]  # of a prompt's tokens: none, or which make up its vector
+RESET_PREFIX_CACHE = "reset_prefix_cache"  # an operator's order to the engine
+Pooling = Literal["", "last", "mean"]  # the prompt tokens that make up its vector; empty: no vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkingParams:
-    """How long a choice may think: a block of its output, which is ended for it when it is too long.
+    """The limit on a choice's thinking: a block of its output that is ended when it is too long.
 
-    The block begins with `start_ids`, or has begun where the prompt ends (`is_open`). After `max_tokens` tokens inside
-    of it `end_ids` are forced one by one. What the block contains follows from the output's tokens alone.
+    The block begins with `start_ids`, or is open at the end of the prompt (`is_open`). After `max_tokens` tokens inside
+    of it, `end_ids` are forced one by one. Whether a token is inside of the block follows from the output's tokens
+    alone.
     """
 
     end_ids: tuple[int, ...]
@@ -59,14 +61,12 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     banned_token_ids: tuple[int, ...] = ()
-    banned_sequences: tuple[
-        tuple[int, ...], ...
-    ] = ()  # of two and more ids: the last is masked where the rest was said
+    banned_sequences: tuple[tuple[int, ...], ...] = ()  # two or more ids each: the last one is masked after the others
     min_tokens: int = 0  # stop token ids are masked before this many generated tokens
     grammar: str = ""  # Lark text of llguidance, which the whole output obeys; empty: none
     thinking: ThinkingParams | None = None
     num_logprobs: int | None = None  # None: none; k: the chosen token and the k most likely
-    logprob_token_ids: tuple[int, ...] = ()  # with num_logprobs: theirs are told too, whatever their rank
+    logprob_token_ids: tuple[int, ...] = ()  # with num_logprobs: also scored, whatever their rank
     num_prompt_logprobs: int | None = None  # same as num_logprobs, for prompt tokens; disables prefix-cache reads
 
     @property
@@ -75,12 +75,12 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether it matters how often a token is there already."""
+        """Whether the logits depend on the counts of earlier tokens."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def reads_output(self) -> bool:
-        """Whether the tokens that are there already change what is chosen: the host has to know all of them."""
+        """Whether the choice of a token depends on earlier output tokens: then the host must know all of them."""
         return self.has_penalties or bool(self.banned_sequences or self.grammar) or self.thinking is not None
 
 
@@ -99,16 +99,16 @@ class BeamParams:
     A finished beam's score is the sum of its tokens' log-probabilities, divided by its length ** length_penalty.
     """
 
-    width: int  # beams that are followed at once
+    width: int  # live beams
     length_penalty: float = 1.0  # above 0 longer beams are worth more, below 0 less
-    # When to end with `width` finished beams. True: at once; False: when the best live one would score below the worst
-    # of them if it ended now; "never": when it could not get above that score at any length up to the greatest.
+    # When to end with `width` finished beams. True: at once; False: when the best live beam would score below the worst
+    # finished one if it ended now; "never": when it could not exceed that score at any length up to the maximum.
     early_stopping: bool | Literal["never"] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One prompt and n choices of continuation; with `beam` the n best of those that beam search finds."""
+    """One prompt and n choices of continuation; with `beam` the n best hypotheses of a beam search."""
 
     request_id: str  # internal and random, never the client's
     prompt_token_ids: tuple[int, ...]
@@ -120,17 +120,17 @@ class GenerationRequest:
     cache_salt: str = ""  # requests with different salts never share cached blocks
     resumed_token_ids: tuple[tuple[int, ...], ...] = ()  # crash recovery: per choice, tokens already sent
     finished_choices: tuple[int, ...] = ()  # crash recovery: choices that already ended
-    pooling: Pooling = ""  # what is wanted is a vector of the prompt and no token: max_new_tokens is 0, n is 1
-    tenant: str = ""  # whom its service is charged to
-    weight: float = 1.0  # of the tenant: twice the weight is twice the service, where tenants compete
-    max_running: int = 0  # sequences of the tenant that may run at once; 0: any number
+    pooling: Pooling = ""  # for an embedding of the prompt: max_new_tokens is 0, n is 1
+    tenant: str = ""  # the tenant that its service is charged to
+    weight: float = 1.0  # the tenant's weight under fair queueing: twice the weight, twice the service
+    max_running: int = 0  # the tenant's quota of running sequences; 0: any number
     service_class: ServiceClass = "interactive"
     deadline: float | None = None  # on the clock of arrival_time; unfinished then, it ends with an error
-    beam: BeamParams | None = None  # tokens are searched, not sampled; nothing is told before the end
+    beam: BeamParams | None = None  # beam search instead of sampling; outputs come at its end
 
     @property
     def num_sequences(self) -> int:
-        """What is computed side by side: a sequence for each choice, or for each live beam."""
+        """Sequences that are computed in parallel: one per choice, or one per live beam."""
         return self.n if self.beam is None else self.beam.width
 
 
@@ -149,10 +149,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTiming:
-    """Where a sequence's time went, seconds on the engine's clock. Sent with its first and last output."""
+    """A sequence's time in seconds on the engine's clock. Sent with its first and last output."""
 
     queue_seconds: float  # arrival to first scheduled
-    kv_wait_seconds: float  # of that, and after preemptions, at the queue's head blocked by blocks
+    kv_wait_seconds: float  # time at the queue's head waiting for KV blocks, also after preemptions
     prefill_seconds: float  # first scheduled to first token
     num_preemptions: int
 
@@ -166,32 +166,32 @@ class TokenOutput:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token id
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # the whole prompt; the first is None
-    beam_score: float | None = None  # of a choice that beam search found
-    embedding: tuple[float, ...] | None = None  # with pooling, at its end: after the final norm, of any length
+    beam_score: float | None = None  # score of a beam search hypothesis
+    embedding: tuple[float, ...] | None = None  # with pooling: the pooled rows after the final norm, not normalised
     finish: FinishReason | None = None
     stop_token_id: int | None = None  # the stop token that ended the choice (also the last of token_ids)
     error: str | None = None  # with finish == "error": one line, safe to show to the client
-    error_code: str = ""  # with error: DEADLINE_EXCEEDED, or empty for what has no name of its own
-    culprit: bool = False  # with error: the request itself is the cause, sending it again would fail again
+    error_code: str = ""  # with error: DEADLINE_EXCEEDED, or empty
+    culprit: bool = False  # with error: the request is the cause and would fail again
     num_cached_tokens: int = 0  # prompt tokens served from the prefix cache
     timing: RequestTiming | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantStats:
-    """What one tenant has in the engine, and what it has got since the engine started."""
+    """One tenant's sequences in the engine, and its service since the engine started."""
 
     tenant: str
     running: int = 0  # sequences
     waiting: int = 0  # sequences
-    total_prompt_tokens: int = 0  # those that the prefix cache did not have, counted when a request first enters
+    total_prompt_tokens: int = 0  # computed prompt tokens, without cached ones and recomputations
     total_output_tokens: int = 0
-    total_service: float = 0.0  # of both, an output token counts twice
+    total_service: float = 0.0  # prompt tokens plus twice the output tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot after a step. Gauges are recomputed state; `total_*` count since the engine started."""
+    """A snapshot after a step. Gauges are the state of this moment; `total_*` count since the engine started."""
 
     running: int = 0  # sequences
     waiting: dict[WaitReason, int] = field(default_factory=dict)  # sequences
@@ -200,11 +200,11 @@ class EngineStats:
     blocks_used: int = 0
     blocks_cached: int = 0  # matchable but not referenced
     blocks_free: int = 0
-    blocks_shared: int = 0  # of the used: held by two or more sequences
-    blocks_unshared: int = 0  # of the used: held by one
-    blocks_saved: int = 0  # more that would be used if none were shared
+    blocks_shared: int = 0  # used blocks held by two or more sequences
+    blocks_unshared: int = 0  # used blocks held by one sequence
+    blocks_saved: int = 0  # blocks that sharing saves
     slots_allocated: int = 0  # token slots in used blocks
-    slots_unused: int = 0  # of those, holding no token (internal waste)
+    slots_unused: int = 0  # allocated token slots without a token (internal fragmentation)
     prefill_tokens: int = 0  # this step
     decode_tokens: int = 0  # this step
     step_seconds: float = 0.0  # this step, whole
@@ -213,15 +213,15 @@ class EngineStats:
     total_prefix_query_tokens: int = 0
     total_prefix_hit_tokens: int = 0
     total_kv_evictions: int = 0  # cached blocks whose content was dropped for reuse
-    total_blocks_taken: int = 0  # from the free ones, cached ones that lost their content included
-    kv_waiting_since: float | None = None  # clock of arrival_time: the queue's head has waited so long for blocks
-    total_kv_wait_seconds: float = 0.0  # in which some request at the queue's head waited for blocks, as of this step
-    total_padding_rows: int = 0  # rows of steps that computed nothing, so that a step has one of few sizes
-    tenants: tuple[TenantStats, ...] = ()  # none where no request has named one
-    total_prefill_tokens_saved: int = 0  # found, not computed, whenever a request entered; after preemptions too
+    total_blocks_taken: int = 0  # allocations of blocks, evicted ones included
+    kv_waiting_since: float | None = None  # clock of arrival_time: when the queue's head began to wait for blocks
+    total_kv_wait_seconds: float = 0.0  # time in which the queue's head waited for blocks
+    total_padding_rows: int = 0  # rows that pad steps to one of few sizes
+    tenants: tuple[TenantStats, ...] = ()  # empty until a request names a tenant
+    total_prefill_tokens_saved: int = 0  # cached tokens of requests that entered, also after preemptions
     host_blocks_total: int = 0  # blocks of host memory for swapped sequences and evicted prefixes
-    host_blocks_used: int = 0  # of those, holding what a swapped sequence will go on with
-    host_blocks_cached: int = 0  # of those, holding what may be matched again
+    host_blocks_used: int = 0  # host blocks claimed by swapped sequences
+    host_blocks_cached: int = 0  # host blocks cached without a claim
     total_swapped_out_blocks: int = 0
     total_swapped_in_blocks: int = 0
     total_preemptions_by_mode: dict[Literal["recompute", "swap"], int] = field(default_factory=dict)
@@ -229,7 +229,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """Everything one engine step has to tell. Also sent without outputs when an abort changed the stats."""
+    """The outputs and statistics of one engine step. Also sent without outputs when an abort changed the statistics."""
 
     step_id: int
     outputs: tuple[TokenOutput, ...]
@@ -238,7 +238,7 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHealth:
-    """What a heartbeat carries. A step counter that does not move while there is work means a hang."""
+    """The content of a heartbeat. A step counter that does not move while there is work means a hang."""
 
     alive: bool
     step_id: int
@@ -251,7 +251,7 @@ class EnginePort(Protocol):
     `submit` never blocks and never raises for request data that passed the server's validation: what the
     scheduler refuses comes back as a TokenOutput with finish == "error". `on_step` is set once by the owner
     before the first submit and is called on the owner's thread or event loop.
-    `hold_request` sets a live request aside until `release_request`: it is not computed, and costs others nothing.
+    `hold_request` suspends a live request until `release_request`: no step computes it, and it has no blocks.
     """
 
     on_step: Callable[[StepOutput], None]

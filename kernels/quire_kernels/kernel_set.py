@@ -1,4 +1,4 @@
-"""The record of model operations that one implementation provides, and what the operations take.
+"""The record of model operations that one implementation provides, and the inputs of the operations.
 
 Promises: the model calls these ops and no others; `reference` (plain torch) is the specification of each. On a CPU
 every output row is computed in an order that does not depend on the other rows of the call (batch invariance). Must not
@@ -16,15 +16,15 @@ from torch import Tensor
 
 from quire_kernels.packed_form import PackedForm
 
-# How the C++ kernels may hold weights: 8 bits per value, or 4 with a scale for every 32.
+# Weight formats of the C++ kernels: 8 bits per value, or 4 with a scale for every 32.
 Quantization = Literal["int8", "int4"]
-# What the KV pool holds: the model's dtype, or int8 or fp8 (e4m3) with a scale for every token and head.
+# Types of the KV pool: the model's dtype, or int8 or fp8 (e4m3) with a scale for every token and head.
 KVType = Literal["auto", "int8", "fp8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVFormat:
-    """What decides whether an implementation can hold a model's keys and values."""
+    """The properties of a KV pool that an implementation must support."""
 
     head_dim: int
     block_size: int  # tokens
@@ -32,7 +32,7 @@ class KVFormat:
 
 
 class AttentionInput(Protocol):
-    """What attention needs to know of a step: B sequences, T = sum of their query rows."""
+    """The description of a step for attention: B sequences, T = sum of their query rows."""
 
     @property
     def positions(self) -> Tensor: ...  # [T] int64, absolute position of each row
@@ -70,7 +70,7 @@ class AttentionRows:
 
 
 class StepInput(AttentionInput, Protocol):
-    """A step, and which S of its T rows are asked for what the last layer gives."""
+    """A step, and the S of its T rows whose output of the last layer is needed."""
 
     @property
     def sample_rows(self) -> Tensor: ...  # [S] int64, ascending
@@ -92,12 +92,12 @@ class AttentionShape:
     norm_eps: float = 1e-6
 
 
-# A weight matrix as the implementation wants it (packed, quantised, or as it came). Opaque to the model.
+# A weight matrix in the implementation's form (packed, quantised, or unchanged). Opaque to the model.
 LinearWeight = Any
 
 
 class LayerWeights(Protocol):
-    """What the ops of one transformer layer take. H hidden, D head_dim, I intermediate."""
+    """The weights of one transformer layer. H hidden, D head_dim, I intermediate."""
 
     @property
     def attention_norm(self) -> Tensor: ...  # [H]
@@ -116,7 +116,7 @@ class LayerWeights(Protocol):
 
 
 class BoundLayers(Protocol):
-    """All layers of one model as one op: the six of each, in order."""
+    """All layers of one model as one op: six ops per layer, in order."""
 
     def __call__(self, x: Tensor, kv: Tensor, step: StepInput) -> Tensor:
         """x [T, H] -> the sampled rows [S, H] after the last layer. May reuse x's memory."""
@@ -125,9 +125,9 @@ class BoundLayers(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceRows:
-    """R tokens to choose: parameters in device memory, and on the host which of them any row asks for.
+    """The parameters of R tokens to choose, in device memory; flags on the host tell which parameters any row uses.
 
-    What no row asks for is not launched; that alone changes no row's token.
+    A stage that no row uses is not launched; that changes no row's token.
     """
 
     logits_rows: Tensor  # [R] int64, the row of logits of each; several may share one
@@ -145,7 +145,7 @@ class ChoiceRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSet:
-    """Six ops a layer. T rows, H hidden, K in, N out, D head_dim; activations in the model's dtype.
+    """The ops of a model, six per layer. T rows, H hidden, K in, N out, D head_dim; activations in the model's dtype.
 
     pack_linear(weight [N, K], bias [N] | None) -> LinearWeight
         Called once per matrix at load. May keep `weight` or copy it.
@@ -159,37 +159,37 @@ class KernelSet:
     linear_add(x [T, K], w, residual [T, N]) -> [T, N]
         residual + projection. For O and down. May reuse residual's memory.
     rope_write(qkv [T, (Hq + 2 Hkv) * D], rope [P, D] float32, shape, kv, layer, step) -> q [T, Hq, D]
-        Norms q and k heads where the shape says so, rotates both by the row's position (rope[p] is
+        Norms q and k heads if the shape has norms, rotates both by the row's position (rope[p] is
         cos(0..D/2) then sin(0..D/2), half-split "neox" pairing), writes K and V to the row's slot, returns q.
     attention(q [T, Hq, D], shape, kv, layer, step) -> [T, Hq * D]
         Causal attention of every row over its sequence's positions in the paged pool.
     attention_scratch(num_sequences, max_context_len, num_heads, head_dim) -> int, or None
-        Bytes that one call of it takes beside its result, at most, for the memory plan. None: little next to a step's
-        activations.
+        Maximum size in bytes of an attention call's temporary memory, for the memory plan. None: negligible next to a
+        step's activations.
     logits(x [S, K], norm [K], eps, w) -> [S, V] float32
         The final norm and the head, for the sampled rows only.
     new_kv(num_blocks, num_layers, num_kv_heads, block_size, head_dim, dtype, device) -> Tensor
         The pool. The first dimension is the block, all of a block's bytes are contiguous, memory is zeroed; the
         rest of the layout belongs to the implementation. `kv[dst] = kv[src]` copies a block.
     copy_blocks(kv, pairs), or None
-        Copies whole blocks, (source, target) each, without waiting for it: all sources are as they were before the
-        call, no target comes twice. None: indexing as above does it, by way of memory for all sources.
+        Copies whole blocks, (source, target) each, asynchronously: every source is read as it was before the call; no
+        target occurs twice. None: indexing as above is used, with temporary memory for all sources.
     kv_block_bytes(num_layers, num_kv_heads, block_size, head_dim, dtype) -> int
         Bytes of one block of that pool.
     greedy(x [S, K], norm [K], eps, w, allowed) -> (S ids, S bools), or None
-        The argmax of each row of `logits`, of equal values the first, and whether the row was finite: for an
-        implementation that finds it without writing the logits down. `allowed` is None, or on the host int64
-        [S, ceil(V / 64)], contiguous: column i may be told if bit i % 64 of word i // 64 is set. Whether a row is
-        finite does not depend on it; the id is -1 where no column may be told.
+        The argmax of each row of `logits`, the lowest id among equals, and whether the row was finite: for an
+        implementation that computes it without storing the logits. `allowed` is None, or on the host int64
+        [S, ceil(V / 64)], contiguous: column i is allowed if bit i % 64 of word i // 64 is set. The finite flags do
+        not depend on it; the id is -1 if no column is allowed.
     choose(logits [S, V] float32, rows) -> (ids [R] int64, finite [R] bool, possible [R] bool), or None
-        All on the device, without waiting for it. Temperature, top-k, top-p, min-p and one draw from the counter-based
+        Runs asynchronously on the device. Temperature, top-k, top-p, min-p and one draw from the counter-based
         generator (Philox4x32-10, key seed, counter position then choice), as the engine's sampler does on a CPU. The
         logits are the model's after penalties and masks, and are not changed. finite: every logit is a finite number
-        (where masks have put infinities, who masks must have asked before); possible: a token was left to choose. An
-        id is a token of the vocabulary even where one is false.
+        (of masked logits, the caller must have checked this before masking); possible: at least one token was
+        left to choose. An id is valid even if a flag is false.
     bind_layers(layers, rope, eps) -> BoundLayers, or None
-        For an implementation that would lose time between the ops. Bitwise the same as calling them one by one, those
-        that follow the last layer's rope_write with the sampled rows alone.
+        For an implementation that would lose time between the ops. Bitwise the same as calling the ops one by one; the
+        ops after the last layer's rope_write get the sampled rows alone.
     """
 
     name: str
@@ -204,19 +204,19 @@ class KernelSet:
     logits: Callable[[Tensor, Tensor, float, LinearWeight], Tensor]
     new_kv: Callable[[int, int, int, int, int, torch.dtype, torch.device], Tensor]
     kv_block_bytes: Callable[[int, int, int, int, torch.dtype], int]
-    # Of a packed weight, before matrices are packed and `packed_bytes` can tell: what bf16 takes at most, int8 without
-    # the scales of its rows. None: matrices stay as they are, and a tied head is the embedding.
+    # Estimated bits per packed weight, used until `packed_bytes` is known: an upper bound for bf16, without the scales
+    # of rows for int8. None: matrices are not packed, and a tied head is the embedding.
     packed_bits: float | None = None
-    packed_bytes: Callable[[LinearWeight], int] | None = None  # of one matrix; with `packed_bits`
+    packed_bytes: Callable[[LinearWeight], int] | None = None  # bytes of one matrix; set with `packed_bits`
     packed_form: PackedForm | None = None  # matrices are plain memory, which may outlive the process
     greedy: Callable[[Tensor, Tensor, float, LinearWeight, Tensor | None], tuple[list[int], list[bool]]] | None = None
     choose: Callable[[Tensor, ChoiceRows], tuple[Tensor, Tensor, Tensor]] | None = None
     attention_scratch: Callable[[int, int, int, int], int] | None = None
     copy_blocks: Callable[[Tensor, Sequence[tuple[int, int]]], None] | None = None
     bind_layers: Callable[[Sequence[LayerWeights], Tensor, float], BoundLayers] | None = None
-    # What attention launches follows from the numbers of rows and sequences and from bounds of the lengths; it finds on
-    # the device what is there, sequences without rows and rows without a sequence among it, whose results are anything.
+    # Whether attention's launches depend only on the numbers of rows and sequences and on bounds of lengths. Then it
+    # also handles sequences without rows, and rows without a sequence, whose results are undefined.
     bounded_attention: bool = False
-    own_threads: bool = False  # it computes with workers of its own; torch's would only wait beside them
-    variant: str = ""  # the instruction set that it is compiled for, where there are several
-    why_variant: str = ""  # why this one, for an operator
+    own_threads: bool = False  # computes with workers of its own, so that torch needs only one thread
+    variant: str = ""  # the instruction set it is compiled for, if there are several
+    why_variant: str = ""  # the reason for it, for operators

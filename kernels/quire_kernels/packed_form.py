@@ -1,6 +1,6 @@
-"""Packed matrices as plain memory: for kernels whose weights may lie in files and be mapped by process after process.
+"""Packed matrices as plain memory, for weights in files that several processes map.
 
-Promises: what is restored computes the same bits as what was packed; memory that cannot be a packed matrix is refused.
+Promises: a restored matrix computes the same bits as the packed one; memory that cannot be a packed matrix is refused.
 Must not know: the engine.
 """
 
@@ -21,22 +21,22 @@ PackGateUp = Callable[[Tensor, Tensor, Tensor | None], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedForm:
-    """What a kernel set says of the matrices that it packs.
+    """How a kernel set packs, stores and restores its matrices.
 
-    packer(allocate) -> pack_linear and pack_gate_up, which take all memory that a matrix needs from `allocate`
+    packer(allocate) -> pack_linear and pack_gate_up, which take all memory for a matrix from `allocate`
         They read the tensors that they are given and keep none.
     most_bytes(rows, columns) -> int
-        What one matrix of that size may take, all of its memory and alignment included.
-    facts(weight) -> numbers that tell what the matrix is, and parts(weight) -> its memory by names
+        An upper bound on the bytes of one matrix of that size, alignment included.
+    facts(weight) -> numbers that describe the matrix, and parts(weight) -> its memory by names
     restore(facts, parts) -> weight
-        From the same memory, as uint8 and perhaps read-only, in another process. ValueError where it cannot be that.
+        From the same memory, as uint8 and perhaps read-only, in another process. ValueError if it is not a matrix.
     all_finite(values) -> bool
-        Of a bfloat16 tensor on the CPU: no value is infinite or not a number.
+        Whether no value of a bfloat16 CPU tensor is infinite or NaN.
     checksum(address, num_bytes) -> int
-        Of memory, 64 bits; releases the interpreter, so that threads check beside each other.
+        64 bits; releases the GIL, so that threads can check in parallel.
     """
 
-    name: str  # all that the bytes depend on beside the weights: version, instruction set, kind
+    name: str  # all that the bytes depend on except the weights: version, instruction set, kind
     packer: Callable[[Allocate], tuple[PackLinear, PackGateUp]]
     most_bytes: Callable[[int, int], int]
     facts: Callable[[Any], dict[str, int]]

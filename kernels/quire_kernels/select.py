@@ -1,7 +1,7 @@
-"""The choice among the kernel sets that there are.
+"""Chooses among the available kernel sets.
 
-Promises: `auto` takes the fastest that can serve and can be made, and tells which faster one it had to pass over; a
-refusal says why and what would work. Must not know: the engine, the server.
+Promises: `auto` takes the fastest set that meets the requirements and can be made, and logs faster ones that it
+skipped; a refusal has the reason and a remedy. Must not know: the engine, the server.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def select(
     on_compiled: Callable[[int, int], None] | None = None,
     providers: Sequence[Provider] = PROVIDERS,
 ) -> KernelSet:
-    """The kernel set for such a model: the fastest ("auto"), or the one of that name. ValueError if it cannot serve.
+    """The fastest kernel set ("auto") for such a model, or the one with that name. ValueError if it cannot serve.
 
-    `deterministic`: no row's bits may depend on the other rows of a call, as is always so on a CPU. `attention`: who
-    computes it. `threads`: of a set with workers of its own; None is one per usable core. `cpu_variant`: the
-    instruction set of a CPU that they are compiled for; None is the fastest.
+    `deterministic`: no row's bits may depend on the other rows of a call, as is always the case on a CPU. `attention`:
+    its implementation. `threads`: for a set with workers of its own; None: one per usable core. `cpu_variant`: the
+    instruction set of a CPU; None: the fastest.
     """
     required = Requirements(
         device=device,
@@ -73,7 +73,7 @@ def select(
                     _log.warning("serving with the slower %s kernels: %s", each.name, "; ".join(passed_over))
                 return kernels
         refusals.append(f"the {each.name} kernels {reason}")
-        if device.type in each.devices:  # kernels for other devices are no loss
+        if device.type in each.devices:  # kernels for other devices are not worth a warning
             passed_over.append(refusals[-1])
     others = (each for each in providers if choice not in (AUTO, each.name))
     if any(_why_not(each, required) is None for each in others):

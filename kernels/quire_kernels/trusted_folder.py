@@ -1,7 +1,7 @@
-"""Folders whose files may be loaded: ours, written by nobody else, and reached through folders that are so too.
+"""Folders whose files may be loaded: owned by this user, not writable by others, with trusted parents.
 
-Owns no folder. Promises: what passes can be changed or swapped by this user and root alone; every check is made on an
-open descriptor, so that nothing can be swapped between the check and the use. Must not know: torch.
+Promises: only this user and root can change or replace a trusted file; every check is made on an open descriptor, so
+that nothing can be swapped between check and use. Must not know: torch.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from pathlib import Path
 
 _ROOT = 0
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-# A folder need only be searched on the way to another; systems without O_PATH must be able to read it.
+# Parent folders need only search permission; systems without O_PATH need read permission.
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# Without O_NONBLOCK a pipe that was planted in a file's place would keep us until somebody writes to it.
+# Without O_NONBLOCK, opening a pipe that was planted in place of a file would block until it has a writer.
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class UntrustedFolder(OSError):
-    """A folder or file from which nothing may be loaded, or a folder that cannot be made; names it and the fix.
+    """A folder or file that must not be loaded from, or a folder that cannot be made; names it and the fix.
 
-    An OSError: who can do without a cache that cannot be read can do without this one.
+    An OSError: code that can do without an unreadable cache can do without this one.
     """
 
 
 def trusted(path: Path) -> Path:
-    """The absolute path of a folder that is ours alone, made with mode 0700 where it is missing.
+    """The absolute path of a trusted folder, made with mode 0700 if it is missing.
 
     Raises UntrustedFolder.
     """
@@ -38,7 +38,7 @@ def trusted(path: Path) -> Path:
 
 
 def open_trusted(path: Path) -> int:
-    """A descriptor to read a file in such a folder with: a plain file of ours that has no other name.
+    """A descriptor for reading a file in a trusted folder: a plain file of this user without other hard links.
 
     The caller closes it. Raises FileNotFoundError, UntrustedFolder.
     """
@@ -61,13 +61,13 @@ def open_trusted(path: Path) -> int:
 
 
 def _absolute(path: Path) -> Path:
-    """Where links are refused, `..` can be taken out of the text."""
+    """Since links are refused, `..` can be resolved in the text."""
     return Path(os.path.abspath(path))
 
 
 @contextmanager
 def _opened(absolute: Path, *, make: bool) -> Iterator[int]:
-    """A descriptor of the folder. Walks from the root, each folder opened within the one before and then looked at."""
+    """A descriptor of the folder. Walks from the root; each folder is opened within the one before, then checked."""
     here = Path(absolute.anchor)
     descriptor = os.open(here, _FOLDER)
     try:
@@ -95,7 +95,7 @@ def _enter(parent: int, here: Path, *, make: bool) -> int:
         raise UntrustedFolder(f"{here} cannot be used: {error.strerror}") from error
     try:
         os.mkdir(here.name, 0o700, dir_fd=parent)
-    except FileExistsError:  # made meanwhile, by whom the next check tells
+    except FileExistsError:  # made meanwhile; the next check tests its owner
         pass
     except OSError as error:
         raise UntrustedFolder(f"{here} cannot be made: {error.strerror}") from error
@@ -106,7 +106,7 @@ def _check_folder(here: Path, status: os.stat_result, *, is_last: bool) -> None:
     owners = (os.geteuid(),) if is_last else (os.geteuid(), _ROOT)
     if status.st_uid not in owners:
         raise UntrustedFolder(f"{here} belongs to another user ({status.st_uid}); remove it, or chown it to yours")
-    # In a folder like /tmp others cannot remove or rename what is ours, and what is not fails at the next check.
+    # In a folder like /tmp others cannot remove or rename our folders, and theirs fail the next check.
     is_shared = bool(status.st_mode & stat.S_ISVTX) and not is_last
     if status.st_mode & _OTHERS_WRITE and not is_shared:
         raise UntrustedFolder(f"{here} can be written to by others; chmod go-w {here}")
@@ -124,7 +124,7 @@ def _check_file(path: Path, status: os.stat_result) -> None:
 
 
 def _is_link(name: str, folder: int) -> bool:
-    """For the wording alone."""
+    """Used only for error messages."""
     try:
         return stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
     except OSError:

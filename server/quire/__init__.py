@@ -1,7 +1,6 @@
-"""The model without a server: `from quire import LLM, SamplingParams`, then `LLM(model=...).generate(prompts)`.
+"""The offline API: `from quire import LLM, SamplingParams`, then `LLM(model=...).generate(prompts)`.
 
-Promises: the names and shapes that scripts written for vLLM use, and the tokens that the server would give. Must not
-know: torch.
+Promises: the names and shapes of vLLM's scripts, and the same tokens as the server. Must not know: torch.
 """
 
 from quire.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence

@@ -1,4 +1,4 @@
-"""Many requests through one engine: all checked first, then run together, with as many under way as the queue takes.
+"""Runs many requests through one engine: checks all, then runs them together, as many at once as the queue allows.
 
 Promises: outputs in the order of the requests; nothing runs unless every request passes its checks; when one fails or
 the call is cancelled, the others are aborted. Must not know: threads, processes.
@@ -20,7 +20,7 @@ from quire_server.state import ServerState
 
 
 async def prepare_all(state: ServerState, requests: Sequence[GenerationOptions]) -> list[Job]:
-    """A job of one prompt for each request. Raises ValueError, saying which of several prompts is wrong."""
+    """A job of one prompt for each request. Raises ValueError that names the wrong one of several prompts."""
     jobs = []
     for number, options in enumerate(requests):
         try:
@@ -38,9 +38,9 @@ async def prepare_all(state: ServerState, requests: Sequence[GenerationOptions])
 async def run_all(
     state: ServerState, jobs: Sequence[Job], ids: Iterator[int], on_finished: Callable[[RequestOutput], None]
 ) -> list[RequestOutput]:
-    """Every job's output; `on_finished` hears of each as it ends. Raises EngineFailed."""
+    """Every job's output; `on_finished` is called as each ends. Raises EngineFailed."""
     outputs: dict[int, RequestOutput] = {}
-    # The engine holds what it is given; thousands of prompts wait here, where they cost it nothing.
+    # Thousands of prompts wait here, where they cost the engine nothing.
     places = asyncio.Semaphore(state.client.max_sequences)
 
     async def run(number: int, job: Job, request_id: str) -> None:

@@ -1,6 +1,6 @@
-"""What `LLM.beam_search` takes and returns, with the names and shapes of vLLM's.
+"""The parameters and results of `LLM.beam_search`, with vLLM's names and shapes.
 
-Promises: parameters that exist have passed the checks of the server's own request model; plain values come back.
+Promises: parameters that exist have passed the checks of the server's own request model; results are plain values.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from quire_server.http.body import validate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """How the likeliest continuations are searched. Raises ValueError for values that are not supported."""
+    """The parameters of a beam search. Raises ValueError for values that are not supported."""
 
-    beam_width: int  # beams that are followed at once, all of which are returned
+    beam_width: int  # live beams, all of which are returned
     max_tokens: int
     ignore_eos: bool = False
     temperature: float = 0.0  # 0 or 1: beams are ranked by the model's own log-probabilities
@@ -44,32 +44,32 @@ class BeamSearchParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchSequence:
-    """One of the beams that were found."""
+    """One hypothesis."""
 
-    tokens: list[int]  # the prompt's, and those that were found
-    logprobs: list[PositionLogprobs]  # one per token that was found, the end-of-text token too
+    tokens: list[int]  # the prompt's tokens and the continuation's
+    logprobs: list[PositionLogprobs]  # one per token of the continuation, the end-of-text token included
     cum_logprob: float  # their sum
-    score: float  # by which the beams are ranked
-    text: str  # of all tokens, the prompt's too
+    score: float  # the score by which beams are ranked
+    text: str  # the text of all tokens, including the prompt
     finish_reason: ChoiceFinish
     stop_reason: str | int | None  # the stop token id; None for the end-of-text token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchOutput:
-    """The beams of one prompt, the best first."""
+    """The hypotheses of one prompt, the best first."""
 
     sequences: list[BeamSearchSequence]
 
 
 def searches(prompts: list[str | list[int]], params: BeamSearchParams) -> list[GenerationOptions]:
-    """One neutral request for each prompt."""
+    """One request for each prompt."""
     options = params.options()
     return [replace(options, prompt=PromptOptions(source=[prompt], param="prompt")) for prompt in prompts]
 
 
 def beams_of(output: RequestOutput, params: BeamSearchParams, tokenizer: Tokenizer) -> BeamSearchOutput:
-    """The same beams in the shape of a search's output."""
+    """The beams of an output in vLLM's shape."""
     sequences = []
     for found in output.outputs:
         hidden = int(found.finish_reason == "stop" and not params.include_stop_str_in_output)

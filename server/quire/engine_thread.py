@@ -1,7 +1,7 @@
-"""The event loop of one LLM, in a thread of its own, and the engine process that it watches.
+"""The event loop of one LLM, in a thread of its own, and the supervisor of its engine process.
 
-Owns the loop, the thread, the supervisor. Promises: works under a caller's own event loop and without a `__main__`
-guard; an interrupted call is cancelled and the next one works; nothing it started is left after `close`.
+Owns the loop, the thread, the supervisor. Promises: works inside a caller's own event loop and without a `__main__`
+guard; an interrupted call is cancelled and the next one works; nothing is left behind after `close`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """Runs coroutines beside the caller, who waits for them."""
+    """Runs coroutines in its event loop for callers that wait for the results."""
 
     def __init__(self) -> None:
         self._pid = getpid()
         self._closed = False
-        self._submitting = threading.Lock()  # a call is either seen by `close` or refused
+        self._submitting = threading.Lock()  # so that `close` sees every call that was not refused
         self._supervisor: Supervisor | None = None
         self._state: ServerState | None = None
         self._loop = loop_factory()()
-        # A daemon: the interpreter waits for other threads before it runs what is registered for its end.
+        # A daemon, since the interpreter joins other threads before it runs exit handlers.
         self._thread = threading.Thread(target=self._run, name="quire", daemon=True)
         self._thread.start()
 
@@ -49,7 +49,7 @@ class EngineThread:
         return self._state
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result. An exception that comes while waiting, such as a Ctrl-C, cancels it."""
+        """The coroutine's result. An exception during the wait, such as Ctrl-C, cancels the coroutine."""
         with self._submitting:
             if self._closed or getpid() != self._pid:
                 coroutine.close()
@@ -61,10 +61,10 @@ class EngineThread:
         except CancelledError:
             raise RuntimeError("this LLM was closed while it was at work") from None
         finally:
-            future.cancel()  # of one that has ended this does nothing
+            future.cancel()  # has no effect after its end
 
     def close(self) -> None:
-        """End the engine process and the thread. For one call; what is running is cancelled."""
+        """End the engine process and the thread. Call it once; running calls are cancelled."""
         if getpid() != self._pid:  # a fork has neither the thread nor the engine
             return
         with self._submitting:

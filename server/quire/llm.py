@@ -1,7 +1,7 @@
 """`LLM`: a model in this script, without a server.
 
-Promises: the same tokens and texts as the server gives for the same requests, by the same code; ValueError for what
-cannot work, before anything runs; RuntimeError when the engine fails.
+Promises: the same tokens and texts as the server for the same requests, by the same code; ValueError for impossible
+values, before anything runs; RuntimeError when the engine fails.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ARGUMENTS = frozenset(
 def engine_settings(
     model: str | os.PathLike[str], tensor_parallel_size: int, arguments: Mapping[str, object]
 ) -> Settings:
-    """The settings of one LLM. What is not given comes from `QUIRE_*` variables, else from the defaults."""
+    """The settings of one LLM: the arguments, else `QUIRE_*` variables, else the defaults."""
     unknown = [name for name in arguments if name not in ARGUMENTS]
     if unknown:
         if unknown[0] in REMOVED:
@@ -58,7 +58,7 @@ def engine_settings(
             " leave it out or set it to 1"
         )
     try:
-        # No queue to be refused from: whoever generates here waits for the end anyway.
+        # No queue limit, since callers wait for the end anyway.
         settings = load_settings({**arguments, "model": os.fspath(model), "max_num_queued_tokens": None})
     except SettingsError as error:
         raise ValueError(as_arguments(str(error))) from None
@@ -69,14 +69,14 @@ def engine_settings(
 
 
 def as_arguments(text: str) -> str:
-    """A message with the settings spelt as arguments: `--max-num-seqs 3` is `max_num_seqs 3`."""
+    """A message with settings as arguments instead of flags: `--max-num-seqs 3` is `max_num_seqs 3`."""
     return re.sub(r"--([a-z][a-z-]*)", lambda flag: flag[1].replace("-", "_"), text)
 
 
 class LLM:
     """A loaded model. The engine is a child process that ends with `close`, with this object or with the script.
 
-    Calls from several threads take turns. The prompts of a call are batched continuously, as a server's requests are.
+    Calls from several threads take turns. The prompts of a call are batched continuously, as in the server.
     """
 
     def __init__(self, model: str | os.PathLike[str], *, tensor_parallel_size: int = 1, **settings: object) -> None:
@@ -88,7 +88,7 @@ class LLM:
         """
         checked = engine_settings(model, tensor_parallel_size, settings)
         self._thread = EngineThread()
-        # Runs once: by `close`, when this object is garbage, or at the interpreter's end.
+        # Runs once: by `close`, when this object is garbage-collected, or at the interpreter's end.
         self._finalizer = weakref.finalize(self, self._thread.close)
         self._ids = itertools.count()
         try:
@@ -107,7 +107,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue each prompt: one, or a list of texts, token ids or both. Outputs are in the order of the prompts.
 
-        `sampling_params` are for all prompts, or a list with one for each. `use_tqdm` shows a progress bar on stderr.
+        `sampling_params`: for all prompts, or a list with one for each. `use_tqdm` shows a progress bar on stderr.
         """
         plain = prompt_list(prompts)
         return self._run(completions(plain, params_for(len(plain), sampling_params)), use_tqdm=use_tqdm)
@@ -122,9 +122,9 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> list[RequestOutput]:
-        """Answer each conversation, through the model's chat template. One conversation gives a list of one output.
+        """Answer each conversation, with the model's chat template. One conversation gives a list of one output.
 
-        The template opens the assistant's turn unless `continue_final_message` leaves the last message's open.
+        The template opens the assistant's turn, unless `continue_final_message` continues the last message.
         """
         if not self._work.can_chat:
             raise ValueError("this model has no chat template; use generate")
@@ -143,7 +143,7 @@ class LLM:
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
     ) -> list[BeamSearchOutput]:
-        """The likeliest continuations of each prompt, as many as the search is wide, the best first."""
+        """The best hypotheses of each prompt by beam search, as many as its width, the best first."""
         outputs = self._run(searches(prompt_list(prompts), params), use_tqdm=use_tqdm)
         return [beams_of(output, params, self._work.tokenizer) for output in outputs]
 
@@ -156,9 +156,10 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
-        """A vector for each prompt, made to length 1; what it is made of, the setting `pooling` says.
+        """An embedding for each prompt, of L2 norm 1, pooled as the setting `pooling` says.
 
-        `dimensions` keeps the first numbers only; `truncate_prompt_tokens` the first tokens, -1 what the context holds.
+        `dimensions` cuts the vectors to their first numbers; `truncate_prompt_tokens` keeps the first tokens of each
+        prompt, -1 as many as the context holds.
         """
         options = vector_options(
             prompt_list(prompts),
@@ -177,7 +178,7 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:
-        """How alike texts are, by the cosine of their vectors: one against each of many, or pair by pair."""
+        """The cosine similarities of texts: one against each of many, or pair by pair."""
         left, right = prompt_list(data_1), prompt_list(data_2)
         if not left or len(left) not in {1, len(right)}:
             raise ValueError(f"there are {len(left)} and {len(right)} texts; give one, or as many on both sides")
@@ -208,7 +209,7 @@ class LLM:
 
 
 class _Work:
-    """What runs on the loop. It must not hold the LLM, whose end is noticed when nothing holds it."""
+    """The coroutines of an LLM. It must not refer to the LLM, which ends when it is garbage-collected."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
@@ -232,7 +233,7 @@ class _Work:
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Errors as Python's own, whose names need no import: of what was asked ValueError, of the engine RuntimeError."""
+    """Built-in exceptions, which need no import: ValueError for arguments, RuntimeError for the engine."""
     try:
         yield
     except (BadRequest, ConfigError, ModelLoadError) as error:

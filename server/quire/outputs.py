@@ -1,6 +1,6 @@
-"""What `LLM.generate` and `LLM.chat` return, in the shapes that users of vLLM know.
+"""The results of `LLM.generate` and `LLM.chat`, in vLLM's shapes.
 
-Promises: plain values; log-probabilities by token id, as the server's `prompt_logprobs` show them. Must not know: HTTP.
+Promises: plain values; log-probabilities by token id, as in the server's `prompt_logprobs`. Must not know: HTTP.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from quire_server.text.tokenizer import TextTokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprob:
-    """One token that could have stood at a position."""
+    """The log-probability of one token at a position."""
 
     logprob: float  # natural logarithm; -9999 for minus infinity
-    rank: int | None  # 1 is the most likely; None of a token that is there for `logprob_token_ids` alone
+    rank: int | None  # 1 is the most likely; None for a token from `logprob_token_ids` alone
     decoded_token: str
 
 
-PositionLogprobs = dict[
-    int, Logprob
-]  # by token id: the token that is there and as many of the most likely as asked for
+PositionLogprobs = dict[int, Logprob]  # by token id: the actual token and the requested number of the most likely ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +39,10 @@ class CompletionOutput:
     logprobs: list[PositionLogprobs] | None  # one per token id
     finish_reason: ChoiceFinish
     stop_reason: str | int | None  # the stop string or stop token id; None for the end-of-text token
-    beam_score: float | None = None  # of a continuation that beam search found
+    beam_score: float | None = None  # score of a beam search hypothesis
 
     def finished(self) -> bool:
-        """Always: nothing is returned before it is whole."""
+        """Always true: only complete outputs are returned."""
         return True
 
 
@@ -52,19 +50,19 @@ class CompletionOutput:
 class RequestOutput:
     """A prompt with its continuations."""
 
-    request_id: str  # the number of the prompt among all that this LLM was given
-    prompt: str | None  # None where token ids were given; of a conversation what the chat template made of it
+    request_id: str  # the number of the prompt in this LLM
+    prompt: str | None  # None for token ids; for a conversation the rendered template
     prompt_token_ids: list[int]
     prompt_logprobs: list[PositionLogprobs | None] | None  # one per prompt token, None for the first
     outputs: list[CompletionOutput]
-    num_cached_tokens: int  # of the prompt, whose KV cache was there already
+    num_cached_tokens: int  # prompt tokens from the prefix cache
     finished: bool = True
 
 
 def request_output(
     request_id: str, job: Job, generation: Generation, choices: Sequence[ChoiceDelta], *, tokenizer: TextTokenizer
 ) -> RequestOutput:
-    """The output of a job of one prompt from its whole choices."""
+    """The output of a job of one prompt from its complete choices."""
     sampling = job.options.sampling
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     if sampling.num_prompt_logprobs is not None:

@@ -13,11 +13,11 @@ from quire.outputs import RequestOutput
 
 @contextmanager
 def progress(total: int, *, shown: bool) -> Iterator[Callable[[RequestOutput | None], None]]:
-    """A function to be told of each finished prompt, with its output where tokens were generated."""
+    """Yields a function to call with each finished prompt, with its output if tokens were generated."""
     if not shown:
         yield lambda _: None
         return
-    # Imported here: a run without a bar does not need it.
+    # Imported here, since a run without a bar does not need it.
     from rich.console import Console  # noqa: PLC0415
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""The forms in which prompts, conversations and their parameters may be given, brought into one.
+"""Converts the accepted forms of prompts, conversations and their parameters into requests.
 
 Promises: a list with one entry for each prompt, in the order given; TypeError or ValueError for every other form.
 """
@@ -34,7 +34,7 @@ _FORMS = "a prompt is a string, a list of token ids, {'prompt': text} or {'promp
 
 
 def completions(prompts: Sequence[str | list[int]], params: Sequence[SamplingParams]) -> list[GenerationOptions]:
-    """One neutral request for each prompt."""
+    """One request for each prompt."""
     return [
         _with_prompt(each, PromptOptions(source=[prompt], param="prompt"), show_text=isinstance(prompt, str))
         for prompt, each in zip(prompts, params, strict=True)
@@ -49,7 +49,7 @@ def chats(
     continue_final_message: bool,
     chat_template_kwargs: Mapping[str, object] | None,
 ) -> list[GenerationOptions]:
-    """One neutral request for each conversation, checked as the server checks its messages. Raises BadRequest."""
+    """One request for each conversation, checked as the server checks messages. Raises BadRequest."""
     requests = []
     for conversation, each in zip(conversations, params, strict=True):
         asked = validate(
@@ -75,7 +75,7 @@ def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
 
 
 def conversation_list(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
-    """One conversation or several, as several. Raises TypeError."""
+    """One or several conversations as a list. Raises TypeError."""
     if _is_list(messages):
         if all(isinstance(message, Mapping) for message in messages):
             return [cast(Conversation, messages)] if messages else []
@@ -85,7 +85,7 @@ def conversation_list(messages: Conversation | Sequence[Conversation]) -> list[C
 
 
 def params_for(num_prompts: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
-    """The parameters of each prompt: one for all, or a list with one for each. Raises TypeError, ValueError."""
+    """The parameters of each prompt, from one for all or a list with one for each. Raises TypeError, ValueError."""
     if params is None:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
@@ -100,7 +100,7 @@ def params_for(num_prompts: int, params: SamplingParams | Sequence[SamplingParam
 
 
 def _with_prompt(params: SamplingParams, prompt: PromptOptions, *, show_text: bool) -> GenerationOptions:
-    """What `params` ask for, of this prompt. `echo` keeps the prompt's text beside the reply."""
+    """The options of `params` for this prompt. `echo` keeps the prompt's text beside the reply."""
     options = params.options()
     return replace(
         options,
@@ -113,7 +113,7 @@ def _plain(prompt: object) -> str | list[int]:
     if isinstance(prompt, Mapping):
         if unknown := set(prompt) - {"prompt", "prompt_token_ids"}:
             raise ValueError(f"a prompt with {', '.join(sorted(map(repr, unknown)))} is not supported; {_FORMS}")
-        # Of both, the ids say more exactly what is meant.
+        # If both are given, the ids are more exact.
         prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
     if isinstance(prompt, str):
         return prompt

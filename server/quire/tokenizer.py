@@ -1,7 +1,6 @@
-"""`LLM.get_tokenizer()`: text to ids and back, and conversations as prompts, with the names that users of transformers
-know.
+"""`LLM.get_tokenizer()`: text to ids and back, and conversations as prompts, with transformers' names.
 
-Promises: the ids and texts that this model's requests have. Must not know: the engine.
+Promises: the same ids and texts as in this model's requests. Must not know: the engine.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from quire_server.text.tokenizer import TextTokenizer
 
 
 class Tokenizer:
-    """The model's tokenizer and its chat template. It works until the LLM is closed."""
+    """The model's tokenizer and its chat template. Works until the LLM is closed."""
 
     def __init__(self, tokenizer: TextTokenizer, prompts: ChatTemplate | None) -> None:
         self._tokenizer = tokenizer
@@ -31,11 +30,11 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Added tokens included."""
+        """The size, including added tokens."""
         return self._tokenizer.vocab_size
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Raises ValueError for text that is not valid Unicode."""
+        """The ids of a text. Raises ValueError for text that is not valid Unicode."""
         try:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except BadRequest as error:
@@ -46,7 +45,7 @@ class Tokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str]:
-        """As the vocabulary spells them."""
+        """The spellings in the vocabulary."""
         return [self._tokenizer.vocabulary_string(token_id) for token_id in token_ids]
 
     def apply_chat_template(
@@ -59,7 +58,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         **variables: object,
     ) -> str | list[int]:
-        """The prompt that the model's chat template makes, as ids or as text. Raises ValueError."""
+        """The rendered prompt, as ids or as text. Raises ValueError."""
         if self._prompts is None:
             raise ValueError("this model has no chat template")
         try:

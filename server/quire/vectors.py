@@ -1,6 +1,6 @@
-"""What `LLM.embed` and `LLM.score` return, and how texts get there, in the shapes that users of vLLM know.
+"""The computation and the results of `LLM.embed` and `LLM.score`, in vLLM's shapes.
 
-Promises: the same vectors as the server gives; plain values. Must not know: threads, processes.
+Promises: the same vectors as the server; plain values. Must not know: threads, processes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quire_server.state import ServerState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingOutput:
-    """A prompt's vector."""
+    """An embedding."""
 
     embedding: list[float]
 
@@ -26,9 +26,9 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingRequestOutput:
-    """A prompt with its vector."""
+    """A prompt with its embedding."""
 
-    request_id: str  # the number of the prompt among all that this LLM was given
+    request_id: str  # the number of the prompt in this LLM
     prompt_token_ids: list[int]
     outputs: EmbeddingOutput
     finished: bool = True
@@ -36,7 +36,7 @@ class EmbeddingRequestOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringOutput:
-    """How alike two texts are: the cosine of their vectors' angle, -1 to 1."""
+    """The cosine similarity of two texts, -1 to 1."""
 
     score: float
 
@@ -46,7 +46,7 @@ class ScoringRequestOutput:
     """A pair of texts with its score."""
 
     request_id: str
-    prompt_token_ids: list[int]  # of the one text, then of the other
+    prompt_token_ids: list[int]  # the ids of one text, then of the other
     outputs: ScoringOutput
     finished: bool = True
 
@@ -58,7 +58,7 @@ def vector_options(
     normalize: bool = True,
     truncate_prompt_tokens: int | None = None,
 ) -> VectorOptions:
-    """The neutral request. Raises ValueError."""
+    """The neutral options. Raises ValueError."""
     for name, value, least in (("dimensions", dimensions, 1), ("truncate_prompt_tokens", truncate_prompt_tokens, -1)):
         if value is not None and (value < least or value == 0):
             raise ValueError(f"{name} is {value}, must be at least 1{' or -1' if least < 0 else ''}")
@@ -77,7 +77,7 @@ def vector_options(
 async def embed_all(
     state: ServerState, options: VectorOptions, ids: Iterator[int], on_finished: Callable[[None], None]
 ) -> list[EmbeddingRequestOutput]:
-    """Every prompt's vector, in order. Raises BadRequest before anything runs, EngineFailed."""
+    """Every prompt's embedding, in order. Raises BadRequest before anything runs, EngineFailed."""
     requests: list[GenerationRequest] = await prepare_vectors(state, options)
     vectors: list[list[float]] = [[]] * len(requests)
 

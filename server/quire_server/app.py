@@ -1,6 +1,6 @@
-"""Puts the HTTP application together: routes, error replies, the guard around them.
+"""Assembles the HTTP application: routes, error replies, layers.
 
-Every reply that is not a success has the envelope of its path, whoever made it.
+Every error reply has the envelope of its path, whichever layer made it.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ ROUTERS = (
     dashboard.router,
 )
 STALL_PROBE_SECONDS = 0.1
-SECOND = 1.0  # what the dashboard takes for one
+SECOND = 1.0  # between two messages to the dashboard
 METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})  # others share one metric label
 
 
 def create_app(state: ServerState) -> FastAPI:
-    """The application around a built state. It starts nothing: the state's parts are running already."""
+    """The application around a built state, whose parts are running already."""
     endpoint = state.settings.otlp_traces_endpoint
     tracing = None if endpoint is None else Tracing(endpoint, model=state.model_names[0])
     state.metrics.lost_log_lines = lost_lines
@@ -95,7 +95,7 @@ def create_app(state: ServerState) -> FastAPI:
         watch = asyncio.create_task(watch_event_loop(state.metrics), name="event-loop-watch")
         seconds = asyncio.create_task(tell_seconds(state.metrics, app.state.feed), name="seconds")
         memory = asyncio.create_task(MemoryReturn(state.metrics.memory_given_back).run(), name="memory")
-        state.tasks = [watch, seconds]  # it can do without the other
+        state.tasks = [watch, seconds]  # not `memory`, without which the server works
         try:
             yield
         finally:
@@ -137,7 +137,7 @@ def create_app(state: ServerState) -> FastAPI:
 
 
 async def watch_event_loop(metrics: Metrics) -> None:
-    """Measure how late the loop runs a timer, until cancelled: what every stream in it feels."""
+    """Measure how late the event loop runs a timer, until cancelled: every stream has the same delay."""
     loop = asyncio.get_running_loop()
     while True:
         due = loop.time() + STALL_PROBE_SECONDS
@@ -146,11 +146,11 @@ async def watch_event_loop(metrics: Metrics) -> None:
 
 
 async def tell_seconds(metrics: Metrics, feed: Feed) -> None:
-    """End a second of the metrics' history every second and tell who follows it, until cancelled."""
+    """End a second of the metrics' history every second and publish it to the dashboard, until cancelled."""
     loop = asyncio.get_running_loop()
     due = loop.time()
     while True:
-        due = max(due + SECOND, loop.time())  # a second that was missed is not caught up with
+        due = max(due + SECOND, loop.time())  # missed seconds are skipped
         await asyncio.sleep(due - loop.time())
         feed.publish(metrics.tick())
 
@@ -182,7 +182,7 @@ def _api_error(error: Exception, path: str) -> ApiError:
 
 
 def _methods_of(request: Request) -> str:
-    """What the path can be asked with: the framework names the methods of the first route with this path only."""
+    """The methods of the path: the framework reports only those of the first route with it."""
     routes = [route for router in ROUTERS for route in router.routes if isinstance(route, Route)]
     methods = [route.methods or () for route in routes if route.matches(request.scope)[0] is not Match.NONE]
     return ", ".join(sorted({method for each in methods for method in each}))
@@ -207,7 +207,7 @@ def _document(app: FastAPI, settings: Settings, bodies: BodyLimits) -> None:
 
 def _guard(app: FastAPI, state: ServerState, bodies: BodyLimits, tracing: Tracing | None) -> None:
     settings = state.settings
-    app.add_middleware(  # the innermost: keys and hosts are asked for first
+    app.add_middleware(  # the innermost: keys and hosts are checked first
         RefuseWhenFull,
         refusal=lambda *underway: None if state.draining else state.client.refusal(*underway),
         root_path=settings.root_path,

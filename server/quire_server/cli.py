@@ -36,15 +36,15 @@ BAD_USAGE = 2
 
 
 class Command(Protocol):
-    """What a command's module provides."""
+    """The interface of a command's module."""
 
     def run(self, argv: Sequence[str]) -> int:
-        """Do it; the process's exit code."""
+        """Run the command and return the process's exit code."""
         ...
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `quire ARGV`; the process's exit code."""
+    """Run `quire ARGV` and return the process's exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in {"-h", "--help", "help"}:
         print(_usage())
@@ -65,8 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = cast(Command, import_module(COMMANDS[name][0]))
     try:
         return command.run(rest)
-    except BrokenPipeError:  # whoever read what is printed, such as `head`, has enough
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for what the interpreter flushes at its end
+    except BrokenPipeError:  # the reader of stdout, such as `head`, has closed the pipe
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for the interpreter's flush at its end
         return 0
 
 

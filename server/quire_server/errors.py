@@ -15,7 +15,7 @@ from typing_extensions import TypedDict  # pydantic documents only this one befo
 
 MESSAGE_BYTES = 1024
 _LONGEST_QUEUE_WAIT = 120.0  # seconds; SDKs do not retry at all above this
-_LONGEST_UNREADINESS = 30.0  # seconds; a restart is over sooner, and a drained server is replaced
+_LONGEST_UNREADINESS = 30.0  # seconds; a restart takes less, and a drained server is replaced
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
 
 
@@ -31,7 +31,7 @@ class ErrorBody(TypedDict):
 
 
 class ApiError(Exception):
-    """Base: a reply other than success. `message` is one text for the client, never an input echoed at length."""
+    """Base of all error replies. `message` is one text for the client, never a long echo of its input."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
@@ -174,7 +174,7 @@ class PayloadTooLarge(ClientError):
 
     def __init__(self, limit_bytes: int, *, max_model_len: int | None = None) -> None:
         message, code = f"The request body is larger than {limit_bytes} bytes.", None
-        if max_model_len is not None:  # clients that know this code shorten what they send
+        if max_model_len is not None:  # clients that know this code shorten their prompts
             message = (
                 f"The request body is larger than {limit_bytes} bytes, more than prompts take for which the maximum"
                 f" context length of {max_model_len} tokens has room."
@@ -191,7 +191,7 @@ class UnsupportedMediaType(ClientError):
 
 
 class QueueFull(ApiError):
-    """429: the bounded queue has no place; tells when to come back."""
+    """429: the bounded queue is full; the reply says when to retry."""
 
     status = 429
     type = "rate_limit_error"
@@ -284,12 +284,12 @@ class DeadlineExceeded(ApiError):
     def __init__(self) -> None:
         super().__init__(
             "The request was not finished by its deadline ('timeout' or X-Request-Timeout).",
-            headers={"x-should-retry": "false"},  # whoever had no time left has none for another try
+            headers={"x-should-retry": "false"},  # no time is left for a retry
         )
 
 
 def error_body(err: ApiError) -> ErrorBody:
-    """The OpenAI envelope; the message cut to 1 KB of UTF-8, memory addresses and control characters removed."""
+    """The OpenAI envelope; the message cut to 1 KB of UTF-8, without memory addresses and control characters."""
     return {
         "error": {
             "message": _safe_text(err.message),
@@ -301,7 +301,7 @@ def error_body(err: ApiError) -> ErrorBody:
 
 
 def internal_error() -> ApiError:
-    """What an unexpected exception becomes: a fixed text, so that nothing leaks."""
+    """The error for an unexpected exception: a fixed text, so that nothing leaks."""
     return ApiError("The server had an internal error; see its log under the request id.")
 
 

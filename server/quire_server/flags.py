@@ -68,11 +68,11 @@ class _Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandLine:
-    """What a command line, the environment and the file give together, and what is to be said of it in the log."""
+    """Settings from the command line, the environment and the file, and the messages about them for the log."""
 
     settings: Settings
-    notes: tuple[str, ...]  # on flags that change nothing here
-    warnings: tuple[str, ...]  # on variables of vLLM that would have changed something there, on keys that lie open
+    notes: tuple[str, ...]  # on flags without effect here
+    warnings: tuple[str, ...]  # on vLLM's variables without effect here, and on exposed keys
 
 
 def parse_flags(argv: Sequence[str], prog: str = "quire serve") -> Settings:
@@ -81,7 +81,7 @@ def parse_flags(argv: Sequence[str], prog: str = "quire serve") -> Settings:
 
 
 def parse_command_line(argv: Sequence[str], prog: str = "quire serve") -> CommandLine:
-    """The same with what is to be said of it."""
+    """As `parse_flags`, with the messages for the log."""
     parser = build_parser(prog)
     known, rest = parser.parse_known_args(plain_words(argv, _kinds()))
     flags, notes = translate(vars(known))
@@ -112,7 +112,7 @@ def parse_command_line(argv: Sequence[str], prog: str = "quire serve") -> Comman
 
 
 def _secret_warnings(flags: Mapping[str, object], settings: Settings) -> Iterator[str]:
-    """Where a key lies open to whoever else uses this machine."""
+    """Warnings about keys that other users of this machine can read."""
     told = sorted(name for name in flags if name in _FIELDS and _extra(_FIELDS[name]).get("secret"))
     if told:
         names = " and ".join(map(flag_name, told))
@@ -195,7 +195,7 @@ def option_unit(field: FieldInfo) -> str:
 
 
 def option_default(field: FieldInfo) -> str:
-    """The default as an operator would type it; empty where the description says what happens without."""
+    """The default as an operator would type it; empty if the description explains what an unset value means."""
     value = field.get_default(call_default_factory=True, validated_data={})
     if value is None or value is PydanticUndefined or value in ((), {}):
         return ""

@@ -1,7 +1,7 @@
-"""From the settings of `quire serve` to a running server and an exit code.
+"""Runs `quire serve`: turns its settings into a running server and returns an exit code.
 
-The exit code is 0 after a drain, 2 for settings that cannot work, 1 for a model that cannot be loaded and 70 for an
-engine that keeps crashing; each comes with one clear line.
+The exit code is 0 after a drain, 2 for invalid settings, 1 for a model that cannot be loaded and 70 for an engine that
+keeps crashing; every failure prints one line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quire_server.logs.output import check_tracing
 from quire_server.settings import Settings
 
 DONE, FAILED, BAD_USAGE, CRASH_LOOP = 0, 1, 2, 70
-_SPARE_SECONDS = 10.0  # after the engine is ready: a launch takes a core from the first requests
+_SPARE_SECONDS = 10.0  # after the engine is ready, since a launch takes a core from the first requests
 
 log = logging.getLogger("quire")
 
@@ -48,18 +48,18 @@ def run(given: CommandLine) -> int:
         except QuireError as error:
             output.say(f"quire serve: {error}")
             return CRASH_LOOP if isinstance(error, CrashLoop) else FAILED
-        except BrokenPipeError:  # of stdout, which the plan is printed to
+        except BrokenPipeError:  # the plan is printed to stdout
             raise
-        except OSError as error:  # a file that cannot be read, a disk without room
+        except OSError as error:  # such as a file that cannot be read, or a full disk
             log.debug("where it happened", exc_info=True)
             output.say(f"quire serve: {_of_file(error)}")
             return FAILED
-        except KeyboardInterrupt:  # before the server took over the signals
+        except KeyboardInterrupt:  # before the server's signal handlers were installed
             return DONE
 
 
 def _run(settings: Settings, output: Output) -> int:
-    tls_context(settings)  # its files are read again when the socket listens
+    tls_context(settings)  # checks the files, which are read again when the socket listens
     check_tracing(settings.otlp_traces_endpoint)
     settings = localized(settings)
     if settings.dry_run:
@@ -69,21 +69,21 @@ def _run(settings: Settings, output: Output) -> int:
 
 
 def _of_file(error: OSError) -> str:
-    """The system's words, with the file that they are about."""
+    """The message of an OSError with the file's name."""
     if error.filename is None:
         return error.strerror or str(error)
     return f"{error.filename}: {error.strerror}"
 
 
 def _show_plan(settings: Settings) -> int:
-    """What serving would take, without loading the model."""
+    """Print the memory plan without loading the model."""
     (plan,) = ask("dry_run", settings.engine_config(), EnginePlan)
     print(plan_text(plan, quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype)))
     return DONE
 
 
 async def _serve(settings: Settings, output: Output) -> int:
-    """Start the engine process first: it needs the longest, and this half is imported and loaded meanwhile."""
+    """Start the engine process first: it takes longest, and the server's modules are imported meanwhile."""
     policy = RestartPolicy(
         max_restarts=settings.max_engine_restarts,
         hang_seconds=settings.engine_hang_timeout,
@@ -107,8 +107,8 @@ async def _serve(settings: Settings, output: Output) -> int:
 
 
 class Composition(Protocol):
-    """The heavy half of this command, imported while the engine starts: `quire_server.serving`."""
+    """The interface of `quire_server.serving`, whose imports are slow and run while the engine starts."""
 
     async def serve(self, settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan]) -> bool:
-        """Serve until a signal (True) or until the engine is given up (False)."""
+        """Serve until a signal (True) or until the engine has failed for good (False)."""
         ...

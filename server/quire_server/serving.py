@@ -1,8 +1,8 @@
-"""Runs one server and takes it down again: the listener, the banner, the signals, the drain.
+"""Runs one server and shuts it down: the listener, the banner, the signals, the drain.
 
-Owns SIGTERM and SIGINT. Promises: the port answers before anything heavy is imported; a signal turns readiness to 503
-at once and lets running work finish; a second one ends it, with a word to each client; nothing it started is left. Must
-not know: routes, sampling.
+Owns SIGTERM and SIGINT. Promises: the port answers before heavy imports; a signal turns readiness to 503 at once and
+lets running requests finish; a second one ends them, with an error to each client; no process or thread is left behind.
+Must not know: routes, sampling.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quire_server.http import listener
 from quire_server.http.guard import Reply
 from quire_server.http.listener import Listening
 from quire_server.http.overload import OpenRequests, ended
-from quire_server.http.starting import Doorway, StartProgress, starting_app
+from quire_server.http.starting import AppSwitch, StartProgress, starting_app
 from quire_server.logs.requests import log_reply
 from quire_server.logs.throughput import log_throughput
 from quire_server.metrics.metrics import while_loading
@@ -38,18 +38,21 @@ if TYPE_CHECKING:
 
     from quire_server.state import ServerState
 
-# What a stop takes beyond the drain, in seconds; together with the engine's end, which comes last, less than five.
-LAST_WORDS_SECONDS = 1.5  # for clients to take the error with which their requests end
-CLOSING_SECONDS = 1.0  # for what is in the sockets' buffers
+# Seconds of a stop after the drain; together with the engine's end, which comes last, less than five.
+LAST_WORDS_SECONDS = 1.5  # for clients to read the error with which their requests end
+CLOSING_SECONDS = 1.0  # for data in the sockets' buffers
 
 log = logging.getLogger("quire")
 
 
 async def serve(settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan]) -> bool:
-    """Serve until a signal (True) or until the engine is given up (False). Raises ConfigError and ModelLoadError."""
-    door = Doorway(_while_starting(settings, supervisor))
+    """Serve until a signal (True) or until the engine has failed for good (False).
+
+    Raises ConfigError and ModelLoadError.
+    """
+    switch = AppSwitch(_while_starting(settings, supervisor))
     with _signals() as stop:
-        async with _listening(door, settings) as (listening, listener_task):
+        async with _listening(switch, settings) as (listening, listener_task):
             log.info("listening on %s; until the model is loaded requests get 503", listening.where)
             building = asyncio.create_task(_build(settings, supervisor, starting))
             await _first(building, stop.asked, listener_task)
@@ -57,12 +60,12 @@ async def serve(settings: Settings, supervisor: Supervisor, starting: asyncio.Ta
                 await _cancel(building)
                 return True
             state, app = building.result()
-            door.watch_connections(state.metrics.connections)
+            switch.watch_connections(state.metrics.connections)
             state.metrics.bytes_waiting = listening.bytes_waiting
-            await door.open(app)
+            await switch.open(app)
             stats = asyncio.create_task(log_throughput(state.metrics, settings.log_stats_interval), name="stats")
             try:
-                # What was imported and built stays: collections need not look at it again between two tokens.
+                # Imported and built objects stay alive: freeze them, so that later collections do not scan them.
                 gc.collect()
                 gc.freeze()
                 listener.announce(listening)
@@ -75,17 +78,17 @@ async def serve(settings: Settings, supervisor: Supervisor, starting: asyncio.Ta
 
 
 @contextlib.asynccontextmanager
-async def _listening(door: Doorway, settings: Settings) -> AsyncIterator[tuple[Listening, asyncio.Task[None]]]:
-    """The listener around all else. At its end replies that are being sent get a moment, then they are cut off."""
+async def _listening(switch: AppSwitch, settings: Settings) -> AsyncIterator[tuple[Listening, asyncio.Task[None]]]:
+    """Open the listener; on exit, wait briefly for replies that are being sent, then close their connections."""
     with contextlib.closing(listener.bind(settings)) as sock:
         started: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
         serving = asyncio.create_task(
             listener.serve(
-                door,
+                switch,
                 settings,
                 sock=sock,
                 on_started=started.set_result,
-                on_connections=door.tell_connections,
+                on_connections=switch.tell_connections,
             ),
             name="listener",
         )
@@ -105,16 +108,16 @@ async def _listening(door: Doorway, settings: Settings) -> AsyncIterator[tuple[L
 
 
 def _while_starting(settings: Settings, supervisor: Supervisor) -> ASGIApp:
-    """The application that says how far the start is."""
+    """The application that reports the progress of the start."""
     began = time.monotonic()
 
     def progress() -> StartProgress:
-        told = supervisor.progress
+        current = supervisor.progress
         elapsed = time.monotonic() - began
-        if told is None:
+        if current is None:
             return StartProgress(phase="starting", done=0, total=0, unit="", elapsed_seconds=elapsed)
         return StartProgress(
-            phase=told.phase, done=told.done, total=told.total, unit=told.unit, elapsed_seconds=elapsed
+            phase=current.phase, done=current.done, total=current.total, unit=current.unit, elapsed_seconds=elapsed
         )
 
     def on_reply(reply: Reply) -> None:
@@ -128,7 +131,7 @@ def _while_starting(settings: Settings, supervisor: Supervisor) -> ASGIApp:
 async def _build(
     settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan]
 ) -> tuple[ServerState, FastAPI]:
-    """The server's other half, which takes about a second to import."""
+    """Assemble the server's application; its imports take about a second."""
     create_app, build_state = await asyncio.to_thread(_application)
     state = await build_state(settings, supervisor, starting)
     return state, create_app(state)
@@ -144,17 +147,17 @@ def _application() -> Any:
 async def _wind_up(
     settings: Settings, state: ServerState, supervisor: Supervisor, requests: OpenRequests, stop: _Stop
 ) -> None:
-    """Let what was accepted finish; when time is up or the operator insists, end it with an error each."""
+    """Wait for accepted requests; after the drain timeout or a second signal, end them with an error."""
     state.draining = state.stopping = True
     work = requests.work()
     num_open = max(state.client.in_flight, len(work))
     log.info("draining %d requests for up to %g s; Ctrl-C again to stop now", num_open, settings.drain_timeout)
-    # Those that are still prepared are no less accepted than those that the engine has.
+    # Requests in preparation count as accepted, like requests in the engine.
     idle = asyncio.create_task(_idle(state, work))
     await _first(idle, stop.insisted, supervisor.dead, seconds=settings.drain_timeout)
     if not idle.done():
         log.warning("ending %d requests that have not finished", sum(1 for task in work if not task.done()))
-    # First the word to the clients, which needs no engine; its end may take as long as a step.
+    # Clients get their errors first: that needs no engine, and stopping the engine may take as long as a step.
     state.client.close()
     stopping = asyncio.create_task(supervisor.stop())
     await _first(idle, seconds=LAST_WORDS_SECONDS)
@@ -170,7 +173,7 @@ async def _idle(state: ServerState, work: tuple[asyncio.Task[Any], ...]) -> None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stop:
-    """The operator's wish, in two degrees: a first signal and a second one."""
+    """Stop requests by signal: the first one drains the server, the second one ends its requests."""
 
     asked: asyncio.Future[None]
     insisted: asyncio.Future[None]
@@ -198,7 +201,7 @@ def _signals() -> Iterator[_Stop]:
 
 
 async def _first(*futures: asyncio.Future[Any], seconds: float | None = None) -> None:
-    """Until one of them is done."""
+    """Wait until one of the futures is done or `seconds` are over."""
     await asyncio.wait(futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
 
 
@@ -209,7 +212,7 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
 
 
 def _greet(settings: Settings, state: ServerState, listening: Listening) -> None:
-    """What was decided, and a call to try; the listener has said where."""
+    """Log the resolved configuration and an example call; the listener has logged the address."""
     plan = state.client.plan
     quality = quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype)
     for line in plan_text(plan, quality).splitlines():

@@ -1,7 +1,7 @@
-"""What every route of one running server shares, and how it is put together around an engine that starts.
+"""The shared state of one running server's routes, and its assembly while the engine starts.
 
-Promises: plain references with a known readiness, read by routes and by the offline API; the text half loads while the
-engine does. Must not know: routes, sockets.
+Promises: plain references with a known readiness, read by routes and by the offline API; tokenizer and templates load
+while the engine starts. Must not know: routes, sockets.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from quire_server.text.prompt import ChatTemplate
 from quire_server.text.text_threads import TextBudget, TextThreads
 from quire_server.text.tokenizer import TextTokenizer
 
-REMEDY_SECONDS = 5.0  # from the time at which a hang is noticed until the engine is gone
+REMEDY_SECONDS = 5.0  # from the detection of a hang to the end of the engine
 
 
 def _engine_serves() -> str | None:
@@ -66,23 +66,23 @@ class ServerState:
     client: EngineClient
     metrics: Metrics
     model_names: tuple[str, ...]  # the first is the one that replies report
-    pooling: PoolingMethod  # how texts become vectors
+    pooling: PoolingMethod  # the pooling method for embeddings
     tenants: Tenants = field(default_factory=Tenants)
-    formats: ModelFormats = PLAIN  # how the model writes thoughts and calls
-    engine_trouble: Callable[[], str | None] = _engine_serves  # asked at each probe: why the engine cannot serve now
+    formats: ModelFormats = PLAIN  # the model's formats of reasoning and tool calls
+    engine_trouble: Callable[[], str | None] = _engine_serves  # called at each probe: why the engine cannot serve now
     inspect: Callable[[str, str], Awaitable[bytes]] = _nobody_to_ask  # `Supervisor.inspect`
     control: Callable[[str, str], Awaitable[bytes]] = _nobody_to_ask  # `Supervisor.control`
-    # Since the engine should have been taken for hung, and replaced; below 0 it is not to be.
+    # Seconds since the engine should have been killed and replaced; below 0 it is not overdue.
     overdue_seconds: Callable[[], float] = _never_overdue
-    load_ratio: Callable[[], float] = _whole  # how far the latest start of the engine is, 0 to 1
+    load_ratio: Callable[[], float] = _whole  # progress of the latest start of the engine, 0 to 1
     names: RequestNames = field(default_factory=RequestNames)
     started: float = field(default_factory=time.time)  # seconds since the epoch
-    draining: bool = False  # nothing new is taken
-    stopping: bool = False  # and never will be again: the server ends
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)  # that run as long as the server does
+    draining: bool = False  # new requests are refused
+    stopping: bool = False  # the server is shutting down
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)  # tasks that run as long as the server
     text: TextThreads = field(init=False)  # tokenizer and prompts, off the event loop
     grammars: GrammarCheck = field(init=False)
-    replies: ReplyBudget = field(init=False)  # bound on those that are large
+    replies: ReplyBudget = field(init=False)  # the budget of large replies
 
     def __post_init__(self) -> None:
         texts = TextBudget(
@@ -103,12 +103,12 @@ class ServerState:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and answer together."""
+        """Maximum length of prompt and answer together, in tokens."""
         return self.client.plan.scheduler.max_model_len
 
     @property
     def shows_tools(self) -> bool:
-        """Whether the chat template has a place for tools; else they are told of in words."""
+        """Whether the chat template renders tools; otherwise the prompt describes them in text."""
         return self.prompts is not None and self.prompts.shows_tools
 
     def unready_reason(self) -> str | None:
@@ -116,13 +116,13 @@ class ServerState:
         return "draining" if self.draining else self.engine_trouble()
 
     def fatal_reason(self) -> str | None:
-        """Why only a new process would help; None as long as this one can go on."""
-        if self.overdue_seconds() > REMEDY_SECONDS:  # nobody has replaced it who should have
+        """Why the process must be restarted; None while it can recover by itself."""
+        if self.overdue_seconds() > REMEDY_SECONDS:  # the supervisor should have replaced it
             return "engine hung"
         return "task ended" if any(task.done() for task in self.tasks) else None
 
     def refusal(self) -> NotReady:
-        """What a draining server tells whom it does not take."""
+        """The error for new requests while the server drains."""
         if self.stopping:
             return ShuttingDown()
         return NotReady("The server is draining: it takes no new requests.", code="draining", close=True)
@@ -133,12 +133,12 @@ class ServerState:
 
 
 def state_of(request: Request) -> ServerState:
-    """The state of the server that this request came to."""
+    """The state of the server that received this request."""
     return cast(ServerState, request.app.state.quire)
 
 
 async def build_state(settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan]) -> ServerState:
-    """Load the text half while the engine starts, then wait for the engine. Raises ConfigError, ModelLoadError."""
+    """Load tokenizer and templates while the engine starts, then wait for it. Raises ConfigError, ModelLoadError."""
     tokenizer = await asyncio.to_thread(TextTokenizer.load, Path(settings.tokenizer or settings.model_path))
     source = tokenizer.chat_template
     if settings.chat_template is not None:
@@ -158,7 +158,7 @@ async def build_state(settings: Settings, supervisor: Supervisor, starting: asyn
                 f" model computes {plan.vocab_size}; they do not belong together"
             )
     except BaseException:
-        if prompts is not None:  # its processes would live as long as the error's traceback
+        if prompts is not None:  # otherwise its processes would live as long as the error's traceback
             prompts.close()
         raise
     names = settings.model_names
@@ -198,7 +198,7 @@ def _template(file: Path) -> str:
 def new_client(
     port: EnginePort, settings: Settings, plan: EnginePlan, metrics: Metrics, quarantine: Quarantine | None = None
 ) -> EngineClient:
-    """What stands between requests and the engine, with the limits of the settings."""
+    """The engine client with admission control, limited by the settings."""
     step_tokens = plan.scheduler.limits.max_num_batched_tokens
     tenants = tenants_of(settings).all
     return EngineClient(
@@ -216,7 +216,7 @@ def new_client(
 
 
 def tenants_of(settings: Settings) -> Tenants:
-    """The tenants of the operator's file; without one, and with fair queueing, each key that has a name is one."""
+    """The tenants of the tenants file; without a file but with fair queueing, one tenant for each named key."""
     by_digest = {
         digest: Tenant(**entry.model_dump(exclude={"key_sha256"}))
         for entry in settings.tenant_list
@@ -225,7 +225,7 @@ def tenants_of(settings: Settings) -> Tenants:
     return Tenants(by_digest, names_of_keys=not by_digest and settings.scheduling_policy == "wfq")
 
 
-_TROUBLE = {  # without STARTING: nobody can ask before the engine has been ready
+_TROUBLE = {  # without STARTING: the routes are served only after that
     EngineState.READY: None,
     EngineState.RESTARTING: "engine restarting",
     EngineState.STOPPED: "engine stopped",

@@ -57,15 +57,15 @@ async def test_a_text_that_waited_while_the_queue_filled_is_not_worked_on(monkey
     rendered = []
     monkeypatch.setattr(overload, "_LATELY_SECONDS", 0.0)  # as if each had waited for long
     monkeypatch.setattr(text_threads.ChatTemplate, "render", lambda *_, **__: rendered.append(1) or "a")
-    lane = state.text._rendering_short = text_threads.Lane(1)
+    slots = state.text._rendering_short = text_threads.SlotQueue(1)
     async with connect(make_app(state)) as client:
-        await lane.take(1)
+        await slots.take(1)
         chats = [asyncio.create_task(client.post("/v1/chat/completions", json=CHAT)) for _ in range(20)]
         count = asyncio.create_task(client.post("/v1/messages/count_tokens", json={**CHAT, "model": "fake"}))
-        while len(lane._waiting) < 21:  # noqa: ASYNC110
+        while len(slots._waiting) < 21:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         first = await fill(engine, client)
-        lane.give_back()
+        slots.release()
         for reply in await asyncio.gather(*chats):
             assert reply.status_code == 429
             assert "its queue is full" in reply.json()["error"]["message"]
@@ -74,14 +74,14 @@ async def test_a_text_that_waited_while_the_queue_filled_is_not_worked_on(monkey
         engine.release()
         assert (await first).status_code == 200
         assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
-        assert lane._num_free == 1
+        assert slots._num_free == 1
 
 
 async def test_those_underway_to_a_full_queue_count() -> None:
     """Otherwise a place that comes free would let everybody pass who comes until it is taken."""
     engine = FakeEngine()
     state = make_state(engine=engine, max_queued_sequences=66)
-    lane = state.text._rendering_short = text_threads.Lane(1)
+    slots = state.text._rendering_short = text_threads.SlotQueue(1)
     async with connect(make_app(state)) as client:
         engine.hold()
         wide = {"prompt": "a", "n": 16, "temperature": 1}
@@ -89,12 +89,12 @@ async def test_those_underway_to_a_full_queue_count() -> None:
         async with asyncio.timeout(10):
             while len(engine.live) < 4:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-        await lane.take(1)
+        await slots.take(1)
         chats = [asyncio.create_task(client.post("/v1/chat/completions", json=CHAT)) for _ in range(30)]
         done, underway = await asyncio.wait(chats, timeout=0.5)
         assert len(underway) == 2 + 1  # as many as there are places, and one where another may never arrive
         assert {task.result().status_code for task in done} == {429}
-        lane.give_back()
+        slots.release()
         async with asyncio.timeout(10):
             while sum(task.done() for task in underway) < 1:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
@@ -108,16 +108,16 @@ async def test_seats_that_are_free_are_kept_for_those_of_the_last_second(monkeyp
     monkeypatch.setattr(overload, "_LATELY_SECONDS", 60.0)
     engine = FakeEngine()
     state = make_state(engine=engine, max_queued_sequences=10)
-    lane = state.text._rendering_short = text_threads.Lane(1)
+    slots = state.text._rendering_short = text_threads.SlotQueue(1)
     async with connect(make_app(state)) as client:
-        await lane.take(1)
+        await slots.take(1)
         chats = [asyncio.create_task(client.post("/v1/chat/completions", json=CHAT)) for _ in range(30)]
         async with asyncio.timeout(10):
             while sum(task.done() for task in chats) < 19:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         monkeypatch.setattr(overload, "_LATELY_SECONDS", 0.0)  # as if the last second were over
         assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
-        lane.give_back()
+        slots.release()
         statuses = sorted(reply.status_code for reply in await asyncio.gather(*chats))
         assert statuses[-19:] == [429] * 19
         assert statuses[:10] == [200] * 10

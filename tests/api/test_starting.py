@@ -11,7 +11,7 @@ import pytest
 
 from quire_server.http.guard import Reply
 from quire_server.http.listener import Listening, bind, serve
-from quire_server.http.starting import Doorway, StartProgress, starting_app
+from quire_server.http.starting import AppSwitch, StartProgress, starting_app
 from quire_server.metrics.metrics import while_loading
 from quire_server.settings import Settings
 from support.fakes import MODEL, make_app, make_state
@@ -111,16 +111,18 @@ async def test_keys_hosts_and_limits_come_first() -> None:
 
 async def test_a_connection_that_was_opened_while_loading_serves_on() -> None:
     state = make_state(port=0)
-    door = Doorway(starting_app(state.settings, lambda: HALF, lambda: while_loading(MODEL, 0.5), [].append))
+    switch = AppSwitch(starting_app(state.settings, lambda: HALF, lambda: while_loading(MODEL, 0.5), [].append))
     started: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
-    serving = asyncio.create_task(serve(door, state.settings, sock=bind(state.settings), on_started=started.set_result))
+    serving = asyncio.create_task(
+        serve(switch, state.settings, sock=bind(state.settings), on_started=started.set_result)
+    )
     listening = await started
     try:
         limits = httpx.Limits(max_connections=1)
         async with httpx.AsyncClient(base_url=listening.address, limits=limits) as client:
             assert (await client.get("/v1/models")).status_code == 503
             assert not state.tasks
-            await door.open(make_app(state))
+            await switch.open(make_app(state))
             assert (await client.get("/v1/models")).json()["data"][0]["id"] == MODEL
             assert len(state.tasks) == 2, "the application's own tasks run"
     finally:

@@ -19,10 +19,10 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_its_own_folder_is_used_and_made_for_us_alone(kept: Path, caplog: pytest.LogCaptureFixture):
-    from quire_kernels.triton.binaries import keep_to_ourselves
+    from quire_kernels.triton.binaries import use_private_cache
 
     with caplog.at_level(logging.WARNING):
-        keep_to_ourselves()
+        use_private_cache()
     assert triton.knobs.cache.dir == str(kept)
     assert kept.stat().st_mode & 0o777 == 0o700
     assert caplog.records == []
@@ -30,7 +30,7 @@ def test_its_own_folder_is_used_and_made_for_us_alone(kept: Path, caplog: pytest
 
 @pytest.mark.parametrize("plant", ["writable", "link"])
 def test_a_folder_of_others_is_not(kept: Path, plant: str, caplog: pytest.LogCaptureFixture):
-    from quire_kernels.triton.binaries import keep_to_ourselves
+    from quire_kernels.triton.binaries import use_private_cache
 
     if plant == "link":
         (kept.parent / "real").mkdir()
@@ -39,7 +39,7 @@ def test_a_folder_of_others_is_not(kept: Path, plant: str, caplog: pytest.LogCap
         kept.mkdir()
         kept.chmod(0o777)
     with caplog.at_level(logging.WARNING):
-        keep_to_ourselves()
+        use_private_cache()
     private = Path(triton.knobs.cache.dir)
     assert private != kept
     assert private.stat().st_mode & 0o777 == 0o700

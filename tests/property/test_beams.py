@@ -135,7 +135,7 @@ def test_a_beam_without_its_own_blocks_is_noticed(monkeypatch) -> None:
     def rename(_: BeamForks, group: Group, continuations: list[tuple[int, int]]) -> list[int]:
         pasts = [sequence.token_ids[:-1] for sequence in group.sequences]
         for lane, (parent, token_id) in enumerate(continuations):
-            group.sequences[lane].go_on(pasts[parent], token_id)
+            group.sequences[lane].extend_beam(pasts[parent], token_id)
         return list(range(len(continuations)))
 
     monkeypatch.setattr(BeamForks, "_fork", rename)

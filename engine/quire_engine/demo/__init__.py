@@ -1,6 +1,6 @@
-"""quire-demo, the tiny trained model that ships with Quire, and the script that made it.
+"""quire-demo, the tiny trained model that ships with Quire, and the script that trained it.
 
-Promises a checkpoint folder that loads like any other, without a download.
+Promises: a checkpoint folder that loads like any other, without a download.
 """
 
 from __future__ import annotations
@@ -14,5 +14,5 @@ def demo_model_path() -> Path:
 
 
 def recorded_answers_path() -> Path:
-    """The file of greedy answers that it gave on a CPU."""
+    """The file of greedy answers that the model gave on a CPU."""
     return Path(__file__).parent / "recorded_answers.json"

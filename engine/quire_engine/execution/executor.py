@@ -104,7 +104,7 @@ class Executor:
         return step if isinstance(step, StepResult) else step.result()
 
     def swap_seconds(self) -> float:
-        """What the copy of a block to the host or from it takes, measured; before the first step."""
+        """Measure the seconds that copying a block to the host or back takes; call it before the first step."""
         with self._runner.work():
             return self._host_blocks().seconds_per_block()
 
@@ -113,7 +113,7 @@ class Executor:
         return self._host_blocks().keep_in(directory, layout)
 
     def forget_host_blocks(self, blocks: Sequence[int]) -> None:
-        """What these host blocks hold is not wanted any more, in files either."""
+        """Drop the content of these host blocks, from files too."""
         self._host_blocks().forget(blocks)
 
     def capture_largest(self) -> None:

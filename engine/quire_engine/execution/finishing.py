@@ -1,7 +1,7 @@
 """From a step's logits to its result: the rows with rules, log-probabilities, scores, pooled sums, forced tokens.
 
-Promises: what is computed on a device is waited for by nobody, except that the masks of rows with rules are the host's.
-A bad row fails alone.
+Promises: nothing here waits for a device, except where rows have rules, whose masks the host computes. A bad row fails
+alone.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Finisher:
         return torch.cat([columns.view(-1) for columns in every]) if every else None
 
     def finished(self) -> Finished:
-        """What is left to do when the columns are on the host. Holds no tensor of the device."""
+        """The reader of the columns, once they are on the host. Holds no tensor of the device."""
         return Finished(
             step=self._step,
             constraints=self._constraints,
@@ -310,7 +310,7 @@ def token_logprobs(
 
 
 def _asked_columns(ids: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor | None:
-    """What `logprob_columns` takes as `asked`: one list of ids a row, each filled up to the width of the longest."""
+    """The `asked` argument of `logprob_columns`: a list of ids a row, each padded to the width of the longest."""
     if not width:
         return None
     return torch.tensor([[*some, *[0] * (width - len(some))] for some in ids], device=device)

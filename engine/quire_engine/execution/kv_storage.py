@@ -99,11 +99,11 @@ class HostBlocks(Protocol):
         ...
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """Nobody will ask for what these host blocks hold: it leaves the files."""
+        """Drop the content of these host blocks from the files."""
         ...
 
     def seconds_per_block(self) -> float:
-        """What one block's copy takes, measured. Call it before the first step."""
+        """Measure the seconds that one block's copy takes. Call it before the first step."""
         ...
 
 
@@ -219,7 +219,7 @@ class KVFiles:
                     self._key_of[block], self._block_of[key] = key, block
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """Nobody will ask for what these host blocks hold: their files go."""
+        """Drop the content of these host blocks: their files are removed."""
         self.replace(blocks, (b"",) * len(blocks))
         with self._changed:
             self._changed.notify()

@@ -1,4 +1,4 @@
-"""What a request does to its logits before they become a distribution: masks, penalties, bias.
+"""A request's changes to its logits before they become a distribution: masks, penalties, bias.
 
 Promises: every id is checked against the vocabulary before a tensor is touched; a row is changed by its own rules only.
 Must not know: distributions.

@@ -187,7 +187,7 @@ def measure_workspace(
 
 
 def _measure_graphs(executor: Executor, device: torch.device) -> int:
-    """What the largest graphs take, in which the others find room, and a reserve for what each has for itself.
+    """Bytes of the largest graphs, whose pool has room for all others, and a reserve for each graph's own memory.
 
     Asked of the driver: what it keeps of a graph is not in torch's books.
     """

@@ -14,7 +14,7 @@ _MOST_REPORTS = 200
 
 
 def tell_nobody(phase: str, done: int = 0, total: int = 0) -> None:
-    """Report to nobody."""
+    """Report nothing."""
 
 
 class Progress:

@@ -104,7 +104,7 @@ class StepTensors:
 
 
 def step_tensors(batch: Batch, block_size: int, vocab_size: int) -> StepTensors:
-    """What a batch computes and what is asked of it.
+    """The record of a batch's step.
 
     An item that wants prompt log-probabilities, or is pooled whole, has a sample row for every row of its slice, else
     one that wants a sample or is pooled at its end has its last row, else none. Raises ValueError for a token id

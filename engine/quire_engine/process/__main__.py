@@ -1,6 +1,6 @@
 """The engine child process: `python -m quire_engine.process FD PARENT_PID [MEMORY_FD]`.
 
-Owns its process: death with the parent, signals, the exit code. Promises: after words on the start, READY or
+Owns the process: its death with the parent, signals, the exit code. Promises: LOAD_PROGRESS frames, then READY or
 START_FAILED.
 """
 
@@ -24,7 +24,7 @@ _PR_SET_PDEATHSIG = 1
 def _die_with_parent(parent_pid: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it went before the call above
+    if os.getppid() != parent_pid:  # the parent ended before the call above
         sys.exit(1)
 
 
@@ -41,12 +41,12 @@ def _receive_start(connection: socket.socket, decoder: FrameDecoder) -> list[Fra
 def main(fd: int, parent_pid: int, memory_fd: int | None = None) -> None:
     """Build the engine that the START frame asks for and run it until the socket closes.
 
-    `memory_fd`: a file of memory that outlives this process; with what the engine before left in it, or empty.
+    `memory_fd`: a memory file that outlives this process, empty or with the weights of the engine process before.
     """
     # The parent owns shutdown: a Ctrl-C in the terminal reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # SIGUSR1 from the supervisor's watchdog: say where a hung step stands before it is killed.
+    # SIGUSR1 from the supervisor's watchdog: print the stacks of a hung process before it is killed.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     _die_with_parent(parent_pid)
     connection = socket.socket(fileno=fd)
@@ -57,9 +57,9 @@ def main(fd: int, parent_pid: int, memory_fd: int | None = None) -> None:
 
     tell("loading libraries")
 
-    # Nothing of what comes now is garbage until all is loaded, and looking for it takes a tenth of the time.
+    # Loading makes no garbage, and garbage collections would take a tenth of its time.
     gc.disable()
-    # Before START is read: torch takes most of a start, and a process that waits to be the next engine has it then.
+    # Before START is read: importing torch takes most of a start, and a spare process has it done in advance.
     from quire_engine.build import build  # noqa: PLC0415
     from quire_engine.config import EngineConfig  # noqa: PLC0415
     from quire_engine.engine import Engine  # noqa: PLC0415
@@ -82,7 +82,7 @@ def main(fd: int, parent_pid: int, memory_fd: int | None = None) -> None:
         if start.faults
         else EngineLoop(engine, connection, decoder)
     )
-    # What was imported and loaded stays: collections need not look at it again in the middle of a step.
+    # Imported and loaded objects stay alive: freeze them, so that collections during steps do not scan them.
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -91,7 +91,7 @@ def main(fd: int, parent_pid: int, memory_fd: int | None = None) -> None:
 
 
 def _fail_start(connection: socket.socket, error: Exception) -> NoReturn:
-    """Tell the parent why no engine can be built, and end: 2 for settings that cannot work, else 1."""
+    """Tell the parent why no engine can be built, and exit: with 2 for settings that cannot work, else 1."""
     if isinstance(error, ConfigError | ModelLoadError):
         message = str(error)
     else:  # a file that cannot be read, a disk or a memory without room

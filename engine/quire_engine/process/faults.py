@@ -1,4 +1,4 @@
-"""Faults of the engine process itself, for tests of what follows: starts that fail or hang, bytes that are no frame.
+"""Fault injection in the engine process: starts that fail or hang, and bytes that are not a frame.
 
 Promises: a process without faults does not load this.
 """
@@ -21,7 +21,7 @@ _GARBAGE = b"\xff" * 64
 
 
 def fail_start(faults: Iterable[Fault]) -> None:
-    """End the process, or never return, where that is asked for."""
+    """Exit, or sleep for ever, where a fault asks for it."""
     for fault in faults:
         if fault.point == "start.fail":
             os._exit(EXIT_CODE)
@@ -30,7 +30,7 @@ def fail_start(faults: Iterable[Fault]) -> None:
 
 
 class GarblingLoop(EngineLoop):
-    """Says something else in place of some step's outputs."""
+    """Sends garbage in place of some steps' outputs."""
 
     def __init__(self, engine: Engine, connection: socket, decoder: FrameDecoder, faults: Iterable[Fault]) -> None:
         super().__init__(engine, connection, decoder)

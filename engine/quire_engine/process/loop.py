@@ -1,7 +1,7 @@
-"""The engine process's one loop: drain the inbox, step, send; a heartbeat when idle.
+"""The engine process's loop: read the socket, step, send the outputs; a heartbeat when idle.
 
 Owns the engine's end of the socket. Promises: an abort that has arrived is seen before the next step; the loop ends
-when the other side is gone. Must not know: HTTP.
+when the peer closes the socket. Must not know: HTTP.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from quire_engine.process.transport import (
 )
 from quire_engine.types import GenerationRequest
 
-MAX_BODY_BYTES = 8 << 20  # every stream waits while it is made and sent
+MAX_BODY_BYTES = 8 << 20  # every stream waits while an answer is made and sent
 
 
 def inspected(engine: Engine, question: Inspect) -> Inspected:
-    """The answer to one question."""
+    """The reply to a question about the engine's state."""
     return _answered(engine.inspect, question)
 
 
 def controlled(engine: Engine, order: Control) -> Inspected:
-    """What was done for one order."""
+    """The reply to an operator's order."""
     return _answered(engine.control, order)
 
 
@@ -70,23 +70,23 @@ class EngineLoop:
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._stopping = False
-        self._sent = time.monotonic()  # when the latest frame was
+        self._sent = time.monotonic()  # when the latest frame was sent
         engine.on_step = self.send
 
     def run(self, early_frames: list[Frame]) -> None:
-        """Until the peer closes the socket or asks for a shutdown. `early_frames` came in with the start frame."""
+        """Run until the peer closes the socket or asks for a shutdown. `early_frames` arrived with the start frame."""
         for frame in early_frames:
             self._dispatch(frame)
         while not self._stopping:
             self.drain_inbox()
             if self._engine.has_work and not self._stopping:
                 self._engine.step()
-                # Steps that have nothing to tell wait for a grammar: whoever watches must not take that for a hang.
+                # Steps without outputs may wait for a grammar: without a heartbeat the watchdog would see a hang.
                 if time.monotonic() - self._sent > HEARTBEAT_SECONDS:
                     self.send(self._engine.health())
 
     def send(self, frame: Frame) -> None:
-        """Blocks until the peer's buffer has room: the API process always reads."""
+        """Send a frame. Blocks until the peer's buffer has room: the API process always reads."""
         self._sent = time.monotonic()
         try:
             self._connection.sendall(encode_frame(frame))
@@ -94,7 +94,7 @@ class EngineLoop:
             self._stopping = True
 
     def drain_inbox(self) -> None:
-        """Take in all that has arrived; wait for something when there is nothing to compute."""
+        """Handle all frames that have arrived; wait for one when there is nothing to compute."""
         timeout = 0.0 if self._engine.has_work else HEARTBEAT_SECONDS
         while not self._stopping:
             if not self._poll.poll(timeout * 1000):

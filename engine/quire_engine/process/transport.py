@@ -22,33 +22,33 @@ _HEADER = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
-    """Forget a request, whatever its state."""
+    """End a request, whatever its state."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hold:
-    """Set a request aside, whatever its state: nobody takes its tokens."""
+    """Suspend a request, whatever its state, because its client does not read its tokens."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """A request that was held is to go on."""
+    """Continue a held request."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shutdown:
-    """End, whatever is running."""
+    """End the process, whatever is running."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspect:
-    """A question about the engine's state; what can be asked is in `scheduling.log.inspection`."""
+    """A question about the engine's state; `scheduling.log.inspection` has the questions."""
 
     token: int  # comes back with the answer
     what: str
@@ -57,7 +57,7 @@ class Inspect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspected:
-    """The answer to a question or an order as JSON, or in words why there is none."""
+    """The reply to a question or an order: JSON, or an error in words."""
 
     token: int
     body: bytes = b""
@@ -66,7 +66,7 @@ class Inspected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """An order of the operator's, answered by `Inspected` when it is done; `Engine.control` has what there is."""
+    """An operator's order, answered by `Inspected` when it is carried out; `Engine.control` has the orders."""
 
     token: int  # comes back with the answer
     what: str
@@ -75,7 +75,7 @@ class Control:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadProgress:
-    """How far the start has come; any number of them before READY."""
+    """Progress of the start; any number of these frames come before READY."""
 
     phase: str  # a few words, such as "reading weights"
     done: int = 0
@@ -160,7 +160,7 @@ def encode_frame(frame: Frame) -> bytes:
 
 
 class FrameDecoder:
-    """Turns a byte stream, cut anywhere, into frames."""
+    """Turns a byte stream, in pieces of any size, into frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()

@@ -1,4 +1,4 @@
-"""Who computes how many tokens in each step, and which blocks hold them: requests in, plans out.
+"""Plans every step: the sequences that compute, the tokens each gets, the KV blocks that hold them.
 
 Standard library only, so that it can be tested and simulated without a model.
 """

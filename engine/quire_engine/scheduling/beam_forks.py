@@ -1,7 +1,7 @@
-"""What a step's log-probabilities make of a group of beams: who is forked, who is pruned, who is told of.
+"""Applies a step's log-probabilities to a group of beams: forks, prunes and finishes them.
 
-The beams of a group go on together; a beam's blocks are shared by all that continue it until they write, and free at
-once when none does.
+The beams of a group advance together. Beams share blocks until they write (copy on write); a pruned beam frees its
+blocks at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire_engine.types import NO_CANDIDATE, TokenLogprobs, TokenOutput
 
 
 class BeamForks:
-    """A group's sequences are lanes: each computes a beam, and is given another when its own is not continued."""
+    """A group's sequences are lanes: each computes a beam, and gets another one when its own is pruned."""
 
     def __init__(self, kv: KVAllocator, roster: Roster, log: StepLog | None) -> None:
         self._kv = kv
@@ -35,7 +35,7 @@ class BeamForks:
         step_id: int,
         now: float,
     ) -> list[TokenOutput]:
-        """Take in what may follow a slice of a step; the outputs of the whole group, when it is the search's last."""
+        """Take the candidates that a slice computed; returns the group's outputs when the search ends with them."""
         beams = group.beams
         if beams is None or not item.wants_sample:
             return []
@@ -43,17 +43,17 @@ class BeamForks:
             group.note_first_token(now)
         lanes = [(item.choice, item.sequence_id), *((fork.choice, fork.sequence_id) for fork in item.forks)]
         if group.account is not None:
-            group.account.charge_output(len(lanes))  # each is a token's work, whichever beams go on
+            group.account.charge_output(len(lanes))  # each lane has computed a token, whichever beams survive
         for lane, sequence_id in lanes:
             sample = samples[sequence_id][0]
             if sample.error is not None:
                 return self._fail(group, sample.error)
-            if beams.offer(lane, _told(sample)):
-                return self._go_on(group, beams, step_id)
+            if beams.offer(lane, _logprobs_of(sample)):
+                return self._take_step(group, beams, step_id)
         return []
 
-    def _go_on(self, group: Group, beams: BeamSearch, step_id: int) -> list[TokenOutput]:
-        """All beams have come to the end of what they know."""
+    def _take_step(self, group: Group, beams: BeamSearch, step_id: int) -> list[TokenOutput]:
+        """Every lane has offered its candidates: rank them, then end the search or fork the beams."""
         continuations = beams.advance()
         wanted = group.request.n
         if continuations is None or (beams.is_over and len(beams.finished) < wanted):
@@ -64,14 +64,14 @@ class BeamForks:
             return outputs
         lanes = self._fork(group, continuations)
         beams.assign(lanes)
-        group.go_on()
+        group.resume_beams()
         if self._log is not None:
             parent_of = dict(zip(lanes, (parent for parent, _ in continuations), strict=True))
             self._log.searched(group, step_id, tuple(parent_of[lane] for lane in range(len(lanes))))
         return []
 
     def _fork(self, group: Group, continuations: list[tuple[int, int]]) -> list[int]:
-        """Give each continuation a lane: the first of a beam its own, the others those whose beams are pruned."""
+        """Assign a lane to each continuation: a beam's first one keeps its lane, others get lanes of pruned beams."""
         lanes = group.sequences
         pruned = iter([lane for lane in range(len(lanes)) if lane not in {parent for parent, _ in continuations}])
         kept: set[int] = set()
@@ -86,14 +86,14 @@ class BeamForks:
                 self._kv.fork(source, lanes[lane], source.kv.num_computed)
             kept.add(parent)
             assigned.append(lane)
-            lanes[lane].go_on(source.token_ids[: source.kv.num_computed], token_id)
+            lanes[lane].extend_beam(source.token_ids[: source.kv.num_computed], token_id)
         return assigned
 
     def _fail(self, group: Group, message: str) -> list[TokenOutput]:
         return error_outputs(group, self._roster.end_all(group), message)
 
 
-def _told(sample: SampledToken) -> TokenLogprobs:
+def _logprobs_of(sample: SampledToken) -> TokenLogprobs:
     if sample.logprobs is None:
         raise InvariantViolation("the executor did not tell the log-probabilities that it was asked for")
     return sample.logprobs

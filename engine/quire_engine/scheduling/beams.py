@@ -1,7 +1,7 @@
-"""Beam search over one request: which continuations live, which have ended, and when the search has.
+"""Beam search over one request: ranks continuations, keeps the live beams, decides when the search ends.
 
-The results are those of transformers' `generate` with as many beams, in doubles; of equal scores goes first the beam
-that ranked before, then the likelier token, then the lower id.
+The results are those of transformers' `generate` with as many beams, in double precision. Ties go to the beam that
+ranked before, then to the likelier token, then to the lower id.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, To
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """A beam's last token and the path to it, which is shared by all beams that have it in common."""
+    """A beam's last token and the path to it, which beams with a common beginning share."""
 
     before: _Path | None
     token: TokenLogprobs
@@ -30,7 +30,7 @@ class Hypothesis:
     path: _Path
 
     def tokens(self) -> tuple[TokenLogprobs, ...]:
-        """In their order."""
+        """The tokens in order."""
         tokens: list[TokenLogprobs] = []
         path: _Path | None = self.path
         while path is not None:
@@ -54,15 +54,15 @@ class _Candidate:
 
     parent: _Beam
     token_id: int
-    place: int  # of the token among the parent's likeliest
+    place: int  # the token's rank among the parent's candidates, from 0
     total: float
 
 
 class BeamSearch:
     """The state of a search whose beams are computed by `width` lanes, 0 .. width - 1, all in step.
 
-    A step is complete when every lane has offered what could follow its beam. At first every lane is at the prompt's
-    end and what they offer is the same: one of them counts.
+    A step is complete when every lane has offered the candidates after its beam. At first every lane is at the prompt's
+    end and all offers are equal, so only one of them counts.
     """
 
     def __init__(self, request: GenerationRequest, params: BeamParams) -> None:
@@ -74,27 +74,28 @@ class BeamSearch:
         self._min_tokens = request.sampling.min_tokens
         self._max_tokens = request.stop.max_new_tokens
         self._live = [_Beam(lane=0, total=0.0, path=None)]  # by rank
-        self._num_tokens = 0  # of each live beam
+        self._num_tokens = 0  # tokens of each live beam
         self._offers: dict[int, TokenLogprobs] = {}  # by lane
-        # As many of a beam's likeliest tokens as can matter: `width` of them do not stop, whichever those are.
+        # Enough candidates of a beam that at least `width` of them are not stop tokens.
         needed = max(params.width + len(self._stop_ids), self._num_logprobs)
-        # The argmax, unlike a draw, costs nothing beside the log-probabilities; stop tokens are told apart here.
+        # Greedy, since a draw would cost time and is not used; `advance` handles stop tokens and min_tokens.
         self.sampling: SamplingParams = replace(request.sampling, temperature=0.0, min_tokens=0, num_logprobs=needed)
 
     def offer(self, lane: int, candidates: TokenLogprobs) -> bool:
-        """Take what may follow a lane's beam: its likeliest tokens. True: the step is complete."""
+        """Take the candidates after a lane's beam: its likeliest tokens. True: the step is complete."""
         self._offers[lane] = candidates
         return len(self._offers) == self._params.width
 
     def forget_step(self) -> None:
-        """The lanes begin again to compute what their beams know; what they offered they will offer again."""
+        """Drop the offers: after a preemption the lanes compute their beams again and offer again."""
         self._offers.clear()
 
     def advance(self) -> list[tuple[int, int]] | None:
-        """Rank all continuations of a complete step; those that ended are among `finished`.
+        """Rank all continuations of a complete step; those that ended are added to `finished`.
 
-        Returns what lives on, by rank, as (lane that has computed its past, next token); the caller then tells by
-        `assign` which lanes compute it. Empty if the search `is_over`; None where there are too few continuations.
+        Returns the live continuations by rank as (lane that has computed its past, next token); the caller then calls
+        `assign` with the lanes that compute them. Empty if the search `is_over`; None where there are too few
+        continuations.
         """
         params, length = self._params, self._num_tokens + 1
         ranked = sorted(self._candidates(), key=lambda candidate: -candidate.total)
@@ -119,11 +120,11 @@ class BeamSearch:
         return [(beam.lane, candidate.token_id) for beam, candidate in zip(self._live, live, strict=True)]
 
     def assign(self, lanes: list[int]) -> None:
-        """The lanes that compute the live beams, by rank."""
+        """Set the lanes that compute the live beams, by rank."""
         self._live = [replace(beam, lane=lane) for beam, lane in zip(self._live, lanes, strict=True)]
 
     def _candidates(self) -> Iterator[_Candidate]:
-        """The likeliest continuations of every live beam, beam by beam in their rank, token by token in theirs."""
+        """The likeliest continuations of every live beam: beams by rank, then tokens by rank."""
         may_stop = self._num_tokens >= self._min_tokens
         for beam in self._live:
             offered = self._offers[beam.lane]
@@ -132,7 +133,7 @@ class BeamSearch:
                     yield _Candidate(parent=beam, token_id=token, place=place, total=beam.total + logprob)
 
     def _is_decided(self, best: float, length: int) -> bool:
-        """Whether it ends with what is finished; `best` is the sum of the best live beam, of `length` tokens."""
+        """Whether the search ends now; `best`: the sum of the best live beam, over `length` tokens."""
         params = self._params
         if len(self.finished) < params.width:
             return False

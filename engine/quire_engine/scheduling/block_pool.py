@@ -19,7 +19,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self.num_shared = 0  # with two references or more
-        self.num_saved = 0  # references beyond each block's first: blocks more that it would take without sharing
+        self.num_saved = 0  # references beyond each block's first: the blocks that sharing saves
         self._refs: list[int] = [0] * num_blocks
         # Entry `num_blocks` is the list's head and tail in one, so that no end is a special case. A block that is
         # in use has itself as both neighbours.
@@ -27,7 +27,7 @@ class BlockPool:
         self._previous: list[int] = [num_blocks, *range(num_blocks)]
 
     def refs(self, block: int) -> int:
-        """How many page tables hold the block."""
+        """The number of page tables that contain the block."""
         return self._refs[block]
 
     def take(self) -> int:
@@ -59,11 +59,11 @@ class BlockPool:
         return refs == 0
 
     def free_first(self, block: int) -> None:
-        """Put an unreferenced block where it is reused next: its content is worth nothing."""
+        """Put an unreferenced block at the front of the free list: its content is not worth keeping."""
         self._link(block, before=self._next[self.num_blocks])
 
     def free_last(self, block: int) -> None:
-        """Put an unreferenced block where it is reused last: its content may be wanted again."""
+        """Put an unreferenced block at the end of the free list: its content may be matched again."""
         self._link(block, before=self.num_blocks)
 
     def free_blocks(self) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""Where a sequence's tokens live, and the values that allocators hand on about blocks."""
+"""Page tables, and the values by which allocators report matches, swaps and copies of blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 class PageTable:
     """The physical blocks of one sequence: position p is in entry p // block_size at offset p % block_size.
 
-    What `block_ids` gave stays as it was.
+    A tuple that `block_ids` returned never changes.
     """
 
     __slots__ = ("_blocks", "_known", "block_size")
@@ -24,7 +24,7 @@ class PageTable:
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """The blocks. Made anew only after a change: a decode changes its table once in `block_size` steps."""
+        """The blocks. The tuple is made anew only after a change, which a decode makes once in `block_size` steps."""
         if self._known is None:
             self._known = tuple(self._blocks)
         return self._known
@@ -57,12 +57,12 @@ class PageTable:
         self._known = None
 
     def replace(self, index: int, block: int) -> None:
-        """Put another block where the one at `index` is."""
+        """Replace the block at `index`."""
         self._blocks[index] = block
         self._known = None
 
     def clear(self) -> tuple[int, ...]:
-        """Empty the table and return what it held."""
+        """Empty the table and return its blocks."""
         held = self.block_ids
         self._blocks, self._known = [], ()
         return held
@@ -70,18 +70,18 @@ class PageTable:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What of a group's known tokens need not be computed when it enters, until blocks are next taken or freed.
+    """The part of a request's tokens whose KV blocks are already cached, as of the next change of the pool.
 
-    Blocks that hold the first tokens of a prompt, in the order of their positions.
+    The blocks hold the first tokens of the prompt, in the order of their positions.
     """
 
     blocks: tuple[int, ...] = ()
     num_tokens: int = 0  # in them, and in the tail or in `restored`
-    tail: tuple[int, int] | None = None  # a block that begins as the next one does, with so many tokens: to be copied
+    tail: tuple[int, int] | None = None  # (block to copy, its first tokens that match)
     restored: tuple[int, ...] = ()  # host blocks with the tokens that follow; there is no tail then
 
     def without_tail(self, block_size: int) -> PrefixMatch:
-        """Whole blocks alone."""
+        """The match in whole blocks alone."""
         return replace(self, num_tokens=len(self.blocks) * block_size, tail=None)
 
 
@@ -90,10 +90,10 @@ NO_MATCH = PrefixMatch()
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """What a sequence that lost its blocks still has computed, outside of them.
+    """The computed tokens of a sequence whose blocks were swapped out.
 
-    The first `num_tokens` tokens, by the keys of the blocks that hold them, in order. The keys stay claimed until the
-    sequence runs again or ends.
+    The blocks of the first `num_tokens` tokens, by their keys, in order. The keys stay claimed until the sequence runs
+    again or ends.
     """
 
     num_tokens: int
@@ -102,9 +102,9 @@ class Swapped:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """The copies to the host and from it that a step makes before its first write.
+    """The copies between the pool and host memory that a step makes before its first write.
 
-    (source block, target block) each; the fields of `Batch` with these names.
+    Each is (source block, target block); the fields are those of `Batch` with the same names.
     """
 
     swap_out: tuple[tuple[int, int], ...] = ()
@@ -117,16 +117,16 @@ NO_MOVES = Moves()
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SequenceKV:
-    """What of a sequence is computed, and the blocks that hold it. The allocator alone writes it."""
+    """The computed part of a sequence and the blocks that hold it. The allocator alone writes it."""
 
     table: PageTable
     num_computed: int = 0
-    num_reserved: int = 0  # tokens that its blocks were taken for
-    block_hashes: list[bytes] = field(default_factory=list)  # of its leading full blocks, as far as needed yet
-    num_committed: int = 0  # leading blocks already offered to the prefix cache
-    num_certain: int = 0  # tokens whose results were applied, or that were matched in whole blocks
-    num_promised: int = 0  # tokens that it knew when it entered: others may wait for them
-    copies_from: int | None = None  # the block that its next one is to be copied from before the first write; pinned
-    shares_tail: bool = False  # its last block may be a sibling's too: look before the next write
-    num_settled: int = 0  # computed tokens whose results were taken in; counted where there is a host pool
-    swapped: Swapped | None = None  # what it has while it waits without blocks; None: nothing, or it runs
+    num_reserved: int = 0  # tokens for which blocks are reserved
+    block_hashes: list[bytes] = field(default_factory=list)  # of its leading full blocks, as far as they were needed
+    num_committed: int = 0  # leading blocks that are registered in the prefix cache
+    num_certain: int = 0  # tokens with applied results, or matched in whole blocks
+    num_promised: int = 0  # tokens known when it entered: other requests may wait for them
+    copies_from: int | None = None  # pinned source of the copy to make before the first write
+    shares_tail: bool = False  # another choice may hold its last block too: copy on write
+    num_settled: int = 0  # computed tokens with applied results; counted where there is a host pool
+    swapped: Swapped | None = None  # its swapped-out blocks; None: there are none, or it runs

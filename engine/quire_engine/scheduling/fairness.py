@@ -1,4 +1,4 @@
-"""Fairness among tenants and between classes: what each has been given, and who is asked first for that."""
+"""Fairness among tenants (weighted fair queueing) and between the interactive and the batch class."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from quire_engine.types import GenerationRequest, TenantStats
 
 
 class Accounts:
-    """Of every tenant that a request has named; where fair queueing needs them, of those without a name too.
+    """The accounts of tenants that requests have named; under fair queueing also that of requests without a tenant.
 
-    The counters are those of the Virtual Token Counter (Sheng et al., OSDI 2024): a prompt token counts 1, one of
-    output 2, both divided by the tenant's weight. Prompts are charged as they are computed, without what the prefix
-    cache had, or tenants with hot prefixes would pay for work that nobody did; output is charged as it comes. Each
-    token is charged once, whatever is preempted and computed again; who returns from idleness begins no further back
-    than those who waited.
+    The counters are those of the Virtual Token Counter (Sheng et al., OSDI 2024): a prompt token counts 1, an output
+    token 2, both divided by the tenant's weight. Prompt tokens are charged when they are computed, without those that
+    the prefix cache had; else tenants with hot prefixes would pay for work that was never done. Output tokens are
+    charged as they come. Each token is charged once, also when a preempted request computes it again. A tenant that
+    returns from idleness starts at the counter of those that waited.
     """
 
     def __init__(self, *, of_everyone: bool) -> None:
@@ -31,7 +31,7 @@ class Accounts:
         self._last_to_enter: Account | None = None
 
     def open(self, request: GenerationRequest, waiting: Iterable[Group]) -> Account | None:
-        """The account that a request which begins to wait beside those `waiting` is charged to; None: nobody counts."""
+        """The account that a request is charged to when it begins to wait beside `waiting`; None where none is kept."""
         if not (self._of_everyone or request.tenant):
             return None
         account = self._by_tenant.get(request.tenant)
@@ -47,7 +47,7 @@ class Accounts:
         return account
 
     def enter(self, group: Group, num_cached_tokens: int) -> None:
-        """A group enters with so much of its prompt cached. What was begun before has been charged before."""
+        """A group enters with a cached prefix; a group that had entered before was charged then."""
         if group.account is None:
             return
         self._last_to_enter = group.account
@@ -59,7 +59,7 @@ class Accounts:
             group.account.begin(group.num_uncharged)
 
     def charge(self, plan: StepPlan) -> None:
-        """A step computes so much of prompts, some of it perhaps not for the first time."""
+        """Charge a step's prompt tokens, except those that are computed again."""
         if not self._by_tenant:
             return
         for sequence, num_tokens in plan.slices.items():
@@ -73,7 +73,7 @@ class Accounts:
                 group.note_charged(end)
 
     def has_seats(self, group: Group, running: Iterable[Group]) -> bool:
-        """Whether the group's sequences may run, too, by the quota of its tenant; a group alone always may."""
+        """Whether the tenant's quota lets the group's sequences run too; it always allows one group alone."""
         account = group.account
         if account is None or not account.max_running:
             return True
@@ -81,7 +81,7 @@ class Accounts:
         return own == 0 or own + len(group.sequences) <= account.max_running
 
     def stats(self, running: Iterable[Group], waiting: Iterable[Group]) -> tuple[TenantStats, ...]:
-        """Of each tenant, in the order in which they first came."""
+        """The statistics of each tenant, in the order in which they first came."""
         if not self._by_tenant:
             return ()
         runs, waits = _sequences(running), _sequences(waiting)
@@ -108,22 +108,22 @@ def _sequences(groups: Iterable[Group]) -> dict[str, int]:
 
 
 class FairQueue:
-    """Weighted fair queueing: the tenant with the least virtual counter, its requests as they stand.
+    """Weighted fair queueing: the tenant with the smallest service/weight is served first, its own requests in order.
 
-    Of equals goes first who has got less in all. Of two tenants that both wait all the time, neither gets ahead of the
-    other by more than 2 max(p, 2 M) of service over weight: p the longest prompt, M the tokens that the pool holds
-    (Sheng et al., OSDI 2024, theorem 4.4).
+    Of equals the tenant with less service in all goes first. Of two tenants that both wait all the time, neither gets
+    ahead of the other by more than 2 max(p, 2 M) of service over weight: p the longest prompt, M the tokens that the
+    pool holds (Sheng et al., OSDI 2024, theorem 4.4).
 
-    What has entered counts at once, so the order of the rest of a step follows from who has entered in it.
+    A group that enters is charged at once, so the order of the rest of a step depends on it.
     """
 
     def arrange(self, waiting: list[Group], num_cached_tokens: Callable[[Group], int]) -> Iterable[Group]:  # noqa: ARG002
         queues: dict[Account, deque[Group]] = {}
         for group in waiting:
-            if group.account is not None:  # each has one under this policy
+            if group.account is not None:  # every group has one under this policy
                 queues.setdefault(group.account, deque()).append(group)
         if len(queues) == 1:
-            return list(waiting)  # a copy: whoever enters leaves the queue
+            return list(waiting)  # a copy: groups that enter leave the queue
         return self._by_turns(queues)
 
     def _by_turns(self, queues: dict[Account, deque[Group]]) -> Iterator[Group]:
@@ -138,29 +138,29 @@ class FairQueue:
 
 
 def _key(account: Account, head: Group) -> tuple[float, float, int]:
-    """The head's arrival makes every key another one, so that accounts themselves are never compared."""
+    """The head's arrival makes all keys different, so that accounts themselves are never compared."""
     return account.promised, account.service / account.weight, head.arrival
 
 
-WINDOW_STEPS = 128  # over about so many the share is kept
-MAX_CLASS_PREEMPTIONS = 4  # of one group in its life: from then on it keeps its place until it ends
+WINDOW_STEPS = 128  # about as many steps make up the window of the share
+MAX_CLASS_PREEMPTIONS = 4  # per group: after them it is not preempted for its class
 
 
 class ClassShares:
-    """Two classes of requests: interactive ones go first, batch work gets what is left and never less than its share.
+    """Service classes: interactive requests go first; batch requests get the rest, and at least their share.
 
-    Queues come in the order of `ByClass`, batch last. Nothing is done where there is no batch work; a batch group is
-    preempted for interactive ones only while batch has its share, and a bounded number of times.
+    Queues come in the order of `ByClass`, batch last. Without batch requests nothing changes. A batch group is
+    preempted for interactive ones only while batch has its share, and at most `MAX_CLASS_PREEMPTIONS` times.
     """
 
     def __init__(self, min_share: float) -> None:
-        self.is_due = False  # batch work has had less than its share
+        self.is_due = False  # whether batch requests have had less than their share
         self._min_share = min_share
-        self._all = 0.0  # useful tokens of the last steps, older ones count less
+        self._all = 0.0  # useful tokens of the last steps, in a decaying sum
         self._batch = 0.0
 
     def parts(self, waiting: list[Group]) -> list[list[Group]]:
-        """The queue by class, in the order in which classes are asked."""
+        """The queue by class, in the order of admission."""
         if not waiting or not waiting[-1].is_batch:
             return [waiting]
         middle = bisect_left(waiting, True, key=lambda group: group.is_batch)
@@ -168,14 +168,14 @@ class ClassShares:
         return [batch, interactive] if self.is_due else [interactive, batch]
 
     def victims(self, group: Group, running: Values[Group], elder: Group | None) -> list[Group]:
-        """The batch groups that may make room for a waiting group, the last that is served first; none for batch."""
+        """The batch groups that may be preempted for a waiting interactive group, the last one first."""
         if self.is_due or group.is_batch:
             return []
         batch = takewhile(lambda other: other.is_batch, reversed(running))
         return [other for other in batch if other is not elder and other.num_class_preemptions < MAX_CLASS_PREEMPTIONS]
 
     def note(self, plan: StepPlan, running: list[Group], waiting: list[Group]) -> None:
-        """Count what a step gives to whom. Tokens that are computed again are no use to anyone."""
+        """Add a step's tokens to the shares, without tokens that are computed again."""
         if not any(queue and queue[-1].is_batch for queue in (running, waiting)):
             self._all = self._batch = 0.0
             self.is_due = False

@@ -1,6 +1,6 @@
-"""What can be served at all: a request's feasibility at submission.
+"""Admission check at submission: refuses requests that no schedule could serve.
 
-What passes here can be finished by the elder rule; what is refused could not be, whoever else runs.
+The elder rule can finish every request that passes; a refused one could not finish even alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from quire_engine.types import GenerationRequest
 
 
 def check_request(config: SchedulerConfig, request: GenerationRequest) -> None:
-    """Raise InfeasibleRequest, naming the largest max_tokens that would do."""
+    """Raise InfeasibleRequest, naming the largest max_tokens that fits."""
     num_prompt, n, max_new = len(request.prompt_token_ids), request.num_sequences, request.stop.max_new_tokens
     if num_prompt == 0:
         raise InfeasibleRequest("the prompt is empty")
@@ -37,7 +37,7 @@ def check_request(config: SchedulerConfig, request: GenerationRequest) -> None:
 
 
 def _check_beams(request: GenerationRequest) -> None:
-    """Beams are ranked by the model's own log-probabilities, and nothing of them is told before the end."""
+    """Beams are ranked by the model's own log-probabilities, and no output is sent before the search ends."""
     if not 1 <= request.n <= request.num_sequences:
         raise InfeasibleRequest(f"n is {request.n}, must be 1 to the beam width, {request.num_sequences}")
     if request.stop.max_new_tokens == 0:

@@ -1,4 +1,4 @@
-"""The only door to the block pool and the prefix cache: which sequence holds which blocks.
+"""The interface to the block pool and the prefix cache: which sequence holds which blocks.
 
 A block that two tables hold, or that can be matched, is never handed out for writing.
 """
@@ -18,10 +18,10 @@ Copy = tuple[int, int]  # (source block, target block)
 
 
 class KVAllocator:
-    """Blocks for sequences: matched by content, taken, shared, copied before a write, given back.
+    """KV blocks for sequences: prefix matching, allocation, sharing, copy on write, release.
 
-    Every method that takes blocks presumes that the caller asked for its cost first and found it in
-    `num_available`; running out is a bug and raises InvariantViolation.
+    The caller of a method that takes blocks must have found its cost in `num_available` first. Running out is a bug and
+    raises InvariantViolation.
     """
 
     def __init__(self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
@@ -31,9 +31,9 @@ class KVAllocator:
         self._cache = PrefixCache()
         self._tails = Tails(block_size)
         self._promises = Promises(block_size)
-        self._pinned: list[int] = []  # sources of this plan's copies: nobody may take them before they are read
+        self._pinned: list[int] = []  # sources of this plan's copies, which must not be reused before they are read
         self._caching = enable_prefix_caching
-        self._num_cached = 0  # blocks that are free and matchable
+        self._num_cached = 0  # unreferenced blocks that can be matched
 
     @property
     def num_blocks(self) -> int:
@@ -41,12 +41,12 @@ class KVAllocator:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be taken: free ones, and cached ones that nobody holds."""
+        """Blocks that can be taken: free ones, and cached ones without a reference."""
         return self._pool.num_free
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody holds and whose content can be matched."""
+        """Blocks without a reference whose content can be matched."""
         return self._num_cached
 
     @property
@@ -56,11 +56,11 @@ class KVAllocator:
 
     @property
     def num_saved(self) -> int:
-        """Blocks more that the tables would need if they shared none."""
+        """Further blocks that the tables would need without sharing."""
         return self._pool.num_saved
 
     def match(self, sequence: Sequence, max_tokens: int) -> PrefixMatch:
-        """The longest known prefix of at most `max_tokens` tokens. Changes no block."""
+        """The longest cached prefix of at most `max_tokens` tokens. Changes no block."""
         if not self._caching:
             return NO_MATCH
         size, count = self.block_size, max_tokens // self.block_size
@@ -73,7 +73,7 @@ class KVAllocator:
         return PrefixMatch(blocks, start + (tail[1] if tail else 0), tail)
 
     def awaited(self, sequence: Sequence, match: PrefixMatch, max_tokens: int) -> Promise | None:
-        """What others are computing of the sequence's prefix beyond the match, if it is worth waiting for: its last."""
+        """The last promise of the sequence's prefix beyond the match; None if waiting for it gains too little."""
         if not self._promises:
             return None
         first = len(match.blocks)
@@ -83,19 +83,19 @@ class KVAllocator:
         return promise if gain >= max(self.block_size // 2, self._tails.least) else None
 
     def is_promised(self, promise: Promise) -> bool:
-        """Whether who was to compute what `awaited` named still does."""
+        """Whether the sequence that `awaited` named is still going to compute this content."""
         return self._promises.holds(promise)
 
     def seat_cost(self, sequence: Sequence, match: PrefixMatch) -> int:
-        """Available blocks that `seat` would use up; the source of a copy is one of them until the step is planned."""
+        """Available blocks that `seat` would use up; the source of a tail's copy counts until the step is planned."""
         revived = sum(1 for block in match.blocks if self._pool.refs(block) == 0)
         pinned = int(match.tail is not None and self._pool.refs(match.tail[0]) == 0)
         return sequence.blocks_for_known - len(match.blocks) + revived + pinned
 
     def seat(self, sequence: Sequence, match: PrefixMatch) -> None:
-        """Give an empty sequence its matched prefix and new blocks for the rest of its known tokens.
+        """Give an empty sequence its matched prefix, and new blocks for the rest of its known tokens.
 
-        A matched tail is copied into the first of those when the sequence is about to write there (`reserve`).
+        A matched tail is copied into the first new block, just before the sequence writes there (`reserve`).
         """
         for block in match.blocks:
             self._hold(block)
@@ -119,9 +119,9 @@ class KVAllocator:
         return growth + 1 if sequence.kv.shares_tail and self._must_copy(sequence) else growth
 
     def reserve(self, sequence: Sequence, end: int) -> Copy | None:
-        """Make positions num_computed .. end - 1 the sequence's own to write; a copy to do first, if one is needed.
+        """Make positions num_computed .. end - 1 writable; returns the copy to make first, if one is needed.
 
-        Of the owners of a shared block the last one to write keeps it, so n owners cost n - 1 copies.
+        Copy on write: of n owners of a shared block the last one to write keeps it, so n owners cost n - 1 copies.
         """
         copy = None
         if sequence.kv.copies_from is not None:
@@ -134,24 +134,24 @@ class KVAllocator:
         self._grow(sequence, end)
         return copy
 
-    def void_copies(self, sequences: Iterable[Sequence], targets: Set[int]) -> None:
-        """Copies into these blocks will not be made: nobody may match there what they were to hold."""
+    def cancel_copies(self, sequences: Iterable[Sequence], targets: Set[int]) -> None:
+        """The copies into these blocks will not be made: their content must not be matched."""
         for sequence in sequences:
             full = sequence.kv.num_certain // self.block_size
             if not targets.isdisjoint(sequence.kv.table.block_ids[full : full + 1]):
                 sequence.kv.num_certain = full * self.block_size
 
     def unpin(self) -> None:
-        """The step is planned: what is planned from now on comes after its copies."""
+        """The step is planned: later plans may reuse the sources of its copies, because steps run in order."""
         while self._pinned:
             self._drop(self._pinned.pop())
 
     def advance(self, sequence: Sequence, end: int) -> None:
-        """The tokens up to position `end` are computed, or will be before anything that is scheduled from now on."""
+        """The tokens up to position `end` are computed, or in flight before any step that is planned from now on."""
         sequence.kv.num_computed = end
 
     def commit(self, sequence: Sequence, num_computed: int) -> None:
-        """So many of the sequence's tokens are computed for certain: make the blocks matchable that they fill."""
+        """The first `num_computed` tokens have applied results: make the blocks that they fill matchable."""
         before, sequence.kv.num_certain = sequence.kv.num_certain, num_computed
         if not self._caching:
             return
@@ -159,12 +159,12 @@ class KVAllocator:
         if full > sequence.kv.num_committed:
             self._commit_blocks(sequence, full)
         if before < sequence.kv.num_promised:
-            self._promises.keep(sequence, num_computed)
+            self._promises.fulfil(sequence, num_computed)
             if num_computed >= sequence.kv.num_promised:
-                self._offer_rest(sequence)
+                self._offer_tail(sequence)
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        """Let an empty child hold the parent's blocks of the first `num_tokens` computed tokens, a partial one too."""
+        """Let an empty child share the parent's blocks of the first `num_tokens` tokens, a partial one included."""
         full, partial = divmod(num_tokens, self.block_size)
         shared = parent.kv.table.block_ids[: full + (1 if partial else 0)]
         for block in shared:
@@ -178,9 +178,9 @@ class KVAllocator:
             parent.kv.shares_tail = child.kv.shares_tail = True
 
     def release(self, sequence: Sequence) -> None:
-        """Take every block from the sequence; matchable ones stay so until they are reused, the deepest first."""
+        """Take every block from the sequence; matchable blocks stay cached until reused, the deepest first."""
         if self._caching:
-            self._offer_rest(sequence)
+            self._offer_tail(sequence)
             self._promises.withdraw(sequence)
         if sequence.kv.copies_from is not None:
             self._drop(sequence.kv.copies_from)
@@ -191,8 +191,8 @@ class KVAllocator:
         sequence.kv.num_committed = sequence.kv.num_promised = 0
         sequence.kv.shares_tail = False
 
-    def disown(self, sequences: Iterable[Sequence]) -> None:
-        """What these sequences' blocks hold is wrong: nobody may match it, neither now nor when they are given back."""
+    def invalidate(self, sequences: Iterable[Sequence]) -> None:
+        """These sequences' blocks hold wrong values: they must not be matched, neither now nor after their release."""
         for sequence in sequences:
             sequence.kv.num_certain = 0
             for block in sequence.kv.table.block_ids:
@@ -200,22 +200,22 @@ class KVAllocator:
                 self._tails.forget(block)
 
     def take_moves(self) -> Moves:
-        """Copies to the host and from it that the next step is to make; there are none where there is no host pool."""
+        """The copies to and from host memory for the next step; none without a host pool."""
         return NO_MOVES
 
     def is_writable(self, block: int) -> bool:
-        """Whether exactly one table holds the block and nothing can match it."""
+        """Whether exactly one table holds the block and its content cannot be matched."""
         return self._pool.refs(block) == 1 and not self._cache.holds(block)
 
     def forget_cached(self, kept: Collection[bytes] = ()) -> tuple[int, tuple[int, ...]]:
-        """Nobody matches any more what is known by now but for `kept`; (unheld blocks, host blocks) that had it."""
+        """Empty the prefix cache except for `kept`; returns (number of unreferenced blocks, host blocks) forgotten."""
         self._cache.keep_only(kept)
         self._tails.clear()
         before, self._num_cached = self._num_cached, sum(1 for b in self._pool.free_blocks() if self._is_known(b))
         return before - self._num_cached, ()
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Raise InvariantViolation unless counts equal the occurrences in the live tables and every set is disjoint."""
+        """Raise InvariantViolation unless reference counts equal the occurrences in the live tables."""
         self._pool.check()
         self._cache.check()
         self._tails.check()
@@ -270,13 +270,13 @@ class KVAllocator:
         for index in range(sequence.kv.num_committed, full):
             block = sequence.kv.table.block_ids[index]
             is_new = self._cache.register(sequence.kv.block_hashes[index], block)
-            # Others part from a prompt, hardly ever from an output; its blocks are many, and come one in each step.
+            # Requests diverge inside prompts and hardly ever inside outputs, whose blocks would be many.
             if is_new and index * size < sequence.num_prompt_tokens:
                 self._offer(block, self._parent(sequence, index), tokens[index * size : (index + 1) * size])
         sequence.kv.num_committed = full
 
-    def _offer_rest(self, sequence: Sequence) -> None:
-        """Let others copy what is computed of the block that the sequence has not filled."""
+    def _offer_tail(self, sequence: Sequence) -> None:
+        """Make the computed part of the sequence's partial block available for copies."""
         index, rest = divmod(sequence.kv.num_certain, self.block_size)
         if rest >= self._tails.least:
             tokens = sequence.token_ids[sequence.kv.num_certain - rest : sequence.kv.num_certain]
@@ -291,21 +291,21 @@ class KVAllocator:
             self._pool.free_first(displaced)
 
     def _parent(self, sequence: Sequence, index: int) -> bytes:
-        """The hash of all blocks before one."""
+        """The hash of all blocks before the one at `index`."""
         return sequence.kv.block_hashes[index - 1] if index else root_hash(sequence.group.request.cache_salt)
 
     def _evict(self, content: bytes, block: int) -> None:
-        """A block's content is lost with the next write to it: for whoever can keep it elsewhere."""
+        """A hook for subclasses: the block's content is lost with the next write to it."""
 
     def _must_copy(self, sequence: Sequence) -> bool:
-        """Whether a sibling still holds the block that the sequence would write to next."""
+        """Whether another choice still holds the block that the sequence writes to next."""
         return self._pool.refs(sequence.kv.table.block_ids[sequence.kv.num_computed // self.block_size]) > 1
 
     def _copy_tail(self, sequence: Sequence) -> Copy:
         index = sequence.kv.num_computed // self.block_size
         source = sequence.kv.table.block_ids[index]
         target = self._take()
-        self._pool.drop(source)  # never the last reference: a sibling holds it
+        self._pool.drop(source)  # never the last reference: another choice holds it
         sequence.kv.table.replace(index, target)
         return source, target
 
@@ -317,21 +317,20 @@ class KVAllocator:
 
 
 class Promises:
-    """Prefixes in flight: blocks that running sequences are about to fill, and who should wait for them.
+    """Prefixes in flight: blocks that running sequences are computing and that waiting requests may wait for.
 
-    A promise ends when its block is computed for certain or its sequence gives up its blocks, so nobody waits for what
-    nobody computes.
+    A promise ends when its block has applied results, or when its sequence loses its blocks. So a request never waits
+    for a block that no sequence computes.
 
-    Why waiting is never slower than computing: the awaited tokens come out of the same steps' budget as the waiter's
-    own would, and are served before them, because who runs is served before who enters; whoever entered instead would
-    take a part of that budget to compute the same tokens again. What waiting can cost is the one step between the last
-    awaited token and the first own one, so there must be half a block to gain.
+    Why waiting is never slower than computing: the awaited tokens come out of the same steps' budget as the waiting
+    request's own tokens would, and earlier, because running sequences are served before waiting ones. A request that
+    entered instead would spend a part of that budget on the same tokens. Waiting can cost the one step between the last
+    awaited token and the first own one, so at least half a block must be gained.
 
-    Why it cannot break the wait bound: the bound rests on the elder alone (`policies.ElderRule`), and the elder is
-    seated without being asked to wait. Why no step is empty: an awaited sequence runs and has tokens left to compute,
-    or results of its are in flight; a waiter runs nothing, so there are no circles. If the awaited sequence is
-    preempted, aborted or fails, its promises go with its blocks: the first of the waiters enters in the next step and
-    promises them anew.
+    Why the wait bound still holds: it rests on the elder alone (`policies.ElderRule`), and the elder is seated without
+    waiting for a promise. Why no step is empty: the awaited sequence runs and has tokens left to compute, or results in
+    flight. A waiting request computes nothing, so there are no cycles. If the awaited sequence is preempted, aborted or
+    fails, its promises end with its blocks: the first waiting request enters in the next step and makes them anew.
     """
 
     __slots__ = ("_block_size", "_by_content", "_of")
@@ -345,12 +344,12 @@ class Promises:
         return bool(self._of)
 
     def holds(self, promise: Promise) -> bool:
-        """Whether this sequence is still to compute it; whoever enters next may promise the same again."""
+        """Whether this sequence is still going to compute it; another sequence may have promised the same since."""
         content, sequence = promise
         return self._by_content.get(content) is sequence
 
     def make(self, sequence: Sequence, first: int, root: bytes, tails: Tails) -> None:
-        """A sequence that enters will compute its known tokens from block `first` on; its hashes are known so far."""
+        """A sequence enters and will compute its known tokens from block `first` on; its full blocks are hashed."""
         size, tokens, hashes = self._block_size, sequence.token_ids, sequence.kv.block_hashes
         own: deque[tuple[int, Content]] = deque()
         for index in range(first, -(-len(tokens) // size)):
@@ -360,14 +359,14 @@ class Promises:
             if index < len(hashes):
                 contents.append(hashes[index])
             for content in contents:
-                if content not in self._by_content:  # else whoever promised it first is ahead
+                if content not in self._by_content:  # otherwise another sequence computes it first
                     self._by_content[content] = sequence
                     own.append((end, content))
         if own:
             self._of[sequence] = own
 
-    def keep(self, sequence: Sequence, num_tokens: int) -> None:
-        """So many of the sequence's tokens are computed for certain: others can match them."""
+    def fulfil(self, sequence: Sequence, num_tokens: int) -> None:
+        """The sequence's first `num_tokens` tokens have applied results: other requests can match them."""
         own = self._of.get(sequence)
         if own is None:
             return
@@ -377,14 +376,14 @@ class Promises:
             del self._of[sequence]
 
     def withdraw(self, sequence: Sequence) -> None:
-        """The sequence gives up its blocks: what it has not computed it never will."""
+        """The sequence loses its blocks: end its promises."""
         for _, content in self._of.pop(sequence, ()):
             del self._by_content[content]
 
     def awaited(
         self, sequence: Sequence, first: int, max_tokens: int, root: bytes, tails: Tails
     ) -> tuple[int, Promise | None]:
-        """Tokens behind block `first` that others will compute for a sequence, and the last promise of them."""
+        """The number of tokens after block `first` that other sequences will compute, and the last promise of them."""
         size, hashes = self._block_size, sequence.kv.block_hashes
         index, full = first, max_tokens // size
         while index < full and hashes[index] in self._by_content:

@@ -1,6 +1,6 @@
-"""What the server is told about a sequence: a token, an end, where its time went.
+"""Makes the outputs that the server gets for a sequence: tokens, ends, errors and timing.
 
-Prompt scores go out once, with the first output of choice 0; timing with a choice's first and last output.
+Prompt scores are sent once, with the first output of choice 0; timing with a choice's first and last output.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def token_output(
 
 
 def prompt_only_output(sequence: Sequence) -> TokenOutput:
-    """The only output of a choice that was asked for no token."""
+    """The only output of a choice with max_tokens 0."""
     group = sequence.group
     return TokenOutput(
         request_id=group.request.request_id,
@@ -57,7 +57,7 @@ def prompt_only_output(sequence: Sequence) -> TokenOutput:
 
 
 def error_output(sequence: Sequence, message: str) -> TokenOutput:
-    """The last output of a choice whose own step failed: steps are deterministic, it would fail again."""
+    """The last output of a choice whose own step failed. Steps are deterministic: it would fail again."""
     group = sequence.group
     return TokenOutput(
         request_id=group.request.request_id,
@@ -71,7 +71,7 @@ def error_output(sequence: Sequence, message: str) -> TokenOutput:
 
 
 def error_outputs(group: Group, ended: Iterable[Sequence], message: str) -> list[TokenOutput]:
-    """The last outputs of a group that failed as a whole: one for each choice; of beams only so many are choices."""
+    """The last outputs of a group that failed as a whole, one per choice; a search has more beams than choices."""
     return [error_output(sequence, message) for sequence in ended if sequence.choice < group.request.n]
 
 

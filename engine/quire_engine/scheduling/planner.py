@@ -1,21 +1,21 @@
-"""Makes one step's plan: who computes how many tokens, who enters, who is preempted.
+"""Plans one step: the tokens of each running sequence, the requests that enter, those that are preempted.
 
-The step's budget, slots and blocks are never overdrawn; every running decode advances or is preempted.
+A step never exceeds its token budget, its slots or the free blocks. Every running decode advances or is preempted.
 
-One step, `Planner.plan`, shares out `max_num_batched_tokens` tokens:
- 1. the elder stays the elder until it ends; then `ElderRule.choose` names the overdue group of least arrival;
- 2. `Admission.seat`: an elder that waits enters, at the cost of as many others as it takes;
- 3. `_serve_elder`: it gets its decodes, and tokens of its prompt up to `min_chunk` in all;
- 4. `_serve_decodes`: every other running sequence that has one token to compute gets it;
- 5. where streams run, `ItlTarget.prompt_tokens` limits what is left for the prompts;
- 6. `_serve_prefills`: the running groups' unfinished prompts get chunks, the size of `FixedChunk`, but for those that
-    `PromptTurns` lets give way;
+One step, `Planner.plan`, assigns `max_num_batched_tokens` tokens:
+ 1. the elder stays the elder until it ends; then `ElderRule.choose` picks the overdue group that arrived first;
+ 2. `Admission.seat`: a waiting elder enters, and other groups are preempted as needed;
+ 3. `_serve_elder`: the elder gets its decodes, and tokens of its prompt up to `min_chunk` in all;
+ 4. `_serve_decodes`: every other running sequence with one token to compute gets it;
+ 5. if sequences decode, `ItlTarget.prompt_tokens` limits the tokens left for prompts;
+ 6. `_serve_prefills`: the running groups' unfinished prompts get chunks of the size of `FixedChunk`, except those that
+    `PromptTurns` defers;
  7. `Admission.admit`: waiting groups enter in the queue policy's order, with their first chunk, while slots, budget and
-    blocks last; a group that cannot lets at most `max_bypasses` others pass; after a preemption nobody enters;
- 8. `_give_rest`: what nobody took goes to the prompts;
- 9. `Giving.give`, in all of these: blocks are reserved before tokens are given; where they are short, `Room` preempts
-    the victim policy's choice, never the elder, or the group itself;
-10. `Admission.note_kv_wait`: the group at the queue's head is accounted its wait for blocks.
+    blocks last; a blocked group is overtaken at most `max_bypasses` times; after a preemption no group enters;
+ 8. `_assign_rest`: tokens that are still unassigned go to the prompts;
+ 9. `Assigner.assign`, in all of these: blocks are reserved before tokens are assigned; if blocks are short,
+    `Preemptor` preempts the victim policy's choice, never the elder, or the group itself;
+10. `Admission.note_kv_wait`: counts the time that the group at the queue's head waits for blocks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from quire_engine.types import WaitReason
 
 
 class Planner:
-    """Makes the plans of all steps, over one roster and one allocator, and keeps the elder."""
+    """Plans every step over one roster and one allocator, and keeps the elder between steps."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Planner:
         swapping: Swapping | None = None,
     ) -> None:
         self.elder: Group | None = None
-        self.step = 0  # the last one that was planned
+        self.step = 0  # number of the last planned step
         self._limits = limits
         self._policies = policies
         self._kv = kv
@@ -59,14 +59,14 @@ class Planner:
         self._turns = PromptTurns(
             limits.max_consecutive_chunks, self._classes, by_account=limits.scheduling_policy == "wfq"
         )
-        room = Room(limits, policies.victim, kv, roster, swapping)
-        self._giving = Giving(policies.chunk, kv, room)
+        preemptor = Preemptor(limits, policies.victim, kv, roster, swapping)
+        self._assigner = Assigner(policies.chunk, kv, preemptor)
         self.admission = Admission(
             limits,
             queue=policies.queue,
             capacity=policies.capacity,
-            giving=self._giving,
-            room=room,
+            assigner=self._assigner,
+            preemptor=preemptor,
             kv=kv,
             roster=roster,
             classes=self._classes,
@@ -74,7 +74,7 @@ class Planner:
         )
 
     def plan(self, step: int, now: float) -> StepPlan:
-        """The plan of step number `step`. Blocks are taken, groups moved; nothing else changes."""
+        """The plan of step number `step`. It takes blocks and moves groups between the queues."""
         self.step = step
         last, self.elder = self.elder, self._elder(step)
         plan = StepPlan(self._limits.max_num_batched_tokens, self.elder)
@@ -88,7 +88,7 @@ class Planner:
         num_partial = self._serve_prefills(prefilling, plan)
         if self._roster.waiting:
             prefilling += self.admission.admit(plan, num_partial, now)
-        self._give_rest(prefilling, plan)
+        self._assign_rest(prefilling, plan)
         self.admission.note_kv_wait(now)
         self.accounts.charge(plan)
         self._classes.note(plan, self._roster.running, self._roster.waiting)
@@ -97,8 +97,8 @@ class Planner:
         self._kv.unpin()
         return plan
 
-    def let_go(self, group: Group) -> None:
-        """The group is about to be held: whose progress is guaranteed is somebody else."""
+    def drop_elder(self, group: Group) -> None:
+        """The group is about to be held: if it is the elder, the next step chooses another one."""
         if self.elder is group:
             self.elder = None
 
@@ -108,44 +108,44 @@ class Planner:
         return self.elder
 
     def _serve_elder(self, elder: Group, plan: StepPlan, now: float) -> None:
-        """The elder's decodes, then its first claim: `min_chunk` tokens in all, if it has as many to compute."""
+        """Assign the elder's decodes, then its first claim: up to `min_chunk` tokens in all."""
         if elder.state != "running":
             self.admission.seat(elder, plan, now)
-        self._giving.give_decodes(elder, plan)
+        self._assigner.assign_decodes(elder, plan)
         claim = self._limits.min_chunk - plan.planned(elder)
         for sequence in elder.computing:
             num_tokens = min(elder.pending(sequence), claim)
             if num_tokens > 0 and sequence not in plan.slices:
                 claim -= num_tokens
-                self._giving.give(sequence, num_tokens, plan)
+                self._assigner.assign(sequence, num_tokens, plan)
 
     def _serve_decodes(self, plan: StepPlan) -> list[Group]:
-        """One token for every running decode; returns the groups that have more than one token to compute."""
+        """Assign one token to every running decode; returns the groups that have more than one token to compute."""
         return [
             group
             for group in list(self._roster.running)
-            if group.state == "running" and self._giving.give_decodes(group, plan)
+            if group.state == "running" and self._assigner.assign_decodes(group, plan)
         ]
 
     def _serve_prefills(self, groups: list[Group], plan: StepPlan) -> int:
-        """Chunks of unfinished prompts; returns how many groups but the elder stay in the middle of theirs."""
+        """Assign chunks of unfinished prompts; returns how many groups besides the elder stay unfinished."""
         for group in self._turns.first(groups, self._roster.waiting):
             if group.state == "running":
-                self._giving.give_chunks(group, plan)
+                self._assigner.assign_chunks(group, plan)
         others = [group for group in groups if group.state == "running" and group is not plan.elder]
-        return sum(1 for group in others if self._giving.stays_partial(group, plan))
+        return sum(1 for group in others if self._assigner.stays_partial(group, plan))
 
-    def _give_rest(self, groups: list[Group], plan: StepPlan) -> None:
-        """What others did not take of what long prompts left them. No block is needed: those came on entering."""
+    def _assign_rest(self, groups: list[Group], plan: StepPlan) -> None:
+        """Assign the rest of the budget to prompts. Their blocks were taken when they entered."""
         for group in groups:
             if group.state == "running":
-                self._giving.give_chunks(group, plan, others=False)
+                self._assigner.assign_chunks(group, plan, others=False)
 
 
 class Admission:
-    """Lets waiting groups enter: in which order, with what they need, and why the others do not.
+    """Admission control: lets waiting groups enter in order, and records why the others wait.
 
-    Slots, budget and blocks are never overdrawn; no group is overtaken more than `max_bypasses` times.
+    Slots, budget and blocks are never exceeded; no group is overtaken more than `max_bypasses` times.
     """
 
     def __init__(
@@ -154,8 +154,8 @@ class Admission:
         *,
         queue: QueuePolicy,
         capacity: WholePrompt,
-        giving: Giving,
-        room: Room,
+        assigner: Assigner,
+        preemptor: Preemptor,
         kv: KVAllocator,
         roster: Roster,
         classes: ClassShares,
@@ -163,12 +163,12 @@ class Admission:
     ) -> None:
         self.total_query_tokens = 0
         self.total_hit_tokens = 0
-        self.total_saved_tokens = 0  # as the hits, and what preempted groups found again
+        self.total_saved_tokens = 0  # hits, and cached tokens that preempted groups entered with
         self._limits = limits
         self._queue = queue
         self._capacity = capacity
-        self._giving = giving
-        self._room = room
+        self._assigner = assigner
+        self._preemptor = preemptor
         self._kv = kv
         self._roster = roster
         self._classes = classes
@@ -179,10 +179,11 @@ class Admission:
         self.total_kv_wait_seconds = 0.0
 
     def admit(self, plan: StepPlan, num_partial: int, now: float) -> list[Group]:
-        """Let waiting groups enter in order; returns those that did.
+        """Let waiting groups enter in order; returns the groups that entered.
 
-        A group that cannot enter lets others pass, at most `max_bypasses` of them in its life, and no more than so
-        many groups are looked past at a time. After a preemption nobody enters: what was freed is spoken for.
+        A group that cannot enter may be overtaken at most `max_bypasses` times in its life, and at most that many
+        groups are skipped in one step. After a preemption no group enters: the freed blocks belong to the group that
+        needed them.
         """
         closed: WaitReason | None = "kv" if plan.num_preempted else None
         limit = self._limits.max_bypasses
@@ -195,49 +196,51 @@ class Admission:
                 self._let_wait(group, closed, plan)
                 continue
             if not self._accounts.has_seats(group, self._roster.running):
-                self._let_wait(group, "slots", plan)  # its tenant's own doing: nobody bypasses it
+                self._let_wait(
+                    group, "slots", plan
+                )  # its tenant's quota is used up: others that enter do not bypass it
                 continue
             obstacle = self._try_to_enter(group, plan, num_partial, now)
-            while obstacle in ("slots", "kv") and self._make_class_room(group, plan):
+            while obstacle in ("slots", "kv") and self._preempt_batch_for(group, plan):
                 obstacle = self._try_to_enter(group, plan, num_partial, now)
             if obstacle is not None:
                 self._let_wait(group, obstacle, plan)
-                if obstacle == "prefix":  # it chose to wait: whoever goes on takes nothing from it
+                if obstacle == "prefix":  # it waits by choice, so others do not bypass it
                     continue
                 passed_over.append(group)
                 if group.num_bypasses >= limit or len(passed_over) > limit:
                     closed = obstacle
                 continue
             entered.append(group)
-            num_partial += self._giving.stays_partial(group, plan)
+            num_partial += self._assigner.stays_partial(group, plan)
             for other in passed_over:
-                other.be_bypassed()
+                other.note_bypass()
                 if other.num_bypasses >= limit:
                     closed = other.wait_reason
         return entered
 
     def seat(self, elder: Group, plan: StepPlan, now: float) -> None:
-        """Bring the elder in, at the cost of as many others as it takes."""
-        self._room.make_seat(elder, plan)
+        """Let the waiting elder enter, and preempt as many other groups as that needs."""
+        self._preemptor.free_slots_for(elder, plan)
         match = self._match(elder)
-        self._room.make_seat_blocks(elder, match, plan)
-        if match.restored:  # whoever was swapped out for it may have taken their place on the host
+        self._preemptor.free_blocks_for(elder, match, plan)
+        if match.restored:  # groups swapped out for it may have displaced these host blocks
             match = self._match(elder)
         self._enter(elder, match, plan, now)
 
     def num_cached_tokens(self, group: Group) -> int:
-        """Tokens of a waiting group's prompt that it would not have to compute if it entered now."""
+        """The cached part of a waiting group's prompt, in tokens, if it entered now."""
         return self._match(group).num_tokens
 
     @property
     def kv_waiting_since(self) -> float | None:
-        """When the group at the queue's head began to wait for blocks; None: no group does."""
+        """When the group at the queue's head began to wait for blocks; None where it does not."""
         blocked = self._kv_blocked
         is_over = blocked is None or blocked.state in ("finished", "held")
         return None if is_over else self._kv_blocked_since
 
     def note_kv_wait(self, now: float) -> None:
-        """Account the time that a group spends at the queue's head for want of blocks."""
+        """Add up the time during which the group at the queue's head waits for blocks."""
         waiting = self._roster.waiting
         blocked = waiting[0] if waiting and waiting[0].wait_reason == "kv" else None
         if self.kv_waiting_since is not None:
@@ -250,17 +253,17 @@ class Admission:
         self._kv_blocked, self._kv_blocked_since = blocked, now
 
     def _by_class(self) -> Iterator[Group]:
-        """All who wait, each class in the queue policy's order."""
+        """All waiting groups, class by class, each class in the queue policy's order."""
         for part in self._classes.parts(self._roster.waiting):
             yield from self._queue.arrange(part, self.num_cached_tokens)
 
     def _may_begin(self, group: Group, plan: StepPlan) -> bool:
-        """Whether only others' prompts are in the way: each class, and each tenant that is counted, has its own."""
+        """Whether the group's own side (class and tenant) has begun fewer prompts than it may."""
         own = [each for each in self._roster.running if each.side == group.side and each is not plan.elder]
-        return sum(self._giving.stays_partial(each, plan) for each in own) < self._limits.max_num_partial_prefills
+        return sum(self._assigner.stays_partial(each, plan) for each in own) < self._limits.max_num_partial_prefills
 
-    def _make_class_room(self, group: Group, plan: StepPlan) -> bool:
-        """Preempt a batch group for an interactive one; False if it must wait all the same."""
+    def _preempt_batch_for(self, group: Group, plan: StepPlan) -> bool:
+        """Preempt a batch group for an interactive one; False if that would not let it enter."""
         victims = self._classes.victims(group, self._roster.running, plan.elder)
         if not victims:
             return False
@@ -268,8 +271,8 @@ class Admission:
         blocks = self._kv.num_available + sum(len(s.kv.table) for each in victims for s in each.sequences)
         need = self._kv.seat_cost(group.leader, self._match(group)) + group.blocks_beside_leader()
         if seats < len(group.sequences) or not self._capacity.fits(group, need=need, available=blocks):
-            return False  # nobody is preempted in vain
-        self._room.make_for_class(victims[0], plan)
+            return False  # a preemption would not help
+        self._preemptor.preempt_for_class(victims[0], plan)
         return True
 
     def _let_wait(self, group: Group, reason: WaitReason, plan: StepPlan) -> None:
@@ -278,7 +281,7 @@ class Admission:
         group.wait_for(reason)
 
     def _try_to_enter(self, group: Group, plan: StepPlan, num_partial: int, now: float) -> WaitReason | None:
-        """Run the group and give it its first tokens, or say why not."""
+        """Let the group enter and assign its first tokens; returns the obstacle if it cannot enter."""
         limits = self._limits
         if self._roster.num_running + len(group.sequences) > limits.max_num_seqs:
             return "slots"
@@ -286,10 +289,10 @@ class Admission:
             return "prefix"
         match = self._match(group)
         leader = group.leader
-        if self._joins(group, match):
+        if self._awaits_prefix(group, match):
             return "prefix"
         pending = group.pending(leader) - match.num_tokens
-        first = self._giving.first_chunk(pending, plan)
+        first = self._assigner.first_chunk(pending, plan)
         goes_on = first < pending or any(follower.num_output_tokens > 0 for follower in group.followers())
         goes_on = goes_on or group.returns_behind
         is_one_more = goes_on and num_partial >= limits.max_num_partial_prefills and not self._may_begin(group, plan)
@@ -298,13 +301,13 @@ class Admission:
         if not self._fits(group, match):
             return "kv"
         self._enter(group, match, plan, now)
-        self._giving.give_chunks(group, plan)
+        self._assigner.assign_chunks(group, plan)
         return None
 
-    def _joins(self, group: Group, match: PrefixMatch) -> bool:
-        """Whether the group should wait for what others compute of its prompt, and then enter with that."""
+    def _awaits_prefix(self, group: Group, match: PrefixMatch) -> bool:
+        """Whether the group should wait for a prefix that a running sequence is computing."""
         awaited = None
-        if group.reads_cache and not group.is_swapped:  # who comes back has its own
+        if group.reads_cache and not group.is_swapped:  # a swapped group has its own blocks
             awaited = self._kv.awaited(group.leader, match, group.pending(group.leader) - 1)
         group.wait_for_promise(awaited)
         return awaited is not None
@@ -316,7 +319,7 @@ class Admission:
         match = self._kv.match(group.leader, group.pending(group.leader) - 1)
         if match.tail is None or self._fits(group, match):
             return match
-        return match.without_tail(self._kv.block_size)  # while a tail is copied it takes a block more
+        return match.without_tail(self._kv.block_size)  # copying a tail needs one more block
 
     def _fits(self, group: Group, match: PrefixMatch) -> bool:
         need = self._kv.seat_cost(group.leader, match) + group.blocks_beside_leader()
@@ -333,23 +336,23 @@ class Admission:
 
 
 class PromptTurns:
-    """Which prompts that are begun let others have the step's prompt tokens first.
+    """Defers some of the running prompts, so that others get the step's prompt tokens first.
 
-    A prompt gives way, for one step, after `max_consecutive_chunks` chunks in a row while another is begun or waits
-    that is only behind it; batch work gives way to interactive prompts unless its share is due; under fair queueing a
-    prompt gives way to those of other tenants that wait and have not got more, and that are begun and have less left:
-    both are charged for already. What nobody else takes goes to those that gave way, in the same step; the elder's
-    claim is not touched.
+    A prompt is deferred for one step after `max_consecutive_chunks` chunks in a row, if another prompt of its class and
+    account is running or waiting. A batch prompt is deferred for interactive ones, unless batch work is below its
+    share. Under fair queueing a prompt is deferred for waiting groups of other tenants that have been charged no more,
+    and for running prompts of other tenants that have fewer tokens left. Tokens that remain in the step go to the
+    deferred prompts. The elder's claim is not affected.
     """
 
     def __init__(self, max_consecutive_chunks: int, classes: ClassShares, *, by_account: bool) -> None:
         self._limit = max_consecutive_chunks
         self._classes = classes
         self._by_account = by_account
-        self._in_a_row: dict[Group, int] = {}  # the chunk with which a group enters is its first
+        self._in_a_row: dict[Group, int] = {}  # chunks; a group enters with its first one
 
     def first(self, prefilling: list[Group], waiting: list[Group]) -> list[Group]:
-        """Those of the running prompts that do not give way, in their order."""
+        """The running prompts that are not deferred, in their order."""
         if not prefilling or (len(prefilling) == 1 and not waiting):
             self._in_a_row.clear()
             return prefilling
@@ -376,7 +379,7 @@ class PromptTurns:
         return any(other.account is not group.account and _promised(other) <= _promised(group) for other in waiting)
 
     def _is_like(self, other: Group, group: Group) -> bool:
-        """Whether only their order says who of the two goes first."""
+        """Whether both groups have the same class and, under fair queueing, the same account."""
         is_same = other.account is group.account or not self._by_account
         return other is not group and other.is_batch == group.is_batch and is_same
 
@@ -389,48 +392,48 @@ def _promised(group: Group) -> float:
     return 0.0 if group.account is None else group.account.promised
 
 
-class Giving:
-    """Gives a step's tokens to sequences that run: blocks are reserved first, and where they are short room is made."""
+class Assigner:
+    """Assigns a step's token budget to running sequences and reserves their KV blocks."""
 
-    def __init__(self, chunk: FixedChunk, kv: KVAllocator, room: Room) -> None:
+    def __init__(self, chunk: FixedChunk, kv: KVAllocator, preemptor: Preemptor) -> None:
         self._chunk = chunk
         self._kv = kv
-        self._room = room
+        self._preemptor = preemptor
 
-    def give(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
-        """Plan tokens of a sequence and take the blocks to write them; False if its group was preempted instead."""
+    def assign(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
+        """Assign tokens to a sequence and reserve their blocks; False if its group was preempted instead."""
         end = sequence.kv.num_computed + plan.slices.get(sequence, 0) + num_tokens
         cost = self._kv.reserve_cost(sequence, end)
-        if cost > self._kv.num_available and not self._room.make_blocks(sequence.group, cost, plan):
+        if cost > self._kv.num_available and not self._preemptor.free_blocks(sequence.group, cost, plan):
             return False
-        plan.give(sequence, num_tokens, self._kv.reserve(sequence, end))
+        plan.assign(sequence, num_tokens, self._kv.reserve(sequence, end))
         return True
 
-    def give_decodes(self, group: Group, plan: StepPlan) -> bool:
-        """One token for each sequence that has just one left; True if any has more."""
+    def assign_decodes(self, group: Group, plan: StepPlan) -> bool:
+        """One token for each sequence that has one token left; True if any sequence has more."""
         has_more = False
         for sequence in group.computing:
             pending = group.pending(sequence)
             if pending > 1:
                 has_more = True
-            elif sequence not in plan.slices and not self.give(sequence, 1, plan):
+            elif sequence not in plan.slices and not self.assign(sequence, 1, plan):
                 return False
-        # The last token of a prompt, with outputs behind it that are known: those come next.
+        # The last token of a prompt; other choices of the group have known outputs to compute after it.
         return has_more or (not group.prompt_shared and self.stays_partial(group, plan))
 
-    def give_chunks(self, group: Group, plan: StepPlan, *, others: bool = True) -> None:
-        """A chunk of each unfinished prompt; `others`: more may want a part of the step."""
+    def assign_chunks(self, group: Group, plan: StepPlan, *, others: bool = True) -> None:
+        """A chunk of each unfinished prompt; `others`: other groups may want a part of the step."""
         for sequence in group.computing:
             planned = plan.slices.get(sequence, 0)
             pending = group.pending(sequence) - planned
             if pending == 0:
                 continue
             size = self._chunk.size(pending=pending, planned=planned, budget=plan.budget, others=others)
-            if size > 0 and not self.give(sequence, size, plan):
+            if size > 0 and not self.assign(sequence, size, plan):
                 return
 
     def first_chunk(self, pending: int, plan: StepPlan) -> int:
-        """The size of the first slice of a group that enters with so many tokens to compute."""
+        """The size of the first chunk of a group that enters with `pending` tokens to compute."""
         return self._chunk.size(pending=pending, planned=0, budget=plan.budget, others=True)
 
     def stays_partial(self, group: Group, plan: StepPlan) -> bool:
@@ -440,14 +443,14 @@ class Giving:
         return any(follower.num_output_tokens > 0 for follower in group.followers())
 
 
-# Who needs what the victim has: a running group that grows, the elder, or an interactive group.
+# The beneficiary of a preemption: a running group that grows, the elder, or an interactive group.
 PreemptionCause = Literal["blocks", "elder", "class"]
 
 
-class Room:
-    """Makes room by preempting running groups, the victim policy's choice one after the other.
+class Preemptor:
+    """Preemption: frees blocks and slots, one victim of the victim policy after the other.
 
-    The elder is never preempted; what a victim was given in this step is taken back whole.
+    The elder is never preempted. A victim loses all tokens that this step had assigned to it.
     """
 
     def __init__(
@@ -462,10 +465,10 @@ class Room:
         self._victim = victim
         self._kv = kv
         self._roster = roster
-        self._swapping = swapping  # None: whoever is preempted is computed again
+        self._swapping = swapping  # None: every preempted group is recomputed
 
-    def make_blocks(self, group: Group, cost: int, plan: StepPlan) -> bool:
-        """Preempt until `cost` blocks are available; False if the running group itself had to go."""
+    def free_blocks(self, group: Group, cost: int, plan: StepPlan) -> bool:
+        """Preempt until `cost` blocks are available; False if the running group itself was preempted."""
         while cost > self._kv.num_available:
             if group is plan.elder:
                 self._preempt_for_elder(plan)
@@ -476,17 +479,17 @@ class Room:
                 return False
         return True
 
-    def make_seat(self, elder: Group, plan: StepPlan) -> None:
-        """Preempt until the waiting elder finds slots for its sequences."""
+    def free_slots_for(self, elder: Group, plan: StepPlan) -> None:
+        """Preempt until the waiting elder has slots for all its sequences."""
         while self._roster.num_running + len(elder.sequences) > self._limits.max_num_seqs:
             self._preempt_for_elder(plan)
 
-    def make_seat_blocks(self, elder: Group, match: PrefixMatch, plan: StepPlan) -> None:
-        """Preempt until the waiting elder can be seated with what it matched."""
+    def free_blocks_for(self, elder: Group, match: PrefixMatch, plan: StepPlan) -> None:
+        """Preempt until the waiting elder has blocks for its known tokens, given its cached prefix."""
         while self._kv.seat_cost(elder.leader, match) > self._kv.num_available:
             self._preempt_for_elder(plan)
 
-    def make_for_class(self, victim: Group, plan: StepPlan) -> None:
+    def preempt_for_class(self, victim: Group, plan: StepPlan) -> None:
         """Preempt a batch group for an interactive one that waits."""
         victim.note_class_preemption()
         self._preempt(victim, "class", plan)
@@ -499,7 +502,7 @@ class Room:
 
     def _preempt(self, group: Group, cause: PreemptionCause, plan: StepPlan) -> None:
         copied_from = plan.take_back(group)
-        self._kv.void_copies(group.sequences, copied_from.keys())
+        self._kv.cancel_copies(group.sequences, copied_from.keys())
         is_kept = self._swapping is not None and self._swapping.swap_out(group, copied_from)
         num_kept = (
             sum(sequence.kv.swapped.num_tokens for sequence in group.sequences if sequence.kv.swapped) if is_kept else 0

@@ -1,6 +1,6 @@
-"""The scheduler's decisions: who goes first, who enters, who is preempted, how large chunks are, who is the elder.
+"""Scheduling policies: order of service, order of admission, preemption victim, chunk size, ITL target, elder.
 
-A policy reads groups and answers; it changes neither groups nor blocks.
+A policy reads groups and returns a decision; it changes neither groups nor blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire_engine.scheduling.sequence import Group, Sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policies:
-    """One of each."""
+    """One policy of each kind."""
 
     order: OrderPolicy
     queue: QueuePolicy
@@ -28,11 +28,11 @@ class Policies:
     chunk: FixedChunk
     itl: ItlTarget
     elder: ElderRule
-    charge: Callable[[Mapping[Sequence, int]], None] | None = None  # is told each step's slices while anyone waits
+    charge: Callable[[Mapping[Sequence, int]], None] | None = None  # called with each step's slices while groups wait
 
 
 def policies_for(limits: SchedulerLimits) -> Policies:
-    """The policies that the settings name."""
+    """The policies that the limits name."""
     name = limits.scheduling_policy
     deficit = DeficitLongestPrefix() if name == "dlpm" else None
     queues: dict[str, QueuePolicy] = {"wfq": FairQueue(), "lpm": LongestPrefix()}
@@ -49,30 +49,28 @@ def policies_for(limits: SchedulerLimits) -> Policies:
 
 
 class OrderPolicy(Protocol):
-    """Sorts groups; a smaller key is served and enters first, and is preempted last. Keys of live groups must differ.
+    """The order of service: a smaller key runs and enters first, and is preempted last. Keys of live groups differ.
 
-    The order never changes during a group's life, so that a preempted group keeps its place.
+    A group's key never changes, so that a preempted group keeps its place.
     """
 
     def key(self, group: Group) -> tuple[int, ...]: ...
 
 
 class FirstComeFirstServed:
-    """By arrival."""
-
     def key(self, group: Group) -> tuple[int, ...]:
         return (group.arrival,)
 
 
 class PriorityOrder:
-    """By (priority, arrival): lower numbers go first, equal ones in order of submission."""
+    """By (priority, arrival): lower priority numbers first, equal ones in order of submission."""
 
     def key(self, group: Group) -> tuple[int, ...]:
         return (group.request.priority, group.arrival)
 
 
 class ByClass:
-    """Interactive groups before batch ones, within each class by another order."""
+    """Interactive groups before batch ones; another order within each class."""
 
     def __init__(self, within: OrderPolicy) -> None:
         self._within = within
@@ -81,31 +79,30 @@ class ByClass:
         return (int(group.is_batch), *self._within.key(group))
 
 
-MOST = 128  # groups; those behind them in the queue follow as they stand
-QUANTUM = 2048  # tokens: four usual steps. Less is fairer in the short run, more leaves prefixes together for longer
-_MOST_CLIENTS = 1024  # whose counters are kept while they have nothing to wait for
-Client = tuple[str, str]  # a tenant, or a salt
+MOST = 128  # groups that are reordered; the rest of the queue keeps its order
+QUANTUM = 2048  # tokens, four usual steps; a smaller one is fairer in the short run, a larger one hits the cache more
+_MOST_CLIENTS = 1024  # clients without waiting requests whose counters are kept
+Client = tuple[str, str]  # (tenant, "") or ("", cache salt)
 
 
 class QueuePolicy(Protocol):
-    """Whom of those who wait a step asks first: all of them, each once.
+    """The order of admission: yields every waiting group once.
 
-    The queue is arranged anew in every step; it is handed in the order of `OrderPolicy`. That the last are served in
-    bounded time is the elder rule's work.
+    Called in every step with the queue in the order of `OrderPolicy`. The elder rule bounds the wait of the last ones.
     """
 
     def arrange(self, waiting: list[Group], num_cached_tokens: Callable[[Group], int]) -> Iterable[Group]: ...
 
 
 class AsOrdered:
-    """As the queue stands."""
+    """The queue's own order."""
 
     def arrange(self, waiting: list[Group], num_cached_tokens: Callable[[Group], int]) -> Iterable[Group]:  # noqa: ARG002
-        return list(waiting)  # a copy: whoever enters leaves the queue
+        return list(waiting)  # a copy: groups that enter leave the queue
 
 
 class LongestPrefix:
-    """Who has most of its prompt cached goes first (LPM of SGLang, Zheng et al., NeurIPS 2024); ties as they stand.
+    """Longest prefix match first (LPM of SGLang, Zheng et al., NeurIPS 2024); ties in the queue's order.
 
     A step looks up the prefixes of at most `MOST` groups, however many wait.
     """
@@ -115,13 +112,13 @@ class LongestPrefix:
 
 
 class DeficitLongestPrefix:
-    """The longest cached prefix among the clients that have something left of their share.
+    """Longest prefix match first, among the clients whose deficit counter is positive.
 
-    DLPM of Cao et al., "Locality-aware Fair Scheduling in LLM Serving", 2025. A client's counter falls by what is
-    computed for it while anyone waits: prompt tokens, and output tokens at twice that. While it is positive, the
-    client's groups go by their prefixes; when nobody who waits has a positive one, every client that waits gets a
-    quantum more. So within a quantum the prefixes decide, and beyond it fairness does: of two clients that both wait
-    all the time neither is served more than 2 (quantum + the most that one request costs) ahead of the other.
+    DLPM of Cao et al., "Locality-aware Fair Scheduling in LLM Serving", 2025. While requests wait, a client's counter
+    falls by its computed prompt tokens and by twice its output tokens. Groups of clients with a positive counter enter
+    by the length of their cached prefix. When no waiting client has a positive counter, every waiting client gets
+    another quantum. So prefixes decide within a quantum and fairness beyond it: of two clients that both wait all the
+    time, neither is served more than 2 (quantum + the largest cost of one request) ahead of the other.
     """
 
     def __init__(self, quantum: int = QUANTUM) -> None:
@@ -129,7 +126,7 @@ class DeficitLongestPrefix:
         self._left: dict[Client, float] = {}
 
     def arrange(self, waiting: list[Group], num_cached_tokens: Callable[[Group], int]) -> Iterator[Group]:
-        """One by one: what a group that has entered is about to cost counts for those behind it."""
+        """Yields one group at a time: the cost of a group that has just entered counts for the next choice."""
         everyone = list(waiting)
         cached = {group: num_cached_tokens(group) for group in _first_of_each(everyone)}
         groups = sorted(cached, key=cached.__getitem__, reverse=True)
@@ -146,11 +143,11 @@ class DeficitLongestPrefix:
             if group.state == "running":
                 left[client(group)] -= group.num_prompt_tokens - cached[group]
             else:
-                is_blocked = True  # it has something left and found no room: nobody gets more because of that
+                is_blocked = True  # blocked by resources, not by its counter: no quantum is added for that
         yield from [group for group in everyone if group not in cached]
 
     def charge(self, slices: Mapping[Sequence, int]) -> None:
-        """A step computes so much, and somebody waits. What a preempted group computes again was paid for."""
+        """Charge a step's slices; tokens that a preempted group computes again are not charged twice."""
         for sequence, num_tokens in slices.items():
             name = client(sequence.group)
             if sequence.kv.num_computed >= sequence.num_prompt_tokens:
@@ -159,7 +156,7 @@ class DeficitLongestPrefix:
                 self._left[name] = self._left.get(name, 0.0) - num_tokens
 
     def _begin(self, clients: set[Client]) -> dict[Client, float]:
-        """The counters for one step, in which they fall by what is only promised yet."""
+        """A copy of the counters for one step, in which groups that enter are charged in advance."""
         for name in clients - self._left.keys():
             self._left[name] = 0.0
         if len(self._left) > len(clients) + _MOST_CLIENTS:
@@ -168,7 +165,7 @@ class DeficitLongestPrefix:
         return dict(self._left)
 
     def _refill(self, left: dict[Client, float], clients: set[Client]) -> None:
-        """As many quanta for each as it takes until one of them has something left."""
+        """Add the same number of quanta to each client, until one of the counters is positive."""
         most = max(left[name] for name in clients)
         more = (int(-most // self._quantum) + 1) * self._quantum
         for name in clients:
@@ -177,13 +174,13 @@ class DeficitLongestPrefix:
 
 
 def client(group: Group) -> Client:
-    """Whom a request is served for: its tenant; without one, those who share a cache, whatever name that has."""
+    """The client that a request is charged to: its tenant, or without one its cache salt."""
     request = group.request
     return (request.tenant, "") if request.tenant else ("", request.cache_salt)
 
 
 def _first_of_each(waiting: list[Group]) -> list[Group]:
-    """At most `MOST` groups, as many of each client, so that nobody's queue hides another's."""
+    """At most `MOST` groups, equally many of each client, so that a long queue of one client does not hide others."""
     queues: dict[Client, list[Group]] = {}
     for group in waiting:
         queues.setdefault(client(group), []).append(group)
@@ -192,26 +189,26 @@ def _first_of_each(waiting: list[Group]) -> list[Group]:
 
 
 class VictimPolicy(Protocol):
-    """Who gives up its blocks or slots when they run out: one of `running` (in serving order) other than `elder`.
+    """The choice of a preemption victim: one of `running` (in order of service) other than `elder`.
 
-    None only if there is no other. The caller preempts what is named and asks again while there is too little.
+    None only if there is no other. The caller preempts the group and asks again while blocks or slots are short.
     """
 
     def choose(self, running: Values[Group], elder: Group | None) -> Group | None: ...
 
 
 class Youngest:
-    """The running group that is served last: the youngest, within the lowest class where there are classes."""
+    """The group that is served last: the youngest, with classes the youngest of the lowest class."""
 
     def choose(self, running: Values[Group], elder: Group | None) -> Group | None:
         return next((group for group in reversed(running) if group is not elder), None)
 
 
 class LongestRunning:
-    """The one that has run longest since it last entered: those that have just begun get their turn.
+    """The group that has run longest since it last entered.
 
-    Much is computed again for that; where outputs are long and nobody may keep its blocks for ever, it is what is asked
-    for. The elder, which it would often name, goes on whatever is chosen.
+    Much is computed again under this policy; it serves loads with long outputs, where no request may keep its blocks
+    for ever. The elder, which the policy would often choose, is excepted as always.
     """
 
     def choose(self, running: Values[Group], elder: Group | None) -> Group | None:
@@ -219,7 +216,7 @@ class LongestRunning:
 
 
 class LowestClass:
-    """Batch before interactive, then the largest number of priority, then who is served last."""
+    """Batch before interactive, then the largest priority number, then the last arrival."""
 
     def choose(self, running: Values[Group], elder: Group | None) -> Group | None:
         return max(
@@ -230,7 +227,7 @@ class LowestClass:
 
 
 class LeastLost:
-    """The one that has least to compute again, so that the pool's shortage costs least; of equals the youngest."""
+    """The group with the fewest tokens to compute again; of equals the youngest."""
 
     def choose(self, running: Values[Group], elder: Group | None) -> Group | None:
         return min(_others(running, elder), key=lambda group: (_computed(group), -group.arrival), default=None)
@@ -241,7 +238,7 @@ def _others(running: Values[Group], elder: Group | None) -> Iterator[Group]:
 
 
 def _computed(group: Group) -> int:
-    """Tokens whose keys and values go; what choices share counts once."""
+    """Tokens whose KV cache would be lost; a prompt that choices share counts once."""
     longest = max(sequence.kv.num_computed for sequence in group.sequences)
     return longest + sum(max(s.kv.num_computed - group.num_prompt_tokens, 0) for s in group.sequences[1:])
 
@@ -255,91 +252,92 @@ VICTIMS: Mapping[VictimName, type[VictimPolicy]] = {
 
 
 class WholePrompt:
-    """Admission by blocks: reserve the whole prompt and nothing for the output, so that a full pool preempts.
+    """Admission by blocks: the whole prompt is reserved, no output is, and a full pool preempts.
 
     Does not apply to the elder, whose blocks are made available. A preempted group re-enters only when one block more
-    than its need is available. Without it, it would take the last block, lose it to the next decode that grows, and be
-    computed again for nothing.
+    than its need is available. Without that block it would take the pool's last one, lose it to the next decode that
+    grows, and be computed again for nothing.
     """
 
     def fits(self, group: Group, *, need: int, available: int) -> bool:
-        """`need`: blocks for all tokens the group knows, the cached prefix discounted."""
+        """`need`: blocks for all known tokens, without the cached prefix; `available`: blocks that can be taken."""
         return need + (1 if group.state == "preempted" else 0) <= available
 
 
 class FixedChunk:
-    """Sizes the slices of unfinished prompts, the elder's first claim excepted.
+    """The size of prefill chunks, except for the elder's first claim.
 
-    At most `prefill_chunk` tokens of one sequence in one step, and half of the step where others may wait for long.
+    At most `prefill_chunk` tokens of one sequence in one step, and half of the step's budget for a long prompt.
 
-    A prompt that would take more than two such steps leaves them the other half, so that short ones behind a long one
-    start soon; the last steps of a prompt are not worth sharing: all would end later and none sooner.
+    A prompt that would take more than two whole steps leaves the other half to other prompts, so that short ones behind
+    a long one start soon. The last steps of a prompt are not shared: all prompts would end later and none sooner.
     """
 
     def __init__(self, prefill_chunk: int) -> None:
         self._cap = prefill_chunk
 
     def size(self, *, pending: int, planned: int, budget: int, others: bool) -> int:
-        """Tokens to add to the `planned` ones of this step, at most min(pending, budget); 0 is none.
+        """Tokens to add to the `planned` ones of this step, at most min(pending, budget); may be 0.
 
-        `others`: requests behind this one may use what it leaves; it is asked again, without, when they have had it.
+        `others`: later requests may use the half that is left; a second call without it assigns the tokens that remain.
         """
         if others and pending > 2 * budget:
             budget = (budget + 1) // 2
         return min(pending, self._cap - planned, budget)
 
 
-FEWEST = 64  # prompt tokens; a smaller product leaves part of the machine unused
-_WEIGHT = 0.3  # of the newest step in the mean
+FEWEST = 64  # prompt tokens; smaller matrix products leave a part of the machine unused
+_WEIGHT = 0.3  # weight of the newest step in the moving average
 
 
 class ItlTarget:
-    """Bounds the inter-token latency (ITL) of running decodes by how many prompt tokens may share a step with them.
+    """Bounds the inter-token latency (ITL) of running decodes by limiting the prompt tokens of their step.
 
-    A stream waits about as long as the target for its next token, however long the prompts beside it.
+    A decode waits about as long as the target for its next token, however long the prompts in the same steps are.
 
-    As many tokens as would have taken `seconds` at the rate of the last steps with prompts in them; 0 is no bound.
+    The limit is the number of tokens that would have taken `seconds` at the rate of the last steps with prompts; 0 is
+    no limit.
 
-    Chunks beside decodes are those of Sarathi-Serve (Agrawal et al., OSDI 2024); its token budget is found here by
-    measuring. A step takes a + b n seconds for n tokens, so asking for target * n / (a + b n) tokens each time leads to
-    the n that takes the target. Prompts go on by `fewest` tokens even where that takes longer.
+    Chunked prefills beside decodes are those of Sarathi-Serve (Agrawal et al., OSDI 2024); the token budget is measured
+    here. A step takes a + b n seconds for n tokens, so asking for target * n / (a + b n) tokens each time leads to the
+    n that takes the target. Prompts advance by `fewest` tokens even where that takes longer.
     """
 
     def __init__(self, seconds: float, fewest: int = FEWEST) -> None:
         self._target = seconds
         self._fewest = fewest
-        self._seconds_per_token = 0.0  # unknown
+        self._seconds_per_token = 0.0  # 0: unknown
 
     def prompt_tokens(self, num_decodes: int) -> int:
-        """Most prompt tokens of a step in which so many running sequences get their next token."""
+        """The most prompt tokens of a step in which `num_decodes` running sequences get their next token."""
         if num_decodes == 0 or self._target == 0 or self._seconds_per_token == 0:
             return sys.maxsize
         return max(int(self._target / self._seconds_per_token) - num_decodes, self._fewest)
 
     def learn(self, *, prompt_tokens: int, num_decodes: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
+        """Learn from a step's size and its seconds."""
         if prompt_tokens * 2 < self._fewest:
-            return  # its time says more about the decodes
+            return  # its decodes take most of its time
         rate = seconds / (prompt_tokens + num_decodes)
         known = self._seconds_per_token
         self._seconds_per_token = known + _WEIGHT * (rate - known) if known else rate
 
 
 class ElderRule:
-    """Names the group whose progress is guaranteed: the overdue one of least arrival, else the one of least arrival.
+    """Chooses the group whose progress is guaranteed: the first overdue one by arrival, or else the first live one.
 
     It is why every accepted request finishes, and within `SchedulerLimits.wait_bound` steps, whatever the other
-    policies do, if the elder is kept until it ends.
+    policies do, provided that the elder is kept until it ends.
 
-    The scheduler's part: the elder is never preempted; it has first claim on `min_chunk` tokens of every step, on
-    slots for all its choices, and on blocks (all others' blocks can be taken, and its footprint fits the pool). So each
-    step either computes `min_chunk` of its tokens or brings every unfinished choice of it forward by one token, and it
-    ends within W = ceil((P + n G) / min_chunk) + G steps, a full recomputation included.
+    The scheduler's part: the elder is never preempted. It has the first claim on `min_chunk` tokens of every step, on
+    slots for all its choices, and on blocks (all other groups' blocks can be taken, and its footprint fits the pool).
+    So each step either computes `min_chunk` of its tokens or brings every unfinished choice of it forward by one token,
+    and it ends within W = ceil((P + n G) / min_chunk) + G steps, a full recomputation included.
 
-    Why the bound holds: a group is overdue once it is older than A + W. From then on only the elder of that moment and
+    Why the bound holds: a group is overdue once it is older than A + W. From then on, only the elder of that moment and
     overdue groups that arrived earlier come before it, each at most once. The elder of that moment is one of those that
-    arrived earlier, or a younger one that was overdue first and so needs less than W. Together:
-    A + W (until overdue) + W (such an elder) + the sum of W over all earlier groups + W (its own).
+    arrived earlier, or a younger one that was overdue first and so needs less than W. Together: A + W (until overdue) +
+    W (such an elder) + the sum of W over all earlier groups + W (its own).
     """
 
     def __init__(self, age_steps: int) -> None:

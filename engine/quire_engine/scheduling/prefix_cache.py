@@ -1,6 +1,6 @@
-"""Which block holds which chain of tokens, by content hash; and which blocks begin with which tokens.
+"""The prefix cache: blocks by the hash of their tokens, and partial blocks by their first tokens.
 
-A hash names the block's tokens, all tokens before them and the salt.
+A hash covers the block's tokens, all tokens before them and the cache salt.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quire_engine.invariants import require
 class PrefixCache:
     """Two maps that mirror each other: one block per hash, one hash per block.
 
-    A block stays matchable until it is forgotten.
+    A block can be matched until it is forgotten.
     """
 
     __slots__ = ("_block_of", "_hash_of")
@@ -36,11 +36,11 @@ class PrefixCache:
         return self._block_of.get(content)
 
     def contents(self) -> Iterable[bytes]:
-        """All that can be matched."""
+        """The hashes of all blocks that can be matched."""
         return self._block_of.keys()
 
     def longest_match(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest run of known hashes from the first on."""
+        """The blocks of the longest run of cached hashes from the first on."""
         blocks: list[int] = []
         for content in hashes:
             block = self._block_of.get(content)
@@ -59,14 +59,14 @@ class PrefixCache:
         return True
 
     def forget(self, block: int) -> bytes | None:
-        """Drop a block's content before the block is reused, and return it; None if it had none."""
+        """Remove a block before it is reused; returns its hash, or None if it was not registered."""
         content = self._hash_of.pop(block, None)
         if content is not None:
             del self._block_of[content]
         return content
 
     def keep_only(self, contents: Collection[bytes]) -> None:
-        """Drop every content but these."""
+        """Remove every content except these."""
         self._block_of = {content: block for content, block in self._block_of.items() if content in contents}
         self._hash_of = {block: content for content, block in self._block_of.items()}
 
@@ -87,16 +87,15 @@ def block_hash(parent: bytes, token_ids: list[int]) -> bytes:
     return sha256(parent + array("q", token_ids).tobytes()).digest()
 
 
-Beginning = tuple[bytes, tuple[int, ...]]  # the hash of all blocks before; the first `least` tokens
-_MOST_EACH = 4  # blocks kept for one beginning: siblings that part later differ by a few tokens, and each is compared
+Beginning = tuple[bytes, tuple[int, ...]]  # the hash of all blocks before it, the first `least` tokens in it
+_MOST_EACH = 4  # blocks kept for one beginning, since a match compares with each of them
 
 
 class Tails:
-    """Blocks by how they begin, the last known first: where a prompt parts from what is known inside of a block.
+    """Blocks by their first tokens: finds one to copy where a prompt diverges from cached ones inside a block.
 
-    It knows full blocks, and those whose writer stopped in the middle. What is found was computed for certain; a
-    beginning names content alone. It is copied, not shared: its block is full of something else behind it, or its
-    writer goes on.
+    It has full blocks, and partial ones whose sequence ended. All tokens that it compares have applied results. A match
+    is copied, not shared, because the block has other content after the common tokens, or its sequence continues.
     """
 
     __slots__ = ("_blocks", "_known", "least")
@@ -107,7 +106,7 @@ class Tails:
         self._blocks: dict[Beginning, list[int]] = {}
 
     def holds(self, block: int) -> bool:
-        """Whether the block's beginning can be found."""
+        """Whether the block can be found by its first tokens."""
         return block in self._known
 
     def beginning(self, parent: bytes, tokens: list[int]) -> Beginning | None:
@@ -115,7 +114,7 @@ class Tails:
         return (parent, tuple(tokens[: self.least])) if len(tokens) >= self.least else None
 
     def offer(self, block: int, parent: bytes, tokens: list[int]) -> int | None:
-        """These tokens of the block are computed, instead of what was known of it; the block that it displaces."""
+        """Register the block's computed tokens anew; returns the block that it displaces, if any."""
         self.forget(block)
         key = self.beginning(parent, tokens)
         if key is None:
@@ -130,7 +129,7 @@ class Tails:
         return displaced
 
     def longest(self, parent: bytes, tokens: list[int]) -> tuple[int, int] | None:
-        """(block, tokens) of the block that has most of these tokens at its beginning; of equals the last offered."""
+        """(block, common tokens) of the block with the most common first tokens; of equals the last offered."""
         key = self.beginning(parent, tokens)
         blocks = self._blocks.get(key) if key is not None else None
         if blocks is None:
@@ -138,7 +137,7 @@ class Tails:
         return max(((block, num_common(self._known[block][1], tokens)) for block in reversed(blocks)), key=_length)
 
     def forget(self, block: int) -> bool:
-        """Drop a block before it is reused; False if nothing was known of it."""
+        """Remove a block before it is reused; False if it was not registered."""
         known = self._known.pop(block, None)
         if known is None:
             return False
@@ -149,7 +148,6 @@ class Tails:
         return True
 
     def clear(self) -> None:
-        """Drop all blocks."""
         self._known.clear()
         self._blocks.clear()
 
@@ -164,19 +162,19 @@ class Tails:
 
 
 def least_tail(block_size: int) -> int:
-    """Tokens of a block that are worth a copy; in a block of one nothing is.
+    """The fewest tokens of a partial block that are worth a copy.
 
     A copy reads and writes one block. That is less than the work of computing even one token in the models we serve, on
     a CPU by an order of magnitude, but a copy also takes a launch, its bookkeeping on the host, and a block that cannot
     be reused in that step. The first tokens of every prompt of one chat template are equal, so without a threshold
-    every request would copy for the two or three of them. A quarter of a block is beyond that, and scales as the copy
-    does.
+    every request would make a copy for those two or three tokens. A quarter of a block is above that, and scales with
+    the cost of the copy.
     """
     return max(1, block_size // 4)
 
 
 def num_common(first: tuple[int, ...] | list[int], second: tuple[int, ...] | list[int]) -> int:
-    """Tokens that both begin with."""
+    """The length of the common prefix."""
     count = 0
     for one, other in zip(first, second, strict=False):
         if one != other:

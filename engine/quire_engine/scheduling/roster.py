@@ -1,6 +1,6 @@
-"""Who is live, who of them runs, who waits and who is held, with the blocks each has.
+"""The live groups by state: running, waiting or held.
 
-A live group is in exactly one queue, in the order policy's order, or held; leaving any way frees every block.
+A live group is in exactly one queue, in the order policy's order, or held. Leaving the running queue frees its blocks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from quire_engine.types import GenerationRequest
 
 
 class Roster:
-    """The groups' life: join, then enter and preempt in turns, then end."""
+    """The lives of the groups: join, then enter and be preempted in turns, then end."""
 
     def __init__(self, kv: KVAllocator, order: OrderPolicy) -> None:
-        self.live: dict[str, Group] = {}  # in the order of their arrival, or of their last release
+        self.live: dict[str, Group] = {}  # in the order of arrival, or of the last release
         self.running: list[Group] = []
         self.waiting: list[Group] = []
         self.held: dict[str, Group] = {}  # live, and in neither queue
@@ -37,7 +37,7 @@ class Roster:
     def join(
         self, request: GenerationRequest, *, step: int, work: int, wait_bound: int, account: Account | None = None
     ) -> None:
-        """Make a group of the request and let it wait."""
+        """Make a group for the request and put it into the waiting queue."""
         resumed = request.resumed_token_ids or ((),) * request.num_sequences
         scores_prompt = request.sampling.num_prompt_logprobs is not None
         group = Group(
@@ -47,7 +47,7 @@ class Roster:
             work=work,
             wait_bound=wait_bound,
             account=account,
-            # Whoever resumes a request had them with the first output of choice 0, if there was one.
+            # A resumed request has received them with the first output of choice 0, if that came.
             prompt_logprobs_due=scores_prompt and 0 not in request.finished_choices and not resumed[0],
         )
         for choice in range(request.num_sequences):
@@ -66,7 +66,7 @@ class Roster:
         insort(self.waiting, group, key=self._order.key)
 
     def enter(self, group: Group, match: PrefixMatch, now: float) -> None:
-        """Run a waiting group: its leader gets the matched blocks, and new ones for the rest of what it knows."""
+        """Run a waiting group: its leader gets the matched blocks, and new ones for the rest of its known tokens."""
         self._kv.seat(group.leader, match)
         group.enter(now)
         self.num_running += len(group.sequences)
@@ -74,9 +74,9 @@ class Roster:
         insort(self.running, group, key=self._order.key)
 
     def preempt(self, group: Group, *, is_kept: bool = False) -> None:
-        """Take every block from a running group; it waits in its old place and is computed again.
+        """Free a running group's blocks and put it back into its old place in the waiting queue.
 
-        `is_kept`: they were taken, and what they held was swapped out.
+        `is_kept`: its blocks are swapped out already.
         """
         if not is_kept:
             group.preempt()
@@ -88,7 +88,7 @@ class Roster:
         insort(self.waiting, group, key=self._order.key)
 
     def hold(self, group: Group) -> None:
-        """Take a live group out of its queue, without its blocks."""
+        """Take a live group out of its queue and free its blocks."""
         if group.state == "running":
             group.preempt()
             for sequence in group.sequences:
@@ -101,7 +101,7 @@ class Roster:
         self.held[group.request.request_id] = group
 
     def release(self, group: Group, *, step: int, wait_bound: int) -> None:
-        """Let a held group wait in its old place, for no longer than a request that came now."""
+        """Put a held group back into its old place in the waiting queue, with a new wait bound."""
         request_id = group.request.request_id
         group.release(step, wait_bound)
         self.live[request_id] = self.live.pop(request_id)
@@ -109,13 +109,13 @@ class Roster:
         insort(self.waiting, group, key=self._order.key)
 
     def contenders(self) -> Iterable[Group]:
-        """The live groups that are not held, in their order."""
+        """The live groups that are not held, in the order of `live`."""
         if not self.held:
             return self.live.values()
         return [group for group in self.live.values() if group.state != "held"]
 
     def end(self, sequence: Sequence) -> None:
-        """Take a choice out of everything, and its group with the last one."""
+        """End a choice, and its group with the last one."""
         group = sequence.group
         self._kv.release(sequence)
         del self.sequences[sequence.sequence_id]

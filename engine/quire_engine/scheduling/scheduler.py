@@ -1,6 +1,6 @@
-"""Which sequences compute how many tokens in each step, and what becomes of the tokens that come back.
+"""The scheduler: accepts requests, plans steps, and turns the results of steps into outputs.
 
-Every accepted request has one terminal output per choice, within its printed bound; same calls, same plans.
+Every accepted request has one terminal output per choice, within its wait bound. Equal calls give equal plans.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.swapping import allocator_for
 from quire_engine.types import NON_FINITE, EngineStats, FinishReason, GenerationRequest, TokenOutput
 
-MAX_STARVED = 3  # times that a request is preempted for want of the device's memory, and tried again
+MAX_STARVED = 3  # preemptions of one request for lack of device memory, before it fails
 
 
 class Scheduler:
     """Iteration-level scheduling of requests over one pool of KV blocks.
 
-    How a step is planned is told at the head of `planner`; what holds at all times in `check_invariants`. A request's n
-    choices enter, wait and are preempted together. Raises ConfigError for limits that contradict each other.
+    The header of `planner` tells how a step is planned; `check_invariants` lists what holds at all times. The n choices
+    of a request enter, wait and are preempted together. Raises ConfigError for limits that contradict each other.
     """
 
     def __init__(
         self, config: SchedulerConfig, *, policies: Policies | None = None, host_keys: Collection[bytes] = ()
     ) -> None:
-        """`host_keys`: the hashes of what the first host blocks hold, from an earlier run."""
+        """`host_keys`: the content hashes of the first host blocks, kept on disk by an earlier run."""
         config.check()
         limits = config.limits
         policies = policies or policies_for(limits)
@@ -61,7 +61,7 @@ class Scheduler:
         )
         self._step, self._applied_at = 0, 0.0
         self._prefill_tokens = self._decode_tokens = 0  # of the last applied step
-        self._scheduled_at: dict[int, float] = {}  # by step, of those not applied
+        self._scheduled_at: dict[int, float] = {}  # when each step in flight was planned
         self._deadlines = Deadlines()
 
     @property
@@ -71,11 +71,11 @@ class Scheduler:
 
     @property
     def needs_results(self) -> bool:
-        """Whether the next plan has to know the tokens in flight: penalties, grammars and thinking follow from them."""
+        """Whether the next plan depends on the tokens in flight, as with penalties, grammars and thinking limits."""
         return any(group.reads_output for group in self._roster.running)
 
     def add(self, request: GenerationRequest, now: float) -> None:
-        """Accept a request: it will finish. Raises InfeasibleRequest if no schedule could serve it."""
+        """Accept a request, which then finishes. Raises InfeasibleRequest if no schedule could serve it."""
         if request.request_id in self._roster.live:
             raise InfeasibleRequest("a request with this id is unfinished")
         check_request(self._config, request)
@@ -119,39 +119,39 @@ class Scheduler:
         return self._fail_all(group, message)
 
     def hold(self, request_id: str) -> bool:
-        """Set a request aside, whether it runs or waits: no seat, no blocks, no claim until its release.
+        """Set a request aside until its release: it has no slot and no blocks, and no step computes it.
 
-        False if it is not live, or is held already. Called between two steps, whatever is in flight. After its release
-        it goes on with the very tokens that it would have had; those who go on meanwhile wait no longer for it.
+        False if it is not live, or is held already. May be called between any two steps, with steps in flight. After
+        its release the request continues with the same tokens that it would have had. Other requests no longer wait for
+        it.
 
-        A held group is a preempted one that does not wait. What it had computed stays matchable in the pool as prefixes
-        do that nobody holds: it is found again by its release, unless others needed the blocks, who take them before
-        anyone that runs is preempted. So holding costs nothing, and a release the rest of a block, or at worst a
-        preemption's recomputation.
+        A held group is a preempted one that does not wait. Its computed blocks stay in the prefix cache and are usually
+        found again at its release; other requests may take them before any running group is preempted. So holding costs
+        nothing, and a release costs the rest of a block, or at worst a recomputation.
         """
         group = self._roster.live.get(request_id)
         if group is None or group.state == "held":
             return False
         if self._log is not None:
             self._log.held(request_id)
-        self._planner.let_go(group)
+        self._planner.drop_elder(group)
         self._roster.hold(group)
         return True
 
     def release(self, request_id: str) -> bool:
-        """Let a held request wait for its seat again, with its wait bounded anew. False if it is not held.
+        """Put a held request back into the queue, with a new wait bound. False if it is not held.
 
-        Why the bound on waiting holds (`policies.ElderRule`): a held group is never the elder, and stops being it.
-        Released, it is to the elder rule as a request that has just come: the last of the live ones, its age 0, its
-        bound counted from now. So none that was live then ever waits for it as one that came before. In the queue it
-        has its old place, on which no bound rests.
+        Why the wait bound holds (`policies.ElderRule`): a held group is never the elder. When it is released, the elder
+        rule treats it like a request that has just arrived: it is the last of the live ones, its age is 0, and its
+        bound counts from now. So no group that was live then ever waits for it as for an earlier one. In the queue it
+        has its old place, and no bound depends on that.
         """
         group = self._roster.held.get(request_id)
         if group is None:
             return False
         live = self._roster.live.values()
         others = sum(other.work for other in live if other.state != "held")
-        self._planner.accounts.open(group.request, self._roster.waiting)  # the time in which it was held is no credit
+        self._planner.accounts.open(group.request, self._roster.waiting)  # no credit for the time in which it was held
         bound = self._config.limits.wait_bound(group.work, others)
         self._roster.release(group, step=self._planner.step, wait_bound=bound)
         if self._log is not None:
@@ -159,10 +159,10 @@ class Scheduler:
         return True
 
     def reset_prefix_cache(self) -> Dropped:
-        """Forget on an operator's order what the prefix cache knows: in the pool, on the host and so on disk.
+        """Empty the prefix cache on an operator's order: the pool's part, the host's, and so the one on disk.
 
-        Who runs or is swapped out keeps what it has and its tokens; from then on nobody else finds it, and the log says
-        when, so that a replay does too.
+        Running and swapped groups keep their blocks and their tokens, but no other request matches those blocks any
+        more. The step log records the reset, so that a replay makes it too.
         """
         if self._log is not None:
             self._log.reset()
@@ -170,7 +170,7 @@ class Scheduler:
         return Dropped(num_blocks=num_blocks, host_blocks=host_blocks)
 
     def answer(self, question: str, arguments: Arguments) -> object:
-        """A plain value that tells about this moment; questions are in `Inspection`. Raises Unanswerable."""
+        """A plain value that describes this moment; `Inspection` has the questions. Raises Unanswerable."""
         return self._inspection.answer(question, arguments)
 
     def wait_bound(self, request_id: str) -> int:
@@ -178,10 +178,11 @@ class Scheduler:
         return self._roster.live[request_id].wait_bound
 
     def schedule(self, now: float) -> Batch | None:
-        """The next step's work, or None if there is none, or none that can be told before a result is applied.
+        """Plan the next step; None if there is no work, or none before another result is applied.
 
-        Its result is applied before the next call, or with `plans_ahead` before the one after that. The plan is taken
-        to go well, and every sequence in it to go on; what turns out otherwise is passed over in the next one's result.
+        The step's result is applied before the next call, or with `plans_ahead` before the call after that. The plan
+        assumes that the steps in flight succeed and that every sequence in them continues. If one does not, its part of
+        the next result is ignored.
         """
         if not self.has_work:
             return None
@@ -195,18 +196,18 @@ class Scheduler:
         if batch is None:
             return None
         self._scheduled_at[self._step] = now
-        self._follow(batch)
+        self._advance(batch)
         return batch
 
     def apply(self, batch: Batch, result: StepResult, now: float) -> list[TokenOutput]:  # noqa: PLR0912 - kinds of items
-        """Take in a step's tokens, scores and errors.
+        """Apply a step's tokens, scores and errors; returns the outputs.
 
-        Sequences that ended or were preempted since `schedule` are passed over: what was computed for them is void.
+        Results for sequences that ended or were preempted since `schedule` are ignored.
         """
         outputs: list[TokenOutput] = []
         sequences, samples, errors = self._roster.sequences, result.samples, result.errors
         if result.non_finite:
-            self._disown_non_finite(batch, result)
+            self._invalidate_non_finite(batch, result)
         for item in batch.items:
             sequence = sequences.get(item.sequence_id)
             if sequence is None or item.run != sequence.group.num_preemptions:
@@ -215,7 +216,7 @@ class Scheduler:
                 outputs += self._fail_slice(sequence, item, errors[item.sequence_id])
                 continue
             if item.sequence_id in result.starved:
-                outputs += self._try_later(sequence.group, batch.step_id)
+                outputs += self._preempt_starved(sequence.group, batch.step_id)
                 continue
             end = item.start + len(item.token_ids)
             self._kv.commit(sequence, end)
@@ -234,7 +235,7 @@ class Scheduler:
                 outputs += self._finish_prompt_only(sequence.group, now)
         self._decode_tokens = batch.num_decodes
         self._prefill_tokens = batch.num_tokens - batch.num_decodes
-        # A step that was planned ahead began when the one before it ended.
+        # A step that was planned ahead begins when the step before it ends.
         began = max(self._scheduled_at.pop(batch.step_id, now), self._applied_at)
         self._applied_at = now
         if self._log is not None:
@@ -245,7 +246,7 @@ class Scheduler:
         return outputs
 
     def stats(self) -> EngineStats:
-        """Gauges of this moment and counters since the start; the caller adds the times."""
+        """Gauges of this moment and counters since the start. The caller adds the step's times."""
         books = engine_stats(self._kv, self._roster, self._planner)
         books = replace(books, prefill_tokens=self._prefill_tokens, decode_tokens=self._decode_tokens)
         return books if self._swapping is None else self._swapping.add_to(books)
@@ -253,8 +254,8 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Raise InvariantViolation if queues, counts, tables and blocks disagree. Call between steps.
 
-        What holds at all times, by the numbers that the tests cite; those with a star are looked at here, the
-        missing ones belong to what this scheduler does not do:
+        The invariants by the numbers that the tests cite. Those with a star are checked here; missing numbers belong to
+        features that this scheduler does not have.
 
         I1*  references: a block's count is the number of live tables that hold it, and of copies planned from it.
         I2*  partition: free, cached and used blocks are disjoint and make up the pool; so it is with the host's.
@@ -267,14 +268,14 @@ class Scheduler:
         I9   gate: a request that cannot be served is refused by `add`, never later.
         I10  determinism: same calls, same plans and same outputs.
         I11  shares: under fair queueing, tenants that always wait differ by no more than `FairQueue` promises.
-        I12  solo tokens: a choice's tokens are those it gets alone, however it is batched, cut, shared or preempted.
-        I14* swap: what a swapped sequence kept is in the pool or on the host, and comes back as it was.
+        I12  solo tokens: a choice gets the tokens that it gets alone, however it is batched, cut, shared or preempted.
+        I14* swap: each block that a swapped sequence kept is in the pool or on the host, and comes back unchanged.
         I15  no leak: no block is used when no request is left.
         I16  gauges: `stats` equals the state, counted anew.
         I17* wait bound: a request ends within the steps that `wait_bound` named at its submission, or its last release.
         I18  replay: a step log's inputs, given to another scheduler, bring the same plans.
-        I19* held: who is set aside has no seat, no block and no part in plans, and is never the elder.
-        I20* bypasses: no group is overtaken more than `max_bypasses` times, but while it waits for a prefix.
+        I19* held: a held group has no slot, no block and no part in plans, and is never the elder.
+        I20* bypasses: no group is overtaken more than `max_bypasses` times, except while it waits for a prefix.
         """
         limits, roster = self._config.limits, self._roster
         roster.check()
@@ -288,8 +289,8 @@ class Scheduler:
             require(age < group.wait_bound, f"request {group.request.request_id} is alive after {age} steps")
             require(group.num_bypasses <= limits.max_bypasses, f"{group.num_bypasses} bypasses of one request")
 
-    def _follow(self, batch: Batch) -> None:
-        """Take a plan for computed: its sequences go on, a finished prompt goes to those who wait for it."""
+    def _advance(self, batch: Batch) -> None:
+        """Count the batch as computed; a finished prompt is forked to the choices that wait for it."""
         sequences = self._roster.sequences
         for item in batch.items:
             sequence = sequences.get(item.sequence_id)
@@ -310,9 +311,10 @@ class Scheduler:
                     group.launch(each, samples=False)
 
     def _take_tokens(self, sequence: Sequence, samples: tuple[SampledToken, ...], at: int, now: float) -> TokenOutput:
-        """Put the sampled tokens in their places from position `at` on, up to the one that ends the sequence.
+        """Store the sampled tokens from position `at` on, up to the first one that ends the sequence.
 
-        Those behind that one were never wanted; of several, the others were not awaited and nothing is in flight.
+        Tokens after that one are dropped. Several tokens come only where the next plan waits for results, so that
+        nothing of the sequence is in flight then.
         """
         if samples[-1].error is not None:
             self._roster.end(sequence)
@@ -344,20 +346,19 @@ class Scheduler:
         return [prompt_only_output(sequence) for sequence in self._roster.end_all(group)]
 
     def _fail_slice(self, sequence: Sequence, item: ScheduledSequence, message: str) -> list[TokenOutput]:
-        """A slice of the prompt that failed failed for every choice that waits for it, a beam's for the search."""
+        """A prompt slice that fails ends every choice that waits for it; a beam's slice ends the whole search."""
         if item.start < item.num_prompt_tokens or sequence.group.beams is not None:
             return self._fail_all(sequence.group, message)
         self._roster.end(sequence)
         return [error_output(sequence, message)]
 
-    def _disown_non_finite(self, batch: Batch, result: StepResult) -> None:
-        """Put those of `result.non_finite` among its starved ones, which are computed anew, or else among its errors.
+    def _invalidate_non_finite(self, batch: Batch, result: StepResult) -> None:
+        """Move each sequence of `result.non_finite` to `result.starved`, or the second time to `result.errors`.
 
-        Those are sequences whose row held a value that is no number; nobody is given what the blocks hold that they
-        read and wrote. A prefix that another request left in the cache may be what is wrong: computed anew, once, it is
-        not found any more, and a request for which that brings the same ends. Blocks need not be cleared: attention
-        never has what lies behind a sequence's end for an operand, and what lies before it is written before it is
-        read.
+        A row of such a sequence held NaN or infinity, so no other request may match the blocks that the sequence read
+        and wrote. A starved sequence is computed again, once: a cached prefix that was wrong is then not found any
+        more. A request that gets a non-finite value again ends with an error. Blocks need not be cleared: attention
+        never reads a position beyond a sequence's end, and every position before it is written before it is read.
         """
         for item in batch.items:
             sequence = self._roster.sequences.get(item.sequence_id)
@@ -367,8 +368,8 @@ class Scheduler:
             if result.non_finite.isdisjoint(concerned):
                 continue
             group = sequence.group
-            self._kv.disown(group.sequences)
-            for sequence_id in concerned:  # neither token nor error: what is put down below is all that is said of them
+            self._kv.invalidate(group.sequences)
+            for sequence_id in concerned:  # replaced by the entry that is made below
                 result.samples.pop(sequence_id, None)
                 result.errors.pop(sequence_id, None)
             if group.num_starved:
@@ -376,8 +377,8 @@ class Scheduler:
             else:
                 result.starved.add(item.sequence_id)
 
-    def _try_later(self, group: Group, step: int) -> list[TokenOutput]:
-        """Preempt a group that the device has no memory to compute; that it had none again and again is an error."""
+    def _preempt_starved(self, group: Group, step: int) -> list[TokenOutput]:
+        """Preempt a group for which the device had no memory; after `MAX_STARVED` such preemptions it fails."""
         group.note_starved()
         if group.num_starved > MAX_STARVED:
             return self._fail_all(group, "the device has no memory left to compute this request")
@@ -392,26 +393,26 @@ class Scheduler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped:
-    """What the prefix cache knew and knows no more."""
+    """Cached blocks that `reset_prefix_cache` has forgotten."""
 
-    num_blocks: int  # of the pool, which nobody held
-    host_blocks: tuple[int, ...]  # of the host's memory; what is on disk of them is to go too
+    num_blocks: int  # unreferenced blocks of the pool
+    host_blocks: tuple[int, ...]  # blocks of host memory; their files on disk are to be deleted too
 
 
-_FEW = 64  # entries of requests that have ended: not worth a look
+_FEW = 64  # entries of ended requests that are not worth a clean-up
 
 
 class Deadlines:
-    """The deadlines of live requests, the earliest first: each is told once, none early.
+    """The deadlines of live requests, the earliest first; `due` returns each once and none early.
 
-    What a request that ended has left here is bounded by those that live.
+    Entries of ended requests are removed when they outnumber the live ones.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, str]] = []
 
     def add(self, request: GenerationRequest, live: Collection[str]) -> None:
-        """Watch a request, where it has a deadline. `live` are the ids of all that are unfinished."""
+        """Add a request's deadline, if it has one. `live`: the ids of all unfinished requests."""
         if request.deadline is None:
             return
         if len(self._heap) > 2 * len(live) + _FEW:
@@ -420,7 +421,7 @@ class Deadlines:
         heappush(self._heap, (request.deadline, request.request_id))
 
     def due(self, now: float) -> list[str]:
-        """The ids of those whose time is over; of requests that have ended, too."""
+        """The ids of the requests whose deadline has passed; ended requests may be among them."""
         due = []
         while self._heap and self._heap[0][0] <= now:
             due.append(heappop(self._heap)[1])

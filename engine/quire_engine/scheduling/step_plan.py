@@ -1,7 +1,6 @@
-"""One step's plan while the scheduler makes it: who gets how many tokens, which blocks are copied first, and why.
+"""One step's plan while it is made: the slices, the copies to make before them, and the decisions.
 
-The budget is never overdrawn; what a preempted group was given is taken back whole; each decision about a group is
-noted.
+The budget is never exceeded. A preempted group loses all its slices. Each decision about a group is recorded.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ DecisionKind = Literal["elder", "enters", "waits", "preempted"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What was decided about one group in a step; slices are not among them, they are the plan itself."""
+    """A decision about one group in a step. Slices are the plan itself and not recorded here."""
 
     kind: DecisionKind
     request_id: str
-    reason: str = ""  # of waiting: a WaitReason; of a preemption: who needed what it had
-    num_tokens: int = 0  # of entering: cached ones, or kept by a swap; of a preemption: those that are kept
+    reason: str = ""  # "waits": a WaitReason; "preempted": a PreemptionCause
+    num_tokens: int = 0  # "enters": cached or swapped-in tokens; "preempted": swapped-out tokens
 
 
 class StepPlan:
-    """Slices in the order in which they were first given, which is the order of the batch."""
+    """The slices, in the order in which they were first assigned, which is the order of the batch."""
 
     __slots__ = ("_copies", "budget", "decisions", "elder", "num_preempted", "slices")
 
@@ -39,7 +38,7 @@ class StepPlan:
         self.num_preempted = 0
         self._copies: dict[Sequence, tuple[int, int]] = {}
 
-    def give(self, sequence: Sequence, num_tokens: int, copy: tuple[int, int] | None = None) -> None:
+    def assign(self, sequence: Sequence, num_tokens: int, copy: tuple[int, int] | None = None) -> None:
         """Add tokens to a sequence's slice."""
         self.slices[sequence] = self.slices.get(sequence, 0) + num_tokens
         self.budget -= num_tokens
@@ -47,16 +46,16 @@ class StepPlan:
             self._copies[sequence] = copy
 
     def note(self, kind: DecisionKind, group: Group, *, reason: str = "", num_tokens: int = 0) -> None:
-        """Remember a decision for whoever asks later why."""
+        """Record a decision for the step log."""
         request_id = group.request.request_id
         self.decisions.append(Decision(kind=kind, request_id=request_id, reason=reason, num_tokens=num_tokens))
 
     def limit(self, num_tokens: int) -> None:
-        """Give at most so many more."""
+        """Limit the rest of the budget."""
         self.budget = min(self.budget, num_tokens)
 
     def take_back(self, group: Group) -> dict[int, int]:
-        """Drop the slices and copies of a group that is being preempted; returns the copies' sources by target."""
+        """Remove the slices and copies of a group that is preempted; returns the copies' sources by target."""
         self.num_preempted += 1
         copied_from: dict[int, int] = {}
         for sequence in group.sequences:
@@ -68,15 +67,15 @@ class StepPlan:
 
     @property
     def num_streams(self) -> int:
-        """Sequences that get the next token of a stream."""
+        """Sequences with output that get their next token."""
         return sum(1 for sequence, size in self.slices.items() if size == 1 and sequence.num_output_tokens > 0)
 
     def planned(self, group: Group) -> int:
-        """Tokens that the group was given."""
+        """Tokens that were assigned to the group."""
         return sum(self.slices.get(sequence, 0) for sequence in group.computing)
 
     def batch(self, step_id: int, moves: Moves = NO_MOVES) -> Batch:
-        """The plan as the runner gets it."""
+        """The plan as a `Batch` for the executor."""
         items = tuple([_item(sequence, num_tokens) for sequence, num_tokens in self.slices.items()])
         return Batch(
             step_id=step_id,
@@ -117,7 +116,7 @@ def _output(sequence: Sequence) -> tuple[int, ...]:
 
 
 def _forks(group: Group) -> tuple[Fork, ...]:
-    """The followers without output: their first token comes from the leader's row."""
+    """The followers without output: their first token is sampled from the leader's row."""
     return tuple(
         Fork(sequence_id=follower.sequence_id, choice=follower.choice)
         for follower in group.followers()

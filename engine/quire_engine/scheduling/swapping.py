@@ -1,4 +1,4 @@
-"""Preempts by swap where that is cheaper than to compute again: who decides, the allocator, the host's blocks."""
+"""Preemption by swapping: its cost rule, the allocator with host memory, and the pool of host blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire_engine.types import EngineStats
 
 
 def allocator_for(config: SchedulerConfig, stored: Iterable[bytes] = ()) -> tuple[KVAllocator, Swapping | None]:
-    """The allocator, and who swaps where there is host memory for it."""
+    """The allocator; with host memory it swaps, and `Swapping` decides for which victims."""
     limits = config.limits
     if config.num_host_blocks == 0:
         return (
@@ -40,9 +40,9 @@ def allocator_for(config: SchedulerConfig, stored: Iterable[bytes] = ()) -> tupl
 
 
 class Swapping:
-    """Decides for one victim after the other.
+    """Decides for each victim between swapping and recomputation.
 
-    A group that is swapped goes on where its last known result left it; whoever cannot be is computed again.
+    A swapped group continues after its last applied result; other victims are recomputed.
     """
 
     def __init__(self, kv: SwappingAllocator, cost: SwapCost) -> None:
@@ -51,10 +51,11 @@ class Swapping:
         self._cost = cost
 
     def swap_out(self, group: Group, copied_from: Mapping[int, int]) -> bool:
-        """Take a running group's blocks and keep what they hold; False, with nothing done, if it is to be recomputed.
+        """Swap a running group's blocks out; False, with nothing changed, if the group is to be recomputed.
 
-        Kept is what results were taken in for. What is in flight is void, and computed again to the same end; so is
-        the last known token of a beam that was waiting for the others, whose continuations are told once more.
+        Only tokens with applied results are kept. Tokens in flight are dropped and computed again, with the same
+        result. So is the last known token of a beam that was waiting for the other beams: its candidates are computed
+        once more.
         """
         group.forget_pending()
         shared = all(s.kv.num_settled >= group.num_prompt_tokens for s in group.sequences) or len(group.sequences) == 1
@@ -71,16 +72,16 @@ class Swapping:
         for sequence in group.sequences:
             if sequence.kv.swapped is None:
                 self._kv.release(sequence)
-        group.set_aside(prompt_shared=shared)
+        group.preempt_swapped(prompt_shared=shared)
         self.total_swaps += 1
         return True
 
     def learn(self, *, prompt_tokens: int, num_decodes: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
+        """Learn from a step's size and its seconds."""
         self._cost.learn(prompt_tokens=prompt_tokens, num_decodes=num_decodes, seconds=seconds)
 
     def add_to(self, stats: EngineStats) -> EngineStats:
-        """The statistics with those of the host's blocks."""
+        """The statistics, completed by those of host memory."""
         host = self._kv.host
         return replace(
             stats,
@@ -97,14 +98,14 @@ class Swapping:
 
 
 class SwappingAllocator(KVAllocator):
-    """A `KVAllocator` with host memory to swap to: blocks leave the pool with what they hold, and come back.
+    """A `KVAllocator` with host memory: blocks can be swapped out and in again, and evicted prefixes matched there.
 
-    A swapped sequence gets the bytes back that it had; an evicted prefix is matched on the host while it is there; a
-    block that could come from two places comes from the pool.
+    A swapped sequence gets the same bytes back. A block that is both in the pool and on the host is taken from the
+    pool.
 
-    A full block goes by the hash of its content, whoever asks for it: it is copied out only when the pool evicts it,
-    and then into a place that was promised to those who swapped it out. Other blocks are copied out at once, by keys of
-    their own; siblings that shared one get a copy each when they come back.
+    A full block is keyed by the hash of its content, for every sequence. It is copied out only when the pool evicts it,
+    into a host block that was reserved when its sequences were swapped out. A partial block is copied out at once under
+    a private key; choices that shared one get a copy each when they come back.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class SwappingAllocator(KVAllocator):
         cost: SwapCost,
         stored: Iterable[bytes] = (),
     ) -> None:
-        """`stored`: the hashes of what host blocks 0, 1, ... hold already."""
+        """`stored`: the content hashes of host blocks 0, 1, ... from an earlier run."""
         super().__init__(num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching)
         self.host = HostTier(num_host_blocks, stored)
         self._cost = cost
@@ -128,7 +129,7 @@ class SwappingAllocator(KVAllocator):
     # ---- prefixes -------------------------------------------------------------------------------------------------
 
     def match(self, sequence: Sequence, max_tokens: int) -> PrefixMatch:
-        """The longest prefix in the pool, and what follows it on the host; of a swapped sequence, what it kept."""
+        """The longest prefix in the pool and after it on the host; for a swapped sequence, the tokens that it kept."""
         if sequence.kv.swapped is not None:
             return PrefixMatch(num_tokens=sequence.kv.swapped.num_tokens)
         found = super().match(sequence, max_tokens)
@@ -141,31 +142,31 @@ class SwappingAllocator(KVAllocator):
         return PrefixMatch(found.blocks, num_blocks * self.block_size, restored=tuple(restored))
 
     def seat_cost(self, sequence: Sequence, match: PrefixMatch) -> int:
-        """Of a swapped sequence: what it takes to bring its whole group back."""
+        """For a swapped sequence: the blocks that its whole group needs to come back."""
         if sequence.kv.swapped is not None:
             return self._swap_in_cost(sequence.group)
         return super().seat_cost(sequence, match)
 
     def seat(self, sequence: Sequence, match: PrefixMatch) -> None:
-        """Of a swapped sequence: bring its whole group back."""
+        """For a swapped sequence: bring its whole group back."""
         if sequence.kv.swapped is not None:
             self._swap_in(sequence.group)
             return
         first = len(match.blocks)
         keys = sequence.kv.block_hashes[first : first + len(match.restored)]
-        self.host.claim(keys)  # or the blocks that are taken now would push them out
+        self.host.claim(keys)  # otherwise the following evictions could displace them
         self.host.hold(keys)
         super().seat(sequence, match)
         for key, block in zip(keys, sequence.kv.table.block_ids[first:], strict=False):
             self.host.bring(key, block)
             self._cache.register(key, block)
-        # A tail is copied in the step that is planned: it counts when that one's result is there.
+        # A tail is copied in the step that is being planned, so it counts when that step's result is applied.
         sequence.kv.num_committed = first + len(keys)
         sequence.kv.num_certain = sequence.kv.num_settled = sequence.kv.num_committed * self.block_size
 
     def commit(self, sequence: Sequence, num_computed: int) -> None:
         sequence.kv.num_settled = num_computed
-        if num_computed == sequence.num_prompt_tokens:  # for all choices: each of them holds its blocks already
+        if num_computed == sequence.num_prompt_tokens:  # for all choices, which share the prompt's blocks already
             for sibling in sequence.group.sequences:
                 sibling.kv.num_settled = max(sibling.kv.num_settled, num_computed)
         super().commit(sequence, num_computed)
@@ -182,7 +183,7 @@ class SwappingAllocator(KVAllocator):
         sequence.kv.num_settled = 0
 
     def forget_cached(self, kept: Collection[bytes] = ()) -> tuple[int, tuple[int, ...]]:
-        """What swapped sequences will go on with stays where it is, which may be the pool alone."""
+        """Empty the prefix cache, except for blocks of swapped sequences; some of them only the pool has."""
         claimed = {key for key in self._cache.contents() if self.host.is_claimed(key)}
         num_blocks, _ = super().forget_cached({*kept, *claimed})
         return num_blocks, self.host.forget_unclaimed()
@@ -190,7 +191,7 @@ class SwappingAllocator(KVAllocator):
     # ---- swapped sequences ----------------------------------------------------------------------------------------
 
     def swap_size(self, kept: Iterable[tuple[Sequence, int]]) -> tuple[int, int]:
-        """(blocks, tokens) that would be lost of sequences' first tokens: what others hold too would not be."""
+        """The (blocks, tokens) to swap for these sequences; blocks that other sequences hold too stay anyway."""
         held: Counter[int] = Counter()
         total = 0
         for sequence, num_tokens in kept:
@@ -200,12 +201,12 @@ class SwappingAllocator(KVAllocator):
         return own, min(total, own * self.block_size)
 
     def swap_out(self, wanted: Iterable[tuple[Sequence, int]], copied_from: Mapping[int, int]) -> bool:
-        """Release sequences, each with so many tokens kept on the host; False if it has not the room.
+        """Release sequences and keep the first tokens of each; False if host memory is short.
 
-        `copied_from`: by block, where a copy into it was planned in this step that will not be made.
+        `copied_from`: the sources of copies that this step had planned and will not make, by target block.
         """
         kept: list[tuple[Sequence, Swapped]] = []
-        sources: dict[bytes, int] = {}  # of contents that are nowhere but in the sequence's own block
+        sources: dict[bytes, int] = {}  # contents that only the sequence's own block has
         private: dict[int, bytes] = {}
         for sequence, num_tokens in wanted:
             blocks = sequence.kv.table.block_ids[: sequence.kv.table.num_blocks_for(num_tokens)]
@@ -248,7 +249,7 @@ class SwappingAllocator(KVAllocator):
         return cost
 
     def _swap_in(self, group: Group) -> None:
-        """Give a group's sequences what they had; what the pool still holds first, before anything of it is evicted."""
+        """Give a group's sequences their blocks back; those still in the pool first, before they can be evicted."""
         swapped = _swapped(group)
         found: list[list[int | None]] = []
         for _, kept in swapped:
@@ -265,14 +266,14 @@ class SwappingAllocator(KVAllocator):
             self._grow(sequence, len(sequence.token_ids))
 
     def _revive(self, key: bytes) -> int | None:
-        """One more reference to the pool's block with this content, if there is one."""
+        """Take a reference to the pool's block with this content, if there is one."""
         block = self._cache.block(key)
         if block is not None:
             self._hold(block)
         return block
 
     def _bring_full(self, key: bytes, brought: dict[bytes, int]) -> int:
-        """A block for a full one of several siblings, who share it."""
+        """A block for a full block's content, which several choices of the group share."""
         if key in brought:
             self._pool.share(brought[key])
             return brought[key]
@@ -294,10 +295,10 @@ class SwappingAllocator(KVAllocator):
     def _evict(self, content: bytes, block: int) -> None:
         self.host.evict(content, block)
 
-    # ---- the books ------------------------------------------------------------------------------------------------
+    # ---- invariants -----------------------------------------------------------------------------------------------
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """I2 for the host's blocks too, and of I14: whatever a swapped sequence kept is somewhere."""
+        """I2 for host blocks too, and I14: every block that a swapped sequence kept is in the pool or on the host."""
         sequences = list(sequences)
         super().check(sequences)
         swapped = [sequence.kv.swapped for sequence in sequences if sequence.kv.swapped is not None]
@@ -314,25 +315,25 @@ def _swapped(group: Group) -> list[tuple[Sequence, Swapped]]:
     return [(sequence, sequence.kv.swapped) for sequence in group.sequences if sequence.kv.swapped is not None]
 
 
-_PRIVATE = b"private "  # how keys begin that name no content: nobody else can ask for them
+_PRIVATE = b"private "  # the prefix of keys for partial blocks, which only their own sequence uses
 
 
 class HostTier:
-    """Copies of blocks between the device's pool and the host's, until a step takes them along.
+    """Copies between the pool and host memory that the next step is to make.
 
-    A content is read from the host only if it is there when the step's copies are made, in the order out, then in; what
-    a copy reads is not reused before.
+    A step makes its copies in the order out, then in. A content may be read from the host only if it is there by then,
+    and the target of a copy is not reused before.
     """
 
     def __init__(self, num_blocks: int, stored: Iterable[bytes] = ()) -> None:
-        """`stored`: what blocks 0, 1, ... hold already, the least recently wanted first."""
+        """`stored`: the keys that blocks 0, 1, ... hold already, the least recently used first."""
         self.pool = HostPool(num_blocks)
         for key in stored:
             self.pool.store(key)
         self.total_out = self.total_in = 0
         self._out: dict[int, tuple[int, bytes]] = {}  # host block -> device block, key
         self._arriving: dict[int, bytes] = {}  # device block -> key
-        self._held: list[bytes] = []  # claimed until the copies are on their way
+        self._held: list[bytes] = []  # claims that last until the copies are in a step
         self._num_private = 0
 
     def private_key(self) -> bytes:
@@ -341,7 +342,7 @@ class HostTier:
         return _PRIVATE + self._num_private.to_bytes(8, "big")
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """The host blocks of the longest run of stored keys from the first on, as far as they can be held."""
+        """The host blocks of the longest run of stored keys from the first on, as far as they can be claimed."""
         found: list[int] = []
         room = self.pool.num_room
         for key in keys:
@@ -362,49 +363,49 @@ class HostTier:
             self.pool.drop(key, keep=not key.startswith(_PRIVATE))
 
     def hold(self, keys: Values[bytes]) -> None:
-        """Take over claims, for as long as copies of these keys may be asked for in this plan."""
+        """Take over claims until this plan's copies are in a step."""
         self._held += keys
 
     def arriving(self, block: int) -> bytes | None:
-        """The key whose content a device block is to get, if its copy was not taken along yet."""
+        """The key whose content is to be copied into a device block by the step that is being planned."""
         return self._arriving.get(block)
 
     def evict(self, key: bytes, block: int) -> None:
-        """A matchable device block is about to be written anew."""
-        if self.pool.holds(key):  # so it is with every block whose content has not arrived
+        """A matchable device block is about to be overwritten."""
+        if self.pool.holds(key):  # true of every block that is still to be copied in
             self.pool.touch(key)
         else:
             self.save(key, block)
 
     def save(self, key: bytes, block: int) -> None:
-        """Copy a device block out, if there is room for the key."""
+        """Copy a device block out, if host memory has room for the key."""
         require(block not in self._arriving, f"block {block} is copied out before its content has come in")
         target = self.pool.store(key)
         if target is not None:
             self._out[target] = block, key
 
     def bring(self, key: bytes, block: int) -> None:
-        """Copy a stored key in; it must be held."""
+        """Copy a stored and held key into a device block."""
         require(self.pool.holds(key) and key in self._held, "a block is to come from the host that is not there")
         self._arriving[block] = key
 
     def forget(self, block: int) -> None:
-        """A device block is handed out for writing: nothing needs to arrive in it."""
+        """A device block is handed out for writing: drop a copy into it."""
         self._arriving.pop(block, None)
 
     def is_claimed(self, key: bytes) -> bool:
-        """Whether a swapped sequence will go on with it."""
+        """Whether a swapped sequence needs this content."""
         return self.pool.is_claimed(key)
 
     def forget_unclaimed(self) -> tuple[int, ...]:
-        """Nobody will find what is kept for nobody in particular; the host blocks that held it."""
+        """Forget every content without a claim; returns the host blocks that held them."""
         blocks = self.pool.forget_unclaimed()
         for block in blocks:
-            self._out.pop(block, None)  # its copy is not wanted any more
+            self._out.pop(block, None)  # drop its copy
         return blocks
 
     def take(self) -> Moves:
-        """The copies since the last call."""
+        """The copies that were planned since the last call."""
         if not (self._out or self._arriving or self._held):
             return NO_MOVES
         out = tuple((block, target) for target, (block, _) in self._out.items())
@@ -418,16 +419,16 @@ class HostTier:
         return Moves(out, into, keys)
 
     def check(self, claimed: Iterable[bytes]) -> None:
-        """Raise InvariantViolation unless every claim is a swapped sequence's, or held for copies to come."""
+        """Raise InvariantViolation unless every claim belongs to a swapped sequence or to a planned copy."""
         self.pool.check([*claimed, *self._held])
 
 
 class HostPool:
-    """Blocks of host memory by the key of what they hold: claimed by swapped sequences, or kept while there is room.
+    """Blocks of host memory by key: claimed by swapped sequences, or cached while there is room.
 
-    Ids are 0 .. num_blocks - 1. A key is in at most one block; a claim may come before the content does. A claimed
-    key that is stored is not lost, and one that is not stored yet finds a block when it comes; what nobody claims goes
-    in the order in which it was last wanted.
+    Ids are 0 .. num_blocks - 1. A key is in at most one block. A key can be claimed before its content is stored: a
+    block is then reserved for it. A claimed content is not lost; unclaimed contents are evicted, the least recently
+    used first.
     """
 
     __slots__ = ("_block_of", "_claims", "_free", "_num_promised", "_unclaimed", "num_blocks")
@@ -436,37 +437,37 @@ class HostPool:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._block_of: dict[bytes, int] = {}
-        self._unclaimed: dict[bytes, None] = {}  # of the stored keys; the next to be given up first
+        self._unclaimed: dict[bytes, None] = {}  # stored keys without a claim, the next to be evicted first
         self._claims: dict[bytes, int] = {}
-        self._num_promised = 0  # claimed keys that are not stored: a block is left for each
+        self._num_promised = 0  # claimed keys that are not stored: a block is reserved for each
 
     @property
     def num_used(self) -> int:
-        """Blocks whose content somebody has claimed."""
+        """Blocks whose content is claimed."""
         return len(self._block_of) - len(self._unclaimed)
 
     @property
     def num_cached(self) -> int:
-        """Blocks whose content is kept because nothing else needs the room."""
+        """Blocks whose content is kept without a claim."""
         return len(self._unclaimed)
 
     @property
     def num_room(self) -> int:
-        """Keys without a claim that can still get one, or that can be stored without one."""
+        """Further keys that can be claimed, or stored without a claim."""
         return len(self._free) + len(self._unclaimed) - self._num_promised
 
     def holds(self, key: bytes) -> bool:
         return key in self._block_of
 
     def block(self, key: bytes) -> int:
-        """Where a stored key is. Raises KeyError."""
+        """The block of a stored key. Raises KeyError."""
         return self._block_of[key]
 
     def is_claimed(self, key: bytes) -> bool:
         return key in self._claims
 
     def claim(self, key: bytes) -> None:
-        """One claim more. The first one takes up room, whether the key is stored or not."""
+        """Add a claim. The first claim of a key takes up room, whether the key is stored or not."""
         count = self._claims.get(key, 0)
         if count == 0:
             require(self.num_room > 0, "host blocks were promised that are not there")
@@ -477,7 +478,7 @@ class HostPool:
         self._claims[key] = count + 1
 
     def drop(self, key: bytes, *, keep: bool) -> None:
-        """One claim less; after the last one the content is kept while there is room, or without `keep` forgotten."""
+        """Remove a claim; after the last one the content stays cached, or without `keep` is forgotten."""
         count = self._claims[key] - 1
         if count > 0:
             self._claims[key] = count
@@ -498,7 +499,7 @@ class HostPool:
         elif self.num_room < 1:
             return None
         else:
-            self._unclaimed[key] = None  # the newest: it is not what goes next
+            self._unclaimed[key] = None  # at the end: it is evicted last
         if self._free:
             block = self._free.pop()
         else:
@@ -509,13 +510,13 @@ class HostPool:
         return block
 
     def touch(self, key: bytes) -> None:
-        """A stored key was wanted: if nobody claims it, it goes last."""
+        """A stored key was used: without a claim it is evicted last."""
         if key in self._unclaimed:
             del self._unclaimed[key]
             self._unclaimed[key] = None
 
     def forget_unclaimed(self) -> tuple[int, ...]:
-        """Free the blocks whose content is kept for nobody in particular; which they were."""
+        """Free the blocks without a claim; returns them."""
         blocks = tuple(self._block_of.pop(key) for key in self._unclaimed)
         self._unclaimed.clear()
         self._free += blocks
@@ -541,16 +542,16 @@ class HostPool:
 
 
 _FEWEST = 32  # prompt tokens; the time of a step with fewer says more about its decodes
-_WEIGHT = 0.3  # of the newest step in the mean
+_WEIGHT = 0.3  # weight of the newest step in the mean
 
 
 class SwapCost:
-    """Whether what a victim has computed is cheaper to copy to the host and back, or to compute again.
+    """Whether swapping a victim out and in is cheaper than computing its tokens again.
 
-    Recompute where tokens * seconds of a token < 2 * bytes / bandwidth, else swap.
+    Recompute where tokens * seconds per token < 2 * bytes / bandwidth, else swap.
 
-    What a token costs is learned from steps with prompts in them, what a block costs was measured at the start. Until
-    such a step was seen, copying is taken to be cheaper.
+    The seconds per token are learned from steps with prompts; the seconds per block are measured at the start. Until
+    such a step was seen, swapping counts as cheaper.
     """
 
     def __init__(self, seconds_per_block: float) -> None:
@@ -558,15 +559,15 @@ class SwapCost:
         self._seconds_per_token = 0.0  # unknown
 
     def prefers_swap(self, *, num_blocks: int, num_tokens: int) -> bool:
-        """Whether to copy so many blocks out and in rather than to compute so many tokens again."""
+        """Whether copying `num_blocks` blocks out and in is cheaper than computing `num_tokens` tokens again."""
         return self._is_cheaper(2 * num_blocks, num_tokens)
 
     def prefers_restoring(self, *, num_blocks: int, num_tokens: int) -> bool:
-        """Whether to copy blocks in that are on the host already."""
+        """Whether copying `num_blocks` blocks in is cheaper than computing their tokens."""
         return self._is_cheaper(num_blocks, num_tokens)
 
     def learn(self, *, prompt_tokens: int, num_decodes: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
+        """Learn from a step's size and its seconds."""
         if prompt_tokens < _FEWEST:
             return
         rate = seconds / (prompt_tokens + num_decodes)

@@ -1,4 +1,4 @@
-"""The scheduler that serves, run against a model of what steps take instead of a machine: what would happen if.
+"""Simulation: the serving scheduler, run against a cost model of its steps instead of a machine.
 
-Standard library and `scheduling` only. Knows no server, no tensors and no real clock.
+Standard library and `scheduling` only. Has no server, no tensors and no real clock.
 """

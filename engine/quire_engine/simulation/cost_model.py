@@ -1,7 +1,7 @@
-"""What a step takes: seconds from the sizes in its batch.
+"""The cost model of a step: seconds from the sizes in its batch.
 
-Promises: the same batch gives the same seconds; a step without prompts follows a straight line, one with prompts a
-table of measured sizes, which never falls. Must not know: the scheduler, clocks.
+Promises: equal batches take equal seconds; the time of a step without prompts is linear, that of a step with prompts
+comes from a table of measured sizes, which never falls. Must not know: the scheduler, clocks.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 class StepSizes(NamedTuple):
-    """All of a step that its time depends on."""
+    """The sizes that a step's time depends on."""
 
     num_tokens: int
     num_decodes: int
-    context: int  # tokens that slices of one token look at
-    before: int  # for longer slices: tokens of the slice x tokens before it
+    context: int  # tokens attended by slices of one token
+    before: int  # sum over longer slices: tokens of the slice x tokens before it
 
     @property
     def has_prompts(self) -> bool:
@@ -52,26 +52,26 @@ def step_sizes(batch: Batch) -> StepSizes:
 class CostModel:
     """Seconds of a step.
 
-    Without prompts: step + row * decodes + context * (tokens that they look at). With prompts the table gives the time
-    for all tokens of the step, linear between two of its sizes and beyond its last: a product that already reads all
-    weights takes decodes along almost for nothing (table 2 of Sarathi-Serve). To both comes what attention reads: for
-    decodes as above, for prompts chunk_context * (tokens of a chunk) * (tokens before it).
+    Without prompts: step + row * decodes + context * (tokens that they attend to). With prompts the table gives the
+    time for all tokens of the step, linear between its sizes and beyond its last: a matrix product that already reads
+    all weights computes decodes almost for free (table 2 of Sarathi-Serve). In both cases the time of attention is
+    added: for decodes as above, for prompts chunk_context * (tokens of a chunk) * (tokens before it).
     """
 
     step: float = 0.0  # seconds of any step
     row: float = 0.0  # seconds of one more decode
-    context: float = 0.0  # seconds of one more token that a decode looks at
-    prompt: tuple[tuple[int, float], ...] = ()  # (tokens in a step with prompts, seconds), rising; none: as decodes
-    chunk_context: float = 0.0  # seconds of a prompt's token that looks at one more token before its chunk
+    context: float = 0.0  # seconds of one more token that a decode attends to
+    prompt: tuple[tuple[int, float], ...] = ()  # (tokens in a step with prompts, seconds), rising; empty: as decodes
+    chunk_context: float = 0.0  # seconds per prompt token and token before its chunk
     request: float = 0.0  # seconds of a request outside of steps, before its first: parsing, frames
-    origin: Mapping[str, Any] = field(default_factory=dict)  # what was measured where; shown, never computed with
+    origin: Mapping[str, Any] = field(default_factory=dict)  # the origin of the measurement, only for display
 
     def decode_seconds(self, num_decodes: int, num_context: int) -> float:
-        """A step of so many decodes, which look at so many tokens together."""
+        """A step of `num_decodes` decodes, which attend to `num_context` tokens together."""
         return self.step + self.row * num_decodes + self.context * num_context
 
     def prompt_seconds(self, num_tokens: int) -> float:
-        """A step with prompts, of so many tokens in all, without what attention reads of earlier tokens."""
+        """A step with prompts, of `num_tokens` tokens in all, without attention to earlier tokens."""
         table = self.prompt
         if not table:
             return self.step + self.row * num_tokens
@@ -97,7 +97,6 @@ class CostModel:
         return of_prompts + self.context * sizes.context + self.chunk_context * sizes.before
 
     def as_plain(self) -> dict[str, Any]:
-        """For JSON."""
         return asdict(self)
 
 
@@ -105,7 +104,7 @@ UNIT_STEPS = CostModel(step=1.0)  # every step takes one second, whatever is in 
 
 
 def cost_model(plain: Mapping[str, Any], where: str = "the cost model") -> CostModel:
-    """What `as_plain` made, out of JSON. Raises ConfigError."""
+    """The cost model from the JSON form of `as_plain`. Raises ConfigError."""
     try:
         table = tuple((int(tokens), float(seconds)) for tokens, seconds in plain.get("prompt", ()))
         numbers = {name: float(plain.get(name, 0.0)) for name in ("step", "row", "context", "chunk_context", "request")}
@@ -121,9 +120,9 @@ def cost_model(plain: Mapping[str, Any], where: str = "the cost model") -> CostM
 
 
 def read_cost(text: str) -> tuple[CostModel, dict[str, Any]]:
-    """A file of `quire calibrate`, with all that is in it; or numbers such as `step=20ms,row=0.1ms,token=1ms`.
+    """A file of `quire calibrate`, with its whole contents; or numbers such as `step=20ms,row=0.1ms,token=1ms`.
 
-    `token` is the seconds of each prompt token beside `step`; `unit` means steps of one second. Raises ConfigError.
+    `token`: seconds per prompt token beside `step`; `unit` means steps of one second. Raises ConfigError.
     """
     if text == "unit":
         return UNIT_STEPS, {}

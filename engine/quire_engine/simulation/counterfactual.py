@@ -1,6 +1,6 @@
-"""The load and the times of a step log, for a simulation with other settings.
+"""The load and the cost model of a step log, for a simulation with other settings.
 
-Promises: requests come when they came, with the lengths that they turned out to have, and share what they shared.
+Promises: requests keep their arrival times, their actual lengths and their common prefixes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire_engine.simulation.traces import TraceRow
 
 
 def fitted_cost(recording: Recording) -> CostModel:
-    """What the recorded steps took. Raises ConfigError for a log with too few of a kind."""
+    """The cost model of the recorded steps. Raises ConfigError for a log with too few of a kind."""
     try:
         return fit_all(recording.samples())
     except ConfigError as error:
@@ -26,12 +26,12 @@ def fitted_cost(recording: Recording) -> CostModel:
 
 
 def load_of(recording: Recording) -> tuple[TraceRow, ...]:
-    """A row for each request, the first at 0 s; n choices count as one of all their tokens. Raises ConfigError."""
-    said: dict[str, int] = {}
+    """A row for each request, the first at 0 s; n choices count as one with all their tokens. Raises ConfigError."""
+    num_output: dict[str, int] = {}
     for step in recording.steps:
         for name, _, _, count in step["ends"]:
-            said[name] = said.get(name, 0) + count
-    numbers: dict[tuple[int, tuple[int, ...]], int] = {}  # of blocks, by the one before and the tokens
+            num_output[name] = num_output.get(name, 0) + count
+    numbers: dict[tuple[int, tuple[int, ...]], int] = {}  # numbers of blocks, by the block before and the tokens
     contents = Contents(recording.entries, recording.config.limits.block_size)
     rows = []
     for entry in recording.entries:
@@ -42,7 +42,7 @@ def load_of(recording: Recording) -> tuple[TraceRow, ...]:
             TraceRow(
                 at=float(asked.get("arrival_time") or entry.plain["at"]),
                 input_tokens=asked["num_prompt_tokens"],
-                output_tokens=max(1, said.get(entry.request_id, asked["max_new_tokens"])),
+                output_tokens=max(1, num_output.get(entry.request_id, asked["max_new_tokens"])),
                 blocks=tuple(_numbered(contents.blocks(entry.request_id), numbers)),
                 block_tokens=recording.config.limits.block_size,
                 tenant=str(asked.get("tenant", "")),
@@ -55,7 +55,7 @@ def load_of(recording: Recording) -> tuple[TraceRow, ...]:
 
 
 def _numbered(blocks: Iterable[tuple[int, ...]], numbers: dict[tuple[int, tuple[int, ...]], int]) -> Iterator[int]:
-    """Equal numbers for blocks that are equal with all before them."""
+    """Equal numbers for blocks that are equal together with all blocks before them."""
     number = 0
     for block in blocks:
         number = numbers.setdefault((number, block), len(numbers) + 1)

@@ -1,7 +1,7 @@
-"""From measured steps to a cost model: robust non-negative least squares for decodes, a rising table for prompts.
+"""Fits a cost model to measured steps: robust non-negative least squares for decodes, a rising table for prompts.
 
-Promises: outliers move nothing far; no coefficient is below 0; the stated error is that of steps that were held out.
-Must not know: torch.
+Promises: outliers have little effect; no coefficient is below 0; the stated error is that of held-out steps. Must not
+know: torch.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from quire_engine.errors import ConfigError
 from quire_engine.simulation.cost_model import CostModel, StepSizes
 
 _HELD_OUT = 0.2
-_ROUNDS = 12  # of reweighting
-_HUBER = 1.5  # residuals beyond so many robust deviations count less
+_ROUNDS = 12  # rounds of reweighting
+_HUBER = 1.5  # residuals above so many robust deviations are weighted down
 _BUCKETS_PER_DOUBLING = 2
-_FEWEST = 8  # measured steps of a kind
+_FEWEST = 8  # fewest measured steps of a kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A step that was measured."""
+    """A measured step."""
 
     sizes: StepSizes
     seconds: float
@@ -33,7 +33,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitError:
-    """Of steps that the fit had not seen: |predicted - measured| / measured."""
+    """The relative errors on held-out steps: |predicted - measured| / measured."""
 
     decode_steps: int
     decode_median: float
@@ -47,7 +47,7 @@ class FitError:
 
 
 def fit(samples: Sequence[Sample], *, seed: int = 0) -> tuple[CostModel, FitError]:
-    """A model of all samples, and the error of one of four fifths of them on the rest. Raises ConfigError."""
+    """A model of all samples, and the error on a fifth of them of a model of the others. Raises ConfigError."""
     shuffled = list(samples)
     random.Random(seed).shuffle(shuffled)
     held = max(1, round(_HELD_OUT * len(shuffled)))
@@ -55,7 +55,7 @@ def fit(samples: Sequence[Sample], *, seed: int = 0) -> tuple[CostModel, FitErro
 
 
 def error_of(model: CostModel, samples: Sequence[Sample]) -> FitError:
-    """How far a model is off."""
+    """The relative errors of a model."""
 
     def errors(of_prompts: bool) -> list[float]:
         chosen = [sample for sample in samples if sample.sizes.has_prompts == of_prompts]
@@ -83,7 +83,7 @@ def fit_all(samples: Sequence[Sample]) -> CostModel:
     rows = [(1.0, float(one.sizes.num_decodes), float(one.sizes.context)) for one in decodes]
     step, row, context = least_squares(rows, [one.seconds for one in decodes])
     model = CostModel(step=step, row=row, context=context)
-    # The slope from a table of chunks that begin their prompts, then the table from all.
+    # First the slope, with a table from chunks at the beginning of prompts; then the table from all chunks.
     looked_back = [one for one in prompts if one.sizes.before > one.sizes.num_tokens]
     first = [one for one in prompts if one.sizes.before <= one.sizes.num_tokens]
     if len(looked_back) >= _FEWEST and len(first) >= _FEWEST:
@@ -98,7 +98,7 @@ def fit_all(samples: Sequence[Sample]) -> CostModel:
 
 
 def _table(samples: Sequence[Sample], model: CostModel) -> tuple[tuple[int, float], ...]:
-    """What is left of steps with prompts without what their attention reads."""
+    """The times of steps with prompts, less their attention to earlier tokens."""
     points = []
     for one in samples:
         looked_at = model.context * one.sizes.context + model.chunk_context * one.sizes.before
@@ -111,7 +111,7 @@ def least_squares(
 ) -> tuple[float, ...]:
     """Coefficients of at least 0 with the least robust sum of squared relative residuals.
 
-    Residuals count as shares of `relative_to`, by default of the values: a step of 1 ms matters like one of 100 ms.
+    Residuals are relative to `relative_to`, by default to the values, so that a step of 1 ms counts like one of 100 ms.
     """
     scale = [1.0 / max(value, 1e-12) for value in (relative_to or values)]
     weights = [1.0] * len(rows)
@@ -145,7 +145,7 @@ def rising_table(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float]
 
 
 def _bucket(size: int) -> int:
-    """Sizes up to 8 by themselves, then so many to a doubling."""
+    """Sizes up to 8 have a bucket each; then `_BUCKETS_PER_DOUBLING` buckets per doubling."""
     if size <= 8:
         return size
     doublings = size.bit_length() - 1
@@ -156,7 +156,7 @@ def _bucket(size: int) -> int:
 def _non_negative(
     rows: Sequence[tuple[float, ...]], values: Sequence[float], weights: Sequence[float]
 ) -> tuple[float, ...]:
-    """The best of all choices of coefficients that are not 0: with three of them there are seven."""
+    """The best solution over all sets of non-zero coefficients: with three of them there are seven sets."""
     width = len(rows[0])
     gram = [
         [sum(w * r[i] * r[j] for r, w in zip(rows, weights, strict=True)) for j in range(width)] for i in range(width)
@@ -180,7 +180,7 @@ def _non_negative(
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
-    """Gauss with pivots over columns of like size; None where they depend on each other."""
+    """Gaussian elimination with pivots, on scaled columns; None if they are linearly dependent."""
     size = len(right)
     scale = [matrix[i][i] ** 0.5 for i in range(size)]
     if min(scale) <= 0:

@@ -1,7 +1,7 @@
-"""What KV caches take, from a model's shape alone: the numbers of the reference documents for any checkpoint.
+"""The memory of KV caches, computed from a checkpoint's config.json.
 
-Promises: bytes by exact arithmetic; a config.json that does not say enough is refused by the key that is missing. Must
-not know: torch.
+Promises: exact bytes; a config.json that lacks a value is refused with the name of the missing key. Must not know:
+torch.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import Any
 from quire_engine.errors import ModelLoadError
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float8_e4m3fn": 1, "int8": 1}
-# The same size under the names that families of models have for it.
+# Names of the same size in different model families.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _WIDTH = ("hidden_size", "n_embd", "d_model")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv")
 _LENGTH = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
-_MOST_BYTES = 64 << 20  # of a config.json
+_MOST_BYTES = 64 << 20  # most bytes of a config.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVShape:
-    """All that the size of a cache depends on."""
+    """The values that determine the size of a cache."""
 
     layers: int
     kv_heads: int
     head_dim: int
     bytes_per_value: int
-    values_per_token: int = 0  # of a layer, where keys and values are held together (MLA); 0: 2 * heads * head_dim
+    values_per_token: int = 0  # per layer, where keys and values are stored together (MLA); 0: 2 * heads * head_dim
     max_len: int = 0  # positions; 0: unknown
 
     @property
@@ -49,12 +49,12 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceMemory:
-    """One sequence: what its tokens need, what blocks hold, what a reservation of the whole length would take."""
+    """The memory of one sequence: of its tokens, of its blocks, and of a reservation for the whole length."""
 
     tokens: int
     max_len: int
     blocks: int
-    slack: int  # token slots of its last block that hold none
+    slack: int  # empty token slots of its last block
     live_bytes: int
     paged_bytes: int
     reserved_bytes: int
@@ -71,7 +71,7 @@ class SequenceMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrefix:
-    """Blocks of a prefix that many sessions have."""
+    """The blocks of a prefix that many sessions share."""
 
     prefix: int
     sessions: int
@@ -84,7 +84,7 @@ class SharedPrefix:
 
 
 def kv_shape(path: Path) -> KVShape:
-    """Of the checkpoint in a directory, whatever its architecture; no weight is read. Raises ModelLoadError."""
+    """The shape from the checkpoint in a directory, for any architecture; reads no weights. Raises ModelLoadError."""
     file = path / "config.json"
     try:
         if file.stat().st_size > _MOST_BYTES:
@@ -125,7 +125,7 @@ def _number(plain: Mapping[str, Any], names: tuple[str, ...], file: Path, defaul
 
 
 def sequence_memory(shape: KVShape, *, tokens: int, max_len: int, block_size: int) -> SequenceMemory:
-    """One sequence of so many tokens.
+    """The memory of one sequence of `tokens` tokens.
 
     >>> shape = KVShape(layers=32, kv_heads=32, head_dim=128, bytes_per_value=2)
     >>> found = sequence_memory(shape, tokens=500, max_len=4096, block_size=16)
@@ -145,7 +145,7 @@ def sequence_memory(shape: KVShape, *, tokens: int, max_len: int, block_size: in
 
 
 def shared_prefix(*, prefix: int, sessions: int, block_size: int) -> SharedPrefix:
-    """Sessions that begin alike: with a half-filled last block shared until somebody writes to it.
+    """Sessions with a common prefix, whose half-filled last block is shared until a session writes to it.
 
     >>> found = shared_prefix(prefix=200, sessions=16, block_size=16)
     >>> found.shared_blocks, found.separate_blocks, found.saved_blocks

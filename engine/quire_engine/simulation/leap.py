@@ -1,8 +1,8 @@
-"""Many steps at once where each only repeats the last: every running sequence decodes, and nobody can enter.
+"""Takes many equal steps at once: every running sequence decodes, and no request can enter.
 
 Promises: the scheduler is left as if each step had been scheduled and applied; a test compares both to the bit.
 
-A simulation would otherwise spend most of its time on steps in which nothing is decided.
+Without it a simulation would spend most of its time on steps without decisions.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.sequence import Sequence
 from quire_engine.simulation.cost_model import CostModel
 
-_SIMPLE = ("fcfs", "priority")  # policies that keep no account of the tokens that were given
+_SIMPLE = ("fcfs", "priority")  # policies that do not count tokens
 _FEWEST = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leap:
-    """Steps that were taken, each a token of each request."""
+    """The steps taken, each with one token for each request."""
 
     request_ids: list[str]
     ends: list[float]
@@ -27,14 +27,14 @@ class Leap:
 
 
 def held_blocks(scheduler: Scheduler) -> int:
-    """Blocks that sequences hold now; `Scheduler.stats` tells this too, and costs more."""
+    """Blocks that sequences hold now; cheaper than `Scheduler.stats`."""
     return scheduler._kv.num_blocks - scheduler._kv.num_available
 
 
 def leap(scheduler: Scheduler, cost: CostModel, now: float, due: float) -> Leap | None:
-    """Take as many steps as are alike from `now` on, the last one begun before the next arrival, at `due`.
+    """Take all equal steps from `now` on that begin before the next arrival, at `due`.
 
-    None if fewer than two are: the next one is to be planned.
+    None if there are fewer than two: then the next step is to be planned.
     """
     sequences = _decoding(scheduler)
     if not sequences:
@@ -45,8 +45,10 @@ def leap(scheduler: Scheduler, cost: CostModel, now: float, due: float) -> Leap 
     ends: list[float] = []
     blocks_used: list[int] = []
     used = held_blocks(scheduler)
-    ages = [0] * size  # how many sequences need a block in step i, by i modulo the block size
-    spared = [0] * size  # of those in the first round: who entered again may have its next block already
+    ages = [0] * size  # number of sequences that need a block in step i, by i modulo the block size
+    spared = [
+        0
+    ] * size  # those that need none in the first round, since a sequence that has re-entered may have its next block
     for sequence in sequences:
         left = sequence.kv.table.num_slots - sequence.kv.num_computed
         ages[left % size] += 1
@@ -73,7 +75,7 @@ def leap(scheduler: Scheduler, cost: CostModel, now: float, due: float) -> Leap 
 
 
 def _decoding(scheduler: Scheduler) -> list[Sequence]:
-    """All running sequences, in the order in which a step would serve them, if all it does is give each a token."""
+    """The running sequences in the order of service if the next step gives each of them one token; otherwise empty."""
     roster, limits = scheduler._roster, scheduler._config.limits
     if limits.scheduling_policy not in _SIMPLE or not roster.running:
         return []
@@ -100,7 +102,7 @@ def _left(sequence: Sequence) -> int:
 
 
 def _advance(scheduler: Scheduler, sequences: list[Sequence], count: int) -> None:
-    """Blocks are taken and offered to the cache in the order in which single steps would."""
+    """Take blocks and register them in the cache in the order of single steps."""
     kv = scheduler._kv
     size = kv.block_size
     for step in range(count):

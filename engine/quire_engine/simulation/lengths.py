@@ -1,7 +1,7 @@
-"""Loads that are written down on the command line: output lengths and steps of arrival, one prompt token each.
+"""Loads given on the command line: output lengths and arrival steps, one prompt token each.
 
-Promises: with steps of one second an arrival at t is first computed in the step after the t-th, as the reference
-exercises count. Must not know: the scheduler.
+Promises: with steps of one second, an arrival at t is first computed in the step after the t-th, as in the reference
+exercises. Must not know: the scheduler.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def rows_of(lengths: Sequence[int], arrivals: Sequence[float] = (), *, prompt_to
 
 
 def exercise_setup(rows: Sequence[TraceRow]) -> Setup:
-    """Blocks of 16 tokens, no prefix cache, room for all at once: nobody waits, nobody is preempted."""
+    """Blocks of 16 tokens, no prefix cache, memory for all requests: none waits or is preempted."""
     most = max(len(rows), 1)
     limits = SchedulerLimits(
         enable_prefix_caching=False, max_num_seqs=most, max_num_batched_tokens=512 + 16 * most, itl_target=0.0

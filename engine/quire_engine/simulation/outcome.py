@@ -1,4 +1,4 @@
-"""What became of a simulated load: each request's times, and the run's own counts.
+"""The outcome of a simulated load: the times of each request, and the counts of the run.
 
 Promises: nothing is rounded or left out; times are seconds of the simulated clock. Must not know: the scheduler.
 """
@@ -16,9 +16,9 @@ class Served:
     """One request's life. Times are 0 until they are known."""
 
     row: TraceRow
-    number: int  # in the load
+    number: int  # its index in the load
     at: float  # sent
-    refused: str = ""  # why it was not accepted: the limit's name, or "infeasible"
+    refused: str = ""  # the limit that refused it, or "infeasible"
     why: str = ""
     queue_seconds: float = 0.0
     first_at: float = 0.0
@@ -58,23 +58,25 @@ class Outcome:
 
     num_blocks: int
     requests: list[Served] = field(default_factory=list)
-    gaps: array[float] = field(default_factory=lambda: array("d"))  # between two tokens of a request, of all requests
+    gaps: array[float] = field(
+        default_factory=lambda: array("d")
+    )  # seconds between two tokens of a request, over all requests
     moments: list[Moment] = field(default_factory=list)  # thinned out in long runs
-    live: list[tuple[float, int]] = field(default_factory=list)  # accepted and unfinished requests from then on
+    live: list[tuple[float, int]] = field(default_factory=list)  # (time, accepted and unfinished requests from then on)
     seconds: float = 0.0  # until the last request had ended
     steps: int = 0
     busy_seconds: float = 0.0
     computed_tokens: int = 0
     decode_tokens: int = 0
     peak_blocks: int = 0
-    peak_step: int = 0  # in which that was first so, counted from 0
+    peak_step: int = 0  # the first step with the peak, counted from 0
     block_steps: int = 0  # used blocks, summed over steps
-    cumulative_blocks: int = 0  # each request's at its end, summed
+    cumulative_blocks: int = 0  # sum of each request's blocks at its end
     total_preemptions: int = 0
     evictions: int = 0
 
     def note_live(self, at: float, count: int) -> None:
-        """So many requests are accepted and unfinished from now on."""
+        """From now on `count` requests are accepted and unfinished."""
         self.live.append((at, count))
 
     @property

@@ -1,6 +1,6 @@
-"""Blocks and requests over time as a picture: an SVG file, or lines of a terminal.
+"""Plots used blocks over time: as an SVG file, or as text for a terminal.
 
-Promises: no library, no display; the peak is always in the picture.
+Promises: no library, no display; the peak is always shown.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 
 
 def svg(outcome: Outcome, *, title: str, time_unit: str = "s", static_blocks: int | None = None) -> str:
-    """Used blocks as an area, the peak marked; with `static_blocks` what static slots would hold."""
+    """Used blocks as an area, with the peak marked; with `static_blocks` also the blocks of static slots."""
     moments = outcome.moments
     end = max(outcome.seconds, 1e-9)
     most = max(outcome.peak_blocks, static_blocks or 0, 1)
@@ -59,7 +59,7 @@ def _rule(y: float, text: str, colour: str) -> str:
 
 
 def terminal(outcome: Outcome, *, width: int = 72, height: int = 8, time_unit: str = "s") -> list[str]:
-    """The same as lines of characters; each column is the most in its part of the time."""
+    """The same plot as lines of text; each column is the maximum in its part of the time."""
     columns = _columns([(moment.at, moment.blocks_used) for moment in outcome.moments], outcome.seconds, width)
     if outcome.moments:  # a long run's moments are thinned out: its peak may not be among them
         most = max(columns)
@@ -77,7 +77,7 @@ def terminal(outcome: Outcome, *, width: int = 72, height: int = 8, time_unit: s
 
 
 def _columns(points: Sequence[tuple[float, int]], end: float, width: int) -> list[int]:
-    """The most in each part; a part without a point of its own has that of the part before."""
+    """The maximum in each part; a part without a point has the value of the part before."""
     found: list[int | None] = [None] * width
     for at, value in points:
         place = min(width - 1, int(at / max(end, 1e-9) * width))

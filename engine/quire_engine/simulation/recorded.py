@@ -1,6 +1,7 @@
-"""A step log as it was written: JSON lines of events and steps, read into calls in their order.
+"""Reads a step log: JSON lines of events and steps, in the order of the calls.
 
-Promises: what `scheduling.log.step_log` writes is read whole, another format or a torn line is refused with its number.
+Promises: every log of `scheduling.log.step_log` is read completely; another format or a broken line is refused with its
+number.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Recording:
     config: SchedulerConfig
     first_step: int
     entries: tuple[Entry, ...]
-    restored_blocks: int = 0  # of the host, with contents from before the log
-    unknown_settings: tuple[str, ...] = ()  # of a later version: this scheduler does not have them
+    restored_blocks: int = 0  # host blocks with contents from before the log
+    unknown_settings: tuple[str, ...] = ()  # settings of a later version, which this scheduler does not have
 
     @property
     def steps(self) -> Iterator[Mapping[str, Any]]:
@@ -50,18 +51,18 @@ class Recording:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has every input of the plans: the ring had not dropped its beginning."""
+        """Whether the log has every input of the plans, from the first step on."""
         return self.first_step <= 1
 
     def samples(self) -> list[Sample]:
-        """What its steps took, for a cost model."""
+        """The sizes and times of its steps, for a cost model."""
         return [
             Sample(sizes=sizes_of(step), seconds=float(step["seconds"])) for step in self.steps if step["seconds"] > 0
         ]
 
 
 def sizes_of(step: Mapping[str, Any]) -> StepSizes:
-    """As `cost_model.step_sizes` has it of the batch."""
+    """The sizes of a recorded step, as `cost_model.step_sizes` has them for a batch."""
     context = before = 0
     for _, _, start, num_tokens in step["slices"]:
         if num_tokens == 1:
@@ -78,7 +79,7 @@ class _Reading:
 
 
 def read_log(path: Path) -> Recording:
-    """Raises ConfigError."""
+    """Read a log file. Raises ConfigError."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,7 +1,7 @@
-"""The recorded calls made again on a scheduler of the same configuration: whether it makes the same plans (I18).
+"""Replays a step log: makes the recorded calls again on a new scheduler and compares the plans (I18).
 
-Promises: nothing is taken over from the log but what came from outside of the scheduler; the first difference is told
-with both sides.
+Promises: only inputs from outside of the scheduler are taken from the log; the first difference is reported with both
+values.
 """
 
 from __future__ import annotations
@@ -20,47 +20,49 @@ from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, St
 
 
 class RecordedBeams:
-    """The log-probabilities of all searches in a log, made up so that each sequence continues the beam it continued.
+    """Made-up log-probabilities for the searches in a log, with which each sequence continues the recorded beam.
 
-    The search ends in the same step. The recorded scores are in no log.
+    The search ends in the same step. The log does not have the recorded scores.
     """
 
     def __init__(self, steps: Iterable[Mapping[str, Any]], contents: Contents) -> None:
         self._contents = contents
-        self._searched: dict[str, list[tuple[int, Sequence[int]]]] = defaultdict(list)  # (step, whom each continues)
-        self._totals: Counter[tuple[str, int]] = Counter()  # what the beam of each sequence scores
-        self._given_up: Counter[tuple[str, int]] = Counter()  # beams that a sequence has had before
+        self._searched: dict[str, list[tuple[int, Sequence[int]]]] = defaultdict(
+            list
+        )  # (step, the beam that each sequence continues)
+        self._totals: Counter[tuple[str, int]] = Counter()  # the score of each sequence's beam
+        self._num_pruned: Counter[tuple[str, int]] = Counter()  # earlier beams of each sequence
         for step in steps:
             for name, parents in step["beams"]:
                 self._searched[name].append((step["step_id"], parents))
 
     def offer(self, step: Mapping[str, Any], whose: tuple[str, int], width: int, position: int) -> TokenLogprobs:
-        """What follows a sequence's beam when, now or after a preemption, all of the search have come so far."""
+        """The candidates after a sequence's beam in this step, or in a later one after a preemption."""
         name, lane = whose
         parents = next((given for step_id, given in self._searched[name] if step_id >= step["step_id"]), None)
         offers: list[tuple[int, float]] = []
         if parents is not None:
             for rank, heir in enumerate(_by_rank(parents)):
                 if parents[heir] == lane:
-                    beam = self._given_up[name, heir] + (heir != lane)
+                    beam = self._num_pruned[name, heir] + (heir != lane)
                     token_id = self._contents.output(name, heir, position, beam)
                     offers.append((token_id, float(-rank - self._totals[whose])))
         elif lane == 0 and any(end[0] == name and end[2] != "error" for end in step["ends"]):
-            # As many as end, and as many that might go on: with fewer the search would fail.
+            # As many that end, and as many that could continue: with fewer the search would fail.
             offers = [(STOP if rank < width else STOP + rank, -float(rank)) for rank in range(2 * width)]
         ids, logprobs = tuple(token_id for token_id, _ in offers), tuple(logprob for _, logprob in offers)
         return TokenLogprobs(token_id=0, logprob=0.0, rank=1, top_ids=ids, top_logprobs=logprobs)
 
     def note(self, step: Mapping[str, Any]) -> None:
-        """A step's results are applied."""
+        """Apply a step's beams."""
         for name, parents in step["beams"]:
             for rank, lane in enumerate(_by_rank(parents)):
                 self._totals[name, lane] = -rank
-                self._given_up[name, lane] += parents[lane] != lane
+                self._num_pruned[name, lane] += parents[lane] != lane
 
 
 def _by_rank(parents: Sequence[int]) -> list[int]:
-    """An order in which the same sequences are given the same beams: first who keeps its own, then the others."""
+    """A ranking that assigns the same beams to the same sequences: first those that keep their own beam."""
     return sorted(range(len(parents)), key=lambda lane: (parents[lane] != lane, lane))
 
 
@@ -68,12 +70,12 @@ _SAME_NAMES = {one.name for one in fields(GenerationRequest)} & {
     *("n", "priority", "arrival_time", "pooling", "cache_salt", "tenant", "weight", "max_running", "service_class"),
     "deadline",
 }
-_OWN_RULES = SamplingParams(presence_penalty=1.0)  # of a request whose plans need its tokens
+_OWN_RULES = SamplingParams(presence_penalty=1.0)  # for a request whose plans depend on its tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first step that was planned differently."""
+    """The first difference between a recorded plan and a replayed one."""
 
     step_id: int
     what: str
@@ -83,15 +85,15 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What came of it."""
+    """The result of a replay."""
 
-    steps: int  # equal ones
+    steps: int  # steps with equal plans
     requests: int
     difference: Difference | None
 
 
 def replay(recording: Recording) -> Replay:
-    """Make every call again, up to the first difference. Raises ValueError for a log that lacks its beginning."""
+    """Make every call again, up to the first difference. Raises ValueError for a log without its beginning."""
     if not recording.is_whole:
         raise ValueError(
             f"the log begins with step {recording.first_step}: what was live before is not in it, so plans cannot be"
@@ -101,7 +103,7 @@ def replay(recording: Recording) -> Replay:
 
 
 class Replayer:
-    """Makes the calls of one recording; `scheduler` has a log of its own then."""
+    """Makes the calls of one recording on `scheduler`, which keeps a log of its own."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
@@ -109,7 +111,7 @@ class Replayer:
         self._contents = Contents(recording.entries, recording.config.limits.block_size)
         self._beams = RecordedBeams(recording.steps, self._contents)
         self._names: dict[int, tuple[str, int]] = {}  # request and choice by sequence
-        self._widths: dict[str, int] = {}  # of searches
+        self._widths: dict[str, int] = {}  # beam widths of searches, by request
         self._launched: dict[int, Batch] = {}
         self._steps = self._requests = 0
 
@@ -122,7 +124,7 @@ class Replayer:
         return Replay(steps=self._steps, requests=self._requests, difference=difference)
 
     def _calls(self) -> Iterator[tuple[int, bool, Entry]]:
-        """With their ordinals; a step is two calls, its plan and the application of its result."""
+        """The calls with their ordinals; a step is two calls, its plan and the application of its result."""
         for entry in self._recording.entries:
             yield entry.ordinal, True, entry
             if entry.kind == "step" and entry.plain["applied_ordinal"] is not None:
@@ -161,7 +163,7 @@ class Replayer:
         if not asked.get("reads_cache", True) and asked.get("pooling", "") != "mean":
             sampling = SamplingParams(presence_penalty=sampling.presence_penalty, num_prompt_logprobs=0)
         width = int(asked.get("num_beams", 0))
-        if width:  # a search has no rules of its own, and says itself that the host reads its tokens
+        if width:  # a search allows no penalties, and reads its output anyway
             sampling = replace(sampling, presence_penalty=0.0)
         request = GenerationRequest(
             request_id=entry.request_id,

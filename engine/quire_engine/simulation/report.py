@@ -1,4 +1,4 @@
-"""From an outcome to the numbers that people compare: latencies, goodput, memory, fairness, Little's law.
+"""Turns an outcome into a report: latencies, goodput, memory, fairness, Little's law.
 
 Promises: seconds and counts; a number that a run cannot give is None, never 0.
 """
@@ -15,7 +15,7 @@ from quire_engine.scheduling.account import OUTPUT_COST
 from quire_engine.simulation.outcome import Outcome, Served
 from quire_engine.simulation.slo import Slo
 
-_EDGE = 0.1  # of a run, left out at both ends where a steady state is looked for
+_EDGE = 0.1  # share of a run that is left out at both ends to measure the steady state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantService:
-    """What one tenant got."""
+    """The requests and the service of one tenant."""
 
     tenant: str
     requests: int
@@ -69,9 +69,9 @@ class Report:
     request_rate: float
     output_token_rate: float
     busy: float  # share of the time in which steps were computed
-    good: int  # requests within the objectives; all that were served, if there are none
-    goodput: float  # of those, per second
-    misses: dict[str, float]  # by objective: what was measured, where it was missed
+    good: int  # requests within the objectives; without objectives all served requests
+    goodput: float  # good requests per second
+    misses: dict[str, float]  # measured values of the missed objectives
     peak_blocks: int
     peak_step: int
     pool_blocks: int
@@ -82,25 +82,24 @@ class Report:
     prompt_tokens: int
     cached_tokens: int
     computed_tokens: int
-    backlog_early: int  # requests accepted and unfinished when a quarter of all had come
-    backlog_end: int  # and when the last had come
+    backlog_early: int  # requests accepted and unfinished after a quarter of the arrivals
+    backlog_end: int  # the same after the last arrival
     little_in_flight: float
     little_residual: float | None  # 1 - lambda W / L over the middle of the run
-    jain: float | None  # of the tenants' services: 1 is even
+    jain: float | None  # Jain's index of the tenants' services: 1 is even
     tenants: tuple[TenantService, ...]
 
     def as_plain(self) -> dict[str, Any]:
-        """For JSON."""
         return asdict(self)
 
     def value(self, quantity: str, statistic: str) -> float | None:
-        """`("ttft", "p95")` and so on; None where nothing was measured."""
+        """A statistic such as `("ttft", "p95")`; None where nothing was measured."""
         found: float | None = getattr(getattr(self, quantity), statistic)
         return found
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of sorted values, interpolated between neighbours."""
+    """A percentile of sorted values, interpolated between neighbours."""
     place = (len(ordered) - 1) * percent / 100
     below = int(place)
     above = min(below + 1, len(ordered) - 1)
@@ -162,13 +161,13 @@ def report(outcome: Outcome, slo: Slo | None = None) -> Report:
 
 
 def jain(values: Sequence[float]) -> float | None:
-    """Jain's index of fairness: 1 if all are equal, 1/n if one has all; None if nobody got anything."""
+    """Jain's index of fairness: 1 if all are equal, 1/n if one has all; None if all are 0."""
     squares = sum(value * value for value in values)
     return sum(values) ** 2 / (len(values) * squares) if squares else None
 
 
 def little(outcome: Outcome) -> tuple[float, float | None]:
-    """L, and 1 - lambda W / L over the middle of a run: far from 0 it was not in a steady state."""
+    """L, and 1 - lambda W / L over the middle of the run; far from 0 the run was not in a steady state."""
     if not outcome.live:
         return 0.0, None
     began = outcome.live[0][0]
@@ -185,7 +184,7 @@ def little(outcome: Outcome) -> tuple[float, float | None]:
 
 
 def _live_at(outcome: Outcome, at: float) -> int:
-    """Requests that were accepted and unfinished after the first change at or behind a time."""
+    """Accepted and unfinished requests after the first change at or after a time."""
     place = bisect_left(outcome.live, at, key=lambda change: change[0])
     return outcome.live[min(place, len(outcome.live) - 1)][1] if outcome.live else 0
 

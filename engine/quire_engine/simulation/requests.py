@@ -1,4 +1,4 @@
-"""From rows of a load to requests as the engine gets them, cheap to make.
+"""Turns rows of a load into requests for the engine, cheaply.
 
 Promises: rows with equal block numbers get equal tokens there and nowhere else. Must not know: the scheduler.
 """
@@ -11,7 +11,7 @@ from quire_engine.simulation.traces import TraceRow
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 
 _GREEDY = SamplingParams(temperature=0.0)
-_OWN = 1 << 40  # above every block number: tokens of what no other row has
+_OWN = 1 << 40  # above every block number: ids for tokens that no other row has
 
 
 def as_request(row: TraceRow, number: int, *, at: float) -> GenerationRequest:
@@ -28,7 +28,7 @@ def as_request(row: TraceRow, number: int, *, at: float) -> GenerationRequest:
 
 
 def prompt(row: TraceRow, number: int) -> tuple[int, ...]:
-    """Blocks by their numbers, then what is the request's own; whole runs of one id, as only equality matters."""
+    """The blocks by their numbers, then unique tokens; runs of one id, since only equality matters."""
     if not row.blocks:
         return (_OWN + number,) * row.input_tokens
     tokens: list[int] = []
@@ -39,7 +39,7 @@ def prompt(row: TraceRow, number: int) -> tuple[int, ...]:
 
 
 def number_of(prompt_token_ids: tuple[int, ...]) -> int:
-    """Which request of the load has the prompt, if it shares none of it."""
+    """The index of the request with this prompt, if it shares none of it."""
     return prompt_token_ids[-1] - _OWN
 
 

@@ -1,7 +1,6 @@
-"""Which settings serve a load at the highest rate within objectives: bisection of the rate, halving of the candidates.
+"""Searches the settings with the highest rate within objectives: bisection of rates, successive halving of candidates.
 
-Promises: the same load, seed and base give the same plan; every number in it was simulated on the scheduler that
-serves.
+Promises: the same load, seed and base give the same plan; every number in it was simulated on the serving scheduler.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from quire_engine.simulation.simulator import simulate
 from quire_engine.simulation.slo import Slo
 from quire_engine.simulation.traces import TraceRow
 
-Settings = tuple[tuple[str, object], ...]  # (name, value), of what differs between candidates
-_COARSE, _FINE = 1.2, 1.04  # how far the highest rate that is met and the lowest that is not may be apart
+Settings = tuple[tuple[str, object], ...]  # (name, value) of the settings that differ between candidates
+_COARSE, _FINE = 1.2, 1.04  # final ratio of the lowest missed to the highest met rate
 _SLOWEST, _FASTEST = 2.0**-16, 2.0**16  # speeds of a trace that are tried
 _KEPT = 3  # one candidate in so many survives a round
-_GROWTH = 3  # and gets so many times the requests
+_GROWTH = 3  # and is tried on so many times the requests
 _FEWEST_REQUESTS = 40
-_BETTER = 1.02  # a neighbour is taken instead of the best if it is so much better
+_BETTER = 1.02  # factor by which a neighbour must be better to replace the best
 _WINDOWS = 3
-_GROWING = 0.1  # of the later requests of a load may stay behind it
+_GROWING = 0.1  # share of the later requests that may be left in a steady backlog
 BACKLOG = "a backlog that grows"
 
 
@@ -37,10 +36,10 @@ class Sustained:
 
     settings: Settings
     rate: float  # requests per second; 0: at none
-    missed_at: float  # the lowest rate at which it did not
-    binding: str  # what it missed there
-    measured: float  # and what that was instead
-    at_rate: Report | None  # at `rate`
+    missed_at: float  # the lowest rate at which it misses one
+    binding: str  # the objective that it misses there
+    measured: float  # and its measured value
+    at_rate: Report | None  # the report at `rate`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +54,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The answer, with its evidence."""
+    """The best settings, with the evidence."""
 
     best: Sustained
     low: float  # rates of the best over parts of the load
@@ -65,8 +64,8 @@ class Plan:
     rejected: tuple[Rejected, ...]
     candidates: int
     simulations: int
-    requests: int  # of the load
-    seconds: float  # that the load lasts at the best rate
+    requests: int  # requests of the load
+    seconds: float  # duration of the load at the best rate
 
 
 class Search:
@@ -89,7 +88,7 @@ class Search:
         self.simulations = 0
 
     def run(self, grid: Mapping[str, Sequence[object]], *, candidates: int, seed: int = 0) -> Plan:
-        """Try at most so many combinations of the grid's values. Raises ConfigError if no objective can be met."""
+        """Try at most `candidates` combinations of the grid's values. Raises ConfigError if no objective can be met."""
         own = tuple((name, self._base.settings()[name]) for name in grid)
         base = self.sustained(own, self._rows, _FINE)
         self._tell(f"as it is: {base.rate:.4g} requests/s, then {base.binding}")
@@ -120,7 +119,7 @@ class Search:
     def sustained(
         self, settings: Settings, rows: Sequence[TraceRow], precision: float, guess: float = 0.0
     ) -> Sustained:
-        """Bisect the rate, from a guess on."""
+        """Bisect the rate, starting from a guess."""
         asked = self._base.with_settings(settings)
         natural = (len(rows) - 1) / (rows[-1].at - rows[0].at)
         speed = (guess or natural) / natural
@@ -188,8 +187,8 @@ class Search:
     def _neighbours(
         self, best: Sustained, grid: Mapping[str, Sequence[object]]
     ) -> tuple[Sustained, tuple[Rejected, ...]]:
-        """Every other value of one setting at a time; one that is better takes the best's place."""
-        while True:  # to an end: each round is better by a factor
+        """Every other value of one setting at a time; a better one replaces the best."""
+        while True:  # ends, since each round is better by a factor
             rejected: list[Rejected] = []
             for name, value, settings in _changed_by_one(best.settings, grid):
                 if self._is_possible(settings):
@@ -204,7 +203,7 @@ class Search:
         return best, tuple(rejected)
 
     def _spread(self, best: Sustained) -> tuple[float, float]:
-        """Rates over thirds of the load, each by itself: how much the answer depends on the part that was recorded."""
+        """Rates over thirds of the load: how much the answer depends on the recorded part."""
         size = len(self._rows) // _WINDOWS
         rates = [best.rate]
         for start in range(0, size * _WINDOWS, max(size, 1)):
@@ -216,9 +215,10 @@ class Search:
 
 
 def is_steady(found: Report) -> bool:
-    """Whether the backlog had stopped to grow after the first quarter of the load, but for chance.
+    """Whether the backlog stopped growing after the first quarter of the load, apart from random fluctuation.
 
-    A short load that is sent at once meets objectives at any rate if all of it is served in time: no rate is sustained.
+    A short load that is sent at once meets objectives at any rate if all of it is served in time; that rate is not
+    sustained.
     """
     later = found.requests - found.requests // 4
     by_chance = math.sqrt(found.backlog_early + 1)
@@ -241,7 +241,7 @@ def _changed_by_one(settings: Settings, grid: Mapping[str, Sequence[object]]) ->
 
 
 def default_grid(base: Setup) -> dict[str, tuple[object, ...]]:
-    """Around the base: half and twice its limits, and what else is often right."""
+    """Around the base: half and twice its limits, and other common values."""
     limits = base.scheduler.limits
     seqs, budget, chunk = limits.max_num_seqs, limits.max_num_batched_tokens, limits.prefill_chunk
 

@@ -1,4 +1,4 @@
-"""What is simulated: a scheduler's limits and pool, the server's bounds on its queue, and what steps cost.
+"""The setup of a simulation: a scheduler's limits and pool, the limits of the server's queue, the cost of steps.
 
 Promises: one frozen record; a setting is changed by its name, and refused by name when it cannot be. Must
 not know: the scheduler.
@@ -21,7 +21,7 @@ CHANGEABLE = (*LIMIT_NAMES, *_POOL_NAMES, *_QUEUE_NAMES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """A server as far as its times depend on it."""
+    """The properties of a server that determine its times."""
 
     scheduler: SchedulerConfig = field(default_factory=lambda: SchedulerConfig(num_blocks=4096, max_model_len=65536))
     cost: CostModel = UNIT_STEPS
@@ -40,7 +40,7 @@ class Setup:
         return limits.min_chunk == first_claim(limits.max_num_batched_tokens, limits.prefill_chunk)
 
     def with_settings(self, pairs: Iterable[tuple[str, object]]) -> Setup:
-        """Changed and checked as a whole: values as texts of a command line or as they are. Raises ConfigError."""
+        """A changed and checked copy; values are typed, or texts of a command line. Raises ConfigError."""
         limits: dict[str, Any] = {}
         pool: dict[str, Any] = {}
         queue: dict[str, Any] = {}
@@ -65,20 +65,20 @@ class Setup:
         return replace(self, scheduler=scheduler, **queue)
 
     def settings(self) -> dict[str, Any]:
-        """All that `with_settings` can change, by name."""
+        """All settings that `with_settings` can change, by name."""
         limits = {one.name: getattr(self.scheduler.limits, one.name) for one in fields(SchedulerLimits)}
         pool = {name: getattr(self.scheduler, name) for name in _POOL_NAMES}
         return {**limits, **pool, **{name: getattr(self, name) for name in _QUEUE_NAMES}}
 
 
 def setup(plain: Mapping[str, Any], cost: CostModel) -> Setup:
-    """With the settings that a file names under `settings`, such as `quire calibrate` writes it. Raises ConfigError."""
+    """The setup from `settings` in a file of `quire calibrate`. Raises ConfigError."""
     named = plain.get("settings", {})
     return Setup(cost=cost).with_settings((name, value) for name, value in named.items() if name in CHANGEABLE)
 
 
 def parse_settings(texts: Iterable[str]) -> list[tuple[str, object]]:
-    """`name=value` each. Raises ConfigError."""
+    """Pairs from texts `name=value`. Raises ConfigError."""
     pairs: list[tuple[str, object]] = []
     for text in texts:
         name, separator, value = text.partition("=")
@@ -89,7 +89,7 @@ def parse_settings(texts: Iterable[str]) -> list[tuple[str, object]]:
 
 
 def _typed(name: str, value: object, like: object) -> object:
-    """The value as the type that the setting has. Raises ConfigError."""
+    """The value in the type of the setting. Raises ConfigError."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,7 +1,7 @@
-"""The engine's loop without an engine: the real scheduler, a clock that a cost model moves, requests as they come due.
+"""The engine's loop in simulation: the real scheduler, a clock that the cost model advances, requests that arrive.
 
-Owns the clock and what becomes of each request. Promises: the same load and setup give the same outcome, to the bit;
-requests are seen between steps, as by the engine process.
+Owns the clock and the outcome of each request. Promises: the same load and setup give the same outcome, to the bit;
+requests arrive between steps, as in the engine process.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from quire_engine.simulation.traces import TraceRow
 from quire_engine.types import TokenOutput
 
 _ONE_TOKEN: tuple[SampledToken, ...] = (SampledToken(token_id=0),)
-_MOMENTS = 4096  # kept of a run; when there are more, every second one goes
-Watcher = Callable[[Batch, float, float], None]  # a step, from when to when
+_MOMENTS = 4096  # most moments of a run; beyond them every second one is dropped
+Watcher = Callable[[Batch, float, float], None]  # (step, its beginning, its end)
 
 
 class Simulation:
     """One run over one load."""
 
     def __init__(self, setup: Setup, *, watch: Watcher | None = None, leaps: bool = True) -> None:
-        """`watch` sees every step. `leaps`: several steps at once where they can be told in advance."""
+        """`watch` is called for every step. `leaps`: take equal steps at once."""
         self._setup = setup
         self._cost = setup.cost
-        # Nobody asks a simulated scheduler what it did, and steps that are taken at once are not in its log.
+        # Without a step log: it would lack the steps of leaps, and nothing reads it.
         self._scheduler = Scheduler(replace(setup.scheduler, limits=replace(setup.scheduler.limits, step_log=0)))
         self._watch = watch
         self._leaps = leaps and watch is None and not setup.scheduler.plans_ahead
         self._now = 0.0
         self._live: dict[str, Served] = {}
-        self._live_tokens = 0  # of prompts
-        self._in_flight: deque[tuple[Batch, float]] = deque()  # with the time of its end
-        self._free_at = 0.0  # when what computes has nothing left
+        self._live_tokens = 0  # prompt tokens of live requests
+        self._in_flight: deque[tuple[Batch, float]] = deque()  # steps in flight, with the time of their end
+        self._free_at = 0.0  # when the executor becomes idle
         self._block_size = setup.scheduler.limits.block_size
-        self._stride, self._since = 1, 0  # of moments
+        self._stride, self._since = 1, 0  # sampling of moments
         self.outcome = Outcome(num_blocks=setup.scheduler.num_blocks)
 
     def run(self, rows: Sequence[TraceRow], *, speed: float = 1.0) -> Outcome:
@@ -184,5 +184,5 @@ class Simulation:
 
 
 def simulate(setup: Setup, rows: Sequence[TraceRow], *, speed: float = 1.0, watch: Watcher | None = None) -> Outcome:
-    """The outcome of a load. Raises ConfigError for a setup that contradicts itself."""
+    """Simulate a load. Raises ConfigError for a setup that contradicts itself."""
     return Simulation(setup, watch=watch).run(rows, speed=speed)

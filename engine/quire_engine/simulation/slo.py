@@ -1,6 +1,6 @@
-"""Objectives for latencies, such as `ttft_p95=2s,itl_p99=150ms`: read, and held against what was measured.
+"""Latency objectives such as `ttft_p95=2s,itl_p99=150ms`: parsing and comparison with measurements.
 
-Promises: an objective that cannot be read is refused by name.
+Promises: an objective that cannot be parsed is refused by name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ STATISTICS = ("p50", "p90", "p95", "p99", "max", "mean")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """A statistic of a latency, and the most that it may be."""
+    """A statistic of a latency, and its upper bound."""
 
     quantity: str
     statistic: str
@@ -30,12 +30,12 @@ class Objective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """All objectives; none is met by everything."""
+    """A set of objectives; the empty set is met by everything."""
 
     objectives: tuple[Objective, ...] = ()
 
     def misses(self, value: Callable[[str, str], float | None]) -> dict[str, float]:
-        """The objectives that are missed, with what was measured instead; what was not measured misses nothing."""
+        """The missed objectives with their measured values; what was not measured is not missed."""
         found = {}
         for one in self.objectives:
             measured = value(one.quantity, one.statistic)
@@ -44,7 +44,7 @@ class Slo:
         return found
 
     def is_good(self, *, ttft: float, tpot: float | None, e2e: float) -> bool:
-        """Whether a single request is within: its time to the first token, its mean time per token, its whole time."""
+        """Whether a single request meets the objectives: TTFT, mean time per token, end-to-end time."""
         measured = {"ttft": ttft, "itl": tpot, "tpot": tpot, "e2e": e2e}
         return all((measured.get(one.quantity) or 0.0) <= one.seconds for one in self.objectives)
 
@@ -53,7 +53,7 @@ class Slo:
 
 
 def parse_slo(text: str) -> Slo:
-    """`ttft_p95=2s,itl_p99=150ms`. Raises ConfigError."""
+    """Parse objectives such as `ttft_p95=2s,itl_p99=150ms`. Raises ConfigError."""
     objectives = []
     for pair in text.split(","):
         name, _, value = pair.strip().partition("=")

@@ -1,7 +1,6 @@
-"""What servers did before continuous batching: a batch is filled, padded, and kept until its longest member ends.
+"""Static batching, as before continuous batching: a batch is filled, padded, and kept until its longest member ends.
 
-Promises: the same load, cost model and slots as the scheduler it is compared with. A static server reserves whole
-slots.
+Promises: the same load, cost model and slots as for the compared scheduler. A static server reserves whole slots.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ class StaticOutcome:
 
     outcome: Outcome
     batches: int = 0
-    slot_steps: int = 0  # rows that were computed in decodes, padding included
-    useful_steps: int = 0  # of those, the ones that somebody wanted
+    slot_steps: int = 0  # computed decode rows, padding included
+    useful_steps: int = 0  # computed decode rows without padding
 
     @property
     def efficiency(self) -> float:
-        """Useful over computed."""
+        """Useful over computed rows."""
         return self.useful_steps / max(1, self.slot_steps)
 
 
 def simulate_static(setup: Setup, rows: Sequence[TraceRow], *, speed: float = 1.0) -> StaticOutcome:
-    """Batches of at most `max_num_seqs` of those who wait, in order of arrival; nobody joins a batch that runs."""
+    """Batches of at most `max_num_seqs` waiting requests in order of arrival; none joins a running batch."""
     made = StaticOutcome(outcome=Outcome(num_blocks=setup.scheduler.num_blocks))
     waiting = [Served(row=row, number=number, at=row.at / speed) for number, row in enumerate(rows)]
     made.outcome.requests = list(waiting)
@@ -45,7 +44,7 @@ def simulate_static(setup: Setup, rows: Sequence[TraceRow], *, speed: float = 1.
 
 
 def _run_batch(members: list[Served], setup: Setup, made: StaticOutcome, now: float) -> float:
-    """Prompts padded to the longest, in one step; then a step for each token of the longest answer."""
+    """One step for the prompts, padded to the longest; then a step for each token of the longest answer."""
     cost, outcome, limits = setup.cost, made.outcome, setup.scheduler.limits
     width = max(one.row.input_tokens for one in members)
     longest = max(one.row.output_tokens for one in members)

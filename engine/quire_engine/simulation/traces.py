@@ -1,8 +1,8 @@
-"""Recorded and drawn loads: arrival times and lengths, without text.
+"""Reads recorded or drawn loads: arrival times and lengths, without text.
 
-Promises: rows in order of arrival, the first at 0 s; a file that is no known format is refused with its line. Reads
-Azure's CSV, Mooncake's JSON lines (prefixes as hash ids), ServeGen's clients, tenants of VTC's benchmark, and JSON
-lines of our own. Must not know: the scheduler.
+Promises: rows in order of arrival, the first at 0 s; a file of an unknown format is refused with its line. Reads
+Azure's CSV, Mooncake's JSON lines (prefixes as hash ids), ServeGen's clients, tenants of VTC's benchmark, and Quire's
+own JSON lines. Must not know: the scheduler.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOONCAKE_BLOCK = 512  # tokens per hash id
 
 
 class TraceError(ValueError):
-    """A file that is no trace; the text names file and line."""
+    """A file that is not a trace; the text names file and line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +36,11 @@ class TraceRow:
     blocks: tuple[int, ...] = ()
     block_tokens: int = 0
     tenant: str = ""
-    weight: float = 1.0  # of the tenant
+    weight: float = 1.0  # the tenant's weight
 
 
 def read_trace(path: Path, *, scale_length: float = 1.0, seed: int = 0) -> tuple[TraceRow, ...]:
-    """The rows of a file, lengths multiplied and at least 1; `seed` is for files that say only how loads are drawn.
+    """The rows of a file, with lengths multiplied and at least 1; `seed` is for files that describe how to draw loads.
 
     Raises TraceError.
     """
@@ -83,7 +83,7 @@ def _azure(path: Path, lines: list[str], scale: float) -> list[TraceRow]:
 
 
 def _of_clients(path: Path, lines: list[str], scale: float) -> list[TraceRow]:
-    """Results of the fairness benchmark of Sheng et al. (OSDI 2024), of which arrivals and lengths are read."""
+    """Results of the fairness benchmark of Sheng et al. (OSDI 2024): arrivals and lengths are used."""
     rows = []
     for number, cells in enumerate(csv.reader(lines[1:]), start=2):
         try:
@@ -120,7 +120,7 @@ def _mooncake(plain: dict[str, Any], scale: float) -> TraceRow:
 
 
 def _ours(plain: dict[str, Any], scale: float) -> TraceRow:
-    """`{"at": S, "input_tokens": N, "output_tokens": N}`, and if known "tenant", "blocks" and "block_tokens"."""
+    """`{"at": S, "input_tokens": N, "output_tokens": N}`, optionally with "tenant", "blocks" and "block_tokens"."""
     block_tokens = _whole(plain.get("block_tokens", 0))
     return TraceRow(
         at=float(plain["at"]),
@@ -141,7 +141,7 @@ def _is_servegen(text: str) -> bool:
 
 
 def _drawn(path: Path, text: str, scale: float, seed: int) -> list[TraceRow]:
-    """ServeGen: each client's arrivals are a renewal process of its own, its lengths come from their quantiles."""
+    """ServeGen: each client's arrivals are a renewal process, and its lengths are drawn from their quantiles."""
     plain, rows = json.loads(text), []
     try:
         for client in plain["clients"]:
@@ -166,7 +166,7 @@ def _drawn(path: Path, text: str, scale: float, seed: int) -> list[TraceRow]:
 
 
 def _gaps(pattern: str, shape: float, scale: float) -> Callable[[random.Random], float]:
-    """How the next gap between two arrivals of a client is drawn."""
+    """The function that draws the next gap between two arrivals of a client."""
     if not (shape > 0 and scale > 0):
         raise ValueError("shape and scale of a client's gaps must be above 0")
     if pattern == "Gamma":
@@ -177,7 +177,7 @@ def _gaps(pattern: str, shape: float, scale: float) -> Callable[[random.Random],
 
 
 def _quantile(values: list[float], share: float) -> float:
-    """Between two neighbours of equally spaced quantiles."""
+    """Interpolated between equally spaced quantiles."""
     place = share * (len(values) - 1)
     below = min(int(place), len(values) - 2)
     return values[below] + (values[below + 1] - values[below]) * (place - below)

@@ -1,4 +1,4 @@
-"""Processes of their own that measure with the engine's parts and answer in JSON.
+"""Command line processes around the engine for planning, measuring, packing and checking; most of them use JSON.
 
-Nothing that serves imports them.
+The server's own processes never import them.
 """

@@ -1,7 +1,7 @@
-"""What steps take on this machine: `python -m quire_engine.tools.calibrate`, asked and answered in JSON.
+"""Measures step durations on this machine and fits a cost model: `python -m quire_engine.tools.calibrate`.
 
-Promises: steps of the engine that would serve, planned by its scheduler, measured from one's end to the next one's; a
-reply is a file for `quire simulate`.
+Questions and replies are lines of JSON. Promises: the steps run on the engine with the server's configuration and
+scheduler; a step's duration counts from the end of the step before; a reply is a file for `quire simulate`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from quire_engine.tools.json_child import converse
 from quire_engine.tools.verify.machine_facts import machine_facts
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 
-_DECODES = 12  # steps of decodes that a point of the grid gets each time
+_DECODES = 12  # decode steps of each load
 _CONTEXTS = (32, 128, 512, 2048, 8192, 32768)
 _SPECIAL_IDS = 100  # most vocabularies begin with control tokens
 
 
 class TimedExecutor:
-    """Another executor, and how long its steps took: from the end of the one before, so with the host's part."""
+    """Wraps an executor and measures each step from the end of the step before, host time included."""
 
     def __init__(self, inner: StepExecutor) -> None:
         self.samples: list[Sample] = []
@@ -46,7 +46,7 @@ class TimedExecutor:
         return self._inner.max_in_flight
 
     def begin(self) -> None:
-        """Nothing is in flight; the next step begins now."""
+        """Start the clock; no step may be in flight."""
         self._since = time.perf_counter()
 
     def launch(self, batch: Batch) -> None:
@@ -65,7 +65,7 @@ class TimedExecutor:
 
 
 class Grid:
-    """Loads of known sizes through an engine, the cheap ones first, as long as there is time."""
+    """Runs loads of known sizes through an engine, cheap loads first, within a time limit."""
 
     def __init__(self, engine: Engine, executor: TimedExecutor, plan: EnginePlan) -> None:
         self._engine = engine
@@ -76,9 +76,9 @@ class Grid:
         self._seconds_per_token = 0.0  # of the slowest load so far
 
     def measure(self, seconds: float) -> list[Sample]:
-        """Round after round over the grid, the first one without what needs more than its share of the time."""
+        """Run rounds over the grid. A load that would take more than half of the remaining time is skipped."""
         deadline = time.perf_counter() + seconds
-        self._load(1, 16, 4)  # the first steps warm caches and allocators up
+        self._load(1, 16, 4)  # a warm-up for caches and allocators
         self._executor.samples.clear()
         rounds = 0
         while rounds == 0 or time.perf_counter() < deadline:
@@ -92,7 +92,7 @@ class Grid:
         return self._executor.samples
 
     def _points(self) -> list[tuple[int, int]]:
-        """(requests at once, prompt tokens of each) that the pool and the context hold."""
+        """(concurrent requests, prompt tokens of each) that fit into the pool and the context length."""
         config, limits = self._plan.scheduler, self._plan.scheduler.limits
         most = config.max_model_len - _DECODES - 1
         lengths = [length for length in _sizes(limits.max_num_batched_tokens) if length < most]
@@ -104,7 +104,7 @@ class Grid:
         return sorted(points, key=lambda point: (point[0] * point[1], point))
 
     def _load(self, width: int, length: int, outputs: int) -> None:
-        """So many requests at once, to their end. Prompts are random: nothing comes from the prefix cache."""
+        """Run `width` concurrent requests to completion. Random prompts have no hits in the prefix cache."""
         for _ in range(width):
             self._number += 1
             vocabulary = range(min(_SPECIAL_IDS, self._plan.vocab_size // 2), self._plan.vocab_size)
@@ -145,7 +145,7 @@ def calibrate(config: EngineConfig, seconds: float) -> dict[str, Any]:
 
 
 def machine(plan: EnginePlan) -> dict[str, Any]:
-    """What was measured, where; `hash` differs where a model should not be used for another."""
+    """Facts about the machine, the model and the build; `hash` tells whether a cost model fits another machine."""
     facts = machine_facts()
     what = {
         "model": plan.checkpoint,
@@ -166,7 +166,7 @@ def machine(plan: EnginePlan) -> dict[str, Any]:
 
 
 def _sizes(most: int) -> list[int]:
-    """1, 2, 4, ... and the most."""
+    """Powers of two up to `most`, and `most` itself."""
     return sorted({*(1 << i for i in range(most.bit_length())), most} - {0})
 
 

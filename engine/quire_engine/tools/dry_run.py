@@ -1,4 +1,4 @@
-"""What a configuration would come to: `python -m quire_engine.tools.dry_run`, asked and answered in JSON.
+"""Resolves configurations to plans without loading weights: `python -m quire_engine.tools.dry_run`, in JSON.
 
 Promises: no weight is read; a question is an `EngineConfig`, the reply its `EnginePlan`.
 """

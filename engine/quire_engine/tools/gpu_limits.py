@@ -1,7 +1,7 @@
-"""What this machine's first GPU can do at most: `python -m quire_engine.tools.gpu_limits` prints one JSON object.
+"""Measures the peak rates of this machine's first GPU: `python -m quire_engine.tools.gpu_limits` prints JSON.
 
-Promises: numbers of this moment, found with what is left of the memory beside whoever else uses the GPU; exit code 1
-and one line where there is no GPU or too little memory. Must not know: models.
+Promises: the measurement uses only memory that is free at the moment; exit code 1 and one line if there is no GPU or
+too little free memory. Must not know: models.
 """
 
 from __future__ import annotations
@@ -14,32 +14,36 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-_MOST_COPIED = 1 << 30  # bytes of one side; many times what any cache holds
+_MOST_COPIED = 1 << 30  # bytes of the copy's source; many times the size of any cache
 _LEAST_COPIED = 128 << 20
-_SIDE = {torch.bfloat16: 8192, torch.float16: 8192, torch.float32: 4096}  # of square matrices that fill a large GPU
+_SIDE = {
+    torch.bfloat16: 8192,
+    torch.float16: 8192,
+    torch.float32: 4096,
+}  # size of square matrices that fill a large GPU
 _REPEAT = 20
 
 
 class NotMeasurable(RuntimeError):
-    """One line for an operator."""
+    """Carries one line for the operator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Operations count a multiply and an add as two. 0: not measured."""
+    """Peak rates. A multiply-add counts as two operations. 0: not measured."""
 
     variant: str  # the GPU's name
     threads: int  # multiprocessors
-    fp32_per_second: float  # without TF32, as models in float32 are computed
+    fp32_per_second: float  # without TF32, which models in float32 do not use
     bf16_per_second: float
     fp16_per_second: float
     int8_per_second: float
-    read_bytes_per_second: float  # of a copy, read and written together
-    cache_bytes: int  # of the last level; 0: unknown
+    read_bytes_per_second: float  # rate of a copy, reads and writes both counted
+    cache_bytes: int  # size of the last level; 0: unknown
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, *, repeat: int = _REPEAT, warm_up: int = 3) -> float:
-    """The shortest of `repeat` runs of `work`: on a GPU between two events of its stream, else by the clock."""
+    """The shortest duration of `repeat` runs of `work`, by CUDA events on a GPU, otherwise by the host's clock."""
     for _ in range(warm_up):
         work()
     if device.type != "cuda":
@@ -71,7 +75,7 @@ def measure(
     sides: Mapping[torch.dtype, int] = _SIDE,
     repeat: int = _REPEAT,
 ) -> Limits:
-    """`copied`: bytes of one side of the copy; `sides`: of the square matrices by type. Raises OutOfMemoryError."""
+    """`copied`: bytes of the copy's source; `sides`: size of the square matrices by dtype. Raises OutOfMemoryError."""
     rates = {dtype: product_rate(device, dtype, side, repeat=repeat) for dtype, side in sides.items()}
     name, multiprocessors, cache = "cpu", 0, 0
     if device.type == "cuda":
@@ -91,7 +95,7 @@ def measure(
 
 
 def copy_rate(device: torch.device, num_bytes: int, *, repeat: int = _REPEAT) -> float:
-    """Bytes per second, each counted when it is read and when it is written."""
+    """Bytes per second, reads and writes both counted."""
     source = torch.ones(num_bytes // 4, dtype=torch.int32, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() * 4 / seconds_of(lambda: target.copy_(source), device, repeat=repeat)
@@ -106,14 +110,14 @@ def product_rate(device: torch.device, dtype: torch.dtype, side: int, *, repeat:
 
 
 def measure_gpu() -> Limits:
-    """What fits beside a server that already holds most of the memory. Raises NotMeasurable."""
+    """Measure in the GPU's free memory. Raises NotMeasurable."""
     if not torch.cuda.is_available():
         raise NotMeasurable("torch finds no usable GPU")
     free, _ = torch.cuda.mem_get_info()
     copied = min(_MOST_COPIED, free // 4)
     if copied < _LEAST_COPIED:
         raise NotMeasurable(f"only {free >> 20} MiB of the GPU's memory are free, too few to measure with")
-    # Two random float32 matrices are there before the halves are made of them.
+    # Two random float32 matrices exist before they are converted to 16 bits.
     sides = {dtype: side if 20 * side**2 < free // 2 else 2048 for dtype, side in _SIDE.items()}
     try:
         return measure(torch.device("cuda"), copied=copied, sides=sides)
@@ -122,7 +126,7 @@ def measure_gpu() -> Limits:
 
 
 def main() -> int:
-    """0 and the JSON, or 1 and a line on stderr."""
+    """Print the JSON and return 0, or print an error line to stderr and return 1."""
     try:
         print(json.dumps(asdict(measure_gpu())))
     except NotMeasurable as error:

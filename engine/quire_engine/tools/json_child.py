@@ -1,7 +1,7 @@
-"""The child's side of a conversation in lines of JSON: questions on stdin, replies on stdout.
+"""The child's side of a dialogue in lines of JSON: questions on stdin, replies on stdout.
 
-Promises: nothing else than replies is written to stdout; what is refused on purpose is the last reply, `{"error": TEXT,
-"kind": "config" | "model"}`.
+Promises: only replies are written to stdout; the last reply of a refused question is `{"error": TEXT, "kind": "config"
+| "model"}`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ DONE, FAILED, BAD_CONFIG = 0, 1, 2
 
 
 def converse(answers: Callable[[Iterator[Any]], Iterable[object]]) -> int:
-    """Write what `answers` makes of the questions, each when it is there; the process's exit code.
+    """Write each reply that `answers` yields at once; return the process's exit code.
 
-    A QuireError ends the conversation, as does a library that is not installed.
+    A QuireError or a missing library ends the dialogue.
     """
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print must not come between the replies
+    os.dup2(2, 1)  # output of libraries must not mix with the replies
 
     def write(value: object) -> None:
         replies.write(json.dumps(value) + "\n")

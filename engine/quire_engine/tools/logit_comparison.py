@@ -1,6 +1,6 @@
-"""Two models' logits side by side: divergence, agreement, perplexity.
+"""Compares two models' logits: divergence, agreement, perplexity.
 
-Promises: divergences in float64, a few rows at a time; perplexities leave out each prompt's first token.
+Promises: divergences are computed in float64, a few rows at a time; perplexities leave out each prompt's first token.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-_ROWS_AT_ONCE = 64  # in float64
+_ROWS_AT_ONCE = 64  # rows converted to float64 together
 
 Prompts = Sequence[Sequence[int]]
 
 
 class Comparison:
-    """A model's logits beside the reference's, prompt by prompt."""
+    """Compares a model's logits with a reference's, prompt by prompt."""
 
     def __init__(self, prompts: Prompts, reference: Sequence[Tensor]) -> None:
         self._waiting = zip(prompts, reference, strict=True)
@@ -27,7 +27,7 @@ class Comparison:
         self._losses: tuple[list[Tensor], list[Tensor]] = ([], [])
 
     def add(self, logits: Tensor) -> None:
-        """[T, V] of the next prompt."""
+        """Compare the next prompt's logits [T, V]."""
         prompt, reference = next(self._waiting)
         self._kl.append(kl(reference, logits))
         self._same.append(reference.argmax(dim=-1) == logits.argmax(dim=-1))
@@ -48,12 +48,12 @@ class Comparison:
 
     @property
     def greedy_agreement(self) -> float:
-        """The share of positions where both models find the same token likeliest."""
+        """The share of positions where both models have the same most likely token."""
         return torch.cat(self._same).double().mean().item()
 
     @property
     def reference_perplexity(self) -> float:
-        """exp of the mean surprise at each prompt's second and later tokens."""
+        """exp of the mean negative log likelihood of each prompt's tokens but the first."""
         return math.exp(torch.cat(self._losses[0]).double().mean().item())
 
     @property
@@ -68,10 +68,10 @@ def kl(reference: Tensor, other: Tensor) -> Tensor:
         rows = slice(start, start + _ROWS_AT_ONCE)
         log_p, log_q = (logits[rows].double().log_softmax(dim=-1) for logits in (reference, other))
         parts.append((log_p.exp() * (log_p - log_q)).sum(dim=-1))
-    return torch.cat(parts).clamp(min=0.0)  # rounding may leave equal rows just below
+    return torch.cat(parts).clamp(min=0.0)  # rounding may leave equal rows slightly below 0
 
 
 def equal_share(reference: Sequence[int], other: Sequence[int]) -> float:
-    """The part of `reference` that `other` begins with, 0 to 1."""
+    """The length of the common prefix as a share of `reference`, 0 to 1."""
     differing = (at for at, pair in enumerate(zip(reference, other, strict=False)) if pair[0] != pair[1])
     return next(differing, min(len(reference), len(other))) / len(reference)

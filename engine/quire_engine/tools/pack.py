@@ -1,6 +1,6 @@
-"""Packs a model's weights into their file: `python -m quire_engine.tools.pack`, asked and answered in JSON.
+"""Packs a model's weights into a file: `python -m quire_engine.tools.pack`, with questions and replies in JSON.
 
-Promises: a question is an `EngineConfig`; the replies tell how far it is, the last one which file it has come to.
+Promises: a question is an `EngineConfig`; replies report progress, and the last one names the file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire_engine.tools.json_child import converse
 
 
 def pack(config: EngineConfig, tell: Tell) -> str:
-    """Put the packed weights into their file, or see that they are there; the file.
+    """Write the packed weights to a file, unless it exists; return its path.
 
     Raises ConfigError, ModelLoadError.
     """
@@ -42,10 +42,10 @@ def pack(config: EngineConfig, tell: Tell) -> str:
 
 
 def answers(questions: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """For each configuration how far its weights are, then their file. Raises ConfigError, ModelLoadError."""
+    """For each configuration progress reports, then the file. Raises ConfigError, ModelLoadError."""
     for asked in questions:
         replies: SimpleQueue[dict[str, Any] | Exception] = SimpleQueue()
-        # A reply is given while the packing goes on.
+        # Packing runs in a thread, so that progress is reported meanwhile.
         Thread(target=_work, args=(engine_config(asked), replies), daemon=True).start()
         while True:
             reply = replies.get()

@@ -1,6 +1,6 @@
-"""Measures what quantisation costs a checkpoint: `python -m quire_engine.tools.quality`, asked and answered in JSON.
+"""Measures the quality loss by quantization of a checkpoint: `python -m quire_engine.tools.quality`, in JSON.
 
-Promises: one model in memory at a time, beside it the logits of a bounded set of prompts. Must not know: text.
+Promises: memory holds one model at a time and the reference logits of a bounded set of prompts. Must not know: text.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _CPU = torch.device("cpu")
 _BLOCK_SIZE = 16
 MAX_PROMPT_TOKENS = 256
 CONTINUATION_TOKENS = 32
-_LOGITS_BYTES = 1 << 30  # kept of the bf16 model
+_LOGITS_BYTES = 1 << 30  # memory for the bf16 model's logits
 _RANDOM_PROMPTS, _RANDOM_PROMPT_TOKENS = 8, 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """How a model is loaded."""
+    """Quantization of the weights and type of the KV cache."""
 
     quantization: Quantization | None = None
     kv_cache_dtype: KVCacheDType = "auto"
@@ -59,7 +59,7 @@ def measure(
     end_token_ids: Sequence[int] = (),
     num_threads: int | None = None,
 ) -> Iterator[Quality]:
-    """The quality of each variant, one after the other. Without `prompts`: fixed pseudo-random ids.
+    """The quality of each variant in turn. Without `prompts`, fixed pseudo-random ids are used.
 
     A continuation ends after one of `end_token_ids`. Raises ConfigError, ModelLoadError.
     """
@@ -95,13 +95,13 @@ def measure(
 
 
 def random_prompts(vocab_size: int) -> Prompts:
-    """The same for every model with this vocabulary."""
+    """Fixed pseudo-random prompts for a vocabulary of this size."""
     source = random.Random(0)
     return [[source.randrange(vocab_size) for _ in range(_RANDOM_PROMPT_TOKENS)] for _ in range(_RANDOM_PROMPTS)]
 
 
 def bounded(prompts: Prompts, config: ModelConfig) -> Prompts:
-    """The prompts' beginnings, as long as positions and memory for logits allow. ConfigError for unusable ones."""
+    """The prompts cut to the context length and the memory for logits. Raises ConfigError for unusable prompts."""
     affordable = _LOGITS_BYTES // (4 * config.vocab_size * max(1, len(prompts)))
     longest = max(0, min(MAX_PROMPT_TOKENS, config.max_position_embeddings - CONTINUATION_TOKENS, affordable))
     cut = [list(prompt[:longest]) for prompt in prompts]
@@ -125,9 +125,9 @@ def ask(  # noqa: PLR0917
     threads: int,
     on_logits: Callable[[Tensor], None],
 ) -> list[list[int]]:
-    """Load the model, hand each prompt's logits to `on_logits`, return the greedy continuations, forget the model.
+    """Load the model, pass each prompt's logits to `on_logits`, return the greedy continuations, free the model.
 
-    The logits are [T, V] float32, those after every token of the prompt.
+    The logits are [T, V] float32, with a row for every token of the prompt.
     """
     _log.info("computing with %s weights and a KV cache of %s", *_names(variant))
     blocks_each = [-(-(len(prompt) + CONTINUATION_TOKENS) // _BLOCK_SIZE) for prompt in prompts]
@@ -180,7 +180,7 @@ def _names(variant: Variant) -> tuple[str, str]:
 
 
 def _slice(token_ids: Sequence[int], blocks: Sequence[int], start: int) -> ScheduledSequence:
-    """All from `start` on, with the logits of every row."""
+    """The tokens from `start` on, with logits for every row."""
     return ScheduledSequence(
         sequence_id=0,
         choice=0,
@@ -198,7 +198,7 @@ def _slice(token_ids: Sequence[int], blocks: Sequence[int], start: int) -> Sched
 
 
 def answers(questions: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The quality of each variant that a question names, kept for later starts. Raises ConfigError, ModelLoadError."""
+    """The quality of each variant of a question, stored for later starts. Raises ConfigError, ModelLoadError."""
     for asked in questions:
         found = measure(
             Path(asked["model"]),
@@ -221,5 +221,5 @@ def _keep(quality: Quality) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(format="%(message)s", level=logging.INFO)
-    torch.set_num_threads(1)  # the C++ kernels have workers of their own
+    torch.set_num_threads(1)  # the C++ kernels use their own threads
     sys.exit(converse(answers))

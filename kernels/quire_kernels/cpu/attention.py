@@ -22,14 +22,14 @@ KVType = Literal["bf16", "int8"]
 _CPU = torch.device("cpu")
 _KINDS: dict[torch.dtype, int] = {torch.bfloat16: 0, torch.uint8: 1}
 _OUT_OF_RANGE = 2
-_DIMS = 5  # of a pool
-_REMEMBERED_SHAPES = 1024  # layers of all loaded models
+_DIMS = 5  # dimensions of a pool
+_REMEMBERED_SHAPES = 1024  # most cached layers, of all loaded models
 
 
 class CpuAttention:
     """The attention ops of one kernel set.
 
-    The arguments of the last step and pool and of every layer's shape are kept, since all layers share them.
+    The C++ arguments of the last step and pool, and of every layer's shape, are cached, since all layers share them.
     """
 
     def __init__(self, context: Context, kv_type: KVType = "bf16") -> None:
@@ -39,7 +39,9 @@ class CpuAttention:
         self._attention = context.library.quire_attention
         self._dtype = torch.bfloat16 if kv_type == "bf16" else torch.uint8
         self._step: tuple[AttentionInput, StepArgs] | None = None
-        self._pool: tuple[weakref.ref[Tensor], PoolArgs] | None = None  # a pool is large: not kept alive from here
+        self._pool: tuple[weakref.ref[Tensor], PoolArgs] | None = (
+            None  # weak, so that this does not keep a large pool alive
+        )
         self._shapes: dict[int, tuple[AttentionShape, ShapeArgs]] = {}
 
     def new_kv(  # noqa: PLR0917 - the op's contract
@@ -52,15 +54,15 @@ class CpuAttention:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
-        """[blocks, layers, kv heads, units, elements of a unit], bf16 or bytes. ValueError for what C++ cannot serve.
+        """[blocks, layers, kv heads, units, elements of a unit], bf16 or bytes. ValueError for unsupported sizes.
 
-        The pages are committed from now on, in order, whenever a core is idle.
+        From now on the pages are committed in order by idle cores.
         """
         _check_pool(block_size, head_dim, dtype, device)
         sizes = (num_blocks, num_layers, num_kv_heads, block_size // UNIT, self._unit_elements(head_dim))
         num_bytes = math.prod(sizes) * self._dtype.itemsize
         memory = map_huge(num_bytes)[:num_bytes]
-        # It only saves time later: without a thread for it, pages are committed by the steps that write them first.
+        # Committing only saves time later: without it, pages are committed by the first write to them.
         self._context.library.quire_commit(self._handle, memory.data_ptr(), num_bytes)
         return memory.view(self._dtype).view(sizes)
 
@@ -111,8 +113,8 @@ class CpuAttention:
         return 2 * UNIT * head_dim if self._dtype == torch.bfloat16 else 2 * UNIT * head_dim + 2 * UNIT * 4
 
     def shape_args(self, shape: AttentionShape) -> ShapeArgs:
-        """The layer's constants as C++ reads them; they live as long as what is returned."""
-        found = self._shapes.get(id(shape))  # cannot be another's: the entry keeps its shape alive
+        """The layer's constants for C++; they live as long as the returned object."""
+        found = self._shapes.get(id(shape))  # ids are unique, since the entry keeps its shape alive
         if found is None:
             if shape.num_heads % shape.num_kv_heads:
                 raise ValueError(f"{shape.num_heads} heads do not divide into {shape.num_kv_heads} groups")
@@ -139,7 +141,7 @@ class CpuAttention:
         return found[1]
 
     def pool_args(self, kv: Tensor, shape: AttentionShape, layer: int) -> int:
-        """The address of the pool's description. ValueError if it is not one of C++'s with such heads and layers."""
+        """The address of the pool's description. ValueError if it is not a pool for such heads and layers."""
         if self._pool is None or self._pool[0]() is not kv:
             if kv.dim() != _DIMS or kv.dtype not in _KINDS or not kv.is_contiguous() or kv.device.type != "cpu":
                 raise ValueError("kv is not a pool of the CPU kernels")
@@ -164,14 +166,14 @@ class CpuAttention:
         return ctypes.addressof(pool)
 
     def step_args(self, step: AttentionInput) -> int:
-        """The address of the step's description, valid until the next step's is asked for."""
+        """The address of the step's description, valid until the next call with another step."""
         if self._step is None or self._step[0] is not step:
             self._step = step, describe(step)
         return ctypes.addressof(self._step[1])
 
 
 def describe(step: AttentionInput) -> StepArgs:
-    """The step as C++ reads it. ValueError for tensors that do not fit together."""
+    """The step's description for C++. ValueError for tensors that do not fit together."""
     num_rows, num_sequences = step.positions.shape[0], step.context_lens.shape[0]
     _require(step.positions, (num_rows,), torch.int64, "positions")
     _require(step.kv_slots, (num_rows,), torch.int64, "kv_slots")

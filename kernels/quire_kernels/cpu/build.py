@@ -1,7 +1,7 @@
 """Compiles the kernels ahead of the first start: `python -m quire_kernels.cpu.build`.
 
-Promises: exit code 0 and what was built on stdout, or 1 and the compiler's complaint on stderr; for this machine what a
-start would take, and why, in one line. Must not know: tensors, models.
+Promises: exit code 0 with the result on stdout, or 1 with the compiler's error on stderr; for this machine one line
+with the variant and the reason for it. Must not know: tensors, models.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _VARIANT = "instruction set, as `quire serve --cpu-variant` takes it; default: t
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build for this machine, or with --prebuilt for all; the exit code."""
+    """Build for this machine, or with --prebuilt for all variants; returns the exit code."""
     parser = argparse.ArgumentParser(prog="quire build-kernels", description=_TEXT)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--prebuilt", action="store_true", help=_PREBUILT)

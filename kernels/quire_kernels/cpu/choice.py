@@ -1,9 +1,8 @@
-"""Which of the instruction sets that this CPU has the kernels are taken for: the fastest, measured where flags
-mislead.
+"""Chooses the kernels' instruction set on this CPU: the fastest, measured where CPU flags mislead.
 
-Promises: the same at every start on one CPU, as other instructions round otherwise: a measurement is remembered, and it
-takes a clear margin to overturn the order of the flags. One that was asked for by name serves, or nothing does. Must
-not know: tensors.
+Promises: the same choice at every start on one CPU, since instruction sets round differently: a measurement is stored,
+and only a clear margin overrides the order of the flags. An instruction set that is set by name serves or is refused.
+Must not know: tensors.
 """
 
 from __future__ import annotations
@@ -21,33 +20,33 @@ from quire_kernels.cpu.rates import core_rates
 from quire_kernels.cpu.remembered import recalled, remembered
 from quire_kernels.cpu.variants import Variant, compilable_variants, cpu_features, refusal, usable_variants
 
-# What multiplies bf16 by FMA where the other one has an instruction for it. On Intel's CPUs that instruction does twice
-# the work of an FMA at less than half its rate; on AMD's at the same rate. No flag tells.
+# Variants that multiply bf16 by FMA, by the variant with an instruction for it. On Intel's CPUs that instruction does
+# twice the work of an FMA at less than half its rate; on AMD's at the same rate. CPU flags do not tell which.
 _BY_FMA = {"avx512_bf16": "avx512_vnni"}
-_MARGIN = 1.3  # by which FMA must be faster: it also has to widen the weights, and a noisy machine is to change nothing
+_MARGIN = 1.3  # FMA must be faster by this factor, since it also has to widen the weights and measurements are noisy
 
 _log = logging.getLogger(__name__)
 
 
 class UnusableVariant(ValueError):
-    """The instruction set asked for cannot serve here; a clause that completes "the cpu kernels", and what would do."""
+    """The requested instruction set cannot serve here; a clause that completes "the cpu kernels", with a remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """The kernels that serve."""
+    """The chosen kernels."""
 
     library: ctypes.CDLL
     variant: Variant
-    why: str  # for an operator, after the variant's name
+    why: str  # for operators, after the variant's name
 
 
 def load_chosen(
     asked: str | None = None, *, cache_dir: Path | None = None, on_compiled: OnCompiled | None = None
 ) -> Chosen:
-    """The kernels for the fastest instruction set of this CPU that the compiler knows, or for the one asked for.
+    """The kernels for the fastest instruction set of this CPU that the compiler supports, or for the one `asked` for.
 
-    `cache_dir` and `on_compiled` as `load_library` has them. Raises KernelBuildError, UnusableVariant.
+    `cache_dir` and `on_compiled` as in `load_library`. Raises KernelBuildError, UnusableVariant.
     """
 
     def load(variant: Variant) -> ctypes.CDLL:
@@ -57,7 +56,7 @@ def load_chosen(
         variant = usable(asked)
         return Chosen(library=load(variant), variant=variant, why="as asked for")
     candidates = usable_variants()
-    refused: list[str] = []  # by the compiler
+    refused: list[str] = []  # variants that the compiler refused
     for variant in candidates[:-1]:
         by_fma = next((each for each in candidates if each.name == _BY_FMA.get(variant.name)), None)
         try:
@@ -71,7 +70,7 @@ def load_chosen(
 
 
 def usable(name: str) -> Variant:
-    """The variant of that name. Raises UnusableVariant where it does not exist, or cannot run here."""
+    """The variant with that name. Raises UnusableVariant if it does not exist, or cannot run here."""
     by_name = {variant.name: variant for variant in compilable_variants()}
     names = ", ".join(variant.name for variant in usable_variants())
     if name not in by_name:
@@ -91,11 +90,11 @@ def usable(name: str) -> Variant:
 def _faster(
     variant: Variant, by_fma: Variant, load: Callable[[Variant], ctypes.CDLL], cache_dir: Path | None
 ) -> Chosen:
-    """Of a variant and the one that multiplies bf16 by FMA the faster one. Raises CompilationError, of the first."""
+    """The faster of a variant and the one that multiplies bf16 by FMA. Raises CompilationError, of the first."""
     library: ctypes.CDLL | None = None
     rates = recalled(cache_dir)
     if rates is None:
-        library = load(variant)  # it has both instructions, so that only the one that wins is compiled beside it
+        library = load(variant)  # it has both instructions, so the other variant is compiled only if it wins
         rates = remembered(partial(core_rates, library), cache_dir)
     if rates.fp32 > _MARGIN * rates.bf16:
         try:

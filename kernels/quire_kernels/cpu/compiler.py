@@ -1,7 +1,7 @@
 """Compiles the C++ kernels with the system's compiler.
 
-Promises: a complete shared library or a KernelBuildError with the compiler's first complaint; never a partial file. An
-OSError where the disk has no room.
+Promises: a complete shared library or a KernelBuildError with the compiler's first error; never a partial file. An
+OSError if the disk is full.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 _COMPILERS = ("c++", "g++", "clang++")
 _TIMEOUT = 300.0  # seconds for one translation unit
 _SHOWN = 2000  # characters of a failing compiler's output
-# What compilers and linkers say where a disk, a quota or a limit on files ends.
+# Messages of compilers and linkers about a full disk, a quota or a limit on files.
 _NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large", "File size limit exceeded")
 
-# Contraction off: whether a * b + c is one rounding or two is written out, so that all tile heights compute alike.
+# Contraction off: the source decides whether a * b + c is rounded once or twice, so that all tile heights agree.
 FLAGS = (
     "-O3",
     "-std=c++17",
@@ -35,16 +35,16 @@ FLAGS = (
 
 
 class KernelBuildError(RuntimeError):
-    """The kernels cannot be compiled here; the text says why."""
+    """The kernels cannot be compiled here; the text has the reason."""
 
 
 class CompilationError(KernelBuildError):
-    """The compiler refuses them, perhaps only for one instruction set, which it may be too old for."""
+    """The compiler refuses the sources, perhaps only for an instruction set that it is too old for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiler:
-    """A C++ compiler that answered."""
+    """A working C++ compiler."""
 
     path: str
     version: str
@@ -75,11 +75,11 @@ def compile_library(
 ) -> None:
     """Compile `sources` into the shared library `output`, `jobs` translation units at a time.
 
-    `on_compiled` is told after each how many are done.
+    `on_compiled` is called after each with the number of compiled ones.
     """
-    # The longest first, so that none of them is left over when the other processors have nothing more to do.
+    # The longest first, so that no core compiles a long one while the others are idle.
     sources = sorted(sources, key=lambda source: source.stat().st_size, reverse=True)
-    # Beside the result: who was careful about that folder should not have to be about another.
+    # In the folder of the result, which the caller has checked.
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".objects-") as directory:
         objects = [Path(directory) / f"{source.stem}.o" for source in sources]
 
@@ -93,7 +93,7 @@ def compile_library(
                     built.result()
                     if on_compiled is not None:
                         on_compiled(num_done)
-            finally:  # a failure is told at once, not when all others have been compiled too
+            finally:  # report a failure at once, without compiling the others
                 pool.shutdown(cancel_futures=True)
         _run([compiler.path, *flags, "-shared", *map(str, objects), "-o", str(output)])
 

@@ -1,4 +1,4 @@
-"""What the ops of one CPU kernel set share: their worker threads, and zeroed memory on huge pages."""
+"""The shared parts of one CPU kernel set's ops: their worker threads, and zeroed memory on huge pages."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _ALIGNMENT = 64
 
 
 class Context:
-    """The workers that the ops share. They end with the last op that holds this."""
+    """The workers that the ops share. They end with the last op that refers to this."""
 
     def __init__(self, library: ctypes.CDLL, threads: int) -> None:
         self.library = library
         cpus = spread(os.sched_getaffinity(0))
-        # A pinned worker keeps its caches, and no two meet on a core. But where every hardware thread computes it also
-        # shares its own with whoever is woken there, such as the server's other process: then the system had better
-        # move it.
+        # A pinned worker keeps its caches, and no two share a core. But where every hardware thread has a worker, a
+        # pinned one also shares its core with threads that wake up there, such as those of the server process: then the
+        # system should be free to move it.
         pinned = (ctypes.c_int32 * threads)(*cpus[:threads]) if threads < len(cpus) else None
         handle = library.quire_create(threads, pinned)
         if not handle:
@@ -36,10 +36,10 @@ class Context:
 
 
 def map_huge(num_bytes: int) -> Tensor:
-    """A uint8 tensor [num_bytes or more] of zeros that begins on a huge page, where the system has such.
+    """A uint8 tensor [num_bytes or more] of zeros that begins on a huge page, where the system has them.
 
-    Large memory that is read all the time should not wait for its address translation. Pages are committed when they
-    are first written.
+    Large memory that is read all the time needs huge pages for fast address translation. Pages are committed by their
+    first write.
     """
     mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
@@ -49,7 +49,7 @@ def map_huge(num_bytes: int) -> Tensor:
 
 
 class Arena:
-    """Hands out aligned memory from a few large mappings."""
+    """Allocates aligned memory from a few large mappings."""
 
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)

@@ -27,7 +27,7 @@ class CpuLayers:
     ) -> None:
         self._context = context  # keeps the workers
         self._attention = attention
-        self._layers = tuple(layers)  # keeps what the addresses below point to
+        self._layers = tuple(layers)  # keeps the targets of the addresses below alive
         self._shapes = tuple(attention.shape_args(layer.attention) for layer in self._layers)
         self._rope = rope
         self._eps = eps
@@ -74,7 +74,7 @@ class CpuLayers:
         return x if sampled is None else x[: sampled.rows]
 
     def _check(self) -> int:
-        """The width of x. ValueError where two neighbours do not fit."""
+        """The width of x. ValueError if two adjacent matrices do not fit."""
         width: int = self._layers[0].qkv.num_inputs
         for layer in self._layers:
             shape = layer.attention
@@ -102,7 +102,7 @@ class CpuLayers:
 
 
 def _check_rows(rows: Tensor, count: int, limit: int) -> None:
-    """C++ gathers by these without another look."""
+    """C++ gathers these rows without a check of its own."""
     if rows.dtype != torch.int64 or rows.shape != (count,) or not rows.is_contiguous():
         raise ValueError(f"sample_rows must be contiguous int64 [{count}]")
     if count and (rows[0] < 0 or rows[-1] >= limit or bool((rows.diff() <= 0).any())):

@@ -1,8 +1,7 @@
 """Finds, builds and loads the compiled C++ kernels.
 
-Promises: what is loaded was built from the sources at hand, completely, and by this user; processes that start together
-build once; a cache that cannot be written or trusted costs a build at every start, nothing else. Must not know:
-tensors.
+Promises: a loaded library was built from the present sources, completely, and by this user; processes that start
+together build once; a cache that cannot be written or trusted costs a build at every start. Must not know: tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from quire_kernels.cpu.signatures import declare
 from quire_kernels.cpu.variants import Variant, refusal
 from quire_kernels.trusted_folder import UntrustedFolder, open_trusted, trusted
 
-# Of how many files that are compiled, of how many: a start that is slow is not one that hangs.
+# Called with (compiled files, all files), so that a slow start does not look like a hang.
 OnCompiled = Callable[[int, int], None]
 
 _log = logging.getLogger(__name__)
@@ -45,18 +44,18 @@ def load_library(
 ) -> ctypes.CDLL:
     """The kernels for one variant.
 
-    Built on first use and kept in `cache_dir` (default: ~/.cache/quire/kernels); `on_compiled` is told how many files
-    are done. Raises KernelBuildError; CompilationError where the compiler refuses it.
+    Built on first use and kept in `cache_dir` (default: ~/.cache/quire/kernels). `on_compiled` gets the number of
+    compiled files. Raises KernelBuildError, or CompilationError for an error of the compiler.
     """
     if platform.system() != "Linux":
         raise KernelBuildError(f"the C++ kernels run on Linux, not on {platform.system()}")
-    reason = refusal(variant)  # asks, too: registers that were not granted end the process
+    reason = refusal(variant)  # also requests the tile registers, without which their use would kill the process
     if reason is not None:
         raise KernelBuildError(f"the kernels for {variant.name} cannot run here: {reason}")
     flags = (*FLAGS, *variant.flags, *extra_flags)
     sources = _source_folder()
     key = _key(sources, flags)
-    # Beside the Python that is running: who may write there needs no library.
+    # Inside the installed package, which only its owner can write to.
     prebuilt = _PREBUILT / f"{variant.name}-{key}.so"
     if _is_complete(prebuilt):
         return _open(prebuilt)
@@ -75,10 +74,10 @@ def load_library(
         _log.warning("compiled kernels cannot be kept in %s (%s): they are compiled at every start", where, error)
     try:
         with tempfile.TemporaryDirectory(prefix="quire-kernels-") as temporary:
-            # Resolved: a system's /tmp may be a link, and what counts is where we really are.
+            # Resolved, since a system's /tmp may be a link.
             path = trusted(Path(temporary).resolve()) / name
             build(path)
-            return _kept(path)  # stays mapped when the file is gone
+            return _kept(path)  # it stays mapped after the file is deleted
     except OSError as error:
         raise KernelBuildError(
             f"there is no place for the compiled kernels: {error}; set TMPDIR to a folder of yours with room"
@@ -86,7 +85,7 @@ def load_library(
 
 
 def _kept_or_built(path: Path, build: Callable[[Path], None]) -> ctypes.CDLL:
-    """The library at this path in a trusted folder, built where there is none to be loaded. Raises OSError."""
+    """The library at this path in a trusted folder, built if it cannot be loaded. Raises OSError."""
     with suppress(OSError):
         return _kept(path)
     with locked(path.with_suffix(".lock")):
@@ -101,16 +100,16 @@ def _kept_or_built(path: Path, build: Callable[[Path], None]) -> ctypes.CDLL:
 
 
 def _kept(path: Path) -> ctypes.CDLL:
-    """The library at this path, if nobody else can have made it and all of it is there.
+    """The library at this path, if it is complete and only this user can have made it.
 
-    Raises FileNotFoundError where there is none that is whole, UntrustedFolder.
+    Raises FileNotFoundError if there is no complete one, UntrustedFolder.
     """
     descriptor = open_trusted(path)
     if not _is_complete(descriptor):
         os.close(descriptor)
         raise FileNotFoundError(errno.ENOENT, "not a whole library", str(path))
-    # What was looked at is what is loaded, whatever the path leads to by now. The descriptor stays open: the loader
-    # takes libraries of one name for the same, and the number must not come to mean another.
+    # The checked file is the one that is loaded, even if the path has changed. The descriptor stays open: the loader
+    # identifies libraries by name, so its number must not be reused.
     held = Path(f"/proc/self/fd/{descriptor}")
     return _open(held if held.exists() else path)
 
@@ -128,20 +127,20 @@ def build_prebuilt(variant: Variant, directory: Path | None = None) -> Path:
 
 
 def default_cache() -> Path:
-    """Where this user's compiled kernels are kept. Raises UntrustedFolder."""
+    """The folder of this user's compiled kernels. Raises UntrustedFolder."""
     try:
         return Path.home() / ".cache" / "quire" / "kernels"
-    except RuntimeError as error:  # neither a variable nor a user's entry says where it is
+    except RuntimeError as error:  # neither HOME nor the user database has it
         raise UntrustedFolder("there is no home folder to keep compiled kernels in (set HOME)") from error
 
 
 def common_flags() -> tuple[str, ...]:
-    """What all variants are compiled with, beside what is their own."""
+    """The compiler flags of all variants."""
     return FLAGS
 
 
 def _source_folder() -> Path:
-    """Where the C++ lies: beside the package in a checkout, inside it when installed."""
+    """The folder of the C++ sources: beside the package in a checkout, inside it when installed."""
     for folder in (_PACKAGE / "csrc", _PACKAGE.parent / "csrc"):
         if next(folder.rglob("*.cpp"), None):
             return folder
@@ -149,7 +148,7 @@ def _source_folder() -> Path:
 
 
 def _key(sources: Path, flags: Sequence[str]) -> str:
-    """Changes with any C++ file, its place and the flags; not with where the sources lie."""
+    """Changes with the flags and any C++ file or its place in the folder; not with the folder's path."""
     content = hashlib.sha256("\0".join((platform.machine(), *flags)).encode())
     for source in sorted([*sources.rglob("*.cpp"), *sources.rglob("*.h")]):
         content.update(f"\0{source.relative_to(sources)}\0".encode())
@@ -170,7 +169,7 @@ def _build(
     *,
     on_compiled: OnCompiled | None = None,
 ) -> None:
-    """Compile into `path`. The digest of the library follows it, so that half a file is recognised."""
+    """Compile into `path`. The library is followed by its digest, so that a partial file is recognised."""
     started = time.perf_counter()
     units = sorted(sources.rglob("*.cpp"))
     text = f"quire: compiling the CPU kernels ({variant.name}), {len(units)} files, with {compiler.path} ..."
@@ -178,7 +177,7 @@ def _build(
     told = started
 
     def tell(num_done: int) -> None:
-        """A line every other second: nobody should take the first start for one that hangs."""
+        """Print a line every other second, so that a first start does not look like a hang."""
         nonlocal told
         if on_compiled is not None:
             on_compiled(num_done, len(units))
@@ -210,7 +209,7 @@ def _build(
 
 
 def _is_complete(file: Path | int) -> bool:
-    """Of a path, or of a descriptor, which stays open."""
+    """`file`: a path, or a descriptor, which stays open."""
     try:
         with open(file, "rb", closefd=not isinstance(file, int)) as opened:
             content = opened.read()
@@ -230,10 +229,10 @@ def _open(path: Path) -> ctypes.CDLL:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Held by one process at a time; the operating system lets go of it when its holder dies."""
+    """A lock between processes; the operating system releases it when its holder dies."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        if os.fstat(descriptor).st_uid != os.geteuid():  # who might hold it for ever
+        if os.fstat(descriptor).st_uid != os.geteuid():  # another user could hold the lock for ever
             raise UntrustedFolder(f"{path} belongs to another user; remove it")
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

@@ -1,7 +1,7 @@
 """The ops of the CPU kernel set over one pool of worker threads.
 
-Promises: shapes and types are checked here, so that C++ gets only pointers that are right; activations are bfloat16.
-Must not know: requests.
+Promises: shapes and types are checked here, so that C++ gets valid pointers only; activations are bfloat16. Must not
+know: requests.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def cpu_kernel_set(
     library: ctypes.CDLL | None = None,
     on_compiled: OnCompiled | None = None,
 ) -> KernelSet:
-    """The kernel set for bfloat16 models, with its own workers: `threads` of them, the caller included.
+    """The kernel set for bfloat16 models, with `threads` workers of its own, including the calling thread.
 
-    None: one per usable core. `kv_type`: what the pool holds. `cpu_variant`: the instruction set, None: the fastest.
+    None: one per usable core. `kv_type`: the type of the pool. `cpu_variant`: the instruction set, None: the fastest.
     Raises KernelBuildError where the C++ cannot be compiled, UnusableVariant where it cannot run.
     """
     why = ""
@@ -72,7 +72,7 @@ def cpu_kernel_set(
 
 
 class LinearOps:
-    """Projections with the norm before them and what follows them."""
+    """Projections, fused with the norm before them and the op after them."""
 
     def __init__(self, context: Context) -> None:
         self._context = context  # keeps the workers
@@ -82,7 +82,7 @@ class LinearOps:
         self._linear_add = context.library.quire_linear_add
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear) -> Tensor:
-        """Also for a gate-up pair: its packed matrix says what follows the product."""
+        """Also for a gate-up pair, whose packed matrix says so."""
         return self._normed(x, norm, eps, w, torch.bfloat16)
 
     def logits(self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear) -> Tensor:
@@ -91,7 +91,7 @@ class LinearOps:
     def greedy(
         self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear, allowed: Tensor | None = None
     ) -> tuple[list[int], list[bool]]:
-        """The argmax of `logits` without them ever being in memory."""
+        """The argmax of `logits`, without writing the logits to memory."""
         x = _rows(x, w.num_inputs)
         _check_norm(norm, w.num_inputs)
         rows = x.shape[0]

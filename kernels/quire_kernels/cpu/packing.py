@@ -1,6 +1,6 @@
-"""Weight matrices as the C++ kernels read them: packed, perhaps quantised, in memory that somebody else provides.
+"""Weight matrices in the form of the C++ kernels: packed, perhaps quantised, in memory of the caller.
 
-Promises: a packed matrix keeps its memory alive and never points at the tensor that it came from. Must not know:
+Promises: a packed matrix keeps its memory alive and never refers to the tensor that it came from. Must not know:
 layers.
 """
 
@@ -19,7 +19,7 @@ from quire_kernels.cpu.signatures import LinearArgs
 from quire_kernels.kernel_set import Quantization
 from quire_kernels.packed_form import Allocate, PackedForm, PackGateUp, PackLinear
 
-# Of the bytes: it changes with what any kind of weight is packed into, and files of other versions are packed anew.
+# Version of the packed bytes of all kinds; files of other versions are packed anew.
 PACKING_VERSION = 1
 
 # The memory of a matrix, by its names in C++, and what it holds; not every kind has all.
@@ -32,7 +32,7 @@ _PARTS = {
 }
 _PANEL_ROWS = 64
 _K_MULTIPLE = 32
-_MAX_K = 65536  # int32 sums of products of bytes
+_MAX_K = 65536  # sums of products of bytes must fit into int32
 _ALIGNMENT = 64
 
 
@@ -57,14 +57,14 @@ KINDS: dict[Quantization | None, WeightKind] = {
 
 
 class PackedLinear(NamedTuple):
-    """A packed matrix. `address` is that of `args`, the structure that C++ reads; the rest keeps memory alive."""
+    """A packed matrix. `address` is that of `args`, the structure for C++; the other fields keep memory alive."""
 
     address: int
     num_outputs: int  # columns of the op's result: I for a gate-up pair
     num_inputs: int
     gate_up: bool
     args: LinearArgs
-    parts: dict[str, Tensor]  # what `args` points to
+    parts: dict[str, Tensor]  # the memory that `args` points to
 
     @property
     def num_bytes(self) -> int:
@@ -131,7 +131,7 @@ class Packer:
 
 
 def packed_form(context: Context, quantization: Quantization | None) -> PackedForm:
-    """What the kernel set of a context says of its matrices."""
+    """The packed form of the matrices of a context's kernel set."""
     library, kind = context.library, KINDS[quantization]
 
     def packer(allocate: Allocate) -> tuple[PackLinear, PackGateUp]:

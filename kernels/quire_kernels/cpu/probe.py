@@ -1,6 +1,6 @@
-"""Measures what this machine can do at most: `python -m quire_kernels.cpu.probe` prints one JSON object.
+"""Measures the peak rates of this machine: `python -m quire_kernels.cpu.probe` prints one JSON object.
 
-Promises: all usable cores at once; numbers of this moment, as memory bandwidth drifts with the neighbours. Must not
+Promises: all usable cores at once; a snapshot, since memory bandwidth depends on other users of the machine. Must not
 know: tensors, models.
 """
 
@@ -19,7 +19,7 @@ from quire_kernels.cpu.choice import UnusableVariant, load_chosen
 from quire_kernels.cpu.compiler import KernelBuildError
 from quire_kernels.cpu.rates import KINDS, instruction, rate
 
-_MOST_BYTES = 2 << 30  # of all workers together
+_MOST_BYTES = 2 << 30  # most bytes of all workers together
 _BYTES_PER_WORKER = 256 << 20
 
 
@@ -33,9 +33,9 @@ class Limits:
     bf16_per_second: float
     int8_per_second: float
     read_bytes_per_second: float
-    cache_bytes: int  # of the last level, all together; 0: unknown
+    cache_bytes: int  # sum of the last-level caches; 0: unknown
     fp32_instruction: str
-    bf16_instruction: str  # empty: the CPU has none, and products of bf16 are those of fp32
+    bf16_instruction: str  # empty: the CPU has none and multiplies bf16 as fp32
     int8_instruction: str
 
 
@@ -77,7 +77,7 @@ def measure(
 
 
 def cache_bytes(root: Path = Path("/sys/devices/system/cpu")) -> int:
-    """What all last-level caches hold; 0 where the system does not tell."""
+    """The sum of all last-level caches; 0 where the system does not tell."""
     sizes: dict[tuple[int, str], int] = {}
     for index in root.glob("cpu[0-9]*/cache/index[0-9]*"):
         try:
@@ -92,7 +92,7 @@ def cache_bytes(root: Path = Path("/sys/devices/system/cpu")) -> int:
 
 
 def main() -> int:
-    """0 and the JSON, or 1 and a line on stderr."""
+    """Exit code 0 and the JSON, or 1 and a line on stderr."""
     parser = argparse.ArgumentParser(description="Peak arithmetic and read bandwidth of this machine, as JSON.")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--threads", type=int, default=cores, help=f"worker threads [{cores}]")

@@ -1,6 +1,6 @@
-"""The C++ kernels as one choice.
+"""The provider of the C++ kernels.
 
-Promises: says what they cannot serve without compiling or loading anything.
+Promises: reports unsupported requirements without compiling or loading anything.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CpuProvider:
         return reason or _no_such_variant(required.cpu_variant)
 
     def make(self, required: Requirements) -> KernelSet:
-        # Imported here: a choice that falls on others need not load these.
+        # Imported here: other providers do not need these modules.
         from quire_kernels.cpu.compiler import KernelBuildError  # noqa: PLC0415
         from quire_kernels.cpu.ops import cpu_kernel_set  # noqa: PLC0415
 
@@ -39,7 +39,7 @@ class CpuProvider:
                 on_compiled=required.on_compiled,
             )
         except KernelBuildError as error:
-            said = " ".join(str(error).split("\n")[:2])  # of a compiler's complaints the first
+            said = " ".join(str(error).split("\n")[:2])  # the compiler's first error
             raise Unavailable(f"are not available: {said}") from error
 
 

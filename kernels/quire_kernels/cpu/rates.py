@@ -1,4 +1,4 @@
-"""What the compiled kernels' probe says of the instructions that they are made of.
+"""Rates and names of the CPU instructions that the kernels use, from the compiled kernels' probe.
 
 Promises: rates over wall time of all workers of a context; 0 and no name where the CPU has no instruction of that kind.
 Must not know: tensors.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 KINDS = ("fp32", "bf16", "int8")  # in the order of `Kind` in probe.cpp
 _ROUNDS = 5
-_SECONDS = 0.001  # of one kind in a round: enough for a clock, too little for most of a neighbour's doings
+_SECONDS = 0.001  # per kind and round: long enough for a clock, short against most disturbances
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +31,13 @@ def rate(library: ctypes.CDLL, context: int, kind: str, seconds: float) -> float
 
 
 def instruction(library: ctypes.CDLL, kind: str) -> str:
-    """As the CPU's manual names it."""
+    """The instruction's name in the CPU's manual."""
     name: bytes = library.quire_probe_instruction(KINDS.index(kind))
     return name.decode()
 
 
 def core_rates(library: ctypes.CDLL) -> CoreRates:
-    """The best of a few milliseconds, in turns: a core that was taken away for a moment makes neither of them slow."""
+    """The best of several short rounds, in turns, so that an interruption affects neither kind."""
     context = library.quire_create(1, None)
     if not context:
         raise MemoryError("starting a worker to measure with")

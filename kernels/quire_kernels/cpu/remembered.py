@@ -1,7 +1,7 @@
-"""The rates that this CPU was measured at, in a file beside the compiled kernels.
+"""Stores the measured rates of this CPU in a file beside the compiled kernels.
 
-Promises: a CPU is measured once, by one of the processes that start together; what is damaged, of another CPU, or not
-ours alone is measured anew. Where nothing can be kept, every start measures.
+Promises: a CPU is measured once, by one of the processes that start together; a file that is damaged, of another CPU,
+or writable by others is measured anew. If no file can be written, every start measures.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from quire_kernels.trusted_folder import UntrustedFolder, open_trusted, trusted
 
 _log = logging.getLogger(__name__)
 _CPUINFO = Path("/proc/cpuinfo")
-# Of CPUs that say the same here each computes at the rates of the others. Not the clock, which is of the moment.
+# CPUs with equal values here have equal rates. The clock is left out, since it changes all the time.
 _IDENTITY = ("vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags")
-_VERSION = 1  # of the file, and of how rates are measured
+_VERSION = 1  # version of the file and of the measurement
 _MOST_BYTES = 1 << 16
 
 
 def recalled(cache_dir: Path | None = None) -> CoreRates | None:
-    """What was once measured on such a CPU; None where nobody has, or where it cannot be trusted."""
+    """The stored rates of this CPU; None if there are none, or the file cannot be trusted."""
     of = identity()
     with suppress(OSError):
         return _read((cache_dir or library.default_cache()) / _name(of), of)
@@ -38,7 +38,7 @@ def recalled(cache_dir: Path | None = None) -> CoreRates | None:
 
 
 def remembered(measure: Callable[[], CoreRates], cache_dir: Path | None = None) -> CoreRates:
-    """What was once measured, or what `measure` says now, kept in `cache_dir` (default: where the kernels are)."""
+    """The stored rates, or those that `measure` returns, stored in `cache_dir` (default: the folder of the kernels)."""
     of = identity()
     rates: CoreRates | None = None
     try:
@@ -57,7 +57,7 @@ def remembered(measure: Callable[[], CoreRates], cache_dir: Path | None = None) 
 
 
 def identity() -> str:
-    """What the rates are of: a CPU, by its first processor, and what is measured, which may be made to be slow."""
+    """The key of the rates: the CPU, by its first processor, and the compiler flags."""
     try:
         text = _CPUINFO.read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -72,7 +72,7 @@ def _name(of: str) -> str:
 
 
 def _read(path: Path, of: str) -> CoreRates | None:
-    """What the file says of that; None where there is none, or nonsense in it. Raises UntrustedFolder."""
+    """The rates in the file; None if it is missing or invalid. Raises UntrustedFolder."""
     try:
         with open(open_trusted(path), "rb") as file:
             said = json.loads(file.read(_MOST_BYTES))
@@ -89,7 +89,7 @@ def _read(path: Path, of: str) -> CoreRates | None:
 
 
 def _write(path: Path, of: str, rates: CoreRates) -> None:
-    """Whole or not at all, and over whatever was there."""
+    """Write the file whole or not at all, over an older one."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".rates-")
     temporary = Path(name)
     try:

@@ -1,6 +1,6 @@
-"""The C interface of the kernels as ctypes sees it: every structure and every function's types, one table of each.
+"""The C interface of the kernels for ctypes: one table of structures and one of functions.
 
-Promises: mirrors kernels/csrc/ops.h exactly; a library whose structures lie otherwise in memory is refused. Must not
+Promises: mirrors kernels/csrc/ops.h exactly; a library whose structures have another memory layout is refused. Must not
 know: tensors.
 """
 
@@ -54,7 +54,7 @@ class ShapeArgs(ctypes.Structure):
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
     )
-    kept: tuple[object, ...]  # what the addresses point into
+    kept: tuple[object, ...]  # keeps the memory at the addresses alive
 
 
 class StepArgs(ctypes.Structure):
@@ -70,11 +70,11 @@ class StepArgs(ctypes.Structure):
         ("context_lens", c_void_p),
         ("block_tables", c_void_p),
     )
-    kept: tuple[object, ...]  # what the addresses point into
+    kept: tuple[object, ...]  # keeps the memory at the addresses alive
 
 
 class LayerArgs(ctypes.Structure):
-    """`struct LayerArgs`: what a layer consists of."""
+    """`struct LayerArgs`: the weights of a layer."""
 
     _fields_ = (
         ("attention_norm", c_void_p),
@@ -88,7 +88,7 @@ class LayerArgs(ctypes.Structure):
 
 
 class _Layout(ctypes.Structure):
-    """`struct Layout`: where a field lies; without a field's name the whole structure, without any name the end."""
+    """`struct Layout`: the place of a field; without a field's name of the structure; without any name the end."""
 
     _fields_ = (("structure", c_char_p), ("field", c_char_p), ("offset", c_int64), ("size", c_int64))
 
@@ -129,9 +129,9 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Give every function of the library its types.
+    """Set the types of every function of the library.
 
-    AttributeError if one is missing, ValueError if a structure lies in memory otherwise than its mirror here.
+    AttributeError if one is missing, ValueError if a structure has another memory layout than its mirror here.
     """
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(library, name)
@@ -150,7 +150,7 @@ def compare_structures(library: ctypes.CDLL) -> None:
 
 
 def _layout(structure: type[ctypes.Structure]) -> dict[str, tuple[int, int]]:
-    """Offset and size of every field, and under no name of the whole."""
+    """Offset and size of every field, and under the empty name of the whole."""
     fields = {name: getattr(structure, name) for name, *_ in structure._fields_}
     return {"": (0, ctypes.sizeof(structure))} | {name: (field.offset, field.size) for name, field in fields.items()}
 

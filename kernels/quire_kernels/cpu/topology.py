@@ -1,7 +1,7 @@
-"""Which hardware threads of this machine are one core.
+"""Groups the hardware threads of this machine by core.
 
 Two threads of a core share its multiply-add units, its tile unit and its caches: a second worker there adds next to
-nothing, and makes the first one wait. Promises: where the system does not tell, every thread is a core of its own.
+nothing and slows the first one down. Promises: where the system does not tell, every thread counts as a core.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LISTS = ("core_cpus_list", "thread_siblings_list")  # the second is the name be
 
 
 def by_core(cpus: Iterable[int], root: Path = _SYSTEM) -> list[list[int]]:
-    """`cpus` in order, those of one core together; `root` is where the system describes them."""
+    """`cpus` in order, grouped by core; `root`: the system's description of them."""
     left = set(cpus)
     cores = []
     for cpu in sorted(left):
@@ -27,7 +27,7 @@ def by_core(cpus: Iterable[int], root: Path = _SYSTEM) -> list[list[int]]:
 
 
 def spread(cpus: Iterable[int], root: Path = _SYSTEM) -> list[int]:
-    """`cpus` in the order in which workers should take them: the first of every core, then the second ones."""
+    """`cpus` in the order for workers: the first thread of every core, then the second ones."""
     rounds = zip_longest(*by_core(cpus, root))
     return [cpu for each in rounds for cpu in each if cpu is not None]
 
@@ -42,7 +42,7 @@ def _siblings(cpu: int, root: Path) -> set[int]:
 
 
 def _numbers(text: str) -> set[int]:
-    """Of a list as the system writes it, such as 0-1,8-9. Raises ValueError."""
+    """The numbers in the system's list format, such as 0-1,8-9. Raises ValueError."""
     numbers: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")

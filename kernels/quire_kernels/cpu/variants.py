@@ -1,7 +1,7 @@
-"""The instruction sets that the C++ kernels are compiled for, and which of them this CPU has.
+"""The instruction sets of the compiled C++ kernels, and the ones that this CPU supports.
 
-Promises: a variant is listed as usable only if CPU and operating system support every instruction it may contain, and
-the system lets this process use every register.
+Promises: a variant is usable only if CPU and operating system support every instruction it may contain, and the system
+lets this process use every register.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _XFEATURE_XTILEDATA = 18
 
 @cache
 def tile_refusal() -> str | None:
-    """Why the tile registers must not be touched here, or None: they may."""
+    """Why the tile registers must not be used here; None: they may."""
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
         return "only Linux on x86-64 has them"
     libc = ctypes.CDLL(None, use_errno=True)
@@ -40,8 +40,8 @@ class Variant:
     """One way to compile the kernels."""
 
     name: str
-    machines: tuple[str, ...]  # as platform.machine() spells them; none: any
-    features: frozenset[str]  # as /proc/cpuinfo spells them
+    machines: tuple[str, ...]  # by the names of platform.machine(); empty: any
+    features: frozenset[str]  # by the names of /proc/cpuinfo
     flags: tuple[str, ...]
 
 
@@ -55,7 +55,7 @@ _AMX = (*_BF16, "amx_tile", "amx_bf16", "amx_int8")
 
 
 def flag_for(feature: str) -> str:
-    """What compilers call a feature of an x86 CPU."""
+    """The compiler flag for a feature of an x86 CPU."""
     return "-m" + feature.replace("_", "-" if feature.startswith("amx") else "")
 
 
@@ -80,14 +80,14 @@ VARIANTS = (
 
 @cache
 def cpu_features() -> frozenset[str]:
-    """What the CPU offers and the operating system has enabled; empty where /proc/cpuinfo does not tell."""
+    """The features of the CPU that the operating system has enabled; empty where /proc/cpuinfo does not tell."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
     except OSError:
         return frozenset()
     for line in text.splitlines():
         name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):  # of x86, of ARM
+        if name.strip() in ("flags", "Features"):  # on x86, on ARM
             return frozenset(value.split())
     return frozenset()
 
@@ -105,7 +105,7 @@ def usable_variants() -> tuple[Variant, ...]:
 
 
 def refusal(variant: Variant) -> str | None:
-    """Why this process may not run a variant that the CPU has, or None."""
+    """Why this process may not run a variant that the CPU supports, or None."""
     if "amx_tile" not in variant.features:
         return None
     reason = tile_refusal()

@@ -1,4 +1,4 @@
-"""Attention by a library of flash attention, for a kernel set that computes all else itself.
+"""Attention by a library of flash attention, for a kernel set with its own other ops.
 
-Promises: no library is imported before it was asked for. Must not know: the engine, the server, models.
+Promises: a library is imported only when it is requested. Must not know: the engine, the server, models.
 """

@@ -1,10 +1,10 @@
-"""The op *attention* of a kernel set, computed by a library over the pool as it lies.
+"""The op *attention* of a kernel set, computed by a library directly over the KV pool.
 
-Promises: keys and values are not copied; nothing waits for the device.
+Promises: keys and values are not copied; no call waits for the device.
 
-The pool is [blocks, layers, 2 (K, V), kv_heads, page, head_dim] of the model's dtype. What is passed to a library
-follows from the shapes and from what the step knows on the host; a step that is captured for replay must therefore be
-captured with the longest contexts and the most rows that a replay may have.
+The pool is [blocks, layers, 2 (K, V), kv_heads, page, head_dim] of the model's dtype. The arguments for a library
+follow from the shapes and from the step's values on the host. So a step that is captured for replay must be captured
+with the longest contexts and the most rows of any replay.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FlashAttention:
         return out.flatten(1)
 
     def _parts(self, step: AttentionInput) -> tuple[Part, ...]:
-        """Found once for all layers of a step."""
+        """Computed once for all layers of a step."""
         if self._step is None or self._step[0] is not step:
             self._step = step, parts_of(step, decodes_apart=self._library.decodes_apart)
         return self._step[1]

@@ -1,7 +1,7 @@
-"""A kernel set with its attention by a library, where one can compute it: `with_flash_attention`.
+"""Replaces a kernel set's attention by a library's: `with_flash_attention`.
 
-Promises: the first library that can serve, and computes a small step as it should, is taken and named; a refusal tells
-the reason of each. Must not know: the engine, the server.
+Promises: it takes the first library that can serve and passes a trial on a small step; a refusal has the reason of each
+library. Must not know: the engine, the server.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def with_flash_attention(
                     _log.info("attention is computed by %s (version %s)", library.name, loaded.version)
                     ops = FlashAttention(loaded)
                     name = f"{kernels.name}+{library.name}"
-                    # Which calls a step takes follows from the lengths of its sequences.
+                    # The calls of a step depend on the lengths of its sequences.
                     return replace(kernels, attention=ops.attention, bounded_attention=False, name=name)
         refusals.append(f"{library.name} {reason}")
     raise Unavailable(f"cannot take attention from flash-attn: {'; '.join(refusals)} (or set attention to auto)")
 
 
 def _refusals(dtype: torch.dtype, kv: KVFormat, deterministic: bool) -> list[str]:
-    """What no library can change."""
+    """Reasons that hold for every library."""
     if deterministic:
         return ["its results depend on what else is computed (leave deterministic out)"]
     if kv.kv_type != "auto":

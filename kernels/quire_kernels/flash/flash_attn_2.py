@@ -3,8 +3,8 @@
 Promises: single rows go to `flash_attn_with_kvcache`, which may split a long context between programs, all others to
 `flash_attn_varlen_func`, which does not.
 
-Both align the causal mask and the window to the last key of a sequence, which is the last row's own. Slots behind a
-sequence's end are not multiplied: values there are taken for zeros, scores are masked.
+Both align the causal mask and the window to the last key of a sequence, which is the last row's own. Slots after a
+sequence's end have no effect: values there count as zeros, scores are masked.
 """
 
 from __future__ import annotations
@@ -39,16 +39,20 @@ class FlashAttn2:
             if error.name != "flash_attn":
                 raise Unavailable(f"cannot be loaded: {error}") from error
             raise Unavailable("is not installed (pip install --no-build-isolation 'quire[flash]')") from error
-        except (ImportError, OSError, AttributeError) as error:  # of another torch; flash-attn 4 alone
+        except (
+            ImportError,
+            OSError,
+            AttributeError,
+        ) as error:  # built for another torch, or only flash-attn 4 is installed
             raise Unavailable(f"cannot be loaded: {error}") from error
         return loaded(*found, version=str(getattr(flash_attn, "__version__", "unknown")))
 
 
 def loaded(varlen: Callable[..., Tensor], with_kvcache: Callable[..., Tensor], *, version: str) -> Loaded:
-    """The library with these two functions. Raises Unavailable if they are others than we know."""
+    """The library with these two functions. Raises Unavailable if their parameters are unknown."""
     require_parameters(varlen, _VARLEN)
     require_parameters(with_kvcache, _KVCACHE)
-    # Splitting a context mixes up the rows of packed sequences over pages; versions that offer it do it unasked.
+    # Splitting a context mixes up the rows of packed sequences over pages; versions with splitting do it by default.
     unsplit = {"num_splits": 1} if _takes(varlen, "num_splits") else {}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape, part: Part) -> Tensor:

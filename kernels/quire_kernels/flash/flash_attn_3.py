@@ -1,10 +1,10 @@
 """flash-attn 3 (the module `flash_attn_interface`, built from the same sources as flash-attn 2) as a library.
 
-Promises: one call a layer, whatever rows a step holds.
+Promises: one call per layer, whatever rows a step has.
 
 The causal mask and the window are aligned to the last key of a sequence, which is the last row's own. Pages as large as
-its tiles of keys, of which the smallest has 64, may be brought whole, with the values in slots that nobody uses any
-more: multiplied by zero, but NaN times zero is NaN. Smaller pages are brought slot by slot, and unused ones are zeros.
+its tiles of keys, the smallest of which has 64, may be loaded whole, with stale values in unused slots. They are
+multiplied by zero, but NaN times zero is NaN. Smaller pages are loaded slot by slot, with zeros for unused slots.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class FlashAttn3:
             raise Unavailable(
                 "is not installed (it is built from the folder hopper of flash-attn's sources)"
             ) from error
-        except (ImportError, OSError, AttributeError) as error:  # of another torch
+        except (ImportError, OSError, AttributeError) as error:  # built for another torch
             raise Unavailable(f"cannot be loaded: {error}") from error
         return loaded(found, version=str(getattr(flash_attn_interface, "__version__", "unknown")))
 
 
 def loaded(with_kvcache: Callable[..., Tensor], *, version: str) -> Loaded:
-    """The library with this function. Raises Unavailable if it is another than we know."""
+    """The library with this function. Raises Unavailable if its parameters are unknown."""
     require_parameters(with_kvcache, _KVCACHE)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape, part: Part) -> Tensor:

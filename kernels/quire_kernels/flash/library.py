@@ -1,6 +1,6 @@
-"""What a library of flash attention says of itself, and what it computes once it is loaded: `Library` and `Loaded`.
+"""The interface of a library of flash attention, before and after it is loaded: `Library` and `Loaded`.
 
-Promises: asking one imports nothing; only `load` does.
+Promises: only `load` imports anything.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Loaded:
 
     version: str
     attend: Attend
-    decodes_apart: bool  # single rows are faster in a call of their own
+    decodes_apart: bool  # whether single rows are faster in a call of their own
 
 
 class Library(Protocol):
@@ -46,7 +46,7 @@ class Library(Protocol):
 
 
 def unsupported(kv: KVFormat, capability: tuple[int, int]) -> str | None:
-    """What none of them computes."""
+    """Reasons that hold for every library."""
     if capability < LEAST_CAPABILITY:
         return f"needs a GPU of compute capability {_dotted(LEAST_CAPABILITY)}, this one has {_dotted(capability)}"
     if kv.head_dim % 8 or not 8 <= kv.head_dim <= MAX_HEAD_DIM:
@@ -55,17 +55,17 @@ def unsupported(kv: KVFormat, capability: tuple[int, int]) -> str | None:
 
 
 def whole_pages(kv: KVFormat, multiple: int) -> str | None:
-    """The refusal of a library whose blocks are a multiple of so many tokens."""
+    """The refusal of a library that needs blocks of a multiple of `multiple` tokens."""
     if kv.block_size % multiple == 0:
         return None
     return f"takes blocks of a multiple of {multiple} tokens, not {kv.block_size} (set block_size to {multiple})"
 
 
 def require_parameters(function: Callable[..., Any], names: Iterable[str]) -> None:
-    """Raise Unavailable if the function cannot be called with these keywords: it is of a version we do not know."""
+    """Raise Unavailable if the function lacks one of these keywords, because its version is unknown."""
     try:
         missing = set(names) - set(inspect.signature(function).parameters)
-    except ValueError:  # a function that does not say what it takes
+    except ValueError:  # a function without a signature
         missing = set(names)
     if missing:
         name = getattr(function, "__name__", "its function")
@@ -73,7 +73,7 @@ def require_parameters(function: Callable[..., Any], names: Iterable[str]) -> No
 
 
 def window_of(shape: AttentionShape) -> tuple[int, int]:
-    """How many positions before and after its own a row sees, by the libraries' count; -1 is any number."""
+    """The numbers of visible positions before and after a row's own, in the libraries' form; -1 is any number."""
     return (-1, -1) if shape.window is None else (shape.window - 1, 0)
 
 

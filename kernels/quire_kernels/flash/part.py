@@ -1,6 +1,6 @@
-"""The sequences of a step that one call of a library computes: `Part`, and how a step falls into parts.
+"""The sequences of a step that one call of a library computes (`Part`), and the division of a step into parts.
 
-Promises: nothing waits for the device: what decides is known on the host.
+Promises: no call waits for the device, since the division depends on host values only.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from quire_kernels.kernel_set import AttentionInput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """b sequences that follow each other in a step, with t rows in all."""
+    """b consecutive sequences of a step, with t rows in all."""
 
     first_row: int  # in the step
     num_rows: int  # t, at least 1
     decodes: bool  # every sequence has exactly one row
     query_starts: Tensor  # [b + 1] int32, row offsets, from 0
     context_lens: Tensor  # [b] int32, tokens present after this step
-    context_starts: Tensor  # [b + 1] int32, their sums, from 0: libraries take the differences for the lengths
+    context_starts: Tensor  # [b + 1] int32, their cumulative sums, from 0
     block_tables: Tensor  # [b, M] int32
     max_query_len: int
     max_context_len: int
 
     @property
     def max_rows(self) -> int:
-        """What to call `max_query_len` of sequences that may be without rows.
+        """The `max_query_len` argument for sequences that may be without rows.
 
-        Told of one row at most, flash-attn 2 takes it that every sequence has one, and does not look at the offsets.
+        With 1, flash-attn 2 assumes that every sequence has a row, and ignores the offsets.
         """
         return self.max_query_len if self.decodes else max(2, self.max_query_len)
 
@@ -67,7 +67,7 @@ def parts_of(step: AttentionInput, *, decodes_apart: bool) -> tuple[Part, ...]:
 
 
 def _longest_run_of_ones(query_lens: Sequence[int]) -> tuple[int, int]:
-    """Decode rows follow each other in a step, but for those of the group that is served before all others."""
+    """Decode rows are consecutive in a step, except those of the elder, which is served first."""
     best = (0, 0)
     first = 0
     for at, rows in enumerate(query_lens):

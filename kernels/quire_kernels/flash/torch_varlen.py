@@ -1,9 +1,9 @@
-"""torch's own `varlen_attn`, which is a flash-attn 2 inside torch, as a library.
+"""torch's own `varlen_attn`, a flash-attn 2 inside torch, as a library.
 
-Promises: it is asked what it takes, not which version it is: blocks came with torch 2.12, not with 2.11.
+Promises: its signature decides, not its version: torch 2.12 supports blocks, 2.11 does not.
 
-Masks and unused slots are as in flash-attn 2. It is told not to split contexts between programs: split, rows of
-sequences after the first stay unwritten where there are pages, and left to itself it splits.
+Masks and unused slots are as in flash-attn 2. Splitting contexts between programs is turned off: with pages, it leaves
+rows of sequences after the first unwritten, and it is on by default.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TorchVarlen:
 
 
 def loaded(varlen_attn: Callable[..., object], *, version: str) -> Loaded:
-    """The library with this function. Raises Unavailable if it is another than we know."""
+    """The library with this function. Raises Unavailable if its parameters are unknown."""
     require_parameters(varlen_attn, _VARLEN)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape, part: Part) -> Tensor:
@@ -62,7 +62,7 @@ def loaded(varlen_attn: Callable[..., object], *, version: str) -> Loaded:
             block_table=part.block_tables,
             num_splits=1,
         )
-        assert isinstance(out, Tensor)  # a pair is what one gets who asks for more
+        assert isinstance(out, Tensor)  # a pair is returned only on request
         return out
 
     return Loaded(version=version, attend=attend, decodes_apart=True)

@@ -1,7 +1,7 @@
-"""One small step computed by a library on the device that will serve: `why_it_fails`.
+"""A trial of a library: one small step on the device that will serve.
 
-Promises: a build that lacks the GPU's code, pages, windows or this width of heads, and one that computes something
-else, is found out before the weights are read.
+Promises: a build without the GPU's code, pages, windows or this width of heads, or with wrong results, is found before
+the weights are read.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from quire_kernels.reference.paged_kv import write_kv
 _WINDOW = 5
 _HEADS, _KV_HEADS = 4, 2
 _LAYER, _LAYERS = 1, 2
-_TOLERANCE = 0.02  # of values of about 1, in bfloat16
+_TOLERANCE = 0.02  # for values of about 1, in bfloat16
 
 
 def why_it_fails(loaded: Loaded, *, device: torch.device, dtype: torch.dtype, kv: KVFormat) -> str | None:
-    """None if its results are attention's. A clause that completes the library's name."""
+    """None if its results are right; otherwise a clause that completes the library's name."""
     page = kv.block_size
     # Single rows and several, contexts within a page, on its border and past it.
     lengths, rows = (page + 3, page, 2, page + 7, 9), (1, 1, 1, 4, 9)
     ours, step = _step(lengths, rows, page, torch.device("cpu")), _step(lengths, rows, page, device)
-    # Whatever is in slots that hold no key must not matter: a failed request may have left it.
+    # The contents of unused slots must not matter: a failed request may have left NaN there.
     pool = REFERENCE.new_kv(
         1 + step.block_tables.numel(), _LAYERS, _KV_HEADS, page, kv.head_dim, dtype, ours.positions.device
     )
@@ -52,7 +52,7 @@ def why_it_fails(loaded: Loaded, *, device: torch.device, dtype: torch.dtype, kv
         wanted = REFERENCE.attention(q.float(), shape, pool.float(), _LAYER, ours)
         try:
             found = FlashAttention(loaded).attention(q.to(device), shape, pool.to(device), _LAYER, step).cpu()
-        except Exception as error:  # of the library, the driver, the memory
+        except Exception as error:  # from the library, the driver, or the lack of memory
             return f"fails here: {(str(error).splitlines() or [type(error).__name__])[0]}"
         if not torch.allclose(found.float(), wanted, atol=_TOLERANCE, rtol=_TOLERANCE):
             return f"computes something else here{'' if window is None else ' where there is a window'}"

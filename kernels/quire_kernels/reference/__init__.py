@@ -1,4 +1,4 @@
-"""The kernel set in plain torch: the specification of every op, and what runs where nothing faster exists.
+"""The kernel set in plain torch: the specification of every op, and the fallback without faster kernels.
 
 Promises: runs on any torch device; on a CPU every row's result is bitwise independent of the rest of the call. Must not
 know: the engine, the server, models.

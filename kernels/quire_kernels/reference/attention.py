@@ -44,7 +44,7 @@ def attention(q: Tensor, shape: AttentionShape, kv: Tensor, layer: int, step: At
     threads = torch.get_num_threads()
     if q.device.type != "cpu" or threads == 1:
         return _attend(q, shape, kv, layer, step)
-    # A product that is alone in its call is split over threads otherwise than one of several, and sums differently.
+    # A single product in a call is split over threads in another way than one of several, and sums differently.
     torch.set_num_threads(1)
     try:
         return _attend(q, shape, kv, layer, step)
@@ -89,9 +89,9 @@ class _Softmax:
         return part
 
     def weigh(self, scores: Tensor) -> Tensor:
-        """Turn a chunk's scores [..., R, C] (-inf: unseen) into weights, in place, and rescale what is behind."""
+        """Turn a chunk's scores [..., R, C] (-inf: not visible) into weights, in place; rescale the earlier sums."""
         peak = torch.maximum(self.peak, scores.amax(dim=-1, keepdim=True))
-        # A row that has seen nothing yet has no peak: any finite number keeps its weights at exactly 0.
+        # A row without visible positions so far has no peak: any finite number keeps its weights at exactly 0.
         base = peak.masked_fill(peak == -math.inf, 0.0)
         fade = torch.exp(self.peak - base)
         weights = scores.sub_(base).exp_()
@@ -124,13 +124,13 @@ class _Walk:
         self._chunk_blocks = max(1, _CHUNK // block_size)
         self._chunk = self._chunk_blocks * block_size
         self.group = max(1, _GROUP_BYTES // (2 * 4 * shape.num_kv_heads * self._chunk * shape.head_dim))  # short slices
-        # Whole chunks of table: what lies past a sequence's end is masked, whatever block 0 holds.
+        # Whole chunks of table: positions past a sequence's end are masked, whatever block 0 holds.
         missing = -step.block_tables.shape[1] % self._chunk_blocks
         self._tables = F.pad(step.block_tables, (0, missing))
         self._offsets = torch.arange(self._chunk, device=q.device)
 
     def some_short(self, slices: list[_Slice]) -> None:
-        """Slices of one tile each, longest first, so that each chunk concerns the first few."""
+        """Slices of one tile each, longest first, so that each chunk is for the first few."""
         device, heads = self._q.device, self._shape.num_kv_heads
         # A tile that is not full repeats its last row; the copies compute the same result again.
         rows = torch.tensor(
@@ -156,7 +156,7 @@ class _Walk:
         self._out[rows] = result.flatten(2, 3).to(self._out.dtype)
 
     def one_long(self, s: _Slice) -> None:
-        """A slice of several tiles, which share each chunk's keys. A chunk concerns the tiles that can see it."""
+        """A slice of several tiles, which share each chunk's keys. A chunk is for the tiles that can see it."""
         tile, heads = self._tile, self._shape.num_kv_heads
         num_tiles = -(-s.num_rows // tile)
         rows = torch.arange(num_tiles * tile, device=self._q.device).clamp_(max=s.num_rows - 1) + s.first_row
@@ -195,13 +195,13 @@ class _Walk:
         return x.view(*x.shape[:2], self._tile, -1, x.shape[-1])
 
     def _first_chunk(self, position: int) -> int:
-        """Where the walk begins for rows from `position` on: chunk borders are counted from position 0."""
+        """The first chunk for rows from `position` on; chunk borders are counted from position 0."""
         if self._shape.window is None:
             return 0
         return max(0, position - self._shape.window + 1) // self._chunk * self._chunk
 
     def _visible(self, positions: Tensor, start: int, least: int) -> Tensor | None:
-        """Which of the chunk's positions each row [n, tile] sees: [n, tile, C], or None for all of them."""
+        """The chunk's positions that each row [n, tile] sees: [n, tile, C], or None for all of them."""
         window = self._shape.window
         if window is None and start + self._chunk <= least + 1:
             return None

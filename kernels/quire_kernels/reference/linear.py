@@ -28,7 +28,7 @@ from torch import Tensor
 
 # Decode batches are small, so a small tile; at 16 rows a product costs about as much as at one.
 TILE = 16
-# Of the columns of a result. Small matrices are one share, which costs nothing; large ones keep many threads busy.
+# Columns per share. Small matrices are one share, which costs nothing; large ones keep many threads busy.
 SHARE = 512
 
 
@@ -104,7 +104,7 @@ def _project(rows: Tensor, w: Linear) -> Tensor:
 
 @cache
 def _workers(threads: int) -> ThreadPoolExecutor:
-    """As many threads, whose products are not divided further: torch's number of threads is each thread's own."""
+    """Threads whose products are not divided further: torch's number of threads is set per thread."""
     return ThreadPoolExecutor(threads, "reference", initializer=torch.set_num_threads, initargs=(1,))
 
 

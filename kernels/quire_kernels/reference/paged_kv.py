@@ -1,6 +1,6 @@
 """The layout of the KV pool: [blocks, layers, 2 (K, V), kv_heads, block_size, head_dim].
 
-Promises: all of a block's bytes, over all layers, are contiguous; a (head, block) is one contiguous run.
+Promises: a block's bytes over all layers are contiguous; so are the bytes of a (head, block).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The reference kernels as one choice.
+"""The provider of the reference kernels.
 
 Promises: they serve every model on every device, in the dtypes that torch computes in.
 """

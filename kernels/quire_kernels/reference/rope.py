@@ -1,7 +1,7 @@
 """Per-head norms, rotary position embedding, and the write of K and V into the pool.
 
-Promises: elementwise or per head, so a row never sees another; angles come from the row's position alone. Must not
-know: sequences.
+Promises: elementwise or per head, so a row's result is independent of other rows; angles depend only on the row's
+position. Must not know: sequences.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def rope_write(  # noqa: PLR0917 - the op's contract
 
 
 def _rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate the pairs (x[i], x[i + D/2]) by the row's angles, in float32; x's dtype comes back."""
+    """Rotate the pairs (x[i], x[i + D/2]) by the row's angles, in float32; the result has x's dtype."""
     cos, sin = angles.chunk(2, dim=-1)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

@@ -1,5 +1,5 @@
-"""The kernel set for a GPU, in Triton: one op a file, each the device code and what launches it.
+"""The kernel set for a GPU, in Triton: one op a file, with its device code and its launch.
 
-Promises: imported only where a set is made, so that nothing else needs triton; but for `provider` and `pool`, which do
-without it. Must not know: the engine, the server, models.
+Promises: imported only when a set is made, so that other kernel sets do not need Triton. `provider` and `pool` do not
+import Triton. Must not know: the engine, the server, models.
 """

@@ -1,9 +1,9 @@
-"""Rotary embedding, the KV pool and paged attention by Triton: what a kernel set takes as its ops.
+"""The ops of a kernel set for rotary embedding, the KV pool and paged attention, by Triton.
 
-Promises: nothing here waits for the device: launches follow from shapes and from what the step knows on the host.
+Promises: no op synchronizes with the device: launches follow from shapes and from the step's host data.
 
-A step's decode rows (alone in their sequence) and its prefill rows are two launches over all its sequences; a program
-whose sequence is the other launch's ends at once, so nothing is sorted, built or copied for a step.
+A step's decode rows (one row per sequence) and its prefill rows are two launches over all its sequences; a program for
+a sequence of the other launch exits at once, so a step needs no sorting, no index building and no copies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Plan(NamedTuple):
-    """What a step's launches follow from."""
+    """The data of a step that determines its launches."""
 
     longest_decode: int  # the longest context of a sequence with one row; 0: there is none
     prefills: bool  # whether a sequence has several rows
@@ -37,16 +37,16 @@ class _Plan(NamedTuple):
 class TritonAttention:
     """The attention ops of one kernel set.
 
-    Pools that the kernels cannot serve are the reference's, and so are then the ops on them; but not where fp8 was
-    asked for. With `deterministic`, decode takes tiles as high as prefill's, so that both use the same instructions,
-    and prefill joins parts of the keys as decode does: a row has the same bits whichever of the two computes it.
-    `warp_groups`: whether the GPU is of compute capability 9.x or 10.x, which multiply in groups of four warps.
+    A pool that the kernels do not support has the reference's layout and uses the reference's ops; an unsupported fp8
+    pool is an error. With `deterministic`, decode uses prefill's tile height and thus the same instructions, and
+    prefill joins parts of the keys as decode does: both compute the same bits for a row. `warp_groups`: whether the GPU
+    has compute capability 9.x or 10.x, whose matrix instructions use groups of four warps.
     """
 
     def __init__(self, kv_type: KVType = "auto", *, warp_groups: bool = True, deterministic: bool = False) -> None:
         self._fp8 = kv_type == "fp8"
         self._warp_groups, self._deterministic = warp_groups, deterministic
-        self._pool: tuple[weakref.ref[Tensor], PoolSizes] | None = None  # a pool is large: not kept alive from here
+        self._pool: tuple[weakref.ref[Tensor], PoolSizes] | None = None  # a weak reference: a pool is large
         self._step: tuple[AttentionInput, _Plan] | None = None
 
     def new_kv(  # noqa: PLR0917 - the op's contract
@@ -59,7 +59,7 @@ class TritonAttention:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
-        """`pool` describes it. ValueError for an fp8 pool that the kernels cannot serve."""
+        """See `pool` for the layout. ValueError for an fp8 pool that the kernels do not support."""
         reason = pool.unsupported(head_dim=head_dim, block_size=block_size, dtype=dtype)
         if reason is not None and not self._fp8:
             _log.warning("attention runs without the Triton kernels: %s", reason)
@@ -121,7 +121,7 @@ class TritonAttention:
         return out.flatten(1)
 
     def _sizes(self, shape: AttentionShape, kv: Tensor, layer: int, dtype: torch.dtype) -> PoolSizes | None:
-        """The pool's sizes; None for one that is the reference's. ValueError if it was made for another model."""
+        """The pool's sizes; None for a pool of the reference. ValueError for a pool of another model."""
         if self._pool is None or self._pool[0]() is not kv:
             self._pool = weakref.ref(kv), pool.pool_sizes(kv, head_dim=shape.head_dim)
         sizes = self._pool[1]
@@ -137,7 +137,7 @@ class TritonAttention:
         return sizes if served else None
 
     def _plan(self, step: AttentionInput) -> _Plan:
-        """What follows from the step alone: found once for all layers."""
+        """The launches of a step, computed once for all layers."""
         if self._step is None or self._step[0] is not step:
             num_sequences = len(step.query_lens)
             device = step.positions.device

@@ -1,7 +1,7 @@
-"""Where Triton keeps what it compiled, and loads it from again.
+"""The directory of Triton's compiled kernels.
 
-Promises: what is loaded, code for the GPU and shared libraries for the host, comes from a folder of this user's that
-nobody else may write to, else from one that is made for this process.
+Promises: loaded code, for the GPU and shared libraries for the host, comes from a directory that only this user can
+write, otherwise from a temporary one of this process.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from quire_kernels.trusted_folder import trusted
 _log = logging.getLogger(__name__)
 
 
-def keep_to_ourselves() -> None:
-    """Have Triton use its own folder where that can be trusted. Called before the first kernel is compiled."""
+def use_private_cache() -> None:
+    """Let Triton use its cache directory if only this user can write it. Called before the first kernel is compiled."""
     cache = triton.knobs.cache
     try:
         trusted(Path(cache.dir).expanduser())

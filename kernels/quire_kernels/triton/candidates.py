@@ -1,4 +1,4 @@
-"""What all launches of a choice compute of a token: its order, whether it is still a candidate, its weight.
+"""Values of a token that the launches of a choice compute: its order, whether it is a candidate, its weight.
 
 Promises: everything but a probability is exact; sums are of integers.
 """
@@ -8,15 +8,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-BITS = tl.constexpr(5)  # of a digit
+BITS = tl.constexpr(5)  # bits of a digit
 BINS = tl.constexpr(32)
-K_DIGITS = tl.constexpr(7)  # of 31 bits: the order of y <= 0
-P_DIGITS = tl.constexpr(6)  # of 30 bits: 0 <= p <= 1
-COUNTS = tl.constexpr((7 + 6) * 32)  # of a row: the bins of all digits
-EXP_UNIT = tl.constexpr(float(1 << 44))  # 2^18 tokens stay below 2^63
+K_DIGITS = tl.constexpr(7)  # for keys of 31 bits, in the order of y <= 0
+P_DIGITS = tl.constexpr(6)  # for keys of 30 bits, in the order of 0 <= p <= 1
+COUNTS = tl.constexpr((7 + 6) * 32)  # bins of a row for all digits
+EXP_UNIT = tl.constexpr(float(1 << 44))  # sums over 2^18 tokens stay below 2^63
 UNIT = tl.constexpr(float(1 << 52))
-# What is summed over a row's chunks: tokens with just the k-th value, exponentials, tokens with just the nucleus' last
-# probability, the weights to draw from.
+# The sums over a row's chunks: number of tokens equal to the k-th value, exponentials, number of tokens equal to the
+# nucleus' last probability, weights of the draw.
 K_TIES, EXPS, P_TIES, WEIGHTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 SUMS = tl.constexpr(4)
 
@@ -35,7 +35,7 @@ def row_sum(sums, row, chunks, WHAT: tl.constexpr, CHUNKS: tl.constexpr):
 
 @triton.jit
 def exp_total(sums, row, chunks, CHUNKS: tl.constexpr):
-    """The sum of a row's exponentials, as float32: its unit is a power of two, so only the integer is rounded."""
+    """The sum of a row's exponentials as float32; the unit is a power of two, so the only rounding is the integer's."""
     return row_sum(sums, row, chunks, EXPS, CHUNKS).to(tl.float32) * (1.0 / EXP_UNIT)
 
 
@@ -52,14 +52,14 @@ def weights_of(p):
 
 @triton.jit
 def is_kept(keys, ids, bounds):
-    """Whether tokens come before or are the last one kept; `bounds` holds that one's key and id."""
+    """Whether tokens are at or before the last kept one in order; `bounds` holds its key and id."""
     key, last = tl.load(bounds).to(tl.int32), tl.load(bounds + 1)
     return (keys > key) | ((keys == key) & (ids <= last))
 
 
 @triton.jit
 def uniform_of(seed, choice, position):
-    """The draw of int64 (seed, choice, position): a double in [0, 1), a multiple of 2^-53.
+    """The draw for int64 (seed, choice, position): a double in [0, 1), a multiple of 2^-53.
 
     Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel Random Numbers: As Easy as 1, 2, 3", 2011). The seed is the
     key; the counter's low half is the position, its high half the choice; all little word first. The number is the
@@ -75,7 +75,11 @@ def uniform_of(seed, choice, position):
 
 @triton.jit
 def narrow(counts, wanted, digits):
-    """The first digits of the greatest key at or above which `wanted` lies, and what keys with these have to give."""
+    """The first `digits` digits of the largest key whose suffix sum reaches `wanted`, and the rest of `wanted`.
+
+    The suffix sum of a key is the sum over all keys at or above it. The rest is the part of `wanted` that keys with
+    these digits contribute.
+    """
     bins = tl.arange(0, BINS)
     prefix = tl.zeros([], tl.int32)
     for digit in range(digits):
@@ -89,7 +93,7 @@ def narrow(counts, wanted, digits):
 
 @triton.jit
 def wanted_mass(counts, top_p):
-    """The least integer that is top_p of all weights, which the first digit's bins hold; at least one token's."""
+    """top_p times the sum of all weights (of the first digit's bins), rounded up to an integer of at least 1."""
     total = tl.sum(tl.load(counts + tl.arange(0, BINS)), 0)
     return tl.maximum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), 1)
 
@@ -114,7 +118,7 @@ def measures_of(  # noqa: PLR0917
     logits, logits_rows, row, ids, num_tokens, peak, temperature, total, bounds, tie, min_p,
     WHAT: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
 ):  # fmt: skip
-    """What WHAT sums, token by token; `tie` is the value whose tokens are counted."""
+    """The terms of the sum WHAT, token by token; `tie` is the value whose tokens are counted."""
     y = scaled(logits, logits_rows, row, ids, num_tokens, peak, temperature)
     if WHAT == K_TIES:
         return ((ids < num_tokens) & (k_keys(y) == tie)).to(tl.int64)
@@ -134,7 +138,7 @@ def measures_of(  # noqa: PLR0917
 
 @triton.jit
 def tie_of(counts, limit, WHAT: tl.constexpr):
-    """The value at which a row's tokens are cut off, and how many of the tokens with it stay."""
+    """The value at which a row's tokens are cut off, and how many of the tokens with this value are kept."""
     if WHAT == K_TIES:
         key, missing = narrow(counts, limit.to(tl.int64), K_DIGITS)
     else:
@@ -150,7 +154,7 @@ def find(  # noqa: PLR0917
     logits, logits_rows, row, chunks, num_tokens, peak, temperature, total, sums, bounds, tie, min_p, needed,
     WHAT: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """The first id up to which WHAT sums to `needed`: the chunk by the chunks' sums, then the token."""
+    """The first id where the cumulative sum of WHAT reaches `needed`; the chunks' sums give its chunk."""
     at = tl.arange(0, CHUNKS)
     held = tl.load(sums + (row * SUMS + WHAT) * chunks + at, mask=at < chunks, other=0)
     chunk = tl.minimum(tl.sum(((tl.cumsum(held, 0) < needed) & (at < chunks)).to(tl.int32), 0), chunks - 1)

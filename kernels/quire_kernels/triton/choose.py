@@ -1,22 +1,25 @@
-"""The choice of the next tokens on the device: the greatest, or a draw from a truncated distribution.
+"""Choice of the next tokens on the device: the greatest logit, or a draw from a truncated distribution.
 
 Promises: a fixed number of launches and no wait for the device; every sum is of integers, hence exact in any order: a
 row's token is bitwise independent of the other rows, of the chunks and of the number of programs. Must not know:
 requests.
 
-The rule is the engine's sampler's on the CPU, step by step: y = (x - max) / temperature; the top_k greatest y, of
-equals the lowest ids; p = exp(y) / sum; weights w = floor(p * 2^52); the shortest run of most likely tokens whose
-weights reach top_p of the sum, of equals the lowest ids; p >= min_p * max(p); the first id, in id order, whose
-cumulative weight exceeds floor(u * total), with u from Philox4x32-10 of (seed, choice, position). Everything but p is
-exact: given the same p the token is the same. p is a float32 quotient whose exponential and sum each device rounds in
-its own way (the sum is exact here, in units of 2^-44 of the greatest term), about 2^-22 of p from the CPU's. So a token
-differs from the CPU's only where u * total falls within about 2^-22 * total of the border between two tokens, where the
-mass up to some token is top_p to about 2^-22, where two tokens' p are equal on one device only and the nucleus ends
-between them, or where some p is min_p * max(p) to about 2^-22. Temperature, top_k and their ties give no such case.
+The rule equals the engine's CPU sampler step by step: y = (x - max) / temperature; the top_k greatest y, with lower ids
+first among equals; p = exp(y) / sum; weights w = floor(p * 2^52); the shortest run of most likely tokens whose weights
+reach top_p of the sum, with lower ids first among equals; p >= min_p * max(p); the first id, in id order, whose
+cumulative weight exceeds floor(u * total), with u from Philox4x32-10 of (seed, choice, position).
 
-The k-th greatest value, and the last value of a nucleus, are found digit by digit: a launch adds up, for each value of
-the next five bits, how many tokens (or which mass) it holds; 2^5 sums a row are all that programs share. Which of the
-tokens with just that value still belong is a question of ids, answered as the draw is: sums by chunk, then the chunk.
+Everything but p is exact: given the same p the token is the same. p is a float32 quotient whose exponential and sum
+each device rounds in its own way (the sum is exact here, in units of 2^-44 of the greatest term); it differs from the
+CPU's by about 2^-22 of p. So a token differs from the CPU's only if u * total is within about 2^-22 * total of the
+border between two tokens, if the mass up to some token equals top_p to about 2^-22, if two tokens' p are equal on one
+device only and the nucleus ends between them, or if some p equals min_p * max(p) to about 2^-22. Temperature, top_k and
+ties of top_k cause no differences.
+
+The k-th greatest value, and the last value of a nucleus, are found by a radix search from the highest digit: a launch
+sums, for each value of the next five bits, the tokens (or their mass) with this value; programs share only these 2^5
+sums of a row. Among the tokens equal to the cut-off value, the lowest ids are kept; the last kept id is found as in the
+draw: first the chunk by the chunks' sums, then the token.
 """
 
 from __future__ import annotations
@@ -53,22 +56,22 @@ from quire_kernels.triton.candidates import (
     weights_of,
 )
 
-CHUNK = 4096  # tokens of a program
+CHUNK = 4096  # tokens per program
 _MAX_TOKENS = 1 << 18
 _PART = tl.constexpr(128)  # tokens that are sorted into bins at once
 
 
 @triton.jit
 def peak_kernel(logits, logits_rows, peaks, places, finite, counts, num_tokens, CHUNK: tl.constexpr):  # noqa: PLR0917
-    """Greatest logit of a chunk, the first token that has it, whether all are finite. Grid (rows, chunks)."""
+    """Greatest logit of a chunk, the first token with it, whether all logits are finite. Grid (rows, chunks)."""
     row, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = ids < num_tokens
     x = tl.load(logits + tl.load(logits_rows + row) * num_tokens + ids, mask=inside, other=float("-inf"))
     peak = tl.max(x, 0)
-    # No token equals a peak of NaN; such a row has an id all the same, which an embedding can look up.
+    # No token equals a peak of NaN; such a row gets the last id, which is valid for the embedding.
     place = tl.min(tl.where(inside & (x == peak), ids, num_tokens - 1), 0)
-    # NaN is not below infinity either.
+    # The comparison is false for NaN too.
     wrong = tl.max(tl.where(inside & ((tl.abs(x) < float("inf")) == 0), 1, 0), 0)
     tl.store(peaks + row * chunks + chunk, peak)
     tl.store(places + row * chunks + chunk, place)
@@ -80,7 +83,7 @@ def peak_kernel(logits, logits_rows, peaks, places, finite, counts, num_tokens, 
 
 @triton.jit
 def _quarters(x):
-    """[4 * _PART] as four tensors [_PART], in whatever order suits the threads that hold it."""
+    """Split [4 * _PART] into four tensors [_PART], in the order that needs no exchange between threads."""
     first, second = tl.split(tl.reshape(x, [2 * _PART, 2]))
     a, b = tl.split(tl.reshape(first, [_PART, 2]))
     c, d = tl.split(tl.reshape(second, [_PART, 2]))
@@ -92,13 +95,13 @@ def _binned(digits, worth):
     return tl.where(digits[:, None] == tl.arange(0, BINS)[None, :], worth[:, None], 0)
 
 
-# One kernel for all digits, the first two of which Triton would otherwise take for special numbers.
+# One kernel for all digits; by default Triton would specialize on the values 0 and 1.
 @triton.jit(do_not_specialize=["digit"])
 def digit_kernel(  # noqa: PLR0917
     logits, logits_rows, temperatures, limits, peaks, sums, counts, bounds, num_tokens, digit,
     MASS: tl.constexpr, TOP_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Add what a chunk holds to the bins of one digit: tokens by y for top-k, with MASS weights by p for top-p."""
+    """Add a chunk's tokens to the bins of one digit: counts by y for top-k, with MASS weights by p for top-p."""
     row, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     temperature, limit = tl.load(temperatures + row), tl.load(limits + row)
     unlimited = limit >= 1.0 if MASS else (limit <= 0) | (limit >= num_tokens)
@@ -106,7 +109,7 @@ def digit_kernel(  # noqa: PLR0917
         return
     mine = counts + row * COUNTS
     peak, total = row_peak(peaks, row, chunks, CHUNKS), 1.0
-    # The first digit has none before it, and its bins are being filled by the other programs.
+    # The first digit has no prefix, and other programs are still filling its bins.
     prefix = tl.zeros([], tl.int32)
     if MASS:
         mine += K_DIGITS * BINS
@@ -207,7 +210,7 @@ def token_kernel(  # noqa: PLR0917
             return
         uniform = uniform_of(tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row))
         mass = row_sum(sums, row, chunks, WEIGHTS, CHUNKS)
-        # A product close to the mass may round up to it.
+        # The product may round up to the mass.
         target = tl.minimum((uniform * mass.to(tl.float64)).to(tl.int64), mass - 1)
         total = exp_total(sums, row, chunks, CHUNKS)
         token = find(
@@ -219,9 +222,9 @@ def token_kernel(  # noqa: PLR0917
 
 
 def choose(logits: Tensor, rows: ChoiceRows, *, chunk: int = CHUNK) -> tuple[Tensor, Tensor, Tensor]:
-    """The op of the kernel set: ids [R] int64, finite [R] bool, possible [R] bool.
+    """The set's `choose` op: ids [R] int64, finite [R] bool, possible [R] bool.
 
-    `chunk`: tokens of a program, a power of two of at least 512.
+    `chunk`: tokens per program, a power of two of at least 512.
     """
     num_tokens, device = logits.shape[1], logits.device
     if logits.dtype != torch.float32 or not logits.is_contiguous() or not 0 < num_tokens <= _MAX_TOKENS:

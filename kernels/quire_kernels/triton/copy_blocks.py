@@ -1,6 +1,6 @@
 """Copies of whole blocks of the pool, many in one launch.
 
-Promises: bytes as they are, whatever the pool holds.
+Promises: a bitwise copy for any content of the pool.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_WORD = 8  # bytes
-_CHUNK = 2048  # words of one program: 16 for each of its threads
+_WORD = 8  # bytes per word
+_CHUNK = 2048  # words per program: 16 for each of its threads
 
 
 @triton.jit(do_not_specialize_on_alignment=("pairs",))
@@ -38,12 +38,12 @@ def copy_blocks(kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         return
     indices = torch.tensor(pairs, dtype=torch.int64)  # [n, 2]
     if kv.is_cuda:
-        # Pinned memory, which torch keeps until the copy has read it: a copy of other memory would be waited for.
+        # A copy from pinned memory is asynchronous; torch keeps the memory until the copy has read it.
         indices = indices.pin_memory().to(kv.device, non_blocking=True)
     num_bytes = kv[0].numel() * kv.itemsize
     chained = {source for source, _ in pairs} & {target for _, target in pairs}
     whole = not num_bytes % _WORD
-    # As integers: of numbers torch may make other NaNs on its way, as it does on a GPU where it is to be deterministic.
+    # As integers: a copy of floats may change NaNs, as torch's deterministic mode does on a GPU.
     pool = kv.view(-1).view(torch.int64 if whole else torch.uint8)
     if chained or not whole:  # programs run in any order
         blocks = pool.view(len(kv), -1)

@@ -1,7 +1,7 @@
-"""Attention of sequences with one query row: parts of SPLIT keys computed apart, then joined in order.
+"""Attention of sequences with one query row: parts of SPLIT keys are computed separately, then joined in order.
 
-Promises: parts are counted from position 0, so a row's bits depend on nothing else in the step; sequences with other
-numbers of rows are passed over.
+Promises: parts are counted from position 0, so a row's bits depend on nothing else in the step; sequences with several
+rows are skipped.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from quire_kernels.triton.pool import PoolSizes
 from quire_kernels.triton.softmax import LOG2_E, SPLIT, join_parts, walk_keys
 from quire_kernels.triton.tiling import Tiling, block_d
 
-# Arguments that change from step to step, for which no kernel of its own is compiled.
+# Arguments that change from step to step: no specialized kernels are compiled for their values.
 _VARYING = ("layer", "table_stride", "first_sequence", "max_parts")
-# Of the parts kept between the two launches: what is beyond it is served by further launches.
+# Memory for the parts between the two launches; sequences that do not fit get further launches.
 SCRATCH_BYTES = 64 << 20
-_VIEWS = ("query_starts", "context_lens", "block_tables")  # of one packed buffer: of any alignment
+_VIEWS = ("query_starts", "context_lens", "block_tables")  # parts of one packed buffer, with any alignment
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VIEWS)
@@ -37,7 +37,7 @@ def decode_parts(  # noqa: PLR0917
     part_sums,  # [2 (peak, total), sequences, heads, max_parts] float32
     layer,
     table_stride,
-    first_sequence,  # of those that this launch serves
+    first_sequence,  # the first sequence of this launch
     max_parts,
     scale,
     GROUP: tl.constexpr,
@@ -121,7 +121,7 @@ def decode_join(  # noqa: PLR0917
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """The row of one sequence and head that has several parts. Programs: (sequences, HEADS)."""
+    """Join the parts of one sequence's row and one head. Programs: (sequences, HEADS)."""
     local, head = tl.program_id(0), tl.program_id(1)
     sequence = first_sequence + local
     row = tl.load(query_starts + sequence)
@@ -152,7 +152,7 @@ def decode_join(  # noqa: PLR0917
 
 
 def _join_constants(shape: AttentionShape) -> dict[str, Any]:
-    """What `decode_join` is compiled for and launched with."""
+    """Compile-time constants and launch options of `decode_join`."""
     return {
         "HEADS": shape.num_heads,
         "HEAD_DIM": shape.head_dim,
@@ -164,10 +164,10 @@ def _join_constants(shape: AttentionShape) -> dict[str, Any]:
 
 
 def decode_scratch(num_sequences: int, longest: int, num_heads: int, head_dim: int) -> int:
-    """Bytes that `attend_decode` allocates at most, over contexts of up to `longest` tokens, with any window."""
+    """Maximum allocation of `attend_decode`, in bytes, for contexts of up to `longest` tokens, with any window."""
     each = 4 * num_heads * -(-longest // SPLIT) * head_dim
     values = min(num_sequences * each, max(SCRATCH_BYTES, each))
-    return values + 2 * values // head_dim  # and the sums
+    return values + 2 * values // head_dim  # with the sums
 
 
 def attend_decode(  # noqa: PLR0917
@@ -182,12 +182,15 @@ def attend_decode(  # noqa: PLR0917
     longest: int,
     tiling: Tiling,
 ) -> None:
-    """Fill the rows of out [T, Hq, D] that are alone in their sequence, whose contexts are `longest` at most."""
+    """Fill the rows of out [T, Hq, D] of sequences with one row; their contexts have at most `longest` tokens."""
     max_parts = -(-longest // SPLIT)
     if shape.window is not None:
         max_parts = min(max_parts, -(-shape.window // SPLIT) + 1)
     num_sequences = len(step.context_lens)
-    together, kept = num_sequences, (1, 1, 1)  # never looked at where every row is one part; of one type: one kernel
+    together, kept = (
+        num_sequences,
+        (1, 1, 1),
+    )  # unused if every row has one part; the dtypes are the same, so the kernel is too
     if max_parts > 1:
         together = max(1, min(num_sequences, SCRATCH_BYTES // (4 * shape.num_heads * max_parts * shape.head_dim)))
         kept = (together, shape.num_heads, max_parts)

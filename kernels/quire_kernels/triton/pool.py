@@ -1,11 +1,11 @@
-"""The KV pool of the Triton kernels: its layout, and the sizes that kernels are compiled for.
+"""The layout of the KV pool of the Triton kernels, and the sizes that kernels are compiled for.
 
 Promises: a block's bytes are contiguous over all layers, so `kv[target] = kv[source]` copies a block; with K and V in
 the model's dtype the layout is the reference's.
 
-[blocks, layers, 2 (K, V), kv_heads, page, head_dim] of the model's dtype, or, with K and V in eight bits (e4m3),
-[blocks, layers, 2, kv_heads, page * (head_dim + 4)] bytes: the values of a head's page, [page, head_dim], and behind
-them one float32 scale for each of its tokens. A value is e4m3 * scale.
+The layout is [blocks, layers, 2 (K, V), kv_heads, page, head_dim] in the model's dtype, or, with K and V in eight bits
+(e4m3), [blocks, layers, 2, kv_heads, page * (head_dim + 4)] bytes: the values of a head's page, [page, head_dim],
+followed by one float32 scale for each of its tokens. A value is e4m3 * scale.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quire_kernels.reference import REFERENCE
 
-# What the pool holds: the model's dtype, or e4m3 with a scale for every token and head.
+# Type of the stored keys and values: the model's dtype, or e4m3 with a scale for every token and head.
 KVType = Literal["auto", "fp8"]
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -40,11 +40,11 @@ class PoolSizes:
 
     @property
     def head_stride(self) -> int:
-        """From one head's page to the next one's."""
+        """Distance from one head's page to the next one's."""
         return self.page * (self.head_dim + (_SCALE_BYTES if self.fp8 else 0))
 
     def constants(self) -> dict[str, int | bool]:
-        """As the kernels take them."""
+        """The kernels' compile-time constants."""
         head = self.head_stride
         half = self.num_kv_heads * head
         return {
@@ -60,7 +60,7 @@ class PoolSizes:
 
 
 def unsupported(*, head_dim: int, block_size: int, dtype: torch.dtype, fp8: bool = False) -> str | None:
-    """Why these kernels cannot serve a pool of such heads and blocks; None if they can."""
+    """The reason why these kernels do not support a pool of such heads and blocks; None if they do."""
     if dtype not in DTYPES:
         return f"activations are {dtype}, not bfloat16 or float16"
     multiple = 16 if fp8 else 8  # rows of 16 bytes
@@ -82,7 +82,7 @@ def new_kv(  # noqa: PLR0917 - the op's contract
     *,
     fp8: bool = False,
 ) -> Tensor:
-    """A zeroed pool. ValueError for an fp8 pool that the kernels cannot serve."""
+    """A zeroed pool. ValueError for an fp8 pool that the kernels do not support."""
     if not fp8:
         return REFERENCE.new_kv(num_blocks, num_layers, num_kv_heads, block_size, head_dim, dtype, device)
     _require_fp8(head_dim, block_size, dtype)
@@ -106,7 +106,7 @@ def kv_block_bytes(
 
 
 def pool_sizes(kv: Tensor, *, head_dim: int) -> PoolSizes:
-    """The sizes of a pool that `new_kv` made. ValueError for another tensor, or one made for other heads."""
+    """The sizes of a pool from `new_kv`. ValueError for another tensor, or a pool of other heads."""
     if not kv.is_contiguous() or kv.dim() not in (_REFERENCE_DIMS, _FP8_DIMS):
         raise ValueError("kv is not a pool of the Triton kernels")
     fp8 = kv.dim() == _FP8_DIMS

@@ -1,6 +1,6 @@
 """Attention of sequences with several query rows: tiles of rows over the cached prefix and the rows' own keys.
 
-Promises: which rows share a tile has no influence on a row's bits; with JOINED its sums are those that decode makes.
+Promises: a row's bits do not depend on the rows that share its tile; with JOINED its sums equal decode's.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from quire_kernels.triton.softmax import LOG2_E, SPLIT, join_parts, walk_keys
 from quire_kernels.triton.tiling import Tiling
 
 _VARYING = ("layer", "table_stride", "num_sequences")
-_VIEWS = ("query_starts", "context_lens", "block_tables")  # of one packed buffer: of any alignment
-_SEARCH = tl.constexpr(128)  # sequences looked at together
+_VIEWS = ("query_starts", "context_lens", "block_tables")  # parts of one packed buffer, with any alignment
+_SEARCH = tl.constexpr(128)  # sequences per step of the search
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VIEWS)
@@ -49,10 +49,10 @@ def prefill_tile(  # noqa: PLR0917
 ):
     """ROWS pairs of a query row and one of the heads that share a key head. Programs: (tiles, KV_HEADS).
 
-    Sequence i has the tiles from query_starts[i] * GROUP // ROWS + i on, which are enough for it: so the number of
-    tiles is known from the number of rows and sequences, and nothing is built or copied for a step.
+    Sequence i gets the tiles from query_starts[i] * GROUP // ROWS + i on, which are always enough. So the number of
+    tiles follows from the number of rows and sequences, and a step needs no tile table.
     """
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows of a prompt see most: they start first
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows of a prompt have the most keys: they start first
     head = tl.program_id(1)
     behind = tl.zeros([], tl.int32)
     for at in range(0, num_sequences, _SEARCH):
@@ -139,7 +139,7 @@ def attend_prefill(  # noqa: PLR0917
     tiling: Tiling,
     joined: bool,
 ) -> None:
-    """Fill the rows of out [T, Hq, D] whose sequences have several."""
+    """Fill the rows of out [T, Hq, D] of sequences with several rows."""
     num_sequences = len(step.context_lens)
     tiles = len(q) * (shape.num_heads // shape.num_kv_heads) // tiling.rows + num_sequences
     prefill_tile[tiles, shape.num_kv_heads](

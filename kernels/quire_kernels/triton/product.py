@@ -1,14 +1,14 @@
-"""Projections: by torch (cuBLASLt on a GPU), or by a persistent Triton kernel whose rows do not know of each other.
+"""Projections by torch (cuBLASLt on a GPU), or by a persistent Triton kernel with batch-invariant results.
 
-Promises: `TiledProduct` adds up every output element in one order over k, whatever the number of rows: bitwise, a row
-alone is that row in a batch.
+Promises: `TiledProduct` sums every output element in one order over k, for any number of rows: a row alone has the same
+bits as in a batch.
 
 Every element of a tile is the sum over k in steps of BLOCK_K, added to one float32 accumulator by the matrix
-instruction. BLOCK_N and BLOCK_K belong to the weight; BLOCK_M is 64 rows a warpgroup, one warpgroup for few rows and
-two for many, so a warp issues the same instruction on the same operands in either: m64 n(BLOCK_N) k16 (wgmma) on sm_90,
-m16n8k16 (mma.sync) on sm_80. A 16-row tile would read no less memory when decoding and would be mma.sync on sm_90,
-which need not add the 16 products of a step in wgmma's order: never mix the two. On sm_100 (tcgen05) 64 and 128 rows
-are two shapes of one instruction; that they agree is for that GPU to show.
+instruction. BLOCK_N and BLOCK_K depend on the weight only; BLOCK_M is 64 rows a warpgroup, one warpgroup for few rows
+and two for many, so a warp issues the same instruction on the same operands in either: m64 n(BLOCK_N) k16 (wgmma) on
+sm_90, m16n8k16 (mma.sync) on sm_80. A 16-row tile would read no less memory when decoding and would be mma.sync on
+sm_90, which need not add the 16 products of a step in wgmma's order: never mix the two. On sm_100 (tcgen05) 64 and 128
+rows are two shapes of one instruction; their equality has not been tested on such a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quire_kernels.reference.linear import Linear
 
 _FEW_ROWS = 64
 _BLOCK_K = 64
-_SIMULATED_PROGRAMS = 3  # off the GPU; few, so that a program has several tiles
+_SIMULATED_PROGRAMS = 3  # number of programs without a GPU; few, so that a program has several tiles
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def product_kernel(  # noqa: PLR0917
     row_tiles = tl.cdiv(num_rows, BLOCK_M)
     num_tiles = row_tiles * tl.cdiv(num_columns, BLOCK_N)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        # Programs that run together share columns, so that a weight is read from memory once.
+        # Programs that run at the same time share columns, so that a weight is read from memory once.
         rows = (tile % row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = (tile // row_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
         row_inside, column_inside = rows < num_rows, columns < num_columns
@@ -68,25 +68,25 @@ def product_kernel(  # noqa: PLR0917
 
 
 class TorchProduct:
-    """What torch's libraries compute: fastest, in an order of summation that may change with the number of rows."""
+    """Products by torch's libraries: fastest, but the order of summation may depend on the number of rows."""
 
     def linear(self, x: Tensor, w: Linear) -> Tensor:
         """x [T, K] -> [T, N]."""
         return F.linear(x, w.weight, w.bias)
 
     def linear_add(self, x: Tensor, w: Linear, residual: Tensor) -> Tensor:
-        """residual [T, N] += the projection of x, in the product's own launch where there is no bias."""
+        """residual [T, N] += the projection of x; without a bias the product's own launch adds it."""
         if w.bias is not None:
             return residual.add_(F.linear(x, w.weight, w.bias))
         return residual.addmm_(x, w.weight.t())
 
     def logits(self, x: Tensor, w: Linear) -> Tensor:
-        """x [S, K] -> [S, V] float32, rounded to x's dtype on the way."""
+        """x [S, K] -> [S, V] float32, rounded to x's dtype first."""
         return F.linear(x, w.weight, w.bias).float()
 
 
 class TiledProduct:
-    """One order of summation for each weight."""
+    """Products with one order of summation for each weight."""
 
     def linear(self, x: Tensor, w: Linear) -> Tensor:
         """x [T, K] -> [T, N]."""
@@ -97,7 +97,7 @@ class TiledProduct:
         return _product(x, w, residual, residual)
 
     def logits(self, x: Tensor, w: Linear) -> Tensor:
-        """x [S, K] -> [S, V] float32, rounded to x's dtype on the way."""
+        """x [S, K] -> [S, V] float32, rounded to x's dtype first."""
         return _product(x, w, None, torch.empty(x.shape[0], w.weight.shape[0], dtype=torch.float32, device=x.device))
 
 
@@ -112,7 +112,7 @@ def _product(x: Tensor, w: Linear, residual: Tensor | None, out: Tensor) -> Tens
     if num_rows:
         few = num_rows <= _FEW_ROWS
         block_m, block_n = (64 if few else 128), _columns_of_a_tile(num_columns)
-        stages = 4 if block_m + block_n <= 192 else 3  # 96 KiB of shared memory, which every GPU since Ampere has
+        stages = 4 if block_m + block_n <= 192 else 3  # 96 KiB of shared memory, available on every GPU since Ampere
         tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, block_n)
         product_kernel[(min(tiles, _num_programs(x.device)),)](
             x.contiguous(), w.weight, w.weight if w.bias is None else w.bias, out if residual is None else residual,
@@ -125,7 +125,7 @@ def _product(x: Tensor, w: Linear, residual: Tensor | None, out: Tensor) -> Tens
 
 
 def _columns_of_a_tile(num_columns: int) -> int:
-    """Wide tiles where there are enough of them for every multiprocessor; by the weight alone, for its bits' sake."""
+    """Wide tiles if every multiprocessor gets one. The width depends on the weight alone: it affects the bits."""
     return 128 if num_columns >= 16384 else 64 if num_columns >= 4096 else 32
 
 
@@ -133,4 +133,6 @@ def _columns_of_a_tile(num_columns: int) -> int:
 def _num_programs(device: torch.device) -> int:
     if device.type != "cuda":
         return _SIMULATED_PROGRAMS
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count  # what their shared memory holds at once
+    return (
+        2 * torch.cuda.get_device_properties(device).multi_processor_count
+    )  # the number that fits into their shared memory

@@ -1,7 +1,7 @@
-"""The Triton kernels as one choice.
+"""The provider of the Triton kernels.
 
-Promises: says what they cannot serve without importing Triton or waking a GPU; `make` runs a kernel, so a machine on
-which none can be compiled is found out before the weights are read.
+Promises: reports unsupported requirements without importing Triton or initializing a GPU; `make` runs a kernel, so that
+a machine without a working compiler is detected before the weights are read.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from quire_kernels.provider import Requirements, Unavailable, no_variants
 from quire_kernels.triton.pool import DTYPES, unsupported
 
 LEAST_TRITON = (3, 6)
-LEAST_CAPABILITY = (8, 0)  # products of bfloat16 by tensor cores
+LEAST_CAPABILITY = (8, 0)  # bfloat16 on tensor cores
 WARP_GROUPS = (9, 10)  # major compute capabilities; 12.x has the instructions of 8.x
-_DISTRIBUTIONS = ("triton", "pytorch-triton")  # the second: torch's nightly builds
+_DISTRIBUTIONS = ("triton", "pytorch-triton")  # the second one comes with torch's nightly builds
 _OUT_OF_REACH = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -52,9 +52,9 @@ class TritonProvider:
             raise Unavailable(f"need a GPU of compute capability {least} or newer, this one has {major}.{minor}")
         try:
             _run_a_kernel(required.device)
-        except Exception as error:  # of the compiler, the C compiler, the driver, the file system
+        except Exception as error:  # errors of Triton, the C compiler, the driver, the file system
             raise Unavailable(f"are not available: {explained(error)}") from error
-        # Imported here: only a set that is made needs Triton, or a library.
+        # Imported here: only a set in use needs Triton or FlashAttention.
         from quire_kernels.flash.choice import with_flash_attention  # noqa: PLC0415
         from quire_kernels.triton.set import make_triton_set  # noqa: PLC0415
 
@@ -106,26 +106,26 @@ def _no_triton() -> str | None:
 def _capability(device: torch.device) -> tuple[int, int]:
     try:
         return torch.cuda.get_device_capability(device)
-    except (RuntimeError, AssertionError) as error:  # the latter: a torch without CUDA
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
         raise Unavailable(f"are not available: {explained(error)}") from error
 
 
 def _run_a_kernel(device: torch.device) -> None:
-    """All that a launch needs: Triton, ptxas, a C compiler with Python's headers, the driver, a folder for binaries."""
+    """Test all parts of a launch: Triton, ptxas, a C compiler and Python's headers, the driver, the cache directory."""
     import triton  # noqa: PLC0415
 
     from quire_kernels.triton.activation import silu_mul  # noqa: PLC0415
-    from quire_kernels.triton.binaries import keep_to_ourselves  # noqa: PLC0415
+    from quire_kernels.triton.binaries import use_private_cache  # noqa: PLC0415
 
     if triton.knobs.runtime.interpret:
         raise RuntimeError("Triton was told to interpret its kernels (unset TRITON_INTERPRET)")
-    keep_to_ourselves()
+    use_private_cache()
     silu_mul(torch.zeros(1, 32, dtype=torch.bfloat16, device=device))
     torch.cuda.synchronize(device)
 
 
 def explained(error: Exception) -> str:
-    """Why no kernel can be launched here, in one line, with the remedy where it is known."""
+    """The reason why no kernel can be launched, in one line, with the remedy if it is known."""
     said = str(error).strip() or type(error).__name__
     if "Failed to find C" in said:
         return "Triton finds no C compiler for what launches its kernels (install gcc, or set CC)"

@@ -1,7 +1,7 @@
 """Norms and rotary embedding of the query and key heads, and the write of K and V into the pool, in one launch.
 
-Promises: a (row, head) sees itself alone, so its bits depend on nothing else; rounded where the reference rounds. Must
-not know: sequences.
+Promises: the result of a (row, head) depends only on its own input; rounded as in the reference. Must not know:
+sequences.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from quire_kernels.triton.e4m3 import LARGEST, encode_e4m3
 from quire_kernels.triton.pool import PoolSizes
 
 _LARGEST = tl.constexpr(LARGEST)
-_ELEMENTS = 2048  # of one program: 16 for each of its threads
+_ELEMENTS = 2048  # elements per program: 16 for each of its threads
 
 
 @triton.jit
 def _rms_norm(first, second, chosen, norm, half, held, eps, HEAD_DIM: tl.constexpr):  # noqa: PLR0917
-    """Both halves of heads [HEADS, HALF], normed where `chosen` [HEADS, 1] says so; rounded as the reference rounds."""
+    """Both halves of heads [HEADS, HALF], normed if `chosen` [HEADS, 1]; rounded as in the reference."""
     square = tl.sum(first * first, 1) + tl.sum(second * second, 1)
     root = tl.sqrt_rn(square / HEAD_DIM + eps)[:, None]
     dtype: tl.constexpr = norm.dtype.element_ty
@@ -98,7 +98,7 @@ def rope_write_heads(  # noqa: PLR0917
         low, high = turned_first.to(tl.float32), turned_second.to(tl.float32)
         most = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
         inverse = tl.where(most > 1e-30, tl.div_rn(tl.full([HEADS], _LARGEST, tl.float32), most), 0.0)[:, None]
-        # The largest of numbers hides NaN, their sum does not: it reaches the scale, and with it whoever reads.
+        # The maximum ignores NaN, the sum does not: it makes the scale NaN, and so every value that is read.
         broken = tl.sum(low * 0.0, 1) + tl.sum(high * 0.0, 1)
         tl.store(into, encode_e4m3(low * inverse), mask=written)
         tl.store(into + HEAD_DIM // 2, encode_e4m3(high * inverse), mask=written)
@@ -114,7 +114,7 @@ def rope_write_heads(  # noqa: PLR0917
 
 
 def rope_write_options(shape: AttentionShape, sizes: PoolSizes) -> dict[str, Any]:
-    """What the kernel is compiled for and launched with."""
+    """Compile-time constants and launch options of the kernel."""
     half = triton.next_power_of_2(sizes.head_dim // 2)
     return {
         "GROUP": shape.num_heads // shape.num_kv_heads,
@@ -130,7 +130,7 @@ def rope_write_options(shape: AttentionShape, sizes: PoolSizes) -> dict[str, Any
 def rope_write(  # noqa: PLR0917 - the op's contract
     qkv: Tensor, rope: Tensor, shape: AttentionShape, kv: Tensor, sizes: PoolSizes, layer: int, step: AttentionInput
 ) -> Tensor:
-    """q [T, Hq, D]. Arguments are as the op wants them."""
+    """The set's `rope_write` op: returns q [T, Hq, D]."""
     q = qkv.new_empty(qkv.shape[0], shape.num_heads, shape.head_dim)
     options = rope_write_options(shape, sizes)
     num_heads = shape.num_heads + 2 * shape.num_kv_heads

@@ -1,19 +1,19 @@
-"""The kernel set for a GPU: which Triton kernels, and which of torch's, make up its ops.
+"""The kernel set for a GPU: its ops as combinations of Triton kernels and torch's.
 
-Promises: nothing waits for the device but `greedy`, whose result is the host's. With `deterministic` a row's results
-are bitwise the same alone, in any batch and in any chunks. Must not know: the engine, the server.
+Promises: no op waits for the device except `greedy`, which returns its result on the host. With `deterministic` a row's
+results are bitwise the same alone, in any batch and in any chunks. Must not know: the engine, the server.
 
 Launches of a layer: the norm, the QKV product, rope_write, attention, the O product with the residual, the norm, the
-gate-up product, silu * up, the down product with the residual: nine, where attention is one launch, as it is for steps
-of contexts of up to 256 tokens and for steps of prefill rows alone. Longer decode rows take one more, which joins their
-parts, and a step that holds both kinds of rows launches for both: ten, and eleven. An O or down product with a bias
-takes one more, unless `deterministic`.
+gate-up product, silu * up, the down product with the residual. These are nine if attention is one launch: in steps of
+contexts of up to 256 tokens and in steps of prefill rows only. Longer decode rows take one more launch to join their
+parts, and a step with both kinds of rows launches both: ten or eleven. An O or down product with a bias takes one more,
+unless `deterministic`.
 
-Why the join is a launch of its own, and not the work of whichever program finishes a row last: programs would hand
-their parts over by way of an atomic counter, and that all of a program's stores are seen behind its atomic rests on an
-order of stores, barrier and atomic that Triton does not document, and on each GPU's memory model. The simulators run
-programs one after another: they can show neither that it holds nor that it breaks, and the sanitizer takes every such
-hand-over for a race, so it would have to be blind for this memory. A launch boundary is an order that all of them know.
+The join is a launch of its own instead of the work of the last program of a row. With the latter, programs would pass
+their parts through an atomic counter. That a program's stores are visible after its atomic relies on an order of
+stores, barrier and atomic that Triton does not document, and on each GPU's memory model. The simulators run programs
+one after another and cannot test this; the sanitizer reports every such exchange as a race, so it would have to ignore
+this memory. A launch boundary guarantees the order.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from quire_kernels.triton.product import TiledProduct, TorchProduct
 def make_triton_set(*, kv_type: KVType = "auto", deterministic: bool = False, warp_groups: bool = True) -> KernelSet:
     """The set for bfloat16 and float16 models.
 
-    `kv_type`: what the pool holds. `deterministic`: see the module. `warp_groups`: whether the GPU is of compute
-    capability 9.x or 10.x, whose matrix instructions are for groups of four warps.
+    `kv_type`: type of the stored keys and values. `deterministic`: see the module. `warp_groups`: whether the GPU has
+    compute capability 9.x or 10.x, whose matrix instructions use groups of four warps.
     """
     attention = TritonAttention(kv_type, warp_groups=warp_groups, deterministic=deterministic)
     linear = LinearOps(TiledProduct() if deterministic else TorchProduct())
@@ -68,7 +68,7 @@ def embed(table: Tensor, ids: Tensor) -> Tensor:
 
 
 class LinearOps:
-    """Projections with the norm before them and what follows them."""
+    """Projections fused with the norm before them and the activation or addition after them."""
 
     def __init__(self, product: TorchProduct | TiledProduct) -> None:
         self._product = product
@@ -88,7 +88,7 @@ class LinearOps:
     def greedy(
         self, x: Tensor, norm: Tensor, eps: float, w: Linear, allowed: Tensor | None = None
     ) -> tuple[list[int], list[bool]]:
-        """One copy to the host."""
+        """The argmax of each row; one copy to the host."""
         logits, rows = self.logits(x, norm, eps, w), _greatest(len(x), x.device)
         ids, finite, _ = choose(logits, rows)
         if allowed is not None:
@@ -102,7 +102,7 @@ class LinearOps:
 
 
 def _greatest(num_rows: int, device: torch.device) -> ChoiceRows:
-    """The greatest logit of every row; of the parameters of a draw only their types are looked at."""
+    """Rows for greedy choice; of the sampling parameters only the dtypes matter."""
     rows, numbers = torch.arange(num_rows, device=device), torch.empty(0, device=device)
     return ChoiceRows(
         logits_rows=rows,

@@ -1,9 +1,9 @@
-"""The one walk over keys that decode and prefill share: an online softmax, and how parts of it are joined.
+"""The loop over keys of decode and prefill: an online softmax, and the join of its parts.
 
-Promises: a row's result depends on its query, its position and its keys alone, bit for bit, whatever rows share the
-tile: keys are taken in tiles counted from position 0, and a tile that a row does not see leaves its state as it was.
+Promises: a row's bits depend only on its query, its position and its keys, not on the rows that share the tile: tiles
+of keys are counted from position 0, and a tile outside a row's keys leaves its state unchanged.
 
-The state of a row is `peak`, the largest score seen (in powers of two; -inf: none), `total` and `values`, the sums of
+The state of a row is `peak`, the largest score so far (in powers of two; -inf: none), `total` and `values`, the sums of
 the weights and of the weighted values relative to that peak (Milakov & Gimelshein 2018, arXiv:1805.02867).
 """
 
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from quire_kernels.triton.e4m3 import DECODED, decode_e4m3
 
-# Keys of one part: decode computes parts apart and joins them in order, so a border never depends on the batch.
+# Keys per part: decode computes parts separately and joins them in order, so their borders never depend on the batch.
 SPLIT = 256
 LOG2_E = 1.4426950408889634
 _DECODED = tl.constexpr(DECODED)
@@ -27,8 +27,8 @@ def walk_keys(  # noqa: PLR0917
     kv,  # the pool, at the layer and head
     table,  # the sequence's row of the block tables
     begin,  # first position, a multiple of TILE
-    end,  # behind the last position; all before it are in the pool
-    scale,  # of the scores, in powers of two
+    end,  # one past the last position; all positions before it are in the pool
+    scale,  # factor of the scores, which are exponents of two
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -39,7 +39,7 @@ def walk_keys(  # noqa: PLR0917
     KV_BLOCK: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """The state of each row over the positions begin .. end - 1 that it sees."""
+    """The state of each row after its keys among the positions begin .. end - 1."""
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     values = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -52,7 +52,7 @@ def walk_keys(  # noqa: PLR0917
         block = tl.load(table + positions // PAGE, mask=present, other=0).to(tl.int64)
         offset = positions % PAGE
         place = (kv + block * KV_BLOCK + offset * HEAD_DIM)[:, None] + dims[None, :]
-        # What lies past the end or the head is not read: 0 times a stale NaN is not 0.
+        # Memory past the end or the head is masked: 0 times a stale NaN is not 0.
         there = present[:, None]
         if HEAD_DIM != BLOCK_D:
             there = there & (dims < HEAD_DIM)[None, :]
@@ -73,7 +73,7 @@ def walk_keys(  # noqa: PLR0917
             visible = visible & (distance < WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
         highest = tl.maximum(peak, tl.max(scores, 1))
-        # A row that has seen nothing has no peak: any finite number keeps its weights at exactly 0.
+        # A row without keys so far has no peak: with any finite base its weights are exactly 0.
         base = tl.where(highest == float("-inf"), 0.0, highest)
         fade = tl.exp2(peak - base)
         weights = tl.exp2(scores - base[:, None])
@@ -87,7 +87,7 @@ def walk_keys(  # noqa: PLR0917
 
 @triton.jit
 def join_parts(peak, total, values, part_peak, part_total, part_values):  # noqa: PLR0917
-    """The state of rows after a further part. Spelled with fma so that every caller is compiled to the same sums."""
+    """The state of rows with one more part. Explicit fma keeps the sums the same in every kernel that inlines this."""
     highest = tl.maximum(peak, part_peak)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     fade, gain = tl.exp2(peak - base), tl.exp2(part_peak - base)

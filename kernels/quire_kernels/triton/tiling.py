@@ -1,7 +1,7 @@
-"""How many rows and keys a program of the attention kernels takes at a time.
+"""Tile sizes of the attention kernels.
 
-Promises: what is chosen depends on the layer and the mode alone, never on a step, so a row's sums never do; no kernel
-runs out of registers on any architecture from 8.0 on, as the audit of their machine code shows.
+Promises: the choice depends on the layer and the mode only, never on a step, and so does the order of a row's sums; no
+kernel spills registers in a loop on any architecture from 8.0 on, as the audit of their machine code shows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quire_kernels.triton.pool import PoolSizes
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """`rows` pairs of a query row and a head, `keys` positions, `warps` warps, `stages` tiles of keys on their way."""
+    """`rows`: pairs of a query row and a head; `keys`: positions; `stages`: tiles of keys in the pipeline."""
 
     rows: int
     keys: int
@@ -22,7 +22,7 @@ class Tiling:
     stages: int = 3
 
     def constants(self, shape: AttentionShape, sizes: PoolSizes) -> dict[str, int | bool]:
-        """What a kernel that walks over keys is compiled for and launched with."""
+        """Compile-time constants and launch options of a kernel that calls `walk_keys`."""
         return {
             "GROUP": shape.num_heads // shape.num_kv_heads,
             "ROWS": self.rows,
@@ -36,16 +36,16 @@ class Tiling:
 
 
 def block_d(shape: AttentionShape) -> int:
-    """head_dim as a product takes it."""
+    """head_dim padded to a size for `tl.dot`."""
     return max(16, _power_of_two(shape.head_dim))
 
 
 def prefill_tiling(shape: AttentionShape, sizes: PoolSizes, *, warp_groups: bool, deterministic: bool) -> Tiling:
-    """As much as fits: fp8 needs registers to decode, a deterministic walk for a second state.
+    """The largest tile that fits into registers: fp8 needs registers to decode, deterministic mode for a second state.
 
-    With warp groups (Hopper and its data centre successors) products take 64 rows from shared memory; elsewhere their
-    operands lie in registers too. Of wide heads small tiles, of which a multiprocessor holds several, were 1.06 to 1.15
-    times as fast on an H100 as one large one.
+    With warp groups (Hopper and its data centre successors) products read 64 rows from shared memory; elsewhere their
+    operands are in registers too. For wide heads, several small tiles per multiprocessor were 1.06 to 1.15 times as
+    fast on an H100 as one large tile.
     """
     narrow, large = shape.head_dim <= 64, shape.head_dim > 128
     if warp_groups:
@@ -61,7 +61,7 @@ def prefill_tiling(shape: AttentionShape, sizes: PoolSizes, *, warp_groups: bool
 
 
 def decode_tiling(shape: AttentionShape, sizes: PoolSizes, *, warp_groups: bool, deterministic: bool) -> Tiling:
-    """The heads of one key head, and the least rows that tensor cores take; deterministic: the tiles of prefill.
+    """The heads of one key head, padded to the least rows of tensor cores; deterministic: the tiles of prefill.
 
     Few large tiles of keys: a program waits for each of them, and on an H100 half as many were up to 1.2 times as fast.
     """

@@ -1,4 +1,4 @@
-"""Checks of a kernel set on the machine that it is to serve on: every op against `reference`.
+"""Checks of a kernel set on the machine that will serve with it: every op against `reference`.
 
-`checks` says what is checked, `watch` runs it, `repair` replaces what fails.
+`checks` defines the checks, `watch` runs them, `repair` replaces ops that fail.
 """

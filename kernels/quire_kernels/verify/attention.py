@@ -1,7 +1,8 @@
 """Checks of the pool, of rope_write and of attention.
 
-Promises: whatever a step should not read is NaN: block 0, free slots, the other layer, the spare block. Every batch of
-`batches` is compared with `reference` in float32, some of its rows alone with the batch. Must not know: the engine.
+Promises: all memory that a step must not read holds NaN: block 0, free slots, the other layer, the spare block. Every
+batch of `batches` is compared with `reference` in float32, and some of its rows with the same row alone. Must not know:
+the engine.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ _EPS = 1e-6
 
 
 class _Truth(NamedTuple):
-    q: Tensor  # [T, Hq, D] float32, what rope_write returns
+    q: Tensor  # [T, Hq, D] float32, the result of rope_write
     q_bound: Tensor
-    keys: Tensor  # [T, Hkv, D] float32, what it writes
+    keys: Tensor  # [T, Hkv, D] float32, the keys that rope_write stores
     key_bound: Tensor
-    out: Tensor  # [T, Hq * D] float32, what attention makes of the queries as the model's dtype holds them
+    out: Tensor  # [T, Hq * D] float32, attention of the queries rounded to the model's dtype
     bound: Tensor
 
 
 class AttentionChecks:
-    """The ops on one shape, pool and kind of numbers."""
+    """Checks of the ops on one shape, one pool and one kind of numbers."""
 
     def __init__(
         self, subject: Subject, heads: Heads, numbers: Numbers, lengths: Sequence[int], rows: Sequence[int]
@@ -52,7 +53,7 @@ class AttentionChecks:
         source, dtype, width = Source(heads.head_dim), subject.dtype, heads.head_dim
         total, q_heads, kv_heads = sum(lengths), heads.num_heads, heads.num_kv_heads
         if self._exact and heads.norms:
-            # Of one magnitude in a head, so that the norm leaves the signs and the result is its weight's numbers.
+            # A head's numbers have one magnitude, so the norm maps them to signs and the result is the norm's weight.
             q, k = (source.signs(total, n, width) * source.powers(-2, 2, total, n, 1) for n in (q_heads, kv_heads))
             norms = (source.bytes(width) * 2.0**-6, source.stored(subject.kv_type, width))
         else:
@@ -123,7 +124,7 @@ class AttentionChecks:
 
     @cached_property
     def _truth(self) -> _Truth:
-        """By `reference` in float32, with the bounds of what is rounded on the way."""
+        """The results of `reference` in float32, and bounds for the rounding of each."""
         shape, dtype = _wide(self._shape), self._subject.dtype
         heads = self._heads
         rows = self._tables.rows(self._tables.whole(), _CPU)
@@ -149,7 +150,7 @@ class AttentionChecks:
         return _Truth(q, q_bound, keys, key_bound, out, torch.cat(bounds))
 
     def _rotated_bound(self, x: Tensor, norm: Tensor | None, truth: Tensor) -> Tensor:
-        """Two roundings of each of a pair by the norm, float32 in the rotation, one rounding of the result."""
+        """Bound for two roundings of each number by the norm, a float32 rotation and one rounding of the result."""
         normed = x.float() if norm is None else rms_norm(x.float(), norm, self._shape.norm_eps)
         length = (normed.square() + normed.roll(x.shape[-1] // 2, dims=-1).square()).sqrt()
         bound = tolerance.rounded(truth, self._subject.dtype) + tolerance.float32_sum(x.shape[-1] + 8, length)
@@ -163,13 +164,13 @@ class AttentionChecks:
 
     @cached_property
     def _on_device(self) -> AttentionShape:
-        """One object for all calls, as a layer has it."""
+        """The shape with its norms on the device; one object for all calls, as a layer has one."""
         norms = (self._shape.q_norm, self._shape.k_norm)
         q_norm, k_norm = (None if norm is None else norm.to(self._subject.device) for norm in norms)
         return replace(self._shape, q_norm=q_norm, k_norm=k_norm)
 
     def _index(self, slices: Sequence[Slice]) -> Tensor:
-        """The slices' rows among all."""
+        """Indices of the slices' rows among the rows of all sequences."""
         firsts = torch.tensor([0, *self._tables.lengths]).cumsum(0)
         return torch.cat([torch.arange(part.start, part.end) + firsts[part.sequence] for part in slices])
 
@@ -194,7 +195,7 @@ class AttentionChecks:
         )
 
     def _check_rows_alone(self) -> Outcome:
-        """The first rows in one call and in one call each: the same queries, and the same bytes in the pool."""
+        """Compare the first rows of a call with the same rows one at a time: equal queries and equal pool bytes."""
         part = Slice(max(range(len(self._tables.lengths)), key=lambda i: self._tables.lengths[i]), 0, 19)
         whole, single = self._poisoned(), self._poisoned()
         together_q = self._write(whole, [part])
@@ -204,7 +205,7 @@ class AttentionChecks:
 
     @cached_property
     def _filled(self) -> Tensor:
-        """A pool with all sequences; by the reference where it can, so that no other op is to blame."""
+        """A pool with all sequences, written by the reference if possible, so that only attention is tested."""
         kv = self._poisoned()
         if not self._like_reference:
             self._write(kv, self._tables.whole())
@@ -238,14 +239,14 @@ class AttentionChecks:
         return run
 
     def _row_alone(self, sequence: int, position: int) -> Tensor:
-        """The row of this position in a step of its own."""
+        """Attention for this position in a step of its own."""
         key = sequence, position
         if key not in self._alone:
             self._alone[key] = self._attend(self._filled, [Slice(sequence, position, 1)])[0]
         return self._alone[key]
 
     def _check_copy(self) -> Outcome:
-        """The first block of a sequence, copied to the spare one, serves like the original."""
+        """Attention gives the same result with the first block of a sequence copied to the spare block."""
         sequence = len(self._tables.lengths) - 1
         part, source = [Slice(sequence, self._tables.lengths[sequence] - 1, 1)], self._tables.blocks[sequence][0]
         kv = self._filled.clone()
@@ -273,6 +274,6 @@ def _wide(shape: AttentionShape) -> AttentionShape:
 
 
 def _at(half: Tensor, rows: AttentionRows) -> Tensor:
-    """What K or V [blocks, Hkv, block_size, D] holds in the rows' slots: [T, Hkv, D]."""
+    """The keys or values of the rows' slots, [T, Hkv, D], from K or V [blocks, Hkv, block_size, D]."""
     size = half.shape[2]
     return half[rows.kv_slots // size, :, rows.kv_slots % size]

@@ -1,7 +1,6 @@
-"""Which checks there are: all of them for `quire verify`, a few for the start of a server.
+"""The list of checks: all of them for `quire verify`, a few for the start of a server.
 
-Promises: the sizes are those of the model that is to be served; others are added where all is checked. Must not know:
-the engine.
+Promises: the sizes are the served model's; a full list adds other sizes. Must not know: the engine.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from quire_kernels.verify.operands import Numbers
 
 ROWS = (1, 2, 3, 5, 8, 16, 24, 32, 64, 128)
 _FEW_ROWS = (1, 7)
-_MOST_WEIGHTS, _FEWEST_OUTPUTS = 1 << 20, 256  # of a matrix; columns beyond are computed like those before them
-_MOST_INNER = 2048  # of whole layers
+_MOST_WEIGHTS, _FEWEST_OUTPUTS = 1 << 20, 256  # per matrix; further columns are computed like these
+_MOST_INNER = 2048  # columns of the MLP in the check of whole layers
 _LENGTHS = (1, 2, 16, 17, 33, 64, 129, 300, 777, 1025)
 _OTHER_LENGTHS = (1, 17, 130, 300)
-# What models have: few and many queries to a key head, wide heads, a width that is no power of two, windows.
+# As in real models: few and many queries per key head, wide heads, a width that is no power of two, windows.
 _OTHER_HEADS = (
     Heads(num_heads=16, num_kv_heads=8, head_dim=128, block_size=16),
     Heads(num_heads=4, num_kv_heads=4, head_dim=64, block_size=32, window=50, norms=False),
@@ -35,7 +34,7 @@ _OTHER_MATRICES = (Matrix(outputs=130, inputs=96), Matrix(outputs=384, inputs=10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """What the checks need to know of a model."""
+    """The sizes of a model that the checks use."""
 
     hidden: int
     inner: int
@@ -44,7 +43,7 @@ class ModelSizes:
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        """Each different one, with as many outputs as are worth computing."""
+        """Each distinct matrix, with few enough outputs for a fast check."""
         heads = self.heads
         width = heads.num_heads * heads.head_dim
         sizes = (
@@ -59,12 +58,12 @@ class ModelSizes:
 
 
 def other_heads() -> tuple[Heads, ...]:
-    """Shapes beside the model's own; a set need not serve them."""
+    """Attention shapes other than the model's; a set may not support them."""
     return _OTHER_HEADS
 
 
 def linear_checks(subject: Subject, sizes: ModelSizes) -> Iterator[Check]:
-    """Embedding, norms, projections and head, in every number of rows."""
+    """Embedding, norms, projections and head, for every number of rows."""
     yield embed_check(subject, sizes.hidden)
     numbers: tuple[Numbers, ...] = ("exact", "normal")
     for matrix in (*sizes.matrices, *_OTHER_MATRICES):
@@ -77,15 +76,15 @@ def linear_checks(subject: Subject, sizes: ModelSizes) -> Iterator[Check]:
 def attention_checks(subject: Subject, heads: Heads, *, own: bool) -> Iterator[Check]:
     """The pool, rope_write and attention. `own`: these are the model's heads.
 
-    Numbers that are not exact are for pools that hold them as they are: what rounding keys and values costs a model is
-    another question.
+    Inexact numbers are used only with pools that store them unchanged: the quality loss by rounding keys and values is
+    measured elsewhere.
     """
     for kind in _kinds(subject):
         yield from AttentionChecks(subject, heads, kind, _LENGTHS if own else _OTHER_LENGTHS, ROWS).checks()
 
 
 def short_checks(subject: Subject, sizes: ModelSizes) -> Iterator[Check]:
-    """Every op once or twice, at the model's own sizes: what a start can afford."""
+    """Each op once or twice at the model's sizes, fast enough for the start of a server."""
     yield embed_check(subject, sizes.hidden)
     for matrix in sizes.matrices:
         yield from LinearChecks(subject, matrix, "normal", _FEW_ROWS).checks()

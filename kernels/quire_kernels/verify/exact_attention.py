@@ -1,10 +1,11 @@
-"""How far attention's results may be from the exact ones: the bound that belongs to the queries, keys and values.
+"""Error bounds of attention for given queries, keys and values.
 
-Owns that derivation.
+Owns the derivation.
 
-The weights of a row are rounded to the model's dtype before they meet the values, each on its own. Where keys are not
-stored exactly, neither are the scores: a key's numbers are rounded once per step of the norm, the rotation and the
-write, the two of a rotated pair together, each on its own otherwise. Scores and sums are float32.
+The attention weights of a row are rounded to the model's dtype one by one before they are multiplied with the values.
+If keys are stored inexactly, the scores are inexact too: each number of a key is rounded once by the norm, once by the
+rotation and once by the write. The rotation changes both numbers of a pair together, all other roundings are
+independent. Scores and sums are float32.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from torch import Tensor
 from quire_kernels.kernel_set import AttentionShape
 from quire_kernels.verify import tolerance
 
-_ROWS = 256  # at a time: what is held is heads x rows x positions
+_ROWS = 256  # rows at a time: memory is heads x rows x positions
 
 
 def attention_bound(  # noqa: PLR0917
     q: Tensor, k: Tensor, v: Tensor, truth: Tensor, shape: AttentionShape, dtype: torch.dtype, *, key_roundings: int
 ) -> Tensor:
-    """The bound of every row of one sequence: [T, Hq * D].
+    """The bounds for every row of one sequence: [T, Hq * D].
 
-    q [T, Hq, D], k and v [T, Hkv, D], truth [T, Hq * D]. `key_roundings`: of each number of a key; 0: exact.
+    q [T, Hq, D], k and v [T, Hkv, D], truth [T, Hq * D]. `key_roundings`: roundings of each number of a key; 0: keys
+    are exact.
     """
     group = shape.num_heads // shape.num_kv_heads
     queries = q.float().transpose(0, 1)  # [Hq, T, D]
@@ -43,7 +45,7 @@ def attention_bound(  # noqa: PLR0917
 def _bound(  # noqa: PLR0917
     q: Tensor, k: Tensor, v: Tensor, truth: Tensor, shape: AttentionShape, dtype: torch.dtype, key_roundings: int
 ) -> Tensor:
-    """[Hq, R, D] of the last R of P positions: q and truth [Hq, R, D], k and v [Hq, P, D]."""
+    """Bounds [Hq, R, D] for the last R of P positions: q and truth [Hq, R, D], k and v [Hq, P, D]."""
     (num_rows, width), num_positions = q.shape[1:], k.shape[1]
     distance = torch.arange(num_positions - num_rows, num_positions)[:, None] - torch.arange(num_positions)
     visible = (distance >= 0) & (distance < (shape.window or num_positions))
@@ -53,7 +55,7 @@ def _bound(  # noqa: PLR0917
     magnitudes = weights @ v.abs()
     bound = tolerance.independent((2 * u) ** 2 * (weights.square() @ v.square()), u * magnitudes)
     if key_roundings:
-        # A pair's length does not change when it is rotated, nor does it matter which of the two a change falls on.
+        # Rotation keeps a pair's length, and the bound is the same for an error in either number of the pair.
         lengths = (k.square() + k.roll(width // 2, dims=-1).square()) * 2
         per_score = (2 * key_roundings * u * shape.scale) ** 2 * (q.square() @ lengths.transpose(1, 2))
         # A change d of a score multiplies a weight by exp(d), and d is bounded as well.

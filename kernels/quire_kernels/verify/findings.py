@@ -1,4 +1,4 @@
-"""What one check of one op came to, and how a result is compared with what it should be.
+"""The result of one check of one op, and the comparison of a tensor with its expected value.
 
 Promises: NaN is never close to anything; a comparison never raises for a wrong result, only for a wrong check. Must not
 know: the engine.
@@ -17,28 +17,28 @@ from quire_kernels.kernel_set import KernelSet, KVType, Quantization
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A kernel set and what it was made for."""
+    """A kernel set and the configuration it was made for."""
 
     kernels: KernelSet
     device: torch.device
     dtype: torch.dtype
     quantization: Quantization | None = None
     kv_type: KVType = "auto"
-    alone: bool = False  # it promises that a row alone has the bits that it has in any batch
+    alone: bool = False  # the set promises that a row has the same bits alone and in any batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What was compared."""
+    """The result of a comparison."""
 
     share: float = 0.0  # the greatest error as a share of its tolerance; 0: all equal
     alone: bool | None = None  # whether rows computed alone had the same bits; None: not compared
-    problem: str = ""  # one line; nothing where all is well
+    problem: str = ""  # one line; empty if the result is right
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One op in one case. All that may fail or hang happens in `run`."""
+    """One op in one case. Only `run` may fail or hang."""
 
     op: str
     case: str
@@ -47,7 +47,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What became of a check."""
+    """The reported result of a check."""
 
     op: str
     case: str
@@ -55,11 +55,11 @@ class Finding:
     share: float = 0.0
     alone: bool | None = None
     problem: str = ""
-    fatal: bool = False  # the device or the process cannot go on
+    fatal: bool = False  # no further check is possible on this device or in this process
 
 
 def close(found: Tensor, truth: Tensor, bound: Tensor) -> Outcome:
-    """Every element within its bound; `bound` may be broadcast. Computed on the CPU in float64."""
+    """Check every element against its bound; `bound` may be broadcast. Computed on the CPU in float64."""
     if found.shape != truth.shape:
         return Outcome(problem=f"the shape is {list(found.shape)}, not {list(truth.shape)}")
     if not found.numel():
@@ -84,7 +84,7 @@ def close(found: Tensor, truth: Tensor, bound: Tensor) -> Outcome:
 
 
 def same(found: Tensor, wanted: Tensor, what: str) -> Outcome:
-    """Bitwise equality."""
+    """Check bitwise equality."""
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return Outcome(problem=f"{what}: {found.dtype} {list(found.shape)}, not {wanted.dtype} {list(wanted.shape)}")
     differ = int((bits(found) != bits(wanted)).sum())
@@ -92,19 +92,19 @@ def same(found: Tensor, wanted: Tensor, what: str) -> Outcome:
 
 
 def bits(x: Tensor) -> Tensor:
-    """The numbers as integers, so that NaN equals itself and the zeros differ."""
+    """The numbers as integers, so that NaN equals itself and +0 differs from -0."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return x.detach().contiguous().cpu().view(kinds[x.element_size()])
 
 
 def compared_alone(equal: bool, subject: Subject, what: str) -> Outcome:
-    """Whether rows alone had the same bits: a fault where that was promised, else information."""
+    """Record whether rows alone had the same bits; a difference is a problem if the subject promises equality."""
     problem = f"{what} has other bits alone than in the batch" if subject.alone and not equal else ""
     return Outcome(alone=equal, problem=problem)
 
 
 def together(*outcomes: Outcome) -> Outcome:
-    """The first problem, the greatest share, and whether all that were compared alone were equal."""
+    """The first problem, the greatest share, and whether all rows compared alone were equal."""
     alone = [outcome.alone for outcome in outcomes if outcome.alone is not None]
     return Outcome(
         share=max((outcome.share for outcome in outcomes), default=0.0),

@@ -1,4 +1,4 @@
-"""The shapes of attention that are checked, and the steps.
+"""The attention shapes and the steps of the checks.
 
 Promises: every step stays within the sequences' lengths.
 """
@@ -28,7 +28,7 @@ class Heads:
 
 
 def batches(lengths: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[str, list[Slice]]]:
-    """Decode steps of so many rows, prompts and chunks of so many, and mixtures, over sequences of these lengths."""
+    """Named steps over sequences of these lengths: decode, prompts, chunks and mixtures, with `rows` rows each."""
     count, longest = len(lengths), max(range(len(lengths)), key=lambda i: lengths[i])
     for num_rows in rows:
         ends = [(i % count, max(1, lengths[i % count] - i // count)) for i in range(num_rows)]

@@ -1,7 +1,6 @@
-"""The check of a set's layers in one call, against its own ops one by one.
+"""Compares a set's fused layers with its own single ops, bitwise.
 
-Promises: two layers with every option, a mixed step of which some rows are asked for; bitwise. Must not know: models,
-the engine.
+Promises: two layers with every option; the mixed step asks for some of its rows. Must not know: models, the engine.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class _Layer:
 
 
 def layers_check(subject: Subject, heads: Heads, *, hidden: int, inner: int) -> Check:
-    """For a set that binds layers."""
+    """The check for a set that has `bind_layers`."""
 
     def run() -> Outcome:
         kernels, device = subject.kernels, subject.device
@@ -94,7 +93,7 @@ def _layer(subject: Subject, heads: Heads, source: Source, hidden: int, inner: i
 
 
 def _one_by_one(ops: KernelSet, model: tuple[list[_Layer], Tensor], x: Tensor, kv: Tensor, step: Step) -> Tensor:
-    """As the model calls them."""
+    """The layers by single ops, called in the model's order."""
     layers, rope = model
     rows: AttentionInput = step
     for index, layer in enumerate(layers):

@@ -1,7 +1,7 @@
 """Checks of the embedding, the norms and the projections.
 
-Promises: every number of rows in `ROWS`, each op's result against `reference` in float64, some rows alone against the
-batch. Must not know: sequences, the engine.
+Promises: every number of rows in `ROWS`; each op's result is compared with `reference` in float64, and some rows with
+the same row alone. Must not know: sequences, the engine.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class _Expected:
 
 
 class _Given(NamedTuple):
-    x: Tensor  # rows that a norm is applied to
-    direct: Tensor  # rows that are multiplied as they are
+    x: Tensor  # rows for ops that apply a norm
+    direct: Tensor  # rows for ops without a norm
     residual: Tensor
 
 
@@ -49,7 +49,7 @@ Compute = Callable[[_Given], Tensor]
 
 
 class LinearChecks:
-    """The ops on matrices of one size and one kind of numbers."""
+    """Checks of the ops on matrices of one size and one kind of numbers."""
 
     def __init__(self, subject: Subject, matrix: Matrix, numbers: Numbers, rows: tuple[int, ...]) -> None:
         self._subject, self._numbers, self._buckets = subject, numbers, rows
@@ -58,7 +58,7 @@ class LinearChecks:
         source, dtype, num_rows = Source(matrix.inputs * 7 + matrix.outputs), subject.dtype, max(rows)
         n, k = matrix.outputs, matrix.inputs
         if numbers == "exact":
-            # Of one magnitude in a row, so that the norm leaves the signs.
+            # A row's numbers have one magnitude, so the norm maps them to their signs.
             self._x = (source.signs(num_rows, k) * source.powers(-3, 3, num_rows, 1)).to(dtype)
             self._norm = (source.bytes(k) * 2.0**-7).to(dtype)
             self._direct = (source.bytes(num_rows, k) * source.powers(-7, -5, num_rows, 1)).to(dtype)
@@ -90,7 +90,7 @@ class LinearChecks:
         return Check(op=op, case=f"{self._name}, {case}" if case else self._name, run=run)
 
     def _ops(self) -> Iterator[tuple[str, Compute, Callable[[], _Expected]]]:
-        """Name, the op, what the result should be."""
+        """(name, op, its expected result) of each case."""
         kernels, norm, eps = self._subject.kernels, self._norm.to(self._subject.device), self._eps
         yield (
             "norm_linear",
@@ -115,7 +115,7 @@ class LinearChecks:
         )
 
     def _given(self, first: int, last: int) -> _Given:
-        """Fresh copies of rows: an op may reuse what it is given."""
+        """Fresh copies of the rows: an op may overwrite its arguments."""
         device = self._subject.device
         return _Given(*(x[first:last].to(device, copy=True) for x in (self._x, self._direct, self._residual)))
 
@@ -135,7 +135,7 @@ class LinearChecks:
         return self._subject.kernels.pack_gate_up(gate, up, bias)
 
     def _pack(self) -> Outcome:
-        """Packs all three; what cannot be packed is not to be blamed on what multiplies."""
+        """Pack all three matrices, so that errors in packing are not reported by other ops."""
         lacking = any(w is None for w in (self._plain, self._biased, self._pair))
         return Outcome(problem="there is no packed matrix" if lacking else "")
 
@@ -156,7 +156,7 @@ class LinearChecks:
         return run
 
     def _beside_nan(self, compute: Compute) -> Callable[[], Outcome]:
-        """A row of NaN spoils itself alone, and shows."""
+        """Check that a row of NaN gives a row of NaN and leaves other rows unchanged."""
 
         def run() -> Outcome:
             clean, given = compute(self._given(0, 5)), self._given(0, 5)
@@ -171,7 +171,7 @@ class LinearChecks:
         return run
 
     def _greedy(self, count: int) -> Callable[[], Outcome]:
-        """The argmax of the set's own logits, the first of equals, and which rows are finite."""
+        """Check ids against the argmax of the set's own logits, the lowest id among equals, and finite flags."""
 
         def run() -> Outcome:
             kernels, device = self._subject.kernels, self._subject.device
@@ -199,8 +199,8 @@ class LinearChecks:
     def _terms(self, rows: Tensor, weight: Tensor, *, normed: bool) -> Tensor:
         """The bound of a product before its result is rounded.
 
-        Each term may have been rounded once as a part of a split sum, as cuBLAS does, and where numbers are not exact
-        twice by the norm; rows may be held in eight bits where weights are.
+        Each term may be rounded once as a part of a split sum, as in cuBLAS, and twice more by a norm of inexact
+        numbers. With quantized weights, rows may be quantized to eight bits.
         """
         step = None
         if self._numbers == "normal" and self._subject.quantization is not None:
@@ -209,7 +209,7 @@ class LinearChecks:
         return tolerance.product(rows, weight, self._subject.dtype, roundings=roundings, step=step)
 
     def _project(self, rows: Tensor, weight: Tensor, bias: Tensor | None, *, normed: bool) -> tuple[Tensor, Tensor]:
-        """A projection in float64 and its bound; it may be rounded before and after the bias is added."""
+        """A projection in float64 and its bound; the result may be rounded before and after the bias is added."""
         exact = rows @ weight.double().T
         bound = self._terms(rows, weight, normed=normed) + tolerance.rounded(exact, self._subject.dtype)
         if bias is not None:
@@ -230,7 +230,7 @@ class LinearChecks:
         gate, gate_bound = self._project(self._normed, self._weight, gate_bias, normed=True)
         up, up_bound = self._project(self._normed, self._up, up_bias, normed=True)
         silu = torch.nn.functional.silu(gate)
-        steepest = 1.1  # of silu
+        steepest = 1.1  # bound of silu's derivative
         bound = steepest * gate_bound * (up.abs() + up_bound) + silu.abs() * up_bound
         bound = bound + tolerance.rounded(truth, self._subject.dtype) + tolerance.float32_sum(8, truth.abs())
         return _Expected(truth=truth, bound=bound)
@@ -244,17 +244,17 @@ class LinearChecks:
 
 
 def _masked(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Bits for two thirds of each row's columns, the greatest never among them, and -inf for all others."""
+    """A mask of two thirds of each row's columns without the greatest logit, and logits with -inf outside the mask."""
     rows, columns = logits.shape
     may = (torch.arange(columns) + torch.arange(rows).unsqueeze(1)) % 3 > 0
     may.scatter_(1, logits.argmax(dim=1, keepdim=True), False)
     words = torch.nn.functional.pad(may, (0, -columns % 64)).view(rows, -1, 64).to(torch.int64)
-    # No two bits are one, so that the sum is all of them; the last is the sign.
+    # Each bit is set at most once, so the sum is their union; bit 63 is the sign.
     return (words << torch.arange(64)).sum(dim=2), logits.masked_fill(~may, -torch.inf)
 
 
 def embed_check(subject: Subject, hidden: int) -> Check:
-    """Rows of the table, by ids from its whole range."""
+    """Check rows of the table for ids from its whole range."""
 
     def run() -> Outcome:
         source = Source(hidden)

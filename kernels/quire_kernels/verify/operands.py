@@ -1,10 +1,10 @@
-"""Numbers to compute with: normal ones, and ones that are exact in every format that weights, rows or a pool may have.
+"""Operands for the checks: normal numbers, and numbers that are exact in every format of weights, rows and pools.
 
-Promises: the same on every machine.
+Promises: the same numbers on every machine.
 
-Exact rows, weights, keys and values are whole numbers of few bits times a power of two, and each group that shares a
-scale (a row; 32 weights of int4) has the extreme value that the format's scale follows from. So nothing is lost where
-they are quantised, and a quantised op is held to what its sums and results are rounded to, and to nothing else.
+Exact rows, weights, keys and values are small integers times a power of two, and each group that shares a scale (a row;
+32 weights of int4) contains the extreme value that determines the scale. So quantization loses nothing, and the error
+of a quantized op comes from its sums and from rounding the result only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Source:
         return torch.randn(sizes, generator=self._generator)
 
     def integers(self, low: int, high: int, *sizes: int) -> Tensor:
-        """Whole numbers as float32, both ends included."""
+        """Integers as float32, both bounds included."""
         return torch.randint(low, high + 1, sizes, generator=self._generator).float()
 
     def signs(self, *sizes: int) -> Tensor:
@@ -43,13 +43,13 @@ class Source:
         return torch.exp2(self.integers(low, high, *sizes))
 
     def bytes(self, *sizes: int) -> Tensor:
-        """[..., K] signed bytes, in each row one of the largest magnitude."""
+        """[..., K] signed bytes; each row contains one of the largest magnitude."""
         found = self.integers(-_INT8, _INT8, *sizes)
         at = torch.randint(sizes[-1], (*sizes[:-1], 1), generator=self._generator)
         return found.scatter(-1, at, _INT8 * self.signs(*sizes[:-1], 1))
 
     def weights(self, num_outputs: int, num_inputs: int, quantization: Quantization | None) -> Tensor:
-        """[N, K] exact weights; sums over them are about as large as what is multiplied with them."""
+        """[N, K] exact weights, scaled so that a product has about the magnitude of its operand."""
         if quantization == "int4":
             found = self.integers(-_INT4, _INT4 - 1, num_outputs, num_inputs)
             found[:, ::_GROUP] = -_INT4
@@ -59,7 +59,7 @@ class Source:
         return found * self.powers(-1, 0, num_outputs, 1) * 2.0 ** -round(math.log2(size))
 
     def e4m3(self, *sizes: int) -> Tensor:
-        """[..., K] numbers of the format e4m3, in each row one of the largest magnitude."""
+        """[..., K] numbers of the format e4m3; each row contains one of the largest magnitude."""
         # 0x7f and 0xff are NaN.
         codes = self.integers(0, 0x7E, *sizes).to(torch.uint8)
         found = codes.view(torch.float8_e4m3fn).float() * self.signs(*sizes)
@@ -67,20 +67,20 @@ class Source:
         return found.scatter(-1, at, _E4M3_LARGEST * self.signs(*sizes[:-1], 1))
 
     def stored(self, kv_type: str, *sizes: int) -> Tensor:
-        """[..., K] numbers, about 1, that a pool of this type holds exactly."""
+        """[..., K] numbers of magnitude about 1 that a pool of this type stores exactly."""
         if kv_type == "fp8":
             return self.e4m3(*sizes) * 2.0**-7
         return self.bytes(*sizes) * 2.0**-6
 
 
 def usual_angles(length: int, width: int) -> Tensor:
-    """[P, D] cosines, then sines, of the usual frequencies."""
+    """[P, D] cosines, then sines, of the usual RoPE frequencies."""
     angles = torch.arange(length)[:, None] * 10_000.0 ** (-torch.arange(0, width, 2) / width)
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
 def quarter_turns(length: int, width: int) -> Tensor:
-    """[P, D]: each position and pair by another multiple of a quarter turn, which numbers survive as they are."""
+    """[P, D] cosines and sines of multiples of 90 degrees, different by position and pair, which rotate exactly."""
     turns = (torch.arange(length)[:, None] + torch.arange(width // 2)) % 4
     cosines, sines = torch.tensor([1.0, 0.0, -1.0, 0.0]), torch.tensor([0.0, 1.0, 0.0, -1.0])
     return torch.cat([cosines[turns], sines[turns]], dim=1)

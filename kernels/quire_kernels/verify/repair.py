@@ -1,6 +1,6 @@
-"""A kernel set without the ops that failed: the reference's in their place, or none where the set need not have one.
+"""Replaces failed ops of a kernel set by the reference's, or drops optional ones.
 
-Promises: what cannot be replaced is said, never left in place. Must not know: the engine.
+Promises: an op that cannot be replaced raises an error and never stays in use. Must not know: the engine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 from quire_kernels.kernel_set import KernelSet
 from quire_kernels.reference import REFERENCE
 
-# An op that may be missing does what others do, faster; it goes with those that it would not be true to.
+# Optional ops, which are faster forms of others: each is dropped if one of the ops that it must agree with has failed.
 _FASTER = {
     "greedy": {"greedy", "logits"},
     "choose": {"choose"},
@@ -24,16 +24,16 @@ _ANYWHERE = ("embed",)
 
 
 class Irreplaceable(ValueError):
-    """An op failed that the reference has nothing for; the text is a clause that follows "the OP op failed and"."""
+    """The reference has no replacement for a failed op; the text is a clause that follows "the OP op failed and"."""
 
 
 def without(
     kernels: KernelSet, failed: Collection[str], *, reference_pool: bool, deterministic: bool = False
 ) -> KernelSet:
-    """The set with the reference's ops in place of those of these names. Raises Irreplaceable.
+    """The set with the named ops replaced by the reference's. Raises Irreplaceable.
 
-    `reference_pool`: its pool has the reference's layout. `deterministic`: a row's bits must not depend on its batch,
-    on a device where the reference's do.
+    `reference_pool`: the set's pool has the reference's layout. `deterministic`: a row's bits must not depend on its
+    batch, on a device where the reference's bits do.
     """
     if deterministic and set(failed) - set(_FASTER):
         raise Irreplaceable("rows of the reference's would depend on their batch")

@@ -1,6 +1,6 @@
-"""Steps over a paged pool, as the ops of a kernel set take them.
+"""Steps over a paged pool as inputs for the ops of a kernel set.
 
-Promises: blocks are scattered, block 0 is nobody's, and tables are padded with it.
+Promises: blocks are scattered, block 0 belongs to no sequence, and block tables are padded with it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Step(AttentionRows):
 
 
 class Tables:
-    """The blocks of some sequences, in shuffled order, and one spare block."""
+    """Block tables of some sequences in shuffled order, and one spare block."""
 
     def __init__(self, lengths: Sequence[int], block_size: int, seed: int = 0) -> None:
         counts = [-(-length // block_size) for length in lengths]
@@ -80,7 +80,7 @@ class Tables:
         )
 
     def step(self, slices: Sequence[Slice], device: torch.device) -> Step:
-        """Of which only each slice's last row is asked for."""
+        """A step that samples only each slice's last row."""
         every = self.rows(slices, device)
         last = self.rows([Slice(part.sequence, part.end - 1, 1) for part in slices], device)
         return Step(

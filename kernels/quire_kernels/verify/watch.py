@@ -1,7 +1,7 @@
-"""Runs checks one after the other and reports each, whatever becomes of it.
+"""Runs checks one after the other in a thread and reports each, even if it hangs.
 
-Promises: a wrong result, an exception and a check that never returns each end as a `Finding`; after a hang, or when the
-device does not answer any more, the last one is `fatal` and nothing more is run. Must not know: the engine.
+Promises: a wrong result, an exception and a hang each give a `Finding`; after a hang, or if the device no longer
+responds, the finding is `fatal` and no further check runs. Must not know: the engine.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 
 from quire_kernels.verify.findings import Check, Finding
 
-PATIENCE = 60.0  # seconds for one check: what compiles at its first call takes some
+PATIENCE = 60.0  # seconds for one check, including kernels that compile at their first call
 
 
 def run_checks(checks: Iterable[Check], *, device: torch.device, patience: float = PATIENCE) -> Iterator[Finding]:
-    """The findings, each when it is there. The checks run in a thread of their own, since a hang cannot be ended."""
+    """Yield each finding when it is ready. A daemon thread runs the checks, since a hang cannot be interrupted."""
     told: queue.Queue[Check | Finding | BaseException | None] = queue.Queue()
     stop = threading.Event()
 
     def work() -> None:
         try:
-            with torch.inference_mode():  # it is a thread's own
+            with torch.inference_mode():  # the mode is per thread
                 for check in checks:
                     if stop.is_set():
                         return
@@ -79,7 +79,7 @@ def _run(check: Check, device: torch.device) -> Finding:
 
 
 def _lost(device: torch.device) -> bool:
-    """After an access out of bounds every later call on a GPU fails too."""
+    """Whether the device no longer responds: after an access out of bounds every later call on a GPU fails."""
     try:
         return bool(torch.ones(2, device=device).sum().item() != 2)
     except RuntimeError:

@@ -1,1 +1,1 @@
-"""From a validated request to its reply: options, checks, the generation. It knows no dialect."""
+"""The path from a validated request to its reply: options, checks, generation. Independent of any dialect."""

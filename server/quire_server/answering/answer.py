@@ -1,6 +1,6 @@
-"""From a request's options to its reply: checked, run, and answered in one piece or as a stream.
+"""Answers one request: checks its options, runs the generation, sends the reply whole or as a stream.
 
-Every check that a 4xx can come from happens before anything is queued.
+Every check that can lead to a 4xx status happens before anything is queued.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from quire_server.state import state_of
 from quire_server.text.logprobs import finite
 from quire_server.text.tokenizer import TextTokenizer
 
-_LOGPROB_BYTES = 72  # of one token's log-probability among others
+_LOGPROB_BYTES = 72  # JSON bytes of one token's log-probability, estimated
 _ID_BYTES = 8
 
 
 def size_of_prompts(job: Job) -> int:
-    """About how many bytes a reply tells of its prompts, known before anything runs: never far too few.
+    """The approximate JSON size in bytes of the prompts' part of a reply, known in advance and never far too small.
 
-    What a reply is made of takes as much memory as its JSON.
+    The objects that a reply is made of take about as much memory as its JSON.
     """
     reply = job.options.reply
     num_ids = sum(len(request.prompt_token_ids) for request in job.requests)
@@ -49,7 +49,7 @@ def size_of_prompts(job: Job) -> int:
 
 
 def size_of_choices(choices: Sequence[ChoiceDelta]) -> int:
-    """About how many bytes a reply has of what was generated."""
+    """The approximate JSON size in bytes of a reply's generated part."""
     size = 0
     for choice in choices:
         size += len(choice.text) + len(choice.reasoning) + _ID_BYTES * len(choice.token_ids)
@@ -60,13 +60,13 @@ def size_of_choices(choices: Sequence[ChoiceDelta]) -> int:
 
 
 async def in_order(generation: Generation) -> list[ChoiceDelta]:
-    """Every delta as it came, for replies in which what came first stands first."""
+    """All deltas in the order in which they came."""
     async with aclosing(generation.deltas()) as wakes:
         return [delta async for deltas in wakes for delta in deltas]
 
 
 async def collect(generation: Generation) -> list[ChoiceDelta]:
-    """Every choice whole, in order of their index: what a stream would carry in pieces."""
+    """One delta per choice with all of its content, in the order of their index."""
     whole: dict[int, ChoiceDelta] = {}
     texts: dict[int, list[str]] = {}
     async with aclosing(generation.deltas()) as wakes:
@@ -87,9 +87,9 @@ async def collect(generation: Generation) -> list[ChoiceDelta]:
 
 
 def likeliest(choices: Sequence[ChoiceDelta], count: int) -> list[ChoiceDelta]:
-    """Of each prompt the choices whose tokens have the greatest mean log-probability, best first and counted anew.
+    """The `count` choices of each prompt with the greatest mean log-probability, best first and renumbered.
 
-    Of equals the one with the lower number. They must have the log-probabilities of their tokens.
+    Ties go to the lower index. The choices must have the log-probabilities of their tokens.
     """
     kept = []
     for prompt in dict.fromkeys(choice.prompt for choice in choices):
@@ -108,9 +108,9 @@ log = logging.getLogger("quire.requests")
 
 
 class Renderer(Protocol):
-    """The JSON of one dialect's replies to one request; a whole one is in pieces where it may be large.
+    """The JSON of one dialect's replies to one request; `body` yields pieces where a reply may be large.
 
-    `failure` are the frames with which a stream ends that has begun and cannot go on.
+    `failure`: the frames that end a stream after an error.
     """
 
     def frames(self, deltas: Sequence[ChoiceDelta]) -> bytes: ...
@@ -119,7 +119,7 @@ class Renderer(Protocol):
 
 
 class MakeRenderer(Protocol):
-    """A dialect's class of renderers, or what gives such a class more than every dialect needs."""
+    """Makes a dialect's renderer: its class, or a function that gives the class further arguments."""
 
     def __call__(self, head: ReplyHead, job: Job, generation: Generation, *, tokenizer: TextTokenizer) -> Renderer: ...
 
@@ -132,10 +132,10 @@ async def answer(
     gather: Callable[[Generation], Coroutine[object, object, list[ChoiceDelta]]] = collect,
     keep_alive: bytes = KEEP_ALIVE,
 ) -> Response:
-    """The reply, whole or streamed; `gather` makes the deltas that a whole one is rendered from,
-    `keep_alive` is what a silent stream says.
+    """The reply, whole or streamed.
 
-    Raises BadRequest, ContextLengthExceeded, QueueFull, EngineFailed, DeadlineExceeded, ClientGone.
+    `gather` makes the deltas of a whole reply; `keep_alive` is sent while a stream is silent. Raises BadRequest,
+    ContextLengthExceeded, QueueFull, EngineFailed, DeadlineExceeded, ClientGone.
     """
     state = state_of(request)
     job = await unless_client_gone(request, _prepared(request, options))
@@ -183,7 +183,7 @@ async def answer(
 
 
 async def _prepared(request: Request, options: GenerationOptions) -> Job:
-    """What is to be run, for a client that is still there when nothing is left to be done but to run it."""
+    """The checked job; raises if the client has disconnected by the time it is ready to run."""
     job = await prepare(state_of(request), options, caller_of(request))
     await look_for_leaving(request)
     has_arrived(request.scope)

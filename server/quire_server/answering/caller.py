@@ -1,6 +1,6 @@
-"""Whose a request is and how long its client waits for it: what follows from its head and not from its body.
+"""The caller of a request, from its headers: the tenant, and the timeout of its client.
 
-The shorter of the two times that a client may name counts, from the moment the request came.
+The shorter of the header's and the body's timeout counts, from the arrival of the request.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ LONGEST_TIMEOUT = 86_400.0  # seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The client of one request. `claim` says so on the engine's requests."""
+    """The client of one request. `claim` sets its tenant and deadline on engine requests."""
 
     tenant: Tenant = NOBODY
-    timeout: float | None = None  # seconds, of the header
+    timeout: float | None = None  # seconds, from the header
     came_at: float = field(default_factory=time.monotonic)
 
     def claim(self, request: GenerationRequest, *, timeout: float | None, is_batch: bool) -> GenerationRequest:
-        """The request with its tenant and deadline; `timeout` and `is_batch` are what its body asks for."""
+        """The request with its tenant and deadline; `timeout` and `is_batch` come from the body."""
         times = [seconds for seconds in (self.timeout, timeout) if seconds is not None]
         tenant = self.tenant
         return replace(
@@ -43,7 +43,7 @@ class Caller:
 
 
 def caller_of(request: Request) -> Caller:
-    """Whom the request's key stands for, and its X-Request-Timeout. Raises BadRequest."""
+    """The tenant of the request's key, and its X-Request-Timeout. Raises BadRequest."""
     known = request.scope.get("state", {})
     tenant = state_of(request).tenants.of(known.get("key_digest", ""), known.get("key_name", ""))
     return Caller(tenant=tenant, timeout=_timeout(request.headers.getlist(TIMEOUT_HEADER)))

@@ -1,6 +1,6 @@
-"""One choice of a generation: tokens in, text, thoughts and calls out, and where they end.
+"""One choice of a generation: turns tokens into text, reasoning and tool calls, and decides where it ends.
 
-What a delta has does not come again, and nothing comes after a stop.
+Each piece of content is in exactly one delta, and no delta follows the end.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ class Answer:
 def pieces(
     delta: ChoiceDelta, *, open_call: int | None, is_answer_open: bool
 ) -> Iterator[Thought | Answer | CallDelta]:
-    """A delta's pieces in the order in which the model has said them, as far as anybody can tell; each of them once.
+    """The pieces of a delta in the order in which the model wrote them, as far as that is known.
 
-    The open call's first, or the open answer's; then thoughts, the answer and calls, of which none is empty text.
+    First pieces of the open call, or of the open answer; then reasoning, the answer and calls. Empty texts are left
+    out.
     """
     yield from (call for call in delta.calls if call.index == open_call)
-    said: list[Thought | Answer] = [Thought(delta.reasoning), Answer(delta.text)]
-    yield from (piece for piece in (reversed(said) if is_answer_open else said) if piece.text)
+    texts: list[Thought | Answer] = [Thought(delta.reasoning), Answer(delta.text)]
+    yield from (piece for piece in (reversed(texts) if is_answer_open else texts) if piece.text)
     yield from (call for call in delta.calls if call.index != open_call)
 
 
@@ -45,36 +46,36 @@ ChoiceFinish = Literal["stop", "length", "tool_calls", "abort"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextOptions:
-    """How tokens become text; the same for all choices of a request."""
+    """The options for turning tokens into text; the same for all choices of a request."""
 
     stop: tuple[str, ...] = ()
     include_stop: bool = False
-    min_tokens: int = 0  # stop strings that these first tokens complete do not count
+    min_tokens: int = 0  # stop strings within the first `min_tokens` tokens are ignored
     skip_special_tokens: bool = True
     interval: int = 1  # tokens per delta; the first and the last come at once
-    new_parser: Callable[[], ReplyParser] | None = None  # for each choice, where thoughts and calls are told apart
-    counts_thoughts: bool = False  # the usage has the tokens of thoughts
-    shown_ids: frozenset[int] = frozenset()  # special tokens that the parser has to see
-    calls_finish: bool = True  # a choice that ends with calls says so
+    new_parser: Callable[[], ReplyParser] | None = None  # makes a parser for each choice; None: all output is text
+    counts_thoughts: bool = False  # the usage has the number of reasoning tokens
+    shown_ids: frozenset[int] = frozenset()  # special tokens that the parser needs
+    calls_finish: bool = True  # a choice that ends with calls has the finish reason "tool_calls"
 
 
 @dataclass(slots=True, kw_only=True)
 class ChoiceDelta:
-    """What is new of one choice since its last delta. The lists are the receiver's."""
+    """The new content of one choice since its last delta. The receiver owns the lists."""
 
-    index: int  # number of the prompt * n + number of the choice
+    index: int  # prompt number * n + choice number
     prompt: int
     is_first: bool = False
     text: str = ""
-    reasoning: str = ""  # thoughts before the text
+    reasoning: str = ""  # reasoning before the text
     calls: list[CallDelta] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token id, or empty
     offsets: list[int] = field(default_factory=list)  # with logprobs: characters of the choice's text before each token
     finish_reason: ChoiceFinish | None = None
     stop_reason: str | int | None = None  # the stop string or token id; None for the end-of-text token
-    beam_score: float | None = None  # of a text that beam search found, with its end
-    echoed: Sequence[TokenLogprobs | None] = ()  # the text is a part of the prompt, and these are its positions
+    beam_score: float | None = None  # of a beam search hypothesis, in its last delta
+    echoed: Sequence[TokenLogprobs | None] = ()  # scores of prompt tokens, if the text echoes a part of the prompt
 
 
 class Choice:
@@ -84,7 +85,7 @@ class Choice:
         self, delta: ChoiceDelta, request: GenerationRequest, options: TextOptions, tokenizer: TextTokenizer
     ) -> None:
         self.finish_reason: ChoiceFinish | None = None
-        self.num_new_thoughts = 0  # tokens of thoughts that nobody has counted yet
+        self.num_new_thoughts = 0  # reasoning tokens that the usage does not have yet
         self._new = delta
         self._is_opened = False
         self._is_closed = False
@@ -108,7 +109,7 @@ class Choice:
         self._matcher = StopMatcher(options.stop, options.include_stop) if options.stop else None
 
     def absorb(self, output: TokenOutput) -> int:
-        """Take in one output; returns how many of its tokens belong to the choice. None after a stop string."""
+        """Take in one output; returns the number of its tokens that belong to the choice, 0 after a stop string."""
         if self.finish_reason is not None:
             return 0
         # A stop token ends the text but is not part of it, unless the client asks for it.
@@ -118,8 +119,8 @@ class Choice:
         shown: Iterator[str] = iter(pieces)
         parser = self._parser
         if parser is not None and self._is_answering and self._shown_ids.isdisjoint(output.token_ids):
-            parser = None  # the thoughts are over, and there is nothing else to read
-        if parser is not None:  # as far as it is asked: what comes after a stop string is nobody's
+            parser = None  # the reasoning has ended, and no calls are parsed
+        if parser is not None:  # lazily: tokens after a stop string are not parsed
             shown = map(parser.push, output.token_ids, pieces)
         if self._matcher is None:
             pieces = list(shown)
@@ -142,7 +143,7 @@ class Choice:
         return count
 
     def take(self, interval: int) -> ChoiceDelta | None:
-        """The delta that is due now, if any."""
+        """The delta that is due now, or None."""
         is_due = self.finish_reason is not None or not self._is_opened or self._num_unsent >= interval
         if not is_due or self._is_closed or (self._num_tokens == 0 and self.finish_reason is None):
             return None
@@ -163,7 +164,7 @@ class Choice:
         parser.reasoning, parser.calls = "", []
 
     def _match(self, matcher: StopMatcher, pieces: Iterator[str]) -> list[str]:
-        """Show what is safe to show; the pieces up to the end of a stop string, or all."""
+        """Append text that cannot belong to a stop string; returns the pieces up to a stop string's end, or all."""
         taken = []
         for count, piece in enumerate(pieces, start=1):
             taken.append(piece)
@@ -175,7 +176,7 @@ class Choice:
         return taken
 
     def _end(self, output: TokenOutput) -> None:
-        """The engine has ended the choice; what was held back comes out, and may itself complete a stop string."""
+        """The engine has ended the choice: flush the held-back text, which may itself complete a stop string."""
         text, stop = self._detokenizer.finish(), None
         self._new.beam_score = output.beam_score
         if self._parser is not None:

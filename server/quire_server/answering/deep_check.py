@@ -1,6 +1,6 @@
-"""A real request of one token, to find out whether the engine computes: for probes that trust nothing less.
+"""The deep health check: a real request of one token, which shows whether the engine computes.
 
-There is at most one at a time, whoever asks, with a bounded wait; it needs no place in the queue.
+At most one runs at a time, its wait is bounded, and it needs no place in the queue.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from quire_server.answering.generation import error_of
 from quire_server.engine.engine_client import EngineClient, RequestStream
 from quire_server.errors import NotReady
 
-DEEP_SECONDS = 30.0  # that it may take: it waits its turn behind what was accepted before it
+DEEP_SECONDS = 30.0  # timeout, since it waits behind requests that were accepted before it
 _FIRST_PRIORITY = -(2**31)
 
 
 class DeepCheck:
-    """Whoever asks while one is under way gets its result."""
+    """Runs one check at a time; concurrent callers share its result."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
         self._running: asyncio.Task[float] | None = None
 
     async def seconds(self) -> float:
-        """What the engine took for one token. Raises NotReady, EngineFailed."""
+        """The seconds that the engine took for one token. Raises NotReady, EngineFailed."""
         if self._running is None or self._running.done():
             self._running = asyncio.create_task(self._run(), name="deep-check")
         return await asyncio.shield(self._running)

@@ -1,6 +1,6 @@
-"""Long prompts that a stream repeats with their log-probabilities: in parts, before the text that follows them.
+"""Streams the echo of a long prompt with log-probabilities in parts, before the generated text.
 
-The parts joined are the whole; no part takes longer than a few milliseconds.
+The parts together are the whole echo; each takes at most a few milliseconds.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from quire_server.answering.prepare import Job
 from quire_server.text.detokenizer import Detokenizer
 from quire_server.text.tokenizer import TextTokenizer
 
-TOKENS_AT_ONCE = 128  # with 20 alternatives each a frame of 100 KB
+TOKENS_AT_ONCE = 128  # a frame of 100 KB with 20 alternatives per token
 
 
 def generation_class(job: Job) -> Callable[..., Generation]:
-    """What runs the job's requests, to be called as `Generation` is; a stream's long echoes come in parts."""
+    """The generation to run a job's requests with; for a stream with a long echo, one that sends it in parts."""
     reply = job.options.reply
     if reply.stream and reply.echo and reply.num_logprobs is not None:
         return partial(EchoingGeneration, prompt_texts=job.prompt_texts)
@@ -31,7 +31,7 @@ def generation_class(job: Job) -> Callable[..., Generation]:
 
 
 def prompt_offsets(tokenizer: TextTokenizer, prompt_ids: Sequence[int], text: str) -> Iterator[int]:
-    """Where in the prompt's text each token begins. Special tokens that the text does not show take no room."""
+    """The offset of each token in the prompt's text. Special tokens that the text does not show have no width."""
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
     end = 0
     for token_id in prompt_ids:
@@ -42,7 +42,7 @@ def prompt_offsets(tokenizer: TextTokenizer, prompt_ids: Sequence[int], text: st
 
 
 class EchoingGeneration(Generation):
-    """A generation in which a choice of a long prompt begins with the parts of it."""
+    """A generation in which the choices of a long prompt begin with its echo in parts."""
 
     def __init__(
         self,
@@ -53,13 +53,13 @@ class EchoingGeneration(Generation):
         tokenizer: TextTokenizer,
         **parts: Any,
     ) -> None:
-        """`parts` are what `Generation` takes beside these."""
+        """`parts`: the other arguments of `Generation`."""
         super().__init__(requests, options, tokenizer=tokenizer, **parts)
         self._prompt_texts = prompt_texts
         self._names = tokenizer
 
     async def deltas(self) -> AsyncGenerator[list[ChoiceDelta]]:
-        """As of any generation; `finished` is told with the last one, as ever."""
+        """As in `Generation`; `finished` is set with the last deltas only."""
         async with aclosing(super().deltas()) as wakes:
             async for deltas in wakes:
                 finished, self.finished = self.finished, False

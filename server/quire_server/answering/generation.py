@@ -1,6 +1,6 @@
-"""One HTTP request's generation: engine requests in, pieces of text per choice out.
+"""One HTTP request's generation: runs its engine requests and yields deltas of text per choice.
 
-The engine's work ends with the generator, however that ends.
+When the generator ends, for any reason, its engine requests end too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quire_server.text.tokenizer import TextTokenizer
 
 
 def error_of(output: TokenOutput) -> ApiError:
-    """The error of an output whose `finish` is "error": the same in whole replies, streams and vectors."""
+    """The error of an output whose `finish` is "error", for whole replies, streams and embeddings."""
     match output.error_code:
         case DeadlineExceeded.default_code:
             return DeadlineExceeded()
@@ -42,23 +42,23 @@ def error_of(output: TokenOutput) -> ApiError:
 
 
 Outcome = Literal["stop", "length", "abort", "error"]
-_LEAST_WAITING = 8  # tokens of each choice that may wait, however many choices: a loop that is late is no slow reader
+_LEAST_WAITING = 8  # fewest unread tokens per choice that mean a slow reader and not just a late event loop
 
 
 @dataclass(slots=True, kw_only=True)
 class Usage:
-    """Tokens so far. Tokens that the engine made after a stop string's match are not counted."""
+    """Token counts so far. Tokens after a stop string's match are not counted."""
 
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
-    reasoning_tokens: int | None = None  # of the completion's; None: thoughts are not told apart
+    reasoning_tokens: int | None = None  # part of the completion tokens; None: reasoning is not parsed
 
 
 class Generation:
-    """The prompts of one HTTP request, each with n choices. `deltas` may be iterated once.
+    """The generation of one HTTP request's prompts, with n choices each. `deltas` may be iterated once.
 
-    With `max_waiting`, when so many tokens wait for the next delta to be asked for, the engine sets the request aside.
+    Backpressure: with `max_waiting`, the engine holds the requests once so many tokens wait for the reader.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Generation:
             prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
             reasoning_tokens=0 if options.counts_thoughts else None,
         )
-        self.prompt_logprobs: dict[int, tuple[TokenLogprobs | None, ...]] = {}  # by prompt, once known
-        self.finished = False  # every choice has its finish reason
+        self.prompt_logprobs: dict[int, tuple[TokenLogprobs | None, ...]] = {}  # by prompt number
+        self.finished = False  # whether every choice has its finish reason
         self._options = options
         self._tokenizer = tokenizer
         self._client = client
@@ -88,10 +88,10 @@ class Generation:
         return sum(request.n for request in self.requests)
 
     async def deltas(self) -> AsyncGenerator[list[ChoiceDelta]]:
-        """What is new, once per wake-up and at most one delta per choice. The generator must be closed.
+        """The new content, once per wake-up and at most one delta per choice. The generator must be closed.
 
-        Raises QueueFull before the first item, EngineFailed, NotReady and DeadlineExceeded at any time, BadRequest
-        where the request's own rules leave nothing to generate.
+        Raises QueueFull before the first item; EngineFailed, NotReady and DeadlineExceeded at any time; BadRequest
+        where the request's own rules leave no token to generate.
         """
         stream = RequestStream(self._client, max_waiting=self._max_waiting)
         prompts: dict[str, _Prompt] = {}
@@ -116,8 +116,8 @@ class Generation:
                     if delta.finish_reason is not None:
                         num_open -= 1
                         prompt.num_open -= 1
-                        if prompt.num_open == 0:  # after stop strings, which the engine does not know
-                            stream.give_up(prompt.request_id)
+                        if prompt.num_open == 0:  # all choices may end by stop strings, which the engine does not have
+                            stream.abort(prompt.request_id)
                 self.finished = num_open == 0
                 if deltas:
                     yield deltas
@@ -146,7 +146,7 @@ class Generation:
         return _Prompt(request_id=request.request_id, number=number, choices=choices, record=record, num_open=request.n)
 
     def _absorb(self, output: TokenOutput, prompt: _Prompt, now: float) -> Choice:
-        """Take in one output; returns the choice it belongs to."""
+        """Take in one output; returns its choice."""
         if output.finish == "error":
             if output.error_code == DEADLINE_EXCEEDED:
                 self._metrics.deadline_exceeded()
@@ -187,7 +187,7 @@ class _Prompt:
 
 
 def _outcome(choices: Sequence[Choice], failed: bool) -> Outcome:
-    """How a request ended, for its record: an unfinished choice means that nobody waited for it any more."""
+    """How a request ended, for its record: an unfinished choice means that the client has disconnected."""
     reasons = {choice.finish_reason for choice in choices}
     if failed:
         return "error"

@@ -1,6 +1,6 @@
-"""What a generation is asked for, whichever dialect asked: the neutral request between the wire and the engine.
+"""The options of a generation request, independent of the dialect.
 
-None stands for what the server decides; names that an error must give are the dialect's.
+None means that the server decides. Errors name fields as the dialect does, by the `param` fields.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """Messages for the model's chat template, each as templates expect it; together one prompt."""
+    """A prompt of messages for the model's chat template, each in the form that templates expect."""
 
     messages: Sequence[Mapping[str, object]]
     add_generation_prompt: bool = True
@@ -23,25 +23,25 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Infill:
-    """The prompts are what stands before the text to be written; this is what stands around them."""
+    """Fill in the middle: the prompts are the text before the middle; this has the text after it."""
 
     suffix: str
-    param: str = "suffix"  # what the dialect calls it
-    begun: str = ""  # the beginning of the text to be written
-    extras: tuple[tuple[str, str], ...] = ()  # other files: name and text
+    param: str = "suffix"  # the field's name in the dialect, for errors
+    begun: str = ""  # the beginning of the middle
+    extras: tuple[tuple[str, str], ...] = ()  # other files as (name, text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOptions:
-    """What is to be continued, and how it becomes token ids."""
+    """The prompts, and how they become token ids."""
 
-    source: Conversation | Sequence[str | Sequence[int]]  # of several texts or lists of ids each is a prompt
-    param: str  # what the dialect calls the source
+    source: Conversation | Sequence[str | Sequence[int]]  # a conversation, or texts and lists of token ids
+    param: str  # the source's field name in the dialect, for errors
     add_special_tokens: bool = True
-    keep_tokens: int | None = None  # only so many tokens of each prompt; -1: what leaves room for the answer
-    keep_start: bool = False  # of a prompt that is cut; else its end is kept
+    keep_tokens: int | None = None  # most tokens of each prompt; -1: the context length less the answer
+    keep_start: bool = False  # keep the start of a prompt that is cut, else its end
     cache_salt: str = ""
-    infill: Infill | None = None  # None: what follows the prompts is to be written
+    infill: Infill | None = None  # None: continue the prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +67,8 @@ class SamplingOptions(SamplingNumbers):
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     bad_words: tuple[str, ...] = ()
-    num_logprobs: int | None = None  # None: none; k: of the chosen token and of the k most likely ones
-    logprob_token_ids: tuple[int, ...] = ()  # theirs too, whatever their rank; needs num_logprobs
+    num_logprobs: int | None = None  # None: none; k: the chosen token and the k most likely
+    logprob_token_ids: tuple[int, ...] = ()  # also scored, whatever their rank; needs num_logprobs
     num_prompt_logprobs: int | None = None
 
 
@@ -76,7 +76,7 @@ class SamplingOptions(SamplingNumbers):
 class BeamOptions:
     """Beam search instead of sampling."""
 
-    width: int  # beams that are followed at once; the n best are returned
+    width: int  # live beams; the n best hypotheses are returned
     width_param: str = "n"
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
@@ -86,14 +86,14 @@ class BeamOptions:
 class StopOptions:
     """When a choice ends."""
 
-    max_tokens: int | None = None  # what the client asked for
+    max_tokens: int | None = None  # the client's
     max_tokens_param: str = "max_tokens"
-    default_max_tokens: int | None = None  # where the client asked for nothing; None: all that fits
+    default_max_tokens: int | None = None  # without the client's; None: as many as fit
     min_tokens: int = 0
     strings: tuple[str, ...] = ()
     token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    include_stop: bool = False  # what stopped the choice is part of its text
+    include_stop: bool = False  # the stop string or token is part of the text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,13 +102,13 @@ class Tool:
 
     name: str
     description: str = ""
-    parameters: Mapping[str, object] | None = None  # a JSON schema; None: whatever the model writes
-    strict: bool = False  # the arguments must follow the schema, whatever the model would write
+    parameters: Mapping[str, object] | None = None  # a JSON schema; None: any arguments
+    strict: bool = False  # the schema is enforced by a grammar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOptions:
-    """What may be called, and whether it must be."""
+    """The tools that may be called, and whether one must be."""
 
     tools: tuple[Tool, ...]
     choice: Literal["auto", "none", "required", "function"] = "auto"
@@ -118,48 +118,48 @@ class ToolOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
-    """What the answer's text must obey."""
+    """The form that the answer's text must have."""
 
     kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
     value: str = ""  # the schema as JSON, the regular expression, a JSON list of texts, or the grammar's text
-    param: str = "response_format"  # what the dialect calls it
+    param: str = "response_format"  # the field's name in the dialect, for errors
     compact: bool = False  # JSON without whitespace between its parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningOptions:
-    """What the model may think before it answers, where it can."""
+    """The options for the reasoning of models that think before they answer."""
 
-    effort: str | None = None  # for chat templates that have such a variable
+    effort: str | None = None  # for chat templates with a variable for it
     effort_param: str = "reasoning_effort"
-    max_tokens: int | None = None  # after as many the block is ended
+    max_tokens: int | None = None  # most tokens in the block of thoughts
     max_tokens_param: str = "max_reasoning_tokens"
-    show: bool = True  # the thoughts are part of the reply
+    show: bool = True  # the reply has the reasoning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyOptions:
-    """What the reply shows, and how it comes."""
+    """The content and the form of the reply."""
 
-    id: str | None = None  # None: the HTTP request's
+    id: str | None = None  # None: the HTTP request's id
     stream: bool = False
-    keep_best: int | None = None  # only so many of each prompt's choices, the likeliest by token; None: all
+    keep_best: int | None = None  # return this many of each prompt's choices, by mean log-probability; None: all
     echo: bool = False  # the prompt is part of the text
     skip_special_tokens: bool = True
-    num_logprobs: int | None = None  # None: none; k: k alternatives beside the chosen token
+    num_logprobs: int | None = None  # None: none; k: the chosen token and k alternatives
     num_prompt_logprobs: int | None = None
     token_ids: bool = False
     names_are_ids: bool = False
-    usage_at_end: bool = False  # of a stream
-    usage_always: bool = False  # in every part of a stream
+    usage_at_end: bool = False  # usage in the last chunk of a stream
+    usage_always: bool = False  # usage in every chunk of a stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOptions:
-    """One request. What has a default here can be left out by every dialect."""
+    """One generation request. Every field with a default may be left out by a dialect."""
 
     prompt: PromptOptions
-    model: str | None = None  # None: the one that is served
+    model: str | None = None  # None: the served model
     sampling: SamplingOptions = SamplingOptions()
     beam: BeamOptions | None = None  # None: tokens are sampled
     stop: StopOptions = StopOptions()
@@ -168,11 +168,11 @@ class GenerationOptions:
     structure: Structure | None = None  # None: any text
     reasoning: ReasoningOptions = ReasoningOptions()
     priority: int = 0  # lower is earlier, under the priority policy
-    timeout: float | None = None  # seconds; None: as long as it takes
-    is_batch: bool = False  # it may wait for those that are not
+    timeout: float | None = None  # seconds; None: no limit
+    is_batch: bool = False  # service class batch
     ignored: tuple[str, ...] = ()  # names of fields that were accepted without effect
 
     @property
     def num_sequences(self) -> int:
-        """What is computed side by side for each prompt: choices, or beams."""
+        """Sequences that are computed in parallel for each prompt: choices, or beams."""
         return self.sampling.n if self.beam is None else self.beam.width

@@ -1,6 +1,7 @@
-"""Every check between a request and the engine, and what is to be run when all have passed. Nothing is queued here.
+"""Checks a request and turns it into engine requests. Nothing is queued here.
 
-The header `x-quire-ignored` names what has no effect, `x-quire-clamped` what was lowered; `x-quire-notes` tells people.
+The header `x-quire-ignored` names fields without effect, `x-quire-clamped` a value that was lowered; `x-quire-notes` is
+for people.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from quire_server.text.tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """How the replies to one chat request are read: what a generation and the engine have to know of it."""
+class ReplyParsing:
+    """How the replies to one chat request are parsed, and what the engine must know about it."""
 
     new_parser: Callable[[], ReplyParser]
-    shown_ids: frozenset[int]  # special tokens that the parser has to see
-    thinking: ThinkingParams | None = None  # None: as long as the model likes
-    call_format: ToolFormat | None = None  # None: nothing is a call
-    thoughts: Thinking | None = None  # that may come before the answer
+    shown_ids: frozenset[int]  # special tokens that the parser needs
+    thinking: ThinkingParams | None = None  # None: no limit
+    call_format: ToolFormat | None = None  # None: no calls are parsed
+    thoughts: Thinking | None = None  # the block that may come before the answer
 
 
-def reading(state: ServerState, options: GenerationOptions, prompt: str) -> Reading | None:
-    """For a rendered conversation; None where all that the model says is its answer."""
+def reply_parsing(state: ServerState, options: GenerationOptions, prompt: str) -> ReplyParsing | None:
+    """For a rendered conversation; None where all output is the answer's text."""
     tools = options.tools
     may_call = tools is not None and tools.choice != "none"
     marks = state.formats.marks
@@ -49,7 +50,7 @@ def reading(state: ServerState, options: GenerationOptions, prompt: str) -> Read
     is_open = marks is not None and _is_open(options, prompt, marks.start, marks.end)
     formats = state.formats
     call_format = None
-    if may_call:  # a model that is told of tools in words writes the calls that the words ask for
+    if may_call:  # a template without tools has the prompt describe plain JSON calls
         call_format = reading_format(tools, formats.calls if state.shows_tools else FORCED)
 
     def new_parser() -> ReplyParser:
@@ -61,12 +62,12 @@ def reading(state: ServerState, options: GenerationOptions, prompt: str) -> Read
             parallel=tools is None or tools.parallel,
         )
 
-    return Reading(
+    return ReplyParsing(
         new_parser=new_parser,
         shown_ids=formats.shown_ids(reads_calls=call_format is formats.calls),
         thinking=_budget(state, options, is_open=is_open),
         call_format=call_format,
-        # A block that the prompt has closed already is not opened again.
+        # A block that the prompt has closed is not opened again.
         thoughts=None
         if marks is None or prompt.rstrip().endswith(marks.end)
         else Thinking(marks=marks, is_open=is_open),
@@ -74,7 +75,7 @@ def reading(state: ServerState, options: GenerationOptions, prompt: str) -> Read
 
 
 def _is_open(options: GenerationOptions, prompt: str, start: str, end: str) -> bool:
-    """Whether the prompt ends inside a block of thoughts: its template opens one, or the message that is continued."""
+    """Whether the prompt ends inside a block of thoughts, opened by its template or by the message to continue."""
     if prompt.rstrip().endswith(start):
         return True
     source = options.prompt.source
@@ -96,14 +97,14 @@ def _budget(state: ServerState, options: GenerationOptions, *, is_open: bool) ->
     )
 
 
-async def infilled(
+async def infill_prompts(
     state: ServerState,
     source: Sequence[str | Sequence[int]],
     options: GenerationOptions,
     infill: Infill,
     limits: ModelLimits,
 ) -> tuple[list[Sequence[int]], GenerationOptions]:
-    """Each prompt with its suffix as token ids, and the options with what ends the middle.
+    """Each prompt with its suffix as token ids, and the options with the stop ids of infilling.
 
     Raises BadRequest, also where the model has no tokens for it, and ContextLengthExceeded.
     """
@@ -126,9 +127,9 @@ async def infilled(
 
 
 def beam_params(options: GenerationOptions, sampling: SamplingParams, limits: ModelLimits) -> BeamParams | None:
-    """None where tokens are sampled. `sampling` has all but the seed.
+    """None where tokens are sampled. `sampling` has everything except the seed.
 
-    Raises BadRequest for what would change the ranking of beams and is not done.
+    Raises BadRequest for options that would change the ranking of beams, which are not supported.
     """
     asked = options.beam
     if asked is None:
@@ -143,7 +144,7 @@ def beam_params(options: GenerationOptions, sampling: SamplingParams, limits: Mo
     if options.stop.max_tokens == 0:
         param = options.stop.max_tokens_param
         raise BadRequest(f"Beam search needs '{param}' to be at least 1.", param=param)
-    if sampling.grammar or sampling.thinking is not None:  # of tools that must be called, or as they are declared
+    if sampling.grammar or sampling.thinking is not None:  # from forced or strict tools
         param = options.reasoning.max_tokens_param if sampling.thinking is not None else "tools"
         raise BadRequest(
             f"Beam search follows the model alone; what '{param}' asks for here would force tokens.", param=param
@@ -160,7 +161,7 @@ def _check_width(asked: BeamOptions, options: GenerationOptions, limits: ModelLi
 
 
 def _refused(options: GenerationOptions) -> dict[str, bool]:
-    """By the name of a field, whether it asks for something that a search does not do."""
+    """For each option that beam search does not support, by its field, whether the request uses it."""
     sampling = options.sampling
     structure = "response_format" if options.structure is None else options.structure.param
     numbers = {field.name: getattr(sampling, field.name) != field.default for field in fields(SamplingNumbers)}
@@ -185,11 +186,11 @@ def notes(
     messages: Sequence[Mapping[str, object]] = (),
     variables: Mapping[str, object] = _NONE,
 ) -> dict[str, str]:
-    """Headers that say which fields had no effect, and what of a conversation the chat template does not name.
+    """Headers that name the fields without effect, and parts of the conversation that the chat template does not use.
 
-    Raises BadRequest for fields without effect where the operator wants none.
+    Raises BadRequest for fields without effect if the operator has set the server to refuse them.
     """
-    headers, said = {}, []
+    headers, texts = {}, []
     if without_effect:
         listed = _header_list(without_effect)
         if state.settings.strict:
@@ -199,16 +200,16 @@ def notes(
                 code="unknown_parameter",
             )
         headers["x-quire-ignored"] = listed
-        said.append(f"without effect: {listed}")
+        texts.append(f"without effect: {listed}")
     if state.prompts is not None:
         found = state.prompts.unnamed(messages, variables)
-        said += [
+        texts += [
             f"the chat template does not name the {kind} {_header_list(names)}"
             for kind, names in found.items()
             if names
         ]
-    if said:
-        headers["x-quire-notes"] = "; ".join(said)
+    if texts:
+        headers["x-quire-notes"] = "; ".join(texts)
     return headers
 
 
@@ -219,24 +220,24 @@ def _header_list(names: Sequence[str]) -> str:
     return ", ".join(shown) + (f", and {more} more" if more else "")
 
 
-_THINKING_SWITCHES = ("enable_thinking", "thinking")  # of Qwen's and of DeepSeek's and Granite's templates
+_THINKING_SWITCHES = ("enable_thinking", "thinking")  # in the templates of Qwen; of DeepSeek and Granite
 _IDS_AT_ONCE = 1 << 16
-LEAST_ROOM = 1  # tokens kept free for the answer when a prompt is cut to the context length
+LEAST_ROOM = 1  # tokens left for the answer when a prompt is cut to the context length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A request that has passed every check. Nothing has been queued yet."""
+    """A checked request. Nothing has been queued yet."""
 
     options: GenerationOptions
     requests: tuple[GenerationRequest, ...]  # one for each prompt
-    prompt_texts: tuple[str, ...]  # to be shown with `echo`, else empty
+    prompt_texts: tuple[str, ...]  # the texts for `echo`, else empty
     text: TextOptions
     headers: dict[str, str]
 
 
 def admit(state: ServerState, model: str | None) -> None:
-    """The checks that need no more than the model's name. Raises NotReady, ModelNotFound."""
+    """The checks that need only the model's name. Raises NotReady, ModelNotFound."""
     if state.draining:
         state.metrics.reject("draining")
         raise state.refusal()
@@ -247,18 +248,18 @@ def admit(state: ServerState, model: str | None) -> None:
 async def prepare(state: ServerState, options: GenerationOptions, caller: Caller | None = None) -> Job:
     """Check prompts and parameters against the model and the pool. Raises BadRequest, ContextLengthExceeded."""
     limits = ModelLimits.of(state.client.plan, state.tokenizer, state.settings.max_logprobs)
-    source, how = options.prompt.source, None
+    source, parsing = options.prompt.source, None
     if isinstance(source, Conversation):
         rendered = await _render(state, source, options, on_turn=lambda: _refuse_if_full(state))
-        source, how = [rendered], reading(state, options, rendered)
+        source, parsing = [rendered], reply_parsing(state, options, rendered)
     elif options.prompt.infill is not None:
-        source, options = await infilled(state, source, options, options.prompt.infill, limits)
+        source, options = await infill_prompts(state, source, options, options.prompt.infill, limits)
     _refuse_too_long(source, options, state.tokenizer, limits)
     prompts, texts = await _encode_prompts(state, source, options, limits)
     sampling = resolve_sampling(options, tokenizer=state.tokenizer, limits=limits)
-    if how is not None:
-        sampling = replace(sampling, thinking=how.thinking)
-    sampling = replace(sampling, grammar=await _grammar(state, options, how))
+    if parsing is not None:
+        sampling = replace(sampling, thinking=parsing.thinking)
+    sampling = replace(sampling, grammar=await _grammar(state, options, parsing))
     beam = beam_params(options, sampling, limits)
     requests: list[GenerationRequest] = []
     caller = caller or Caller()
@@ -283,40 +284,40 @@ async def prepare(state: ServerState, options: GenerationOptions, caller: Caller
         options=options,
         requests=tuple(requests),
         prompt_texts=tuple(texts),
-        text=_text_options(state, options, how),
+        text=_text_options(state, options, parsing),
         headers=_headers(state, options, min(request.stop.max_new_tokens for request in requests)),
     )
 
 
-def _text_options(state: ServerState, options: GenerationOptions, how: Reading | None) -> TextOptions:
-    """How the reply's tokens become text."""
+def _text_options(state: ServerState, options: GenerationOptions, parsing: ReplyParsing | None) -> TextOptions:
+    """The options for turning the reply's tokens into text."""
     return TextOptions(
         stop=options.stop.strings,
         include_stop=options.stop.include_stop,
         min_tokens=options.stop.min_tokens,
         skip_special_tokens=options.reply.skip_special_tokens,
         interval=state.settings.stream_interval if options.reply.stream else 1,
-        new_parser=None if how is None else how.new_parser,
-        counts_thoughts=how is not None and state.formats.marks is not None,
-        shown_ids=frozenset() if how is None else how.shown_ids,
-        # OpenAI's replies to a request that names the function end with "stop": the client knows what they are.
+        new_parser=None if parsing is None else parsing.new_parser,
+        counts_thoughts=parsing is not None and state.formats.marks is not None,
+        shown_ids=frozenset() if parsing is None else parsing.shown_ids,
+        # As with OpenAI, a reply to a request that names the function ends with "stop".
         calls_finish=options.tools is None or options.tools.choice != "function",
     )
 
 
-async def _grammar(state: ServerState, options: GenerationOptions, how: Reading | None) -> str:
-    """What the whole reply must obey, compiled once already; empty: nothing. Raises BadRequest."""
+async def _grammar(state: ServerState, options: GenerationOptions, parsing: ReplyParsing | None) -> str:
+    """The grammar for the whole reply, checked by a compilation; empty: none. Raises BadRequest."""
     asked = constraint(
         options,
-        tool_format=None if how is None else how.call_format,
-        thinking=None if how is None else how.thoughts,
+        tool_format=None if parsing is None else parsing.call_format,
+        thinking=None if parsing is None else parsing.thoughts,
         token_id=state.tokenizer.token_id,
     )
     return "" if asked is None else await state.grammars.accept(asked.grammar, param=asked.param)
 
 
 async def count_prompt_tokens(state: ServerState, options: GenerationOptions) -> int:
-    """Of all prompts, whether they fit or not. Raises BadRequest."""
+    """The number of tokens of all prompts, whether they fit or not. Raises BadRequest."""
     limits = ModelLimits.of(state.client.plan, state.tokenizer, state.settings.max_logprobs)
     source = options.prompt.source
     if isinstance(source, Conversation):
@@ -328,16 +329,16 @@ async def count_prompt_tokens(state: ServerState, options: GenerationOptions) ->
 async def _encode_prompts(
     state: ServerState, source: Sequence[str | Sequence[int]], options: GenerationOptions, limits: ModelLimits
 ) -> tuple[list[Sequence[int]], list[str]]:
-    """Token ids of each prompt and, for echo, its text: as it was sent, or what its ids or those left of it say.
+    """Token ids of each prompt and, for echo, its text: as sent, or decoded from its ids or the ids left after a cut.
 
-    Ids that a client sent are all shown; of a text that was cut, special tokens only where the reply shows them, since
-    the client need not have written them.
+    All ids that a client sent are shown. For a text that was cut, special tokens are shown only where the reply shows
+    them, because the client may not have written them.
     """
     prompts: list[Sequence[int]] = []
     texts: list[str] = []
     for prompt in source:
         if prompts:
-            await asyncio.sleep(0)  # many short prompts are a long one
+            await asyncio.sleep(0)  # let streams run between many short prompts
         whole: Sequence[int]
         if isinstance(prompt, str):
             whole = await state.text.encode(prompt, add_special_tokens=options.prompt.add_special_tokens)
@@ -359,7 +360,7 @@ async def _encode_prompts(
 
 
 async def _check_ids(ids: Sequence[int], param: str, limits: ModelLimits) -> None:
-    """Some at a time: one that is cut may have millions."""
+    """Check ids in parts, since a prompt that will be cut may have millions."""
     for at in range(0, len(ids), _IDS_AT_ONCE):
         if at:
             await asyncio.sleep(0)
@@ -369,7 +370,7 @@ async def _check_ids(ids: Sequence[int], param: str, limits: ModelLimits) -> Non
 def _refuse_too_long(
     source: Sequence[str | Sequence[int]], options: GenerationOptions, tokenizer: TextTokenizer, limits: ModelLimits
 ) -> None:
-    """What cannot fit, however it is tokenized, is not. Raises ContextLengthExceeded."""
+    """Refuse prompts that cannot fit, before they are tokenized. Raises ContextLengthExceeded."""
     if options.prompt.keep_tokens is not None:
         return
     for prompt in source:
@@ -379,7 +380,7 @@ def _refuse_too_long(
 
 
 def _refuse_if_full(state: ServerState) -> None:
-    """The queue may have filled while a text waited for its turn: then all work on it would be for nothing."""
+    """Refuse the request if the queue has filled while its text waited for a thread."""
     refusal = state.client.refusal()
     if refusal is not None:
         raise refusal
@@ -405,7 +406,7 @@ async def _render(
 
 
 def _cut(token_ids: Sequence[int], options: GenerationOptions, max_model_len: int) -> Sequence[int]:
-    """The prompt's last (or first) tokens, where only some are to be kept."""
+    """The prompt's last (or first) tokens, where the request limits them."""
     keep = options.prompt.keep_tokens
     if keep is None:
         return token_ids
@@ -417,7 +418,7 @@ def _cut(token_ids: Sequence[int], options: GenerationOptions, max_model_len: in
 
 
 def _without_effect(state: ServerState, options: GenerationOptions) -> list[str]:
-    """The fields that the dialect found to have no effect, and those that have none on this server."""
+    """The fields that have no effect in the dialect or on this server."""
     names = list(options.ignored)
     if options.priority and not _is_by_priority(state):
         names.append("priority")
@@ -429,7 +430,7 @@ def _without_effect(state: ServerState, options: GenerationOptions) -> list[str]
 
 
 def _headers(state: ServerState, options: GenerationOptions, max_new_tokens: int) -> dict[str, str]:
-    """What had no effect, what the template does not name, and a max_tokens that was lowered."""
+    """Headers for fields without effect, unused parts of the conversation, and a max_tokens that was lowered."""
     source = options.prompt.source
     conversation = source if isinstance(source, Conversation) else Conversation(messages=())
     headers = notes(state, _without_effect(state, options), conversation.messages, conversation.template_variables)
@@ -443,7 +444,7 @@ def _is_by_priority(state: ServerState) -> bool:
 
 
 def effort_variables(state: ServerState, effort: str | None) -> dict[str, object]:
-    """The template's variables that say how much to think: its own of that name, or a switch for whether at all."""
+    """The template's variables for the reasoning effort: `reasoning_effort`, or a switch for thinking."""
     known = frozenset() if state.prompts is None else state.prompts.variables
     if effort is None:
         return {}

@@ -1,4 +1,4 @@
-"""What replies of OpenAI's dialects have in common as JSON bytes: their head, their usage, their end."""
+"""The common JSON parts of replies in OpenAI's dialects: head, usage, end of a stream."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLAIN_END = b',"logprobs":null,"finish_reason":null}]'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyHead:
-    """What is the same in every part of a reply."""
+    """The fields that are the same in every part of a reply."""
 
     id: str  # without the dialect's prefix
     created: int  # seconds since the epoch
@@ -29,7 +29,7 @@ class ReplyHead:
     system_fingerprint: str
 
     def encoded(self, prefix: str, kind: str) -> bytes:
-        """The fields as the beginning of a JSON object, without its end."""
+        """The fields as the beginning of a JSON object, without the closing brace."""
         fields = {
             "id": prefix + self.id,
             "object": kind,
@@ -40,13 +40,13 @@ class ReplyHead:
         return encode(fields)[:-1]
 
 
-_VERSION = version("quire")  # reads files: not for every request
+_VERSION = version("quire")  # a constant, since it reads files
 
 
 def fingerprint(plan: EnginePlan) -> str:
-    """Changes when the same request could get another answer: with version, model, device, types or kernels.
+    """The system fingerprint: changes with version, model, device, types or kernels, as answers might.
 
-    Wherever the model lies: two servers of one kind say the same.
+    It has the model's name without its folder, so that equal servers have equal fingerprints.
     """
     identity = (
         *(_VERSION, Path(plan.model).name, plan.architecture, plan.num_parameters),
@@ -65,19 +65,19 @@ def closing_fields(logprobs: object, delta: ChoiceDelta) -> dict[str, object]:
 
 
 def score_field(delta: ChoiceDelta) -> dict[str, object]:
-    """What is said beside a choice that beam search found, and of no other."""
+    """The field `beam_score` of a choice from beam search; empty for others."""
     return {} if delta.beam_score is None else {"beam_score": delta.beam_score}
 
 
 def ending(start: bytes, options: ReplyOptions, usage: Usage) -> bytes:
-    """What follows the last choice: the usage where it was asked for, and the end mark."""
+    """The end of a stream: the usage, if it was requested, and the end mark."""
     if not options.usage_at_end:
         return DONE
     return start + b',"choices":[]' + usage_field(usage) + b"}\n\n" + DONE
 
 
 def usage_field(usage: Usage, completion_tokens: int | None = None) -> bytes:
-    """`completion_tokens` are those of the reply up to here; left out, all of them."""
+    """`completion_tokens`: tokens of the reply so far; None: all of them."""
     if completion_tokens is None:
         completion_tokens = usage.completion_tokens
     details = b""

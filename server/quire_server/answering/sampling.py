@@ -1,6 +1,6 @@
-"""From a request's options to the engine's SamplingParams and StopParams.
+"""Turns a request's options into the engine's SamplingParams and StopParams.
 
-What is asked for is checked once, against the model and the KV pool; whatever passes can be computed.
+The values are checked against the model and the KV pool here; a request that passes can be computed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ GREEDY_BELOW = 1e-5  # dividing logits by less overflows; the answer would be th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """What a request is checked against."""
+    """The limits of the model and the server that requests are checked against."""
 
-    num_token_ids: int  # ids below are known to the tokenizer and have logits
+    num_token_ids: int  # smaller ids are in the tokenizer and have logits
     scheduler: SchedulerConfig
     max_logprobs: int
 
@@ -44,7 +44,7 @@ class ModelLimits:
             )
 
     def check_length(self, least: int, param: str, *, is_exact: bool) -> None:
-        """Of a prompt with so many tokens, or at least so many. Raises ContextLengthExceeded where it can never fit."""
+        """Raises ContextLengthExceeded if a prompt of `least` tokens, or of more without `is_exact`, can never fit."""
         longest = self.scheduler.max_model_len
         if least > longest:
             raise ContextLengthExceeded(
@@ -55,7 +55,7 @@ class ModelLimits:
 
 
 def resolve_sampling(options: GenerationOptions, *, tokenizer: TextTokenizer, limits: ModelLimits) -> SamplingParams:
-    """Everything but the seed, which `with_seed` gives per prompt. Raises BadRequest."""
+    """All sampling parameters except the seed, which `with_seed` sets per prompt. Raises BadRequest."""
     asked = options.sampling
     max_choices = limits.scheduler.limits.max_choices
     if asked.n > max_choices:
@@ -96,10 +96,10 @@ def resolve_stop(
     tokenizer: TextTokenizer,
     limits: ModelLimits,
 ) -> StopParams:
-    """When one prompt's choices end.
+    """The stop parameters of one prompt's choices.
 
-    What was asked is lowered to the context, and refused when the pool can never hold it; a default is lowered to both.
-    Raises ContextLengthExceeded, BadRequest.
+    The requested max_tokens is lowered to the context length, and refused if the pool can never hold it; a default is
+    lowered to both. Raises ContextLengthExceeded, BadRequest.
     """
     n, asked, default = options.num_sequences, options.stop.max_tokens, options.stop.default_max_tokens
     room = limits.scheduler.max_model_len - prompt_tokens
@@ -149,9 +149,9 @@ def resolve_stop(
 def with_seed(
     sampling: SamplingParams, *, requested: int | None, server_seed: int | None, token_ids: Sequence[int]
 ) -> SamplingParams:
-    """The seed of one prompt: the client's; else, with --seed, a digest of that and the prompt; else 63 random bits.
+    """Set one prompt's seed: the client's; else, with --seed, a digest of that and the prompt; else 63 random bits.
 
-    The digest makes an unseeded request repeatable whatever else the server does: the same prompt gets the same
+    The digest makes a request without a seed repeatable, whatever else the server does: the same prompt gets the same
     answer. A client's seed is used for each of its prompts; choices differ by their index.
     """
     if requested is not None:
@@ -166,17 +166,17 @@ def with_seed(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BannedWords:
-    """What must not be generated, as token ids: single ones, and sequences of two and more."""
+    """Banned words as token ids: single ones, and sequences of two or more."""
 
     token_ids: tuple[int, ...]
     sequences: tuple[tuple[int, ...], ...]
 
 
 def banned_words(words: Iterable[str], tokenizer: TextTokenizer) -> BannedWords:
-    """The ids that write these words, at a text's beginning and after a space.
+    """The token ids of these words, at the beginning of a text and after a space.
 
-    A spelling of several tokens is covered when one of them is banned already: " a" written as " " and "a". Other ways
-    to split a word are not: a model that may not write it as its tokenizer does can write it in smaller pieces.
+    A spelling of several tokens is left out if one of them is banned already: " a" written as " " and "a". Other ways
+    to split a word are not covered: a model can still write a banned word in smaller pieces.
     """
     spellings = [
         tuple(tokenizer.encode(text, add_special_tokens=False))

@@ -1,6 +1,6 @@
-"""Texts as vectors, and replies made of them: one engine request for each text, after every check.
+"""Answers requests for embeddings and scores: one engine request per text, after every check.
 
-A list that is longer than the queue is fed to it in pieces; the engine's work ends with the call.
+A list that is longer than the queue is submitted in pieces; when the call ends, its engine requests end too.
 """
 
 from __future__ import annotations
@@ -39,39 +39,39 @@ from quire_server.state import ServerState, state_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextInput:
-    """One text."""
+    """One text to embed."""
 
     source: str | Sequence[int]
-    param: str  # what the dialect calls it
+    param: str  # the field's name in the dialect, for errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorOptions:
-    """One request's texts, of each of which a vector is wanted, whichever dialect asked."""
+    """One request's texts to embed, in any dialect."""
 
     inputs: Sequence[TextInput]
     model: str | None = None  # None: the one that is served
-    id: str | None = None  # of the reply; None: the HTTP request's
+    id: str | None = None  # id of the reply; None: the HTTP request's
     add_special_tokens: bool = True
-    keep_tokens: int | None = None  # only so many tokens of each text; -1: what the context holds
-    keep_start: bool = True  # of a text that is cut; else its end is kept
-    dimensions: int | None = None  # the first ones of each vector, for models that were trained to be cut
-    normalize: bool = True  # to a length of 1
+    keep_tokens: int | None = None  # most tokens of each text; -1: the context length
+    keep_start: bool = True  # keep the start of a text that is cut, else its end
+    dimensions: int | None = None  # length to cut vectors to, for models trained for that (Matryoshka)
+    normalize: bool = True  # to L2 norm 1
     priority: int = 0  # lower is earlier, under the priority policy
-    timeout: float | None = None  # seconds; None: as long as it takes
-    is_batch: bool = False  # it may wait for those that are not
+    timeout: float | None = None  # seconds; None: no limit
+    is_batch: bool = False  # service class batch
     cache_salt: str = ""
     ignored: tuple[str, ...] = ()  # names of fields that were accepted without effect
 
 
 _encode = msgspec.json.Encoder().encode
-_AT_ONCE = 16  # scores, before others get a turn
-_NUMBER_BYTES = 22  # of a reply, for each number of a vector
-_TEXT_BYTES = 6  # the same in base64
+_AT_ONCE = 16  # scores between two yields to the event loop
+_NUMBER_BYTES = 22  # JSON bytes per number of a vector
+_TEXT_BYTES = 6  # base64 bytes per number
 
 
 async def answer_embeddings(request: Request, options: VectorOptions, *, as_text: bool) -> Response:
-    """A vector for each text; its numbers and its base64 are the same float32 values.
+    """The embeddings of the texts; JSON numbers and base64 are of the same float32 values.
 
     Raises BadRequest, ContextLengthExceeded, QueueFull, EngineFailed, ClientGone.
     """
@@ -94,7 +94,7 @@ async def answer_embeddings(request: Request, options: VectorOptions, *, as_text
 
 
 async def answer_scores(request: Request, options: VectorOptions, *, num_left: int) -> Response:
-    """How alike the texts on the left, of which there are `num_left`, are to those on the right. Raises as above."""
+    """The cosine similarities of the first `num_left` texts with the others. Raises as `answer_embeddings`."""
     state = state_of(request)
     headers = _notes(state, options)
     requests = await _prepared(request, options)
@@ -116,7 +116,7 @@ async def answer_scores(request: Request, options: VectorOptions, *, num_left: i
 
 
 async def _prepared(request: Request, options: VectorOptions) -> list[GenerationRequest]:
-    """The engine's requests, whose names are known from now on. Raises ClientGone beside the rest."""
+    """The checked engine requests, registered under the client's names. Raises ClientGone beside the rest."""
     state = state_of(request)
     requests = await unless_client_gone(request, _checked(request, options))
     state.names.add((request.scope["state"]["request_id"], options.id), [each.request_id for each in requests])
@@ -131,7 +131,7 @@ async def _checked(request: Request, options: VectorOptions) -> list[GenerationR
 
 
 def cosine(one: Sequence[float], other: Sequence[float]) -> float:
-    """Of the angle of two vectors of length 1, of which rounding makes no more than 1."""
+    """The cosine similarity of two vectors of length 1, clamped against rounding."""
     product: float = sum(map(mul, one, other))
     return max(-1.0, min(1.0, product))
 
@@ -160,7 +160,7 @@ def _reply(
     headers: dict[str, str],
     held: HeldReply | None = None,
 ) -> Response:
-    """The reply, put together piece by piece, so that streams run meanwhile."""
+    """The reply, encoded piece by piece, so that streams run meanwhile."""
     head = {
         "id": prefix + (options.id or request.scope["state"]["request_id"]),
         "object": "list",
@@ -178,7 +178,7 @@ def _reply(
 
 
 def _list_of(entries: list[bytes]) -> Iterator[bytes]:
-    """Each is let go of when it is sent."""
+    """A JSON list in pieces; each entry is freed when it is sent."""
     start = b"["
     entries.reverse()
     while entries:
@@ -188,19 +188,19 @@ def _list_of(entries: list[bytes]) -> Iterator[bytes]:
 
 
 MAX_INPUT_TOKENS = 1 << 20  # of all texts of a request
-_ROOM_SECONDS = 0.05  # others have taken the queue: ask again
+_ROOM_SECONDS = 0.05  # pause before the next attempt while the queue is full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorUsage:
-    """Tokens of all texts."""
+    """Token counts over all texts."""
 
     prompt_tokens: int
     cached_tokens: int
 
 
 def shaped(values: Sequence[float], options: VectorOptions) -> list[float]:
-    """The vector as it was asked for: cut, then of length 1 unless it is all zeros."""
+    """The vector cut to the requested length, then normalised unless it is all zeros."""
     kept = values if options.dimensions is None else values[: options.dimensions]
     length = math.hypot(*kept) if options.normalize else 0.0
     return [value / length for value in kept] if length else list(kept)
@@ -209,7 +209,7 @@ def shaped(values: Sequence[float], options: VectorOptions) -> list[float]:
 async def prepare_vectors(
     state: ServerState, options: VectorOptions, caller: Caller | None = None
 ) -> list[GenerationRequest]:
-    """A request for each text. Raises BadRequest, ContextLengthExceeded."""
+    """An engine request for each text. Raises BadRequest, ContextLengthExceeded."""
     method = state.pooling
     if method.name == "none":
         raise BadRequest(f"This server makes no embeddings: {method.reason}.", code="embeddings_not_supported")
@@ -236,7 +236,7 @@ async def prepare_vectors(
             pooling=method.name,
         )
         requests.append(caller.claim(request, timeout=options.timeout, is_batch=options.is_batch))
-        await asyncio.sleep(0)  # thousands of short texts are a long one: let streams run between them
+        await asyncio.sleep(0)  # let streams run between thousands of short texts
     return requests
 
 
@@ -247,9 +247,10 @@ async def compute_vectors(
     client: EngineClient,
     metrics: Metrics,
 ) -> VectorUsage:
-    """Tell `take` each text's number and vector as it comes. Raises QueueFull before anything runs, EngineFailed.
+    """Compute the vectors; calls `take(number, vector)` as each comes. Raises QueueFull before the first, EngineFailed.
 
-    No more than the engine's seats are taken at once, so that a long list leaves the queue to others.
+    At most as many requests as the engine has seats are submitted at once, so that a long list leaves the queue to
+    others.
     """
     stream = RequestStream(client)
     waiting = deque(enumerate(requests))
@@ -290,13 +291,13 @@ def _feed(
     seats = client.plan.scheduler.limits.max_num_seqs
     while waiting and len(live) < seats:
         number, request = waiting[0]
-        if number and not client.has_room(request):  # the first is refused as any request is
+        if number and not client.has_room(request):  # only the first one may be refused
             return
         try:
             client.submit(replace(request, arrival_time=time.monotonic()), stream)
         except QueueFull:
             if number:
-                return  # over its tenant's rate in the middle of a list: asked again later
+                return  # above its tenant's rate in the middle of a list: retried later
             raise
         waiting.popleft()
         record = metrics.start(
@@ -306,7 +307,7 @@ def _feed(
 
 
 def _ended(output: TokenOutput, record: RequestRecord) -> tuple[float, ...]:
-    """The vector of a request's only output, which is its end."""
+    """The vector of a request's only output."""
     if output.timing is not None:
         record.timing(output.timing)
     if output.embedding is None:
@@ -349,9 +350,9 @@ def _too_long(most: int, tokens: str, param: str) -> ContextLengthExceeded:
 
 
 def _cut(whole: Sequence[int], plain: Sequence[int], keep: int, *, keep_start: bool) -> list[int]:
-    """At most `keep` tokens, with the special ones that the tokenizer puts around a text where they were.
+    """At most `keep` tokens, with the special tokens that the tokenizer puts around a text in their places.
 
-    Models whose last token's row is the vector are trained with an end-of-text token there.
+    Models that pool the last token's row are trained with an end-of-text token there.
     """
     around = len(whole) - len(plain)
     before = next((i for i in range(around + 1) if list(whole[i : i + len(plain)]) == list(plain)), None)

@@ -1,4 +1,4 @@
-"""Which directory a model's name stands for, and what is wrong with one that cannot be served.
+"""Finds a model's checkpoint directory by name, and explains why one cannot be served.
 
-Knows no HTTP, no text and no engine.
+Has no HTTP, no text and no engine.
 """

@@ -1,7 +1,7 @@
-"""Checkpoints from the Hugging Face Hub, by its own library: its cache, its variables, its progress bars.
+"""Downloads checkpoints from the Hugging Face Hub with its own library: its cache, its variables, its progress bars.
 
-Promises: what is complete in the cache is taken without a word to the network; only files that are read are downloaded;
-every failure is one line with what to do.
+Promises: a repository that is complete in the cache is used without network access; only files that are read are
+downloaded; every failure is one line with a remedy.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def snapshot(name: str, *, revision: str | None, cache: Path | None, weights: bo
         )
     except ModelLoadError:
         raise
-    except Exception as error:  # the library's own, its HTTP client's of several versions, and the system's
+    except Exception as error:  # errors of the library, of several HTTP clients, and of the system
         raise ModelLoadError(f"{name}: {_reason(error, name, revision, where)}") from None
     return Path(str(path))
 
@@ -69,7 +69,7 @@ def snapshot(name: str, *, revision: str | None, cache: Path | None, weights: bo
 def _cached(
     name: str, revision: str | None, cache: Path | None, wanted: tuple[str, ...], *, weights: bool
 ) -> Path | None:
-    """The directory in the cache, if all that is needed is in it."""
+    """The directory in the cache, if it holds all files that are needed."""
     try:
         path = huggingface_hub.snapshot_download(
             name,
@@ -81,14 +81,14 @@ def _cached(
         )
     except errors.HFValidationError:
         raise ModelLoadError(f"{name}: that cannot be a name on the Hugging Face Hub") from None
-    except (OSError, ValueError):  # not there, or not all of it
+    except (OSError, ValueError):  # missing or incomplete
         return None
     folder = Path(str(path))
     return folder if _is_complete(folder, weights=weights) else None
 
 
 def _is_complete(folder: Path, *, weights: bool) -> bool:
-    """Whether an interrupted download left nothing out; older versions of the library do not know."""
+    """Whether no download was interrupted; older versions of the library cannot tell."""
     if not (folder / "tokenizer.json").is_file():
         return False
     if not weights:
@@ -106,7 +106,7 @@ def _is_complete(folder: Path, *, weights: bool) -> bool:
 
 
 def _announce(info: ModelInfo, name: str, where: Path, wanted: tuple[str, ...], *, weights: bool) -> None:
-    """Say what will be downloaded. Raises ModelLoadError where that cannot be served or has no room."""
+    """Log what will be downloaded. Raises ModelLoadError for a model that cannot be served or too little disk space."""
     files = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     if weights and (reason := trouble_of_files([file for file in files if "/" not in file])):
         raise ModelLoadError(f"{name}: {reason}")
@@ -129,7 +129,7 @@ def _announce(info: ModelInfo, name: str, where: Path, wanted: tuple[str, ...], 
 
 
 def _already_there(where: Path, name: str) -> int:
-    """Bytes of earlier downloads, parts of files included."""
+    """Bytes of earlier downloads, including incomplete files."""
     blobs = where / ("models--" + name.replace("/", "--")) / "blobs"
     return sum(path.stat().st_size for path in blobs.glob("*")) if blobs.is_dir() else 0
 

@@ -1,6 +1,6 @@
-"""What a file, a directory or a repository is, where it is no checkpoint that can be served.
+"""Explains why a file, directory or repository is not a checkpoint that can be served.
 
-Promises: formats that people try are called by their names, with what to use instead. Must not know: HTTP, torch.
+Promises: common other formats are called by their names, with an alternative. Must not know: HTTP, torch.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from quire_engine.config import ARCHITECTURES
 from quire_engine.errors import ModelLoadError
 
 _GGUF = "GGUF files are not read; use the repository with the same model as safetensors"
-_MOST = 64 << 20  # bytes of a config.json that is looked at
+_MOST = 64 << 20  # maximum size of a config.json, in bytes
 
 
 def check_name(name: str, path: Path) -> None:
-    """Raises ModelLoadError for a name that is neither a directory nor a repository, but known as something else."""
+    """Raises ModelLoadError for a name of a known other format that is neither a directory nor a repository."""
     if path.suffix.lower() == ".gguf" or re.fullmatch(r"[\w.-]+/[\w.-]+:[\w.]+", name):
         raise ModelLoadError(f"{name}: {_GGUF}")
     if path.is_file():
@@ -28,7 +28,7 @@ def check_name(name: str, path: Path) -> None:
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Raises ModelLoadError where the directory is something else than a checkpoint that can be served."""
+    """Raises ModelLoadError for a directory that is not a checkpoint that can be served."""
     names = {path.name for path in folder.iterdir()}
     if reason := trouble_of_files(names):
         raise ModelLoadError(f"{folder}: {reason}")
@@ -40,7 +40,7 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def trouble_of_files(names: Collection[str]) -> str:
-    """What the files are, where they are no checkpoint with weights in safetensors; empty if they are one."""
+    """Why these files are not a safetensors checkpoint; empty if they are one."""
     ends = {Path(name).suffix.lower() for name in names}
     if "config.json" in names and ".safetensors" in ends:
         return ""
@@ -61,7 +61,7 @@ def trouble_of_files(names: Collection[str]) -> str:
 
 
 def _architecture(config: Path) -> str | None:
-    """What config.json calls it; None where the engine will have more to say."""
+    """The architecture named in config.json; None if the engine's own message is more precise."""
     try:
         if not config.is_file() or config.stat().st_size > _MOST:
             return None

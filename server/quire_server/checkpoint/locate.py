@@ -1,7 +1,6 @@
-"""From the name of a model to the directory of its checkpoint: what is there, what is in the cache, what is
-downloaded.
+"""Resolves a model's name to the directory of its checkpoint: local, cached or downloaded.
 
-Promises: settings that come back name directories; a name that cannot be served is one line that says what it is. Must
+Promises: the returned settings name directories; a name that cannot be served leads to one line that explains why. Must
 not know: HTTP, torch.
 """
 
@@ -21,9 +20,9 @@ _PAGE = re.compile(r"https?://(huggingface\.co|hf\.co)/")
 
 
 def localized(settings: Settings) -> Settings:
-    """The same settings with directories for model and tokenizer, downloaded where they are names on a hub.
+    """The settings with directories for model and tokenizer; repositories of a hub are downloaded.
 
-    Clients know a model of a hub by its name there. Raises ModelLoadError.
+    The served model name stays the repository's name. Raises ModelLoadError.
     """
     changed: dict[str, object] = {}
     where = (settings.revision, settings.download_dir)
@@ -47,7 +46,7 @@ def checkpoint_directory(
     setting: str = "--model",
     weights: bool = True,
 ) -> Path:
-    """The directory of that name, or what a hub has under it: from the cache if it is there, else downloaded.
+    """The local directory of that name, or a repository from the cache or the hub.
 
     Raises ModelLoadError.
     """
@@ -60,12 +59,14 @@ def checkpoint_directory(
             f"{setting} {name}: there is no such directory, and it is no name on the Hugging Face Hub, such as"
             " Qwen/Qwen3-0.6B"
         )
-    hub = cast(_Hub, import_module("quire_server.checkpoint.hub"))  # half a second that a directory does not need
+    hub = cast(
+        _Hub, import_module("quire_server.checkpoint.hub")
+    )  # the import takes half a second; a local directory does not need it
     return hub.snapshot(name, revision=revision, cache=download_dir, weights=weights)
 
 
 class _Hub(Protocol):
-    """`quire_server.checkpoint.hub`, imported where it is needed."""
+    """`quire_server.checkpoint.hub`, imported when a repository is needed."""
 
     def snapshot(self, name: str, *, revision: str | None, cache: Path | None, weights: bool) -> Path:
         """The directory with the files of a repository."""

@@ -1,4 +1,4 @@
-"""What `quire NAME` runs, one command a file.
+"""The sub-commands of `quire`, one per file.
 
 Each has `run(argv)` and returns the exit code.
 """

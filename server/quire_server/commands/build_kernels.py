@@ -1,6 +1,6 @@
 """`quire build-kernels`: compiles the C++ kernels before the first start, or for all CPUs while an image is built.
 
-Promises: the exit code of the compiling process: 0, or 1 after the compiler's complaint.
+Promises: the exit code of the compiling process: 0, or 1 after the compiler's error.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def print_calibration(found: dict[str, Any], console: Console) -> None:
-    """The model and how far it is off."""
+    """Print the cost model and its error."""
     cost, error = cost_model(found["cost"]), found["fit_error"]
     console.print(
         f"a step without prompts: {duration(cost.step)} + {duration(cost.row)} for each decode"

@@ -1,7 +1,7 @@
 """`quire doctor`: reads a running server's metrics for a while and names the cause of bad latencies.
 
-Promises: exit code 0 when all objectives are met and nobody was refused, 1 when not, 2 when the server cannot be read
-or the flags cannot work.
+Promises: exit code 0 when all objectives are met and no request was refused, 1 when not, 2 when the server cannot be
+read or the flags cannot work.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MOST_BYTES = 16 << 20
 
 
 def run(argv: Sequence[str]) -> int:
-    """Look and print; the process's exit code."""
+    """Scrape, diagnose and print; returns the exit code."""
     given = _parser().parse_args(argv)
     try:
         slo = parse_slo(given.slo)
@@ -85,7 +85,7 @@ def _found() -> str:
 
 
 def fetch(url: str, headers: dict[str, str]) -> str:
-    """One exposition. Raises ConfigError."""
+    """One scrape of the metrics. Raises ConfigError."""
     try:
         with urlopen(Request(url, headers=headers), timeout=_TIMEOUT) as reply:
             text: bytes = reply.read(_MOST_BYTES)
@@ -101,7 +101,7 @@ def watch(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[Scrape]:
-    """Scrapes over a while, the first and the last included. Raises ConfigError for what is no server of ours."""
+    """Scrapes over a while, including the first and the last. Raises ConfigError if the server is not Quire."""
     started = clock()
     scrapes = [read_scrape(read(), started)]
     if "quire_requests_running" not in scrapes[0].samples:
@@ -113,7 +113,7 @@ def watch(
 
 
 def print_diagnosis(found: Diagnosis, window: Window, console: Console) -> None:
-    """Objectives, then causes."""
+    """Print the objectives, then the causes."""
     table = Table(title=f"{found.observed:,.0f} requests in {window.seconds:.0f} s", title_justify="left")
     table.add_column("objective")
     for column in ("at most", "measured", ""):

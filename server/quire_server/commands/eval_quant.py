@@ -1,4 +1,4 @@
-"""`quire eval-quant`: what int8 or int4 weights, or an int8 KV cache, cost a model.
+"""`quire eval-quant`: measures the quality loss by int8 or int4 weights, or by an int8 KV cache.
 
 Promises: exit code 0 when everything was measured, 1 when the model cannot be, 2 for flags that cannot work; each with
 one clear line. Must not know: torch.
@@ -85,7 +85,7 @@ def _names(text: str) -> list[str | None]:
 
 
 def _question(given: argparse.Namespace, variants: object) -> dict[str, object]:
-    """What the measuring process reads. Raises ModelLoadError, BadRequest."""
+    """The input of the measuring process. Raises ModelLoadError, BadRequest."""
     path = demo_model_path() if given.model == DEMO_MODEL else checkpoint_directory(given.model)
     prompts: list[list[int]] | None = None
     ends: tuple[int, ...] = ()

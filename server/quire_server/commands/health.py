@@ -26,7 +26,7 @@ _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def run(argv: Sequence[str]) -> int:
-    """0 where every server that was found is ready."""
+    """0 if every server that was found is ready."""
     parser = argparse.ArgumentParser(prog="quire health", description="Ask a server whether it takes requests.")
     parser.add_argument("--url", help="of the server; default: every server that runs here, found in /proc")
     parser.add_argument("--timeout", type=float, default=4.0, help="seconds to wait for each answer [4]")
@@ -43,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def listening(proc: Path = Path("/proc")) -> set[str]:
-    """Addresses of the servers among the processes that can be looked at: URLs, or paths of Unix sockets."""
+    """Addresses of the servers among the visible processes: URLs, or paths of Unix sockets."""
     found: set[str] = set()
     for process in _servers(proc):
         sockets = _sockets(process)
@@ -68,7 +68,7 @@ def _servers(proc: Path) -> Iterator[Path]:
 
 
 def _sockets(process: Path) -> set[str]:
-    """The inodes of a process's open sockets; none where it is another user's."""
+    """The inodes of a process's open sockets; empty for another user's process."""
     found = set()
     try:
         for link in (process / "fd").iterdir():
@@ -91,7 +91,7 @@ def _rows(table: Path) -> list[list[str]]:
 
 
 def _url(address: str, family: int) -> str:
-    """Of `0100007F:1F90`: 32-bit words in the machine's order, then the port."""
+    """The URL of `0100007F:1F90`: 32-bit words in the machine's order, then the port."""
     words, _, port = address.partition(":")
     packed = b"".join(struct.pack("=I", int(words[i : i + 8], 16)) for i in range(0, len(words), 8))
     host = socket.inet_ntop(family, packed)
@@ -100,7 +100,7 @@ def _url(address: str, family: int) -> str:
 
 
 def trouble_at(address: str, timeout: float) -> str:
-    """The same for an address that was found: which of HTTP and HTTPS is spoken there, only asking tells."""
+    """Like `_trouble`, but tries both HTTP and HTTPS, since the address does not tell which."""
     trouble = _trouble(address, timeout)
     if not trouble.startswith(_SILENT):
         return trouble
@@ -131,7 +131,7 @@ def _trouble(address: str, timeout: float) -> str:
 
 
 def connection(address: str, timeout: float, tls: ssl.SSLContext | None = None) -> http.client.HTTPConnection:
-    """To a URL or a socket's path; without `tls` any certificate is taken, which is for what sends no secret."""
+    """A connection to a URL or a socket's path; without `tls` any certificate is accepted."""
     parts = urlsplit(address)
     if parts.scheme == "https+unix":
         return _UnixConnection(parts.path, timeout, tls or _unchecked())
@@ -144,7 +144,7 @@ def connection(address: str, timeout: float, tls: ssl.SSLContext | None = None) 
 
 
 def _unchecked() -> ssl.SSLContext:
-    """Takes any certificate: it is for a name that is not known here, and nothing secret is sent."""
+    """A context that accepts any certificate: the server's name is unknown here, and no secret is sent."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -152,7 +152,7 @@ def _unchecked() -> ssl.SSLContext:
 
 
 class _UnixConnection(http.client.HTTPConnection):
-    """To a socket's path instead of a host."""
+    """A connection to a Unix socket."""
 
     def __init__(self, path: str, timeout: float, tls: ssl.SSLContext | None = None) -> None:
         super().__init__("localhost", timeout=timeout)

@@ -22,7 +22,7 @@ from quire_server.settings import SettingsError
 
 
 class _Reply(msgspec.Struct):
-    """How far it is, or the file that it has come to."""
+    """The progress, or the finished file."""
 
     phase: str = ""
     done: int = 0

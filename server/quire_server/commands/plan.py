@@ -1,4 +1,4 @@
-"""`quire plan`: what KV caches take, and which settings serve a load at the highest rate within objectives.
+"""`quire plan`: computes the memory of KV caches, or the settings with the highest rate within objectives.
 
 Promises: exit code 0 with an answer, 1 when no settings meet the objectives, 2 for flags and files that cannot work.
 """

@@ -1,4 +1,4 @@
-"""`quire replay`: a recorded step log through the scheduler again, as it was or with other settings.
+"""`quire replay`: replays a recorded step log through the scheduler, unchanged or with other settings.
 
 Promises: exit code 0 when the plans are the same, 1 when they are not, 2 for flags and files that cannot work.
 """

@@ -1,4 +1,4 @@
-"""`quire serve`: imports what serves only after the command line is read: `--help` and wrong flags answer at once."""
+"""`quire serve`: imports the server only after the command line is parsed, so that `--help` and errors are fast."""
 
 from __future__ import annotations
 

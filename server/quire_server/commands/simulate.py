@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_setup_flags(parser: argparse.ArgumentParser) -> None:
-    """What is simulated: these commands share it."""
+    """The flags of a simulated server, which several commands share."""
     what = parser.add_argument_group("Server")
     what.add_argument("--cost", metavar="FILE", help=f"what steps take; see below [{DEFAULT_COST}]")
     what.add_argument(

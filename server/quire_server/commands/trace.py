@@ -1,7 +1,7 @@
-"""`quire trace`: tells what the scheduler of a running server does, step by step, and which rule made it so.
+"""`quire trace`: shows the scheduler's steps of a running server, with the reason of each decision.
 
-Promises: changes nothing in the server; steps come in order, once, and a gap is said to be one; each decision ends with
-its rule. Exit code 0, 1 where the server does not answer, 2 for flags that cannot work. Must not know: the engine.
+Promises: changes nothing in the server; steps come in order, once, and a gap is reported; each decision ends with its
+rule. Exit code 0, 1 where the server does not answer, 2 for flags that cannot work. Must not know: the engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire_server.settings.sources import admin_key_of_environment
 DONE, FAILED, BAD_USAGE = 0, 1, 2
 PAGE = 256  # steps in one answer
 POLL_SECONDS = 0.5
-TIMEOUT = 15.0  # of an answer: the engine gives one between two steps
+TIMEOUT = 15.0  # seconds for an answer, which the engine gives between two steps
 _SHOWN = 8  # characters of a request's id
 _WAITS = {
     "kv": ("its prompt needs more free blocks than there are", "capacity: the whole prompt, or nothing"),
@@ -99,7 +99,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def pages(source: StepPages, after: int, *, events: bool, follow: bool) -> Iterator[dict[str, Any]]:
-    """Pages with steps whose results are known; `missed` and `restarted` say what is not in them."""
+    """Pages of applied steps; `missed` and `restarted` report gaps."""
     while True:
         page = source.page(after, events=events)
         page["restarted"] = page["last"] < after
@@ -109,11 +109,11 @@ def pages(source: StepPages, after: int, *, events: bool, follow: bool) -> Itera
         page["missed"] = max(0, page["first"] - after - 1) if page["steps"] else 0
         full = len(page["steps"]) == PAGE
         known = [step for step in page["steps"] if step["applied_at"] is not None or not step["slices"]]
-        # In order: with two steps in flight the later one cannot be known before the earlier one.
+        # In order: with two steps in flight the later one is never applied before the earlier one.
         page["steps"] = known
         if known:
             after = known[-1]["step_id"]
-            # What came after the last of them is told with the next one, where there is to be one.
+            # Events after the last step come with the next step, if there will be one.
             last = after if follow or full else after + 1
             page["events"] = [event for event in page.get("events", ()) if event["after_step"] < last]
             yield page

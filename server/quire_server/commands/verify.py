@@ -1,7 +1,7 @@
-"""`quire verify`: whether the kernels that would serve compute on this machine what they should.
+"""`quire verify`: checks that the kernels that would serve compute correctly on this machine.
 
-Promises: exit code 0 when all is right, 1 when something is not or the checks cannot be made, 2 for flags that cannot
-work. Must not know: torch.
+Promises: exit code 0 if all checks pass, 1 if one fails or the checks cannot run, 2 for invalid flags. Must not know:
+torch.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from quire_server.engine.json_child import ask
 from quire_server.settings import DEMO_MODEL
 
 PATIENCE = 60.0  # seconds for one check
-LONGEST = 900.0  # for all, if the process cannot end itself
-MOST_PROBLEMS = 20  # shown; the JSON has all
+LONGEST = 900.0  # seconds for all checks, if the process does not end itself
+MOST_PROBLEMS = 20  # most problems that are printed; the JSON has all
 MEANING = (
     "Tolerance: the greatest error as a share of what the roundings of the types involved allow; above 1 is a failure."
     " Alone: whether a row computed alone has the same bits as in a batch; on a GPU this is for information, but with"
@@ -60,7 +60,7 @@ class Greedy(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """What the checking process says, and what `--json` writes."""
+    """The checking process's reply, also the output of `--json`."""
 
     ok: bool
     when: str
@@ -74,7 +74,7 @@ class Report(msgspec.Struct):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Check and print; the process's exit code."""
+    """Check, print the report and return the process's exit code."""
     given = _parser().parse_args(argv)
     if given.json is not None and not given.json.absolute().parent.is_dir():
         return complain("verify", f"{given.json} cannot be written: there is no such directory", BAD_USAGE)
@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _model(given: str) -> str | None:
-    """None: the embedded one. Raises ModelLoadError."""
+    """The model's directory; None for the embedded model. Raises ModelLoadError."""
     if given == DEMO_MODEL:
         return None
     return str(checkpoint_directory(given))
@@ -149,7 +149,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
 
 
 def _table(report: Report) -> Table:
-    """A row for each op of each set and format."""
+    """The table's rows, one for each op of each set and format."""
     table = Table(title=f"The sizes of {report.model} on {_where(report)}", title_justify="left")
     for title in ("kernels", "op"):
         table.add_column(title)

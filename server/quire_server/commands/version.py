@@ -10,7 +10,7 @@ from importlib.metadata import version
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print it; arguments are ignored."""
+    """Print the version; arguments are ignored."""
     del argv
     print(f"quire {version('quire')}")
     return 0

@@ -1,1 +1,1 @@
-"""What clients send and get: one folder a dialect, with its wire models, its renderer and its routes."""
+"""The APIs of the server: one folder per dialect, with its wire models, its renderer and its routes."""

@@ -1,4 +1,4 @@
-"""What several dialects share: the fields of requests with their bounds, parts of replies, and fields without effect.
+"""Shared parts of the dialects: request fields with their bounds, reply models, fields without effect.
 
 Null always means "not given".
 """
@@ -14,11 +14,11 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from quire_server.errors import Unsupported
 
 MAX_PARTS_IN_ALL = 8192
-_MOST_MESSAGES = 4096  # more are refused anyway
+_MOST_MESSAGES = 4096  # longer lists are refused by their field
 
 
 def _check_parts(messages: object) -> object:
-    """Refuses too many parts in all messages together: counted in microseconds a message, before any is looked at."""
+    """Refuse too many content parts in all messages together, before any of them is validated."""
     if isinstance(messages, list) and len(messages) <= _MOST_MESSAGES:
         num_parts = 0
         for content in _contents(messages):
@@ -29,7 +29,7 @@ def _check_parts(messages: object) -> object:
 
 
 def _contents(messages: list[object]) -> Iterator[list[object]]:
-    """The lists of parts of messages and items, then those inside parts, such as a tool's result."""
+    """The lists of parts in messages and items, then those inside parts, such as a tool's result."""
     outer = [content for message in messages for content in _lists_of(message)]
     yield from outer
     for content in outer:
@@ -51,13 +51,13 @@ FinishedBecause = Literal["stop", "length", "tool_calls", "abort"]
 
 
 class ReplyModel(BaseModel):
-    """A part of a reply, to document it: replies are rendered elsewhere."""
+    """A part of a reply, for the API document. Renderers write replies without these models."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class CompletionHead(ReplyModel):
-    """What a completion, a chat completion and each chunk of them have."""
+    """The fields of a completion, a chat completion and each of their chunks."""
 
     id: str
     created: int
@@ -74,14 +74,14 @@ class CompletionTokensDetails(ReplyModel):
 
 
 class UsageInfo(ReplyModel):
-    """`completion_tokens` are those really generated for the reply, over all choices."""
+    """`completion_tokens`: tokens generated for the reply, over all choices."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | None = Field(
-        None, description="of models that think before they answer"
+        None, description="for models that think before they answer"
     )
 
 
@@ -97,12 +97,12 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 Prompts = list[str] | list[list[int]]
 
 _MAX_ID = 2**31 - 1
-_PIECE = 16_384  # ids that are looked at in one go
+_PIECE = 16_384  # ids that are checked at once
 _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _MAX_ID}, "minItems": 1}
 
 
 def one_or_many(most: int, what: str) -> tuple[Any, Any]:
-    """The marks of a field of type `Prompts` that holds at most `most` of `what` ("prompts"), and not none."""
+    """The annotations of a field of type `Prompts` with 1 to `most` items, which errors call `what`."""
     texts = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": most}
     lists = {"type": "array", "items": _TOKENS, "minItems": 1, "maxItems": most}
     schema = {"anyOf": [{"type": "string"}, texts, _TOKENS, lists]}
@@ -110,8 +110,9 @@ def one_or_many(most: int, what: str) -> tuple[Any, Any]:
 
 
 def _check_prompts(value: object, most: int, what: str) -> Prompts:
-    """All four forms, as a list of prompts. By hand: a union would report a wrong item once per form and item, and look
-    at a million ids in one go, with which no other thread could run.
+    """All four forms, as a list of prompts.
+
+    By hand: a union of types would report a wrong item once per form, and check a million ids while holding the GIL.
     """
     if isinstance(value, str):
         return [value]
@@ -136,7 +137,7 @@ def _check_prompts(value: object, most: int, what: str) -> Prompts:
 
 
 def _check_ids(ids: list[object]) -> list[int]:
-    """By operations on whole lists, since a prompt may have a million ids, and some thousand of them at a time."""
+    """Checks by operations on whole lists, some thousand ids at a time, since a prompt may have a million."""
     if not ids:
         raise ValueError("a prompt must have at least one token")
     for start in range(0, len(ids), _PIECE):
@@ -152,9 +153,9 @@ _ABSENT: tuple[object, ...] = (None,)
 _OFF: tuple[object, ...] = (None, False)
 _EMPTY: tuple[object, ...] = (None, "", [], {})
 
-BATCH_TIER = "flex"  # what OpenAI calls requests that may wait
+BATCH_TIER = "flex"  # OpenAI's name of the service class batch
 
-# Fields that ask for something this server does not do, with the values that do not ask for it.
+# Unsupported fields, with the values that turn them off.
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "audio": _ABSENT,
     "beam_width": (None, 1),
@@ -187,7 +188,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "xtc_probability": (None, 0, 0.0),
 }
 
-# Fields that are accepted without effect, with the values that ask for what is done anyway.
+# Fields without effect, with the values for which that is right, so that they are not reported.
 IGNORED: Mapping[str, tuple[object, ...]] = {
     "annotations": _EMPTY,
     "include_obfuscation": _OFF,
@@ -213,9 +214,9 @@ _HINTS: Mapping[str, str] = {
 
 
 def review_extras(extras: Mapping[str, object] | None) -> list[str]:
-    """The names to report as ignored, in the order given. Raises BadRequest for what is not supported.
+    """The names to report as ignored, in the order given. Raises BadRequest for unsupported fields.
 
-    What would change the answer is refused, the rest reported; a field at its default is never an error.
+    Fields that would change the answer are refused, others reported; a field at its default is never an error.
     """
     ignored = []
     for name, value in (extras or {}).items():
@@ -232,7 +233,7 @@ def review_extras(extras: Mapping[str, object] | None) -> list[str]:
 
 
 def _is_among(value: object, candidates: tuple[object, ...]) -> bool:
-    """Equality without the cross-type one of `False == 0` and `True == 1`."""
+    """Equality, without `False == 0` and `True == 1`."""
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in candidates)
 
 
@@ -251,13 +252,13 @@ _TOKEN_KEY = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
 class WireModel(BaseModel):
-    """Strict types, finite numbers; fields nobody knows are kept in `model_extra`, to be reported."""
+    """Strict types, finite numbers; unknown fields are kept in `model_extra`, to be reported."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
 def _one_or_more(value: object) -> object:
-    """`"a"` is `["a"]`."""
+    """A string becomes a list of one."""
     return [value] if isinstance(value, str) else value
 
 
@@ -341,7 +342,7 @@ class StreamOptions(WireModel):
 
 
 class SamplingFields(WireModel):
-    """What shapes a token's distribution, by its names in the neutral request; the seed of the draw too."""
+    """The parameters of a token's distribution and the seed of its draw, by their names in the neutral request."""
 
     temperature: Temperature | None = Field(None, description="below 1e-5 is greedy")
     top_p: TopP | None = None
@@ -353,7 +354,7 @@ class SamplingFields(WireModel):
     repetition_penalty: RepetitionPenalty | None = None
 
     def given_numbers(self) -> dict[str, Any]:
-        """Those that are not null, by their names."""
+        """The numbers that are not null, by their names."""
         given = {name: value for name in SamplingFields.model_fields if (value := getattr(self, name)) is not None}
         return given | ({"top_k": 0} if self.top_k == -1 else {})
 
@@ -403,7 +404,7 @@ class GenerationFields(DecodingFields, ServingFields):
     spaces_between_special_tokens: bool | None = Field(None, description="false is without effect, and reported")
     prompt_logprobs: LogprobCount | None = None
     logprob_token_ids: Annotated[TokenIds, Field(max_length=MAX_LOGPROB_IDS)] | None = Field(
-        None, description="tokens whose log-probabilities are told beside the most likely ones; implies logprobs"
+        None, description="tokens to score beside the most likely ones; implies logprobs"
     )
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None

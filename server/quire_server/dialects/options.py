@@ -1,4 +1,4 @@
-"""From the fields that completions and chat completions share to the neutral request."""
+"""Converts the fields that completions and chat completions share into `GenerationOptions`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from quire_server.errors import BadRequest
 
 
 def review(fields: StructuredFields) -> list[str]:
-    """The names of fields without effect. Raises BadRequest for fields and combinations that are not supported."""
-    told = {
+    """The names of fields without effect. Raises BadRequest for unsupported fields and combinations."""
+    known = {
         "spaces_between_special_tokens": fields.spaces_between_special_tokens,
         "service_tier": fields.service_tier,
     }
-    ignored = review_extras(told | (fields.model_extra or {}))
+    ignored = review_extras(known | (fields.model_extra or {}))
     stream = fields.stream_options
     if stream is not None:
         if not fields.stream:
@@ -59,7 +59,7 @@ def generation_options(
     beam: BeamOptions | None,
     tools: ToolOptions | None = None,
 ) -> GenerationOptions:
-    """The neutral request of `fields` and of what its endpoint says in its own way."""
+    """The options from `fields` and from the endpoint's own fields."""
     stream = fields.stream_options
     return GenerationOptions(
         prompt=PromptOptions(

@@ -1,6 +1,6 @@
-"""What clients say of the form of an answer, in the words of OpenAI, vLLM, SGLang and llama.cpp's server.
+"""The fields for structured outputs by the names of OpenAI, vLLM, SGLang and llama.cpp's server, and for beam search.
 
-There is at most one form a request. Beam search's fields are here too.
+A request has at most one structure.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from quire_server.errors import BadRequest, Unsupported
 
 
 class BeamFields(GenerationFields):
-    """The fields of beam search; without a search they are refused where they would have an effect."""
+    """The fields of beam search; without `use_beam_search` they are refused where they would have an effect."""
 
     use_beam_search: bool | None = Field(
-        None, description="search the n likeliest texts instead of sampling; told at the end, also in a stream"
+        None, description="search the n likeliest texts instead of sampling; they come at the end, also in a stream"
     )
     beam_width: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
-        None, description="beams that are followed at once; n by default, and in completions best_of"
+        None, description="live beams; n by default, and in completions best_of"
     )
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = Field(
         None, description="of beams: a text's log-probability is divided by its tokens to this power; 1 by default"
@@ -56,8 +56,8 @@ class BeamFields(GenerationFields):
         )
 
 
-MAX_GRAMMAR_CHARS = 65_536  # of a schema or a grammar
-MAX_REGEX_CHARS = 4096  # what is forced is looked at again for every token
+MAX_GRAMMAR_CHARS = 65_536  # characters of a schema or a grammar
+MAX_REGEX_CHARS = 4096  # characters; forced text costs time for every token
 MAX_STRUCTURE_CHOICES = 4096
 
 SchemaOrText = dict[str, object] | Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)]
@@ -68,12 +68,12 @@ ChoiceList = Annotated[list[ChoiceText], Field(fail_fast=True, min_length=1, max
 
 
 class NamedSchema(WireModel):
-    """OpenAI's wrapping of a schema."""
+    """OpenAI's wrapper of a schema."""
 
     name: Annotated[str, Field(max_length=256)] | None = None
     description: str | None = None
     schema_: dict[str, object] | None = Field(None, alias="schema", description="a JSON schema, 2020-12")
-    strict: bool | None = Field(None, description="without effect: a schema is always kept to the letter")
+    strict: bool | None = Field(None, description="without effect: a schema is always enforced")
 
 
 class ResponseFormat(WireModel):
@@ -108,7 +108,7 @@ class ResponseFormat(WireModel):
 
 
 class StructuredOutputs(WireModel):
-    """vLLM's: exactly one form."""
+    """vLLM's field; exactly one structure."""
 
     json_: SchemaOrText | None = Field(None, alias="json", description="a JSON schema, or its text")
     regex: RegexText | None = None
@@ -152,7 +152,7 @@ class StructuredOutputs(WireModel):
 
 
 class StructuredFields(BeamFields):
-    """The fields of both endpoints: beside the options, the same wish by all its names."""
+    """The fields of both endpoints: the structure by all its names, beside the common ones."""
 
     response_format: ResponseFormat | None = Field(None, description="text, any JSON object, or a JSON schema")
     structured_outputs: StructuredOutputs | None = Field(None, description="a schema, regex, choice or grammar")
@@ -169,7 +169,7 @@ class StructuredFields(BeamFields):
     )
 
     def structure(self) -> Structure | None:
-        """The form that is asked for. Raises BadRequest where several are."""
+        """The structure that is asked for, or None. Raises BadRequest for more than one."""
         found = list(self._structures())
         if len(found) > 1:
             raise BadRequest(
@@ -179,7 +179,7 @@ class StructuredFields(BeamFields):
         return found[0] if found else None
 
     def ignored_structure_fields(self) -> list[str]:
-        """The names of what has no effect. Raises BadRequest for what is not supported."""
+        """The names of fields without effect. Raises BadRequest for unsupported ones."""
         ignored = []
         if (form := self.response_format) is not None:
             ignored += [f"response_format.{name}" for name in review_extras(form.model_extra)]

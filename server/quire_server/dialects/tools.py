@@ -1,4 +1,4 @@
-"""Tools as chat requests bring them: the functions that may be called, and which of them."""
+"""The tools of chat requests: definitions of functions, and the tool choice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FunctionDefinition(WireModel):
     name: ToolName
     description: Annotated[str, Field(max_length=16_384)] | None = None
     parameters: dict[str, object] | None = Field(None, description="the arguments' JSON schema")
-    strict: bool | None = Field(None, description="the arguments follow the schema whatever the model would write")
+    strict: bool | None = Field(None, description="true: the schema of the arguments is enforced")
 
 
 class ToolDefinition(WireModel):
@@ -37,7 +37,7 @@ class ToolDefinition(WireModel):
         return self
 
     def for_template(self) -> dict[str, object]:
-        """As chat templates expect a tool: the client's own fields, without those that it left out."""
+        """The tool in the form that chat templates expect: the client's own fields without nulls."""
         return self.model_dump(exclude_none=True)
 
     def neutral(self) -> Tool:
@@ -80,7 +80,7 @@ class ChosenTool(WireModel):
 
 
 def _word_or_object(value: object) -> object:
-    """A word as it is; the union of a word and a model would report every fault twice."""
+    """Validate a word here, since a union of a word and a model would report every error twice."""
     if isinstance(value, str):
         if value not in ("auto", "none", "required"):
             raise ValueError("must be 'auto', 'none', 'required' or name a function")
@@ -120,7 +120,7 @@ Tools = Annotated[list[ToolDefinition], Field(fail_fast=True, max_length=MAX_TOO
 def tool_options(
     tools: list[Tool], choice: Literal["auto", "none", "required"] | ChosenTool | None, *, parallel: bool | None
 ) -> ToolOptions | None:
-    """What may be called; None where there are no tools. Raises BadRequest for a choice that cannot be made."""
+    """The tools and the choice; None where there are no tools. Raises BadRequest for an impossible choice."""
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)

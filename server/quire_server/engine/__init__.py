@@ -1,4 +1,4 @@
-"""The engine as the server sees it: admission, streams, the child process and its recovery.
+"""The server's side of the engine: admission control, output streams, the child process and its recovery.
 
-Knows no text and no HTTP.
+Has no text and no HTTP.
 """

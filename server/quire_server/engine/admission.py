@@ -1,4 +1,4 @@
-"""Which requests are taken now, and when those that are refused should come again."""
+"""Admission control: decides which requests are accepted now, and when refused ones should be sent again."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from quire_engine.types import EngineStats, GenerationRequest, ServiceClass, Ten
 from quire_server.errors import QueueFull
 from quire_server.metrics.metrics import TenantMetrics
 
-# Of the times that refused requests are told. From 60 on, older OpenAI SDKs retry when they like; none obeys above 120.
+# Bounds of Retry-After. From 60 s on, older OpenAI SDKs ignore it and retry at their own pace; above 120 s all do.
 LONGEST_SECONDS = 59.0
 LEAST_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueLimits:
-    """Bounds on the requests that have been accepted and are unfinished."""
+    """Limits on the accepted and unfinished requests."""
 
     max_sequences: int  # a request with n choices counts n
     max_prompt_tokens: int | None = None
@@ -26,34 +26,34 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """What one tenant may have; None is without a limit."""
+    """The limits of one tenant; None is no limit."""
 
     name: str
     weight: float = 1.0
     service_class: ServiceClass = "interactive"
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
-    max_queued: int | None = None  # sequences that wait
-    max_running: int | None = None  # sequences that run
+    max_queued: int | None = None  # waiting sequences
+    max_running: int | None = None  # running sequences
 
 
-NOBODY = Tenant(name="")  # those whose key stands for no tenant
+NOBODY = Tenant(name="")  # requests whose key belongs to no tenant
 
 
 class Tenants:
-    """The tenants that an operator has named, by the digests of their keys."""
+    """The operator's tenants, by the digests of their keys."""
 
     def __init__(self, by_digest: Mapping[str, Tenant] | None = None, *, names_of_keys: bool = False) -> None:
         self._by_digest = dict(by_digest or {})
-        self._names_of_keys = names_of_keys  # without a list of tenants, each key with a name is one
+        self._names_of_keys = names_of_keys  # whether each named key is a tenant of its own
 
     @property
     def all(self) -> tuple[Tenant, ...]:
-        """Each once; of keys with names there is no list."""
+        """Each listed tenant once; tenants from key names are not listed."""
         return tuple({tenant.name: tenant for tenant in self._by_digest.values()}.values())
 
     def of(self, key_digest: str, key_name: str) -> Tenant:
-        """The tenant of the key that was brought; both are empty where none was needed."""
+        """The tenant of a request's key; both arguments are empty where no key is required."""
         found = self._by_digest.get(key_digest)
         if found is not None:
             return found
@@ -61,54 +61,54 @@ class Tenants:
 
 
 _TENANT_WINDOW_SECONDS = 30.0
-_TENANT_GUESS_SECONDS = 3.0  # in which one sequence of the tenant ends, while none has
+_TENANT_GUESS_SECONDS = 3.0  # assumed seconds per sequence until one of the tenant has ended
 
 
 class TenantGate:
-    """In front of the queue, for tenants of the operator's list: what is over their rates and quotas is refused.
+    """Admission control per tenant, before the queue: refuses requests above the tenant's rates and quotas.
 
-    Who comes again at the time it was told is taken, and nothing is used up by what is refused.
+    A refused client that comes back at the time of its Retry-After is accepted. A refusal uses up nothing of a rate.
     """
 
     def __init__(self, tenants: Iterable[Tenant], metrics: TenantMetrics, now: float) -> None:
-        self._lanes = {tenant.name: _Lane(tenant, now) for tenant in tenants}
+        self._by_name = {tenant.name: _TenantState(tenant, now) for tenant in tenants}
         self._metrics = metrics
 
     def check(self, request: GenerationRequest, now: float) -> None:
-        """Raises QueueFull where the request is over its tenant's rate or quota."""
-        lane = self._lanes.get(request.tenant)
-        if lane is None:
+        """Raises QueueFull if the request is above its tenant's rate or quota."""
+        state = self._by_name.get(request.tenant)
+        if state is None:
             return
-        refusal = lane.refusal(request, now)
+        refusal = state.refusal(request, now)
         if refusal is not None:
             reason, what, seconds = refusal
             self._metrics.refused(request.tenant, reason)
             raise QueueFull(f"the tenant's {what} is reached", retry_after_seconds=seconds, code=reason)
 
     def take(self, request: GenerationRequest, now: float) -> None:
-        """The request that was checked is accepted."""
-        lane = self._lanes.get(request.tenant)
-        if lane is not None:
-            lane.take(request, now)
+        """Charge an accepted request, after its check."""
+        state = self._by_name.get(request.tenant)
+        if state is not None:
+            state.take(request, now)
             self._metrics.accepted(request.tenant)
 
     def release(self, request: GenerationRequest, now: float) -> None:
-        """An accepted request has ended, one way or another."""
-        lane = self._lanes.get(request.tenant)
-        if lane is not None:
-            lane.release(request.n, now)
+        """An accepted request has ended."""
+        state = self._by_name.get(request.tenant)
+        if state is not None:
+            state.release(request.n, now)
 
     def observe(self, stats: Iterable[TenantStats], now: float) -> None:
-        """What the engine has given to whom so far: output is paid for when it has come."""
+        """Charge each tenant's new output tokens, from the engine's statistics."""
         for each in stats:
-            lane = self._lanes.get(each.tenant)
-            if lane is not None:
-                prompt, output = lane.observe(each, now)
+            state = self._by_name.get(each.tenant)
+            if state is not None:
+                prompt, output = state.observe(each, now)
                 self._metrics.computed(each.tenant, prompt=prompt, output=output)
 
 
-class _Lane:
-    """One tenant's."""
+class _TenantState:
+    """The rates, promises and sequences of one tenant."""
 
     def __init__(self, tenant: Tenant, now: float) -> None:
         self._tenant = tenant
@@ -120,11 +120,11 @@ class _Lane:
         self._seen = TenantStats(tenant=tenant.name)
 
     def refusal(self, request: GenerationRequest, now: float) -> tuple[str, str, float] | None:
-        """Why it cannot be taken: the code, what is reached, and the seconds until it can."""
+        """Why a request is refused, as (code, limit in words, seconds until it can be accepted); None: it is not."""
         waiting = self._unfinished - self._running
         limit = self._tenant.max_queued
         if limit is not None and waiting and waiting + request.n > limit:
-            return "tenant_queue", "quota of waiting requests", self._until_room(waiting + request.n - limit, now)
+            return "tenant_queue", "quota of waiting requests", self._seconds_until(waiting + request.n - limit, now)
         seconds = _wait(self._requests, self._promised_requests, request, 1, now)
         if seconds:
             return "tenant_requests", "rate of requests", seconds
@@ -144,7 +144,7 @@ class _Lane:
         self._ends.append((now, sequences))
 
     def observe(self, stats: TenantStats, now: float) -> tuple[int, int]:
-        """New tokens of prompts and of output since the last look; totals begin again with a new engine."""
+        """The new prompt and output tokens; totals begin again with a new engine process."""
         seen, self._seen = self._seen, stats
         self._running = min(stats.running, self._unfinished)
         prompt = _growth(stats.total_prompt_tokens, seen.total_prompt_tokens)
@@ -153,8 +153,8 @@ class _Lane:
             self._tokens.take(output, now)
         return prompt, output
 
-    def _until_room(self, sequences: int, now: float) -> float:
-        """Seconds in which so many of the tenant's sequences end, by how many did of late."""
+    def _seconds_until(self, sequences: int, now: float) -> float:
+        """Seconds until `sequences` sequences of the tenant have ended, at the rate of the last 30 seconds."""
         while self._ends and self._ends[0][0] < now - _TENANT_WINDOW_SECONDS:
             self._ends.popleft()
         if not self._ends:
@@ -166,11 +166,11 @@ class _Lane:
 def _wait(
     bucket: TokenBucket | None, promises: Promises, request: GenerationRequest, amount: float, now: float
 ) -> float:
-    """Seconds until the request may come again; 0: it is taken now. Those who were told a time come before others."""
+    """Seconds until the request may come again; 0: accepted now. Refused clients with a promise come before others."""
     if bucket is None or promises.redeem(request, now):
         return 0.0
     seconds = bucket.wait(amount + promises.reserved(now), now)
-    if promises.reserved(now):  # a full bucket is not enough for all who wait in line
+    if promises.reserved(now):  # a full bucket may not cover all promised requests
         seconds = max(seconds, bucket.wait(amount, now) + bucket.seconds(promises.reserved(now)))
     return promises.place(request, now=now, seconds=seconds, amount=amount) if seconds else 0.0
 
@@ -179,36 +179,36 @@ def _growth(total: int, before: int) -> int:
     return total - before if total >= before else total
 
 
-MARGIN = 0.8  # of the target: estimates are not exact, and a step has an end
-_KEEP = 0.95  # of what was measured before, with each step
-_FIRST_STEPS = 4  # whole steps of prompts that are accepted before anything is known
+MARGIN = 0.8  # share of the target: estimates are inexact, and a step runs to its end
+_KEEP = 0.95  # factor on older measurements, per step
+_FIRST_STEPS = 4  # full steps of prompt tokens that are accepted before a rate is known
 
 
 class TtftGate:
-    """Refuses requests whose first token would come later than a target, and says when it would not.
+    """Refuses requests whose time to first token (TTFT) would exceed a target, and says when it would not.
 
-    The time to the first token is what is to be computed before it, over the rate at which prompts are computed while
-    some wait: measured over all steps, those in which nothing of a prompt could be computed included, so that a lack of
-    seats or memory counts as what it is for those who wait. Batch requests have no such target.
+    The predicted TTFT is the number of prompt tokens to compute until then, divided by the rate of prompt tokens while
+    some wait. The rate counts all steps, also those that computed no prompt tokens, so that a lack of seats or memory
+    lowers it. Batch requests have no such target.
     """
 
     def __init__(self, target: float, *, step_tokens: int) -> None:
         self._target = target * MARGIN
         self._first_tokens = _FIRST_STEPS * step_tokens
-        self._pending: dict[str, int] = {}  # prompt tokens, by request
+        self._pending: dict[str, int] = {}  # prompt tokens without a first token yet, by request
         self._num_pending = 0
         self._promises = Promises()
         self._tokens = self._seconds = 0.0
-        self._last_step: float | None = None  # None: nothing waited
+        self._last_step: float | None = None  # time; None: no request waited
         self._last_hits = 0
 
     @property
     def rate(self) -> float | None:
-        """Prompt tokens a second; None while nothing is known."""
+        """Prompt tokens per second; None while no rate is known."""
         return self._tokens / self._seconds if self._seconds > 0 and self._tokens > 0 else None
 
     def refusal(self, request: GenerationRequest, now: float) -> float | None:
-        """Seconds until the request may come again; None: it may come now. To be asked once for each request."""
+        """Seconds until the request may come again; None: it may come now. Call it once per request."""
         if not _has_target(request) or self._promises.redeem(request, now):
             return None
         own = len(request.prompt_token_ids)
@@ -225,7 +225,7 @@ class TtftGate:
         return self._promises.place(request, now=now, seconds=seconds, amount=own)
 
     def accept(self, request: GenerationRequest, now: float) -> None:
-        """The request is in the queue."""
+        """Count the prompt of an accepted request."""
         if not _has_target(request):
             return
         if not self._pending:
@@ -239,10 +239,10 @@ class TtftGate:
         self._num_pending -= self._pending.pop(request_id, 0)
 
     def observe(self, stats: EngineStats, now: float) -> None:
-        """A step has ended, of whose outputs those with a first token have been told before."""
+        """Measure a step; `answered` was called before for its first tokens."""
         hits = stats.total_prefix_hit_tokens
         found, self._last_hits = max(hits - self._last_hits, 0), hits
-        is_full = bool(self._pending) or self.rate is None  # else it had no more to compute than it did
+        is_full = bool(self._pending) or self.rate is None  # otherwise the step may have lacked prompt tokens
         if self._last_step is not None and is_full:
             self._tokens = self._tokens * _KEEP + stats.prefill_tokens + found
             self._seconds = self._seconds * _KEEP + now - self._last_step
@@ -253,17 +253,18 @@ def _has_target(request: GenerationRequest) -> bool:
     return request.service_class == "interactive" and not request.pooling
 
 
-_LONGEST_STEP_SECONDS = 4.0  # between two places, so that even a line at a crawl has some
-_SEAT_GUESS_SECONDS = 3.0  # that a sequence keeps its seat, while none has ended
+_LONGEST_STEP_SECONDS = 4.0  # most seconds between two retry times, at a low rate
+_SEAT_GUESS_SECONDS = 3.0  # assumed seconds of a sequence in its seat, until one has ended
 _SHORTEST_SECONDS = 0.001
 _SEAT_WINDOW_SECONDS = 30.0
 
 
 class SeatMeter:
-    """How fast sequences end when all seats are taken, by how long those of the last 30 seconds kept theirs.
+    """Measures how fast sequences end while all seats are taken, from those that ended in the last 30 seconds.
 
-    Counts seat-seconds rather than seconds: a server that was idle is not slow. What the taken seats have been used for
-    is a pool, of which each end takes its seat's share; so the first end of many that began together speaks for all.
+    It counts seat-seconds rather than seconds, so that idle time does not lower the rate. The seat-seconds of the
+    sequences that still run form a pool, and each end takes one seat's share of it. So the first end of many sequences
+    that began together counts for all of them.
     """
 
     def __init__(self, seats: int) -> None:
@@ -273,10 +274,10 @@ class SeatMeter:
         self._pool = 0.0  # seat-seconds of the taken seats
         self._ended: deque[tuple[float, int, float]] = deque()  # time, sequences, their seat-seconds
         self._num_ended = 0
-        self._seat_seconds = 0.0  # of those that ended
+        self._seat_seconds = 0.0  # seat-seconds of the ended sequences
 
     def observe(self, now: float, *, sequences: int, ended: int = 0) -> None:
-        """From now on so many sequences are unfinished, waiting ones included; `ended` have just left."""
+        """Now `sequences` are unfinished, waiting ones included, and `ended` have just ended."""
         self._pool += self._taken * (now - self._changed_at)
         self._changed_at = now
         if ended and self._taken:
@@ -289,13 +290,13 @@ class SeatMeter:
         self._trim(now)
 
     def rate(self, now: float) -> float:
-        """Sequences a second, more than 0."""
+        """Sequences that end per second; more than 0."""
         self._trim(now)
         so_far = self._pool / self._taken + now - self._changed_at if self._taken else 0.0
         if self._num_ended:
             seconds = max(self._seat_seconds / self._num_ended, so_far)
         else:
-            seconds = max(_SEAT_GUESS_SECONDS, 2 * so_far)  # half of their work is done, by the usual guess
+            seconds = max(_SEAT_GUESS_SECONDS, 2 * so_far)  # on average half of a running sequence's time has passed
         return self._seats / max(seconds, _SHORTEST_SECONDS)
 
     def _trim(self, now: float) -> None:
@@ -304,24 +305,24 @@ class SeatMeter:
             self._num_ended -= ended
             self._seat_seconds -= share
         if not self._ended:
-            self._seat_seconds = 0.0  # no rest of rounding
+            self._seat_seconds = 0.0  # no rounding errors remain
 
 
 class RetryLine:
-    """When a refused client should come again: a place in time behind those refused before it, one place for each.
+    """Assigns refused clients the times at which to come again, one after the other.
 
-    The first place is when half of the queue has drained: later than the first free seat, so that what the estimate is
-    wrong by finds a place in the queue, and early enough that no seat stays empty.
+    The first time is when half of the queue has drained. That is later than the first free seat, so that an error of
+    the estimate finds room in the queue, and early enough that no seat stays empty.
     """
 
     def __init__(self) -> None:
-        self._last_place = float("-inf")  # a time
+        self._last_place = float("-inf")  # the latest assigned time
 
     def wait(self, now: float, *, sequences: int, waiting: int, rate: float) -> float:
-        """Seconds, `LEAST_SECONDS` to `LONGEST_SECONDS`, for a refused request of so many sequences.
+        """Seconds, `LEAST_SECONDS` to `LONGEST_SECONDS`, for a refused request of `sequences` sequences.
 
-        `waiting` are those in the queue, `rate` is how many leave it in a second. A line that gets too long begins
-        again at its front: who finds the queue full again gets a new place by what has been measured until then.
+        `waiting`: sequences in the queue; `rate`: sequences that end per second. When the line gets too long it begins
+        again at its front; a client that is refused again gets a new time from newer measurements.
         """
         front = now + min(max(waiting / 2 / rate, LEAST_SECONDS), LONGEST_SECONDS / 2)
         place = max(front, self._last_place + min(sequences / rate, _LONGEST_STEP_SECONDS))
@@ -331,10 +332,10 @@ class RetryLine:
         return place - now
 
 
-GRACE_SECONDS = 3.0  # Retry-After is whole seconds for most, and the way back takes some
-_MOST = 10_000  # different requests with promises at once
-_MOST_ALIKE = 8
-_CLOCK_SECONDS = 0.001  # what a time in milliseconds may be short of
+GRACE_SECONDS = 3.0  # most clients round Retry-After to whole seconds, and the network takes time
+_MOST = 10_000  # different requests that have promises at once
+_MOST_ALIKE = 8  # promises for equal requests
+_CLOCK_SECONDS = 0.001  # rounding error of a time in milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,27 +345,27 @@ class _Promise:
 
 
 class Promises:
-    """What refused requests have been told: they are taken when they come again at that time.
+    """Promises to refused requests: a request that comes again at its promised time is accepted.
 
-    Each promise is kept for one request, which is known by its content: the same prompt with the same limits is the
-    same request. It is forgotten a few seconds after its time. Without promises the room that a refused client waits
-    for would be taken by those who come in the meantime, and the time that it was told would be a guess.
+    A promise is for one request, identified by its content: equal prompts with equal limits are the same request. It
+    expires a few seconds after its time. Without promises, new requests would take the capacity that a refused client
+    waits for, and its Retry-After would be a guess.
     """
 
     def __init__(self) -> None:
         self._by_ticket: dict[int, list[_Promise]] = {}
         self._reserved = 0.0
-        self._next_look = 0.0
+        self._next_expiry = 0.0
 
     def reserved(self, now: float) -> float:
-        """What is promised to those who may still come."""
-        if now >= self._next_look:
+        """The amount promised to clients that may still come."""
+        if now >= self._next_expiry:
             self._forget(now)
-            self._next_look = now + 0.5
+            self._next_expiry = now + 0.5
         return self._reserved
 
     def redeem(self, request: GenerationRequest, now: float) -> bool:
-        """Whether the request was promised this moment, or an earlier one; the promise is used up."""
+        """Whether the request was promised this time or an earlier one; uses the promise up."""
         key = ticket(request)
         promises = self._by_ticket.get(key, [])
         while promises and promises[0].at <= now + _CLOCK_SECONDS:
@@ -375,16 +376,16 @@ class Promises:
         return False
 
     def place(self, request: GenerationRequest, *, now: float, seconds: float, amount: float) -> float:
-        """Seconds after which the request may come again.
+        """Promise a time to the request; returns the seconds until then.
 
-        Clients may send the same request, so each refusal has a time of its own, up to a number: who comes again and
-        again before its time is told the last one.
+        Several clients may send equal requests, so each refusal gets its own promise, up to `_MOST_ALIKE`. After that
+        the last one is repeated.
         """
         known = self._by_ticket.get(ticket(request), [])
         if len(known) >= _MOST_ALIKE and known[-1].at > now:
             return known[-1].at - now
         if seconds > LONGEST_SECONDS or len(self._by_ticket) >= _MOST:
-            return LONGEST_SECONDS  # too far away to be promised
+            return LONGEST_SECONDS  # too far away for a promise
         insort(self._by_ticket.setdefault(ticket(request), []), _Promise(now + seconds, amount), key=_time)
         self._reserved += amount
         return seconds
@@ -399,7 +400,7 @@ class Promises:
         if not self._by_ticket[key]:
             del self._by_ticket[key]
         if not self._by_ticket:
-            self._reserved = 0.0  # no rest of rounding
+            self._reserved = 0.0  # no rounding errors remain
 
 
 def _time(promise: _Promise) -> float:
@@ -407,7 +408,7 @@ def _time(promise: _Promise) -> float:
 
 
 def ticket(request: GenerationRequest) -> int:
-    """Of two requests with the same content the same number."""
+    """A number that is equal for requests with equal content."""
     return hash((request.tenant, request.prompt_token_ids, request.stop.max_new_tokens, request.n))
 
 
@@ -415,7 +416,7 @@ MINUTE = 60.0
 
 
 class TokenBucket:
-    """A rate per minute, saved up for one minute at most; full at first. What is taken beyond it is a debt."""
+    """A token bucket: a rate per minute that accumulates for one minute at most; full at first, may go into debt."""
 
     def __init__(self, per_minute: float, now: float) -> None:
         self._most = per_minute
@@ -423,16 +424,16 @@ class TokenBucket:
         self._at = now
 
     def wait(self, amount: float, now: float) -> float:
-        """Seconds until so much is there; more than a minute's rate is asked of a full bucket."""
+        """Seconds until `amount` is available; more than a minute's rate needs a full bucket."""
         self._fill(now)
         return max(0.0, (min(amount, self._most) - self._level) * MINUTE / self._most)
 
     def seconds(self, amount: float) -> float:
-        """In which so much comes."""
+        """Seconds in which `amount` accumulates."""
         return amount * MINUTE / self._most
 
     def take(self, amount: float, now: float) -> None:
-        """So much is used."""
+        """Use `amount` up."""
         self._fill(now)
         self._level -= amount
 

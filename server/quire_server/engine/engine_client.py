@@ -1,7 +1,8 @@
-"""From requests to the engine and from its steps to per-request streams.
+"""Passes requests to the engine and its outputs to the requests' streams.
 
-Owns the bounded queue (admission) and one buffer per stream. Promises: a place is reserved atomically, one wake-up per
-stream and step, and what a closed stream still runs is aborted at once. Must not know: text, HTTP.
+Owns the bounded queue (admission control) and one buffer per stream. Promises: a place in the queue is reserved
+atomically, a step wakes a stream once, and closing a stream aborts its live requests at once. Must not know: text,
+HTTP.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from quire_server.engine.recovery import Quarantine
 from quire_server.errors import DeadlineExceeded, QueueFull, RequestQuarantined, ShuttingDown
 from quire_server.metrics.metrics import Metrics
 
-_FEW = 1  # request underway to a full queue that may never reach it
+_FEW = 1  # requests underway to a full queue that are not counted, since they may never reach it
 
 
 class RequestStream:
-    """The outputs of accepted requests, in the order of their arrival; ends when none of the requests is live.
+    """The outputs of accepted requests in the order of arrival; ends when none of the requests is live.
 
-    With `max_waiting`, once so many outputs wait for whoever takes them, the requests are held until they are taken.
+    Backpressure: with `max_waiting`, the requests are held once so many outputs wait in the buffer, until the consumer
+    reads them.
     """
 
     def __init__(self, client: EngineClient, *, max_waiting: int | None = None) -> None:
@@ -43,7 +45,7 @@ class RequestStream:
         self._waiter: asyncio.Future[None] | None = None
 
     def expect(self, request: GenerationRequest) -> None:
-        """The client has accepted a request for this stream."""
+        """A request was accepted for this stream."""
         self._live[request.request_id] = request
         self._num_unfinished[request.request_id] = request.n
 
@@ -51,7 +53,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> list[TokenOutput]:
-        """All that has arrived since the last call, waiting for the first of it."""
+        """All outputs since the last call; waits for the first one."""
         if self._is_held:
             self._is_held = False
             self._client.release_held(self._live.values())
@@ -69,7 +71,7 @@ class RequestStream:
         return outputs
 
     def deliver(self, output: TokenOutput) -> None:
-        """Take in one output of a live request."""
+        """Append an output of a live request."""
         self._buffer.append(output)
         if self._waiter is not None:
             if not self._waiter.done():
@@ -82,18 +84,18 @@ class RequestStream:
             if self._num_unfinished[output.request_id] == 0:
                 self._client.release(self._live.pop(output.request_id), finished=True)
 
-    def give_up(self, request_id: str) -> None:
-        """Abort one request, if it is live."""
+    def abort(self, request_id: str) -> None:
+        """Abort a request, if it is live."""
         request = self._live.pop(request_id, None)
         if request is not None:
             self._client.release(request, finished=False)
 
     def expire(self, request_id: str) -> None:
-        """A live request's time is over."""
+        """End a live request at its deadline."""
         self.fail(request_id, DEADLINE_PASSED, DEADLINE_EXCEEDED)
 
     def fail(self, request_id: str, error: str, code: str) -> None:
-        """All of a live request is given up: its first unfinished choice says why."""
+        """Abort a live request; its last output is an error of its first unfinished choice."""
         self._buffer.append(TokenOutput(request_id=request_id, finish="error", error=error, error_code=code))
         request = self._live.pop(request_id)
         self._client.release(request, finished=False)
@@ -104,9 +106,9 @@ class RequestStream:
         return self._live[request_id]
 
     def close(self) -> None:
-        """Give up what is live. Idempotent."""
+        """Abort the live requests. Idempotent."""
         for request_id in list(self._live):
-            self.give_up(request_id)
+            self.abort(request_id)
         self._wake()
 
     def _wake(self) -> None:
@@ -115,7 +117,7 @@ class RequestStream:
 
 
 class EngineClient:
-    """Admission, fan-out and statistics in front of one `EnginePort`."""
+    """Admission control, fan-out of outputs, and statistics in front of one `EnginePort`."""
 
     def __init__(
         self,
@@ -140,8 +142,8 @@ class EngineClient:
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._closed = False
         self._sequences = 0
-        self._held: dict[str, int] = {}  # sequences by request
-        self._num_held = 0  # of the sequences
+        self._held: dict[str, int] = {}  # sequences of held requests, by id
+        self._num_held = 0  # sequences of held requests
         self._prompt_tokens = 0
         self._clock = clock
         self._seats = SeatMeter(plan.scheduler.limits.max_num_seqs)
@@ -157,11 +159,11 @@ class EngineClient:
 
     @property
     def max_sequences(self) -> int:
-        """Choices, or beams, that may be accepted and unfinished at once."""
+        """The most choices, or beams, that may be accepted and unfinished at once."""
         return self._limits.max_sequences
 
     async def wait_idle(self) -> None:
-        """Until no accepted request is unfinished."""
+        """Wait until no accepted request is unfinished."""
         await self._idle.wait()
 
     def live(self) -> list[GenerationRequest]:
@@ -176,19 +178,19 @@ class EngineClient:
         return stream is not None
 
     def close(self) -> None:
-        """The server stops: nothing is accepted any more, and what is unfinished ends with an error."""
+        """Shut down: refuse new requests, and end unfinished ones with an error."""
         self._closed = True
         for request_id in list(self._streams):
             self.end(request_id, "the server is shutting down", ShuttingDown.default_code)
 
     def has_room(self, request: GenerationRequest) -> bool:
-        """Whether `submit` would take it now."""
-        return self._lack(request) is None
+        """Whether `submit` would accept the request now."""
+        return self._exceeded_limit(request) is None
 
     def submit(self, request: GenerationRequest, stream: RequestStream, *, is_check: bool = False) -> None:
-        """Reserve a place and hand the request to the engine; its outputs go to `stream`.
+        """Reserve a place in the queue and pass the request to the engine; its outputs go to `stream`.
 
-        A check of the engine has a place of its own. Raises QueueFull, DeadlineExceeded, RequestQuarantined, NotReady.
+        A health check (`is_check`) needs no place. Raises QueueFull, DeadlineExceeded, RequestQuarantined, NotReady.
         """
         if self._closed:
             raise ShuttingDown
@@ -199,11 +201,11 @@ class EngineClient:
         if refused_for is not None:
             self._metrics.reject("quarantine")
             raise RequestQuarantined(refused_for)
-        lack = None if is_check else self._lack(request)
-        if lack is not None:
-            raise self._refusal(lack, request.num_sequences)
+        exceeded = None if is_check else self._exceeded_limit(request)
+        if exceeded is not None:
+            raise self._refusal(exceeded, request.num_sequences)
         if not is_check:
-            self._ask_gates(request, now)
+            self._check_gates(request, now)
         self._watch(request)
         stream.expect(request)
         self._streams[request.request_id] = stream
@@ -215,23 +217,23 @@ class EngineClient:
         self._port.submit(request)
 
     def hold(self, requests: Iterable[GenerationRequest]) -> None:
-        """Nobody takes their outputs: they are set aside in the engine, and others get their places in the queue."""
+        """Backpressure: their outputs are not read, so hold them in the engine and free their places in the queue."""
         for request in requests:
             self._held[request.request_id] = request.num_sequences
             self._num_held += request.num_sequences
             self._port.hold_request(request.request_id)
 
     def release_held(self, requests: Iterable[GenerationRequest]) -> None:
-        """Their outputs were taken: they go on, even where others have taken their places in the queue."""
+        """Their outputs were read: release them, even if other requests have taken their places in the queue."""
         for request in requests:
             self._num_held -= self._held.pop(request.request_id)
             self._port.release_request(request.request_id)
 
     def refusal(self, lately: int = 0, underway: int = 0) -> QueueFull | None:
-        """Why whatever came now would be refused; None where that depends on what comes. It counts as refused.
+        """The refusal of any request that came now; None if it depends on the request. Counts as refused.
 
-        With all seats taken, those that are underway are taken for queued already, but for a few; before, those of them
-        that will be there soon, since they came lately.
+        While all seats are taken, `underway` requests count as queued already, except for a few. Otherwise only the
+        requests that came `lately` count.
         """
         taken = self._sequences - self._num_held
         soon = underway if taken >= self.plan.scheduler.limits.max_num_seqs else lately
@@ -239,7 +241,7 @@ class EngineClient:
         return self._refusal("max_num_queued_reqs", 1) if is_full else None
 
     def _watch(self, request: GenerationRequest) -> None:
-        """End the request at its deadline, whether there is an engine to do it or not."""
+        """End the request at its deadline, also while no engine runs."""
         if request.deadline is not None:
             left, loop = request.deadline - self._clock(), asyncio.get_running_loop()
             self._deadlines[request.request_id] = loop.call_later(left, self._expire, request.request_id)
@@ -248,7 +250,7 @@ class EngineClient:
         self._streams[request_id].expire(request_id)
 
     def on_step(self, step: StepOutput) -> None:
-        """Fan one engine step out to the streams it has news for."""
+        """Pass one step's outputs to their streams."""
         num_tokens = 0
         for output in step.outputs:
             num_tokens += len(output.token_ids)
@@ -262,7 +264,7 @@ class EngineClient:
                 if output.timing is not None:  # the first of a choice, or its last
                     self._ttft.answered(output.request_id)
             self._ttft.observe(step.stats, self._clock())
-        self._metrics.observe_step(step.stats, num_tokens)  # last: a fault in counting must not cost tokens
+        self._metrics.observe_step(step.stats, num_tokens)  # last, so that an error in the metrics loses no tokens
 
     def release(self, request: GenerationRequest, *, finished: bool) -> None:
         """Free the request's place, once; abort it in the engine unless it has finished."""
@@ -285,8 +287,8 @@ class EngineClient:
         if not self._streams:
             self._idle.set()
 
-    def _ask_gates(self, request: GenerationRequest, now: float) -> None:
-        """What the tenant may have, then what all wait for; nothing is used up where either refuses."""
+    def _check_gates(self, request: GenerationRequest, now: float) -> None:
+        """Check the tenant's limits, then the TTFT target; a refusal by either uses up nothing."""
         if self._tenants is not None:
             try:
                 self._tenants.check(request, now)
@@ -302,8 +304,8 @@ class EngineClient:
         if self._tenants is not None:
             self._tenants.take(request, now)
 
-    def _lack(self, request: GenerationRequest) -> str | None:
-        """The limit that a request is over, by the name of its setting."""
+    def _exceeded_limit(self, request: GenerationRequest) -> str | None:
+        """The name of the setting that the request would exceed, or None."""
         if self._sequences - self._num_held + request.num_sequences > self._limits.max_sequences:
             return "max_num_queued_reqs"
         limit, tokens = self._limits.max_prompt_tokens, self._prompt_tokens + len(request.prompt_token_ids)

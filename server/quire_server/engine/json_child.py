@@ -1,6 +1,7 @@
-"""The server's side of a conversation with one of the engine's tools, in a process of its own.
+"""Runs one of the engine's tools as a child process and reads its JSON replies.
 
-Promises: this half never loads torch; a Ctrl-C in the terminal is ours, and ends the child by the way.
+Promises: the server's side never loads torch; a Ctrl-C in the terminal reaches the server only, which then ends the
+child.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ T = TypeVar("T")
 
 
 class _Refusal(msgspec.Struct):
-    """Of other replies it has no field."""
+    """A refusal by the tool; other replies have no field `error`."""
 
     error: str = ""
     kind: Literal["config", "model"] = "model"
 
 
 def ask(tool: str, question: object, reply_type: type[T], *, timeout: float | None = None) -> list[T]:
-    """All replies of `quire_engine.tools.TOOL` to one question, once it has ended.
+    """All replies of `quire_engine.tools.TOOL` to one question, after the process has ended.
 
     Raises ConfigError or ModelLoadError as the tool does, EngineDead if it crashes or takes longer than `timeout`
     seconds.

@@ -1,7 +1,7 @@
 """One engine process from its start to its end, and the server's end of its socket.
 
-Owns the child process and what is known of it; a new start is a new object. Promises: frames in order, a hang ends in a
-kill, and no child stays behind. Must not know: requests.
+Owns the child process and its state; every start makes a new object. Promises: frames in order, a hang ends in a kill,
+and no child process is left behind. Must not know: requests.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from quire_engine.types import EngineHealth, StepOutput
 
 log = logging.getLogger("quire.supervisor")
 
-MOST_QUESTIONS = 32  # under way at once
+MOST_QUESTIONS = 32  # unanswered questions at once
 _SOCKET_BUFFER_BYTES = 4 << 20
 _WATCH_SECONDS = 0.5
-_STOPPED_SECONDS = 5.0  # of silence, after which a process that is held by a signal is not waited for any longer
-_LEAST_WORK = 20  # hundredths of a second or MiB: whoever does less in a watch of its start has not got on
-_BUSY_FACTOR = 10  # times as long as an idle one may a start be at work without a word
+_STOPPED_SECONDS = 5.0  # of silence, after which a stopped process is killed
+_LEAST_WORK = 20  # CPU time in 0.01 s plus MiB read; a start that does less between two looks makes no progress
+_BUSY_FACTOR = 10  # times the stall limit: the longest time that a working start may send no progress
 _REAP_SECONDS = 0.005
-_SECONDS_FOR_STACKS = 0.5  # from the signal that prints them to the kill
+_SECONDS_FOR_STACKS = 0.5  # between the signal that prints the stacks and the kill
 
 
 class TooManyQuestions(QuireError):
-    """The engine answers one question after the other, between its steps."""
+    """Too many questions at once: the engine answers them one after the other, between its steps."""
 
 
 class EngineProcess(asyncio.Protocol):
-    """A child process, launched when the object is made; it loads a model when `start` tells it which."""
+    """A child process, launched when the object is made; `start` tells it which model to load."""
 
     def __init__(
         self,
@@ -61,17 +61,19 @@ class EngineProcess(asyncio.Protocol):
     ) -> None:
         """Launch `program FD PARENT_PID [MEMORY_FD]`. Raises EngineDead where that is not possible.
 
-        `stderr`: the descriptor that it gets as its own; None: ours, where it waits for who reads it.
-        `memory_fd`: a file of memory that it fills with packed weights, or finds filled.
+        `stderr`: the child's descriptor for it; None: the server's own, where a slow reader makes the engine wait.
+        `memory_fd`: a memory file for packed weights, empty or filled by the process before.
         """
-        self.progressed = False  # it has delivered something
-        self.progress: LoadProgress | None = None  # the latest word on its start
-        self.progressed_at = time.monotonic()  # when that came; its launch or start before the first
+        self.progressed = False  # whether a step has brought outputs
+        self.progress: LoadProgress | None = None  # the latest progress of its start
+        self.progressed_at = time.monotonic()  # when that came; before it, the time of the launch or start
         self._on_step = on_step
         self._decoder = FrameDecoder()
         self._transport: asyncio.Transport | None = None
         loop = asyncio.get_running_loop()
-        self._answer: asyncio.Future[EnginePlan | StartFailed | None] = loop.create_future()  # to START; None: it ended
+        self._answer: asyncio.Future[EnginePlan | StartFailed | None] = (
+            loop.create_future()
+        )  # the reply to START; None: the process ended
         self._lost: asyncio.Future[None] = loop.create_future()
         self._asked: dict[int, asyncio.Future[Inspected]] = {}
         self._tokens = count()
@@ -84,11 +86,11 @@ class EngineProcess(asyncio.Protocol):
             raise EngineDead(f"the engine process could not be launched: {error}") from error
 
     async def start(self, config: EngineConfig, stall_seconds: float = 60.0) -> EnginePlan:
-        """Build the engine. Raises ConfigError or ModelLoadError as the engine does, EngineDead if it ends instead.
+        """Build the engine. Raises ConfigError or ModelLoadError as the engine does, EngineDead if the process ends.
 
-        A start that does not get on for `stall_seconds` is ended.
+        A start without progress for `stall_seconds` is killed.
         """
-        self.progressed_at = self._heard = time.monotonic()  # it may have been launched long before
+        self.progressed_at = self._heard = time.monotonic()  # a spare process was launched long before
         try:
             await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
             self.send(config)
@@ -106,22 +108,22 @@ class EngineProcess(asyncio.Protocol):
 
     @property
     def pid(self) -> int | None:
-        """Process id. None: it has ended and was reaped."""
+        """The process id; None once it has ended and was reaped."""
         return self._child.pid if self._child.returncode is None else None
 
     @property
     def runs(self) -> bool:
-        """Whether it has not ended, as far as the system tells."""
+        """Whether the process has not ended."""
         return self._child.poll() is None
 
     @property
     def connected(self) -> bool:
-        """Whether what is sent now can arrive."""
+        """Whether frames can be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
     @property
     def health(self) -> EngineHealth:
-        """As of the last step or heartbeat."""
+        """The engine's health at its last step or heartbeat."""
         if isinstance(self._latest, EngineHealth):
             return self._latest
         return EngineHealth(alive=True, step_id=self._latest.step_id, has_work=True)
@@ -134,16 +136,16 @@ class EngineProcess(asyncio.Protocol):
 
     @property
     def killed_from_outside(self) -> bool:
-        """Ended by a SIGKILL that was not ours: an operator's, the OOM killer's."""
+        """Whether a SIGKILL of others ended it: an operator's or the OOM killer's."""
         return self._child.returncode == -signal.SIGKILL and not self._killed_by_us
 
     def send(self, frame: Frame) -> None:
-        """Does nothing once the connection is lost."""
+        """Send a frame; does nothing once the connection is lost."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(encode_frame(frame))
 
     async def ask(self, kind: type[Inspect | Control], what: str, argument: str) -> bytes:
-        """The engine's answer, JSON. Raises Unanswerable in the engine's words, TooManyQuestions, EngineDead."""
+        """The engine's answer, JSON. Raises Unanswerable with the engine's text, TooManyQuestions, EngineDead."""
         if len(self._asked) >= MOST_QUESTIONS:
             raise TooManyQuestions(f"{MOST_QUESTIONS} questions are not answered yet")
         token = next(self._tokens)
@@ -160,11 +162,11 @@ class EngineProcess(asyncio.Protocol):
 
     @property
     def silence(self) -> float:
-        """Seconds since anything came: every step and, without work, every second brings something."""
+        """Seconds since the last frame; an engine sends one per step, and one per second while idle."""
         return time.monotonic() - self._heard
 
     async def wait_for_end(self, hang_seconds: Callable[[], float]) -> None:
-        """Until the socket closes, or nothing has come for `hang_seconds()` and the process has been killed."""
+        """Wait until the socket closes; kill the process after a silence of `hang_seconds()`."""
         while not await self._ends_or_waits(self._lost):
             limit = hang_seconds()
             stopped = self.silence >= min(limit, _STOPPED_SECONDS) and is_stopped(self._child.pid)
@@ -174,7 +176,7 @@ class EngineProcess(asyncio.Protocol):
                 return
 
     async def _watch_start(self, stall_seconds: float) -> None:
-        """Until the start is answered or the process has ended; kill it where it does not get on."""
+        """Wait until the start is answered or the process has ended; kill it if it makes no progress."""
         work, worked_at = 0, self.progressed_at
         while not await self._ends_or_waits(self._answer):
             now, done = time.monotonic(), work_done(self._child.pid)
@@ -192,11 +194,11 @@ class EngineProcess(asyncio.Protocol):
                 await asyncio.wait([self._answer])
 
     async def _ends_or_waits(self, end: asyncio.Future[Any]) -> bool:
-        """Whether it has come; else a moment has passed, in which what has arrived was read."""
+        """Whether `end` has come within a moment, in which the frames that had arrived were read."""
         while True:
             started = time.monotonic()
             done, _ = await asyncio.wait([end], timeout=_WATCH_SECONDS)
-            # After a longer one it was this process that stood still: the engine's words may lie in the socket, unread.
+            # After a longer wait this process itself was stopped: frames of the engine may be unread in the socket.
             if done or time.monotonic() - started <= 2 * _WATCH_SECONDS:
                 return bool(done)
 
@@ -210,9 +212,9 @@ class EngineProcess(asyncio.Protocol):
         self._kill()
 
     async def reap(self, *, grace_seconds: float) -> None:
-        """Wait for the process to end, by force after `grace_seconds`. Idempotent, also after a call was cancelled.
+        """Wait for the process to end, and kill it after `grace_seconds`. Idempotent, also after a cancelled call.
 
-        Looks again and again instead of waiting in a thread: when an interpreter ends, none can be started any more.
+        It polls instead of waiting in a thread, since no thread can be started while an interpreter ends.
         """
         deadline = time.monotonic() + grace_seconds
         while self._child.poll() is None:
@@ -222,7 +224,7 @@ class EngineProcess(asyncio.Protocol):
         self.close()
 
     def close(self) -> None:
-        """Let go of the socket, at which the process ends. Idempotent."""
+        """Close the socket, which ends the process. Idempotent."""
         if self._transport is not None:
             self._transport.close()
         else:
@@ -252,7 +254,7 @@ class EngineProcess(asyncio.Protocol):
                         self.progress, self.progressed_at = frame, self._heard
                     case Inspected():
                         asked = self._asked.get(frame.token)
-                        if asked is not None and not asked.done():  # else nobody waits for it any more
+                        if asked is not None and not asked.done():  # otherwise the caller has stopped waiting
                             asked.set_result(frame)
                     case EnginePlan() | StartFailed() if not self._answer.done():
                         self._answer.set_result(frame)
@@ -284,7 +286,7 @@ def _launch(
             memory = () if memory_fd is None else (memory_fd,)
             command = [*program, *map(str, (theirs.fileno(), getpid(), *memory))]
             handed_on = (theirs.fileno(), *memory)
-            # Popen, not asyncio's: the child is reaped by us alone, and spawning takes about a millisecond.
+            # Popen, not asyncio's: only this object reaps the child, and spawning takes about a millisecond.
             return subprocess.Popen(command, pass_fds=handed_on, stdin=subprocess.DEVNULL, stderr=stderr), ours
         except BaseException:
             ours.close()

@@ -1,4 +1,4 @@
-"""Which live request goes to the engine next, and which one is guilty when the engine goes down."""
+"""Recovery after a crash of the engine: replays live requests, finds the culprit, quarantines it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hashlib import sha256
 
 from quire_engine.types import MODEL_FAILED, GenerationRequest, SamplingParams, StepOutput, StopParams, TokenOutput
 
-STRIKES = 2  # crashes in a row, without a token in between, that prove a request guilty
-STRIKES_IN_DOUBT = 3  # where the crash has another explanation: blame more slowly
-CRASHES_ALONE = 3  # unexplained ones a request was in, the last of them with nobody beside it, whatever it got between
-REMEMBERED_SECONDS = 600.0  # an unexplained crash is held against those who were in it for so long
-_LONGER = 8  # times as many outputs on probation, after each unexplained crash more
+STRIKES = 2  # crashes in a row, without output in between, that prove a request guilty
+STRIKES_IN_DOUBT = 3  # the same where the crash may have another cause
+CRASHES_ALONE = 3  # unexplained crashes with a request, the last of them alone, that prove it guilty
+REMEMBERED_SECONDS = 600.0  # how long an unexplained crash counts against its requests
+_LONGER = 8  # factor on the outputs of a probation, per unexplained crash
 
-# A request of our own: an engine that cannot compute even this is broken, and nobody's request is to blame.
+# A request of the server's own: an engine that cannot compute even this is broken, and no client's request is to blame.
 PROBE = GenerationRequest(
     request_id="probe-of-a-new-engine",
     prompt_token_ids=(0,),
@@ -26,25 +26,26 @@ PROBE = GenerationRequest(
 
 
 class Recovery:
-    """The live requests in order of arrival, and what each crash says about them.
+    """The live requests in order of arrival, and the suspicion against each after crashes.
 
-    After a crash the requests that the engine held are suspects. The next engine first proves itself on `PROBE`; then
-    they are sent one at a time: a suspect is on probation, with no other suspect and no newcomer in the engine, until
-    it has made progress. So a second crash has one culprit, and the suspects that only shared a batch with it are never
-    blamed. Whoever crashes the engine a few tokens later each time is on probation for longer each time.
+    After a crash, the requests that the engine had are suspects. The next engine must first answer `PROBE`. Then the
+    suspects are sent one at a time: a suspect is on probation until it has made progress, and meanwhile the engine gets
+    neither other suspects nor new requests. So a second crash has one culprit, and suspects that only shared a batch
+    with it are never blamed. A request that crashes the engine after a few more tokens each time is on probation for
+    longer each time.
 
-    One kill from outside makes nobody a suspect: all are sent together, since one by one they would go on seconds
-    later where the model is big. A second one without a token in between does.
+    A first kill from outside makes no request a suspect: all are sent together, because one by one they would take
+    seconds more where the model is big. A second kill without a token in between makes suspects.
     """
 
     def __init__(self) -> None:
-        self.waiting: deque[str] = deque()  # not in the engine, in the order in which they go there
-        self.culprits: list[GenerationRequest] = []  # made a step raise, as the engine found out by itself; to be taken
+        self.waiting: deque[str] = deque()  # requests that are not in the engine, in the order of sending
+        self.culprits: list[GenerationRequest] = []  # requests that made a step raise; the caller removes them
         self._journal: dict[str, JournalEntry] = {}
-        self._probation: str | None = None  # the suspect in the engine that has not produced enough yet
-        self._outputs_left = 0  # until its probation is over
+        self._probation: str | None = None  # the suspect that is on probation in the engine
+        self._outputs_left = 0  # outputs until its probation ends
         self._suspect_left = False  # the engine may still be computing a suspect that was aborted on probation
-        self._proving = False  # the engine has not answered the probe yet
+        self._proving = False  # whether the engine has yet to answer the probe
 
     def __len__(self) -> int:
         """Live requests."""
@@ -52,26 +53,26 @@ class Recovery:
 
     @property
     def has_suspects(self) -> bool:
-        """Whether newcomers have to wait until others, or the engine itself, are proven innocent."""
+        """Whether new requests must wait, for the probe or for suspects."""
         return self._proving or self._probation is not None or bool(self.waiting)
 
     def admit(self, request: GenerationRequest) -> None:
-        """Take in a request that is sent to the engine at once."""
+        """Record a request that is sent to the engine at once."""
         self._journal[request.request_id] = entry = JournalEntry(request)
         entry.in_flight = True
 
     def enqueue(self, request: GenerationRequest) -> None:
-        """Take in a request that cannot be sent to an engine yet."""
+        """Record a request that cannot be sent to an engine yet."""
         self._journal[request.request_id] = JournalEntry(request)
         self.waiting.append(request.request_id)
 
     def prove(self) -> GenerationRequest:
-        """What a new engine is to be sent before anything else; nothing follows until it has answered."""
+        """The probe, which a new engine must answer before it gets anything else."""
         self._proving = True
         return PROBE
 
     def next_request(self) -> GenerationRequest | None:
-        """What the engine is to be sent now. None: nothing waits, or what waits must wait longer."""
+        """The next request to send to the engine. None: nothing waits, or it has to wait longer."""
         while self.waiting and self._probation is None and not self._proving:
             request_id = self.waiting.popleft()
             entry = self._journal.get(request_id)
@@ -85,11 +86,11 @@ class Recovery:
         return None
 
     def record(self, step: StepOutput) -> StepOutput:
-        """Note what is about to be delivered. Returns the step without outputs of requests that are not live."""
+        """Record a step's outputs before their delivery; returns the step with outputs of live requests only."""
         live = []
         for output in step.outputs:
             entry = self._journal.get(output.request_id)
-            if entry is None:  # aborted while the output was on its way, or ours
+            if entry is None:  # aborted while the output was on its way, or the probe
                 self._proving = self._proving and output.request_id != PROBE.request_id
                 continue
             live.append(output)
@@ -107,7 +108,7 @@ class Recovery:
         return step if len(live) == len(step.outputs) else replace(step, outputs=tuple(live))
 
     def forget(self, request_id: str) -> bool:
-        """Drop a request that its client has left. True: the engine has it and must be told."""
+        """Drop a request that its client has aborted. True: the engine has it and needs an abort."""
         entry = self._journal.pop(request_id, None)
         if request_id == self._probation:
             self._probation = None
@@ -115,18 +116,18 @@ class Recovery:
         return entry is not None and entry.in_flight
 
     def hold(self, request_id: str) -> bool:
-        """No engine is to compute it for now. True: the engine has it and must be told."""
+        """Suspend a request. True: the engine has it and needs a hold."""
         entry = self._journal.get(request_id)
         if entry is None:
             return False
         entry.held = True
-        if request_id == self._probation:  # it may be held for ever, and others wait
+        if request_id == self._probation:  # otherwise a request that is held for ever would block the others
             self._probation = None
             self._suspect_left = True
         return entry.in_flight
 
     def release(self, request_id: str) -> bool:
-        """It is to be computed again. True: the engine has it and must be told; else it waits to be sent."""
+        """Continue a held request. True: the engine has it and needs a release; otherwise it will be sent again."""
         entry = self._journal.get(request_id)
         if entry is None or not entry.held:
             return False
@@ -136,10 +137,10 @@ class Recovery:
         return entry.in_flight
 
     def crashed(self, *, killed: bool, now: float = 0.0) -> list[JournalEntry]:
-        """The engine is gone: all that it held are suspects. Returns, and drops, those proven guilty.
+        """The engine has ended: its requests become suspects. Returns, and drops, those proven guilty.
 
-        `killed` from outside, by an operator or the OOM killer, is a crash in doubt; so is one that an aborted suspect
-        may have caused. The `crashes` of who is guilty are those that it explains.
+        A crash is in doubt if the process was `killed` from outside, by an operator or the OOM killer, or if an aborted
+        suspect may have caused it. The `crashes` of a guilty request are the ones that it explains.
         """
         in_doubt = killed or self._suspect_left
         strikes_allowed = STRIKES_IN_DOUBT if in_doubt else STRIKES
@@ -147,7 +148,7 @@ class Recovery:
         guilty = []
         for entry in held:
             entry.in_flight = False
-            was_suspect = entry.is_suspect and entry.strikes > 0  # then it was on probation, alone
+            was_suspect = entry.is_suspect and entry.strikes > 0  # it was on probation
             entry.strikes += 1
             entry.is_suspect = not killed or entry.strikes > 1
             if not killed:
@@ -160,7 +161,7 @@ class Recovery:
         explained = {t for entry in guilty for t in entry.crashes}
         for entry in self._journal.values():
             entry.crashes = [t for t in entry.crashes if t not in explained]
-        # Who was on trial is the first again: it then has nobody beside it, not even those who have passed theirs.
+        # The request on probation is sent first again: then it is alone in the engine.
         first = [self._probation] if self._probation in self._journal else []
         others = (name for name, entry in self._journal.items() if name not in first and not entry.held)
         self.waiting = deque([*first, *others])
@@ -168,15 +169,15 @@ class Recovery:
         self._suspect_left = self._proving = False
         return guilty
 
-    def drop(self, is_to_go: Callable[[JournalEntry], bool]) -> list[JournalEntry]:
-        """Drop the waiting requests of which this is true. Returns them."""
-        dropped = [entry for entry in self._journal.values() if not entry.in_flight and is_to_go(entry)]
+    def drop(self, should_drop: Callable[[JournalEntry], bool]) -> list[JournalEntry]:
+        """Drop the requests outside the engine for which `should_drop` is true. Returns them."""
+        dropped = [entry for entry in self._journal.values() if not entry.in_flight and should_drop(entry)]
         for entry in dropped:
             del self._journal[entry.request.request_id]
         return dropped
 
     def dismiss(self) -> list[JournalEntry]:
-        """Drop all live requests: there will be no engine for them. Returns them."""
+        """Drop all live requests, because there will be no engine. Returns them."""
         dismissed = list(self._journal.values())
         self._journal.clear()
         self.waiting.clear()
@@ -187,18 +188,18 @@ class Recovery:
 class JournalEntry:
     """A live request and the tokens already delivered, per choice.
 
-    The request it makes for a new engine process continues exactly where the client stands.
+    `resumed_request` continues it on a new engine process exactly after the last delivered token.
     """
 
     request: GenerationRequest
     tokens: list[list[int]] = field(init=False)
     finished: set[int] = field(init=False)  # choices
     prompt_scored: bool = False  # the prompt's log-probabilities were delivered
-    in_flight: bool = False  # the running engine has it
-    held: bool = False  # its client takes nothing: no engine is to compute it
-    strikes: int = 0  # crashes while in flight since it last made progress
-    is_suspect: bool = False  # the latest of these may have been its doing
-    crashes: list[float] = field(default_factory=list)  # when, of those while in flight that nothing explains yet
+    in_flight: bool = False  # whether the running engine has it
+    held: bool = False  # suspended because its client does not read
+    strikes: int = 0  # crashes while in flight, since its last output
+    is_suspect: bool = False  # it may have caused the latest of these crashes
+    crashes: list[float] = field(default_factory=list)  # times of unexplained crashes while in flight
 
     def __post_init__(self) -> None:
         self.tokens = [[] for _ in range(self.request.n)]
@@ -206,11 +207,11 @@ class JournalEntry:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether an engine has computed something for it."""
+        """Whether any output was delivered."""
         return any(self.tokens) or bool(self.finished)
 
     def record(self, output: TokenOutput) -> bool:
-        """Note what is about to be delivered. True: it is the request's last output."""
+        """Record an output before its delivery. True: it is the request's last output."""
         self.tokens[output.choice].extend(output.token_ids)
         if output.prompt_logprobs is not None:
             self.prompt_scored = True
@@ -219,7 +220,7 @@ class JournalEntry:
         return len(self.finished) == self.request.n
 
     def resumed_request(self) -> GenerationRequest:
-        """The request as a fresh engine must see it to go on with the next undelivered token."""
+        """The request as a new engine must get it to continue with the next undelivered token."""
         sampling = self.request.sampling
         if self.prompt_scored and sampling.num_prompt_logprobs is not None:
             sampling = replace(sampling, num_prompt_logprobs=None)
@@ -246,23 +247,23 @@ MOST_FINGERPRINTS = 1024
 
 
 class Quarantine:
-    """What has taken the engine down, or made a step raise: its like is refused for a while.
+    """Fingerprints of requests that crashed the engine or made a step raise: equal requests are refused for a while.
 
-    Fingerprints of proven culprits, bounded in number and in time; beyond the bound the ones that were not asked for
-    longest are forgotten. Nothing of a prompt is kept, and a look costs nothing while nothing is remembered.
+    Bounded in number and in time; beyond the bound, the fingerprints that were not used for longest are dropped. No
+    prompt is kept. A check costs nothing while there is no fingerprint.
     """
 
     def __init__(self, *, seconds: float = QUARANTINE_SECONDS, most: int = MOST_FINGERPRINTS) -> None:
         self._seconds = seconds
         self._most = most
-        self._until: OrderedDict[bytes, float] = OrderedDict()  # by fingerprint; the last asked for is the last
+        self._until: OrderedDict[bytes, float] = OrderedDict()  # end times by fingerprint, in order of last use
 
     def __len__(self) -> int:
-        """Fingerprints that are remembered, those whose time is over included."""
+        """The number of fingerprints, expired ones included."""
         return len(self._until)
 
     def add(self, request: GenerationRequest, now: float) -> bytes:
-        """Refuse the like of a request from now on; its fingerprint."""
+        """Refuse requests like this one from now on; returns the fingerprint."""
         key = fingerprint(request)
         self._until[key] = now + self._seconds
         self._until.move_to_end(key)
@@ -271,7 +272,7 @@ class Quarantine:
         return key
 
     def refusal(self, request: GenerationRequest, now: float) -> float | None:
-        """Seconds for which the like of this request is still refused; None: it is not."""
+        """Seconds for which requests like this one are still refused; None: they are not."""
         if not self._until:
             return None
         key = fingerprint(request)
@@ -281,16 +282,16 @@ class Quarantine:
         if until <= now:
             del self._until[key]
             return None
-        # Asking does not prolong it: whoever asks again and again must not be refused for ever.
+        # The end time stays: a client that retries again and again must not be refused for ever.
         self._until.move_to_end(key)
         return until - now
 
 
 def fingerprint(request: GenerationRequest) -> bytes:
-    """SHA-256 of what a request makes the engine compute: prompt, salt and how tokens are chosen.
+    """SHA-256 of a request's computation: prompt, salt and sampling.
 
-    The seed is left out: whoever brings none gets a new one each time, and it only decides which token is drawn.
-    Names, times, priorities and how long the answer may be say nothing about what is computed first.
+    The seed is left out: requests without one get a random one, and it only decides which token is drawn. Names, times,
+    priorities and the length limit do not affect what is computed first.
     """
     digest = sha256(array("q", request.prompt_token_ids).tobytes())
     digest.update(repr((request.cache_salt, request.n, request.pooling, request.beam)).encode("utf-8", "surrogatepass"))

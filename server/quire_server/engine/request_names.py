@@ -1,6 +1,6 @@
-"""Which engine requests a client's request became, by every name that the client may know it under.
+"""Maps the names that clients know a request by to the engine's request ids.
 
-Promises: bounded; the latest request of a name is the one that is found. Must not know: HTTP.
+Promises: bounded; a name finds its latest request. Must not know: HTTP.
 """
 
 from __future__ import annotations
@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 MOST_IDS = 8192
-# In front of the id in replies: of completions, chats, messages, vectors, scores.
+# Prefixes of the ids in replies: completions, chats, messages, vectors, scores.
 _PREFIXES = ("cmpl-", "chatcmpl-", "msg_", "embd-", "score-")
 
 
 class RequestNames:
-    """The engine's ids are random and never told to clients; this is the one place where both are known."""
+    """The engine's ids are random and never sent to clients; only this map has both."""
 
     def __init__(self) -> None:
         self._ids: dict[str, tuple[str, ...]] = {}  # the oldest name first
         self._name_of: dict[str, str] = {}
 
     def add(self, names: Iterable[str | None], request_ids: Iterable[str]) -> None:
-        """The first name is the one that is shown."""
+        """The first name is the one that operators see."""
         ids, known = tuple(request_ids)[:MOST_IDS], list(dict.fromkeys(filter(None, names)))
         for name in known:
             self._forget(name)
@@ -30,7 +30,7 @@ class RequestNames:
             self._forget(next(iter(self._ids)))
 
     def find(self, name: str) -> tuple[str, ...]:
-        """The engine's ids of an x-request-id, of a reply's id, or of one of themselves."""
+        """The engine's ids for an x-request-id, a reply's id, or an engine's id itself."""
         if name in self._name_of:
             return (name,)
         bare = next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)

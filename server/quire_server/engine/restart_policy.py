@@ -1,7 +1,7 @@
-"""What the server puts up with from its engine: how long a silence, how many failures, how fast a new start.
+"""The policy of restarts: how long a silence is a hang, how many failures are allowed, how long to back off.
 
-Owns the count of failures and the longest step. Promises: what keeps failing within the window is given up; a failure
-that a request is to blame for does not count; the caller says what time it is. Must not know: processes, requests,
+Owns the count of failures and the longest step. Promises: an engine that keeps failing within the window is given up; a
+failure that a request has caused does not count; the caller passes the time. Must not know: processes, requests,
 clocks.
 """
 
@@ -14,28 +14,28 @@ from dataclasses import dataclass
 from quire_engine.config import EnginePlan
 from quire_engine.types import EngineStats
 
-# Of a machine on which one would still serve: a full step of a big model may take minutes on a CPU.
+# FLOP/s of the slowest machine that one would serve on: a full step of a big model may take minutes on a CPU.
 _SLOWEST_FLOPS = {"cpu": 2e10}
 _SLOWEST_GPU_FLOPS = 1e12
-_GPU_SECONDS = 60.0  # a kernel is compiled in the step that first needs it
+_GPU_SECONDS = 60.0  # a step may compile a kernel
 _LONGEST_BACKOFF_SECONDS = 10.0
-_STEPS = 5.0  # times the longest step seen is a hang
-_FULL = 0.5  # of the most tokens: a step of so many says how long a full one takes
+_STEPS = 5.0  # a silence of this many times the longest step is a hang
+_FULL = 0.5  # a step with this share of the most tokens counts as a full one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """When to give up on an engine that keeps dying, and when to call it hung."""
+    """When to give up an engine that keeps failing, and when to call it hung."""
 
     max_restarts: int = 5
     window_seconds: float = 600.0
     hang_seconds: float = 10.0  # silence that means a hang, unless a step may take longer
-    start_seconds: float = 60.0  # without any progress of a start that mean a hang
-    spare_seconds: float | None = None  # from ready to the launch of a process that waits to be the next; None: none
+    start_seconds: float = 60.0  # without progress of a start that mean a hang
+    spare_seconds: float | None = None  # from ready to the launch of the spare process; None: no spare
     first_backoff_seconds: float = 0.1  # doubled with each failed start in a row
 
     def hang_limit(self, plan: EnginePlan) -> float:
-        """Seconds of silence that mean a hang: `hang_seconds`, or what the model's largest step may take if more."""
+        """Seconds of silence that mean a hang: `hang_seconds`, or the model's largest step if that may take longer."""
         limits, context = plan.scheduler.limits, plan.scheduler.max_model_len
         attention = 4.0 * (plan.layer_attention + plan.sampled_attention) * context
         full_step = limits.max_num_batched_tokens * (2.0 * plan.num_parameters + attention)
@@ -44,26 +44,27 @@ class RestartPolicy:
 
 
 class HangLimit:
-    """Seconds of silence that mean a hang; longer where steps were seen to take longer.
+    """Seconds of silence that mean a hang; longer after longer steps.
 
-    Before a step of about the largest size was seen, the plan's estimate of one counts: a short prompt says little.
+    Until a step of about the largest size was seen, the estimate from the plan counts, because the steps of short
+    prompts say little.
     """
 
     def __init__(self, policy: RestartPolicy) -> None:
-        self.longest_step = 0.0  # seconds, of all that were seen
+        self.longest_step = 0.0  # seconds
         self._policy = policy
         self._least = self._estimate = policy.hang_seconds
         self._full_tokens = 0.0
         self._has_seen_full = False
 
     def expect(self, plan: EnginePlan) -> None:
-        """What the engine was built for."""
+        """Compute the estimate for an engine's plan."""
         self._estimate = self._policy.hang_limit(plan)
         self._full_tokens = _FULL * plan.scheduler.limits.max_num_batched_tokens
         self._least = self._policy.hang_seconds if plan.device == "cpu" else self._estimate
 
     def learn(self, stats: EngineStats) -> None:
-        """A step took longer than all before."""
+        """Take in a step that was longer than all before."""
         self.longest_step = stats.step_seconds
         if stats.prefill_tokens + stats.decode_tokens >= self._full_tokens:
             self._has_seen_full = True
@@ -83,12 +84,12 @@ class RestartBudget:
         self._backoff = 0.0  # seconds
 
     def engine_failed(self, now: float) -> None:
-        """A running engine has ended by its own fault: the next one may start at once."""
+        """A running engine has failed: the next one may start at once."""
         self._failures.append(now)
         self._backoff = 0.0
 
     def start_failed(self, now: float) -> None:
-        """A new engine did not get ready: the next one has to wait, longer each time."""
+        """A start failed: back off before the next one, twice as long each time."""
         self._failures.append(now)
         self._backoff = min(max(2 * self._backoff, self._policy.first_backoff_seconds), _LONGEST_BACKOFF_SECONDS)
 
@@ -97,11 +98,11 @@ class RestartBudget:
         self._backoff = 0.0
 
     def forgive(self, times: Collection[float]) -> None:
-        """The failures at these times have turned out to be a request's doing: a client must not use up the budget."""
+        """Uncount the failures at these times: a request has caused them, and clients must not use up the budget."""
         self._failures = deque(time for time in self._failures if time not in times)
 
     def pause(self, now: float) -> float | None:
-        """Seconds to wait before the next start. None: give up."""
+        """Seconds to back off before the next start. None: give up."""
         while self._failures and self._failures[0] < now - self._policy.window_seconds:
             self._failures.popleft()
         return self._backoff if len(self._failures) <= self._policy.max_restarts else None

@@ -21,9 +21,9 @@ from quire_server.engine.process import EngineProcess
 from quire_server.engine.recovery import JournalEntry, Quarantine, Recovery, fingerprint
 from quire_server.engine.restart_policy import HangLimit, RestartBudget, RestartPolicy
 
-ANSWER_SECONDS = 10.0  # to answer a question: the step that runs ends first
-_QUIET_SECONDS = 2.5  # an idle engine is heard every second
-_UNREADY = 0.4  # of the silence that means a hang: from then on no more requests are to come
+ANSWER_SECONDS = 10.0  # most seconds to answer a question, which waits for the end of the running step
+_QUIET_SECONDS = 2.5  # an idle engine sends a heartbeat every second
+_UNREADY = 0.4  # share of the hang limit after which the server is not ready for requests
 
 log = logging.getLogger("quire.supervisor")
 
@@ -54,9 +54,9 @@ class Supervisor:
         self._hang = HangLimit(self._policy)
         self._budget = RestartBudget(self._policy)
         self._program = tuple(program)
-        self._stderr = stderr  # of engine processes; None: ours
-        self._process: EngineProcess | None = None  # the latest; it may have ended
-        self._weights = WeightsMemory()  # of all engines, so that a crash does not cost another load
+        self._stderr = stderr  # descriptor for engine processes; None: the server's own
+        self._process: EngineProcess | None = None  # the latest one, which may have ended
+        self._weights = WeightsMemory()  # shared by all engine processes, so that a restart needs no load
         self._spare = Spare(self._new_process, self._policy.spare_seconds)
         self._starts = 0
         self._recovery = Recovery()
@@ -96,11 +96,11 @@ class Supervisor:
         return process.health
 
     async def inspect(self, what: str, argument: str = "{}") -> bytes:
-        """An answer about the engine's state, JSON. Raises Unanswerable; another QuireError where nobody answers."""
+        """An answer about the engine's state, JSON. Raises Unanswerable; another QuireError if no engine answers."""
         return await self._answer(Inspect, what, argument)
 
     async def control(self, what: str, argument: str = "{}") -> bytes:
-        """What the engine has done for an order of the operator's, JSON. Raises as `inspect` does."""
+        """The effect of an operator's order, JSON. Raises as `inspect` does."""
         return await self._answer(Control, what, argument)
 
     async def _answer(self, kind: type[Inspect | Control], what: str, argument: str) -> bytes:
@@ -122,11 +122,11 @@ class Supervisor:
 
     @property
     def progress(self) -> LoadProgress | None:
-        """How far the start of the latest engine has come, as far as it has said."""
+        """The progress of the latest engine's start, as last reported."""
         return self._process.progress if self._process is not None else None
 
     def load_ratio(self) -> float:
-        """How far that is, 0 to 1; 1 once the engine is ready."""
+        """The progress of the load, 0 to 1; 1 once the engine is ready."""
         if self.state is EngineState.READY:
             return 1.0
         progress = self.progress
@@ -137,7 +137,7 @@ class Supervisor:
         return self.state is EngineState.STOPPED
 
     def stuck_seconds(self) -> float:
-        """0 while the step counter moves or nothing is to be done; else the seconds since it last moved."""
+        """0 while the engine sends frames or is not ready; else the seconds since its last frame."""
         if self.state is not EngineState.READY or self._process is None:
             return 0.0
         silence = self._process.silence
@@ -145,19 +145,19 @@ class Supervisor:
 
     @property
     def hang_seconds(self) -> float:
-        """How long the engine may be stuck before it is taken for hung, and replaced."""
+        """Seconds of silence after which the engine is killed and replaced."""
         return self._hang.seconds
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the engine has been silent for so long that requests had better go elsewhere."""
+        """Whether the engine has been silent for so long that a load balancer should send requests elsewhere."""
         return self.stuck_seconds() > _UNREADY * self.hang_seconds
 
     async def start(self) -> EnginePlan:
         """Start the first engine. Raises ConfigError or ModelLoadError as the engine does.
 
-        One that crashes or hangs instead is started again, as after a crash. Raises CrashLoop when that has happened
-        too often, EngineDead where none can be launched or `stop` was called.
+        If it crashes or hangs it is started again. Raises CrashLoop if that happens too often, EngineDead if no process
+        can be launched or `stop` was called.
         """
         process, plan = await self._first_start()
         if self.state is EngineState.STOPPED:
@@ -224,15 +224,15 @@ class Supervisor:
                 await process.reap(grace_seconds=1.0)
                 self._account_for(process)
                 process = await self._restart()
-        except Exception:  # a bug of ours: without supervision the server would wait for ever
+        except Exception:  # a bug: without supervision the server would wait for ever
             log.exception("the supervision of the engine failed")
             self._give_up("the engine is no longer watched")
 
     def _account_for(self, process: EngineProcess) -> None:
         """Blame requests, or the engine itself, for a process that has ended.
 
-        What a request is to blame for is no failure of the engine, nor are the crashes that led to the proof: those
-        that send such requests must not be able to use up the restarts of all.
+        A crash that a request has caused is not a failure of the engine, and neither are the earlier crashes that led
+        to the proof: clients that send such requests must not use up the restart budget.
         """
         log.error("the engine process %s with %d live requests; restarting", process.ending, len(self._recovery))
         now, killed = time.monotonic(), process.killed_from_outside
@@ -244,7 +244,7 @@ class Supervisor:
             self._budget.engine_failed(now)
 
     def _condemn(self, guilty: JournalEntry, now: float) -> None:
-        """Refuse the like of a culprit for a while, and let those that wait end as it does: each would crash it too."""
+        """Quarantine a culprit; equal requests that wait end with its error, since each would crash the engine too."""
         key = self.quarantine.add(guilty.request, now)
         log.error("a request has taken the engine down; its like is refused for a while (%s)", key.hex()[:12])
         alike = self._recovery.drop(lambda entry: not entry.has_tokens and fingerprint(entry.request) == key)
@@ -252,7 +252,7 @@ class Supervisor:
             self._fail(entry, "this request has taken the engine down; it will not be tried again", culprit=True)
 
     async def _restart(self) -> EngineProcess | None:
-        """Start engines until one is ready, and replay. None: given up."""
+        """Start engines until one is ready, and replay the live requests. None: given up."""
         while (pause := self._budget.pause(time.monotonic())) is not None:
             await asyncio.sleep(pause)
             self.restarts += 1
@@ -287,7 +287,7 @@ class Supervisor:
     # ---------------------------------------------------------------- requests and tokens
 
     def _deliver(self, step: StepOutput) -> None:
-        """Pass on what an engine process has computed. A receiver's bug is not the engine's: it goes on."""
+        """Pass a step's outputs on. An error in the receiver is logged and does not count as the engine's."""
         step = self._recovery.record(step)
         if step.stats.step_seconds > self._hang.longest_step:
             self._hang.learn(step.stats)
@@ -307,18 +307,18 @@ class Supervisor:
             process.send(request)
 
     def _receiver(self) -> EngineProcess | None:
-        """The process that takes requests now. None: there is none, or its end has not been dealt with yet."""
+        """The process that takes requests now; None while there is none, or while its end is being handled."""
         process = self._process
         return process if self.state is EngineState.READY and process is not None and process.connected else None
 
     def _fail(self, entry: JournalEntry, message: str, *, culprit: bool = False) -> None:
-        """Deliver the last outputs that the engine cannot."""
+        """Deliver the error outputs of a request that no engine will finish."""
         outputs = entry.failure(message, culprit=culprit)
         self.on_step(StepOutput(step_id=0, outputs=outputs, stats=EngineStats()))
 
 
 class EngineState(Enum):
-    """The life of the engine as the server sees it."""
+    """The state of the engine as the server sees it."""
 
     STARTING = "starting"
     READY = "ready"
@@ -328,15 +328,15 @@ class EngineState(Enum):
 
 
 class Spare:
-    """The process that becomes the next engine, should one be needed: at most one; for one event loop.
+    """The spare process: launched ahead to become the next engine; at most one, for one event loop.
 
-    Loading PyTorch is most of what a restart takes where the weights are still in memory, so it is launched ahead. The
-    libraries' pages are shared with the engine's, so that waiting costs what one interpreter and its modules do. One
-    that has ended meanwhile is not handed out, and none is left behind.
+    Importing PyTorch is most of a restart while the weights are still in memory, so it is done ahead. The libraries'
+    pages are shared with the engine process: a spare costs the memory of one interpreter and its modules. A spare that
+    has ended is not returned, and none is left behind.
     """
 
     def __init__(self, launch: Callable[[], EngineProcess], seconds: float | None) -> None:
-        """One is launched `seconds` after it was asked for, when the engine's first requests no longer need the cores.
+        """The spare is launched `seconds` after `prepare`, when the engine's first requests no longer need the cores.
 
         None: never.
         """
@@ -346,12 +346,12 @@ class Spare:
         self._timer: asyncio.TimerHandle | None = None
 
     def prepare(self) -> None:
-        """Ask for one. Idempotent."""
+        """Schedule the launch of a spare. Idempotent."""
         if self._seconds is not None and self._process is None and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._seconds, self._make)
 
     def take(self) -> EngineProcess | None:
-        """The caller's from now on. None: there is none."""
+        """Hand the spare over to the caller. None: there is none."""
         self._stop_timer()
         process, self._process = self._process, None
         if process is None or process.runs:
@@ -361,7 +361,7 @@ class Spare:
         return None
 
     async def close(self) -> None:
-        """End it. Idempotent."""
+        """End the spare. Idempotent."""
         self._stop_timer()
         process, self._process = self._process, None
         if process is not None:
@@ -382,16 +382,16 @@ class Spare:
 
 
 class WeightsMemory:
-    """Memory that one engine process fills with packed weights and the next one finds them in.
+    """A memory file that one engine process fills with packed weights for the next ones.
 
-    One file of memory after another; a sealed one stays. What an engine left unfinished is not shown to the next.
+    A sealed file is kept. A file that an engine left unfinished is replaced.
     """
 
     def __init__(self) -> None:
         self._fd: int | None = None
 
     def for_next_engine(self) -> int | None:
-        """The descriptor to hand on, empty or sealed. None: this system has no such files, each engine loads anew."""
+        """The descriptor of a sealed or empty file. None: the system has no memory files, so each engine loads anew."""
         if self._fd is not None and not _is_sealed(self._fd):
             self.close()
         if self._fd is None:
@@ -403,7 +403,7 @@ class WeightsMemory:
         self.close()
 
     def close(self) -> None:
-        """Give the memory back, once no engine has it mapped. Idempotent."""
+        """Free the memory, once no engine has it mapped. Idempotent."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

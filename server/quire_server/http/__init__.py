@@ -1,4 +1,4 @@
-"""Bytes in and out: the listener, what guards it, bodies, event streams, the API's document.
+"""HTTP: the listener and its connections, authentication and limits, bodies, event streams, the API document.
 
-Knows no route, no text and no engine.
+Has no route, no text and no engine.
 """

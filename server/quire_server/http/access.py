@@ -1,4 +1,4 @@
-"""The layers around an application: who is let in under which name, from which page, and with which key."""
+"""The layers around an application: API keys, admin keys, CORS, and the check of the Host header."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quire_server.http.guard import (
     is_key,
     send_error,
 )
-from quire_server.http.overload import LastWord, OpenRequests
+from quire_server.http.overload import OpenRequests, RefuseAtStop
 from quire_server.settings import ServerLimits, Settings
 from quire_server.settings.keys import ApiKey
 
@@ -39,44 +39,44 @@ def layers(
     on_reply: Callable[[Reply], None],
     requests: OpenRequests,
 ) -> Iterator[Layer]:
-    """From the innermost to the outermost, the same around the application that serves and the one that only starts.
+    """From the innermost to the outermost; the same around the serving and the starting application.
 
-    Nothing of a request is looked at before its size, its host and its key were. `on_body_bytes` is told how many
-    bytes of bodies are held.
+    A request's body is not read before its size, its host and its key were checked. `on_body_bytes` is called with the
+    number of held bytes of bodies.
     """
     root = settings.root_path
     budget = BodyBudget(max(limits.max_body_bytes_total, bodies.largest), on_body_bytes)
     yield partial(BodyGate, limits=bodies, budget=budget)  # the innermost: nothing of a body counts before the key
     yield partial(AdminAuth, keys=settings.admin_keys, root_path=root)
-    if settings.needs_key:  # among the innermost: preflights carry no key
+    if settings.needs_key:  # inside of CORS, since preflights have no key
         yield partial(KeyAuth, keys=settings.keys, tenants=settings.tenant_list, root_path=root)
     cors: dict[str, Any] = {
         "allow_origins": settings.allowed_origins,
         "allow_methods": METHODS,
-        "allow_headers": ("*",),  # SDKs bring a dozen of their own
+        "allow_headers": ("*",),  # SDKs send a dozen of their own
         "expose_headers": EXPOSED,
     }
     if settings.allowed_origins:
         yield partial(Preflights, **cors)
     if checks_hosts(settings):
         yield partial(HostCheck, allowed=settings.allowed_hosts, root_path=root)
-    yield partial(LastWord, requests=requests)
+    yield partial(RefuseAtStop, requests=requests)
     yield partial(Guard, limits=limits, bodies=bodies, budget=budget, on_reply=on_reply, root_path=root)
     if settings.allowed_origins:
         yield partial(CorsHeaders, **cors)
 
 
-# Set by proxies: who has one of these was passed on by somebody, and the address is not the client's.
+# Headers that proxies set: with one of these the address is not the client's.
 _PASSED_ON = frozenset(
     {b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip"}
 )
 
 
 class AdminAuth:
-    """Lets through what is no admin path; asks for the key, or for a local client, where it is one.
+    """Guards admin paths: they need the admin key, or a local client where no admin key is set.
 
-    An ordinary API key opens nothing here, and what came through a proxy or from another site's page is not local.
-    Every path under `ADMIN_PATHS` is guarded, whether a route is there or not.
+    An ordinary API key gives no access here. A request through a proxy or from another site's page is not local. Every
+    path under `ADMIN_PATHS` is guarded, whether it has a route or not.
     """
 
     def __init__(self, app: ASGIApp, *, keys: Iterable[ApiKey], root_path: str = "") -> None:
@@ -105,7 +105,7 @@ class AdminAuth:
 
 
 def _why_not_local(scope: Scope) -> str | None:
-    """Why the client is not one of this machine's own; None: it is."""
+    """Why the client is not on this machine; None if it is."""
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     if any(name in _PASSED_ON for name, _ in headers):
         return "the request came through a proxy, and no admin key is configured"
@@ -113,7 +113,7 @@ def _why_not_local(scope: Scope) -> str | None:
     if client is not None and client[0] and not is_loopback(client[0]):
         return "the client is on another machine, and no admin key is configured"
     hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
-    # A page of another site, in a browser on this machine: it may have a name of its own for this address.
+    # A page of another site in a browser on this machine may use its own host name for this address.
     if client is not None and client[0] and not (len(hosts) == 1 and names_this_machine(hosts[0])):
         return "the request names another host, and no admin key is configured"
     origins = [value.decode("latin-1") for name, value in headers if name == b"origin"]
@@ -124,13 +124,13 @@ def _why_not_local(scope: Scope) -> str | None:
 
 
 ANY = "*"
-PROBES = frozenset({"/health", "/health/live", "/health/ready"})  # an orchestrator asks by the address of a pod
+PROBES = frozenset({"/health", "/health/live", "/health/ready"})  # orchestrators use the address of a pod as the host
 
 
 def checks_hosts(settings: Settings) -> bool:
-    """Whether this server looks at the Host header at all.
+    """Whether this server checks the Host header.
 
-    One that only this machine reaches and that asks for no key does, and one with a list of names.
+    It does with a list of allowed hosts, and if it listens on loopback without a key.
     """
     if ANY in settings.allowed_hosts or settings.uds is not None:
         return False
@@ -138,11 +138,11 @@ def checks_hosts(settings: Settings) -> bool:
 
 
 class HostCheck:
-    """Refuses requests for names neither this machine's nor among those allowed; `*.NAME` is all below NAME.
+    """Refuses requests for host names that are neither this machine's nor allowed; `*.NAME` is any name below NAME.
 
-    A browser lets a page speak freely with the host that it came from. Whoever owns that host's name may let it point
-    to 127.0.0.1 a moment later (DNS rebinding), and the page speaks with what listens here, without CORS and without a
-    key. What it cannot change is the Host header, which has the page's name.
+    A browser lets a page send requests to the host that it came from. The owner of that host's name may let it resolve
+    to 127.0.0.1 a moment later (DNS rebinding); then the page can talk to this server, without CORS and without a key.
+    The owner cannot change the Host header, which has the page's name.
     """
 
     def __init__(self, app: ASGIApp, *, allowed: Collection[str], root_path: str = "") -> None:
@@ -173,18 +173,18 @@ def _refusal(host: str) -> HostNotAllowed:
 
 
 def bare_name(host: str) -> str:
-    """A Host header without its port; an IPv6 address without its brackets."""
+    """A Host header without its port, and an IPv6 address without its brackets."""
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
 
 
 def names_this_machine(host: str) -> bool:
-    """Whether a Host header is one that leads here from here only."""
+    """Whether a Host header always means this machine."""
     name = bare_name(host).lower().removesuffix(".")
     return name == "localhost" or name.endswith(".localhost") or is_loopback(name) or is_loopback(host)
 
 
 def is_loopback(address: str) -> bool:
-    """Whether it is the numeric address of this machine, as this machine alone sees it."""
+    """Whether the text is a numeric loopback address."""
     try:
         parsed = ip_address(address)
     except ValueError:
@@ -208,7 +208,7 @@ def _is_preflight(scope: Scope) -> bool:
 
 
 class CorsHeaders(CORSMiddleware):
-    """The outer layer of CORS: every reply gets its headers, so that a page can read why it was refused."""
+    """The outer layer of CORS: adds its headers to every reply, so that a page can read why it was refused."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or _is_preflight(scope):  # a preflight's reply has its own headers
@@ -218,7 +218,7 @@ class CorsHeaders(CORSMiddleware):
 
 
 class Preflights(CORSMiddleware):
-    """The inner layer of CORS: behind limits and hosts, before keys, which a preflight does not carry."""
+    """The inner layer of CORS: answers preflights after limits and hosts, before keys, which they do not have."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if _is_preflight(scope):

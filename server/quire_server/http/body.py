@@ -37,9 +37,9 @@ from quire_server.http.disconnect import unless_client_gone
 from quire_server.http.json_text import JsonLimits, invalid_json, parse_pieces, parse_text, short
 
 MAX_REPORTED_ERRORS = 10
-INLINE_BYTES = 16 << 10  # a smaller body takes less time than a thread takes to answer, whatever is in it
-_MEDIUM_BYTES = 256 << 10  # smaller ones do not wait behind larger ones
-_LIST_PIECE = 16_384  # items that are validated in one go
+INLINE_BYTES = 16 << 10  # a smaller body is parsed in less time than a thread needs to start
+_MEDIUM_BYTES = 256 << 10  # smaller bodies do not wait behind larger ones
+_LIST_PIECE = 16_384  # items that are validated at once
 _ANY = JsonLimits(max_values=1 << 24)
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -48,9 +48,9 @@ JsonObject = dict[str, object]
 
 
 class _InPieces:
-    """Validate a list some thousand items at a time, up to the first wrong one: between two of them others may run.
+    """Validates a list some thousand items at a time, up to the first wrong one, so that other threads can run.
 
-    (pydantic's own marker for the first wrong item cannot stand inside a union.)
+    (pydantic's own marker for the first wrong item does not work inside a union.)
     """
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -73,7 +73,7 @@ def _in_pieces(value: object, handler: ValidatorFunctionWrapHandler) -> object:
 
 
 def _moved(detail: ErrorDetails, start: int) -> InitErrorDetails:
-    """An error of an item that stands `start` places further behind."""
+    """An item's error with its index increased by `start`."""
     first, *rest = detail["loc"]
     place = (first + start if isinstance(first, int) else first, *rest)
     return InitErrorDetails(type=detail["type"], loc=place, input=detail["input"], ctx=detail.get("ctx", {}))
@@ -83,14 +83,14 @@ LongList = Annotated[list[Item], _InPieces()]
 
 
 class BodyReader:
-    """Bodies into models; of those that are not small, one medium and one large one at a time, in threads."""
+    """Parses and validates bodies; one medium and one large body at a time, in threads."""
 
     def __init__(self, limits: BodyLimits) -> None:
         self._limits = limits
         self._medium, self._large = CapacityLimiter(1), CapacityLimiter(1)
 
     async def read(self, request: Request, model: type[Model]) -> Model:
-        """The body as `model`. Raises BadRequest, PayloadTooLarge, NotReady; ClientGone for a client that has left."""
+        """The body as `model`. Raises BadRequest, PayloadTooLarge, NotReady; ClientGone after a disconnect."""
         hold = hold_of(request.scope)
         limit = self._limits.of(request.scope["path"])
         raw = await _receive(request, declared_bytes(request.scope["headers"]) or limit.max_bytes)
@@ -104,7 +104,7 @@ class BodyReader:
                 hold.release()
 
     async def _off_the_loop(self, raw: Bytes, limits: JsonLimits, model: type[Model]) -> Model:
-        stop = threading.Event()  # who has left is not read to the end
+        stop = threading.Event()  # stops the parser if the client disconnects
         try:
             return await anyio.to_thread.run_sync(
                 lambda: validate(model, parse_json(raw, limits, stopped=stop.is_set)),
@@ -116,7 +116,7 @@ class BodyReader:
 
 
 class _JsonBody:
-    """The dependency itself; `model` is read back when the OpenAPI document is written."""
+    """The dependency itself; the OpenAPI document reads its `model`."""
 
     def __init__(self, model: type[BaseModel]) -> None:
         self.model = model
@@ -132,12 +132,12 @@ def json_body(model: type[BaseModel]) -> params.Depends:
 
 
 def body_model(dependency: object) -> type[BaseModel] | None:
-    """The model behind a dependency made by `json_body`, else None."""
+    """The model of a dependency made by `json_body`, else None."""
     return dependency.model if isinstance(dependency, _JsonBody) else None
 
 
 def check_content_type(value: str | None) -> None:
-    """Only JSON in UTF-8. A missing type is refused too: browsers may send such a body across origins unasked."""
+    """Only JSON in UTF-8. A missing type is refused too: browsers may send it across origins without a preflight."""
     media_type, _, parameters = (value or "").partition(";")
     media_type = media_type.strip().lower()
     charset = re.search(r'charset\s*=\s*"?([^\s";]+)', parameters.lower())
@@ -171,7 +171,7 @@ def validate(model: type[Model], value: JsonObject) -> Model:
 
 
 async def _receive(request: Request, most: int) -> Bytes:
-    """The whole body, of which nobody keeps a copy: not the request, nor what refuses it. Raises ClientGone."""
+    """The whole body, without a copy that outlives it elsewhere. Raises ClientGone."""
     buffer = BodyBuffer(most)
     try:
         while True:
@@ -206,7 +206,7 @@ def _message(detail: ErrorDetails) -> str:
 
 
 def _param(location: Sequence[int | str], value: object) -> str:
-    """`messages[0].content`: the location without the steps that only name a branch of a union."""
+    """`messages[0].content`: the location without steps that only name a branch of a union."""
     path = ""
     for index, step in enumerate(location):
         if isinstance(step, int):

@@ -1,4 +1,4 @@
-"""How large a body may be, and how much of all bodies may be held: both from what the model's context can take."""
+"""Limits on the size of a body and on all bodies together, derived from the model's context length."""
 
 from __future__ import annotations
 
@@ -11,35 +11,33 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from quire_server.errors import ApiError, NotReady, PayloadTooLarge
 from quire_server.http.envelopes import error_reply
 
-LARGEST_BODY = 8 << 20  # of those that are derived
-LEAST_BODY = 512 << 10  # tools, schemas, 65,536 allowed ids
-TOKEN_BYTES = (
-    8  # of an id with its comma, and of a token of text on average: escapes, where they are, are not all of it
-)
-PROMPTS = 64  # of one completion
-INPUT_TOKENS = 1 << 20  # of all texts of one embedding or score
-OTHER_VALUES = 1 << 18  # of a body, besides the ids of prompts that fit: one that is cut to fit may be longer
-VALUE_BYTES = 4  # of an id on average, where an operator has said how many bytes a body may have
+LARGEST_BODY = 8 << 20  # the largest derived limit, in bytes
+LEAST_BODY = 512 << 10  # bytes for tools, schemas, 65,536 allowed ids
+TOKEN_BYTES = 8  # bytes of an id with its comma, and of a token of text on average, with some escapes
+PROMPTS = 64  # most prompts of one completion
+INPUT_TOKENS = 1 << 20  # most tokens of all texts of one embedding or score
+OTHER_VALUES = 1 << 18  # values of a body besides the ids of full contexts, such as ids of a prompt that will be cut
+VALUE_BYTES = 4  # bytes of an id on average, if the operator has set the limit in bytes
 MANY_INPUTS = frozenset({"/v1/embeddings", "/v1/score", "/score"})
-FREE_BYTES = 16 << 10  # of each body: connections are counted as well
-BUSY_SECONDS = 2.0  # after which there may be room: a body is held while it arrives and is parsed
+FREE_BYTES = 16 << 10  # bytes of each body that are not counted; connections are limited too
+BUSY_SECONDS = 2.0  # Retry-After: a body is held while it arrives and is parsed
 _HOLD = "body_hold"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyLimit:
-    """Of the bodies of a route."""
+    """The limit of a route's bodies."""
 
     max_bytes: int
-    max_values: int  # of arrays and objects
-    max_model_len: int | None  # where the limit follows from it
+    max_values: int  # values in arrays and objects
+    max_model_len: int | None  # the context length, if the limit is derived from it
 
     def too_large(self) -> PayloadTooLarge:
         return PayloadTooLarge(self.max_bytes, max_model_len=self.max_model_len)
 
 
 class BodyLimits:
-    """The limit of each path. What a full context needs in JSON is never refused."""
+    """The limit of each path. A body that fills the context is never refused."""
 
     def __init__(self, *, max_body_bytes: int | None, max_model_len: int, root_path: str = "") -> None:
         self._root_path = root_path
@@ -51,7 +49,7 @@ class BodyLimits:
         return self._many.max_bytes
 
     def of(self, path: str) -> BodyLimit:
-        """Of a path, with or without the root that a proxy may add."""
+        """The limit of a path, with or without the root path that a proxy may add."""
         return self._many if path.removeprefix(self._root_path) in MANY_INPUTS else self._one
 
 
@@ -65,7 +63,7 @@ def _limit(max_body_bytes: int | None, max_model_len: int, tokens: int) -> BodyL
 
 
 class BodyBudget:
-    """Bytes of bodies that are held at once, over all connections; `on_change` is told how many."""
+    """The bytes of bodies that are held at once, over all connections; `on_change` is called with their number."""
 
     def __init__(self, max_bytes: int, on_change: Callable[[int], None] = lambda _: None) -> None:
         self._max_bytes = max_bytes
@@ -76,7 +74,7 @@ class BodyBudget:
         return num_bytes <= FREE_BYTES or self.held + num_bytes <= self._max_bytes
 
     def change(self, num_bytes: int) -> None:
-        """Raises NotReady where there is no room."""
+        """Add or, if negative, give back bytes. Raises NotReady where there is no room."""
         if not num_bytes:
             return
         if num_bytes > 0 and self.held + num_bytes > self._max_bytes:
@@ -86,7 +84,7 @@ class BodyBudget:
 
 
 class BodyHold:
-    """What one body takes of the budget: nothing while it is small."""
+    """One body's share of the budget; small bodies are not counted."""
 
     __slots__ = ("_budget", "_num_bytes", "_released")
 
@@ -96,7 +94,7 @@ class BodyHold:
         self._released = False
 
     def grow(self, num_bytes: int) -> None:
-        """More of the body has arrived. Raises NotReady where there is no room for it, and lets go of all then."""
+        """More of the body has arrived. Raises NotReady where there is no room for it, and then gives all back."""
         if self._released:
             return
         counted = self._counted
@@ -109,7 +107,7 @@ class BodyHold:
             raise
 
     def release(self) -> None:
-        """The body's bytes are gone: it has become fields, or nothing."""
+        """The body's bytes are freed."""
         if not self._released:
             self._released = True
             self._budget.change(-self._counted)
@@ -120,7 +118,7 @@ class BodyHold:
 
 
 class BodyGate:
-    """Refuses by the head what is too large or finds no room; behind the middleware that asks for keys."""
+    """Refuses by the head a body that is too large or has no room; inside the layers that check keys."""
 
     def __init__(self, app: ASGIApp, *, limits: BodyLimits, budget: BodyBudget) -> None:
         self._app = app
@@ -143,7 +141,7 @@ class BodyGate:
 
 
 def declared_bytes(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
-    """The length of the body that a head announces; None where it does not say."""
+    """The length of the body from the head; None if the head does not have it."""
     for name, value in headers:
         if name == b"content-length":
             return int(value) if value.isdigit() and len(value) < 20 else None
@@ -162,7 +160,7 @@ def no_room() -> NotReady:
 
 
 def hold_of(scope: Scope) -> BodyHold | None:
-    """What the body of this request takes of the budget."""
+    """The request's share of the budget."""
     hold = scope.get("state", {}).get(_HOLD)
     return hold if isinstance(hold, BodyHold) else None
 
@@ -171,16 +169,16 @@ def put_hold(scope: Scope, hold: BodyHold) -> None:
     scope.setdefault("state", {})[_HOLD] = hold
 
 
-OWN_BYTES = 256 << 10  # what is smaller is not worth a mapping
+OWN_BYTES = 256 << 10  # smaller bodies are not worth a memory mapping
 
-Bytes = bytes | mmap  # both can be searched, matched and cut
+Bytes = bytes | mmap  # both can be searched, matched and sliced
 
 
 class BodyBuffer:
-    """Takes the parts of a body of at most `most` bytes.
+    """Collects the parts of a body of at most `most` bytes.
 
-    A large one has memory of its own, which the system has back as soon as the body is read; the heap would keep it,
-    since something small always lies behind it.
+    A large body is in a memory mapping of its own, which the system gets back as soon as the body is parsed. The heap
+    would keep it, because small allocations lie behind it.
     """
 
     def __init__(self, most: int) -> None:
@@ -202,7 +200,7 @@ class BodyBuffer:
         self._num_bytes += len(part)
 
     def take(self) -> Bytes:
-        """All of it; the buffer is empty then."""
+        """Return all bytes and empty the buffer."""
         memory, parts = self._memory, self._parts
         self.clear()
         if memory is None:

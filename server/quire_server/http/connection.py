@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection: its clocks and bounds, and the refusals that come before the application."""
+"""One HTTP/1.1 connection: its timeouts and limits, and the refusals that come before the application."""
 
 from __future__ import annotations
 
@@ -30,15 +30,17 @@ from quire_server.http.body_limits import declared_bytes
 from quire_server.http.guard import choose_request_id
 from quire_server.http.sse import HIGH_WATER_BYTES, WriteClock, WritePace, waiting_bytes
 
-GRACE_SECONDS = 5.0  # for replies still being written at the stop; draining comes before it
-LINGER_SECONDS = 1.0  # a refused client may finish its sentence: closing at once would reset the refusal away
-_WIRE_OVERHEAD = 8  # chunked framing costs at most 5 bytes per body byte; trailers and extensions are what remains
-ADDRESS_SECONDS = 5.0  # after which a client may try again that has too many connections
+GRACE_SECONDS = 5.0  # for replies that are still being written at the stop, after draining
+LINGER_SECONDS = (
+    1.0  # before closing: closing at once would reset the connection before the client has read the refusal
+)
+_WIRE_OVERHEAD = 8  # bytes per body byte: chunked framing needs at most 5; the rest is for trailers and extensions
+ADDRESS_SECONDS = 5.0  # Retry-After for a client with too many connections
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """Bounds and clocks of a connection; times in seconds."""
+    """Limits and timeouts of a connection; times in seconds."""
 
     max_connections: int
     max_connections_per_address: int
@@ -49,12 +51,12 @@ class ConnectionLimits:
 
     @property
     def max_wire_bytes(self) -> int:
-        """Bytes of one request, framing included."""
+        """Most bytes of one request, framing included."""
         return self.max_header_bytes + _WIRE_OVERHEAD * self.max_body_bytes
 
 
 class ConnectionConfig(uvicorn.Config):
-    """uvicorn's configuration: connections of ours, with our limits, and nothing that it would read from elsewhere."""
+    """uvicorn's configuration with our connection class and limits, and without other sources of settings."""
 
     def __init__(
         self,
@@ -83,7 +85,9 @@ class ConnectionConfig(uvicorn.Config):
         self.limits = limits
         self.addresses = Addresses(limits.max_connections_per_address, uncounted)
         self.on_connections = on_connections
-        self.turned_away: set[Connection] = set()  # that read why, and may not keep others from coming meanwhile
+        self.turned_away: set[Connection] = (
+            set()
+        )  # refused connections that are open until their clients have read the refusal
         self._tls = tls
 
     def load(self) -> None:
@@ -92,9 +96,9 @@ class ConnectionConfig(uvicorn.Config):
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. Beyond uvicorn's: a clock on each request's head, bounds on its bytes, a clock on writing.
+    """One connection. In addition to uvicorn's: a timeout for each request's head, a write timeout, limits on bytes.
 
-    No client holds it by being slow or silent; what does not parse is answered in our envelope.
+    A client cannot hold it by being slow or silent; a request that does not parse is answered in our envelope.
     """
 
     def __init__(
@@ -109,11 +113,11 @@ class Connection(HttpToolsProtocol):
         self._addresses = config.addresses
         self._on_connections = config.on_connections
         self._turned_away = config.turned_away
-        self._place: str | None = None  # among the addresses
+        self._place: str | None = None  # the key in `_addresses`
         self._in_head = False
-        self._head_bytes = 0  # beyond the chunk that the head began in
+        self._head_bytes = 0  # bytes of the head after its first chunk
         self._wire_bytes = 0
-        self._plain_bytes = 0  # of a body whose length was announced: those that are still to come
+        self._plain_bytes = 0  # bytes of a body with Content-Length that are still to come
         self._refused = False
         self._head_clock: asyncio.TimerHandle | None = None
         self._write_clock: WriteClock | None = None
@@ -142,7 +146,7 @@ class Connection(HttpToolsProtocol):
         self._on_connections(len(self.connections))
 
     def eof_received(self) -> bool:  # type: ignore[override]  # true keeps the connection open
-        """The client has closed its side: it may have left, or may only have said all."""
+        """The client has closed its side: it has left, or has sent its last request. True keeps it open."""
         if not self._answers_half_closed():
             return False
         if self._half_closed is None:
@@ -155,14 +159,14 @@ class Connection(HttpToolsProtocol):
         self._intake.take(data)
 
     def _parse(self, data: bytes) -> bool:
-        """Some of what has arrived; whether more of it may follow now."""
+        """Parse some of the bytes that have arrived; returns whether more may be parsed now."""
         if self._refused or self.transport.is_closing():
             return True
         self._wire_bytes += len(data)
         if self._in_head:
             self._head_bytes += len(data)
         if self._drops_chunks():
-            self.cycle.message_event.set()  # who lingers for the client's sake sees that it still sends
+            self.cycle.message_event.set()  # `_linger` sees that the client still sends
         else:
             super().data_received(data)
         if self._refused or self.transport.is_closing():
@@ -176,7 +180,7 @@ class Connection(HttpToolsProtocol):
         return not self.pipeline
 
     def _drops_chunks(self) -> bool:
-        """Whether a reply has come before its request was read: chunks of one byte are dear to parse for nothing."""
+        """Whether the reply came before its request was read: parsing chunks of one byte would waste time."""
         cycle = self.cycle
         return (
             cycle is not None
@@ -197,14 +201,14 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # trailers come after the checks that headers go through
+        if self._in_head:  # trailers are dropped: they come after the checks of headers
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._stop_head_clock()
         self._plain_bytes = declared_bytes(self.headers) or 0
-        self.scope["state"]["client_side"] = partial(client_side, self.transport)  # for whoever is about to do much
+        self.scope["state"]["client_side"] = partial(client_side, self.transport)  # checked before expensive work
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -216,7 +220,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def bytes_waiting(self) -> int:
-        """Of replies that the client has not taken yet."""
+        """Bytes of replies that the client has not received yet."""
         return 0 if self.transport is None else waiting_bytes(self.transport)
 
     def pause_writing(self) -> None:
@@ -231,7 +235,7 @@ class Connection(HttpToolsProtocol):
             self._write_clock.stop()
 
     def _answers_half_closed(self) -> bool:
-        """Whether a whole request awaits its reply, and it can be found out who still listens."""
+        """Whether a complete request awaits its reply, and a probe can tell if the client still listens."""
         return (
             not (self._refused or self._in_head or self._is_between_requests())
             and not self.cycle.more_body
@@ -270,7 +274,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _turn_away(self, error: ApiError) -> None:
-        """Refuse a connection that is one too many. It is none of those open, or a crowd would keep itself out."""
+        """Refuse a connection above a limit. It does not count as open: refused clients do not keep others out."""
         self.connections.discard(self)
         self._addresses.leave(self._place)
         self._place = None
@@ -281,7 +285,7 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer before the application could, and close once the client has had time to read it."""
+        """Send an error without the application, and close once the client has had time to read it."""
         self._refused = True
         self._stop_head_clock()
         self._unset_keepalive_if_required()
@@ -307,14 +311,14 @@ class Connection(HttpToolsProtocol):
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
 
-LOOPBACK = ("127.0.0.0/8", "::1")  # a proxy on this machine, and who could take its connections otherwise, too
-_PREFIX = 64  # bits of an IPv6 address that a client cannot choose
+LOOPBACK = ("127.0.0.0/8", "::1")  # proxies on this machine
+_PREFIX = 64  # length of an IPv6 network prefix, which a client cannot choose
 
 
 class Addresses:
-    """Counts open connections by address, of IPv6 by its network, so that one client cannot take those of all.
+    """Counts open connections by address, for IPv6 by network, so that one client cannot take all connections.
 
-    Proxies, this machine and Unix sockets, behind which many clients are, are not counted.
+    Trusted proxies, this machine and Unix sockets are not counted, since many clients may be behind them.
     """
 
     def __init__(self, most: int, uncounted: Iterable[str] = ()) -> None:
@@ -323,7 +327,7 @@ class Addresses:
         self._open: dict[str, int] = {}
 
     def enter(self, host: str | None) -> tuple[str | None, bool]:
-        """What to give to `leave` when the connection ends, and whether it is one too many."""
+        """The key to pass to `leave` when the connection ends, and whether it is above the limit."""
         place = self._place(host)
         if place is None:
             return None, False
@@ -352,21 +356,21 @@ class Addresses:
 
 
 PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
-PROBE_SECONDS = 5.0  # between probes: a client may also leave after it has stopped speaking
-ClientSide = Literal["open", "ended", "gone"]  # ended: it has left, or said all that it wanted to say
-_ENDED = getattr(select, "POLLRDHUP", 0)  # not every system tells it before it is read
-_FIRST_LOOK = 0.001  # seconds after a probe; each further look comes after twice the time
+PROBE_SECONDS = 5.0  # between probes
+ClientSide = Literal["open", "ended", "gone"]  # ended: the client has left, or has sent its last request
+_ENDED = getattr(select, "POLLRDHUP", 0)  # not on every system
+_FIRST_LOOK = 0.001  # seconds from a probe to the first look; the pause doubles with each look
 _LONGEST_PAUSE = 0.25
 
 
 class HalfClosedWatch:
-    """Watches a connection whose client has stopped speaking, and aborts it when the client has left.
+    """Watches a half-closed connection, and aborts it when the client has left.
 
-    A client that has left and one that has said all it wanted to say look the same at first: its side of the connection
-    ends. But what is written to a closed TCP connection is answered by a reset, and then the system reports a hang-up.
-    Before the reply has begun HTTP allows interim responses, so a `100 Continue` is written, which clients pass over;
-    later the reply's own parts do the same. HTTP/1.0 has no interim responses and TLS has no half-closed connections:
-    there, the end means that the client has left.
+    A client that has left and a client that has sent its last request look the same at first: the client's side of the
+    connection ends. But data written to a closed TCP connection is answered by a reset, and then the system reports a
+    hang-up. Before the reply has begun HTTP allows interim responses, so a `100 Continue` is written, which clients
+    ignore; later the parts of the reply have the same effect. HTTP/1.0 has no interim responses and TLS has no
+    half-closed connections: there, the end means that the client has left.
     """
 
     def __init__(self, transport: asyncio.Transport, *, may_probe: Callable[[], bool]) -> None:
@@ -397,12 +401,12 @@ class HalfClosedWatch:
 
 
 def is_hung_up(transport: asyncio.Transport) -> bool:
-    """Whether nothing can be sent any more, as far as the system knows without trying."""
+    """Whether the system reports that nothing can be sent any more."""
     return client_side(transport) == "gone"
 
 
 def client_side(transport: asyncio.Transport) -> ClientSide:
-    """As the system knows it now, which may be before the event loop has looked."""
+    """The state of the client's side as the system knows it, perhaps before the event loop does."""
     if transport.is_closing():
         return "gone"
     poll = select.poll()
@@ -418,19 +422,19 @@ TURN_SECONDS = 0.005
 
 
 class Intake(FlowControl):
-    """The connection's flow control, which does not read on while something that was read is left.
+    """Flow control that pauses reading while bytes that were read are not parsed yet.
 
-    A read brings 256 KiB, which may be a part of one body, or forty thousand chunks of one byte, or ten thousand
-    requests one behind the other. Between two slices of it that take long the event loop has its turn, and behind a
-    request that waits for its turn no more is parsed.
+    A read brings up to 256 KiB: a part of one body, or forty thousand chunks of one byte, or ten thousand pipelined
+    requests. Bytes are parsed in slices; between slices that take long the event loop has a turn. Nothing is parsed
+    behind a pipelined request that waits for its turn.
     """
 
     def __init__(
         self, transport: asyncio.Transport, parse: Callable[[bytes], bool], plain_bytes: Callable[[], int]
     ) -> None:
-        """`parse` tells whether more may be parsed now; where not, `go_on` is called when it may.
+        """`parse` returns whether more may be parsed now; if not, call `go_on` when it may.
 
-        `plain_bytes` of what comes next are one piece to the parser, however many they are.
+        `plain_bytes`: the next bytes that are cheap to parse at once, however many they are.
         """
         super().__init__(transport)
         self._parse = parse
@@ -444,19 +448,19 @@ class Intake(FlowControl):
             super().resume_reading()
 
     def take(self, data: bytes) -> None:
-        """Bytes have arrived."""
+        """Parse bytes that have arrived, or keep them for later."""
         if self._left:
-            self._left += data  # of a read that was under way
+            self._left += data  # from a read that was under way
             return
         self._feed(data)
 
     def go_on(self) -> None:
-        """What is left may be parsed now, when the event loop is free."""
+        """Parse the remaining bytes when the event loop is free."""
         if self._left and self._turn is None:
             self._turn = self._loop.call_soon(self._take_turn)
 
     def stop(self) -> None:
-        """Nothing more will be parsed."""
+        """Drop the remaining bytes."""
         self._left = b""
         if self._turn is not None:
             self._turn.cancel()

@@ -1,6 +1,6 @@
-"""Ends the work of a reply when its client has gone.
+"""Ends the work on a reply when its client has disconnected.
 
-Promises: the work is cancelled where it waits, and its `finally` blocks have run, before `ClientGone` is raised.
+Promises: the work is cancelled at its next await, and its `finally` blocks have run, before `ClientGone` is raised.
 (Servers cancel streams at a disconnect, but not plain handlers.)
 """
 
@@ -22,8 +22,8 @@ _DOUBT_SECONDS = 0.02
 async def unless_client_gone(request: Request, work: Coroutine[object, object, Result]) -> Result:
     """The result of `work`. Raises ClientGone, with the work cancelled, once the client has closed the connection.
 
-    The request's body must have been read: what comes next from the client can only be its leaving. The work runs in
-    the caller's task, which is cancelled as by a timeout: one task more for each request, not two.
+    The request's body must have been read, so that the next message can only be a disconnect. The work runs in the
+    caller's task, which is cancelled as by a timeout; so a request needs one more task and not two.
     """
     task = asyncio.current_task()
     if task is None:
@@ -33,7 +33,7 @@ async def unless_client_gone(request: Request, work: Coroutine[object, object, R
 
     def left(_: asyncio.Future[None]) -> None:
         nonlocal has_left
-        if not is_over:  # this is called a little later, when the work may have ended
+        if not is_over:  # this is called with a delay, after which the work may have ended
             has_left = True
             task.cancel()
 
@@ -43,7 +43,7 @@ async def unless_client_gone(request: Request, work: Coroutine[object, object, R
         return await work
     except asyncio.CancelledError:
         if has_left and task.uncancel() <= cancelled_before:
-            leaving.result()  # an error here is ours, not the client's
+            leaving.result()  # raises an error of `receive`
             raise ClientGone from None
         raise
     finally:
@@ -52,21 +52,21 @@ async def unless_client_gone(request: Request, work: Coroutine[object, object, R
 
 
 async def until_disconnect(receive: Receive) -> None:
-    """Returns when the client has closed the connection, or has its reply."""
+    """Returns when the client has closed the connection, or has received its reply."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def look_for_leaving(request: Request) -> None:
-    """To be awaited under `unless_client_gone` before much is done. Raises ClientGone.
+    """Await this under `unless_client_gone` before expensive work. Raises ClientGone.
 
-    The loop looks at its sockets once. A client whose side of the connection has ended may only have said all: it is
-    given the moment in which it is found out whether it still listens.
+    The event loop polls its sockets once. A client that has closed its side may still wait for the reply: a short pause
+    shows whether it does.
     """
     await asyncio.sleep(0)
     client_side = request.scope.get("state", {}).get("client_side")
     if client_side is None or client_side() == "open":
         return
     await asyncio.sleep(_DOUBT_SECONDS)
-    if client_side() == "gone":  # the loop has yet to hear of it
+    if client_side() == "gone":  # the event loop has not seen it yet
         raise ClientGone

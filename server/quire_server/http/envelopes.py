@@ -1,7 +1,7 @@
-"""Which envelope an error has: OpenAI's, or Anthropic's on the paths of Anthropic's API.
+"""The envelope of an error: OpenAI's, or Anthropic's on the paths of Anthropic's API.
 
-Promises: status and headers are the same in both; the path alone decides, so that errors made before any route have the
-right one too.
+Promises: status and headers are the same in both; the path alone decides, so that errors made before routing have the
+right envelope too.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
     504: "timeout_error",
-    503: "overloaded_error",  # Anthropic's own servers say 529, which proxies and clients of others do not know
+    503: "overloaded_error",  # Anthropic's servers send 529, which other proxies and clients do not know
 }
-_TOO_LONG = "prompt is too long: "  # the words by which agents know that they have to shorten their history
+_TOO_LONG = "prompt is too long: "  # agents look for these words and then shorten their history
 
 
 class AnthropicErrorCause(TypedDict):
@@ -45,7 +45,7 @@ class AnthropicErrorBody(TypedDict):
 
 
 def is_anthropic_path(path: str) -> bool:
-    """Whether a path, without the root that a proxy may add, is one of Anthropic's API."""
+    """Whether a path, without the root path of a proxy, belongs to Anthropic's API."""
     return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
 
 
@@ -54,7 +54,7 @@ def is_anthropic(scope: Scope) -> bool:
 
 
 def anthropic_body(error: ApiError, request_id: str) -> AnthropicErrorBody:
-    """The same safe text as in OpenAI's envelope, under the type that Anthropic has for the status."""
+    """The error's text as in OpenAI's envelope, with Anthropic's type for the status."""
     message = error_body(error)["error"]["message"]
     if error.code == ContextLengthExceeded.default_code:
         message = _TOO_LONG + message

@@ -1,6 +1,6 @@
-"""Which event loop the commands run on: uvloop where there is one.
+"""The event loop of the commands: uvloop where it is installed.
 
-Promises: a factory for `asyncio.Runner`; only this module knows uvloop.
+Promises: a factory for `asyncio.Runner`; only this module imports uvloop.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    """Makes a new event loop."""
+    """The function that makes a new event loop."""
     try:
         from uvloop import new_event_loop  # noqa: PLC0415  # not on every platform
     except ImportError:

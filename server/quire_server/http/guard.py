@@ -1,4 +1,4 @@
-"""What stands before the routes: limits of the head, keys, request ids, and one record per reply."""
+"""The outer layers of the application: limits on the head, API keys, request ids, and one record per reply."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PAGES = frozenset(
     }
 )
 PUBLIC_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/version", "/metrics"}) | PAGES
-ADMIN_PATHS = ("/debug", "/admin", "/dashboard/events")  # with all below them; `AdminAuth` guards them
+ADMIN_PATHS = ("/debug", "/admin", "/dashboard/events")  # with all paths below them; `AdminAuth` guards them
 
 log = logging.getLogger("quire.http")
 
@@ -47,7 +47,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What is known about a reply when it has ended. `route` is the template, None where no route matched."""
+    """The record of a reply that has ended. `route` is the template, None where no route matched."""
 
     request_id: str
     method: str
@@ -56,14 +56,14 @@ class Reply:
     status: int
     seconds: float
     client: str
-    key_name: str = ""  # of the key that the client has brought, where it has a name
+    key_name: str = ""  # the name of the client's key, or empty
 
 
 class Guard:
-    """The outermost application: request id, limits on the head, clocks, the last resort for exceptions.
+    """The outermost layer: request id, limits on the head, timeouts, and a reply for unexpected exceptions.
 
-    Every reply carries x-request-id, and no byte of a body is read before the head and the key were checked. The path
-    that counts is `scope["path"]`, never one rebuilt from headers.
+    Every reply has x-request-id, and no byte of a body is read before the head and the key were checked. The path is
+    `scope["path"]`, never one rebuilt from headers.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Guard:
             return
         started = time.perf_counter()
         request_id = choose_request_id(scope["headers"])
-        scope["root_path"] = self._root_path  # routes match with and without it: not every proxy takes it away
+        scope["root_path"] = self._root_path  # routes match with and without it, since not every proxy removes it
         scope.setdefault("state", {})["request_id"] = request_id
         hold = BodyHold(self._budget)
         put_hold(scope, hold)
@@ -127,7 +127,7 @@ class Guard:
 
 
 class KeyAuth:
-    """Deny by default: every path but the public ones needs a key, as `Authorization: Bearer <key>` or `x-api-key`."""
+    """Deny by default: every path except public ones needs a key, as `Authorization: Bearer <key>` or `x-api-key`."""
 
     def __init__(
         self,
@@ -154,16 +154,16 @@ class KeyAuth:
                 await send_error(Unauthorized(), scope, receive, send)
                 return
             digest, name = key
-            # Whose request it is, without the key.
+            # The identity without the key itself.
             scope.setdefault("state", {}).update(key_name=name, key_digest=digest.hex())
         await self._app(scope, receive, send)
 
     def _is_elsewhere(self, path: str) -> bool:
-        """Open to all, or guarded by another."""
+        """Whether the path is public, or guarded by `AdminAuth`."""
         return path in self._public or is_admin_path(path, self._root_path)
 
     def _known_key(self, headers: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, str] | None:
-        """The digest and the name, which may be empty, of the key that was brought; None without a key of ours."""
+        """The digest and the name (or "") of the client's key; None without a known key."""
         found = [known for key in brought_keys(headers) for known in self._known if is_key(key, known[0])]
         return found[0] if found else None
 
@@ -175,7 +175,7 @@ def is_admin_path(path: str, root_path: str = "") -> bool:
 
 
 def brought_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
-    """The keys of a request's head, one at most of each header: of two, nobody knows which a proxy has looked at."""
+    """The keys in a request's head, at most one per header: with two it is unclear which a proxy has checked."""
     bearers, plain = [], []
     for name, value in headers:
         if name == b"authorization":
@@ -189,12 +189,12 @@ def brought_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
 
 
 def is_key(key: bytes, digest: bytes) -> bool:
-    """Compared by digests of equal lengths, so that the time taken has no hint of the key."""
+    """Compares digests of equal lengths in constant time, so that the time gives no hint of the key."""
     return hmac.compare_digest(hashlib.sha256(key).digest(), digest)
 
 
 def choose_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The client's X-Request-Id where it is one plain word of at most 128 characters, else a random one."""
+    """The client's X-Request-Id if it is one plain word of at most 128 characters, else a random id."""
     values = [value for name, value in headers if name == b"x-request-id"]
     if len(values) == 1:
         text = values[0].decode("latin-1")
@@ -215,7 +215,7 @@ def check_head(headers: list[tuple[bytes, bytes]], limits: ServerLimits, *, targ
             "The length of the body is ambiguous.", code="invalid_framing", headers={"Connection": "close"}
         )
     codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
-    if codings not in ([], [b"chunked"]):  # a parser that knows the last one only would take the others for the body
+    if codings not in ([], [b"chunked"]):  # other codings would be taken for the body
         raise BadRequest(
             "Bodies may be chunked and nothing else.", code="invalid_framing", headers={"Connection": "close"}
         )
@@ -226,7 +226,7 @@ def check_head(headers: list[tuple[bytes, bytes]], limits: ServerLimits, *, targ
 
 
 async def send_error(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send the error, in the envelope of its path, as a whole reply."""
+    """Send the error as a whole reply, in the envelope of its path."""
     await error_reply(error, scope)(scope, receive, send)
 
 
@@ -249,16 +249,16 @@ def _reply(scope: Scope, exchange: Exchange, seconds: float) -> Reply:
 
 
 LINGER_SECONDS = 2.0
-QUIET_SECONDS = 0.3  # a client that sends nothing for so long has seen the reply, or will not send more
+QUIET_SECONDS = 0.3  # a client that sends nothing for so long has read the reply, or sends no more
 LINGER_BYTES = 16 << 20
-SPARE_BYTES = 64 << 10  # so much of a body that nobody wants is read to keep its connection
+SPARE_BYTES = 64 << 10  # most unread bytes of a body for which the connection is kept
 
 
 class Exchange:
-    """One request's `receive` and `send`, counted and timed: between the server's connection and the application.
+    """Wraps one request's `receive` and `send` to count and time them.
 
-    No more of a body is taken than its route's limit and the room for all bodies allow, nor for longer than its clock.
-    A reply that comes before its request has been read is not reset away.
+    A body is bounded by its route's limit, by the budget for all bodies and by its timeout. A reply that is sent before
+    its request was read is not lost to a reset.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class Exchange:
         self._deadline = asyncio.get_running_loop().time() + body_seconds
         self._body_bytes = 0
         self._body_complete = False
-        self._closes = False  # the connection, since too much of the body is still to come
+        self._closes = False  # whether the connection closes, because too much of the body is unread
 
     async def receive(self) -> Message:
         if self._body_complete or self.client_gone:
@@ -329,7 +329,7 @@ class Exchange:
         return self._declared is None or self._declared - self._body_bytes > SPARE_BYTES
 
     async def _linger(self) -> None:
-        """Read on for a while after a refusal: closing on unread bytes would reset the connection under the reply."""
+        """Read on for a while after a refusal: closing with unread bytes would reset the connection."""
         dropped = 0
         until = asyncio.get_running_loop().time() + LINGER_SECONDS
         try:

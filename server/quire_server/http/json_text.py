@@ -1,6 +1,6 @@
-"""JSON text to Python values, strictly, and values to JSON text in pieces.
+"""A strict JSON parser, and an encoder that yields pieces.
 
-Large texts go both ways in pieces of about a millisecond each, so that other threads get their turn.
+Large texts are processed in pieces of about a millisecond each, so that other threads can run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire_server.errors import BadRequest, ClientGone
 from quire_server.http.body_limits import Bytes
 
 MAX_DEPTH = 64
-MAX_NUMBER_CHARS = 40  # any double or 64-bit integer fits; the fields' own ranges do the rest
+MAX_NUMBER_CHARS = 40  # enough for any double or 64-bit integer; fields check their own ranges
 
 # Every string literal, closed or not: possessive, so that no input makes it scan a byte twice.
 _STRING = re.compile(r'"(?:[^"\\]++|\\.|\\\Z)*+"?', re.DOTALL)
@@ -42,7 +42,7 @@ def parse_text(text: str) -> object:
 
 
 def decode_text(text: str) -> object:
-    """As `parse_text`, but raises json.JSONDecodeError where the text is not JSON: who cut it knows the place."""
+    """Like `parse_text`, but raises json.JSONDecodeError for invalid JSON, whose caller knows the place."""
     _check_depth(text)
     try:
         value = _DECODER.decode(text)
@@ -66,13 +66,13 @@ def duplicate_key(key: str) -> BadRequest:
 
 
 def short(text: str, limit: int = 64) -> str:
-    """At most so much of a client's text as an error may show."""
+    """A client's text cut to a length that an error may show."""
     cleaned = text.encode("utf-8", "replace").decode("utf-8")
     return cleaned if len(cleaned) <= limit else cleaned[: limit - 1] + "…"
 
 
 def _check_depth(text: str) -> None:
-    """Brackets that do not match are the parser's to find: it stops there, and what it has seen was counted right."""
+    """Counts brackets; the parser itself finds those that do not match, before any that this counts wrongly."""
     if text.count("[") + text.count("{") <= MAX_DEPTH:
         return
     brackets = _NOT_BRACKET.sub("", _STRING.sub("", text))
@@ -124,10 +124,10 @@ _DECODER = json.JSONDecoder(
 
 
 PIECE_BYTES = 32 << 10
-MAX_BRACKETS = 32_768  # arrays and objects: several times those of 4,096 messages with parts, or of 128 large tools
+MAX_BRACKETS = 32_768  # arrays and objects: several times as many as 4,096 messages with parts, or 128 large tools have
 MAX_KEYS = 65_536
 
-# All possessive, so that no input makes them look at a byte twice.
+# All possessive, so that no input makes them scan a byte twice.
 _STRING_BYTES = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _WHOLE_STRINGS = re.compile(rb'(?:[^"]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
@@ -147,9 +147,9 @@ _SMALL_PIECES = 2  # a document of so many pieces' size is small enough for the 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonLimits:
-    """What is counted of a document while it is read."""
+    """Limits on the contents of a document."""
 
-    max_values: int  # in arrays and objects
+    max_values: int  # values in arrays and objects
     max_keys: int = MAX_KEYS
     max_brackets: int = MAX_BRACKETS
 
@@ -157,26 +157,28 @@ class JsonLimits:
 def parse_pieces(
     raw: Bytes, limits: JsonLimits, *, stopped: Callable[[], bool] = lambda: False, piece_bytes: int = PIECE_BYTES
 ) -> object:
-    """The value of a JSON text in UTF-8, read in pieces. Raises BadRequest; ClientGone once `stopped`.
+    """The value of a JSON text in UTF-8, parsed in pieces. Raises BadRequest; ClientGone once `stopped`.
 
-    A parser in C holds the interpreter until it returns. So the text is cut behind commas that stand outside of
-    strings; each piece is made a document of its own by the brackets that are open around it, parsed, and joined to
-    what came before. The values and refusals are those of `parse_text`; what has too many values, keys or brackets is
-    refused when they have been counted, before it is built.
+    A parser in C holds the GIL until it returns. So the text is cut after commas outside of strings. Each piece is made
+    a document of its own by the brackets that are open around it, parsed, and joined to the pieces before it. Values
+    and refusals are those of `parse_text`. A document with too many values, keys or brackets is refused when they have
+    been counted, before they are built.
     """
     return _Document(raw, limits, piece_bytes).parse(stopped)
 
 
 class _Document:
-    """A text, what of it has been counted, and what of it has been built."""
+    """A text, the counts of the part that was scanned, and the value of the part that was built."""
 
     def __init__(self, raw: Bytes, limits: JsonLimits, piece_bytes: int) -> None:
         self._raw = raw
         self._limits = limits
         self._piece_bytes = piece_bytes
-        self._open = bytearray()  # the brackets that are open at the end of what has been counted
+        self._open = bytearray()  # brackets that are open at the end of the scanned part
         self._num_brackets = self._num_keys = self._num_commas = 0
-        self._key = secrets.token_hex(16)  # leads to what goes on, in an object around a piece; no client can know it
+        self._key = secrets.token_hex(
+            16
+        )  # the key of the open value in the objects around a piece; random, so that no client can use it
 
     def parse(self, stopped: Callable[[], bool]) -> object:
         root: object = None
@@ -201,10 +203,10 @@ class _Document:
                 return root
             start = end
 
-    # -- Reading
+    # -- Scanning
 
     def _next_piece(self, start: int) -> tuple[int, bytes]:
-        """Where the piece ends, and what it is without what stands in its strings. Counts it."""
+        """The end of the piece, and the piece without the contents of its strings. Counts it."""
         raw, at = self._raw, start
         bare: list[bytes] = []
         cut = 0
@@ -220,7 +222,7 @@ class _Document:
                 end = cut or _end(_WHOLE_STRINGS, raw, at, window)
                 bare.append(_STRING_BYTES.sub(b'""', raw[at:end]))
             self._count(bare[-1])
-            if end < window and not cut:  # a string that goes on behind the window
+            if end < window and not cut:  # a string that continues after the window
                 end = self._end_of_string(end)
                 bare.append(b'""')
             at = end
@@ -257,7 +259,7 @@ class _Document:
                 raise BadRequest(f"The body has more than {most} {what}.", code="too_many_values")
 
     def _check_ends(self, bare: bytes, start: int, *, is_last: bool) -> None:
-        """What the brackets around a piece would hide: a comma at an end of it that stands beside no value."""
+        """Refuse a comma without a value at an end of the piece, which the brackets around it would hide."""
         text = bare.strip(b" \t\r\n")
         if is_last and self._open:
             raise too_deep()
@@ -291,14 +293,14 @@ class _Document:
                     if b":" in bare and _num_pairs(value) != bare.count(b":") + before.count(key):
                         raise BadRequest("A key occurs twice.", code="duplicate_key")
                     return value
-            return decode_text(whole.decode("utf-8"))  # strict about keys and numbers, and it says what is wrong
+            return decode_text(whole.decode("utf-8"))  # strict about keys and numbers, with good error messages
         except UnicodeDecodeError:
             raise invalid_json(f"not UTF-8 behind byte {start}") from None
         except json.JSONDecodeError as error:
             raise invalid_json(f"{error.msg} behind byte {start}") from None
 
     def _join(self, root: object, value: object, around: bytes) -> None:
-        """Add a piece, which has the shape of what is open around it, to what was open when the last one ended."""
+        """Add the value of a piece, nested in the open brackets, to the value of the pieces before it."""
         for level, bracket in enumerate(around, start=1):
             goes_on = level < len(around)
             if bracket == _OBJECT:
@@ -316,13 +318,13 @@ class _Document:
 
 
 def _end(pattern: re.Pattern[bytes], raw: Bytes, start: int, end: int) -> int:
-    """Where the match that begins at `start` ends; the patterns match nothing, too."""
+    """The end of the match that begins at `start`; the patterns also match the empty string."""
     match = pattern.match(raw, start, end)
     return start if match is None else match.end()
 
 
 def _num_pairs(value: object) -> int:
-    """Of all objects in a value."""
+    """The number of keys of all objects in a value."""
     total = 0
     todo = [value]
     while todo:
@@ -345,7 +347,7 @@ encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A value that is encoded already, or will be when it is its turn; each part takes a few milliseconds at most."""
+    """A value in encoded parts, perhaps encoded on demand; each part takes a few milliseconds at most."""
 
     parts: Iterator[bytes]
 
@@ -353,8 +355,8 @@ class Pieces:
 def pieces_of_object(fields: Mapping[str, object], *, begin: bytes = b"{", end: bytes = b"}") -> Iterator[bytes]:
     """An object, of whose values some may be `Pieces`; the others are encoded at once.
 
-    The pieces joined are the JSON that the encoder makes of the whole.
-    With another beginning or end it is a part of one that others have begun or will end.
+    The joined pieces are the JSON of the whole object. With another `begin` or `end` they are a part of a larger
+    object.
     """
     start = begin
     plain: dict[str, object] = {}
@@ -374,7 +376,7 @@ def pieces_of_object(fields: Mapping[str, object], *, begin: bytes = b"{", end: 
 def pieces_of_list(
     items: Sequence[Item], at_once: int, shown: Callable[[Sequence[Item], int], Sequence[object]]
 ) -> Iterator[bytes]:
-    """A list; `shown` turns some of the items, of which the first has the given index, into what is encoded."""
+    """A list; `shown` turns items, the first of which has the given index, into values to encode."""
     yield b"["
     for at in range(0, len(items), at_once):
         yield (b"," if at else b"") + encode(shown(items[at : at + at_once], at))[1:-1]
@@ -382,12 +384,12 @@ def pieces_of_list(
 
 
 def pieces_of_ids(ids: Sequence[int]) -> Iterator[bytes]:
-    """A list of numbers, which may be an array."""
+    """A list of numbers; `ids` may be an array."""
     return pieces_of_list(ids, IDS_AT_ONCE, lambda some, _: list(some))
 
 
 def pieces_of_text(text: str) -> Iterator[bytes]:
-    """A text."""
+    """A string."""
     yield b'"'
     for at in range(0, len(text), CHARS_AT_ONCE):
         yield encode(text[at : at + CHARS_AT_ONCE])[1:-1]
@@ -395,7 +397,7 @@ def pieces_of_text(text: str) -> Iterator[bytes]:
 
 
 def pieces_of_parts(parts: Iterator[Iterator[bytes]]) -> Iterator[bytes]:
-    """A list of what is in pieces itself."""
+    """A list whose items are in pieces."""
     yield b"["
     for number, part in enumerate(parts):
         if number:

@@ -1,7 +1,7 @@
-"""Replies in pieces: a small one is sent whole, a large one as it is put together, for as long as its client reads.
+"""Replies in pieces: a small one is sent whole, a large one is rendered while it is sent.
 
-Promises: no piece is made before the one before it has found room in the connection's buffer, and none after the client
-has left; others get a turn between pieces; what all large replies together hold is bounded. Must not know: routes.
+Promises: a piece is made only when the piece before it is in the connection's buffer and while the client is connected;
+other tasks run between pieces; all large replies together are bounded in bytes. Must not know: routes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from quire_server.errors import NotReady
 
 WHOLE_BYTES = 1 << 18  # a larger reply is streamed
 _CHUNK_BYTES = 1 << 16
-_TURN_SECONDS = 0.005  # of putting together, before others get theirs
+_TURN_SECONDS = 0.005  # of rendering between two yields to the event loop
 _RETRY_SECONDS = 5.0
 
 
 class ReplyBudget:
-    """Bytes of all large replies that are made or wait for their clients."""
+    """The bytes of all large replies that are rendered or wait for their clients."""
 
     def __init__(
         self,
@@ -32,33 +32,33 @@ class ReplyBudget:
         on_change: Callable[[int], None] = lambda _bytes: None,
         on_refused: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_change` is told the bytes whenever they change."""
+        """`on_change` is called with the number of bytes whenever it changes."""
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._on_change = on_change
         self.on_refused = on_refused
 
     def hold(self) -> HeldReply:
-        """Of one reply, nothing yet."""
+        """A share of the budget for one reply, empty at first."""
         return HeldReply(self)
 
     def add(self, size: int) -> None:
-        """Counts more, or less, without asking whether there is room."""
+        """Add bytes, or subtract them, without a check."""
         self.num_bytes += size
         self._on_change(self.num_bytes)
 
 
 class HeldReply:
-    """One reply's share of the budget, given back when the reply is over, or when it is forgotten."""
+    """One reply's share of the budget, given back when the reply ends or is garbage-collected."""
 
     def __init__(self, budget: ReplyBudget) -> None:
         self._budget = budget
         self._size = 0
 
     def grow(self, size: int) -> None:
-        """The reply has about so many bytes more. Raises NotReady where all together are too many.
+        """Add about `size` bytes. Raises NotReady if all replies together are too large.
 
-        Small replies are not counted, and one that is alone is taken whatever its size.
+        Small replies are not counted, and a reply without others is accepted whatever its size.
         """
         total = self._size + size
         if total <= WHOLE_BYTES:
@@ -75,7 +75,7 @@ class HeldReply:
         self._size = total
 
     def release(self) -> None:
-        """Gives all of it back; the second time nothing."""
+        """Give all bytes back. Idempotent."""
         size, self._size = self._size, 0
         if size:
             self._budget.add(-size)
@@ -85,7 +85,7 @@ class HeldReply:
 
 
 class PiecedReply(Response):
-    """A reply that is put together while it is sent. `pieces` are made one at a time, none of which takes long."""
+    """A reply that is rendered while it is sent. Each of `pieces` is made when it is needed and takes little time."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class PiecedReply(Response):
         headers: Mapping[str, str] | None = None,
         media_type: str = "application/json",
     ) -> None:
-        """`held` is given back when the reply is over."""
+        """`held` is released when the reply ends."""
         self.status_code = 200
         self.media_type = media_type
         self.background = None
@@ -106,7 +106,7 @@ class PiecedReply(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             pieces = iter(self._pieces)
-            # Before HTTP 1.1 a reply has its length said before it, or none at all.
+            # HTTP/1.0 has no chunked replies, so the whole reply is needed for its length.
             most = sys.maxsize if scope["http_version"] == "1.0" else WHOLE_BYTES
             chunk = await joined(pieces, most)
             if len(chunk) < most:
@@ -139,7 +139,7 @@ class PiecedReply(Response):
 
 
 async def joined(pieces: Iterator[bytes], least: int) -> bytes:
-    """The next pieces as one, of at least so many bytes unless no more come; others get a turn in between."""
+    """The next pieces, joined to at least `least` bytes if there are as many; yields to the event loop in between."""
     found: list[bytes] = []
     size, began = 0, time.perf_counter()
     for piece in pieces:
@@ -151,7 +151,7 @@ async def joined(pieces: Iterator[bytes], least: int) -> bytes:
             await asyncio.sleep(0)
             began = time.perf_counter()
     if size >= least:
-        await asyncio.sleep(0)  # sending need not wait for anything
+        await asyncio.sleep(0)  # sending alone may not yield
     return b"".join(found)
 
 

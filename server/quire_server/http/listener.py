@@ -1,4 +1,4 @@
-"""The listening socket: binding it, starting the server on it and stopping it; its TLS and the event loop."""
+"""The listening socket: binding it, starting and stopping the server on it, and the limit on open files."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ log = logging.getLogger("quire")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listening:
-    """A started server. `stop` ends it: listeners first, then each connection with its reply; True cuts replies off."""
+    """A started server. `stop` ends it: listeners first, then each connection after its reply; True cuts them off."""
 
     address: str  # a URL, or the path of a Unix socket
-    port: int | None  # the real one; None for a Unix socket
+    port: int | None  # the actual one; None for a Unix socket
     stop: Callable[[bool], None]
-    bytes_waiting: Callable[[], int]  # of replies that clients have not taken
+    bytes_waiting: Callable[[], int]  # bytes of replies that clients have not received
 
     @property
     def where(self) -> str:
-        """The address in words."""
+        """The address for a log line."""
         return self.address if self.port is not None else f"unix socket {self.address}"
 
 
 def announce(listening: Listening) -> None:
-    """Say that requests are served: in the words of uvicorn, for which scripts wait."""
+    """Log that requests are served, in uvicorn's words, for which scripts wait."""
     log.info("Application startup complete.")
     log.info("Uvicorn running on %s (Press CTRL+C to quit)", listening.where)
 
 
 def bind(settings: Settings) -> socket.socket:
-    """The listening address, taken before anything slow is started. Raises ConfigError naming the setting."""
+    """Bind the listening address before anything slow starts. Raises ConfigError naming the setting."""
     if settings.uds is not None:
         return _bind_unix(settings.uds)
     try:
@@ -76,9 +76,9 @@ async def serve(
     on_connections: Callable[[int], None] = lambda _: None,
     limits: ServerLimits | None = None,
 ) -> None:
-    """Accept connections on a bound socket until stopped. `on_started` is called once, when the first could come.
+    """Accept connections on a bound socket until stopped. `on_started` is called once, when clients can connect.
 
-    `on_connections` is told how many are open. Without `limits` their defaults hold.
+    `on_connections` is called with the number of open connections. Without `limits` their defaults hold.
     """
     limits = limits or ServerLimits()
     allow_connections(settings.max_connections)
@@ -144,7 +144,7 @@ def _bind_unix(path: Path) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.exists() and stat.S_ISSOCK(path.stat().st_mode) and not _is_answered(path):
-            path.unlink()  # left behind by a server that was killed
+            path.unlink()  # left by a server that was killed
         sock.bind(str(path))
     except OSError as error:
         sock.close()
@@ -165,15 +165,16 @@ def _address(sock: socket.socket, scheme: str) -> tuple[str, int | None]:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}", port
 
 
-_OTHERS = 512  # logs, pipes to workers, the engine's sockets, libraries
+_OTHERS = 512  # open files for logs, pipes to workers, the engine's sockets, libraries
 _descriptors_log = logging.getLogger(__name__)
 
 
 def allow_connections(number: int) -> None:
-    """Raise the soft limit on open files to what so many connections need, and as many that read why they are refused.
+    """Raise the soft limit on open files for so many connections, and as many refused ones.
 
-    A shell's usual 1,024 would be spent before `--max-connections` is: whoever comes then is not refused but waits,
-    since the event loop cannot accept, and nothing else can be opened either. Logs where the system does not allow it.
+    A shell's usual 1,024 would be used up before `--max-connections` is reached: further clients would wait instead of
+    being refused, since the event loop could not accept them, and no other file could be opened either. Logs a warning
+    if the system does not allow it.
     """
     needed = 2 * number + _OTHERS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -182,7 +183,7 @@ def allow_connections(number: int) -> None:
     allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    except (OSError, ValueError):  # a sandbox that lets nobody change it: serving with fewer beats not serving
+    except (OSError, ValueError):  # a sandbox may forbid it: serve with fewer connections
         allowed = soft
     if allowed < needed:
         _descriptors_log.warning(

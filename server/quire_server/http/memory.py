@@ -1,10 +1,10 @@
-"""Memory that the process has freed and still holds, given back to the system after large work.
+"""Returns memory that the process has freed to the system after large requests.
 
 Promises: at rest the process is about as large as before; the event loop does not wait for it; where the C library
 cannot do it, nothing is done.
 
-The C library keeps what is freed for later; after a request of many megabytes that is most of the process. Its
-`malloc_trim` (glibc's) gives whole free pages back, in the middle of its heaps too.
+The C library keeps freed memory for reuse; after a request of many megabytes that is most of the process. glibc's
+`malloc_trim` returns whole free pages, also from the middle of its heaps.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from collections.abc import Callable
 from pathlib import Path
 from resource import getpagesize
 
-SECONDS = 2.0  # between two looks
-GROWTH_BYTES = 24 << 20  # worth giving back
-_STILL_BYTES = 4 << 20  # by less than this the process grows in a moment of rest
+SECONDS = 2.0  # between two checks
+GROWTH_BYTES = 24 << 20  # growth that is worth a trim
+_STILL_BYTES = 4 << 20  # a process that grows by less between two checks is at rest
 
 log = logging.getLogger("quire.memory")
 
 
 class MemoryReturn:
-    """Looks at the process's size now and then."""
+    """Checks the process's size periodically and trims it."""
 
     def __init__(
         self,
@@ -33,27 +33,27 @@ class MemoryReturn:
         resident: Callable[[], int] | None = None,
         trim: Callable[[], None] | None = None,
     ) -> None:
-        """`on_given_back` is told how many bytes each time."""
+        """`on_given_back` is called with the number of bytes of each trim."""
         self._on_given_back = on_given_back
         self._resident = resident or resident_bytes
         self._trim = trim or _library_trim()
         self._least = self._last = self._resident()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Check until cancelled."""
         while self._trim is not None:
             await asyncio.sleep(SECONDS)
             await self.look()
 
     async def look(self) -> None:
-        """Gives memory back where the process has grown and does not grow any more."""
+        """Trim if the process has grown and is at rest."""
         now, before = self._resident(), self._last
         self._last = now
         self._least = min(self._least, now)
         if self._trim is None or now < self._least + GROWTH_BYTES or now > before + _STILL_BYTES:
             return
         await asyncio.to_thread(self._trim)
-        # What is still there is used: only what comes on top of it is looked at again.
+        # The remaining memory is in use: only growth above it leads to the next trim.
         self._least = self._last = self._resident()
         given = now - self._least
         if given > 0:
@@ -62,7 +62,7 @@ class MemoryReturn:
 
 
 def resident_bytes() -> int:
-    """Of this process's memory, what is in RAM; 0 where the system does not say."""
+    """The resident memory of this process; 0 where the system does not tell."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * getpagesize()
     except (OSError, ValueError, IndexError):

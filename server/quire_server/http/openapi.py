@@ -1,4 +1,4 @@
-"""The OpenAPI document, completed with what the framework cannot see: our bodies, our errors, our key.
+"""Completes the OpenAPI document with request bodies, errors and keys, which the framework does not see.
 
 Promises: every status a route can answer is declared, with the schema of its envelope.
 """
@@ -69,7 +69,7 @@ def complete(
 ) -> Document:
     """Add request bodies, error replies and the key to the framework's document, in place. Returns it."""
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
-    for name in ("HTTPValidationError", "ValidationError"):  # ours are 400, in the envelope
+    for name in ("HTTPValidationError", "ValidationError"):  # validation errors are 400, in our envelope
         schemas.pop(name, None)
     schemas.update(_definitions(TypeAdapter(ErrorBody).json_schema(ref_template=_REF), _ENVELOPE))
     anthropic = TypeAdapter(AnthropicErrorBody).json_schema(ref_template=_REF)
@@ -136,9 +136,9 @@ def error_response(error: type[ApiError], envelope: str = _ENVELOPE) -> Document
 def generation_responses(
     whole: type[BaseModel], chunk: type[BaseModel], *, ending: str = "[DONE]"
 ) -> dict[int | str, Document]:
-    """The OpenAPI responses object of a reply that comes whole or as a stream of chunks, of which `ending` is last."""
+    """The OpenAPI responses object of a reply that is whole, or a stream of chunks that ends with `ending`."""
     schema = chunk.model_json_schema(mode="serialization")
-    # One event, as OpenAPI 3.2 and tools that read streams have it.
+    # One event in the form of OpenAPI 3.2.
     data = {
         "type": "string",
         "contentMediaType": "application/json",
@@ -170,7 +170,7 @@ def _envelope(path: str) -> str:
 
 
 def _inlined(schema: Any, definitions: Document) -> Any:
-    """The schema with its references replaced by what they name; there is no recursive one."""
+    """The schema with its references replaced by their definitions; none is recursive."""
     if isinstance(schema, dict):
         if "$ref" in schema:
             return _inlined(definitions[schema["$ref"].rsplit("/", 1)[1]], definitions)

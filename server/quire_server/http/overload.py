@@ -1,4 +1,4 @@
-"""Refuses what a full queue would refuse anyway, and owes those whose replies have not begun a word at the stop."""
+"""Overload and shutdown: refuses requests early when the queue is full, and answers open requests at the stop."""
 
 from __future__ import annotations
 
@@ -21,54 +21,54 @@ QUEUED_PATHS = (
     *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/infill"),
     *("/v1/embeddings", "/v1/score", "/score"),
 )
-_LATELY_SECONDS = 1.0  # who sends slowly may not keep others out, nor whose text takes long while seats are free
+_LATELY_SECONDS = 1.0  # requests that are sent or prepared for longer are not counted
 _STATE, _KEY = "state", "underway"
 
 
 def has_arrived(scope: Scope) -> None:
-    """The request is about to be queued, where it counts from now on."""
+    """The request is about to be queued, and counts there from now on."""
     end = scope.get(_STATE, {}).pop(_KEY, None)
     if end is not None:
         end()
 
 
 class Underway:
-    """Requests that were let pass and have not reached the queue yet.
+    """Requests that were accepted by `RefuseWhenFull` and have not reached the queue yet.
 
-    If each place that comes free let everybody pass until it is taken, the while that a request takes to the queue
-    would grow with their number: soon the queue would run empty before the first of them arrives, and nobody be
-    refused. So those underway count; while seats are free, those of the last second.
+    If every free place in the queue let all requests pass until it is taken, the time from acceptance to the queue
+    would grow with their number: the queue would run empty before the first of them arrives, and no request would be
+    refused. So requests underway are counted; while seats are free, only those of the last second.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # Each by number, in the order in which they came to be there.
+        # By number, in order of insertion.
         self._sent_since: dict[int, float] = {}
-        self._whole_since: dict[int, float] = {}  # lately
+        self._whole_since: dict[int, float] = {}  # with a complete body, of the last second
         self._whole: set[int] = set()
         self._numbers = count()
 
     def begin(self) -> int:
-        """A request whose body may still be on its way; the number is for the calls that follow."""
+        """Count a request whose body may still be on its way; returns its number for later calls."""
         number = next(self._numbers)
         self._sent_since[number] = self._clock()
         return number
 
     def has_come(self, number: int) -> None:
-        """Its whole body is there."""
+        """The request's whole body has arrived."""
         self._sent_since.pop(number, None)
         if number not in self._whole:
             self._whole.add(number)
             self._whole_since[number] = self._clock()
 
     def end(self, number: int) -> None:
-        """It has reached the queue, or ended before."""
+        """The request has reached the queue, or has ended before."""
         self._sent_since.pop(number, None)
         self._whole_since.pop(number, None)
         self._whole.discard(number)
 
     def counts(self) -> tuple[int, int]:
-        """How many came lately and are worked on; how many are underway in all, but for those who send slowly."""
+        """(Requests whose body was complete in the last second, all requests underway except slow senders)."""
         latest = self._clock() - _LATELY_SECONDS
         for since in (self._sent_since, self._whole_since):
             while since:
@@ -81,20 +81,20 @@ class Underway:
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """What logs and metrics call the route that would have answered."""
+    """The route's path for logs and metrics, since routing is skipped."""
 
     path: str
 
 
 class RefuseWhenFull:
-    """Asks `refusal` about each request that would have to be queued; None lets it through.
+    """Calls `refusal` for each request that would be queued; None lets it pass.
 
-    Under overload most of what arrives is refused, and whatever a refusal takes is missing for those who were accepted:
-    so it takes no routing, no body, no template and no tokenizer. The body of a refused request is left where it is:
-    the server passes over it, and the connection serves the next one. Nobody is refused here who could have been
-    accepted, but for a few when the queue is about to be full.
+    Under overload most requests are refused, and the time for refusals is lost to the accepted ones. So a refusal needs
+    no routing, no body, no template and no tokenizer. The body of a refused request is not parsed: the server skips it,
+    and the connection serves the next request. A request is refused here only if the queue would refuse it, except for
+    a few when the queue is about to be full.
 
-    It is told how many are underway to the queue, as `Underway.counts` gives them.
+    `refusal` is called with the numbers of `Underway.counts`.
     """
 
     def __init__(
@@ -109,7 +109,9 @@ class RefuseWhenFull:
         self._refusal = refusal
         self._routes = {root + path: _Route(path) for path in paths for root in ("", root_path)}
         self._underway = Underway()
-        self._bodies: dict[str, tuple[bytes, list[tuple[bytes, bytes]]]] = {}  # by message, which is one of few
+        self._bodies: dict[
+            str, tuple[bytes, list[tuple[bytes, bytes]]]
+        ] = {}  # by error message, of which there are few
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
@@ -155,14 +157,14 @@ class RefuseWhenFull:
 
 
 class Replying(Protocol):
-    """What is known of a reply: its status, None until its first byte was sent."""
+    """A reply in progress: its status, None until its first byte is sent."""
 
     @property
     def status(self) -> int | None: ...
 
 
 class OpenRequests:
-    """The requests whose replies have not begun, or not ended, each by the task that serves it."""
+    """The requests without a complete reply, by the task that serves them."""
 
     def __init__(self) -> None:
         self._open: dict[asyncio.Task[Any], tuple[Scope, Replying]] = {}
@@ -179,7 +181,7 @@ class OpenRequests:
         return task in self._refused
 
     def work(self) -> tuple[asyncio.Task[Any], ...]:
-        """The requests that something is computed or prepared for; pages, probes and the operator's are none."""
+        """The requests for generation and other work; not pages, probes and admin requests."""
         return tuple(
             task
             for task, (scope, _) in self._open.items()
@@ -187,7 +189,7 @@ class OpenRequests:
         )
 
     def refuse_unanswered(self) -> None:
-        """Whoever has got no byte of a reply gets a 503 now, and what was done for it ends."""
+        """Answer every request without a reply with 503 now, and cancel its work."""
         for task, (_, reply) in tuple(self._open.items()):
             if reply.status is None:
                 self._refused.add(task)
@@ -195,16 +197,16 @@ class OpenRequests:
 
 
 async def ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Until these requests have ended, however."""
+    """Wait until these requests have ended."""
     waiting = set(tasks)
     if waiting:
         await asyncio.wait(waiting)
 
 
-class LastWord:
-    """The layer that tells `OpenRequests` of each request; directly inside of `Guard`.
+class RefuseAtStop:
+    """The layer that registers each request with `OpenRequests`; directly inside of `Guard`.
 
-    Who has got no reply when a server that stops has no time left gets a 503 in place of a closed connection.
+    A request without a reply when the server's time to stop is over gets a 503 instead of a closed connection.
     """
 
     def __init__(self, app: ASGIApp, *, requests: OpenRequests) -> None:
@@ -216,7 +218,7 @@ class LastWord:
         if scope["type"] != "http" or task is None:
             await self._app(scope, receive, send)
             return
-        # Out of the scope: it leads back to the scope, and who is freed late holds a body.
+        # Removed from the scope to avoid a reference cycle, which would keep the body in memory.
         self._requests.begins(task, scope, scope["state"].pop("exchange"))
         try:
             await self._app(scope, receive, send)

@@ -1,4 +1,4 @@
-"""Server-sent events over a bare ASGI reply, and the clock on clients that do not take what waits for them."""
+"""Server-sent events over a bare ASGI reply, and the write timeout for clients that do not read."""
 
 from __future__ import annotations
 
@@ -29,21 +29,23 @@ log = logging.getLogger("quire.sse")
 
 
 class Progress(Protocol):
-    """What knows whether there is more to come; a plain attribute, since it is asked for every token."""
+    """Whether more items come; a plain attribute, since it is read for every token."""
 
     @property
     def finished(self) -> bool: ...
 
 
 class EventStream(Response, Generic[Item]):
-    """Sends each item, as the whole frames that `encode` makes of it, with one write.
+    """Sends each item, encoded by `encode` as whole frames, with one write.
 
     There is no status before the first frame, so that early errors are HTTP errors; later ones are sent in-band. The
-    generator of items is closed when the client leaves, and not asked for more while it does not read.
-    The stream ends with the item after whose encoding `progress` has finished; `failure` makes the frames with which a
-    stream ends that has begun and cannot go on.
-    `keep_alive_seconds`: `keep_alive` after so much silence; it also sends the status, so that errors after it are
-    in-band. 0 is never.
+    generator of items is closed when the client disconnects, and paused while the client does not read.
+
+    The stream ends with the item after whose encoding `progress` has finished; `failure` makes the frames that end a
+    stream after an error.
+
+    `keep_alive_seconds`: `keep_alive` is sent after so much silence. It also sends the status, so that errors after it
+    are in-band. 0 is never.
     """
 
     media_type = "text/event-stream"
@@ -67,7 +69,7 @@ class EventStream(Response, Generic[Item]):
         self._progress = progress
         self._failure = failure
         self._keep_alive_seconds = keep_alive_seconds
-        self._sign_of_life = keep_alive
+        self._keep_alive_frame = keep_alive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
         wire = _Wire(send, self.raw_headers)
@@ -107,17 +109,17 @@ class EventStream(Response, Generic[Item]):
                 await wire.write(self._failure(internal_error()), is_last=True)
 
     async def _keep_alive(self, wire: _Wire) -> None:
-        """Writes signs of life into a silent stream."""
+        """Write keep-alives into a silent stream."""
         period = self._keep_alive_seconds
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(max(wire.changed_at + period - loop.time(), period / 8))
             if not wire.is_writing and loop.time() - wire.changed_at >= period:
-                await wire.write(self._sign_of_life)
+                await wire.write(self._keep_alive_frame)
 
 
 class _Wire:
-    """The reply's `send`: starts it with the first write, one write at a time."""
+    """The reply's `send`: starts the reply with the first write, and makes one write at a time."""
 
     def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         self.is_started = False
@@ -146,38 +148,38 @@ class _Wire:
 
 
 def error_frames(error: ApiError) -> bytes:
-    """How a stream of OpenAI's completions and chat completions ends that has failed: its error, and the end mark."""
+    """The end of a failed stream of OpenAI's completions: its error, and the end mark."""
     return b"data: " + msgspec.json.encode(error_body(error)) + b"\n\n" + DONE
 
 
 _pace_log = logging.getLogger("quire.http")
 
-HIGH_WATER_BYTES = 1  # in the transport: whatever the system does not take at once is a reason to pause
-_UNSENT_BYTES = 16 << 10  # in the system's queue, beyond what is on its way
+HIGH_WATER_BYTES = 1  # in the transport: pause as soon as the system does not accept all bytes
+_UNSENT_BYTES = 16 << 10  # unsent bytes in the system's send queue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritePace:
-    """How slowly a client may take what waits for it."""
+    """The slowest pace at which a client may read its reply."""
 
     seconds: float  # the length of a window
     bytes_per_second: int
 
     @property
     def least_bytes(self) -> float:
-        """Of each window."""
+        """The fewest bytes of each window."""
         return self.seconds * self.bytes_per_second
 
 
 class WriteClock:
-    """The window of one connection: it is cut when its client takes too little of what waits for it.
+    """The write timeout of one connection, which is aborted when its client reads too little.
 
-    Bytes wait in two places: in the transport, when the system takes no more of them, and in the system's own send
-    queue until the client's system has acknowledged them. How much the second may be is bounded by `bound_buffers`; so
-    data waits in the transport soon after a client has stopped to read, and from then on nothing is written until it is
-    gone. The window begins there. At its end both must have shrunk by the least rate times its length, or the
-    connection is aborted; who takes everything now and then is not cut, however slowly it does. What the client's
-    system has taken counts as taken: how much of that its program has read, nobody can know here.
+    Bytes wait in two places: in the transport, when the system accepts no more of them, and in the system's own send
+    queue until the client's system has acknowledged them. `bound_buffers` bounds the second. So data waits in the
+    transport soon after a client has stopped reading, and then nothing is written until it is gone. The window begins
+    there. At its end both together must have shrunk by the least rate times the window's length, or the connection is
+    aborted; a client that reads everything from time to time is not aborted, however slow it is. Bytes that the
+    client's system has acknowledged count as read.
     """
 
     def __init__(self, transport: asyncio.Transport, pace: WritePace, loop: asyncio.AbstractEventLoop) -> None:
@@ -194,7 +196,7 @@ class WriteClock:
             self._timer = self._loop.call_later(self._pace.seconds, self._end)
 
     def stop(self) -> None:
-        """Nothing waits, or nobody is there to wait for."""
+        """No data waits, or the client has disconnected."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -217,7 +219,7 @@ class WriteClock:
 
 
 def cut(transport: asyncio.Transport) -> None:
-    """Reset the connection: what the system still has for the client is not kept until it reads, perhaps never."""
+    """Reset the connection, so that the system does not keep unsent data for a client that may never read."""
     peer = transport.get_extra_info("socket")
     if peer is not None and peer.fileno() >= 0:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -225,27 +227,27 @@ def cut(transport: asyncio.Transport) -> None:
 
 
 def waiting_bytes(transport: asyncio.Transport) -> int:
-    """What was written and has not arrived, as far as the system tells."""
+    """Bytes that were written and not acknowledged, as far as the system tells."""
     waiting = transport.get_write_buffer_size()
     peer = transport.get_extra_info("socket")
     if peer is None or peer.fileno() < 0:
         return waiting
     try:
         answer = fcntl.ioctl(peer.fileno(), termios.TIOCOUTQ, b"\0" * 4)
-    except OSError:  # not every system knows
+    except OSError:  # not available on every system
         return waiting
     return waiting + int(struct.unpack("i", answer)[0])
 
 
 def bound_buffers(listening: socket.socket, pace: WritePace) -> None:
-    """Let the system keep little of what clients do not read; connections take this over from their listening socket.
+    """Bound the unsent data in the system's send queues; connections inherit this from their listening socket.
 
-    What is on its way is not bounded: over a long way it has to be much.
+    Data in flight is not bounded, because long paths need much of it.
     """
     if listening.family == socket.AF_UNIX:
-        return  # the system's queue there is short
-    # The second is for what only the system still has. It ends connections without a word to the client, so the clock
-    # comes first: its first window may end with a client whose system has made room once more.
+        return  # the send queue of a Unix socket is short
+    # TCP_USER_TIMEOUT is for data that only the system still has. It aborts connections without a log line, so it is
+    # longer than the write timeout, whose first window may end just after the client's system has made room.
     wanted = {"TCP_NOTSENT_LOWAT": _UNSENT_BYTES, "TCP_USER_TIMEOUT": int(4 * pace.seconds * 1000)}
     for name, value in wanted.items():
         number = getattr(socket, name, None)

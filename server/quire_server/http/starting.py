@@ -1,6 +1,6 @@
-"""What the server answers while its model is loaded: probes say how far it is, everything else gets a 503.
+"""The application while the model is loaded: probes report the progress, all other requests get a 503.
 
-It needs none of the heavy imports, so that the port listens before anything is loaded.
+It has no heavy imports, so that the port listens before anything is loaded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SOON = 2.0  # seconds to wait where nothing is known
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartProgress:
-    """How far the start is, in the engine's words."""
+    """The progress of the start, as the engine reports it."""
 
     phase: str
     done: int
@@ -42,12 +42,12 @@ class StartProgress:
 
     @property
     def ratio(self) -> float | None:
-        """Of this phase, 0 to 1; None where it is not known."""
+        """The progress of this phase, 0 to 1; None where it is not known."""
         return min(1.0, self.done / self.total) if self.total > 0 else None
 
     @property
     def remaining_seconds(self) -> float:
-        """A guess, for who asks when to come back: as fast as until now."""
+        """An estimate for Retry-After, at the rate so far."""
         return self.elapsed_seconds * (1 - self.ratio) / self.ratio if self.ratio else _SOON
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class StartProgress:
 
 
 class Starting:
-    """The application until the whole one is there; `progress` and `metrics` are asked for each reply."""
+    """The application until the model is loaded; `progress` and `metrics` are called for each reply."""
 
     def __init__(
         self, progress: Callable[[], StartProgress], metrics: Callable[[], tuple[bytes, str]], root_path: str = ""
@@ -85,7 +85,7 @@ class Starting:
 
 
 def _probed(error: NotReady, progress: StartProgress) -> Response:
-    """For probes with the figures beside the words."""
+    """The reply to a probe, with the progress in numbers."""
     figures = {
         "phase": progress.phase,
         "done": progress.done,
@@ -103,25 +103,25 @@ def starting_app(
     metrics: Callable[[], tuple[bytes, str]],
     on_reply: Callable[[Reply], None],
 ) -> ASGIApp:
-    """The whole of it, with the layers around; `on_reply` is told of each reply that is no probe's."""
+    """The starting application with its layers; `on_reply` is called for each reply except those to probes."""
     app: ASGIApp = Starting(progress, metrics, settings.root_path)
 
     def tell(reply: Reply) -> None:
         if reply.path.removeprefix(settings.root_path) not in PUBLIC_PATHS:
             on_reply(reply)
 
-    # The context is not known yet, and nobody reads a body.
+    # The context length is not known yet, and no body is read.
     bodies = BodyLimits(max_body_bytes=settings.max_body_bytes or LARGEST_BODY, max_model_len=1)
     for layer in layers(settings, bodies, limits=ServerLimits(), on_reply=tell, requests=OpenRequests()):
         app = layer(app)
     return app
 
 
-class Doorway:
-    """Leads to one application at a time, and keeps the one that serves alive until the listener ends.
+class AppSwitch:
+    """The listener's application: passes requests to the starting application first and to the serving one later.
 
-    It is what the listener calls. A request is served by one application as a whole; connections that were opened
-    before another takes its place go on with the next request.
+    One application serves the whole of a request. Connections stay open over the switch. The serving application's
+    lifespan ends with the listener.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -131,17 +131,17 @@ class Doorway:
         self._serving = AsyncExitStack()
 
     async def open(self, app: FastAPI) -> None:
-        """From now on requests go to this one. Its own start and end are the doorway's."""
+        """Start the application's lifespan and send all further requests to it."""
         await self._serving.enter_async_context(app.router.lifespan_context(app))
         self._app = app
 
     def tell_connections(self, number: int) -> None:
-        """The listener has so many."""
+        """The listener's number of open connections has changed."""
         self._num_connections = number
         self._on_connections(number)
 
     def watch_connections(self, on_connections: Callable[[int], None]) -> None:
-        """Who wants to know, from now on, how many there are."""
+        """Call `on_connections` with the number of connections, now and at each change."""
         self._on_connections = on_connections
         on_connections(self._num_connections)
 

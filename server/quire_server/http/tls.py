@@ -1,7 +1,7 @@
 """TLS: the context of the listening socket, from the files that the operator names.
 
-Promises: a file that cannot be used is one clear line, before anything slow is started. Must not know: routes, the
-engine.
+Promises: a file that cannot be used is reported in one clear line, before anything slow starts. Must not know: routes,
+the engine.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from quire_server.settings import Settings
 
 
 def tls_context(settings: Settings) -> ssl.SSLContext | None:
-    """What connections are wrapped in; None where no certificate is set. Raises ConfigError naming the setting."""
+    """The TLS context of connections; None where no certificate is set. Raises ConfigError naming the setting."""
     if settings.ssl_certfile is None:
         return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # TLS 1.2 or newer, with the ciphers that Python takes to be safe
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # TLS 1.2 or newer, with Python's default ciphers
     context.set_alpn_protocols(["http/1.1"])
     _load_certificate(context, settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_keyfile_password)
     if settings.ssl_ca_certs is not None:

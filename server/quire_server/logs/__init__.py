@@ -1,4 +1,4 @@
-"""What the server tells while it runs: lines on stderr, one for each request too, and traces where they are wanted."""
+"""Logs and traces of the server: lines on stderr, one line per request, and OpenTelemetry traces on request."""
 
 from quire_server.logs.lines import JsonFormatter, TextFormatter
 from quire_server.logs.output import Output, lost_lines, writing

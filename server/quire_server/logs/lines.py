@@ -1,7 +1,7 @@
-"""A log record as a line: text for people, or one JSON object.
+"""Formats a log record as a line: text for people, or one JSON object.
 
-Promises: one line per record whatever a client sent, of bounded length, with nothing in it that steers a terminal; a
-request's lines carry its id. prompts and keys are never passed to it.
+Promises: one line per record whatever a client sent, of bounded length, without terminal control characters; a
+request's lines have its id. Prompts and keys are never logged.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Literal
 
 Form = Literal["text", "json"]
 
-MOST_CHARACTERS = 16_384  # of a message; a traceback keeps its end, which says what happened
-_FIELDS = ("request_id", "client", "status", "key_name")  # what call sites may attach with `extra`
-_OURS = {"uvicorn.error": "quire.http"}  # what the library that listens warns of
-# Control characters, line ends of Unicode, and marks that reverse what is read.
+MOST_CHARACTERS = 16_384  # most characters of a message; a traceback keeps its end, which has the error
+_FIELDS = ("request_id", "client", "status", "key_name")  # attributes that callers may set with `extra`
+_OURS = {"uvicorn.error": "quire.http"}  # names of the HTTP library's loggers in our lines
+# Control characters, line ends of Unicode, and marks that change the direction of text.
 _HIDDEN = (
     *(*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029),
     *(0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0xFEFF),
@@ -25,7 +25,7 @@ _ESCAPES = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for cod
 
 
 def shown(text: str) -> str:
-    """The text on one line, as a terminal may be given it."""
+    """The text on one line, safe for a terminal."""
     return text.translate(_ESCAPES)
 
 
@@ -55,9 +55,9 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time (UTC), level, logger, message, and what is known of the request.
+    """One JSON object per line: time (UTC), level, logger, message, and the request's attributes.
 
-    `extra={"told": {...}}` adds fields of the call site's choice.
+    `extra={"told": {...}}` adds further fields.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -79,10 +79,10 @@ class JsonFormatter(logging.Formatter):
 
 
 def formatter_for(form: Form) -> logging.Formatter:
-    """The formatter of that name."""
+    """The formatter for text or JSON."""
     return JsonFormatter() if form == "json" else TextFormatter()
 
 
 def encoded(line: str) -> bytes:
-    """With its end; half of a surrogate pair, which a client can send, is written out."""
+    """The line with its end; a lone surrogate, which a client can send, is escaped."""
     return (line + "\n").encode("utf-8", "backslashreplace")

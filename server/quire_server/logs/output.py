@@ -1,4 +1,4 @@
-"""Everything that the server process has to say, on its stderr: log records, warnings, what children write."""
+"""Everything that the server writes to stderr: log records, warnings, lines of child processes; written by a thread."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 FLUSH_SECONDS = 2.0
 _STDERR = 2
-_LAST_WORDS_SECONDS = 0.5  # of children
+_LAST_WORDS_SECONDS = 0.5  # time for the last lines of child processes
 _LEVELLED = ("quire", "asyncio")
 
 log = logging.getLogger("quire")
 
 
 class LineHandler(logging.Handler):
-    """Records become lines where they are made, and are written elsewhere."""
+    """Formats records where they are made, and passes the lines to the writer."""
 
     def __init__(self, writer: LineWriter) -> None:
         super().__init__()
@@ -40,15 +40,17 @@ class LineHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self.writer.put(encoded(self.format(record)))
-        except Exception:  # a fault of a call site's; logging's own way is a traceback on stderr, which may block
+        except (
+            Exception
+        ):  # an error of the caller; the default handler would write a traceback to stderr, which may block
             self.writer.count_lost(1)
 
 
 class Output:
     """The process's stderr while it serves.
 
-    Nobody waits for who reads it, at the end no longer than `FLUSH_SECONDS`; a stderr that is closed is no reason to
-    end.
+    No thread that logs waits for a slow reader of stderr; the end waits for at most `FLUSH_SECONDS`. A closed stderr
+    does not end the server.
     """
 
     def __init__(self, form: Form, descriptor: int) -> None:
@@ -61,11 +63,11 @@ class Output:
 
     @property
     def for_children(self) -> int:
-        """A descriptor that a child process may have as its stderr."""
+        """A descriptor for a child process's stderr."""
         return self._relay.descriptor
 
     def say(self, text: str) -> None:
-        """One line that is no record: why the command ends."""
+        """Write one line that is not a log record: why the command ends."""
         self._put(logging.CRITICAL, "quire", " ".join(text.split()))
 
     def close(self) -> None:
@@ -88,9 +90,9 @@ class Output:
 
 @contextmanager
 def writing(level: Literal["debug", "info", "warning", "error"], form: Form) -> Iterator[Output]:
-    """Send every record of this process to stderr, until the block ends.
+    """Send every record of this process to stderr until the block ends.
 
-    Lines of uvicorn are ours: those on requests carry the request id, those on the start and the end say more.
+    uvicorn's lines about requests, start and stop are replaced by our own, which have the request id and more details.
     """
     _occupy_standard_descriptors()
     output = Output(form, _STDERR)
@@ -98,7 +100,7 @@ def writing(level: Literal["debug", "info", "warning", "error"], form: Form) -> 
     before, levels = root.handlers[:], [(each, each.level) for each in (root, *map(logging.getLogger, _LEVELLED))]
     hooks = threading.excepthook, sys.unraisablehook
     root.handlers[:] = [output.handler]
-    root.setLevel(logging.WARNING)  # other people's libraries
+    root.setLevel(logging.WARNING)  # for third-party libraries
     logging.getLogger("quire").setLevel(level.upper())
     # asyncio reports every slow callback at debug level, with the objects' reprs.
     logging.getLogger("asyncio").setLevel(logging.WARNING)
@@ -116,7 +118,7 @@ def writing(level: Literal["debug", "info", "warning", "error"], form: Form) -> 
 
 
 def lost_lines() -> int:
-    """Of what this process wanted to say, since it began to."""
+    """Lines of this process that were lost so far."""
     return sum(each.writer.lost for each in logging.getLogger().handlers if isinstance(each, LineHandler))
 
 
@@ -127,12 +129,12 @@ def _record(level: int, logger: str, text: str) -> logging.LogRecord:
 
 
 def _occupy_standard_descriptors() -> None:
-    """A process may be started with some of them closed: the next socket would get the number, and our lines."""
+    """Open missing standard descriptors; else the next socket would get such a number, and our lines."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
 
 
 def _log_of_thread(args: threading.ExceptHookArgs) -> None:
@@ -145,39 +147,39 @@ def _log_unraisable(args: UnraisableHookArgs) -> None:
     log.error("%s", args.err_msg or "an exception that nobody could catch", exc_info=args.exc_value)
 
 
-MOST_BYTES = 1 << 20  # that wait to be written
-_WRITTEN_AT_ONCE = 1 << 16  # what is written together; what a pipe holds
+MOST_BYTES = 1 << 20  # most bytes that wait to be written
+_WRITTEN_AT_ONCE = 1 << 16  # bytes per write, the capacity of a pipe
 
 
 class LineWriter:
-    """Lines to a file descriptor, written by a thread, so that nobody who logs ever waits for who reads.
+    """Writes lines to a file descriptor in a thread, so that callers never wait for a slow reader.
 
-    `put` from any thread; `close` once. What found no room, or could not be written, is counted, and told when lines
-    flow again.
+    `put` from any thread; `close` once. Lines that did not fit or could not be written are counted, and their number is
+    logged when writing works again.
     """
 
     def __init__(self, descriptor: int, tell_lost: Callable[[int], bytes], *, most_bytes: int = MOST_BYTES) -> None:
-        """`tell_lost`: the line that says that so many were lost."""
+        """`tell_lost`: makes the line that reports a number of lost lines."""
         self._descriptor = descriptor
         self._tell_lost = tell_lost
         self._most_bytes = most_bytes
-        self._changed = Condition()  # guards all below; it is never held while something is written
+        self._changed = Condition()  # guards the fields below; never held during a write
         self._lines: deque[bytes] = deque()
-        self._held = 0  # bytes of those lines and of what is being written
+        self._held = 0  # bytes of waiting lines and of the current write
         self._lost = 0
-        self._untold = 0  # of the lost
+        self._untold = 0  # lost lines that are not reported yet
         self._closing = False
-        # A daemon: a write that nobody ends must not keep the process from ending.
+        # A daemon, so that a blocked write does not keep the process from ending.
         self._thread = Thread(target=self._run, name="log writer", daemon=True)
         self._thread.start()
 
     @property
     def lost(self) -> int:
-        """Lines that were not written and never will be."""
+        """Lines that were lost."""
         return self._lost
 
     def put(self, line: bytes) -> None:
-        """Have a line written, with the newline that ends it; it is lost where too much waits."""
+        """Queue a line, which ends with a newline; it is lost if too many bytes wait."""
         with self._changed:
             if self._closing or self._held + len(line) > self._most_bytes:
                 self._lose(1)
@@ -187,12 +189,12 @@ class LineWriter:
             self._changed.notify()
 
     def count_lost(self, num_lines: int) -> None:
-        """Lines that could not even be made."""
+        """Count lines that could not be formatted."""
         with self._changed:
             self._lose(num_lines)
 
     def close(self, seconds: float) -> bool:
-        """Write what waits, for so long at most; whether all of it was. Lines that come later are lost."""
+        """Write the queued lines for at most `seconds`; True if all were written. Later lines are lost."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -218,7 +220,7 @@ class LineWriter:
                     self._untold += untold
 
     def _take(self) -> list[bytes]:
-        """The lines to be written next; none when all are written and no more will come."""
+        """The next lines to write; empty when the queue is empty and closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._lines or self._closing)
             batch: list[bytes] = []
@@ -229,12 +231,12 @@ class LineWriter:
             return batch
 
     def _write(self, data: bytes) -> bool:
-        """False where the descriptor takes nothing now: the reader is gone, or the disk is full."""
+        """False if the descriptor cannot be written to: the reader is gone, or the disk is full."""
         left = memoryview(data)
         while left:
             try:
                 left = left[os.write(self._descriptor, left) :]
-            except BlockingIOError:  # shared with somebody who does not want to wait
+            except BlockingIOError:  # another process has made the shared descriptor non-blocking
                 poll = select.poll()
                 poll.register(self._descriptor, select.POLLOUT)
                 poll.poll()
@@ -247,20 +249,20 @@ _READ_AT_ONCE = 1 << 16
 
 
 class Relay:
-    """What child processes write to their stderr, passed on; none of them waits for who reads the server's log.
+    """Passes on what child processes write to their stderr, so that they never wait for a slow reader of the log.
 
-    `descriptor` is for children; `close` once, when they have ended.
+    `descriptor` is for child processes; `close` once, when they have ended.
     """
 
     def __init__(self, pass_on: Callable[[str], None]) -> None:
-        """`pass_on` gets whole lines, several that came together at once, without the last one's end."""
+        """`pass_on` gets whole lines, perhaps several at once, without the last line's end."""
         self._pass_on = pass_on
         self._source, self.descriptor = os.pipe()
         self._thread = Thread(target=self._run, name="children's stderr", daemon=True)
         self._thread.start()
 
     def close(self, seconds: float) -> None:
-        """Pass on what is still there; a child that lives on does not keep us longer than that."""
+        """Pass on the rest, for at most `seconds` while a child process lives on."""
         os.close(self.descriptor)
         self._thread.join(seconds)
 
@@ -270,7 +272,7 @@ class Relay:
             whole, end, rest = (rest + data).rpartition(b"\n")
             if end:
                 self._pass_on(whole.decode("utf-8", "replace"))
-            if len(rest) >= _READ_AT_ONCE:  # no line at all
+            if len(rest) >= _READ_AT_ONCE:  # too long for a line
                 self._pass_on(rest.decode("utf-8", "replace"))
                 rest = b""
         if rest:
@@ -282,7 +284,7 @@ _PARTS = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.tra
 
 
 def check_tracing(endpoint: str | None) -> None:
-    """Raises ConfigError, one line with what would work, where traces are wanted and cannot be. Imports nothing."""
+    """Raises ConfigError, one line with a remedy, if tracing is configured and impossible. Imports nothing."""
     if endpoint is None:
         return
     if urlsplit(endpoint).scheme not in ("http", "https"):
@@ -295,12 +297,12 @@ def check_tracing(endpoint: str | None) -> None:
 
 
 def traces_url(endpoint: str) -> str:
-    """A collector's address alone means its path for traces, as in OTEL_EXPORTER_OTLP_ENDPOINT."""
+    """An address without a path gets the default path for traces, as in OTEL_EXPORTER_OTLP_ENDPOINT."""
     return endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + "/v1/traces"
 
 
 def _is_there(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package on the way to it
+    except ModuleNotFoundError:  # a parent package is missing
         return False

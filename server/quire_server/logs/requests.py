@@ -1,7 +1,7 @@
-"""The line of each request, and what is gathered for it while the request is served.
+"""The access log: one line per request, with times and counts collected while the request is served.
 
-Promises: one line a request, with its times and counts, its client and its key's name; never text, never a key. Must
-not know: routes, sockets.
+Promises: one line per request, with its client and its key's name; never text, never a key. Must not know: routes,
+sockets.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ log = logging.getLogger("quire.access")
 
 
 class StoryTeller:
-    """The outermost application: gives each request a story, which the parts that serve it add to."""
+    """The outermost layer: gives each request a `RequestStory`, to which the parts that serve it add records."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -36,14 +36,14 @@ class StoryTeller:
 
 
 def _carrier(scope: Scope) -> dict[str, str]:
-    """The headers of W3C's trace context; one that is there twice says nothing."""
+    """The headers of W3C's trace context; a header that is there twice is ignored."""
     found = [(name, value) for name, value in scope["headers"] if name in _TRACE_HEADERS]
     names = [name for name, _ in found]
     return {name.decode(): value.decode("latin-1") for name, value in found if names.count(name) == 1}
 
 
-def log_reply(reply: Reply, told: StoryTotals | None, model: str) -> None:
-    """The line of a request that has ended; `told` is None where nothing was computed for it."""
+def log_reply(reply: Reply, story: StoryTotals | None, model: str) -> None:
+    """Log a request that has ended; `story` is None if nothing was computed for it."""
     if not log.isEnabledFor(logging.INFO):
         return
     log.info(
@@ -53,45 +53,45 @@ def log_reply(reply: Reply, told: StoryTotals | None, model: str) -> None:
         reply.status,
         reply.seconds * 1000,
         f" by {reply.key_name}" if reply.key_name else "",
-        "" if told is None else f"; {_in_words(told)}",
+        "" if story is None else f"; {_in_words(story)}",
         extra={
             "request_id": reply.request_id,
             "client": reply.client,
             "status": reply.status,
             "key_name": reply.key_name or None,
-            "told": _fields(reply, told, model),
+            "told": _fields(reply, story, model),
         },
     )
 
 
-def _fields(reply: Reply, told: StoryTotals | None, model: str) -> dict[str, object]:
+def _fields(reply: Reply, story: StoryTotals | None, model: str) -> dict[str, object]:
     fields: dict[str, object] = {
         "method": reply.method,
         "path": reply.path,
         "route": reply.route,
         "seconds": _rounded(reply.seconds),
     }
-    if told is not None:
+    if story is not None:
         fields |= {
             "model": model,
-            "prompt_tokens": told.prompt_tokens,
-            "cached_tokens": told.cached_tokens,
-            "output_tokens": told.output_tokens,
-            "finish_reason": ",".join(told.finish_reasons),
-            "queue_seconds": _rounded(told.queue_seconds),
-            "ttft_seconds": _rounded(told.ttft_seconds),
-            "tpot_seconds": _rounded(told.tpot_seconds),
-            "e2e_seconds": _rounded(told.e2e_seconds),
+            "prompt_tokens": story.prompt_tokens,
+            "cached_tokens": story.cached_tokens,
+            "output_tokens": story.output_tokens,
+            "finish_reason": ",".join(story.finish_reasons),
+            "queue_seconds": _rounded(story.queue_seconds),
+            "ttft_seconds": _rounded(story.ttft_seconds),
+            "tpot_seconds": _rounded(story.tpot_seconds),
+            "e2e_seconds": _rounded(story.e2e_seconds),
         }
     return fields
 
 
-def _in_words(told: StoryTotals) -> str:
-    words = [f"{told.prompt_tokens} + {told.output_tokens} tokens"]
-    if told.cached_tokens:
-        words.append(f"{told.cached_tokens} cached")
-    words.append("/".join(told.finish_reasons))
-    for name, seconds in (("queue", told.queue_seconds), ("first", told.ttft_seconds), ("each", told.tpot_seconds)):
+def _in_words(story: StoryTotals) -> str:
+    words = [f"{story.prompt_tokens} + {story.output_tokens} tokens"]
+    if story.cached_tokens:
+        words.append(f"{story.cached_tokens} cached")
+    words.append("/".join(story.finish_reasons))
+    for name, seconds in (("queue", story.queue_seconds), ("first", story.ttft_seconds), ("each", story.tpot_seconds)):
         if seconds is not None:
             words.append(f"{name} {seconds * 1000:.0f} ms")
     return ", ".join(words)

@@ -1,6 +1,6 @@
-"""The periodic line about throughput, queue and cache.
+"""The periodic log line about throughput, queue and cache.
 
-Promises: one while something is going on, and one when it has ended. Must not know: requests.
+Promises: a line per interval while requests run, and one after they have ended. Must not know: requests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ log = logging.getLogger("quire.stats")
 
 
 async def log_throughput(metrics: Metrics, interval: float) -> None:
-    """A line every `interval` seconds while something is going on, and one when it has ended. Until cancelled.
+    """Log a line every `interval` seconds while requests run, and one after they have ended. Until cancelled.
 
     An interval of 0 is never.
     """
@@ -34,7 +34,7 @@ async def log_throughput(metrics: Metrics, interval: float) -> None:
 
 
 def throughput_line(before: Throughput, now: Throughput, seconds: float) -> str:
-    """In the words that people grep the logs of LLM servers for."""
+    """The line in the words of vLLM, which people search logs for."""
     queries = now.queries - before.queries
     hits = f"{100 * (now.hits - before.hits) / queries:.1f}%" if queries else "-"
     return (

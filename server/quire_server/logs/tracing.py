@@ -1,8 +1,8 @@
-"""Traces: a span for each request, with its time in the queue, in its prompt and in its output below it.
+"""OpenTelemetry traces: a span for each request, with child spans for queue, prefill and decode.
 
-Owns OpenTelemetry's SDK, which is optional; its OTEL_* variables hold. Promises: spans are made when a request has
-ended and sent by a thread; a collector that is slow, broken or gone costs spans and nothing else. Neither text nor keys
-are in them. Must not know: routes.
+Owns OpenTelemetry's SDK, which is optional; its OTEL_* variables apply. Promises: spans are made when a request has
+ended and sent by a thread; a slow or broken collector costs spans and nothing else. Spans have neither text nor keys.
+Must not know: routes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Span
 
-CLOSE_SECONDS = 2.0  # for spans that were not sent yet
-_MOST_PROMPTS = 16  # of one request, whose phases are told one by one
-_OPERATIONS = {  # of the semantic conventions for generative models, by route
+CLOSE_SECONDS = 2.0  # to send the remaining spans
+_MOST_PROMPTS = 16  # most prompts of one request with child spans
+_OPERATIONS = {  # operations of the semantic conventions for generative models, by route
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
     "/v1/messages": "chat",
@@ -39,10 +39,10 @@ log = logging.getLogger("quire.tracing")
 
 
 class Tracing:
-    """Makes spans of requests that have ended and sends them to one collector."""
+    """Makes spans of ended requests and sends them to one collector."""
 
     def __init__(self, endpoint: str, *, model: str) -> None:
-        # Imported here: a second that nobody pays who wants no traces, and a package that is not there for all.
+        # Imported here: it takes a second, and the package is optional.
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
         from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
         from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
@@ -53,22 +53,22 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
         resource = Resource.create({"service.version": version("quire")})
         if str(resource.attributes.get("service.name", "unknown_service")).startswith("unknown_service"):
-            resource = resource.merge(Resource({"service.name": "quire"}))  # no variable has named it
+            resource = resource.merge(Resource({"service.name": "quire"}))  # no variable has set it
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=traces_url(endpoint))))
-        logging.getLogger("opentelemetry").setLevel(logging.ERROR)  # each failed batch is told, not each try
+        logging.getLogger("opentelemetry").setLevel(logging.ERROR)  # log each failed batch, not each retry
         self._tracer = self._provider.get_tracer("quire", version("quire"))
 
     def tell(self, reply: Reply, carrier: Mapping[str, str], summaries: Sequence[RequestSummary]) -> None:
-        """A request has ended, now. Whatever fails here is no matter of the request's."""
+        """Make the spans of a request that has ended now. Errors are logged and do not affect the request."""
         try:
             self._tell(reply, carrier, list(summaries))
         except Exception:
             log.debug("a span was not made", exc_info=True)
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Send what is left, for so long at most."""
-        ending = Thread(target=self._provider.shutdown, name="traces", daemon=True)  # may wait for a collector
+        """Send the remaining spans, for at most `seconds`."""
+        ending = Thread(target=self._provider.shutdown, name="traces", daemon=True)  # may block on the collector
         ending.start()
         ending.join(seconds)
 
@@ -95,7 +95,7 @@ class Tracing:
         span.end(now)
 
     def _of_story(self, told: StoryTotals, first: RequestSummary, operation: str | None) -> dict[str, Any]:
-        """The names of the conventions; of what they have none for, those that vLLM uses."""
+        """Attributes by the names of the conventions; vLLM's names for those that the conventions lack."""
         values = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "quire",
@@ -114,7 +114,7 @@ class Tracing:
         return {name: value for name, value in values.items() if value is not None}
 
     def _tell_phases(self, summary: RequestSummary, number: int, inside: Context, since: int) -> None:
-        """Spans of one prompt's phases; `since` is what is added to a request's clock to make it the world's."""
+        """Spans of one prompt's phases; `since`: the offset from a record's clock to the time of day, in ns."""
         for name, start, end in _phases(summary):
             span: Span = self._tracer.start_span(
                 name, context=inside, start_time=int(start * 1e9) + since, attributes={"quire.prompt": number}
@@ -124,7 +124,7 @@ class Tracing:
 
 def _phases(summary: RequestSummary) -> Iterator[tuple[str, float, float]]:
     queue, prefill = summary.queue_seconds, summary.prefill_seconds
-    if queue is None or prefill is None:  # the engine has not come to it
+    if queue is None or prefill is None:  # the engine has not scheduled it
         yield "queue", summary.started, summary.ended
         return
     admitted = summary.started + queue

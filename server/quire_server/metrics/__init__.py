@@ -1,4 +1,4 @@
-"""What operators live by: the metrics, what each of them means, how they are kept.
+"""The metrics: their names and meanings, how they are kept, and the history for the dashboard.
 
-Knows no route and no engine but its statistics.
+Has no route, and of the engine only its statistics.
 """

@@ -1,6 +1,6 @@
-"""The alert rules of `configs/prometheus/alerts.yml`, for those who have no Prometheus at hand: the dashboard's.
+"""The alert rules of `configs/prometheus/alerts.yml` for the dashboard, which works without Prometheus.
 
-Owns since when each holds. Promises: names, thresholds, times and advice are those of the file, which a test compares.
+Owns since when each holds. Promises: names, thresholds, times and advice equal those of the file; a test compares them.
 Must not know: clocks.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from quire_server.metrics.metric_catalog import STALL_SECONDS, TTFT_SECONDS
 from quire_server.metrics.samples import Window
 
-Windows = Callable[[float], Window]  # the last so many seconds, or as many as there are
+Windows = Callable[[float], Window]  # the window over the last seconds, or over as many as there are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,18 +24,18 @@ class Rule:
     value: Callable[[Windows], float]
     threshold: float
     for_seconds: float = 0.0
-    summary: str  # with a place for the value
+    summary: str  # a format string for the value
     advice: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
-    """A rule that holds: it fires, or will when it goes on."""
+    """A rule whose condition holds: it fires, or will fire if that lasts."""
 
     name: str
     severity: str
     firing: bool
-    seconds: float  # that it has held
+    seconds: float  # for which it has held
     summary: str
     advice: str
 
@@ -123,13 +123,13 @@ RULES = (
 
 
 class AlertRules:
-    """Which rules hold, and since when."""
+    """Tracks which rules hold, and since when."""
 
     def __init__(self) -> None:
-        self._since: dict[str, float] = {}  # by name, of those that hold
+        self._since: dict[str, float] = {}  # start times of rules that hold, by name
 
     def look(self, windows: Windows) -> list[Alert]:
-        """Work the rules out as of the last sample. Called for each sample, so that none that held is overlooked."""
+        """Evaluate the rules at the last sample. Called for each sample, so that none is missed."""
         now = windows(0.0).last.at
         alerts = []
         for rule in RULES:

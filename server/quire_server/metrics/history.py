@@ -1,4 +1,4 @@
-"""The last ten minutes, second by second, for those who open the dashboard and for gauges over a window."""
+"""A history of ten minutes, second by second, for the dashboard and for gauges over a window."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from quire_server.metrics.occupancy import Occupancy, StaticBatching
 from quire_server.metrics.request_record import RequestBoard, RequestRow
 from quire_server.metrics.samples import Sample, Window
 
-SECONDS = 600  # kept
+SECONDS = 600  # seconds that are kept
 MINUTE = 60.0
 _LATENCY_SECONDS = 10.0
-_BAR_SECONDS = 30  # of the timeline that who comes is shown
+_BAR_SECONDS = 30  # seconds of the timeline for a new viewer
 _LIVE_ROWS = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Now:
-    """What is shown of this second alone."""
+    """The values of the latest second that the history does not keep."""
 
     frame: msgspec.Raw
     bars: list[Bar]
-    requests: list[RequestRow]  # unfinished ones, then the latest that ended
+    requests: list[RequestRow]  # unfinished ones, then the last ended ones
     num_live: int
     alerts: list[Alert]
 
 
 class History:
-    """Takes a sample and makes a frame whenever `tick` is called, which should be once a second.
+    """Takes a sample and makes a frame at each call of `tick`, once a second.
 
-    Its memory does not grow; between two ticks a step costs one append, a token nothing.
+    Its memory is bounded; between two ticks a step costs one append, a token nothing.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class History:
         self._peaks: deque[int] = deque(maxlen=int(MINUTE))
 
     def window(self, seconds: float) -> Window:
-        """The last so many seconds, or as many as there are. Raises IndexError before the first tick."""
+        """The last `seconds` seconds, or as many as there are. Raises IndexError before the first tick."""
         last = self._samples[-1]
         first = last
         for sample in reversed(self._samples):
@@ -78,7 +78,7 @@ class History:
 
     @property
     def peak(self) -> int:
-        """Most KV blocks that were used at once within the last minute."""
+        """The most KV blocks in use within the last minute."""
         return max(self._peaks, default=0)
 
     @property
@@ -88,17 +88,17 @@ class History:
 
     @property
     def static_full(self) -> int:
-        """KV blocks that as many slots of the longest context as sequences run would hold."""
+        """KV blocks of one slot of the longest context for each running sequence."""
         return self._engine.state.running * -(-self.max_model_len // self.block_size)
 
     def past(self) -> bytes:
-        """JSON: the frames that there are, oldest first, and the timeline of the last of them."""
+        """JSON: all frames, oldest first, and the timeline of the last ones."""
         frames = b"[" + b",".join(self._frames) + b"]"
         timeline = msgspec.json.encode(list(self._bars))
         return b'{"frames":' + frames + b',"bars":' + timeline + b"}"
 
     def tick(self, now: float, t: float) -> bytes:
-        """Ends a second, at `now` of the clock of the samples and `t` of the epoch; JSON of what is new."""
+        """End a second, at `now` on the samples' clock and `t` since the epoch; returns the new values as JSON."""
         steps = self._engine.take_steps()
         if not self._samples:
             self._samples.append(self._nothing(now - 1.0))
@@ -117,7 +117,7 @@ class History:
         return msgspec.json.encode(news)
 
     def _nothing(self, at: float) -> Sample:
-        """Before the first second: every total is 0, so that what came before the first tick is not lost."""
+        """The sample before the first second: every total is 0, so that events before the first tick count."""
         last = self._sample(at)
         return Sample(at=at, ttft=(0,) * len(last.ttft), itl=(0,) * len(last.itl), stalls=(0,) * len(last.stalls))
 
@@ -191,7 +191,7 @@ class History:
         )
 
     def _second(self) -> Window:
-        """From the sample before the last one to the last."""
+        """The window between the last two samples."""
         return Window(first=self._samples[-2], last=self._samples[-1])
 
 
@@ -202,32 +202,32 @@ def _quantiles(window: Window, name: str, bounds: tuple[float, ...]) -> tuple[fl
     return round(p50, 5), round(p95, 5), round(p99, 5)
 
 
-MOST_BARS = 20  # of a second's timeline
+MOST_BARS = 20  # most bars of a second's timeline
 # Prompt tokens, generated tokens, milliseconds and number of consecutive steps.
 Bar = tuple[int, int, float, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
-    """KV blocks, as of the last step but for `peak`."""
+    """KV blocks after the last step, except `peak`."""
 
     total: int
     used: int
     peak: int  # most used after any step of the second
     cached: int
-    shared: int  # of the used ones: held by two sequences or more
-    unshared: int  # by one
-    saved: int  # that there would be more without sharing
+    shared: int  # used blocks of two or more sequences
+    unshared: int  # used blocks of one sequence
+    saved: int  # blocks that sharing saves
     waste: float  # share of the used blocks' token slots that hold no token
-    static_longest: int  # that static batching would hold: for each sequence the longest of its batch
-    static_full: int  # that slots of the longest context would hold
+    static_longest: int  # blocks under static batching: for each sequence the longest of its batch
+    static_full: int  # blocks of one slot of the longest context per running sequence
     host_used: int
     host_total: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantShare:
-    """One tenant's part of what is running, waiting and served."""
+    """One tenant's running and waiting sequences, and its service."""
 
     name: str
     running: int
@@ -237,9 +237,10 @@ class TenantShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """One second. Counts are those of the second, gauges those at its end, latencies of the last ten.
+    """One second. Counts are of the second, gauges at its end, latencies over the last ten seconds.
 
-    Plain values with short names, since hundreds are sent to who opens the page. Its size does not depend on the load.
+    Plain values with short names, since hundreds of frames are sent to a new viewer. The size does not depend on the
+    load.
     """
 
     t: float  # seconds since the epoch
@@ -251,9 +252,9 @@ class Frame:
     step_ms: float  # longest step
     running: int
     waiting: dict[str, int]
-    kv_waited: float  # seconds that the queue's head has waited for blocks, now
+    kv_waited: float  # seconds that the queue's head has been waiting for KV blocks
     blocks: Blocks
-    ttft: tuple[float, float, float] | None  # p50, p95, p99 in seconds; None: nothing came
+    ttft: tuple[float, float, float] | None  # p50, p95, p99 in seconds; None without tokens
     itl: tuple[float, float, float] | None
     finished: int
     rejected: int
@@ -270,7 +271,7 @@ class Frame:
 
 
 def bars(steps: Sequence[EngineStats]) -> list[Bar]:
-    """The steps in order, so many of them taken together that there are `MOST_BARS` at most."""
+    """The steps in order, in groups of consecutive ones so that there are at most `MOST_BARS`."""
     size = max(1, -(-len(steps) // MOST_BARS))
     groups = [steps[start : start + size] for start in range(0, len(steps), size)]
     return [
@@ -285,7 +286,7 @@ def bars(steps: Sequence[EngineStats]) -> list[Bar]:
 
 
 def tenant_shares(stats: EngineStats) -> tuple[TenantShare, ...]:
-    """What the engine says of tenants, where it knows any."""
+    """The shares of the tenants in the engine's statistics."""
     return tuple(
         TenantShare(name=each.tenant, running=each.running, waiting=each.waiting, service=round(each.total_service, 1))
         for each in stats.tenants
@@ -293,7 +294,7 @@ def tenant_shares(stats: EngineStats) -> tuple[TenantShare, ...]:
 
 
 def blocks(stats: EngineStats, *, peak: int, static_longest: int, static_full: int) -> Blocks:
-    """The pool of one moment. What an engine does not tell is 0."""
+    """The pool at one moment."""
     return Blocks(
         total=stats.blocks_total,
         used=stats.blocks_used,

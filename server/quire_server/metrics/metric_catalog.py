@@ -1,4 +1,4 @@
-"""Which metrics there are: their names, texts, buckets and aliases, and how engine state becomes values.
+"""The catalog of metrics: names, texts, buckets and aliases, and how engine state becomes values.
 
 Promises: gauges are set from the engine's state only; totals survive a restart of the engine. Must not know: the event
 loop, HTTP.
@@ -39,7 +39,7 @@ REQUEST_SECONDS = (
 _STEP = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _HOST = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 1.0)
 STALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
-MOST_STEPS = 4096  # kept for whoever looks once a second: more than an engine takes in that time
+MOST_STEPS = 4096  # most steps kept for the history: more than an engine computes in a second
 _ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -169,7 +169,7 @@ class RequestMetrics:
 
 
 class EngineMetrics:
-    """The engine's state as of its last message; the gauges have it after `show`."""
+    """The engine's state as of its last message; `show` sets the gauges from it."""
 
     def __init__(self, values: Values) -> None:
         self._state = EngineStats()
@@ -316,15 +316,15 @@ class EngineMetrics:
         self._saved = _Total(self.saved_tokens)
 
     def begin(self, plan: EnginePlan) -> None:
-        """An engine with this plan has started; it holds nothing yet."""
+        """An engine with this plan has started and is empty."""
         self._bytes_per_block = plan.bytes_per_block
         self._num_blocks = plan.scheduler.num_blocks
         self.pool.set(self._num_blocks)
         self._reset()
 
     def observe(self, stats: EngineStats, generated_tokens: int | None = None) -> None:
-        """The engine's state changed. `generated_tokens`: how many the step sent; None takes its decode tokens."""
-        if stats.blocks_total == 0:  # told on behalf of an engine that is gone
+        """The engine's state changed. `generated_tokens`: tokens that the step sent; None takes its decode tokens."""
+        if stats.blocks_total == 0:  # sent on behalf of an engine that has ended
             return
         self._state = stats
         swaps = stats.total_preemptions_by_mode.get("swap", 0)
@@ -350,7 +350,7 @@ class EngineMetrics:
         if stats.total_prefill_tokens_saved != self._saved.last:
             num_saved = self._saved.advance(stats.total_prefill_tokens_saved)
             self.saved_seconds.inc(num_saved * self._prefill_cost.seconds_per_token)
-        if stats.step_seconds > stats.host_seconds:  # else the model did not run: the message tells of an abort
+        if stats.step_seconds > stats.host_seconds:  # otherwise the model did not run: the message reports an abort
             self._steps.append(stats)
             generated = stats.decode_tokens if generated_tokens is None else generated_tokens
             self.steps.inc()
@@ -367,17 +367,17 @@ class EngineMetrics:
 
     @property
     def state(self) -> EngineStats:
-        """The engine's last word."""
+        """The engine's last statistics."""
         return self._state
 
     def take_steps(self) -> list[EngineStats]:
-        """The steps since the last call, the latest `MOST_STEPS` of them."""
+        """The steps since the last call, at most the last `MOST_STEPS`."""
         steps = list(self._steps)
         self._steps.clear()
         return steps
 
     def show(self, now: float) -> None:
-        """Set the gauges from the last state: for every reader of the metrics, not for every step."""
+        """Set the gauges from the last state; called at each scrape, not at each step."""
         stats = self._state
         waiting = 0
         for reason in WAIT_REASONS:
@@ -435,7 +435,7 @@ class _Total:
         self.last: float = 0
 
     def advance(self, total: float) -> float:
-        """Take in the total; by how much it has grown."""
+        """Take in the total; returns its growth."""
         more = total - self.last if total > self.last else total
         self._counter.inc(more, *self._labels)
         self.last = total
@@ -443,7 +443,7 @@ class _Total:
 
 
 class MinuteMetrics:
-    """What can be said of a stretch of time only: gauges over the last minute, renewed each second."""
+    """Gauges over the last minute, updated each second."""
 
     def __init__(self, values: Values) -> None:
         self.efficiency = values.gauge(
@@ -500,7 +500,7 @@ class MinuteMetrics:
 
 
 class PlanMetrics:
-    """What does not change while an engine runs, as labels of gauges whose value is 1."""
+    """Values that do not change while an engine runs, as labels of gauges with the value 1."""
 
     def __init__(self, values: Values) -> None:
         self.build = values.gauge("quire_build_info", "The running version.", ("version",))

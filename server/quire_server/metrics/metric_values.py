@@ -1,7 +1,7 @@
 """Counters, gauges and histograms as plain Python values, exported under one or two names at scrape time.
 
-Promises: an update costs well under a microsecond and takes no lock; an alias shows the very values of its original.
-All updates come from the event loop's thread.
+Promises: an update costs well under a microsecond and takes no lock; an alias has the same values as its original. All
+updates come from the event loop's thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 
 class Counter:
-    """A number that only grows, for each combination of label values seen or declared."""
+    """A number that only grows, for each combination of label values."""
 
     __slots__ = ("values",)
 
@@ -46,7 +46,7 @@ class Gauge:
 
 
 class Histogram:
-    """How often values fell below each of some bounds, and their sum."""
+    """Counts of values between bounds, and their sum."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -93,9 +93,9 @@ class Values(Collector):
         alias: str | None = None,
         alias_label: str | None = None,
     ) -> Counter:
-        """A counter; `name` without the `_total` it is shown with, None where it exists as an alias only.
+        """A counter; `name` is without the suffix `_total`, None if it is exported as an alias only.
 
-        Children declared here are shown from the start.
+        The `children` are exported from the start.
         """
         counter = Counter(children if children is not None else [()] if not labels else [])
         for shown, constant, names in self._names(name, alias, labels, alias_label):
@@ -113,7 +113,7 @@ class Values(Collector):
         children: Sequence[tuple[str, ...]] | None = None,
         alias: str | None = None,
     ) -> Gauge:
-        """A gauge; without a name of our own it exists as an alias only."""
+        """A gauge; without a `name` it is exported as an alias only."""
         gauge = Gauge(children if children is not None else [()] if not labels else [])
         for shown, constant, names in self._names(name, alias, labels, None):
             self._exports.append(
@@ -131,7 +131,7 @@ class Values(Collector):
         return histogram
 
     def histograms(self, name: str, text: str, bounds: Sequence[float], label: str) -> HistogramByLabel:
-        """Histograms by the value of one label, made as the values turn up."""
+        """Histograms by the value of one label, created on first use."""
         family = HistogramByLabel(bounds)
         children = family.children
         self._exports.append(
@@ -153,7 +153,7 @@ class Values(Collector):
 
 
 class HistogramByLabel:
-    """One histogram for each value of a label; the caller keeps the set of values bounded."""
+    """One histogram for each value of a label; the caller bounds the number of values."""
 
     __slots__ = ("_bounds", "children")
 

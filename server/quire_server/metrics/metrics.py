@@ -1,4 +1,4 @@
-"""What the server tells Prometheus, under `quire_` names and `vllm:` aliases, and people on the dashboard."""
+"""All metrics of one server: for Prometheus under `quire_` names and `vllm:` aliases, and for dashboard and log."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from quire_server.metrics.request_record import CURRENT, Load, RequestBoard, Req
 
 
 def load_progress(values: Values) -> Gauge:
-    """The gauge."""
+    """The gauge of the load's progress."""
     return values.gauge(
         "quire_load_progress_ratio",
         "How far the phase is that the engine's latest start is in, 0 to 1; 1 when it is ready.",
@@ -40,7 +40,7 @@ def load_progress(values: Values) -> Gauge:
 
 
 def while_loading(model_name: str, ratio: float) -> tuple[bytes, str]:
-    """An exposition with little more than that, and its media type."""
+    """The exposition while the model is loaded, and its media type."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     load_progress(Values(registry, {"model_name": model_name})).set(ratio)
@@ -99,7 +99,7 @@ class Metrics:
         self._load_ratio = load_progress(values)
         self.connections = values.gauge("quire_http_connections", "Connections that are open.").set
         self.body_bytes = values.gauge("quire_http_body_bytes", "Bytes of large request bodies that are held.").set
-        self.bytes_waiting: Callable[[], int] = lambda: 0  # of replies; asked whenever somebody looks
+        self.bytes_waiting: Callable[[], int] = lambda: 0  # of replies; read at each scrape
         self._waiting_bytes = values.gauge(
             "quire_reply_bytes_waiting",
             "Bytes of replies that clients have not taken, in the server's buffers and the system's.",
@@ -118,9 +118,9 @@ class Metrics:
         self._lost_lines = values.counter(
             "quire_log_records_dropped", "Log lines that were lost, since nobody read the log in time."
         )
-        self.lost_log_lines: Callable[[], int] = lambda: 0  # asked when the metrics are
+        self.lost_log_lines: Callable[[], int] = lambda: 0  # called at each scrape
         self._load = Load(Occupancy(), StaticBatching(self._requests.static_slots), RequestBoard())
-        self.occupied = self._load.occupancy.occupied  # whenever a request comes or goes
+        self.occupied = self._load.occupancy.occupied  # called whenever the number of sequences changes
         self.history = History(
             engine=self._engine,
             requests=self._requests,
@@ -134,7 +134,7 @@ class Metrics:
     # -- one request
 
     def start(self, prompt_tokens: int, max_tokens: int | None, n: int, request_id: str = "") -> RequestRecord:
-        """A prompt with n choices was accepted, now."""
+        """A prompt with n choices was accepted now; returns its record."""
         record = RequestRecord(
             self._requests,
             self._load,
@@ -153,7 +153,7 @@ class Metrics:
         self._rejected.inc(1, reason)
 
     def http_request(self, handler: str, method: str, status: int, seconds: float) -> None:
-        """A reply ended. `handler` is a route's template and `method` a known one: clients must not make labels."""
+        """A reply ended. `handler`: a route's template; `method`: a known one, so that clients cannot make labels."""
         self._http_requests.inc(1, handler, method, str(status))
         self._http_seconds.observe(seconds, handler)
 
@@ -170,12 +170,12 @@ class Metrics:
     # -- the server
 
     def text_work(self, num_bytes: int, num_texts: int) -> None:
-        """So much text waits to be worked on, or is."""
+        """Set the bytes and the number of texts that wait or are processed."""
         self._text_bytes.set(num_bytes)
         self._texts.set(num_texts)
 
     def tick(self) -> bytes:
-        """A second has passed; JSON of what it brought. Renews the gauges over the last minute."""
+        """A second has passed: update the gauges over the last minute; returns the new values as JSON."""
         history = self.history
         news = history.tick(time.monotonic(), time.time())
         self._minute.show(
@@ -192,7 +192,7 @@ class Metrics:
         return Throughput(self._requests, self._engine)
 
     def render(self, load_ratio: float = 1.0) -> bytes:
-        """The exposition, in the text format; how far the engine has come whose start is the latest."""
+        """The exposition in the text format; `load_ratio`: the progress of the engine's start."""
         self._load_ratio.set(load_ratio)
         self._engine.show(time.monotonic())
         self._lost_lines.values[()] = float(self.lost_log_lines())
@@ -201,7 +201,7 @@ class Metrics:
 
 
 class Throughput:
-    """A snapshot for the log: totals since the start, and the state now."""
+    """A snapshot for the log: totals since the start, and the current state."""
 
     __slots__ = ("computed", "generated", "hits", "queries", "running", "usage", "waiting")
 
@@ -219,7 +219,7 @@ TENANT_REFUSALS = ("tenant_requests", "tenant_tokens", "tenant_queue")
 
 
 class TenantMetrics:
-    """What each tenant of the operator's list asks for and gets. Without a list nothing is exported."""
+    """Requests, refusals and tokens of the operator's tenants. Without a list of tenants nothing is exported."""
 
     def __init__(self, values: Values, tenants: Sequence[str]) -> None:
         self._accepted = values.counter(

@@ -1,7 +1,4 @@
-"""How many sequences were in the system, how many came and went, and how long those stayed: the terms of Little's law.
-
-Beside it what static batching would reserve for the very same requests.
-"""
+"""The terms of Little's law for sequences, and the slots that static batching would reserve for the same requests."""
 
 from __future__ import annotations
 
@@ -11,64 +8,64 @@ from quire_server.metrics.metric_values import Counter
 
 
 class Occupancy:
-    """Totals since the start. Sequences are those of accepted requests, until the last of the request has ended.
+    """Totals since the start. The sequences of a request are in the system until its last one has ended.
 
-    Who is in is counted by the places that are taken, who stayed how long by the requests' own records, so that the two
-    disagree when either is wrong.
+    Sequences in the system are counted by the queue's places, their times by the requests' records; so a bug in either
+    shows as a difference.
     """
 
     def __init__(self) -> None:
         self.accepted = 0
         self.departed = 0
-        self.seconds_in_system = 0.0  # of the departed, summed
+        self.seconds_in_system = 0.0  # sum over departed sequences
         self._taken = 0
         self._changed_at = 0.0
         self._sequence_seconds = 0.0
 
     def occupied(self, now: float, sequences: int) -> None:
-        """From now on so many places are taken."""
+        """From now on `sequences` places are taken."""
         self._sequence_seconds = self.sequence_seconds(now)
         self._taken, self._changed_at = sequences, now
 
     def sequence_seconds(self, now: float) -> float:
-        """Taken places, integrated over time."""
+        """The taken places, integrated over time."""
         return self._sequence_seconds + self._taken * (now - self._changed_at)
 
     def arrive(self, n: int) -> None:
         self.accepted += n
 
     def leave(self, n: int, seconds: float) -> None:
-        """The n sequences of a request ended, after so long."""
+        """The n sequences of a request ended after `seconds`."""
         self.departed += n
         self.seconds_in_system += n * seconds
 
 
 @dataclass(slots=True, kw_only=True)
 class StaticBatch:
-    """Requests that a server with static batching would compute together: each keeps its slot until all have ended."""
+    """Requests that static batching would compute together: each keeps its slot until all have ended."""
 
     size: int = 0  # sequences
-    num_open: int = 0  # of those, unfinished ones
+    num_open: int = 0  # unfinished sequences
     longest: int = 0  # tokens generated for the longest so far
     useful: int = 0  # tokens generated for all so far
-    longest_asked: int = 0  # tokens of prompt and output that the longest may come to
+    longest_asked: int = 0  # most tokens of prompt and output of a sequence
 
 
 class StaticBatching:
-    """Puts requests into batches in order of arrival: as many as overlap in time, at most `max_size` sequences.
+    """Assigns requests to batches in order of arrival: those that overlap in time, at most `max_size` sequences.
 
-    A batch counts once, when its last request has ended. That is kinder than real static batching, which would make
-    those wait that arrive while a batch is computed.
+    A batch counts once, when its last request has ended. Real static batching is worse: requests that arrive while a
+    batch is computed would wait for the next one.
     """
 
     def __init__(self, slots: Counter) -> None:
         self.max_size = 1
-        self._slots = slots  # of closed batches, by use: those that held a token, and the padding
+        self._slots = slots  # slots of closed batches, by use: tokens and padding
         self._last: StaticBatch | None = None
         self._open: list[StaticBatch] = []
 
     def join(self, n: int, num_tokens: int) -> StaticBatch:
-        """A request with n choices arrives; prompt and output of a choice have `num_tokens` tokens at most."""
+        """A request with n choices arrives; a choice has at most `num_tokens` tokens of prompt and output."""
         batch = self._last
         if batch is None or batch.num_open == 0 or batch.size + n > self.max_size:
             batch = self._last = StaticBatch()
@@ -79,7 +76,7 @@ class StaticBatching:
         return batch
 
     def leave(self, batch: StaticBatch, generated: list[int]) -> None:
-        """A request ends, after so many tokens of each of its choices."""
+        """A request ends; `generated`: the tokens of each of its choices."""
         batch.useful += sum(generated)
         batch.longest = max(batch.longest, *generated)
         batch.num_open -= len(generated)
@@ -91,7 +88,7 @@ class StaticBatching:
     def kv_blocks(self, block_size: int) -> int:
         """Blocks that the oldest open batch would hold: each sequence as many as the longest may need.
 
-        The younger ones would wait for it. The last token of a sequence is never computed, so it needs no slot.
+        The younger batches would wait for it. The last token of a sequence is never computed, so it needs no slot.
         """
         if not self._open:
             return 0

@@ -1,12 +1,12 @@
-"""What a prompt token costs on this machine, measured as the engine serves.
+"""The measured cost of a prompt token on this machine.
 
-Promises: seconds that one token more adds to a step, not its share of what every step costs. Must not know: requests.
+Promises: the seconds that one more token adds to a step, without the fixed cost of a step. Must not know: requests.
 """
 
 from __future__ import annotations
 
-_KEPT = 0.98  # of what was known, at each step: the last fifty or so count
-_MOSTLY = 4  # prompt tokens for each decode, in a step that tells of prompts
+_KEPT = 0.98  # factor on older measurements per step: about the last fifty count
+_MOSTLY = 4  # fewest prompt tokens per decode in a step that is measured
 
 
 class PrefillCost:
@@ -18,7 +18,7 @@ class PrefillCost:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
     def learn(self, *, prompt_tokens: int, num_decodes: int, seconds: float) -> None:
-        """A step of so many tokens took the model so long; steps that are mostly decodes are passed over."""
+        """Take in a step's sizes and the model's seconds; steps with mostly decodes are ignored."""
         if prompt_tokens == 0 or prompt_tokens < _MOSTLY * num_decodes:
             return
         tokens = prompt_tokens + num_decodes
@@ -30,7 +30,7 @@ class PrefillCost:
 
     @property
     def seconds_per_token(self) -> float:
-        """0 before the first prompt. Of steps that are all of one size, their mean: an upper bound of the slope."""
+        """0 before the first prompt. If all steps have one size, their mean: an upper bound of the slope."""
         if self._n == 0:
             return 0.0
         mean = self._y / self._x

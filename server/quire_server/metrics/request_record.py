@@ -1,4 +1,4 @@
-"""Follows requests from their acceptance to their end: their times and counts become metrics, log lines and traces."""
+"""Records of requests: their times and counts, which become metrics, log lines and traces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire_server.metrics.occupancy import Occupancy, StaticBatching
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What each request tells besides its own numbers."""
+    """The parts that all requests' records update beside the metrics."""
 
     occupancy: Occupancy
     static: StaticBatching
@@ -80,7 +80,7 @@ class RequestRecord:
         self._ended: float | None = None
         load.occupancy.arrive(n)
         self._number = load.board.begin(self.row)
-        # A prompt of which a vector is wanted has no output to wait for.
+        # A prompt for an embedding has no output.
         self._static = None if max_tokens is None else load.static.join(n, prompt_tokens + max_tokens)
 
     def tokens(self, choice: int, count: int, now: float) -> None:
@@ -105,16 +105,16 @@ class RequestRecord:
         self._counts[choice] += count
 
     def cached(self, tokens: int) -> None:
-        """So many prompt tokens came from the prefix cache."""
+        """Record the number of prompt tokens from the prefix cache."""
         self._cached = max(self._cached, tokens)
 
     def timing(self, timing: RequestTiming) -> None:
-        """What the engine measured so far; of several choices the longest time of each kind counts."""
+        """Take in the engine's times; of several choices the longest time of each kind counts."""
         known = self._timing
         self._timing = timing if known is None else _longest(known, timing)
 
     def finish(self, outcome: Outcome) -> None:
-        """The request ended. Idempotent. Latencies are those of requests that ran to their end."""
+        """The request ended. Idempotent. Only completed requests count in the latencies."""
         if self._finished:
             return
         self._finished, self._outcome, self._ended = True, outcome, time.monotonic()
@@ -150,7 +150,7 @@ class RequestRecord:
             metrics.preemptions.observe(self._timing.num_preemptions)
 
     def row(self) -> RequestRow:
-        """Where its time went, so far."""
+        """The request's phases and their durations so far."""
         now = time.monotonic()
         timing, first = self._timing, self._first
         last = max(self._last) if self._finished else now
@@ -172,7 +172,7 @@ class RequestRecord:
         )
 
     def summary(self) -> RequestSummary:
-        """What there is to tell when it has ended; of one that was left behind, that it was."""
+        """The record of an ended request; one without an outcome counts as aborted."""
         timing = self._timing
         return RequestSummary(
             prompt_tokens=self._prompt_tokens,
@@ -209,7 +209,7 @@ def _longest(one: RequestTiming, other: RequestTiming) -> RequestTiming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoryTotals:
-    """All of a request's prompts and choices together. Seconds are None where it did not come to that."""
+    """Totals over a request's prompts and choices. Seconds are None for phases that were not reached."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -223,13 +223,13 @@ class StoryTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestStory:
-    """What one HTTP request had the engine do: for its line in the log, and its trace.
+    """The records of one HTTP request, for its log line and its trace.
 
-    `CURRENT` has it while the request is served. Every prompt that is accepted on behalf of the request is in it, in
-    whatever task that happens; nothing is noted per token.
+    `CURRENT` has it while the request is served. It contains every prompt accepted for the request, in any task; a
+    token costs nothing.
     """
 
-    carrier: dict[str, str] = field(default_factory=dict)  # headers that say which trace the request is a part of
+    carrier: dict[str, str] = field(default_factory=dict)  # trace context headers of the request
     records: list[RequestRecord] = field(default_factory=list)
 
     def summaries(self) -> list[RequestSummary]:
@@ -237,12 +237,12 @@ class RequestStory:
         return [record.summary() for record in self.records]
 
 
-# Set for a request's task and inherited by those that it starts.
+# Set in a request's task and inherited by the tasks that it starts.
 CURRENT: ContextVar[RequestStory | None] = ContextVar("request story", default=None)
 
 
 def totals(summaries: list[RequestSummary]) -> StoryTotals | None:
-    """None for a request that had nothing computed."""
+    """None for a request without computed prompts."""
     if not summaries:
         return None
     started = min(each.started for each in summaries)
@@ -262,7 +262,7 @@ def totals(summaries: list[RequestSummary]) -> StoryTotals | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSummary:
-    """A prompt and its choices as they ended. Times are `time.monotonic()` seconds."""
+    """A prompt and its choices at their end. Times are `time.monotonic()` seconds."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -271,21 +271,21 @@ class RequestSummary:
     n: int
     outcome: str
     started: float
-    first: float | None  # token
+    first: float | None  # time of the first token
     last: float | None
     ended: float
     queue_seconds: float | None
     prefill_seconds: float | None
     token_seconds: float  # between tokens, summed over choices
-    following_tokens: int  # those that another one of their choice came before
+    following_tokens: int  # tokens after the first of their choice
 
 
-MOST_ENDED = 48  # kept
+MOST_ENDED = 48  # ended requests that are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRow:
-    """One request: seconds in the queue, in its prompt, in its output. Before its first token all is `waited`."""
+    """One request's seconds in the queue, in prefill and in decode. Before its first token all are in `waited`."""
 
     id: str
     at: float  # accepted, seconds since the epoch
@@ -294,18 +294,18 @@ class RequestRow:
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
-    waited: float  # until now, where there is no token yet; else 0
+    waited: float  # until now, if there is no token yet; else 0
     queue: float
-    kv_wait: float  # of the queue's seconds and after preemptions: for KV blocks
+    kv_wait: float  # part of the waiting for KV blocks, also after preemptions
     prefill: float
     decode: float
     preemptions: int
 
 
 class RequestBoard:
-    """The requests that run now and the last ones that ended, each with where its time went.
+    """The running requests and the last ended ones, with the time in each phase.
 
-    Rows by the number that `begin` gave them; a row costs nothing while nobody asks for it.
+    `begin` numbers the rows. A row is computed only when it is read.
     """
 
     def __init__(self) -> None:
@@ -314,19 +314,19 @@ class RequestBoard:
         self._number = 0
 
     def begin(self, row: Callable[[], RequestRow]) -> int:
-        """A request was accepted; `row` tells how it is, when asked."""
+        """A request was accepted; `row` computes its row."""
         self._number += 1
         self._live[self._number] = row
         return self._number
 
     def end(self, number: int) -> None:
-        """It ended; its row stays for a while."""
+        """The request ended; its row is kept for a while."""
         row = self._live.pop(number, None)
         if row is not None:
             self.ended.append(row())
 
     def live(self, most: int) -> list[RequestRow]:
-        """The oldest unfinished requests, `most` of them."""
+        """The `most` oldest unfinished requests."""
         oldest = [row for _, row in zip(range(most), self._live.values(), strict=False)]
         return [row() for row in oldest]
 

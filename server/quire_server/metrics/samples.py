@@ -1,6 +1,6 @@
-"""All totals of a moment, and what two moments say of the time between them.
+"""A sample of all totals, and the rates, quantiles and other values between two samples.
 
-Promises: rates, quantiles and Little's law as Prometheus would work them out of the same numbers. Must not know:
+Promises: rates, quantiles and Little's law as Prometheus would compute them from the same numbers. Must not know:
 clocks.
 """
 
@@ -12,20 +12,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Totals since the start, but for `kv_waited` and `at`."""
+    """Totals since the start, except `kv_waited` and `at`."""
 
-    at: float  # seconds, a clock that only goes forward
+    at: float  # seconds on a monotonic clock
     ttft: tuple[int, ...]  # counts of the histograms' buckets
     itl: tuple[int, ...]
     stalls: tuple[int, ...]
     kv_usage_seconds: float = 0  # used share of the pool, 0 to 1, integrated over time
-    kv_waited: float = 0  # seconds that the queue's head has waited for KV blocks, now
+    kv_waited: float = 0  # seconds that the queue's head has been waiting for KV blocks
     kv_wait_seconds: float = 0
     accepted: int = 0  # sequences
     departed: int = 0  # sequences
-    seconds_in_system: float = 0  # of the departed, summed
+    seconds_in_system: float = 0  # sum over departed sequences
     sequence_seconds: float = 0  # sequences in the system, integrated over time
-    finished: float = 0  # requests that ran to their end
+    finished: float = 0  # requests that were completed
     rejected: float = 0
     failed: float = 0
     restarts: float = 0
@@ -46,11 +46,11 @@ class Little:
 
     in_system: float  # sequences, mean over time
     arrivals: float  # sequences a second
-    seconds: float  # that a sequence stays, mean over those that left
+    seconds: float  # mean time in the system over departed sequences
 
     @property
     def residual(self) -> float:
-        """What is missing of one side, of the larger one: -1 to 1, and 0 where nothing is going on."""
+        """The difference of both sides relative to the larger one: -1 to 1, and 0 while idle."""
         expected = self.arrivals * self.seconds
         larger = max(self.in_system, expected)
         return (self.in_system - expected) / larger if larger > 0 else 0.0
@@ -58,7 +58,7 @@ class Little:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """From one sample to a later one."""
+    """The time between two samples."""
 
     first: Sample
     last: Sample
@@ -68,15 +68,15 @@ class Window:
         return self.last.at - self.first.at
 
     def gain(self, name: str) -> float:
-        """How much a total grew."""
+        """The growth of a total."""
         return float(getattr(self.last, name) - getattr(self.first, name))
 
     def rate(self, name: str) -> float:
-        """How much a total grew in a second; 0 in no time."""
+        """The growth of a total per second; 0 in an empty window."""
         return self.gain(name) / self.seconds if self.seconds > 0 else 0.0
 
     def quantile(self, name: str, bounds: Sequence[float], q: float) -> float | None:
-        """The quantile of what a histogram counted in the window; None: nothing."""
+        """The quantile of a histogram's observations in the window; None without observations."""
         counts = [b - a for a, b in zip(getattr(self.first, name), getattr(self.last, name), strict=True)]
         return quantile(bounds, counts, q)
 
@@ -91,21 +91,21 @@ class Window:
 
     @property
     def static_efficiency(self) -> float:
-        """Of the token slots that static batching would have reserved, the share that held a token; 1 of none."""
+        """The share of used token slots under static batching; 1 without slots."""
         useful = self.gain("static_useful")
         reserved = useful + self.gain("static_padding")
         return useful / reserved if reserved else 1.0
 
     @property
     def efficiency(self) -> float:
-        """The same of the batches that were computed: rows that are there to fill up a step hold no token."""
+        """The share of rows in the computed batches that hold a token, not padding; 1 without rows."""
         computed = self.gain("prefilled") + self.gain("decoded")
         rows = computed + self.gain("padded")
         return computed / rows if rows else 1.0
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], q: float) -> float | None:
-    """As PromQL's histogram_quantile: linear within a bucket, the last bound for what is above it. None: no counts."""
+    """As PromQL's histogram_quantile: linear within a bucket, the last bound for values above it. None: no counts."""
     total = sum(counts)
     if total <= 0:
         return None

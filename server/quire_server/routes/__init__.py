@@ -1,1 +1,1 @@
-"""Routes that belong to no dialect, one family of endpoints a file."""
+"""Routes outside of the dialects, one family of endpoints per file."""

@@ -1,6 +1,6 @@
-"""What the operator can do to a running server: drain it and undo that, end requests, empty the prefix cache.
+"""The operator's orders to a running server: drain and undo it, end requests, empty the prefix cache.
 
-Every order says what came of it, and has its line in the log.
+Every order is answered with its effect, and logged.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ log = logging.getLogger("quire.admin")
 
 
 class DrainStatus(BaseModel):
-    """Whether new requests are refused, and how many of the accepted ones are left."""
+    """Whether new requests are refused, and the number of accepted ones that are left."""
 
     draining: bool
     in_flight: int
 
 
 class AbortOrder(BaseModel):
-    """Which requests to end: one of the three."""
+    """The requests to end: exactly one of the fields."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -52,17 +52,17 @@ class AbortOrder(BaseModel):
 
 
 class Aborted(BaseModel):
-    """What was ended: the engine's requests, of which a client's with several prompts is several."""
+    """The ended engine requests, of which a client's request with several prompts has several."""
 
     num_aborted: int
-    request_ids: list[str]  # by their clients' names, each once
+    request_ids: list[str]  # the clients' names of the requests, each once
 
 
 class CacheDropped(BaseModel):
-    """KV blocks whose content nobody will find any more."""
+    """The KV blocks whose cached content was forgotten."""
 
-    device_blocks: int  # of the pool, held by nobody
-    host_blocks: int  # of the host's memory, with their files on disk
+    device_blocks: int  # unreferenced blocks of the pool
+    host_blocks: int  # blocks of host memory, with their files on disk
 
 
 Order = Annotated[AbortOrder, json_body(AbortOrder)]
@@ -71,13 +71,13 @@ _NOT_READY: dict[int | str, dict[str, Any]] = {NotReady.status: error_response(N
 
 @router.get("/drain")
 async def drain_status(request: Request) -> DrainStatus:
-    """Whether the server is draining, and what is left."""
+    """Whether the server is draining, and the number of requests that are left."""
     return _status(state_of(request))
 
 
 @router.post("/drain")
 async def drain(request: Request) -> DrainStatus:
-    """Take no new requests: they get 503, readiness fails, what was accepted goes on. Until it is undone."""
+    """Refuse new requests with 503 and fail readiness; accepted requests go on. Lasts until it is undone."""
     state = state_of(request)
     if not state.draining:
         state.draining = True
@@ -87,7 +87,7 @@ async def drain(request: Request) -> DrainStatus:
 
 @router.delete("/drain", responses={Conflict.status: error_response(Conflict)})
 async def undo_drain(request: Request) -> DrainStatus:
-    """Take requests again. A server that was told to stop stops all the same."""
+    """Accept requests again. A server that is shutting down still stops."""
     state = state_of(request)
     if state.stopping:
         raise Conflict("The server is shutting down, which cannot be undone.", code="shutting_down")
@@ -99,7 +99,7 @@ async def undo_drain(request: Request) -> DrainStatus:
 
 @router.post("/abort", responses={NotRemembered.status: error_response(NotRemembered)})
 async def abort(order: Order, request: Request) -> Aborted:
-    """End requests: their clients get an error that says so, and their memory is free at once."""
+    """End requests: their clients get an error, and their memory is free at once."""
     state = state_of(request)
     chosen = _chosen(state, order)
     for request_id in chosen:
@@ -111,9 +111,9 @@ async def abort(order: Order, request: Request) -> Aborted:
 
 @router.post("/reset-prefix-cache", responses=_NOT_READY)
 async def reset_prefix_cache(request: Request) -> CacheDropped:
-    """Forget every prefix that is kept for later, in the pool, in the host's memory and on disk.
+    """Forget all cached prefixes: in the pool, in host memory and on disk.
 
-    What unfinished requests hold stays theirs, and their answers are the same.
+    Unfinished requests keep their blocks and get the same answers.
     """
     try:
         answer = await state_of(request).control(RESET_PREFIX_CACHE, "{}")
@@ -125,7 +125,7 @@ async def reset_prefix_cache(request: Request) -> CacheDropped:
 
 
 def _chosen(state: ServerState, order: AbortOrder) -> list[str]:
-    """The engine's ids of those live requests that an order is about. Raises NotRemembered."""
+    """The engine's ids of the live requests that an order names. Raises NotRemembered."""
     live = state.client.live()
     if order.request_id is None:
         return [each.request_id for each in live if order.all or each.tenant == order.tenant]

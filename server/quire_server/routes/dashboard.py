@@ -1,6 +1,6 @@
-"""GET /dashboard/events: what the dashboard shows, second by second, as server-sent events.
+"""GET /dashboard/events: the dashboard's data, second by second, as server-sent events.
 
-The last ten minutes come first, then a message a second, until a server that stops has nothing left to do.
+The last ten minutes come first, then a message per second, until a stopping server has no requests left.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def _frame(message: bytes) -> bytes:
 
 
 class _Viewing:
-    """One page that is open somewhere: the last ten minutes first, then a message a second.
+    """An open dashboard page: sends the last ten minutes first, then a message a second.
 
-    Its stream ends when a server that stops has nothing left to do.
+    The stream ends when a stopping server has no requests left.
     """
 
     def __init__(self, state: ServerState, feed: Feed) -> None:
@@ -77,7 +77,7 @@ class _Viewing:
         plan = self._state.client.plan
         limits = plan.scheduler.limits
         return {
-            "started": self._state.started,  # another one after a reconnection: another server
+            "started": self._state.started,  # a new value after a reconnection means a new server
             "version": version("quire"),
             "model": self._state.model_names[0],
             "device": plan.device,
@@ -93,7 +93,7 @@ class _Viewing:
 class Feed:
     """The latest message, and a wait for the next one. Used on the event loop's thread.
 
-    Nothing is kept for a slow listener, who gets the latest message when it is ready for one.
+    Messages are not queued: a slow listener gets the latest message when it reads again.
     """
 
     def __init__(self) -> None:
@@ -102,12 +102,12 @@ class Feed:
         self._news = asyncio.Event()
 
     def publish(self, message: bytes) -> None:
-        """Wake all who wait, with this message."""
+        """Wake all listeners with this message."""
         self._latest = message
         self._news.set()
         self._news = asyncio.Event()
 
     async def next(self) -> bytes:
-        """The message that is published next, or a later one."""
+        """Wait for the next message; a slow listener may get a later one."""
         await self._news.wait()
         return self._latest

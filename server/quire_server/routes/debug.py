@@ -1,6 +1,6 @@
-"""What the engine did and why, for the operator: steps, requests, blocks.
+"""The engine's state and decisions for the operator: steps, requests, blocks.
 
-Nothing changes by being asked, and no text of a client is told.
+A question changes nothing, and answers have no text of clients.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ async def list_steps(
     limit: Annotated[int, Query(ge=1, le=MOST_STEPS)] = 100,
     events: bool = False,
 ) -> Response:
-    """The engine's steps after one of them: plan, decisions with their reasons, duration. `events`: for a replay."""
+    """The engine's steps after a given one: plan, decisions with reasons, duration. `events`: inputs for a replay."""
     return _json(await _ask(state_of(request), "steps", after=after, limit=limit, events=events))
 
 
 @router.get("/requests", response_class=Response, responses=_NOT_KNOWN)
 async def list_requests(request: Request) -> Response:
-    """The live requests, with their state and why they wait, and those that have ended last."""
+    """The live requests, with their state and why they wait, and the last ended ones."""
     state = state_of(request)
     answer = msgspec.json.decode(await _ask(state, "requests"))
     return _json(msgspec.json.encode(_named(state, answer, "live", "ended")))
@@ -49,7 +49,7 @@ async def list_requests(request: Request) -> Response:
 
 @router.get("/requests/{request_id}", response_class=Response, responses=_NOT_KNOWN)
 async def explain_request(request_id: RequestId, request: Request) -> Response:
-    """Why a request takes, or took, so long; a client's request with several prompts is several of the engine's."""
+    """Why a request takes, or took, so long; a client's request with several prompts has several engine requests."""
     state = state_of(request)
     answer = msgspec.json.decode(await _ask(state, "request", ids=state.names.find(request_id)))
     return _json(msgspec.json.encode(_named(state, answer, "requests")))
@@ -57,13 +57,13 @@ async def explain_request(request_id: RequestId, request: Request) -> Response:
 
 @router.get("/kv", response_class=Response, responses=_NOT_KNOWN)
 async def show_pool(request: Request) -> Response:
-    """The KV pool: used, shared, cached and free blocks, and the slots that lie idle in used ones."""
+    """The KV pool: used, shared, cached and free blocks, and the empty slots in used ones."""
     return _json(await _ask(state_of(request), "kv"))
 
 
 @router.get("/kv/audit", response_class=Response, responses=_NOT_KNOWN)
 async def audit_pool(request: Request) -> Response:
-    """Every reference, list and queue counted anew, and the first disagreement. Takes a moment on a large pool."""
+    """Check all invariants of the pool; returns the first violation. Takes a moment on a large pool."""
     return _json(await _ask(state_of(request), "audit"))
 
 
@@ -86,7 +86,7 @@ async def _ask(state: ServerState, what: str, **arguments: object) -> bytes:
 
 
 def _named(state: ServerState, answer: dict[str, Any], *lists: str) -> dict[str, Any]:
-    """With the names that clients know."""
+    """The answer with the names that clients know."""
     for each in lists:
         answer[each] = [
             {"request_id": one.pop("request_id"), "client_id": state.names.name(one_id), **one}

@@ -1,4 +1,4 @@
-"""Paths under which other servers offer what this one offers under another: what a 404 for them can advise."""
+"""Advice in a 404 for paths of other servers for which this one has an equivalent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 COMPLETIONS, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
 EMBEDDINGS, RESPONSES, MESSAGES = "/v1/embeddings", "/v1/responses", "/v1/messages"
 
-# By the path without a slash at its end.
+# Advice by the path without a trailing slash.
 _ELSEWHERE = {
     **dict.fromkeys(
         (
@@ -47,12 +47,12 @@ _PATTERNS = (
 )
 _BATCHES = re.compile(r"(/v1)?/(batches|files|uploads)(/.*)?")  # OpenAI's offline work
 _RERANK = re.compile(r"(/v[12])?/rerank")
-# What becomes of a base URL with /v1 where the client adds it.
+# A base URL with /v1 to which a client adds another /v1.
 _DOUBLED = re.compile(r"(/v1){2,}(/.*)?")
 
 
 def advice(path: str) -> str | None:
-    """One sentence for who asked for this path, if there is something to say."""
+    """One sentence of advice for a request to this path, if there is any."""
     name = path.rstrip("/")
     if _DOUBLED.fullmatch(name):
         return "'/v1' occurs twice: leave it out of the base URL, or of the path."

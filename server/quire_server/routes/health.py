@@ -1,6 +1,6 @@
-"""Probes and the version: what an orchestrator asks.
+"""Probes for orchestrators, and the version.
 
-Answers in milliseconds whatever the engine does, but for the deep one; the others need no key and no log line.
+They answer in milliseconds whatever the engine does, except the deep one; the others need no key and have no log line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Health(BaseModel):
 
 
 class DeepHealth(Health):
-    seconds: float  # that the engine took for one token, waiting included
+    seconds: float  # the engine's time for one token, including the wait
 
 
 class Version(BaseModel):
@@ -36,7 +36,7 @@ class Version(BaseModel):
 
 @router.get("/health/live", responses=_NOT_READY)
 async def live(request: Request) -> Health:
-    """The process answers, and the engine's steps go on or are seen to. A failure means: restart it."""
+    """The process answers, and the engine makes progress or is being restarted. A failure means: restart the server."""
     reason = state_of(request).fatal_reason()
     if reason is not None:
         raise _not_ready("Beyond help", reason)
@@ -46,7 +46,7 @@ async def live(request: Request) -> Health:
 @router.get("/health/ready", responses=_NOT_READY)
 @router.get("/health", responses=_NOT_READY)
 async def ready(request: Request) -> Health:
-    """New requests are taken. A failure means: send them elsewhere for now; the code says why."""
+    """The server accepts requests. A failure means: send requests elsewhere for now; the code has the reason."""
     state = state_of(request)
     reason = state.unready_reason()
     if reason is not None:
@@ -56,7 +56,7 @@ async def ready(request: Request) -> Health:
 
 @router.get("/health/deep", responses=_NOT_READY)
 async def deep(request: Request) -> DeepHealth:
-    """A token is computed for this very question, at most one at a time. It needs a key where requests do."""
+    """Computes one token, at most once at a time. Needs a key where requests do."""
     check: DeepCheck = request.app.state.deep_check
     return DeepHealth(status="computes", seconds=round(await check.seconds(), 4))
 

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}, in a shape that OpenAI's and Anthropic's clients read."""
+"""GET /v1/models and /v1/models/{id}, for clients of OpenAI and Anthropic."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Model(BaseModel):
     root: str  # the first name of the same model
     parent: str | None = None
     max_model_len: int  # tokens of prompt and answer together
-    # What Anthropic's clients look for:
+    # For Anthropic's clients:
     type: Literal["model"] = "model"
     display_name: str
     created_at: str
@@ -49,7 +49,7 @@ async def list_models(request: Request) -> ModelList:
 @router.get("/{model_id:path}", responses={ModelNotFound.status: error_response(ModelNotFound)})
 async def retrieve_model(model_id: str, request: Request) -> Model:
     state = state_of(request)
-    if model_id not in state.model_names:  # here an empty name asks for none, not for the default
+    if model_id not in state.model_names:  # here an empty name does not mean the default
         raise ModelNotFound(model_id)
     return _model(state, model_id)
 

@@ -1,6 +1,6 @@
-"""Pages for people: `/`, the API reference at `/docs`, the dashboard, and the few files that they are made of.
+"""Pages for people: `/`, the API reference at `/docs`, the dashboard, and their scripts and styles.
 
-Nothing is loaded from elsewhere. They hold no secret and need no key; what they ask this server for does.
+Nothing is loaded from other hosts. The pages have no secrets and need no key; their calls to this server do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ POLICY = (
 )
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _HEADERS = {
-    "cache-control": "no-cache",  # another version of the server has other pages under the same addresses
+    "cache-control": "no-cache",  # the files change with the server's version
     "content-security-policy": POLICY,
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
@@ -42,7 +42,7 @@ def _page(name: str) -> Response:
 
 @router.api_route("/", methods=METHODS)
 async def landing(request: Request) -> Response:
-    """The page; for a client that asks for JSON and not for HTML, where to go from here."""
+    """The page; a client that prefers JSON to HTML gets the links."""
     accepted = request.headers.get("accept", "")
     if "application/json" in accepted and "text/html" not in accepted:
         where = {"docs": "/docs", "openapi": "/openapi.json", "models": "/v1/models", "health": "/health"}
@@ -59,7 +59,7 @@ async def reference() -> Response:
 
 @router.api_route("/dashboard", methods=METHODS)
 async def dashboard() -> Response:
-    """What the server does, live: the page asks for it at /dashboard/events."""
+    """The live dashboard; the page reads its data from /dashboard/events."""
     return _page("dashboard.html")
 
 

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info: the ids that a completion would have. No token is generated."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info: the token ids of a prompt, without generation."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ router = APIRouter(tags=["tokens"])
 
 MAX_MESSAGES = 4096
 _STRINGS_AT_ONCE = 4096
-_ID_BYTES = 8  # of a reply, for each token
+_ID_BYTES = 8  # JSON bytes per token of a reply, estimated
 _STRING_BYTES = 24
 
 
 class TokenizeRequest(BaseModel):
     """A text in `prompt`, or a conversation in `messages`."""
 
-    model_config = ConfigDict(extra="allow")  # what nobody knows is reported
+    model_config = ConfigDict(extra="allow")  # unknown fields are reported
 
     model: str | None = None
     prompt: str | None = None

@@ -1,6 +1,6 @@
-"""What an operator can set: the fields, how values are written, and where they come from.
+"""Settings of a server: their fields, the syntax of their values, and their sources.
 
-Promises: what other folders need of it is here. Must not know: torch, HTTP.
+Promises: this module exports all that other folders need. Must not know: torch, HTTP.
 """
 
 from quire_server.settings.engine_fields import DEMO_MODEL

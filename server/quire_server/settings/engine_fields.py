@@ -1,4 +1,4 @@
-"""The settings of a model, its memory and its schedule: those that a script's `LLM` has too.
+"""The settings of a model, its memory and its schedule, shared by `quire serve` and a script's `LLM`.
 
 Promises: a limit of the scheduler that is a setting has the default and the bounds of the scheduler's own record. Must
 not know: torch, HTTP.
@@ -37,7 +37,7 @@ from quire_server.settings.values import (
 )
 
 DEMO_MODEL = "quire-demo"
-LIMITS = SchedulerLimits()  # the defaults; what the values may be is checked by the record too
+LIMITS = SchedulerLimits()  # the defaults; the record also checks the values
 
 
 class EngineFields(BaseModel):

@@ -1,6 +1,6 @@
-"""How faults for tests are written: `step.raise@5,oom@seed=7`.
+"""The syntax of injected faults for tests: `step.raise@5,oom@seed=7`.
 
-Promises: a text that is accepted names faults that exist, and each is what it says.
+Promises: every fault of an accepted text exists.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FAULT = re.compile(r"([a-z.]+)(?:@(?:([1-9]\d*)|seed=(-?\d+)))?")
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
-    """The faults of a list. Raises ValueError, with one that works."""
+    """The faults of a list. Raises ValueError with an example of a valid one."""
     faults = []
     for part in filter(None, map(str.strip, text.split(","))):
         found = _FAULT.fullmatch(part)
@@ -32,7 +32,7 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to listen on can be reached from this machine alone."""
+    """Whether a listen address can be reached from this machine only."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -1,7 +1,7 @@
-"""The one model of everything an operator can set: flags, `QUIRE_*` variables and YAML keys are its fields.
+"""All settings as one model: flags, `QUIRE_*` variables and YAML keys are its fields.
 
-Promises: a `Settings` that exists is possible; every message names the setting and a value that would work. Must not
-know: torch, HTTP.
+Promises: a `Settings` object is consistent; every message names the setting and a value that would work. Must not know:
+torch, HTTP.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Settings(ServerFields, EngineFields, BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags win over the environment, which wins over the file that either of them names."""
+        """Flags override the environment, which overrides the file that either of them names."""
         del dotenv_settings, file_secret_settings
         path = init_settings().get("config") or env_settings().get("config")
         return (
@@ -84,36 +84,36 @@ class Settings(ServerFields, EngineFields, BaseSettings):
                 f"--enable-fault-injection lets clients break the server, and --host {self.host} lets other machines"
                 " in; set --host 127.0.0.1"
             )
-        # Reads and checks them, once: a file that is changed later changes nothing.
+        # Reads and checks the files once: later changes of a file have no effect.
         len(self.keys + self.admin_keys)
         len(self.tenant_list)
         return self
 
     @cached_property
     def keys(self) -> tuple[ApiKey, ...]:
-        """The keys of flags and file; with any, every client must bring one of them."""
+        """The keys of flags and file; if there are any, every client must send one of them."""
         given = map(parse_key, self.api_key)
         return (*given, *(read_keys(self.api_key_file) if self.api_key_file is not None else ()))
 
     @cached_property
     def admin_keys(self) -> tuple[ApiKey, ...]:
-        """The keys that open what is the operator's; with none, clients on this machine may."""
+        """The keys for the operator's routes; without any, clients on this machine may use them."""
         file = self.admin_api_key_file
         return (*map(parse_key, self.admin_api_key), *(read_keys(file, "--admin-api-key-file") if file else ()))
 
     @cached_property
     def tenant_list(self) -> tuple[TenantEntry, ...]:
-        """The tenants of the file; with any, every client must bring a key, theirs or one of `keys`."""
+        """The tenants of the file; if there are any, every client must send a key of a tenant or one of `keys`."""
         return () if self.tenants is None else read_tenants(self.tenants)
 
     @property
     def needs_key(self) -> bool:
-        """Whether clients must bring a key."""
+        """Whether clients must send a key."""
         return bool(self.keys or self.tenant_list)
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The names clients may use; the first is the one replies carry."""
+        """The names clients may use; replies carry the first one."""
         if self.served_model_name:
             return self.served_model_name
         return (DEMO_MODEL if self.model == DEMO_MODEL else Path(self.model).resolve().name,)
@@ -125,7 +125,7 @@ class Settings(ServerFields, EngineFields, BaseSettings):
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """What is to go wrong, for tests."""
+        """Faults to inject, for tests."""
         return parse_faults(self.enable_fault_injection)
 
     @property

@@ -1,4 +1,4 @@
-"""API keys as operators write them: `KEY`, `NAME=KEY`, `=KEY`, or a file of these; and files of tenants."""
+"""The syntax of API keys, `KEY`, `NAME=KEY`, `=KEY` or a file of these, and of tenants files."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from quire_server.settings.sources import SettingsError, read_yaml
 
-LEAST_NAMED = 8  # characters of a key after a name: with less, the part before the equal sign was the better half
+LEAST_NAMED = 8  # characters of a key after a name: a shorter one is probably part of a key that contains an equal sign
 _KEY_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,31}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """One key, which is never printed, and the name by which the log may call whoever has it."""
+    """One key, which is never printed, and a name for its owner in the log."""
 
     name: str = ""
     key: str = field(repr=False)
@@ -28,8 +28,8 @@ class ApiKey:
 def parse_key(text: str) -> ApiKey:
     """`NAME=KEY` has a name; `=KEY` and everything else is the key itself. Raises ValueError.
 
-    What could be misread as a name is refused, never taken to be a shorter key.
-    Equal signs at the end are base64's, so `c2VjcmV0==` is a key; one that has them elsewhere is written `=KEY`.
+    A key that could be misread as a name is refused, never shortened. Equal signs at the end are base64's, so
+    `c2VjcmV0==` is a key; a key with equal signs elsewhere is written `=KEY`.
     """
     name, equals, key = text.partition("=")
     if not text.strip() or (equals and not name and not key):
@@ -84,7 +84,7 @@ def _digests(value: object) -> object:
 
 
 class TenantEntry(BaseModel):
-    """One tenant of the file. It has digests of keys and never a key."""
+    """One tenant of the file, with digests of its keys and never a key."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -101,7 +101,7 @@ class TenantEntry(BaseModel):
 def read_tenants(path: Path) -> tuple[TenantEntry, ...]:
     """The tenants of a file, `tenants: [{name: ..., key_sha256: ...}, ...]`. Raises ValueError.
 
-    No name and no key is there twice. A message names the file, the tenant and what would do.
+    Names and keys are unique. A message names the file, the tenant and a remedy.
     """
     flag = f"--tenants {path}"
     try:

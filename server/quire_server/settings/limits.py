@@ -1,4 +1,4 @@
-"""What no operator sets: the limits of the server itself, and the settings that are gone, with what became of each."""
+"""The server's fixed limits, and the removed settings, each with the value that is fixed now."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire_engine.limits import SchedulerLimits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """What clients may send, leave waiting and take their time for. Tests make them smaller."""
+    """Limits on requests, on memory held for clients and on slow clients. Tests make them smaller."""
 
     # The head and the body of a request.
     max_header_bytes: int = 32 << 10  # of a head; more is answered 431
@@ -64,5 +64,5 @@ REMOVED: Mapping[str, str] = {
 
 
 def removed_line(spelling: str, name: str) -> str:
-    """What to tell who has set `name`, one of `REMOVED`, in this spelling."""
+    """The refusal of `name`, one of `REMOVED`, as the operator has spelled it."""
     return f"{spelling} is no setting any more, leave it out: {REMOVED[name]}"

@@ -1,4 +1,4 @@
-"""The settings of a server around the engine: where it listens, what it lets in, what it tells.
+"""The settings of a server around the engine: listening, limits, streaming, lifetime, observing.
 
 Promises: every bound on what clients may do has its field here or in `limits`. Must not know: HTTP.
 """

@@ -1,7 +1,7 @@
-"""Where settings come from: flags, `QUIRE_*` variables, a YAML file; and how each of them spells a setting's name.
+"""Sources of settings: flags, `QUIRE_*` variables and a YAML file, and how each source spells a setting's name.
 
-Owns the reading of the environment. Promises: what sets nothing is refused with the name that was probably meant, and a
-problem is told in the spelling of the source it came from. Must not know: torch, HTTP.
+Owns the reading of the environment. Promises: an unknown name is refused with a suggestion, and a message uses the
+spelling of the source that the value came from. Must not know: torch, HTTP.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def flag_name(field: str) -> str:
 
 
 def with_flags(advice: str) -> str:
-    """`set max_num_seqs to 3 or less`, as the engine says it, in the spelling of the command line."""
+    """The engine's message `set max_num_seqs to 3 or less` with names spelled as flags."""
     return re.sub(r"\b([a-z_]+) to (?=\d)", lambda found: f"{flag_name(found[1])} ", advice)
 
 
 def read_yaml(path: Path, source: str) -> object:
-    """What a file says, whatever that is. Raises SettingsError, which begins with `source`."""
+    """The parsed content of a YAML file, of any type. Raises SettingsError, which begins with `source`."""
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -53,7 +53,7 @@ def read_yaml(path: Path, source: str) -> object:
 
 
 def read_config(path: Path, known: Callable[[str], bool], names: Collection[str]) -> dict[str, object]:
-    """What a YAML file sets; keys in kebab-case or snake_case. Raises SettingsError, for unknown keys too.
+    """The settings of a YAML file; keys in kebab-case or snake_case. Raises SettingsError, for unknown keys too.
 
     `names` are suggested for a key that is not `known`.
     """
@@ -97,12 +97,12 @@ def check_environment(known: Collection[str]) -> None:
 
 
 def check_keys() -> None:
-    """Raises SettingsError where a variable for keys is set and has none: an empty secret must not open a server."""
+    """Raises SettingsError if a variable for keys is set but empty: an empty secret must not open a server."""
     _check_keys(f"{ENV_PREFIX}API_KEY", VLLM_KEY)
 
 
 def check_admin_keys() -> None:
-    """The same for the operator's."""
+    """As `check_keys`, for the operator's keys."""
     _check_keys(f"{ENV_PREFIX}ADMIN_API_KEY")
 
 
@@ -113,13 +113,13 @@ def _check_keys(*names: str) -> None:
 
 
 def vllm_key() -> dict[str, object]:
-    """The key that vLLM's variable has, as it is: neither a list nor a name and a key."""
+    """The key in vLLM's variable, taken literally: neither a list nor a name and a key."""
     key = os.environ.get(VLLM_KEY, "").strip()
     return {"api_key": (f"={key}",)} if key else {}
 
 
 def admin_key_of_environment() -> str:
-    """The key that a command brings to a server of ours; empty: none."""
+    """The operator's key that a command sends to a Quire server; empty if none is set."""
     return os.environ.get(f"{ENV_PREFIX}ADMIN_API_KEY", "").strip()
 
 
@@ -129,7 +129,7 @@ def environment_names() -> tuple[str, ...]:
 
 
 def suggest(name: str, known: Collection[str], prefix: str = "") -> str:
-    """A did-you-mean for a name that is no setting, in the spelling of the source it came from."""
+    """A did-you-mean for an unknown name, in the spelling of the source it came from."""
     bare = name.removeprefix(prefix).removeprefix("--").replace("-", "_").lower()
     candidates = [*known, *_NAMED_ELSEWHERE]
     close = get_close_matches(bare, candidates, n=1, cutoff=0.7)
@@ -141,7 +141,7 @@ def suggest(name: str, known: Collection[str], prefix: str = "") -> str:
     return f"; did you mean {flag_name(field) if name.startswith('--') else field}?"
 
 
-# What other servers call some of our settings; vLLM's flags have a table of their own.
+# Other servers' names for some of our settings; vLLM's flags have a table of their own.
 _NAMED_ELSEWHERE = {
     "chunked_prefill_size": "prefill_chunk",
     "max_running_requests": "max_num_seqs",

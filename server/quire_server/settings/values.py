@@ -1,4 +1,4 @@
-"""How the values of settings are written: sizes, counts, lists, names, JSON; each as a type for a field."""
+"""The syntax of the values of settings: sizes, counts, lists, names, JSON; each as a type for a field."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 
 def option(default: T, group: str, description: str, unit: str = "", *, secret: bool = False) -> T:
-    """A field with the group and unit that `--help` and the documents show; a secret is never printed."""
+    """A field with the group and unit that `--help` and the documents print; a secret is never printed."""
     extra: JsonDict = {"group": group, "unit": unit, "secret": secret}
     return Field(default, description=description, json_schema_extra=extra, repr=not secret)
 
 
 def _split_list(value: object) -> object:
-    """`a,b` and `["a", "b"]` from the environment; lists from flags and YAML pass."""
+    """Split `a,b` or `["a", "b"]` from the environment; lists from flags and YAML are returned unchanged."""
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("["):
@@ -34,7 +34,7 @@ def _split_list(value: object) -> object:
 
 
 def _split_origins(value: object) -> object:
-    """As lists are written, and as vLLM's flag takes them: one JSON list in one word."""
+    """Split a list, also one JSON list in one word, as vLLM's flag takes it."""
     if isinstance(value, list | tuple) and len(value) == 1 and str(value[0]).lstrip().startswith("["):
         return _split_list(str(value[0]))
     return _split_list(value)
@@ -72,7 +72,7 @@ def _parse_count(value: object) -> object:
     return int(float(match[1]) * _COUNT_SUFFIX.get(match[2], 1))
 
 
-_LEAST_BYTES = 1024  # nobody means fewer
+_LEAST_BYTES = 1024  # smaller sizes are a mistake
 _SIZE_UNIT = {"": 1, "b": 1} | {
     f"{letter}{suffix}": (1000 if suffix == "b" else 1024) ** power
     for power, letter in enumerate("kmgt", start=1)
@@ -104,7 +104,7 @@ def _parse_swap_space(value: object) -> object:
     return _parse_size(value)
 
 
-# What vLLM calls some values.
+# vLLM's names for some values.
 SYNONYMS: dict[str, dict[str, str]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
@@ -112,7 +112,7 @@ SYNONYMS: dict[str, dict[str, str]] = {
 
 
 def synonym_of(field: str) -> Callable[[Any], Any]:
-    """What makes a value of a setting ours."""
+    """A function that replaces another server's name of a value by ours."""
     known = SYNONYMS.get(field, {})
     return lambda value: known.get(value, value) if isinstance(value, str) else value
 
@@ -160,7 +160,7 @@ _TRUTH = {"true": True, "false": False, "1": True, "0": False}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kinds:
-    """Names of flags, without their hyphens in front, by what may be written after them."""
+    """Names of flags, without leading hyphens, by the kinds of values they take."""
 
     switches: Collection[str]  # `--x`, `--no-x`, and `--x=true` as some scripts write it
     optional: Mapping[str, Collection[str]]  # `--x VALUE`, and `--x` and `--no-x` for its values "on" and "off"
@@ -169,7 +169,7 @@ class Kinds:
 
 @dataclass(slots=True)
 class _Reader:
-    """The words still to be read, and what was gathered of dotted flags."""
+    """The words still to be read, and the values of dotted flags so far."""
 
     words: list[str]
     kinds: Kinds
@@ -184,7 +184,8 @@ class _Reader:
 def plain_words(argv: Sequence[str], kinds: Kinds) -> list[str]:
     """The same command line in the parser's spelling. Raises SettingsError for dotted flags that make no object.
 
-    Underscores, dotted JSON and switches with a value become the one way to write a flag; values are left as they are.
+    Underscores, dotted JSON and switches with a value are rewritten to the one spelling of a flag; values stay as they
+    are.
     """
     reader = _Reader(words=list(argv), kinds=kinds)
     while reader.words:

@@ -1,6 +1,6 @@
 """Command lines and variables written for vLLM, or for an earlier version of ours, in our settings.
 
-Nothing of them is dropped in silence: it becomes a setting, a note, a warning or a refusal with the reason.
+Nothing is ignored silently: each flag becomes a setting, a note, a warning or a refusal with the reason.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def add_hidden_flags(parser: argparse.ArgumentParser, ours: Collection[str]) -> 
 
 
 def foreign(ours: Collection[str]) -> list[VllmFlag]:
-    """The flags of the table that are no settings of ours by their own name."""
+    """The flags of the table that are not also names of our settings."""
     return [flag for flag in FLAGS if flag.name.replace("-", "_") not in ours]
 
 
@@ -51,9 +51,9 @@ def names_of_vllm() -> list[str]:
 
 
 def translate(given: dict[str, object]) -> tuple[dict[str, object], list[str]]:
-    """The settings that parsed flags stand for, with vLLM's replaced, and notes on those that change nothing.
+    """The settings of parsed flags, with vLLM's flags translated, and notes on flags without effect.
 
-    Raises SettingsError with one line for each flag that cannot be taken.
+    Raises SettingsError with one line for each flag that cannot be translated.
     """
     table = {_DEST + flag.name: flag for flag in (*FLAGS, *_GONE)}
     settings = {name: value for name, value in given.items() if name not in table}
@@ -67,7 +67,7 @@ def translate(given: dict[str, object]) -> tuple[dict[str, object], list[str]]:
         if not _is_taken(flag, words):
             problems.append(_refusal(flag, words))
         elif flag.only:
-            continue  # it says what is so
+            continue  # the flag states what is true here anyway
         elif not flag.setting:
             notes.append(f"{_spelling(flag, words)} changes nothing here: {flag.text}")
         else:
@@ -88,7 +88,7 @@ def read_settings_file(path: Path, ours: Collection[str]) -> tuple[dict[str, obj
 
 
 def flags_text(ours: Collection[str], width: int) -> str:
-    """What `quire serve --help vllm` prints."""
+    """The text of `quire serve --help vllm`."""
     lines = [
         "What happens here to the flags of `vllm serve`. Those that are settings here under the same name are in",
         "`quire serve --help`; these are the others. JSON flags may be given in their dotted form.",
@@ -146,7 +146,7 @@ def _refusal(flag: VllmFlag, words: Sequence[str]) -> str:
 
 
 def _spelling(flag: VllmFlag, words: Sequence[str]) -> str:
-    """The flag as it may have been typed; a value may be a secret, so only those that the table knows are shown."""
+    """The flag as it may have been typed; values outside the table are left out, since they may be secrets."""
     if flag.takes == "switch":
         return f"--{flag.name}" if words == ["on"] else f"--no-{flag.name}"
     shown = " ".join(words)[:40]
@@ -154,13 +154,13 @@ def _spelling(flag: VllmFlag, words: Sequence[str]) -> str:
 
 
 def _set(settings: dict[str, object], flag: VllmFlag, value: object, words: Sequence[str]) -> None:
-    """Our own flag wins where both are given."""
+    """Set a field unless our own flag has set it."""
     becomes = flag.values.get(words[0], value)
     if becomes is not None:
         settings.setdefault(flag.setting, becomes)
 
 
-# Variables of vLLM that operators set, and what does here what they do there. VLLM_API_KEY is taken as it is.
+# Variables of vLLM that operators set, and their equivalents here. VLLM_API_KEY is supported itself.
 _VARIABLES: Mapping[str, str] = {
     "VLLM_LOGGING_LEVEL": "--log-level",
     "VLLM_CONFIGURE_LOGGING": "--log-level and --log-format",
@@ -174,7 +174,7 @@ _VARIABLES: Mapping[str, str] = {
     "VLLM_TARGET_DEVICE": "--device",
     "VLLM_CACHE_ROOT": "--download-dir",
 }
-# Those that change nothing here: who is told, how processes start, which engine.
+# Variables without effect here: usage reports, how processes start, the choice of the engine.
 _HARMLESS = re.compile(
     r"VLLM_(NO_USAGE_STATS|DO_NOT_TRACK|USAGE_.*|USE_V1|WORKER_MULTIPROC_METHOD|API_KEY|DEBUG_LOG_API_SERVER_RESPONSE"
     r"|ENGINE_READY_TIMEOUT_S|SERVICE_(HOST|PORT.*)|PORT_\d+_(TCP|UDP|SCTP).*|RAY_.*|NCCL_.*|DP_.*|VERSION)"
@@ -182,7 +182,7 @@ _HARMLESS = re.compile(
 
 
 def variable_warnings(names: Collection[str]) -> list[str]:
-    """A line for each variable of vLLM that has a setting here, and one for all others that set nothing."""
+    """One line for each variable of vLLM that has a setting here, and one line for all others without effect."""
     found = sorted(name for name in names if name.startswith("VLLM_") and not _HARMLESS.fullmatch(name))
     lines = [f"{name} sets nothing here; use {_VARIABLES[name]}" for name in found if name in _VARIABLES]
     others = [name for name in found if name not in _VARIABLES]
@@ -197,15 +197,15 @@ Takes = Literal["switch", "value", "values", "json"]  # "switch" is `--x` and `-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmFlag:
-    """One flag. Neither `setting` nor `only`: taken whatever its value; `refused`: never."""
+    """One flag. With neither `setting` nor `only`, any value is accepted; `refused`: no value is."""
 
     name: str  # "tensor-parallel-size"
     short: tuple[str, ...]  # "-tp"
     takes: Takes
-    text: str  # why it changes nothing, or why other values are refused
+    text: str  # why the flag has no effect, or why other values are refused
     setting: str = ""  # the field of ours that it sets
-    values: Mapping[str, object | None] = field(default_factory=dict)  # into the setting's; None sets nothing
-    only: tuple[str, ...] = ()  # the values that are taken
+    values: Mapping[str, object | None] = field(default_factory=dict)  # to the setting's values; None sets nothing
+    only: tuple[str, ...] = ()  # the accepted values
     refused: bool = False
 
 
@@ -222,7 +222,7 @@ def _is(
     takes: Takes = "value",
     values: Mapping[str, object | None] = MappingProxyType({}),
 ) -> list[VllmFlag]:
-    """Ours under another name; `values` where its values have other names too."""
+    """A setting of ours under another name; `values` translates values that have other names too."""
     return [
         VllmFlag(name=name, short=short, takes=takes, text=text, setting=setting, values=values)
         for name, short in _names(name)
@@ -260,7 +260,7 @@ _OFFLOAD = "weights stay in the memory of the device"
 _TRACES = "traces are of requests, with --otlp-traces-endpoint; there are no finer ones"
 _REMOTE = "KV caches are not shared between servers"
 
-# A flag of `vllm serve` that is no setting here is taken only where nothing changes by it or where it is a setting of
+# A flag of `vllm serve` that is not a setting here is accepted only if it has no effect or if it is a setting of
 # ours under another name. One line is for flags of one kind.
 FLAGS: tuple[VllmFlag, ...] = (
     # -- Listening

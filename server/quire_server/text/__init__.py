@@ -1,4 +1,4 @@
-"""Text and token ids: templates, tokenizer, detokenizer, stop strings.
+"""Text and token ids: chat templates, tokenizer, detokenizer, stop strings.
 
-Knows no HTTP and no engine.
+Has no HTTP and no engine.
 """

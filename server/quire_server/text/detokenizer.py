@@ -1,4 +1,4 @@
-"""Incremental detokenization of one choice: tokens in, text out, never a piece of a character.
+"""Incremental detokenization of one choice: tokens in, text out, never a part of a character.
 
 Promises: constant work per token; all texts of `push` and `finish` joined are the text of the whole output. Must not
 know: stop strings, HTTP.
@@ -11,15 +11,15 @@ from collections.abc import Collection, Sequence
 
 from quire_server.text.tokenizer import TextTokenizer
 
-_TAIL_TOKENS = 8  # of the prompt; a character is at most 4 bytes, so at most 3 tokens can be its unfinished start
+_TAIL_TOKENS = 8  # last tokens of the prompt; an unfinished character has at most 3 bytes, so 3 tokens
 _REPLACEMENT = "\ufffd"
 
 
 class Detokenizer:
-    """Text of the output as it grows. An unfinished character is held until it is finished or cannot be.
+    """The text of the output as it grows. An incomplete character is held back until it is complete or cannot be.
 
-    The text is that of prompt and output together less that of the prompt: an output that goes on in the middle of
-    a text keeps its leading space, and one that finishes the prompt's last character begins with that character.
+    The text is that of prompt and output together less that of the prompt: an output that continues in the middle of a
+    text keeps its leading space, and one that completes the prompt's last character begins with that character.
     """
 
     def __init__(
@@ -30,9 +30,9 @@ class Detokenizer:
         shown_ids: Collection[int] = (),
         prompt_ids: Sequence[int] = (),
     ) -> None:
-        """`shown_ids`: special tokens that are not skipped, because a reader of the text looks for them.
+        """`shown_ids`: special tokens that are not skipped, because a parser needs them.
 
-        `prompt_ids` may be the whole prompt; only its end and whether it has any text are looked at.
+        `prompt_ids` may be the whole prompt; only its end and whether it has any text matter.
         """
         self._skipped = tokenizer.special_ids.difference(shown_ids) if skip_special_tokens else frozenset()
         at_start = all(i in self._skipped for i in prompt_ids)
@@ -41,18 +41,18 @@ class Detokenizer:
         self._text: _ByteText | _WindowText = kind(tokenizer, at_start, tail)
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that `ids` finish."""
+        """The text that `ids` complete."""
         return "".join(self.push_each(ids))
 
     def push_each(self, ids: Sequence[int]) -> list[str]:
-        """As `push`, by token: "" for one that is skipped or finishes no character."""
+        """Like `push`, but per token: "" for a token that is skipped or completes no character."""
         pieces = []
         for token_id in ids:
             pieces.append("" if token_id in self._skipped else self._text.step(token_id))
         return pieces
 
     def finish(self) -> str:
-        """What is left of an unfinished character, as U+FFFD. Call once, at the end."""
+        """The rest of an incomplete character, as U+FFFD. Call once, at the end."""
         return self._text.flush()
 
 
@@ -85,14 +85,14 @@ class _ByteText:
         return text.removeprefix(_REPLACEMENT)
 
     def _first_bytes(self, token_id: int, raw: bytes) -> bytes:
-        """The sentencepiece style drops the space that stands before a text's first word; its decoder knows."""
+        """The sentencepiece style drops the space before a text's first word, as its decoder does."""
         if not self._tokenizer.drops_first_space or b" " not in raw:
             return raw
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
 
 class _WindowText:
-    """For other decoders: what a window of recent tokens shows more than it did before the token."""
+    """For other decoders: decodes a window of recent tokens and returns what a token adds to its text."""
 
     def __init__(self, tokenizer: TextTokenizer, at_start: bool, tail: Sequence[int]) -> None:
         self._tokenizer = tokenizer

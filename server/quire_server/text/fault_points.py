@@ -1,4 +1,4 @@
-"""Faults of the work on texts, for tests of what follows: a token without a text, processes that stand still.
+"""Fault injection in text processing, for tests: a token whose decoding raises, processes that stop.
 
 Promises: a server without faults does not call this. Must not know: requests, HTTP.
 """
@@ -20,8 +20,8 @@ from quire_server.text.worker_process import WorkerProcess
 def plant(
     faults: Iterable[Fault], tokenizer: TextTokenizer, prompts: ChatTemplate | None, grammars: GrammarCheck
 ) -> None:
-    """Let those of the faults happen that are of texts."""
-    places: dict[FaultPoint, tuple[WorkerProcess, ...]] = {
+    """Inject those of the faults that concern text processing."""
+    processes_of: dict[FaultPoint, tuple[WorkerProcess, ...]] = {
         "template.hang": () if prompts is None else prompts.processes,
         "grammar.hang": grammars.processes,
     }
@@ -29,7 +29,7 @@ def plant(
         if fault.point == "detok.raise":
             tokenizer.token_bytes = _raising(tokenizer.token_bytes, fault.nth)
         hold = _holding(fault.nth)
-        for process in places.get(fault.point, ()):
+        for process in processes_of.get(fault.point, ()):
             process.before_asking = hold
 
 

@@ -1,8 +1,8 @@
-"""Grammars before they reach the engine: compiled and tried in processes that can be killed, the verdicts kept.
+"""Checks grammars before they reach the engine: compiles and tries them in processes that can be killed.
 
-Promises: a grammar costs at most a few seconds and a bounded memory of another process, and the event loop nothing;
-what is refused is a BadRequest that says why. No process is started before the first grammar comes. Must not know: wire
-models, the engine.
+Promises: a grammar costs at most a few seconds and a bounded memory of another process, and does not block the event
+loop; a refusal is a BadRequest with the reason; verdicts are cached. No process is started before the first grammar.
+Must not know: wire models, the engine.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ from quire_server.text.worker_process import ProcessDied, WorkerProcess
 _SCRIPT = Path(__file__).with_name("grammar_worker.py")
 _NUM_PROCESSES = 2
 _MEMORY_BYTES = 2**30 + 2**29
-_TIME_LIMIT = 4.0  # seconds for one grammar, half of it computing
+_TIME_LIMIT = 4.0  # seconds for one grammar, half of them CPU time
 _PATIENCE = 2.0  # seconds that a request waits for a process
-_LEAVING_SECONDS = 0.5  # that a process may go on for a client that has left: a new one takes as long to start
+_LEAVING_SECONDS = (
+    0.5  # time for a process to finish after its client has disconnected; a new one takes as long to start
+)
 _MAX_VERDICTS = 1024
 _MAX_VERDICT_CHARS = 2**22
 
 _OUT_OF_TIME = {signal.SIGPROF}
-_OUT_OF_MEMORY = {signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS}  # the stack's too: by too deep a nesting
+_OUT_OF_MEMORY = {signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS}  # also a stack overflow, by deep nesting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
-    """Rules in Lark, and a client's own grammar to which they refer as @client."""
+    """Rules in Lark, and a client's own grammar, to which the rules refer as @client."""
 
     rules: str
     client: str = ""
@@ -48,15 +50,15 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Verdict:
-    grammar: str = ""  # accepted: as the engine gets it
+    grammar: str = ""  # the accepted grammar in the form for the engine
     refusal: str = ""
 
 
 class GrammarCheck:
-    """Of one model. For one event loop."""
+    """The grammar check of one model, for one event loop."""
 
     def __init__(self, tokenizer: Path, eos_token_ids: Iterable[int], *, time_limit: float = _TIME_LIMIT) -> None:
-        """`tokenizer` is the folder of the model's tokenizer.json; `time_limit` (seconds) is for each grammar."""
+        """`tokenizer`: the folder of the model's tokenizer.json; `time_limit`: seconds per grammar."""
         setup: Mapping[str, object] = {
             "tokenizer": str(tokenizer / "tokenizer.json"),
             "eos_token_ids": list(eos_token_ids),
@@ -73,7 +75,7 @@ class GrammarCheck:
         self._verdicts = _Verdicts()
 
     async def accept(self, grammar: Grammar, *, param: str) -> str:
-        """The text that the engine gets. Raises BadRequest, which names `param`, and NotReady."""
+        """The grammar's text for the engine. Raises BadRequest, which names `param`, and NotReady."""
         key = hashlib.sha256(json.dumps([grammar.rules, grammar.client]).encode()).digest()
         verdict = self._verdicts.get(key)
         if verdict is None:
@@ -84,7 +86,7 @@ class GrammarCheck:
         return verdict.grammar
 
     def close(self) -> None:
-        """Ends the processes; also done when the object or the interpreter goes away."""
+        """End the processes; also done when the object or the interpreter goes away."""
         self._close()
 
     async def _ask(self, grammar: Grammar) -> _Verdict:
@@ -98,7 +100,7 @@ class GrammarCheck:
             raise _busy() from None
         process = self._idle.pop()
         asking = asyncio.ensure_future(anyio.to_thread.run_sync(process.ask, line, limiter=self._threads))
-        asking.add_done_callback(partial(self._take_back, process))  # not before its thread is done with it
+        asking.add_done_callback(partial(self._take_back, process))  # when its thread has finished, not before
         try:
             answer = await asyncio.shield(asking)
         except asyncio.CancelledError:
@@ -109,7 +111,7 @@ class GrammarCheck:
                 return _Verdict(refusal="it takes too long to compile")
             if died.signal in _OUT_OF_MEMORY:
                 return _Verdict(refusal="it takes too much memory to compile")
-            raise _busy() from died  # the machine had no time for it, or an operator ended the process
+            raise _busy() from died  # the machine was too busy, or an operator killed the process
         if "grammar" in answer:
             return _Verdict(grammar=str(answer["grammar"]))
         return _Verdict(refusal=str(answer["error"]).rstrip(".") or "the reason is not known")
@@ -118,11 +120,11 @@ class GrammarCheck:
         self._idle.append(process)
         self._turns.release()
         if not asking.cancelled():
-            asking.exception()  # its client may have left, and then nobody else looks at it
+            asking.exception()  # mark the exception as retrieved, since the client may have disconnected
 
 
 class _Verdicts:
-    """The last ones used, bounded in number and in text."""
+    """An LRU cache of verdicts, bounded in number and in characters."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[bytes, _Verdict] = OrderedDict()
@@ -135,7 +137,7 @@ class _Verdicts:
         return verdict
 
     def put(self, key: bytes, verdict: _Verdict) -> None:
-        if key in self._kept:  # two requests asked at once
+        if key in self._kept:  # two requests compiled the same grammar at the same time
             return
         self._kept[key] = verdict
         self._chars += len(verdict.grammar)
@@ -145,7 +147,7 @@ class _Verdicts:
 
 
 def _end(asking: asyncio.Future[dict[str, object]], process: WorkerProcess) -> None:
-    """The client has left: a process that is still at its grammar is ended."""
+    """The client has disconnected: kill the process if it still compiles the grammar."""
     if not asking.done():
         process.kill()
 

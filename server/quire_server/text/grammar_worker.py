@@ -1,8 +1,7 @@
 """The grammar process: tries a grammar with the model's tokenizer before the engine gets it; JSON lines in and out.
 
-Promises: dies by itself when a grammar takes too long, when it would take too much memory, or when its parent is gone;
-what it accepts has been compiled and followed for a while within the limits that the engine keeps. it is started by
-file name, by `grammar_check`.
+Promises: it dies when a grammar takes too long or too much memory, or when its parent is gone; an accepted grammar was
+compiled and followed for some tokens within the engine's limits. `grammar_check` starts it by file name.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from pathlib import Path
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
-_TRIED_TOKENS = 48  # what is too complex shows within the first ones
+_TRIED_TOKENS = 48  # complex grammars fail within the first tokens
 _TRIES = 2
-_NICENESS = 10  # what streams now comes first
+_NICENESS = 10  # so that running streams come first
 _SETUP_SECONDS = 30  # to read a large vocabulary on a busy machine
 _MAX_MESSAGE_CHARS = 400
 
@@ -42,20 +41,20 @@ _EBNF_PART = re.compile(
 
 
 class _Refused(Exception):
-    """Why a grammar is not accepted."""
+    """The reason why a grammar is refused."""
 
 
 class GrammarTrial:
-    """The model's tokenizer, and what can be asked with it."""
+    """Tries grammars with the model's tokenizer."""
 
     def __init__(self, tokenizer: str, eos_token_ids: list[int], limits: Mapping[str, int]) -> None:
-        # The text, not the path: a path that is not there would be taken for a name to download.
+        # The text, not the path: the library would take a missing path for a name to download.
         text = Path(tokenizer).read_text(encoding="utf-8")
         self._tokenizer = LLTokenizer(text, eos_token=eos_token_ids or None)
         self._limits = LLParserLimits(**limits)  # type: ignore[arg-type]
 
     def accept(self, rules: str, client: str) -> str:
-        """The grammar as the engine gets it: `rules` in Lark, or with `client`'s grammar put in where they say @client.
+        """The grammar for the engine: `rules` in Lark, with `client`'s grammar in place of @client.
 
         Raises _Refused.
         """
@@ -69,7 +68,7 @@ class GrammarTrial:
         return grammar
 
     def _follow(self, grammar: str, choice: random.Random) -> None:
-        """Writes as a model without any sense would."""
+        """Follow the grammar with random allowed tokens."""
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         _check(matcher)
         for position in range(_TRIED_TOKENS):
@@ -87,7 +86,7 @@ class GrammarTrial:
 
 
 def _allowed(mask: bytes, choice: random.Random) -> int | None:
-    """Any of the ids whose bit is set."""
+    """A random id whose bit is set."""
     at = choice.randrange(len(mask))
     for i in itertools.chain(range(at, len(mask)), range(at)):
         if mask[i]:
@@ -101,7 +100,7 @@ def _check(matcher: LLMatcher) -> None:
 
 
 def _reason(message: str) -> str:
-    """The library's words, without its excerpts: those quote what we wrote around a client's text."""
+    """The library's message without its excerpts, which quote our rules around the client's text."""
     lines = [line for line in message.splitlines() if not re.match(r"\s*(\d+ \||\^)", line) and line.strip()]
     text = " ".join(" ".join(lines).replace("<non-verbose/>", "").split())
     text = re.sub(r"^at \d+\(\d+\): ", "", text).removeprefix("failed to compile JSON schema: ")
@@ -113,7 +112,7 @@ def _reason(message: str) -> str:
 
 
 def _lark(text: str) -> str:
-    """A client's grammar in the dialect of Lark: as it is, or from the notation with `::=`."""
+    """A client's grammar in Lark: as it is, or converted from EBNF with `::=`."""
     if text.lstrip().startswith("{"):
         raise _Refused("it is neither Lark, with a rule 'start:', nor EBNF, with a rule 'root ::='")
     if _IS_LARK.search(text):
@@ -131,7 +130,7 @@ def _lark(text: str) -> str:
 
 
 def _one_rule_a_line(text: str) -> str:
-    """EBNF without comments, each rule on one line: the converter takes a line's end for a rule's."""
+    """EBNF without comments, each rule on one line: for the converter a line break ends a rule."""
     parts = []
     for match in _EBNF_PART.finditer(text):
         literal, comment, line_end = match.groups()
@@ -151,19 +150,19 @@ def _limit(memory_bytes: int) -> None:
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # running out of memory aborts
     os.nice(_NICENESS)
-    for number in (signal.SIGALRM, signal.SIGPROF):  # how they are handled is inherited from the parent
+    for number in (signal.SIGALRM, signal.SIGPROF):  # handlers and masks are inherited from the parent
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM, signal.SIGPROF})
 
 
 def _time(seconds: float) -> None:
-    """Half of it may be spent computing; the other half is for waiting on a busy machine. 0: no limit."""
+    """Limit CPU time to half of `seconds` and elapsed time to `seconds`, for busy machines. 0: no limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds / 2)
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def main(seconds: float, memory_bytes: int) -> None:
-    """The first line says the tokenizer's file, its ids that end a text and the limits; each other one is a grammar."""
+    """The first line has the tokenizer's file, its end-of-text ids and the limits; each further line is a grammar."""
     _limit(memory_bytes)
     trial: GrammarTrial | None = None
     for line in sys.stdin.buffer:

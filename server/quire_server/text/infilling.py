@@ -1,6 +1,6 @@
-"""Prompts for the middle of a text: the tokens that mark its parts, by the names under which models know them.
+"""Fill in the middle: prompts with the model's special tokens around prefix, suffix and middle.
 
-Promises: a model without such tokens has none here, whatever its name; the parts are tokenized one by one, as in
+Promises: a model without such tokens is not supported, whatever its name; the parts are tokenized separately, as in
 training, so that no token crosses a mark. Must not know: requests.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from quire_server.text.tokenizer import TextTokenizer
 
-# What stands before the prefix, before the suffix, and before the middle, which the model writes.
+# The marks before the prefix, before the suffix, and before the middle.
 _MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
@@ -21,7 +21,7 @@ _MARKS = (
     ("<PRE>", "<SUF>", "<MID>"),
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
 )
-# What else a model writes when it is through with the middle.
+# Further tokens that end the middle.
 _ENDS = (
     *("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "▁<EOT>", "<EOT>", "<|endoftext|>", "<|file_separator|>"),
     *("<|repo_name|>", "<reponame>", "<repo_name>", "<|file_sep|>", "<file_sep>"),
@@ -32,12 +32,12 @@ _REPOSITORY = ("<|repo_name|>", "<repo_name>", "<reponame>")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What stands around the middle."""
+    """The text around the middle."""
 
     prefix: str | Sequence[int]
     suffix: str
-    begun: str = ""  # the middle's own beginning
-    extras: Sequence[tuple[str, str]] = ()  # other files that the model may look at: name and text
+    begun: str = ""  # the beginning of the middle
+    extras: Sequence[tuple[str, str]] = ()  # other files as (name, text)
     add_special_tokens: bool = True
 
     @property
@@ -47,25 +47,25 @@ class Parts:
 
     @property
     def num_chars(self) -> int:
-        """Of what is text."""
+        """Characters of the parts that are text."""
         prefix = len(self.prefix) if isinstance(self.prefix, str) else 0
         return prefix + len(self.suffix) + len(self.begun) + sum(len(text) for _, text in self.extras)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Infilling:
-    """A model's tokens for it."""
+    """A model's special tokens for infilling."""
 
     prefix: int
     suffix: int
     middle: int
     repository: int | None  # before the name of a repository
     file: int | None  # before each file's name
-    stop_ids: tuple[int, ...]  # all that end the middle
+    stop_ids: tuple[int, ...]  # tokens that end the middle
 
     @classmethod
     def of(cls, tokenizer: TextTokenizer) -> Infilling | None:
-        """None: the model was not trained for it."""
+        """The model's tokens; None if it was not trained for infilling."""
         for marks in _MARKS:
             prefix, suffix, middle = (tokenizer.token_id(mark) for mark in marks)
             if prefix is None or suffix is None or middle is None:
@@ -82,7 +82,7 @@ class Infilling:
         return None
 
     def prompt(self, tokenizer: TextTokenizer, parts: Parts) -> list[int]:
-        """Other files, prefix, suffix, then the middle as far as it has begun. Raises BadRequest."""
+        """Other files, prefix, suffix, then the beginning of the middle. Raises BadRequest."""
         ids = _beginning(tokenizer) if parts.add_special_tokens else []
         if parts.extras and self.file is not None:
             if self.repository is not None:
@@ -98,15 +98,15 @@ class Infilling:
 
 
 def _beginning(tokenizer: TextTokenizer) -> list[int]:
-    """The special token with which the tokenizer begins every text, if it does."""
+    """The special token with which the tokenizer begins every text, if any."""
     return [i for i in tokenizer.encode("", add_special_tokens=True)[:1] if i == tokenizer.bos_token_id]
 
 
 def _inside(tokenizer: TextTokenizer, text: str) -> list[int]:
-    """A text that stands behind a mark: without special tokens, and without the space that some put before a text."""
+    """A text after a mark: without special tokens, and without the space that some tokenizers add before a text."""
     if not tokenizer.drops_first_space:
         return tokenizer.encode(text, add_special_tokens=False)
-    # A line feed is a token of its own in these vocabularies: what follows it is no beginning.
+    # A line feed is a token of its own in these vocabularies, and no space is added to the text after it.
     before, whole = (tokenizer.encode(each, add_special_tokens=False) for each in ("\n", "\n" + text))
     return whole[len(before) :] if whole[: len(before)] == before else tokenizer.encode(text, add_special_tokens=False)
 

@@ -1,7 +1,7 @@
-"""Log-probabilities as the three reply shapes show them: chat, completions, and prompt_logprobs.
+"""Log-probabilities in the formats of chat, completions and prompt_logprobs.
 
-Promises: every number is finite JSON (minus infinity becomes -9999); a chat token's bytes are its true bytes even where
-they are part of a character.
+Promises: every number is finite JSON (minus infinity becomes -9999); a chat token's bytes are its true bytes, also
+where they are a part of a character.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class CompletionArrays(TypedDict):
 
 class PromptEntry(TypedDict):
     logprob: float
-    rank: int | None  # None: not known, of a token that was asked for by its id
+    rank: int | None  # None for tokens that were requested by id, whose rank is not known
     decoded_token: str
 
 
 class LogprobFormat:
-    """The token names of one request: their text, or "token_id:N", which no two tokens share."""
+    """Formats log-probabilities with one request's token names: texts, or "token_id:N", which are unique."""
 
     def __init__(self, tokenizer: TextTokenizer, *, names_are_ids: bool) -> None:
         self._tokenizer = tokenizer
@@ -54,7 +54,7 @@ class LogprobFormat:
         return f"token_id:{token_id}" if self._names_are_ids else self._tokenizer.token_text(token_id)
 
     def chat(self, positions: Sequence[TokenLogprobs], num_top: int) -> ChatContent:
-        """Each token with exactly the `num_top` most likely ones beside it, then others that were asked for."""
+        """Each token with exactly the `num_top` most likely ones, then others that were requested by id."""
         content: list[ChatToken] = []
         for position in positions:
             chosen = self._chat_top(position.token_id, position.logprob)
@@ -65,10 +65,10 @@ class LogprobFormat:
     def completion(
         self, positions: Sequence[TokenLogprobs | None], first_ids: Sequence[int], offsets: Sequence[int], num_top: int
     ) -> CompletionArrays:
-        """Parallel lists; a top dict holds the chosen token, the `num_top` most likely by rank, those asked for.
+        """Parallel lists; a top dict has the chosen token, the `num_top` most likely by rank, then requested ones.
 
-        A None position (a prompt's first token, of which nothing is predicted) takes its name from `first_ids`.
-        `offsets` are the characters of text before each token.
+        A None position (a prompt's first token, which has no prediction) takes its name from `first_ids`. `offsets`:
+        the characters of text before each token.
         """
         return {
             "tokens": self.names(positions, first_ids),
@@ -78,18 +78,18 @@ class LogprobFormat:
         }
 
     def names(self, positions: Sequence[TokenLogprobs | None], first_ids: Sequence[int]) -> list[str]:
-        """The first of the parallel lists."""
+        """The list `tokens`."""
         return [
             self.name(first_ids[index] if position is None else position.token_id)
             for index, position in enumerate(positions)
         ]
 
     def tops(self, positions: Sequence[TokenLogprobs | None], num_top: int) -> list[dict[str, float] | None]:
-        """The third of them."""
+        """The list `top_logprobs`."""
         return [None if position is None else self._top(position, num_top) for position in positions]
 
     def _top(self, position: TokenLogprobs, num_top: int) -> dict[str, float]:
-        # Of tokens that read alike the chosen one keeps the name, else the likelier one.
+        # Of tokens with the same text the chosen one keeps the entry, else the likelier one.
         top: dict[str, float] = {self.name(position.token_id): finite(position.logprob)}
         for token_id, logprob in _alternatives(position, num_top).items():
             top.setdefault(self.name(token_id), finite(logprob))
@@ -122,17 +122,17 @@ class LogprobFormat:
 
 
 def chosen(positions: Sequence[TokenLogprobs | None]) -> list[float | None]:
-    """The second of a completion's parallel lists."""
+    """The list `token_logprobs`."""
     return [None if position is None else finite(position.logprob) for position in positions]
 
 
 def _alternatives(position: TokenLogprobs, num_top: int) -> dict[int, float]:
-    """The most likely tokens in their order, then others that were asked for by their ids."""
+    """The most likely tokens in order, then others that were requested by id."""
     found = dict(zip(position.top_ids[:num_top], position.top_logprobs, strict=False))
     asked = zip(position.asked_ids, position.asked_logprobs, strict=True)
     return found | {token_id: logprob for token_id, logprob in asked if token_id not in found}
 
 
 def finite(logprob: float) -> float:
-    """At least -9999; a NaN, which compares false, too."""
+    """The value, or -9999 if it is less or NaN."""
     return logprob if logprob >= LEAST else LEAST

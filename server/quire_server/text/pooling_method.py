@@ -1,7 +1,7 @@
-"""Which of a text's rows make up its vector: what the operator says, else what the checkpoint was made for.
+"""The pooling method for embeddings: the operator's setting, else the checkpoint's own.
 
-Promises: what a checkpoint asks for and this server does not compute is a reason not to serve vectors at all: others
-than the model's own would be of no use. Must not know: requests.
+Promises: if a checkpoint needs a method that this server does not compute, it serves no embeddings, since others than
+the model's own would be useless. Must not know: requests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 
 PoolingChoice = Literal["auto", "last", "mean", "none"]
 
-_MODULES = "modules.json"  # of sentence-transformers: what follows the model
+_MODULES = "modules.json"  # of sentence-transformers: the list of modules
 _MODES = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean", "last": "last"}
 _PREFIX = "pooling_mode_"
 _MAX_BYTES = 1 << 20
@@ -22,14 +22,14 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingMethod:
-    """How texts become vectors here."""
+    """The pooling method of this server."""
 
     name: Literal["last", "mean", "none"]
-    reason: str = ""  # with none: why, for clients
+    reason: str = ""  # for "none": the reason for clients
 
 
 def pooling_method(asked: PoolingChoice, model: Path) -> PoolingMethod:
-    """`auto` follows the files that sentence-transformers leaves in a checkpoint, and is the last row without them."""
+    """`auto` follows the files of sentence-transformers in the checkpoint, and is the last row without them."""
     if asked == "none":
         return PoolingMethod(name="none", reason="it was started with --pooling none")
     if asked != "auto":
@@ -63,7 +63,7 @@ def _of_modules(model: Path, modules: object) -> PoolingMethod:
 
 
 def _modes(config: object) -> list[str]:
-    """The ways to pool that a module's configuration turns on, several of which are put side by side."""
+    """The pooling modes that a module's configuration turns on; several would be concatenated."""
     if not isinstance(config, Mapping):
         raise ValueError("a module's configuration is no object")
     listed = config.get("pooling_mode")

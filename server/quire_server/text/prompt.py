@@ -1,4 +1,4 @@
-"""Chat messages to prompt: the model's chat template, rendered in a process that can be killed."""
+"""Renders chat messages to a prompt with the model's chat template, in processes that can be killed."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from quire_server.text.worker_process import ProcessDied, WorkerProcess
 
 _SCRIPT = Path(__file__).with_name("template_worker.py")
 _MEMORY_BYTES = 512 * 2**20
-_NUM_PROCESSES = 2  # a render takes about a millisecond; the second keeps one slow render from holding up the rest
+_NUM_PROCESSES = 2  # a render takes about a millisecond; the second process is for others during a slow render
 _RESERVED = frozenset({
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize",
     "tokenizer", "tokenizer_kwargs", "conversation", "padding", "truncation", "max_length", "return_tensors",
     "return_dict", "return_assistant_tokens_mask", *SPECIAL_NAMES,
 })  # fmt: skip
 _USUAL_ROLES = frozenset({"system", "user", "assistant"})
-_OPTIONAL_FIELDS = ("tool_calls", "function_call")  # of messages; the text that they ask for is lost where not shown
+_OPTIONAL_FIELDS = ("tool_calls", "function_call")  # fields of messages that a template may not show
 _PROBE = "Xq7probe"
 
 
 class ChatTemplate:
-    """One model's chat template. Safe to call from many threads; `render` blocks, so keep it off the event loop.
+    """One model's chat template. Safe to call from many threads; `render` blocks, so do not call it on the event loop.
 
-    A template or its input can cost at most a few seconds and a bounded memory of another process; whatever goes wrong
-    in it is a BadRequest. Message text is data: it is never read as template.
+    A template or its input can cost at most a few seconds and a bounded memory of another process; an error in it is a
+    BadRequest. Message text is data: it is never interpreted as a template.
 
-    Content given as text parts reaches a template that knows parts as they are; for others the parts are joined by
-    newlines, as vLLM does. A template that knows only parts gets text as one part. Null content is empty text. The role
-    "developer" is the newer name of "system": a template that does not name it gets the older one.
+    Content in text parts is passed as it is to templates that handle parts; for others the parts are joined by
+    newlines, as in vLLM. A template that handles only parts gets text as one part. Null content is empty text. The role
+    "developer" is the newer name of "system": a template without that name gets the older one.
+
     Templates write their special tokens themselves: encode the text without adding any.
     """
 
@@ -51,7 +52,8 @@ class ChatTemplate:
     ) -> None:
         """`max_chars` bounds the rendered prompt, `time_limit` (seconds) each render.
 
-        Raises ModelLoadError for a source that does not compile, ConfigError for defaults it does not read.
+        Raises ModelLoadError for a source that does not compile, ConfigError for defaults that the template does not
+        use.
         """
         self.tokenizer = tokenizer
         self._max_chars = max_chars
@@ -83,11 +85,12 @@ class ChatTemplate:
         kwargs: Mapping[str, object] | None = None,
         tools: Sequence[Mapping[str, object]] = (),
     ) -> str:
-        """The prompt's text. Of `kwargs`, variables that the template does not read have no effect; see `unnamed`.
+        """The prompt's text. `kwargs` that the template does not use have no effect; see `unnamed`.
 
-        With `continue_final_message` the text ends with the last message's content, its turn left open. Tools that
-        the template cannot show are told of in words.
-        Raises BadRequest for input the template refuses, fails on, or cannot render within its limits.
+        With `continue_final_message` the text ends with the last message's content, and its turn stays open. If the
+        template has no tools, a system message describes them.
+
+        Raises BadRequest for input that the template refuses, fails on, or cannot render within its limits.
         """
         if not messages:
             raise BadRequest("messages must not be empty.", param="messages")
@@ -97,10 +100,12 @@ class ChatTemplate:
             )
         if reserved := [name for name in kwargs or {} if name in _RESERVED or name.startswith("_")]:
             raise BadRequest(f"'chat_template_kwargs' cannot set {_listed(reserved)}.", param="chat_template_kwargs")
-        if exceeds((messages, tools, kwargs or {}), 2 * self._max_chars):  # some of it need not be shown
+        if exceeds(
+            (messages, tools, kwargs or {}), 2 * self._max_chars
+        ):  # twice, since the template may not show all of it
             raise self._too_long()
         if tools and not self.shows_tools:
-            messages = told_of_tools(messages, tools)
+            messages = describe_tools(messages, tools)
         chat = [self._plain(message, i) for i, message in enumerate(messages)]
         mark = f"Xq7{secrets.token_hex(8)} "
         if continue_final_message:
@@ -112,7 +117,7 @@ class ChatTemplate:
     def unnamed(
         self, messages: Sequence[Mapping[str, object]], kwargs: Mapping[str, object]
     ) -> dict[str, Sequence[str]]:
-        """What a request brings that the template does not name and so may not show: variables, roles and fields."""
+        """Variables, roles and fields of a request that the template does not name and so may not show."""
         roles = dict.fromkeys(str(self._role(message)) for message in messages)
         return {
             "variable": [name for name in kwargs if name not in self.variables],
@@ -125,7 +130,7 @@ class ChatTemplate:
         }
 
     def close(self) -> None:
-        """Ends the template processes; also done when the object or the interpreter goes away."""
+        """End the template processes; also done when the object or the interpreter goes away."""
         self._close()
 
     def _run(
@@ -139,7 +144,7 @@ class ChatTemplate:
             **kwargs,
             **self.tokenizer.special_tokens,
             "messages": chat,
-            "tools": list(tools) or None,  # templates ask whether there are any
+            "tools": list(tools) or None,  # templates test whether there are any
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -161,14 +166,14 @@ class ChatTemplate:
             return str(reply["text"])
         if reply["error"] == "too_long":
             raise self._too_long()
-        said = "refused these messages" if reply["error"] == "raised" else "failed on these messages"
-        raise BadRequest(f"The chat template {said}: {reply['message']}", param="messages")
+        outcome = "refused these messages" if reply["error"] == "raised" else "failed on these messages"
+        raise BadRequest(f"The chat template {outcome}: {reply['message']}", param="messages")
 
     def _too_long(self) -> ContextLengthExceeded:
         return ContextLengthExceeded(f"The prompt is longer than {self._max_chars} characters.", param="messages")
 
     def _probe(self) -> tuple[bool, bool]:
-        """Whether the template shows content given as text, and content given as parts, by trying."""
+        """Whether the template shows content given as text, and content given as parts; found out by rendering."""
         try:
             parts = self._run([{"role": "user", "content": [_part(_PROBE)]}], True, self._defaults)
         except BadRequest as exc:
@@ -184,7 +189,7 @@ class ChatTemplate:
         return _PROBE in text or not takes_parts, takes_parts
 
     def _plain(self, message: Mapping[str, object], index: int) -> dict[str, object]:
-        """A copy of the message in the form that this template reads."""
+        """A copy of the message in the form for this template."""
         plain = {**message, "role": self._role(message)}
         texts = _texts(message.get("content"), index)
         if isinstance(texts, list):
@@ -205,7 +210,7 @@ class ChatTemplate:
 
 
 def _compiled(process: WorkerProcess) -> tuple[list[str], list[str]]:
-    """Starts the process; the names that the template reads, and the words in it. Raises ModelLoadError."""
+    """Start the process; returns the names that the template reads, and the words in it. Raises ModelLoadError."""
     try:
         reply = process.start()
     except ProcessDied as exc:
@@ -226,7 +231,7 @@ def _part(text: str) -> dict[str, str]:
 
 
 def _texts(content: object, index: int) -> str | list[str]:
-    """A message's content as text or as the texts of its parts."""
+    """A message's content as a text, or as the texts of its parts."""
     where = f"messages[{index}].content"
     if content is None:
         return ""
@@ -245,7 +250,7 @@ def _texts(content: object, index: int) -> str | list[str]:
 
 
 def _with_parsed_arguments(call: object) -> object:
-    """Clients send a call's arguments as JSON text; templates print them as JSON and expect the object."""
+    """Parse a call's arguments: clients send JSON text, and templates expect the object."""
     function = call.get("function") if isinstance(call, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(arguments, str):
@@ -258,7 +263,7 @@ def _with_parsed_arguments(call: object) -> object:
 
 
 def _append_mark(message: dict[str, object], mark: str) -> None:
-    """Puts `mark` at the end of the message's text."""
+    """Append `mark` to the message's text."""
     content = message["content"]
     if isinstance(content, str):
         message["content"] = content + mark
@@ -269,7 +274,7 @@ def _append_mark(message: dict[str, object], mark: str) -> None:
 
 
 def _cut_at_mark(text: str, mark: str) -> str:
-    """The text before the mark. Where the template trimmed the mark's space, it would have trimmed the message's."""
+    """The text before the mark. If the template trimmed the mark's space, it would have trimmed the message's too."""
     at = text.rfind(mark.strip())
     if at < 0:
         raise BadRequest(
@@ -282,13 +287,13 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(repr(name[:64]) for name in sorted(names))
 
 
-_PER_VALUE = 8  # characters that a number, a key or a bracket may stand for
+_PER_VALUE = 8  # characters that count for a number, a key or a bracket
 
 
 def exceeds(value: object, most: int) -> bool:
-    """Whether the texts in `value`, with a few characters for every other part of it, are more than `most`.
+    """Whether the texts in `value`, plus a few characters for every other part of it, are longer than `most`.
 
-    Looks at no more of the value, which is made of JSON, than it takes to know.
+    It reads a JSON value only as far as needed.
     """
     left = most
     waiting: list[object] = [value]
@@ -318,10 +323,10 @@ _INTRODUCTION = (
 )
 
 
-def told_of_tools(
+def describe_tools(
     messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]]
 ) -> list[Mapping[str, object]]:
-    """The conversation with the tools in its system message, and with calls and results as plain messages.
+    """The conversation with the tools described in its system message, and with calls and results as plain messages.
 
     For models whose chat template has no place for tools.
     """
@@ -336,7 +341,7 @@ def told_of_tools(
 
 
 def _as_text(message: Mapping[str, object], names: dict[object, object]) -> Mapping[str, object]:
-    """`names` collects the functions' names by the ids of their calls."""
+    """The message with its calls or result as text; `names` collects function names by the ids of their calls."""
     calls = message.get("tool_calls")
     if isinstance(calls, Sequence) and calls:
         written = []

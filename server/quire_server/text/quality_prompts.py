@@ -1,6 +1,6 @@
-"""The texts on which a quantised model is compared with itself in bf16.
+"""The fixed texts for comparing a quantised model with the same model in bf16.
 
-Promises: always the same texts, so that numbers of different days and models can be compared.
+Promises: the texts never change, so that results of different days and models are comparable.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TEXTS = (
     " este y se pone por el oeste. The colours of the rainbow are red, orange, yellow, green, blue, indigo and",
 )  # fmt: skip
 
-# Messages of the user and the assistant in turns, the user's first and last.
+# Alternating messages of user and assistant; the first and the last are the user's.
 CHATS = (
     ("What is the capital of Japan?",),
     (
@@ -68,7 +68,7 @@ CHATS = (
 
 
 def prompt_ids(tokenizer: TextTokenizer) -> list[list[int]]:
-    """All prompts as token ids; chats by the model's template where it has one. Raises ModelLoadError, BadRequest."""
+    """All prompts as token ids; chats with the model's template if there is one. Raises ModelLoadError, BadRequest."""
     ids = [tokenizer.encode(text, add_special_tokens=True) for text in TEXTS]
     if tokenizer.chat_template is None:
         return ids + [tokenizer.encode(_plain(chat), add_special_tokens=True) for chat in CHATS]

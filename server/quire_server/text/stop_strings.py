@@ -1,4 +1,4 @@
-"""Stop strings: decides which text may be shown now, which must wait, and where a generation ends.
+"""Stop strings: finds them in a growing text, and holds back text that may become one.
 
 Promises: the result does not depend on how the text was cut into pushes; time is linear in the text. Must not know:
 tokenizers, HTTP.
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Watches one choice's text for the first of several stop strings.
+    """Searches one choice's text for the first of several stop strings.
 
-    The match that is complete earliest wins; of several complete at the same character, the first in the list.
-    Text from the winner's start on (after its end, with `include`) is dropped. Without `include`, the longest
-    end of the text that could still become a stop is held back: at most the longest stop's length less one.
+    The match that is complete first wins; of several complete at the same character, the first in the list. Text from
+    the start of the match (with `include` from its end) is dropped. Without `include`, the longest end of the text that
+    may still become a stop string is held back: at most the longest stop string's length less one.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
@@ -24,15 +24,17 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._include = include
         self._fallbacks = tuple(_fallbacks(stop) for stop in self._stops)
-        self._matched_lengths = [0] * len(self._stops)  # per stop: how much of its start the text now ends with
+        self._matched_lengths = [0] * len(
+            self._stops
+        )  # per stop string: the length of its prefix that the text ends with
         self._held = ""
         self.matched: str | None = None
 
     def push(self, text: str, *, examine: bool = True) -> tuple[str, str | None]:
-        """Returns the text that is safe to show and the stop string, if one was completed by `text`.
+        """Returns the text that is safe to show and the stop string, if `text` completed one.
 
-        With `examine=False` (before a minimum number of tokens) stops completed by `text` do not count; one that
-        starts in it and is completed later does. After a match every push returns nothing.
+        With `examine=False` (before a minimum number of tokens) stop strings that `text` completes do not count; one
+        that starts in it and is completed later does. After a match every push returns nothing.
         """
         if self.matched is not None:
             return "", None
@@ -53,7 +55,7 @@ class StopMatcher:
         return shown[:kept], None
 
     def finish(self) -> str:
-        """The text still held when the generation ended for another reason."""
+        """The held-back text, when the generation ends for another reason."""
         held, self._held = self._held, ""
         return held
 
@@ -74,7 +76,7 @@ class StopMatcher:
 
 
 def _fallbacks(stop: str) -> tuple[int, ...]:
-    """For each length of a start of `stop`: the longest shorter start that this start also ends with."""
+    """For each length of a prefix of `stop`: the longest shorter prefix that is also its suffix."""
     fallback = [0, 0]
     for char in stop[1:]:
         length = fallback[-1]

@@ -1,7 +1,7 @@
-"""The chat-template process: renders one Hugging Face chat template in a sandbox; one JSON line in, one line out.
+"""The chat template process: renders one Hugging Face chat template in a sandbox; one JSON line in, one line out.
 
-Promises: dies by itself when a line takes too long, when it would take too much memory, or when its parent is gone. it
-is started by file name, by `prompt`.
+Promises: it dies when a line takes too long or too much memory, or when its parent is gone. `prompt` starts it by file
+name.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class _Raised(jinja2.TemplateError):
 
 
 class _TooLong(Exception):
-    """The rendered text passed the limit."""
+    """The rendered text is longer than the limit."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text for training; here only what it encloses matters."""
+    """`{% generation %}` marks the assistant's text for training; here its content is rendered as it is."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance variable
 
@@ -42,7 +42,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """What chat templates may rely on: the same options, globals and filters as in transformers."""
+    """The environment of chat templates: the same options, globals and filters as in transformers."""
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
     )
@@ -82,7 +82,7 @@ def compile_source(source: str) -> tuple[jinja2.Template, list[str], list[str]]:
 
 
 def render(template: jinja2.Template, variables: Mapping[str, object], max_chars: int) -> str:
-    """Stops as soon as the text passes `max_chars`."""
+    """Render the template; stops as soon as the text is longer than `max_chars`."""
     pieces: list[str] = []
     total = 0
     for piece in template.generate(variables):
@@ -94,7 +94,7 @@ def render(template: jinja2.Template, variables: Mapping[str, object], max_chars
 
 
 def _failure(exc: Exception) -> dict[str, object]:
-    """Short text without values: only jinja2's own errors and the template's words are quoted."""
+    """A short text without values: it quotes only jinja2's own errors and the template's own messages."""
     if isinstance(exc, _TooLong):
         return {"error": "too_long"}
     if isinstance(exc, _Raised):
@@ -110,12 +110,12 @@ def _limit(memory_bytes: int) -> None:
     """The kernel enforces both limits: no code of a template can catch or outlive them."""
     with contextlib.suppress(ValueError, OSError):  # not every system can bound address space
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # both are inherited from the parent
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # handlers and masks are inherited from the parent
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
 
 
 def main(seconds: float, memory_bytes: int) -> None:
-    """The first line holds the template's source, every other one the variables of a render."""
+    """The first line has the template's source, every further line the variables of a render."""
     _limit(memory_bytes)
     template: jinja2.Template | None = None
     for line in sys.stdin.buffer:
@@ -128,7 +128,7 @@ def main(seconds: float, memory_bytes: int) -> None:
                 reply = {"variables": names, "words": words}
             else:
                 reply = {"text": render(template, request["variables"], request["max_chars"])}
-        except Exception as exc:  # MemoryError included: what the render held is free again by now
+        except Exception as exc:  # MemoryError included: the render's memory is free by now
             reply = _failure(exc)
         sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")
         sys.stdout.buffer.flush()

@@ -1,4 +1,4 @@
-"""Text work off the event loop: tokenizing, detokenizing whole texts, rendering chat templates."""
+"""Runs tokenization, detokenization of whole texts and chat templates off the event loop."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ from quire_server.text.prompt import ChatTemplate
 from quire_server.text.tokenizer import TextTokenizer
 from quire_server.text.tokenizer_process import TokenizerGone, TokenizerProcess
 
-INLINE_CHARS = 4096  # a shorter text is encoded in less time than a thread takes to answer
-# A thread cannot be stopped when nobody waits for it any more, and what it took stays with the server: up to here that
-# is a tenth of a second and a few megabytes. Making the list of ids, for which the library keeps the interpreter lock,
-# takes some milliseconds for so many.
+INLINE_CHARS = 4096  # a shorter text is encoded in less time than a thread needs to start
+# A thread cannot be stopped after its client has disconnected, and the server keeps its memory: for a text of this size
+# that is a tenth of a second and a few megabytes. The library holds the GIL for some milliseconds to build these ids.
 LARGE_CHARS = 1 << 18
 LARGE_IDS = 1 << 17
-HUGE = 1 << 21  # characters or ids: seconds of work, which others that are merely large do not wait for
+HUGE = 1 << 21  # characters or ids: seconds of work, in a process of its own, so that large texts do not wait
 MAX_TEXT_BYTES = 64 << 20
-_TOKENIZER_THREADS = 2  # encoding holds a core
-_TEMPLATE_THREADS = 8  # rendering waits for another process
-# A place is given back in a turn of the loop, and with a thousand refusals a second a turn takes a tenth of a second.
-# Short conversations, which take less than a millisecond each, may therefore wait at the threads for their turn.
+_TOKENIZER_THREADS = 2  # encoding uses a core
+_TEMPLATE_THREADS = 8  # rendering mostly waits for another process
+# A slot is released by the event loop, whose turns take a tenth of a second at a thousand refusals per second. So short
+# conversations, which take less than a millisecond each, get many slots and queue in the thread pool.
 _SHORT_PLACES = 64
-_BYTES_PER_ID = 8  # of a list, beside the numbers, which are shared or the caller's
+_BYTES_PER_ID = 8  # a list's entry, without the int objects, which are shared or the caller's
 
 Result = TypeVar("Result")
 
@@ -41,10 +40,10 @@ log = logging.getLogger("quire.text")
 
 
 class TextThreads:
-    """The tokenizer and the chat template, awaitable: short texts at once, others in threads, large ones in processes.
+    """Awaitable tokenizer and chat template: short texts run inline, longer ones in threads, large ones in processes.
 
-    A text of any length leaves the loop free. What waits is bounded in bytes, and is dropped when its caller is
-    cancelled. For one event loop. All but `render` keep what they get alive no longer than the caller waits.
+    Texts of any length do not block the event loop. Waiting texts are bounded in bytes, and dropped when their caller
+    is cancelled. For one event loop. Except `render`, a method keeps its arguments alive only while its caller waits.
     """
 
     def __init__(
@@ -53,17 +52,17 @@ class TextThreads:
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._budget = budget or TextBudget(MAX_TEXT_BYTES)
-        self._tokenizing = Lane(_TOKENIZER_THREADS)
-        self._rendering = Lane(_TEMPLATE_THREADS)
-        self._rendering_short = Lane(_SHORT_PLACES)
-        self._large, self._huge = Lane(1), Lane(1)
+        self._tokenizing = SlotQueue(_TOKENIZER_THREADS)
+        self._rendering = SlotQueue(_TEMPLATE_THREADS)
+        self._rendering_short = SlotQueue(_SHORT_PLACES)
+        self._large, self._huge = SlotQueue(1), SlotQueue(1)
         self._pool = ThreadPoolExecutor(_TOKENIZER_THREADS + _TEMPLATE_THREADS, thread_name_prefix="text")
         self._processes = None
-        if tokenizer.file is not None:  # one for each of the two lanes
+        if tokenizer.file is not None:  # one for large and one for huge texts
             self._processes = TokenizerProcess(tokenizer.file), TokenizerProcess(tokenizer.file)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
-        """As `TextTokenizer.encode`. Raises NotReady where too much text waits."""
+        """Like `TextTokenizer.encode`. Raises NotReady if too much text waits."""
         if len(text) <= INLINE_CHARS:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         with self._budget.hold(sys.getsizeof(text)):
@@ -80,14 +79,14 @@ class TextThreads:
             )
 
     async def infill(self, infilling: Infilling, parts: Parts) -> list[int]:
-        """As `Infilling.prompt`."""
+        """Like `Infilling.prompt`."""
         if parts.size <= INLINE_CHARS:
             return infilling.prompt(self._tokenizer, parts)
         with self._budget.hold(parts.size):
             return await self._in_thread(self._tokenizing, parts.size, lambda: infilling.prompt(self._tokenizer, parts))
 
     async def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, which the vocabulary has, special tokens included."""
+        """The text of valid `ids`, special tokens included."""
         if len(ids) <= INLINE_CHARS:
             return self._tokenizer.decode(ids, skip_special_tokens=False)
         with self._budget.hold(_BYTES_PER_ID * len(ids)):
@@ -111,9 +110,9 @@ class TextThreads:
         tools: Sequence[Mapping[str, object]] = (),
         on_turn: Callable[[], None] = lambda: None,
     ) -> str | None:
-        """As `ChatTemplate.render`; None where the model has no chat template.
+        """Like `ChatTemplate.render`; None if the model has no chat template.
 
-        `on_turn` is called when the work could begin; what it raises is raised in place of it.
+        `on_turn` is called before the work begins; an exception that it raises ends the call.
         """
         prompts = self._prompts
         if prompts is None:
@@ -136,46 +135,46 @@ class TextThreads:
             )
 
     def close(self) -> None:
-        """Ends the tokenizer's process, if it runs; threads end with what they do."""
+        """End the tokenizer's processes; threads end after their current work."""
         for process in self._processes or ():
             process.stop()
         self._pool.shutdown(wait=False)
 
     @asynccontextmanager
     async def _process_for(self, size: int) -> AsyncIterator[TokenizerProcess]:
-        """The process whose turn it is to work on so many characters or ids. Raises TokenizerGone."""
+        """The process for a text of so many characters or ids, after a wait for its turn. Raises TokenizerGone."""
         if self._processes is None:
             raise TokenizerGone("the tokenizer was not read from a file")
-        lane, process = (self._huge, self._processes[1]) if size > HUGE else (self._large, self._processes[0])
-        await lane.take(size)
+        slots, process = (self._huge, self._processes[1]) if size > HUGE else (self._large, self._processes[0])
+        await slots.take(size)
         try:
             yield process
         finally:
-            lane.give_back()
+            slots.release()
 
     async def _in_thread(
-        self, lane: Lane, size: int, work: Callable[[], Result], on_turn: Callable[[], None] = lambda: None
+        self, slots: SlotQueue, size: int, work: Callable[[], Result], on_turn: Callable[[], None] = lambda: None
     ) -> Result:
-        """A thread cannot be stopped: the place of one that nobody waits for any more is free when it has ended."""
-        await lane.take(size)
+        """Run `work` in a thread. A thread cannot be stopped: after a cancellation its slot is in use until it ends."""
+        await slots.take(size)
         try:
             on_turn()
             working = asyncio.get_running_loop().run_in_executor(self._pool, work)
         except BaseException:
-            lane.give_back()
+            slots.release()
             raise
 
         def ended(done: asyncio.Future[Result]) -> None:
-            lane.give_back()
+            slots.release()
             if not done.cancelled():
-                done.exception()  # is known, though nobody may ask
+                done.exception()  # mark the exception as retrieved
 
         working.add_done_callback(ended)
         return await asyncio.shield(working)
 
 
 def chars_of(messages: Sequence[Mapping[str, object]]) -> int:
-    """Characters of the messages' contents, to tell short conversations from long ones."""
+    """The number of characters in the messages' contents."""
     total = 0
     for message in messages:
         content = message.get("content")
@@ -188,13 +187,13 @@ def chars_of(messages: Sequence[Mapping[str, object]]) -> int:
     return total
 
 
-PATIENCE = 2.0  # seconds after which a text's age counts as much as its size
-_BYTES_A_SECOND = 2 << 20  # about what one core tokenizes, to say when a refused client may come again
-_STALE = 64  # entries of texts that have left, before they are cleared away
+PATIENCE = 2.0  # seconds of waiting after which a text is served in turn with smaller ones
+_BYTES_A_SECOND = 2 << 20  # approximate rate of one core, for Retry-After
+_STALE = 64  # entries of cancelled texts before the heap is cleaned up
 
 
 class TextBudget:
-    """Bytes of all texts that wait or are worked on. What finds too much is refused before anything is done for it."""
+    """The bytes of all texts that wait or are processed. Texts above the budget are refused before any work."""
 
     def __init__(
         self,
@@ -203,7 +202,7 @@ class TextBudget:
         on_change: Callable[[int, int], None] = lambda _bytes, _texts: None,
         on_refused: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_change` is told the bytes and the number of texts whenever they change."""
+        """`on_change` is called with the bytes and the number of texts whenever they change."""
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self.num_texts = 0
@@ -212,9 +211,9 @@ class TextBudget:
 
     @contextmanager
     def hold(self, size: int) -> Iterator[None]:
-        """Counts a text of `size` bytes for as long as the block runs. Raises NotReady.
+        """Counts a text of `size` bytes while the block runs. Raises NotReady.
 
-        A text that comes alone is taken whatever its size: what one request may be is bounded elsewhere.
+        A text is always accepted if there is no other: its own size is limited elsewhere.
         """
         if self.num_texts and self.num_bytes + size > self.max_bytes:
             self._on_refused()
@@ -241,22 +240,22 @@ class _Waiter:
     turn: asyncio.Future[None]
 
 
-class Lane:
-    """Places for work of one kind. The smallest text is next; one that has waited long, every other time.
+class SlotQueue:
+    """A queue for a number of slots. The smallest text is next; every other time the oldest, if it has waited long.
 
-    A place is given back however its holder ends, and who is cancelled leaves the queue at once. For one event loop.
+    A cancelled caller leaves the queue at once. For one event loop.
     """
 
     def __init__(self, num_places: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._num_free = num_places
         self._clock = clock
         self._numbers = count()
-        self._waiting: dict[int, _Waiter] = {}  # by number, so in the order in which they came
-        self._by_size: list[tuple[int, int]] = []  # a heap of sizes and numbers; some may have left
+        self._waiting: dict[int, _Waiter] = {}  # by number, in order of arrival
+        self._by_size: list[tuple[int, int]] = []  # a heap of (size, number); some may be cancelled
         self._was_oldest = False
 
     async def take(self, size: int) -> None:
-        """Waits for a place, which `give_back` must follow."""
+        """Wait for a slot; `release` must follow."""
         if self._num_free:
             self._num_free -= 1
             return
@@ -268,14 +267,14 @@ class Lane:
             await waiter.turn
         except asyncio.CancelledError:
             if self._waiting.pop(number, None) is None:
-                self.give_back()  # its turn had come just then
+                self.release()  # it had just got a slot
             elif len(self._by_size) > 2 * len(self._waiting) + _STALE:
                 self._by_size = [entry for entry in self._by_size if entry[1] in self._waiting]
                 heapq.heapify(self._by_size)
             raise
 
-    def give_back(self) -> None:
-        """The place goes to the next one that waits."""
+    def release(self) -> None:
+        """Pass the slot to the next waiting text, or free it."""
         if not self._waiting:
             self._num_free += 1
             self._by_size.clear()

@@ -1,4 +1,4 @@
-"""The model's tokenizer: text to ids, ids to text, and the true bytes of each token."""
+"""The model's tokenizer: text to ids, ids to text, and the bytes of each token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Surface:
-    """How a vocabulary entry spells bytes. `space` and `byte_fallback` are the sentencepiece style's."""
+    """How vocabulary entries spell bytes. `space` and `byte_fallback` are for the sentencepiece style."""
 
     style: str  # "byte_level", "sentencepiece" or "other"
     space: str = ""  # the character that stands for a space
@@ -27,11 +27,11 @@ class _Surface:
 
 
 class TextTokenizer:
-    """A `tokenizer.json` with what the files beside it add: special tokens, end-of-text ids, the chat template.
+    """A `tokenizer.json` with its neighbouring files: special tokens, end-of-text ids, the chat template.
 
-    Strings of special tokens inside a text become those special tokens, as with Hugging Face tokenizers: a chat
-    message that contains "<|im_end|>" ends its turn. Immutable after `load` and safe to call from many threads; no id
-    makes it raise while decoding.
+    As with Hugging Face tokenizers, the text of a special token is encoded as that token: a chat message that contains
+    "<|im_end|>" ends its turn. Immutable after `load` and safe to call from many threads; decoding never raises for any
+    id.
     """
 
     def __init__(
@@ -44,24 +44,24 @@ class TextTokenizer:
         chat_template: str | None = None,
         file: Path | None = None,
     ) -> None:
-        tokenizer.no_truncation()  # a tokenizer.json may carry training-time settings; both would corrupt prompts
+        tokenizer.no_truncation()  # settings from training, which would corrupt prompts
         tokenizer.no_padding()
         vocab = tokenizer.get_vocab(with_added_tokens=True)
         self._tokenizer = tokenizer
         self._config = dict(config)
         self._surface = _surface(tokenizer)
-        # The bytes a token stands for, even a part of a UTF-8 character; empty for an id that is no token.
+        # The bytes of a token, perhaps a part of a UTF-8 character; empty for an unknown id.
         self.token_bytes: Callable[[int], bytes] = cache(self._spelled_bytes)
         self.vocab_size: int = max(vocab.values(), default=-1) + 1
         self.special_tokens: dict[str, str] = dict(special_tokens)
         self.chat_template = chat_template
-        self.file = file  # the tokenizer.json that it was read from, where it was
+        self.file = file  # the tokenizer.json it was read from, if any
         self._longest_token = longest_token(tokenizer)
         self.bos_token = self.special_tokens.get("bos_token")
         self.eos_token = self.special_tokens.get("eos_token")
         self.bos_token_id: int | None = vocab.get(self.bos_token) if self.bos_token is not None else None
         own_eos = [vocab[self.eos_token]] if self.eos_token in vocab else []
-        # A config shared by several checkpoints can name an id that this tokenizer does not have: no text ends on it.
+        # A config that several checkpoints share can name ids that this tokenizer does not have; they are ignored.
         known = [i for i in (*own_eos, *eos_token_ids) if 0 <= i < self.vocab_size]
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(known))
         flagged = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
@@ -70,7 +70,7 @@ class TextTokenizer:
 
     @classmethod
     def load(cls, path: Path) -> TextTokenizer:
-        """Reads `tokenizer.json` and, where present, the configuration files beside it.
+        """Read `tokenizer.json` and the configuration files beside it.
 
         Raises ModelLoadError naming the file that is missing or wrong.
         """
@@ -84,7 +84,7 @@ class TextTokenizer:
             tokenizer = Tokenizer.from_file(str(file))
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as exc:  # the library raises bare Exception, and panics, which are none
+        except BaseException as exc:  # the library raises bare Exception, and panics, which are BaseException
             reason = " ".join(str(exc).split())
             raise ModelLoadError(f"{file}: not a tokenizer: {reason}") from exc
         config = _read_json(path / "tokenizer_config.json")
@@ -109,23 +109,25 @@ class TextTokenizer:
 
     @property
     def joins_bytes(self) -> bool:
-        """Whether a text is the concatenation of its tokens' bytes, but for a space that its start may lose."""
+        """Whether a text is the concatenation of its tokens' bytes, except for a space at its start."""
         return self._surface.style != "other"
 
     @property
     def drops_first_space(self) -> bool:
-        """Whether the first token of a text may lose a space that the same token has further on."""
+        """Whether the first token of a text loses a space that the same token has elsewhere."""
         return self._surface.style == "sentencepiece"
 
     def least_tokens(self, num_chars: int) -> int:
-        """How many tokens a text of so many characters has at least, whatever it says."""
+        """A lower bound on the number of tokens of any text with so many characters."""
         return -(-num_chars // self._longest_token) if self._longest_token else 0
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids; `add_special_tokens` runs the post-processor of tokenizer.json. Raises BadRequest for text
-        that is not valid Unicode."""
+        """Token ids; `add_special_tokens` runs the post-processor of tokenizer.json.
+
+        Raises BadRequest for text that is not valid Unicode.
+        """
         try:
-            # The batch form lets go of the interpreter lock, so that a long text does not stop the event loop.
+            # The batch form releases the GIL, so that a long text does not block the event loop.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             ids: list[int] = encoding.ids
         except (TypeError, UnicodeEncodeError) as exc:
@@ -144,17 +146,17 @@ class TextTokenizer:
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def vocabulary_string(self, token_id: int) -> str:
-        """The token as the vocabulary spells it; empty for an id that is no token."""
+        """The token as the vocabulary spells it; empty for an unknown id."""
         token: str | None = self._tokenizer.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
         return token or ""
 
     def token_id(self, text: str) -> int | None:
-        """The token that the vocabulary spells so, which for marks and special tokens is their text."""
+        """The id of a vocabulary entry; marks and special tokens are spelled as their text."""
         token_id: int | None = self._tokenizer.token_to_id(text)
         return token_id
 
     def info(self) -> dict[str, object]:
-        """What evaluation tools ask for: special tokens, chat template and limits; JSON values only."""
+        """JSON values for evaluation tools: special tokens, chat template and limits."""
         names = (*SPECIAL_NAMES[:4], "chat_template")
         limit = self._config.get("model_max_length")
         return {
@@ -207,7 +209,7 @@ def _fallback_byte(token: str) -> bytes | None:
 
 
 def _surface(tokenizer: Tokenizer) -> _Surface:
-    """Reads the style off the decoder; the library shows a decoder's parts only in its pickled state, which is JSON."""
+    """Find out the style from the decoder, whose parts the library shows only in its pickled state (JSON)."""
     if tokenizer.decoder is None:
         return _Surface(style="other")
     state = json.loads(tokenizer.decoder.__getstate__())
@@ -271,7 +273,7 @@ def _eos_ids(file: Path) -> list[int]:
 
 
 def _chat_template(path: Path, config: Mapping[str, object]) -> str | None:
-    """The template's source: its own file, else tokenizer_config.json's, of several the one named "default"."""
+    """The template's source: its own file, else tokenizer_config.json's; of several the one named "default"."""
     file = path / "chat_template.jinja"
     if file.is_file():
         try:
@@ -289,15 +291,15 @@ def _chat_template(path: Path, config: Mapping[str, object]) -> str | None:
     return value
 
 
-_NFC_SHRINKS = 4  # characters of a text for one of its composed form, at most
+_NFC_SHRINKS = 4  # most characters of a text per character of its composed form
 _KEEP_ALL = frozenset({"ByteLevel", "Metaspace", "Digits"})
 
 
 def longest_token(tokenizer: Tokenizer) -> int:
-    """The most characters of a text that one token stands for; 0: there is no bound.
+    """The most characters of a text that one token can stand for; 0: no bound is known.
 
-    What can never fit is refused by its length, before it is tokenized. There is no bound where the tokenizer may leave
-    characters out or merge them without end, as those do that know an unknown token or strip spaces.
+    With it, a text that can never fit is refused by its length, before tokenization. There is no bound if the tokenizer
+    may drop or merge characters without limit, such as by an unknown token or by stripping spaces.
     """
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     model, normalizer, splitter = tokenizer.model, _state(tokenizer.normalizer), _state(tokenizer.pre_tokenizer)
@@ -309,7 +311,7 @@ def longest_token(tokenizer: Tokenizer) -> int:
 
 
 def _state(part: Any) -> Mapping[str, Any] | None:
-    """The library shows what a part is made of only in its pickled state, which is JSON."""
+    """The configuration of a part, which the library shows only in its pickled state, which is JSON."""
     return None if part is None else json.loads(part.__getstate__())
 
 
@@ -319,7 +321,7 @@ def _knows_all(
     normalizer: Mapping[str, Any] | None,
     splitter: Mapping[str, Any] | None,
 ) -> bool:
-    """Whether every byte has its token, so that no character is unknown."""
+    """Whether every byte has a token, so that no character is unknown."""
     if _has(normalizer, "ByteLevel") or _has(splitter, "ByteLevel"):
         return all(char in vocabulary for char in pre_tokenizers.ByteLevel.alphabet())
     falls_back = bool(getattr(tokenizer.model, "byte_fallback", False))
@@ -331,7 +333,7 @@ def _strips(added: Iterable[AddedToken]) -> bool:
 
 
 def _keeps_all(step: Mapping[str, Any] | None) -> bool:
-    """Whether no character is lost where a text is split."""
+    """Whether splitting keeps all characters."""
     if step is None:
         return True
     if step["type"] == "Split":
@@ -342,7 +344,7 @@ def _keeps_all(step: Mapping[str, Any] | None) -> bool:
 
 
 def _shrinks(step: Mapping[str, Any] | None) -> int:
-    """By which factor a text may become shorter before it is split; 0: nobody knows."""
+    """The factor by which normalization may shorten a text; 0: unknown."""
     if step is None:
         return 1
     match step["type"]:

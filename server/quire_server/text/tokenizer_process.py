@@ -1,7 +1,7 @@
-"""The tokenizer in a process of its own, for texts whose ids as Python objects would hold the interpreter for long.
+"""The tokenizer in a process of its own, for texts whose lists of ids would hold the GIL for long.
 
-Owns the process. Promises: the same ids and texts as `TextTokenizer`; a question that is given up is worked on no
-longer, and its memory is free; an idle process ends.
+Owns the process. Promises: the same ids and texts as `TextTokenizer`; a cancelled question ends the process and frees
+its memory; an idle process ends.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from quire_server.text.tokenizer_worker import (
 log = logging.getLogger("quire.text")
 
 _SCRIPT = Path(__file__).with_name("tokenizer_worker.py")
-_SECONDS = 120.0  # of computing, for one text
-_MEMORY_BYTES = 3 << 30  # a token takes about 150 bytes while it is made
+_SECONDS = 120.0  # CPU seconds for one text
+_MEMORY_BYTES = 3 << 30  # tokenization needs about 150 bytes per token
 _IDLE_SECONDS = 60.0
-# One text is worked on by one thread, and a thread for each of many cores would use up the address space by its heap.
+# One text needs one thread; the heaps of a thread for each of many cores would use up the address space.
 _FEW_THREADS = ("/usr/bin/env", "TOKENIZERS_PARALLELISM=false", "RAYON_NUM_THREADS=1", "MALLOC_ARENA_MAX=2")
-_PIECE_CHARS = PIECE_BYTES // 4  # in UTF-8 no more than a piece
+_PIECE_CHARS = PIECE_BYTES // 4  # at most one piece in UTF-8
 _PIECE_IDS = PIECE_BYTES // 4
 
 
 class TokenizerGone(Exception):
-    """The process cannot be started: its file is not there any more, or another one is."""
+    """The process cannot be started: its tokenizer.json is missing or has changed."""
 
 
 class TokenizerProcess:
-    """Started when first asked, and again after it ended. For one event loop, and one question at a time."""
+    """Started by the first question, and again after its end. For one event loop, and one question at a time."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class TokenizerProcess:
         memory_bytes: int = _MEMORY_BYTES,
         idle_seconds: float = _IDLE_SECONDS,
     ) -> None:
-        """`file` is the tokenizer.json, as it is now; each text may take `seconds` and the process `memory_bytes`."""
+        """`file`: the tokenizer.json; `seconds`: CPU time per text; `memory_bytes`: of the process."""
         self._file = file
         self._version = _version(file)
         self._limits = [str(seconds), str(memory_bytes)]
@@ -67,11 +67,11 @@ class TokenizerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs, if one does."""
+        """The id of the running process, if any."""
         return None if self._process is None else self._process.pid
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
-        """As `TextTokenizer.encode`, 4 bytes an id. Raises BadRequest, TokenizerGone."""
+        """Like `TextTokenizer.encode`, with 4 bytes per id. Raises BadRequest, TokenizerGone."""
         ids = array(ID_TYPE)
         parts = (text[at : at + _PIECE_CHARS].encode() for at in range(0, len(text), _PIECE_CHARS))
         try:
@@ -81,7 +81,7 @@ class TokenizerProcess:
         return ids
 
     async def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, which are those of tokens, special ones included. Raises BadRequest, TokenizerGone."""
+        """The text of valid `ids`, special tokens included. Raises BadRequest, TokenizerGone."""
         decoder = codecs.getincrementaldecoder("utf-8")()
         texts: list[str] = []
         parts = (array(ID_TYPE, ids[at : at + _PIECE_IDS]).tobytes() for at in range(0, len(ids), _PIECE_IDS))
@@ -89,8 +89,8 @@ class TokenizerProcess:
         return "".join(texts)
 
     def stop(self) -> None:
-        """Kills the process, if it runs. Its memory takes a while to be freed: nobody waits for that."""
-        self._rest()
+        """Kill the process, if it runs. A thread waits for its end, since freeing its memory takes a while."""
+        self._cancel_idle_timer()
         process, self._process = self._process, None
         writer, self._reader, self._writer = self._writer, None, None
         if writer is not None:
@@ -100,8 +100,8 @@ class TokenizerProcess:
             threading.Thread(target=process.wait, name="tokenizer-reaper", daemon=True).start()
 
     async def _ask(self, question: bytes, content: Iterable[bytes], take: Callable[[bytes], None]) -> None:
-        """One exchange; a process that did not come to its end is stopped, since it would go on with the question."""
-        self._rest()
+        """One exchange; after an error the process is stopped, since it would continue with the question."""
+        self._cancel_idle_timer()
         try:
             reader, writer = await self._connection()
             for chunk in _framed(chain((question,), content)):
@@ -136,7 +136,7 @@ class TokenizerProcess:
         return self._reader, self._writer
 
     def _launch(self) -> socket.socket:
-        """Starts the process; our end of what it reads and writes."""
+        """Start the process; returns the parent's end of its socket."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -154,7 +154,7 @@ class TokenizerProcess:
         ours.setblocking(False)
         return ours
 
-    def _rest(self) -> None:
+    def _cancel_idle_timer(self) -> None:
         if self._idle is not None:
             self._idle.cancel()
             self._idle = None

@@ -1,12 +1,11 @@
 """The tokenizer process: very long texts to ids and back; pieces of bytes in, pieces of bytes out.
 
-Promises: dies by itself when it would take too much memory, when a text takes too much computing, or when its parent is
-gone; what a text took is given back to the system before the next one. it is started by file name, by
-`tokenizer_process`.
+Promises: it dies when a text takes too much memory or CPU time, or when its parent is gone; the memory of a text is
+returned to the system before the next one. `tokenizer_process` starts it by file name.
 
-A message is pieces, each with its length before it (4 bytes, little-endian), and an empty one at its end. A question's
-first piece is one of the letters below, the others together are a text in UTF-8, or ids of 4 bytes each. An answer's
-first piece is `OK` or `FAILED`; then come ids or a text in UTF-8.
+A message consists of pieces, each after its length (4 bytes, little-endian), and an empty piece at its end. The first
+piece of a question is one of the letters below; the others together are a text in UTF-8, or ids of 4 bytes each. The
+first piece of an answer is `OK` or `FAILED`; then come ids or a text in UTF-8.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ ENCODE, ENCODE_WITH_SPECIAL, DECODE = b"e", b"s", b"d"
 OK, FAILED = b"k", b"f"
 PIECE_BYTES = 1 << 16
 ID_TYPE = "I"
-_NICENESS = 10  # what streams now comes first
+_NICENESS = 10  # so that running streams come first
 
 
 def pieces(stream: BinaryIO) -> Iterator[bytes]:
-    """One message; EOFError where the other side has gone."""
+    """The pieces of one message; EOFError if the peer has closed the socket."""
     while True:
         head = stream.read(4)
         if len(head) < 4:
@@ -46,7 +45,7 @@ def pieces(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def answer(tokenizer: Tokenizer, question: bytes, content: bytes) -> bytes:
-    """Ids of a text, or the text of ids."""
+    """The ids of a text, or the text of ids."""
     if question == DECODE:
         ids = array(ID_TYPE)
         ids.frombytes(content)
@@ -58,20 +57,20 @@ def answer(tokenizer: Tokenizer, question: bytes, content: bytes) -> bytes:
 
 
 def _give_memory_back() -> None:
-    with contextlib.suppress(OSError, AttributeError):  # the C library has it or has not
+    with contextlib.suppress(OSError, AttributeError):  # not every C library has it
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _limit(memory_bytes: int) -> None:
     with contextlib.suppress(ValueError, OSError):  # not every system can bound address space
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # both are inherited from the parent
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # handlers and masks are inherited from the parent
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     os.nice(_NICENESS)
 
 
 def main(file: str, seconds: float, memory_bytes: int) -> None:
-    """Answers questions on standard input until it ends; a first answer, without content, says that it is ready."""
+    """Answer questions from standard input until it ends; a first answer without content reports readiness."""
     _limit(memory_bytes)
     source, sink = sys.stdin.buffer, sys.stdout.buffer
 
@@ -93,7 +92,7 @@ def main(file: str, seconds: float, memory_bytes: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             outcome, result = OK, answer(tokenizer, question, b"".join(content))
-        except Exception:  # MemoryError included: what it held is free again by now
+        except Exception:  # MemoryError included: its memory is free by now
             outcome, result = FAILED, b""
         signal.setitimer(signal.ITIMER_PROF, 0)
         tell(outcome, result)

@@ -1,7 +1,7 @@
-"""The parent's side of one worker process: starts it, asks it, and replaces it when it died or stands still.
+"""The parent's side of a worker process: starts it, asks it questions, replaces it when it died or was stopped.
 
-Promises: an answer or ProcessDied for every question, within the process's own limits, which the kernel enforces, and
-within a time of ours where the process is stopped and they cannot. Must not know: HTTP.
+Promises: every question gets an answer or ProcessDied within the process's own limits, which the kernel enforces, and
+within a timeout of the parent if the process is stopped. Must not know: HTTP.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from pathlib import Path
 
 from quire_engine.machine import is_stopped
 
-_SLACK_SECONDS = 0.75  # beyond its time limit, for a process that has to wait for a core before it can begin
-_START_SECONDS = 30.0  # beyond it, for an interpreter and its imports on a busy machine
-_LOOK_SECONDS = 0.25  # without a word, after which it is looked at whether the process is stopped
+_SLACK_SECONDS = 0.75  # in addition to the time limit, for the wait for a core
+_START_SECONDS = 30.0  # in addition to it, for the interpreter and its imports on a busy machine
+_LOOK_SECONDS = 0.25  # of silence, after which the parent checks whether the process is stopped
 _PIECE_BYTES = 1 << 16
 
 
 class ProcessDied(Exception):
-    """The process ended before it answered: it broke one of its limits, or something killed it."""
+    """The process ended before it answered: it exceeded one of its limits, or was killed."""
 
     def __init__(self, signal: int | None = None) -> None:
         super().__init__()
-        self.signal = signal  # that ended it, where one did
+        self.signal = signal  # the signal that ended it, if any
 
 
 class _Stopped(Exception):
-    """Something holds the process: its own limits do not run either, and it is not to blame."""
+    """The process is stopped by a signal or a debugger: its own limits do not run either."""
 
 
 class WorkerProcess:
-    """Started when first asked, and again after it died. For one thread at a time.
+    """Started by the first question, and again after it died. For one thread at a time.
 
-    The script gets its limits as arguments, what it is for in its first line, and then one question a line.
+    The script gets its limits as arguments, its setup in the first line, and then one question per line.
     """
 
     def __init__(self, script: Path, setup: Mapping[str, object], *, time_limit: float, memory_bytes: int) -> None:
@@ -52,7 +52,7 @@ class WorkerProcess:
         self._owner = getpid()
 
     def start(self) -> dict[str, object]:
-        """Starts the process; its answer to what it is for, which tells what went wrong as `error`.
+        """Start the process; returns its answer to the setup, with `error` after a failure.
 
         Raises ProcessDied.
         """
@@ -71,9 +71,9 @@ class WorkerProcess:
             raise ProcessDied from None
 
     def ask(self, line: str) -> dict[str, object]:
-        """The answer to one line of JSON; `error` where the process has one, or could not start. Raises ProcessDied.
+        """The answer to one line of JSON, with `error` after a failure, also of the start. Raises ProcessDied.
 
-        A process that was stopped is replaced, and the new one asked.
+        A stopped process is replaced, and the new one is asked.
         """
         for _ in range(2):
             if self._process is None or self._process.poll() is not None:
@@ -92,37 +92,37 @@ class WorkerProcess:
         raise ProcessDied
 
     def kill(self) -> None:
-        """For other threads than the one that asks: that one is told that the process died."""
+        """May be called from other threads: the thread that asks gets ProcessDied."""
         process = self._process
         if process is not None:
             process.kill()
 
     def stop(self) -> None:
-        """Kills the process, if it runs, and waits for its end."""
+        """Kill the process, if it runs, and wait for its end."""
         process, self._process = self._process, None
-        # A fork of ours ends with a copy of this object; the process is its parent's, and it would wait for ever.
+        # A fork has a copy of this object, but the process is the parent's: waiting for it would never end.
         if process is not None and getpid() == self._owner:
             process.kill()
             process.communicate()
 
     def _exchange(self, process: subprocess.Popen[bytes], line: str, seconds: float) -> dict[str, object]:
-        """Kills a process that has not answered in time, or that is stopped. Raises ProcessDied, _Stopped."""
+        """Ask, and kill a process that does not answer in time or is stopped. Raises ProcessDied, _Stopped."""
         try:
             answer = _converse(process, line.encode() + b"\n", time.monotonic() + seconds)
         except _Stopped:
             self.stop()
             raise
         if not answer.endswith(b"\n"):
-            self.stop()  # no more than waits for one that has ended by itself, whose signal stays the first
+            self.stop()  # a process that has ended by itself keeps its signal
             raise ProcessDied(-process.returncode if process.returncode < 0 else None)
         reply: dict[str, object] = json.loads(answer)
         return reply
 
 
 def _converse(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> bytes:
-    """What a process says to a line, up to the end of its own; less where it ends or the time does. Raises _Stopped.
+    """The answer to a line, up to its line break; less if the process ends or time runs out. Raises _Stopped.
 
-    Neither end of a pipe may block: whoever is stopped takes nothing either, and a line may be longer than a pipe.
+    Pipes are non-blocking: a stopped process does not read, and a line may be longer than a pipe's buffer.
     """
     answer = bytearray()
     if process.stdin is None or process.stdout is None:

@@ -1,3 +1,3 @@
-"""What a request's output must be, told token by token: grammars, and how long it may think. Must not know: queues,
+"""Constraints on a request's output, token by token: grammars and thinking budgets. Must not know: queues,
 blocks.
 """

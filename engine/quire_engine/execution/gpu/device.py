@@ -1,4 +1,4 @@
-"""What the GPU runner asks of a device, the same by torch.cuda, and a step's input in one copy to it."""
+"""The interface of a device to the GPU runner, its implementation by torch.cuda, and a step's input in one copy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DTYPES = {"q": torch.int64, "i": torch.int32}
 class Device(Protocol):
     """One device with one stream of work.
 
-    What is issued inside `work`, and what is issued to one lane, happens on the device in the order it was issued;
+    Operations issued inside `work`, or to one lane, run on the device in the order in which they were issued;
     between them only events make an order. Only `Event.wait` and `capture` make the host wait.
     """
 
@@ -48,12 +48,14 @@ class Device(Protocol):
         ...
 
     def follow(self, event: Event) -> None:
-        """What is issued to the stream from now on is done after everything before a lane's event."""
+        """Make the stream's later operations wait for a lane's event."""
         ...
 
     def capture(self, body: Callable[[], None]) -> Graph:
-        """What `body` issues, not done but kept. Raises torch.OutOfMemoryError, or RuntimeError for what no graph can
-        hold; the device can go on then."""
+        """Record the operations of `body` without running them.
+
+        Raises torch.OutOfMemoryError, or RuntimeError for an operation that no graph can hold; the device stays usable.
+        """
         ...
 
     def borrow(self, tensor: Tensor) -> Tensor:
@@ -64,7 +66,7 @@ class Device(Protocol):
         ...
 
     def release(self) -> None:
-        """Give back memory that nobody uses."""
+        """Release unused memory."""
         ...
 
 
@@ -90,7 +92,7 @@ class Lane(Protocol):
     """A second stream of the device, for copies that run beside the work."""
 
     def send(self, source: Tensor, target: Tensor) -> None:
-        """Copy from a host buffer. Nobody waits for it but who follows an event behind it."""
+        """Copy from a host buffer. Only a stream that follows a later event waits for the copy."""
         ...
 
     def fetch(self, source: Tensor, target: Tensor) -> None:
@@ -98,7 +100,7 @@ class Lane(Protocol):
         ...
 
     def follow(self, event: Event) -> None:
-        """What is issued to the lane from now on is done after everything before the event."""
+        """Make the lane's later operations wait for the event."""
         ...
 
     def record(self) -> Event:
@@ -203,7 +205,7 @@ class CudaEvent:
         self._event.synchronize()
 
     def hold_up(self, stream: torch.cuda.Stream) -> None:
-        """Let a stream wait for it, and nobody else."""
+        """Let a stream wait for it, and not the host."""
         stream.wait_event(self._event)
 
 

@@ -1,6 +1,6 @@
 """One step on the device: from packed sections, padded to its graph's size, to hidden states, logits and chosen tokens.
 
-What is launched follows from the sections' lengths and from arguments alone, so a captured call can be repeated.
+The launches follow from the sections' lengths and from arguments alone, so a captured call can be replayed.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _sampled(rows: Rows, packed: Packed, counts: Sequence[int]) -> Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """What one step leaves behind, for up to n rows of choices: on the device for the next step, then in a host buffer.
+    """The outcome of one step's choices, up to n rows: on the device for the next step, then in a host buffer.
 
     A step that is computed twice, whole and then item by item, finds the ids of the step before unchanged.
     """

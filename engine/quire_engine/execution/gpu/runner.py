@@ -73,13 +73,13 @@ class _Issued:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerLimits:
-    """What memory on the device and on the host is taken for."""
+    """The sizes that memory on the device and on the host is allocated for."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     block_size: int
-    spare_block: int  # of the pool, which nobody else writes: where the rows that fill up a bucket go
+    spare_block: int  # of the pool, for the keys and values of padding rows alone
     # Of steps with prompts that are graphs too, for kernels whose launches follow from bounds; 0: none is.
     mixed_rows: int = 0
 
@@ -253,7 +253,7 @@ class GpuRunner:
         return self._graphs.run(bucket, lambda: self._forward.decode(packed, *bucket, into))
 
     def _run_mixed(self, arrays: StepArrays, bucket: MixedBucket) -> tuple[Packed, Tensor]:
-        """What was sent, and the hidden states of the rows that are asked for and some more."""
+        """The sections sent, and the hidden states of the sample rows and of padding."""
         tables, first_word = self._tables, self._first_word
         pad_mixed(arrays, bucket.num_rows, bucket.num_sequences, tables, self._spare_slots, first_word)
         packed = self._send(arrays)
@@ -285,7 +285,7 @@ class GpuRunner:
         return packed
 
     def _input_bytes(self) -> int:
-        """What the largest step sends, and at most `_max_cells` changes of block tables."""
+        """Bytes of the largest step's sections and of at most `_max_cells` changes of block tables."""
         limits, mixed = self._limits, self._graphs.largest_mixed
         rows = padded_rows(max(self._max_rows, mixed.num_sequences if mixed else 0))
         tokens = max(limits.max_num_batched_tokens, rows, mixed.num_rows if mixed else 0)

@@ -100,7 +100,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def most_image_bytes(config: ModelConfig, form: PackedForm, itemsize: int) -> int:
-    """What an image of a whole model may come to: every matrix packed, the embedding and what is small as it is."""
+    """An upper bound on the bytes of a model's image: matrices packed, the embedding, norms and biases as they are."""
     total = config.vocab_size * config.hidden_size * itemsize + ALIGNMENT
     for shape in expected_shapes(config).values():
         total += form.most_bytes(*shape) if len(shape) == 2 else shape[0] * itemsize + ALIGNMENT
@@ -331,7 +331,7 @@ class ImageSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Counts by what becomes of them."""
+    """Numbers of parameters, by their use."""
 
     embedding: int  # looked up
     head: int  # multiplied with the rows that are sampled; the embedding itself when `tied`

@@ -1,6 +1,6 @@
 """Packed weights in a file of memory: filled once, sealed, and mapped by every engine process that has its descriptor.
 
-Nobody can change a sealed image, the process that filled it included; one that is not sealed is never read.
+No process can change a sealed image, not even the one that filled it; an image that is not sealed is never read.
 """
 
 from __future__ import annotations
@@ -306,11 +306,11 @@ class MappedFile:
 
     def make_huge(self, begin: int, end: int) -> bool:
         """Commit [begin, end), multiples of a huge page, as huge pages of zeros. False: the system has none for it."""
-        self.bytes[begin:end:HUGE_PAGE] = 0  # a page that nobody has touched is not made a huge one
+        self.bytes[begin:end:HUGE_PAGE] = 0  # an untouched page is not made a huge one
         return bool(_libc.madvise(self._start + begin, end - begin, _MADV_COLLAPSE) == 0)
 
     def close(self) -> None:
-        """Now, and not with the last tensor: nobody may look at one after this."""
+        """Unmap now, and not with the last tensor; no tensor of it may be used afterwards."""
         self._unmap()
 
 

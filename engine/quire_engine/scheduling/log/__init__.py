@@ -1,1 +1,1 @@
-"""What the scheduler remembers of its steps and requests: it watches and decides nothing."""
+"""The log of steps and of requests' lives: it records the scheduler's decisions and takes none."""

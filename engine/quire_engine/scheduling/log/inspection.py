@@ -1,7 +1,6 @@
-"""Answers questions about this moment: who runs or waits and why, which blocks hold what, what the last steps did.
+"""Answers questions about the scheduler's state: requests and why they wait, blocks, the last steps.
 
-An answer changes nothing, is made of plain values that JSON has, and is bounded. It is asked for between steps, so that
-it never sees half of one.
+An answer changes nothing, consists of plain JSON values and has a bounded size. Questions are answered between steps.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Sequence
 from quire_engine.types import WAIT_REASONS, EngineStats, WaitReason
 
-MOST_STEPS = 256  # in one answer: it is made between two steps, for which every stream waits
+MOST_STEPS = 256  # in one answer, which is made between two steps while every stream waits
 MOST_REQUESTS = 512  # in one answer
-MOST_EXPLAINED = 16  # in one answer: each looks at every step
-RECENT = 32  # of those that have ended, beside the live ones
+MOST_EXPLAINED = 16  # in one answer; each explanation reads every step
+RECENT = 32  # ended requests in one answer, beside the live ones
 Arguments = Mapping[str, Any]
 
 
 class Inspection:
-    """What `answer` can be asked is in the table below; every question is a method."""
+    """Answers the questions in the table `_QUESTIONS`; every question is a method."""
 
     def __init__(
         self,
@@ -47,7 +46,7 @@ class Inspection:
         self._kv = kv
         self._roster = roster
         self._log = log
-        self._num_restored = num_restored  # host blocks with contents of an earlier run
+        self._num_restored = num_restored  # host blocks whose content was restored from an earlier run
         self._check = check
 
     def answer(self, what: str, arguments: Arguments) -> object:
@@ -58,12 +57,12 @@ class Inspection:
         return ask(self, arguments)
 
     def steps(self, arguments: Arguments) -> object:
-        """Steps after `after`, the earliest first, at most `limit` of them; with `events` what a replay needs too."""
+        """Steps after `after`, the earliest first, at most `limit`; with `events` also the other inputs of a replay."""
         log = self._required()
         after, limit = int(arguments.get("after", 0)), min(int(arguments.get("limit", 100)), MOST_STEPS)
         first = log.steps[0].step_id if log.steps else 0
         begin = max(after + 1, first)
-        # Every step from the first on is there: they have indices.
+        # No step is missing from the first on, so ids give indices.
         chosen = [log.steps[i] for i in range(begin - first, min(begin - first + limit, len(log.steps)))]
         answer: dict[str, object] = {
             "steps": [self._record(log, step) for step in chosen],
@@ -77,7 +76,7 @@ class Inspection:
         return answer
 
     def requests(self, arguments: Arguments) -> object:
-        """Every live request in the order of arrival, then those that have ended last."""
+        """Every live request in the order of arrival, then the last ended ones."""
         del arguments
         log = self._required()
         step = log.steps[-1].step_id if log.steps else 0
@@ -91,7 +90,7 @@ class Inspection:
         }
 
     def request(self, arguments: Arguments) -> object:
-        """All that is known of requests: why they take, or took, so long."""
+        """Explain why requests take, or took, so long."""
         log = self._required()
         lives = [life for each in arguments["ids"][:MOST_EXPLAINED] if (life := log.life(str(each))) is not None]
         if not lives:
@@ -100,7 +99,7 @@ class Inspection:
         return {"requests": [explanation(life, step, log.now, log.steps) for life in lives], "step": step}
 
     def kv(self, arguments: Arguments) -> object:
-        """The pool: who holds how much, what is shared, what can be matched, and what lies idle inside of blocks."""
+        """The pool: used, cached, free and shared blocks, fragmentation, and the blocks of each sequence."""
         del arguments
         kv = self._kv
         held = self._held()
@@ -138,7 +137,7 @@ class Inspection:
         }
 
     def table(self, arguments: Arguments) -> object:
-        """Where the tokens of live requests lie; with `pos` the block of one position."""
+        """The page tables of live requests; with `pos` the block of one position."""
         sequences = [
             sequence
             for request_id in arguments["ids"][:MOST_REQUESTS]
@@ -151,7 +150,7 @@ class Inspection:
         return {"block_size": self._kv.block_size, "sequences": [_table(each, pos) for each in sequences]}
 
     def audit(self, arguments: Arguments) -> object:
-        """Count everything anew: references against tables, lists against counts, queues against states."""
+        """Check the invariants: references against tables, lists against counts, queues against states."""
         del arguments
         counted = {
             "blocks": self._kv.num_blocks,
@@ -172,7 +171,7 @@ class Inspection:
         return self._log
 
     def _held(self) -> Counter[int]:
-        """How many tables hold each block that is in any."""
+        """The number of tables that hold each used block."""
         return Counter(block for s in self._roster.sequences.values() for block in s.kv.table.block_ids)
 
     def _record(self, log: StepLog, step: Step) -> StepRecord:
@@ -232,7 +231,7 @@ def _table(sequence: Sequence, pos: object) -> dict[str, object]:
 
 
 def _longest_run(blocks: set[int]) -> int:
-    """How many neighbours there are at most."""
+    """The length of the longest run of consecutive block ids."""
     longest = run = 0
     before = -2
     for block in sorted(blocks):
@@ -242,9 +241,9 @@ def _longest_run(blocks: set[int]) -> int:
 
 
 def engine_stats(kv: KVAllocator, roster: Roster, planner: Planner) -> EngineStats:
-    """What operators count: gauges of this moment, and counters since the start.
+    """The statistics for operators: gauges of this moment, and counters since the start.
 
-    The tokens of the last step are the caller's. Nothing here takes time in proportion to the pool.
+    The caller adds the tokens of the last step. The cost does not depend on the size of the pool.
     """
     waiting: dict[WaitReason, int] = dict.fromkeys(WAIT_REASONS, 0)
     for group in roster.waiting:

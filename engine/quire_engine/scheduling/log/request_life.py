@@ -1,7 +1,7 @@
-"""One request's life as the step log keeps it: which phase it was in for how long, and what happened to it when.
+"""One request's life in the step log: the time in each phase, and its chunks, preemptions and stalls.
 
-Phases follow each other without a gap, so their seconds add up to the life's; the parts before the first token add up
-to the time to it.
+Phases follow each other without a gap, so their seconds add up to the request's whole time; the parts before the first
+token add up to the time to first token (TTFT).
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.types import FinishReason
 
 # transit: from the arrival to the scheduler; queue: until it enters; prefill: until its first token; decode: until its
-# end; preempted: until it enters again; recompute: until its next token; held: until its release; done: nothing more
-# comes.
+# end; preempted: until it enters again; recompute: until its next token; held: until its release; done: after its end.
 Phase = Literal["transit", "queue", "prefill", "decode", "preempted", "recompute", "held", "done"]
 PreemptionMode = Literal["recompute", "swap"]
-MOST_NOTES = 512  # chunks, preemptions and stalls that one life keeps each; beyond that they are counted only
+MOST_NOTES = 512  # chunks, preemptions and stalls kept per request; further ones are only counted
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A slice of the prompt, or of what was computed once and has to be again."""
+    """A slice of the prompt, or of tokens that are computed again after a preemption."""
 
     step: int
     start: int
@@ -31,7 +30,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """It lost its blocks: in which step, who needed them, how they come back."""
+    """It lost its blocks: the step, the cause, and how the blocks come back."""
 
     step: int
     cause: str
@@ -40,7 +39,7 @@ class Preemption:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Steps that ran without a token for a request that had its first one already."""
+    """Consecutive steps without a token for a request that had its first token already."""
 
     first_step: int
     last_step: int
@@ -57,7 +56,7 @@ class Spent:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RequestLife:
-    """What became of one request so far."""
+    """The record of one request so far."""
 
     request_id: str
     arrived_at: float
@@ -65,14 +64,14 @@ class RequestLife:
     num_prompt_tokens: int
     max_new_tokens: int
     num_choices: int
-    num_resumed_tokens: int  # output that an earlier engine process had made
+    num_resumed_tokens: int  # output tokens from an earlier engine process
     wait_bound: int
-    group: Group | None  # None: it has ended
-    told_at: int = 0  # its prompt's number among the contents
+    group: Group | None  # None after its end
+    prompt_ordinal: int = 0  # the prompt's number in `Contents`
     phase: Phase = "transit"
-    reason: str = ""  # of waiting
+    reason: str = ""  # why it waits
     spent: dict[tuple[Phase, str], Spent] = field(default_factory=dict)
-    before_first_token: dict[tuple[Phase, str], Spent] | None = None  # the same, as it was then
+    before_first_token: dict[tuple[Phase, str], Spent] | None = None  # `spent` at the first token
     num_cached_tokens: int = 0
     num_output_tokens: int = 0  # of choices that have ended
     elder_step: int | None = None
@@ -98,7 +97,7 @@ class RequestLife:
 
     @property
     def is_computing_prompt(self) -> bool:
-        """Whether what is computed for it brings no token yet."""
+        """Whether its slices do not bring a token yet."""
         return self.phase in {"prefill", "recompute"}
 
     @property
@@ -106,7 +105,7 @@ class RequestLife:
         return self.phase == "done"
 
     def spent_until(self, step: int, now: float) -> dict[tuple[Phase, str], Spent]:
-        """The account with the phase that lasts, up to this moment."""
+        """The time in each phase, with the current phase up to `now`."""
         account = {key: Spent(each.seconds, each.steps) for key, each in self.spent.items()}
         if not self.has_ended:
             current = account.setdefault((self.phase, self.reason), Spent())
@@ -115,14 +114,14 @@ class RequestLife:
         return account
 
     def wait(self, reason: str, step: int, now: float) -> None:
-        """It stays out of this step, and why."""
-        self._turn("preempted" if self.phase in {"preempted", "recompute"} else "queue", reason, step - 1, now)
+        """It does not run in this step, for this reason."""
+        self._change_phase("preempted" if self.phase in {"preempted", "recompute"} else "queue", reason, step - 1, now)
 
     def enter(self, num_cached_tokens: int, step: int, now: float) -> None:
-        """It runs from this step on; so many tokens of its prompt need not be computed."""
+        """It runs from this step on, with `num_cached_tokens` tokens of its prompt cached."""
         if self.first_step is None:
             self.first_step, self.num_cached_tokens = step, num_cached_tokens
-        self._turn("prefill" if self.first_token_step is None else "recompute", "", step - 1, now)
+        self._change_phase("prefill" if self.first_token_step is None else "recompute", "", step - 1, now)
 
     def note_chunk(self, step: int, start: int, num_tokens: int) -> None:
         """A slice that is not a decode."""
@@ -130,9 +129,9 @@ class RequestLife:
         if len(self.chunks) < MOST_NOTES:
             self.chunks.append(Chunk(step, start, num_tokens))
 
-    def go_on(self, step: int, now: float) -> None:
-        """A token came where prompts were computed: its first, or the first after a preemption."""
-        self._turn("decode", "", step, now)
+    def note_token(self, step: int, now: float) -> None:
+        """It got its first token, or the first one after a preemption."""
+        self._change_phase("decode", "", step, now)
         if self.first_token_step is None:
             self.first_token_step = step
             self.before_first_token = {key: Spent(each.seconds, each.steps) for key, each in self.spent.items()}
@@ -144,39 +143,39 @@ class RequestLife:
                 self.stalls.append(Stall(first, step - 1, now - since))
 
     def preempt(self, cause: str, step: int, now: float, *, mode: PreemptionMode) -> None:
-        """It gives its blocks back and waits again."""
+        """It loses its blocks and waits again."""
         if self.first_token_step is not None and self._stalled_at is None:
             self._stalled_at = step, now
         self.num_preemptions += 1
         if len(self.preemptions) < MOST_NOTES:
             self.preemptions.append(Preemption(step, cause, mode))
-        self._turn("preempted", "", step - 1, now)
+        self._change_phase("preempted", "", step - 1, now)
 
     def hold(self, step: int, now: float) -> None:
-        """It is set aside after this step."""
-        self._turn("held", "", step, now)
+        """It is held after this step."""
+        self._change_phase("held", "", step, now)
 
     def release(self, step: int, now: float, *, wait_bound: int) -> None:
-        """After this step it waits again, and what it had is to be computed again or found."""
+        """After this step it waits again."""
         self.wait_bound = step - self.added_step + wait_bound
-        self._turn("queue" if self.first_step is None else "preempted", "", step, now)
+        self._change_phase("queue" if self.first_step is None else "preempted", "", step, now)
 
     def end(self, choice: int, finish: FinishReason, num_tokens: int) -> None:
-        """A choice ends; how many tokens it has said."""
+        """A choice ends, with `num_tokens` output tokens."""
         self.finishes[choice] = finish
         del self.sequences[choice]
         self.num_output_tokens += num_tokens
 
     def finish(self, step: int, now: float) -> None:
-        """The last choice has ended; nothing of the request is kept but these numbers."""
+        """The last choice has ended: drop the references to the group and its sequences."""
         if self.group is not None:
             self.kv_wait_seconds = self.group.kv_wait_seconds
         self.last_step, self.group = step, None
         self.sequences.clear()
-        self._turn("done", "", step, now)
+        self._change_phase("done", "", step, now)
 
-    def _turn(self, phase: Phase, reason: str, step: int, now: float) -> None:
-        """Close the account of the phase whose last step this was, and open the next one's."""
+    def _change_phase(self, phase: Phase, reason: str, step: int, now: float) -> None:
+        """Add the time of the phase that ended with `step`, and begin the next one."""
         spent = self.spent.setdefault((self.phase, self.reason), Spent())
         spent.seconds += max(0.0, now - self._since)
         spent.steps += step - self._since_step

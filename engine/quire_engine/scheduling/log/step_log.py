@@ -1,6 +1,7 @@
-"""The last steps with the reason of every decision, and the lives of the requests in them.
+"""The log of the last steps, the reason of every decision, and the lives of their requests.
 
-To note costs a step little, whoever reads pays for the rest; nothing is decided here, so plans do not depend on it.
+Recording costs a step little; readers pay for the rest. The scheduler never reads the log, so plans do not depend on
+it.
 """
 
 from __future__ import annotations
@@ -20,44 +21,44 @@ from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.step_plan import Decision, StepPlan
 from quire_engine.types import FinishReason, TokenOutput
 
-MOST_FINISHED = 1024  # lives kept of requests that have ended
+MOST_FINISHED = 1024  # ended requests whose lives are kept
 _NO_ITEMS: tuple[ScheduledSequence, ...] = ()
 
 
 class StepLog:
-    """The ring of steps, the events between them, and the lives of live and of recently finished requests.
+    """A ring buffer of steps, the events between them, and the lives of live and recently ended requests.
 
-    Noted by the scheduler with every call that changes it; read between steps.
+    The scheduler calls it whenever its state changes. It is read between steps.
     """
 
     def __init__(self, limits: SchedulerLimits, roster: Roster) -> None:
         self.steps: deque[Step] = deque(maxlen=limits.step_log)
         self.events: deque[Event] = deque(maxlen=4 * limits.step_log)
         self.live: dict[str, RequestLife] = {}
-        # Results that were taken in, for `settle`, since tokens do not wait for the log: step, outputs, how many
-        # sequences were unfinished then, what was computed, (seconds, time).
+        # Applied results that `settle` has not recorded yet, because outputs are sent first: step, outputs, number of
+        # unfinished sequences, result, (seconds, time).
         self.results: list[tuple[int, Values[TokenOutput], int, StepResult, tuple[float, float]]] = []
-        self.now = 0.0  # of the latest call that knew it
+        self.now = 0.0  # the latest time that a call gave
         self._roster = roster
-        self._contents = Contents.beside(limits.step_log if limits.enable_prefix_caching else 0)
-        self._finished: dict[str, RequestLife] = {}  # the longest ended first
+        self._contents = Contents.for_log(limits.step_log if limits.enable_prefix_caching else 0)
+        self._finished: dict[str, RequestLife] = {}  # by request, the earliest ended first
         self._ordinal = 0
         self._last_step = 0  # planned
-        self._open: dict[int, Step] = {}  # planned and not applied
-        self._life_of: dict[int, RequestLife] = {}  # by sequence, of live requests
-        self._names: dict[int, tuple[str, int]] = {}  # request and choice by sequence, as long as a step names it
-        self._leaving: deque[tuple[int, list[int]]] = deque()  # (last step, sequences) of requests that have ended
-        self._unplaced: list[RequestLife] = []  # added or preempted since the last plan: why they wait is not known yet
+        self._open: dict[int, Step] = {}  # steps that are planned and not applied, by id
+        self._life_of: dict[int, RequestLife] = {}  # lives of live requests, by sequence
+        self._names: dict[int, tuple[str, int]] = {}  # (request, choice) by sequence, while a step names it
+        self._leaving: deque[tuple[int, list[int]]] = deque()  # (last step, sequences) of ended requests
+        self._newly_waiting: list[RequestLife] = []  # since the last plan: no reason known yet
         self._num_computing_prompts = 0
         self._num_unfinished = 0  # choices
-        self._num_reading_output = 0  # requests, whose steps may bring several tokens
+        self._num_reading_output = 0  # requests that may get several tokens in a step
 
     def life(self, request_id: str) -> RequestLife | None:
-        """Of a live request, or of one that ended not long ago."""
+        """The life of a live or recently ended request."""
         return self.live.get(request_id) or self._finished.get(request_id)
 
     def finished(self) -> Iterator[RequestLife]:
-        """Those that are still known, the last first."""
+        """The lives of ended requests that are still kept, the last one first."""
         return reversed(self._finished.values())
 
     def name(self, sequence_id: int) -> tuple[str, int]:
@@ -82,37 +83,37 @@ class StepLog:
             group=group,
         )
         for sequence in group.sequences:
-            self._know(sequence, life)
+            self._register(sequence, life)
         life.wait("", self._last_step + 1, now)
         self._finished.pop(request.request_id, None)
         self.live[request.request_id] = life
         self._num_reading_output += group.reads_output
-        self._unplaced.append(life)
-        event = self._note_event("submit", request.request_id, asked=asked_of(group))
-        event.num_tokens, life.told_at = life.num_prompt_tokens, event.ordinal
-        event.asked["cache_salt"] = self._contents.name_of(request.cache_salt)
+        self._newly_waiting.append(life)
+        event = self._note_event("submit", request.request_id, asked=scheduling_inputs(group))
+        event.num_tokens, life.prompt_ordinal = life.num_prompt_tokens, event.ordinal
+        event.asked["cache_salt"] = self._contents.salt_name(request.cache_salt)
         if self._contents.compares:
-            event.shared = self._contents.tell(event.ordinal, request.cache_salt, request.prompt_token_ids)
+            event.shared = self._contents.add(event.ordinal, request.cache_salt, request.prompt_token_ids)
             event.complete_from = self._contents.complete_from
 
     def pruned(self, sequence: Sequence) -> None:
-        """A beam is not continued: its sequence is about to be given another one."""
-        self._tell_output(self.live[sequence.group.request.request_id], sequence)
+        """A beam is pruned: its sequence is about to get another beam."""
+        self._note_content(self.live[sequence.group.request.request_id], sequence)
 
     def searched(self, group: Group, step_id: int, parents: tuple[int, ...]) -> None:
-        """All beams of a group have come a token further: which one each sequence continues."""
+        """Record that every beam of a group has its next token; `parents`: the parent beam of each sequence."""
         self._open[step_id].beams.append((group.request.request_id, parents))
 
     def planned(self, step_id: int, plan: StepPlan, batch: Batch | None, blocks_used: int, now: float) -> None:
-        """A plan was made, `settle` was called before; with no batch nothing is computed."""
+        """Record a plan, after a call of `settle`; without a batch nothing is computed."""
         self.now, self._last_step = now, step_id
         step = Step(step_id, self._next_ordinal(), batch, plan.decisions, now)
         roster = self._roster
         step.running, step.waiting, step.blocks_used = roster.num_running, len(roster.waiting), blocks_used
         for decision in plan.decisions:
             self._note_decision(decision, step_id, now)
-        if self._unplaced:
-            self._place(step, now)
+        if self._newly_waiting:
+            self._note_wait_reasons(step, now)
         if batch is not None:
             self._open[step_id] = step
             if self._num_computing_prompts:
@@ -126,12 +127,15 @@ class StepLog:
             self.events.popleft()
 
     def settle(self) -> None:
-        """Note the results that have come, before anything else changes: their tokens are on their way by now."""
+        """Record the applied results, before anything else is recorded."""
         ended: dict[str, int] = {}  # by request: the step in which its last choice did
         for result in self.results:
             ended |= self._applied(*result)
         self.results.clear()
-        for request_id, step_id in ended.items():  # not before: choices of a request may end in two of the results
+        for (
+            request_id,
+            step_id,
+        ) in ended.items():  # after the loop, since a request's choices may end in several of the results
             life = self.live[request_id]
             if life.group is not None and life.group.state == "finished":
                 self._finish(life, step_id)
@@ -144,32 +148,32 @@ class StepLog:
         result: StepResult,
         times: tuple[float, float],
     ) -> dict[str, int]:
-        """A step's result; the requests of which choices ended in it."""
+        """Record a step's result; returns its id for each request with a choice that ended in it."""
         step = self._open.pop(step_id)
         step.seconds, self.now = times
         step.applied_at, step.applied_ordinal, now = self.now, self._next_ordinal(), self.now
-        for life, run in step.turning:
+        for life, run in step.prompts_done:
             group = life.group
             if group is not None and group.num_preemptions == run and group.first_token is not None:
                 self._num_computing_prompts -= life.is_computing_prompt
-                life.go_on(step_id, now)
-        if step.turning:
-            step.turning = []
+                life.note_token(step_id, now)
+        if step.prompts_done:
+            step.prompts_done = []
         if result.errors or result.starved:
             self._note_failures(step, result)
-        # In most steps nobody ends and everyone gets one token: then there is nothing to look for.
+        # In most steps no choice ends and each gets one token: then there is nothing to record.
         if self._num_unfinished != num_unfinished or self._num_reading_output:
             self._note_outputs(step, outputs, result)
         return {request_id: step_id for request_id, *_ in step.ends}
 
     def starved(self, group: Group, step_id: int) -> None:
-        """The device had no memory for it: it was preempted behind the plan's back."""
+        """The device had no memory for a group, which was preempted after planning."""
         self.settle()
         self._open[step_id].starved.append(group.request.request_id)
         self._preempted(self.live[group.request.request_id], "device", step_id + 1, self.now)
 
     def ends(self, request_id: str, kind: Literal["abort", "fail", "expire"], now: float | None = None) -> None:
-        """A live request is about to end, and no step has made it."""
+        """A live request is about to end, other than by a step."""
         self.settle()
         self.now = self.now if now is None else now
         self._note_event(kind, request_id)
@@ -180,12 +184,12 @@ class StepLog:
         self._finish(life, self._last_step)
 
     def reset(self) -> None:
-        """What is computed by now is matched no more."""
+        """The prefix cache was emptied."""
         self.settle()
         self._note_event("reset", "")
 
     def held(self, request_id: str) -> None:
-        """A live request is about to be set aside."""
+        """A live request is about to be held."""
         self.settle()
         self._note_event("hold", request_id)
         life = self.live[request_id]
@@ -193,12 +197,12 @@ class StepLog:
         life.hold(self._last_step, self.now)
 
     def released(self, group: Group) -> None:
-        """A request that was held waits again."""
+        """A held request waits again."""
         self.settle()
         life = self.live[group.request.request_id]
         self._note_event("release", life.request_id)
         life.release(self._last_step, self.now, wait_bound=group.wait_bound)
-        self._unplaced.append(life)
+        self._newly_waiting.append(life)
 
     def _note_decision(self, decision: Decision, step_id: int, now: float) -> None:
         life = self.live[decision.request_id]
@@ -213,7 +217,7 @@ class StepLog:
         elif decision.kind == "elder" and life.elder_step is None:
             life.elder_step = step_id
 
-    def _know(self, sequence: Sequence, life: RequestLife) -> None:
+    def _register(self, sequence: Sequence, life: RequestLife) -> None:
         life.sequence_ids.append(sequence.sequence_id)
         life.sequences[sequence.choice] = sequence
         self._life_of[sequence.sequence_id] = life
@@ -221,7 +225,7 @@ class StepLog:
         self._num_unfinished += 1
 
     def _note_failures(self, step: Step, result: StepResult) -> None:
-        """Slices that could not be computed, of whomever: who is passed over is so in a replay, too."""
+        """Record the slices that failed, also of sequences whose results were ignored: a replay ignores them too."""
         parts: tuple[tuple[Iterable[int], FailedPart], ...] = ((result.errors, "slice"), (result.starved, "memory"))
         for sequence_ids, part in parts:
             step.failed += [(*self._names[sequence_id], part) for sequence_id in sequence_ids]
@@ -232,10 +236,10 @@ class StepLog:
             step.failed += [(*self._names[sequence_id], "sample") for sequence_id in wrong]
         for output in outputs:
             life = self.live[output.request_id]
-            is_search = life.group is not None and life.group.beams is not None  # tells all its tokens at its end
+            is_search = life.group is not None and life.group.beams is not None  # sends all its tokens at its end
             if output.finish is not None:
-                said = self._end(life, output.choice, output.finish, len(output.token_ids) if is_search else None)
-                step.ends.append((output.request_id, output.choice, output.finish, said))
+                num_output = self._end(life, output.choice, output.finish, len(output.token_ids) if is_search else None)
+                step.ends.append((output.request_id, output.choice, output.finish, num_output))
             if len(output.token_ids) > 1 and not is_search:
                 step.forced.append((output.request_id, output.choice, len(output.token_ids)))
 
@@ -244,11 +248,11 @@ class StepLog:
     ) -> None:
         self._num_computing_prompts -= life.is_computing_prompt
         life.preempt(cause, step_id, now, mode=mode)
-        self._unplaced.append(life)
+        self._newly_waiting.append(life)
 
-    def _place(self, step: Step, now: float) -> None:
-        """Only changes of a reason are decisions: those who are new in the queue may have theirs from before."""
-        for life in self._unplaced:
+    def _note_wait_reasons(self, step: Step, now: float) -> None:
+        """Record why new and preempted requests wait: plans record only changes of the reason."""
+        for life in self._newly_waiting:
             group = life.group
             if group is None or group.state in ("running", "held"):
                 continue
@@ -256,28 +260,28 @@ class StepLog:
                 name, reason = life.request_id, group.wait_reason
                 step.decisions = [*step.decisions, Decision(kind="waits", request_id=name, reason=reason)]
             life.wait(group.wait_reason, step.step_id, now)
-        self._unplaced.clear()
+        self._newly_waiting.clear()
 
     def _note_chunks(self, step: Step, batch: Batch) -> None:
         for item in batch.items:
             life = self._life_of[item.sequence_id]
-            # What a step in flight is about to sample is computed: that is a decode planned ahead.
+            # A slice that ends with PENDING is a decode that was planned ahead.
             if life.is_computing_prompt and item.token_ids[-1] != PENDING:
                 life.note_chunk(step.step_id, item.start, item.num_tokens)
                 if item.wants_sample or (life.max_new_tokens == 0 and item.end == item.num_prompt_tokens):
-                    step.turning.append((life, item.run))
+                    step.prompts_done.append((life, item.run))
 
-    def _end(self, life: RequestLife, choice: int, finish: FinishReason, said: int | None = None) -> int:
-        """A choice ends; how many tokens it has said, if not all that its sequence knows."""
+    def _end(self, life: RequestLife, choice: int, finish: FinishReason, num_output: int | None = None) -> int:
+        """A choice ends; `num_output`: its output tokens, None for all that its sequence has."""
         self._num_unfinished -= 1
         sequence = life.sequences[choice]
-        self._tell_output(life, sequence)
-        said = num_known_tokens(sequence) - life.num_prompt_tokens if said is None else said
-        life.end(choice, finish, said)
-        return said
+        self._note_content(life, sequence)
+        num_output = num_known_tokens(sequence) - life.num_prompt_tokens if num_output is None else num_output
+        life.end(choice, finish, num_output)
+        return num_output
 
-    def _tell_output(self, life: RequestLife, sequence: Sequence) -> None:
-        """What a choice has said, or what a beam has that is given up."""
+    def _note_content(self, life: RequestLife, sequence: Sequence) -> None:
+        """Record the tokens of a choice that ends, or of a beam that is pruned."""
         if not self._contents.compares:
             return
         num_known = num_known_tokens(sequence)
@@ -286,21 +290,23 @@ class StepLog:
         if num_known > life.num_prompt_tokens:
             salt = sequence.group.request.cache_salt
             known = sequence.token_ids[:num_known]
-            event.shared = self._contents.extend(event.ordinal, life.told_at, salt, known, life.num_prompt_tokens)
+            event.shared = self._contents.extend(
+                event.ordinal, life.prompt_ordinal, salt, known, life.num_prompt_tokens
+            )
             event.complete_from = self._contents.complete_from
 
     def _finish(self, life: RequestLife, step_id: int) -> None:
-        """The request goes to those that have ended."""
+        """Move the request's life to the ended ones."""
         self._num_computing_prompts -= life.is_computing_prompt
         self._num_reading_output -= life.group is not None and life.group.reads_output
-        for sequence in life.sequences.values():  # beams beyond the choices
-            self._tell_output(life, sequence)
+        for sequence in life.sequences.values():  # a search has more beams than choices
+            self._note_content(life, sequence)
         self._num_unfinished -= len(life.sequences)
         life.finish(step_id, self.now)
         del self.live[life.request_id]
         for sequence_id in life.sequence_ids:
             del self._life_of[sequence_id]
-        self._leaving.append((self._last_step, life.sequence_ids))  # a step planned ahead may have them, too
+        self._leaving.append((self._last_step, life.sequence_ids))  # a step that was planned ahead may name them too
         self._finished[life.request_id] = life
         if len(self._finished) > MOST_FINISHED:
             del self._finished[next(iter(self._finished))]
@@ -321,15 +327,15 @@ class StepLog:
 
 
 class Step:
-    """One step as it is kept: flat numbers, since thousands of steps with hundreds of sequences each are.
+    """One step in a compact form, since the log has thousands of steps with hundreds of sequences each.
 
-    With n slices it takes 16 bytes for each in most steps; no token is kept here.
+    n slices take 16 n bytes in most steps. No token is kept.
     """
 
     __slots__ = (
         *("step_id", "ordinal", "planned_at", "applied_at", "applied_ordinal", "seconds"),
         *("ids", "starts", "sizes", "num_tokens", "num_decodes", "copies", "swaps", "decisions"),
-        *("running", "waiting", "blocks_used", "ends", "forced", "starved", "failed", "beams", "turning"),
+        *("running", "waiting", "blocks_used", "ends", "forced", "starved", "failed", "beams", "prompts_done"),
     )
 
     def __init__(self, step_id: int, ordinal: int, batch: Batch | None, decisions: list[Decision], now: float) -> None:
@@ -355,11 +361,11 @@ class Step:
         self.starved: list[str] = []
         self.failed: list[tuple[str, int, FailedPart]] = []
         self.beams: list[tuple[str, tuple[int, ...]]] = []
-        self.turning: list[tuple[RequestLife, int]] = []  # whose prompts are computed with it, and in which run
+        self.prompts_done: list[tuple[RequestLife, int]] = []  # lives whose prompts this step completes, with their run
 
 
 class Event:
-    """What came from outside, or what a choice had said at its end."""
+    """A call from outside, or the content of a choice that ended."""
 
     __slots__ = (
         *("after_step", "asked", "at", "choice", "complete_from", "kind", "num_tokens", "ordinal"),
@@ -390,15 +396,15 @@ class Event:
 
 
 def num_known_tokens(sequence: Sequence) -> int:
-    """Its tokens without those in flight."""
+    """The sequence's tokens without those in flight."""
     num_known = len(sequence.token_ids)
     while sequence.token_ids[num_known - 1] == PENDING:
         num_known -= 1
     return num_known
 
 
-def asked_of(group: Group) -> dict[str, object]:
-    """What plans follow from, of a request; how it samples, and its tokens, are its own affair."""
+def scheduling_inputs(group: Group) -> dict[str, object]:
+    """The fields of a request that plans depend on: neither its tokens nor how it samples."""
     request = group.request
     return {
         "num_prompt_tokens": group.num_prompt_tokens,

@@ -1,6 +1,6 @@
-"""Why a request took as long as it did: its life in seconds and steps, and one sentence on the largest cause.
+"""Explains a request's latency: its time in each phase, and one sentence on the largest cause.
 
-The parts before the first token add up to the time to it, and all parts to the request's whole time.
+The parts before the first token add up to the time to first token, and all parts to the request's whole time.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from quire_engine.scheduling.log.step_log import Step
 Account = dict[tuple[Phase, str], Spent]
 
 _WAITS = {
-    "kv": "waiting for KV blocks: those who ran held them; a larger --kv-memory, or fewer and shorter requests at once,"
-    " would shorten it",
-    "slots": "waiting for a place among the sequences that are computed at once, of which there are --max-num-seqs",
-    "budget": "waiting for a share of the steps' tokens, of which others took all; --max-num-batched-tokens and"
-    " --itl-target limit them",
-    "prefix": "waiting for its prompt's beginning, which another request was computing",
-    "": "waiting for the step that ran when it came",
+    "kv": "waiting for KV blocks, which running requests held; a larger --kv-memory, or fewer and shorter requests at"
+    " once, would shorten it",
+    "slots": "waiting for one of the --max-num-seqs slots for running sequences",
+    "budget": "waiting for a share of the steps' tokens, all of which went to other requests; --max-num-batched-tokens"
+    " and --itl-target limit them",
+    "prefix": "waiting for a prefix of its prompt that another request was computing",
+    "": "waiting for the end of the step that ran when it arrived",
 }
 _PHASES: dict[Phase, str] = {
-    "transit": "reaching the scheduler: the way to the engine's process, the step that ran meanwhile, a grammar that"
-    " was compiled, or an engine that ended before this one",
+    "transit": "reaching the scheduler: the way to the engine process, the step that ran meanwhile, a grammar's"
+    " compilation, or an engine process that ended before this one",
     "prefill": "computing its prompt",
     "decode": "computing its own output",
-    "recompute": "computing again what preemptions had taken",
-    "held": "being set aside: its client did not take its tokens",
+    "recompute": "computing tokens again after a preemption",
+    "held": "being held, because its client did not read its tokens",
 }
 
 
 def summary(life: RequestLife, step: int, now: float) -> dict[str, object]:
-    """One line of a list."""
+    """A request's line in a list of requests."""
     return {
         "request_id": life.request_id,
         "state": life.phase,
@@ -52,7 +52,7 @@ def summary(life: RequestLife, step: int, now: float) -> dict[str, object]:
 
 
 def explanation(life: RequestLife, step: int, now: float, steps: Values[Step]) -> dict[str, object]:
-    """All that is known of one request; `steps` are those that are remembered, the earliest first."""
+    """The record of one request in full; `steps`: the logged steps, the earliest first."""
     account = life.spent_until(step, now)
     before = life.before_first_token
     beside = _beside_prompts(life, steps)
@@ -84,7 +84,7 @@ def _output(life: RequestLife) -> int:
 
 
 def _parts(account: Account) -> list[dict[str, object]]:
-    """In the order in which the phases began."""
+    """The account as a list, in the order in which the phases began."""
     return [
         {"phase": phase, "reason": reason, "seconds": spent.seconds, "steps": spent.steps}
         for (phase, reason), spent in account.items()
@@ -93,13 +93,13 @@ def _parts(account: Account) -> list[dict[str, object]]:
 
 
 def _seconds(step_id: int, steps: Values[Step]) -> float | None:
-    """How long a step took, if it is remembered."""
+    """The duration of a step, if it is in the log."""
     index = step_id - steps[0].step_id if steps else -1
     return steps[index].seconds if 0 <= index < len(steps) else None
 
 
 def _beside_prompts(life: RequestLife, steps: Values[Step]) -> dict[str, float | int]:
-    """Of its decode, the remembered steps that computed others' prompts too: what these made it wait longer for."""
+    """The logged steps of its decode that also computed other requests' prompts."""
     if life.first_token_step is None:
         return {"steps": 0, "prompt_tokens": 0, "seconds": 0.0}
     last = life.last_step if life.last_step is not None else steps[-1].step_id
@@ -114,7 +114,7 @@ def _beside_prompts(life: RequestLife, steps: Values[Step]) -> dict[str, float |
 
 
 def _why(life: RequestLife, account: Account, beside: dict[str, float | int]) -> str:
-    """The largest part, in words and with its share."""
+    """One sentence on the largest part, with its share."""
     causes: dict[str, float] = {}
     for (phase, reason), spent in account.items():
         causes[_cause(phase, reason)] = causes.get(_cause(phase, reason), 0.0) + spent.seconds

@@ -1,1 +1,1 @@
-"""What continuous batching is compared with: processes that answer fixed batches, each as a command of its own."""
+"""Static batching as a baseline for continuous batching; each baseline is a process of its own."""

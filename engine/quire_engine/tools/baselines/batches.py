@@ -1,7 +1,7 @@
-"""The conversation of a baseline with the benchmark: one JSON object per line, batches in, times out.
+"""The protocol between a baseline and the benchmark: lines of JSON, batches in, token times out.
 
-Promises: the first line in is the configuration, the first line out says that the model is loaded; then a line out for
-each line in.
+Promises: the first input line is the configuration, the first output line reports that the model is loaded; each later
+input line gets one output line.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from quire_engine.tools.json_child import converse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One request of a batch. Greedy, ended by its length only."""
+    """One request of a batch: greedy, with a fixed number of output tokens."""
 
     prompt: Sequence[int]
     output_tokens: int
 
 
-# For each member, when its tokens were there: seconds after the batch began.
+# Arrival times of each member's tokens, in seconds after the start of the batch.
 Times = list[list[float]]
 RunBatch = Callable[[Sequence[Member]], Times]
 
 
 def answer(load: Callable[[EngineConfig], RunBatch]) -> int:
-    """Serve stdin until it ends; the process's exit code."""
+    """Answer questions on stdin until it ends; return the process's exit code."""
     return converse(partial(_answers, load))
 
 

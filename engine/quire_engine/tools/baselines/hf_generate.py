@@ -1,7 +1,7 @@
 """transformers' `generate` on static batches: `python -m quire_engine.tools.baselines.hf_generate`.
 
-Promises: the checkpoint, type and device that the engine would take; prompts padded on the left, greedy, no early end.
-Must not know: kernels.
+Promises: the checkpoint, dtype and device that the engine would use; left-padded prompts, greedy sampling, no early
+end. Must not know: kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire_engine.tools.baselines.batches import Member, RunBatch, Times, answer
 
 
 class GenerativeModel(Protocol):
-    """What is used of a transformers model."""
+    """The part of a transformers model that is used here."""
 
     @property
     def device(self) -> torch.device: ...
@@ -31,7 +31,7 @@ class GenerativeModel(Protocol):
 
 
 class StepClock:
-    """A transformers streamer that notes when each step's tokens came."""
+    """A transformers streamer that records the time of each step's tokens."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
@@ -39,18 +39,18 @@ class StepClock:
         self.times: list[float] = []
 
     def put(self, value: Tensor) -> None:
-        """First the prompts, then one token of each member."""
+        """Called with the prompts first, then with one token of each member."""
         del value
         if self._has_prompt:
             self.times.append(time.perf_counter() - self._started)
         self._has_prompt = True
 
     def end(self) -> None:
-        """Nothing is kept back."""
+        """Required by the interface; nothing is buffered."""
 
 
 def load(config: EngineConfig) -> RunBatch:
-    """The function that runs a batch. Raises ModelLoadError, ImportError."""
+    """Load the model; returns the function that runs a batch. Raises ModelLoadError, ImportError."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - optional
 
     path = Path(config.model)
@@ -64,7 +64,7 @@ def load(config: EngineConfig) -> RunBatch:
 
 
 def run_batch(model: GenerativeModel, members: Sequence[Member]) -> Times:
-    """All members go on until the longest has ended; of tokens that a member did not ask for no time is told."""
+    """Run all members until the longest ends; report times only for tokens that a member asked for."""
     width = max(len(member.prompt) for member in members)
     longest = max(member.output_tokens for member in members)
     ids = torch.zeros(len(members), width, dtype=torch.int64)

@@ -1,7 +1,7 @@
-"""Our own engine driven as static batching: `python -m quire_engine.tools.baselines.static`.
+"""Static batching on our own engine: `python -m quire_engine.tools.baselines.static`.
 
-Promises: the same kernels and scheduler as the server, but a batch keeps all its places until its longest member ends,
-as in servers without continuous batching. Must not know: sockets, HTTP.
+Promises: the server's kernels and scheduler, but every member of a batch occupies its slot until the longest member
+ends, as in servers without continuous batching. Must not know: sockets, HTTP.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from quire_engine.types import GenerationRequest, SamplingParams, StepOutput, St
 
 
 def load(config: EngineConfig) -> RunBatch:
-    """The function that runs a batch. Raises ConfigError, ModelLoadError."""
+    """Load the model; returns the function that runs a batch. Raises ConfigError, ModelLoadError."""
     built = build(config)
     return partial(run_batch, Engine(built.scheduler, built.executor))
 
 
 def run_batch(engine: Engine, members: Sequence[Member]) -> Times:
-    """Every member computes as many tokens as the longest; of those that it did not ask for no time is told."""
+    """Every member computes as many tokens as the longest; only times of tokens it asked for are reported."""
     longest = max(member.output_tokens for member in members)
     times: Times = [[] for _ in members]
     started = time.perf_counter()

@@ -1,1 +1,1 @@
-"""`python -m quire_engine.tools.verify`: whether this machine computes what it should, asked and answered in JSON."""
+"""`python -m quire_engine.tools.verify`: checks the kernels and the model's answers on this machine, in JSON."""

@@ -1,8 +1,7 @@
-"""Answers with one report for each question: `{"device", "kernels", "deterministic", "model", "num_threads",
-"patience"}`.
+"""Answers each question `{"device", "kernels", "deterministic", "model", "num_threads", "patience"}` with a report.
 
-Promises: a wrong op, one that raises and one that hangs are findings; the report comes in any case but a crash, of
-which the operator sees what was being checked.
+Promises: a wrong result, an exception and a hang of an op are findings of the report; only a crash ends without a
+report, and the terminal then shows which op was being checked.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ _BLOCK_SIZE = 16
 
 
 def answers(questions: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A report for each. Raises ConfigError, ModelLoadError."""
+    """One report for each question. Raises ConfigError, ModelLoadError."""
     for asked in questions:
         yield report(asked)
 
 
 def report(asked: dict[str, Any]) -> dict[str, Any]:
-    """Check everything that was asked for."""
+    """Run all checks of one question."""
     started = time.perf_counter()
     device = resolve_device(asked["device"])
     model = load_model_config(Path(asked["model"]) if asked["model"] else demo_model_path())
     threads, patience = asked["num_threads"] or usable_cores(), asked["patience"]
     dtype = getattr(torch, _DTYPES.get(model.dtype, "bfloat16"))
-    torch.set_num_threads(1)  # the answers are small: threads would wait for each other longer than they compute
+    torch.set_num_threads(1)  # results are small: threads would spend more time on synchronization than on work
     found: list[dict[str, Any]] = []
     stopped = False
     sizes, deterministic = model_sizes(model, _BLOCK_SIZE), asked["deterministic"]
@@ -101,12 +100,12 @@ def _greedy(device: torch.device, asked: dict[str, Any], threads: int) -> Greedy
 
 
 def _show(text: str) -> None:
-    """Where one looks at a terminal, what is being checked, in one line that the next one replaces."""
+    """Print the current check to a terminal, in one line that the next one replaces."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
-    faulthandler.enable()  # a crash says in which op
+    faulthandler.enable()  # a crash prints the traceback of the op
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     sys.exit(converse(answers))

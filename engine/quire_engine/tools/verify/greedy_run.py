@@ -1,7 +1,8 @@
-"""The embedded model's greedy answers on a device, against those that were recorded on a CPU.
+"""Compares the embedded model's greedy answers on a device with answers recorded on a CPU.
 
-Promises: the engine that serves computes them, each prompt alone and all at once. At every recorded token the model was
-so sure that no rounding can change it: the greatest logit leads by `LEAST_LEAD` at least. Must not know: text.
+Promises: the answers come from the serving engine, for each prompt alone and for all prompts together. At every
+recorded token the greatest logit leads by at least `LEAST_LEAD`, so rounding cannot change the token. Must not know:
+text.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _POOL_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One recorded answer. `text` and `answer` are for readers."""
+    """One recorded answer. `text` and `answer` are for human readers."""
 
     text: str
     answer: str
@@ -35,17 +36,17 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GreedyResult:
-    """How the answers came out."""
+    """Result of the comparison."""
 
     ok: bool
     kernels: str
     num_tokens: int
-    num_equal: int  # before the first difference of each
+    num_equal: int  # tokens before the first difference, summed over the answers
     problem: str = ""
 
 
 def recorded_answers() -> list[Answer]:
-    """As they ship beside the model."""
+    """Read the answers that ship with the model."""
     plain = json.loads(recorded_answers_path().read_text(encoding="utf-8"))
     return [
         Answer(
@@ -61,7 +62,7 @@ def recorded_answers() -> list[Answer]:
 def run_greedy(
     device: torch.device, kernels: KernelChoice, dtype: DType, num_threads: int, *, deterministic: bool = False
 ) -> GreedyResult:
-    """Load the embedded model and ask it. Raises ConfigError, ModelLoadError."""
+    """Load the embedded model and compare its answers. Raises ConfigError, ModelLoadError."""
     built = build(
         EngineConfig(
             model=str(demo_model_path()),
@@ -95,7 +96,7 @@ def run_greedy(
 
 
 def generate(engine: Engine, answers: Sequence[Answer]) -> list[tuple[int, ...]]:
-    """As many tokens as were recorded of each, all prompts at once."""
+    """Generate as many tokens as were recorded for each prompt, with all prompts in one batch."""
     tokens: list[list[int]] = [[] for _ in answers]
 
     def note(step: StepOutput) -> None:

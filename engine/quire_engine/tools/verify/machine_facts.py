@@ -1,6 +1,6 @@
-"""What a report says of the machine and of the versions on it.
+"""Facts about the machine and the installed versions for a report.
 
-Promises: nothing that names its user, its host or its files.
+Promises: no names of users, hosts or files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PACKAGES = ("quire", "torch", "triton", "numpy", "flash-attn")
 
 
 def machine_facts() -> dict[str, Any]:
-    """Plain values, fit for JSON."""
+    """The facts as values for JSON."""
     return {
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
         "system": platform.platform(),

@@ -1,7 +1,7 @@
-"""Which kernel sets would serve on a device, and what is checked of each.
+"""Chooses the kernel sets that a device would serve with, and the checks of each.
 
-Promises: the set for the model's own type is checked in full, as are formats of weights and pool that it has; what
-serves in other types is checked in full where it is the same set, else briefly.
+Promises: the set for the model's dtype gets all checks, also with every format of weights and pool that it supports;
+the sets for other dtypes get all checks if they are the same set on a GPU, otherwise a few.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedSet:
-    """One kernel set and its checks, which are made one by one."""
+    """One kernel set and its checks, which are built lazily."""
 
     subject: Subject
     checks: Iterator[Check]
@@ -48,7 +48,7 @@ def checked_sets(
     *,
     deterministic: bool,
 ) -> Iterator[CheckedSet]:
-    """All that is to be checked; `dtype` is the model's. Raises ConfigError where `choice` cannot serve it."""
+    """All kernel sets to check; `dtype` is the model's. Raises ConfigError if `choice` does not support it."""
 
     def make(
         kind: torch.dtype, name: str, quantization: Quantization | None = None, kv_type: KVType = "auto"
@@ -114,6 +114,6 @@ def _pools(subject: Subject, sizes: ModelSizes) -> Iterator[Check]:
         kv = KVFormat(head_dim=heads.head_dim, block_size=heads.block_size, kv_type=subject.kv_type)
         try:
             select(subject.device, subject.dtype, subject.kernels.name, kv=kv, threads=1)
-        except ValueError:  # it need not serve them
+        except ValueError:  # a set may support fewer shapes
             continue
         yield from attention_checks(subject, heads, own=False)

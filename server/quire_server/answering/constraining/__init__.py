@@ -1,1 +1,1 @@
-"""What a request asks of its answer's form, as one grammar; `constraints` is what the rest uses."""
+"""Constraints of a request on the form of its answer, combined into one grammar; the interface is `constraints`."""

@@ -1,6 +1,6 @@
-"""Calls of tools as rules of a grammar, written as the model's format writes them.
+"""Grammar rules for tool calls in the model's format.
 
-A reply that obeys the rules is read back as calls of the tools that were offered, with valid arguments.
+A reply that obeys the rules parses as calls of the offered tools with valid arguments.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from quire_server.text.parsing.formats import FORCED
 from quire_server.text.parsing.reasoning import TokenId
 from quire_server.text.parsing.tool_format import ToolFormat
 
-MAX_RULES_CHARS = 131_072  # of all tools' schemas, without what only describes
+MAX_RULES_CHARS = 131_072  # of all tools' schemas, without descriptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calls:
-    """The rules, and how they begin."""
+    """The rules, and the expression that starts them."""
 
     start: str
     rules: tuple[str, ...]
-    forced: bool  # there must be a call
+    forced: bool  # whether there must be a call
 
 
 def reading_format(tools: ToolOptions | None, model_format: ToolFormat | None) -> ToolFormat | None:
-    """The format in which a reply's calls are to be read: the model's own, or plain JSON where that is what is forced.
+    """The format in which a reply's calls are parsed: the model's own, or plain JSON for forced calls.
 
-    None where no call is to be expected.
+    None where no call can come.
     """
     if tools is None or not tools.tools or tools.choice == "none":
         return None
@@ -51,7 +51,7 @@ def reading_format(tools: ToolOptions | None, model_format: ToolFormat | None) -
 def written_calls(
     tools: ToolOptions | None, tool_format: ToolFormat, structure: Structure | None, token_id: TokenId
 ) -> Calls | None:
-    """The rules for what a request says of its tools; None where they are free. Raises BadRequest."""
+    """The rules for a request's tools; None where calls are not constrained. Raises BadRequest."""
     if tools is None or not tools.tools or tools.choice == "none":
         return None
     forced = tools.choice != "auto"
@@ -110,7 +110,7 @@ class _Writer:
         return Calls(start=start, rules=tuple(rules), forced=self._forced)
 
     def _call(self, begin: str, *, without: str = "") -> str:
-        """One call of any of the tools, after `begin`; the text `without` has been written already."""
+        """One call of any tool, after `begin`; the text `without` is already written."""
         form = self._format
         variants = []
         for i, tool in enumerate(self._tools):
@@ -124,7 +124,7 @@ class _Writer:
 
 
 def _arguments(tool: Tool) -> str:
-    """The right side of a tool's rule for arguments; of a tool that is not strict, what of its schema can be kept."""
+    """The right side of a tool's rule for arguments; without `strict`, as much of its schema as possible."""
     if tool.parameters is None:
         return json_value({"type": "object"})
     try:

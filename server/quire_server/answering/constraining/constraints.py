@@ -1,6 +1,6 @@
-"""One grammar for one request: thoughts in front where the model may think, then the answer or calls of tools.
+"""The grammar of one request's reply: thoughts first where the model may think, then the answer or tool calls.
 
-A request gets a grammar exactly when it asks for one, and then its whole reply obeys it.
+A request gets a grammar exactly when it asks for a constraint, and then its whole reply obeys it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SPACE_AFTER_THOUGHTS = "/[ \\t\\r\\n]{1,8}/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thinking:
-    """What a model does before it answers: it may open a block of thoughts, or the prompt has opened it."""
+    """A block of thoughts before the answer, opened by the model or already by the prompt."""
 
     marks: ThinkingMarks
     is_open: bool
@@ -40,7 +40,7 @@ class Thinking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """A grammar, and what in the request asked for it."""
+    """A grammar, and the field that asked for it."""
 
     grammar: Grammar
     param: str
@@ -49,9 +49,9 @@ class Constraint:
 def constraint(
     options: GenerationOptions, *, tool_format: ToolFormat | None, thinking: Thinking | None, token_id: TokenId
 ) -> Constraint | None:
-    """What this request's reply must obey, if anything. `tool_format` reads its calls; None where none can be read.
+    """The constraint on this request's reply, or None. `tool_format`: the format of its calls; None: no calls.
 
-    Raises BadRequest for what cannot be enforced.
+    Raises BadRequest for a constraint that cannot be enforced.
     """
     structure = options.structure
     answer = None if structure is None else _answer(structure)
@@ -89,7 +89,7 @@ def _start(answer: str | None, calls: Calls | None, thinking: Thinking | None, t
 
 
 def _thoughts(thinking: Thinking, token_id: TokenId) -> Sequence[str]:
-    """The block after its opening mark, with its closing one."""
+    """Rules for the block of thoughts after its opening mark, with its closing mark."""
     end = thinking.marks.end
     space = f"SPACE: {_SPACE_AFTER_THOUGHTS}"
     if token_id(end) is None:

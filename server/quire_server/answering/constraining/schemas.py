@@ -1,6 +1,6 @@
-"""Pieces of Lark in llguidance's dialect, and JSON schemas as such a grammar can hold them.
+"""Pieces of Lark in llguidance's dialect, and the check of JSON schemas for such a grammar.
 
-What narrows an answer and cannot be enforced is refused with its place, but for what docs/api.md lists.
+A keyword that narrows an answer and cannot be enforced is refused with its place, but for those in docs/api.md.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from urllib.parse import unquote
 
 from quire_server.text.parsing.reasoning import TokenId
 
-# Between the parts of a JSON value: a space, or a line's end and what indents the next line. What is not bounded models
-# fill with blanks for ever.
+# Whitespace between the parts of a JSON value: a space, or a line break and an indentation. It is bounded, since models
+# may write unbounded whitespace for ever.
 _WHITESPACE = r" |\r?\n[ \t]{0,16}"
 _ANY_TEXT = "/(?s:.*)/"
 
 
 def literal(value: str) -> str:
-    """Exactly this text."""
+    """A terminal for exactly this text."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def written(value: str, marks: Iterable[str], token_id: TokenId) -> str:
-    """Exactly this text, the marks in it by their tokens where they are some: so a model was trained to write them."""
+    """Terminals for exactly this text. Marks that are special tokens are written by id, as in the model's training."""
     ids = {mark: token_id(mark) for mark in marks if mark}
     known = {mark: found for mark, found in ids.items() if found is not None}
     pieces = re.split(f"({'|'.join(map(re.escape, known))})", value) if known else [value]
@@ -33,28 +33,28 @@ def written(value: str, marks: Iterable[str], token_id: TokenId) -> str:
 
 
 def expression(pattern: str) -> str:
-    """A whole text that a regular expression describes."""
+    """A terminal for texts that match a regular expression as a whole."""
     escaped = re.sub(r"\\.|/|\n|\r", _escaped, pattern, flags=re.DOTALL)
     return f"/{escaped}/"
 
 
 def ending_in(mark: str) -> str:
-    """A text up to and with the first place of `mark`; for rules that are lazy."""
+    """A text up to and including the first `mark`; for lazy rules."""
     return expression(f"(?s:.*){_plain(mark)}")
 
 
 def without(mark: str) -> str:
-    """A text in which `mark` does not occur; for terminals."""
+    """A text without `mark`; for terminals."""
     return f"{_ANY_TEXT} & ~{expression(f'(?s:.*){_plain(mark)}(?s:.*)')}"
 
 
 def not_beginning_with(characters: str) -> str:
-    """A text whose first character but for spaces is none of these."""
+    """A text whose first character after spaces is none of these."""
     return expression(rf"\s{{0,4}}[^\s{_plain(characters)}](?s:.*)")
 
 
 def json_value(schema: Mapping[str, object], *, compact: bool = False, lenient: bool = False) -> str:
-    """A JSON value that fulfils the schema; `compact` leaves no whitespace between its parts."""
+    """A JSON value that conforms to the schema; `compact`: without whitespace between its parts."""
     options: dict[str, object] = {"whitespace_flexible": False} if compact else {"whitespace_pattern": _WHITESPACE}
     if lenient:
         options["lenient"] = True
@@ -62,12 +62,12 @@ def json_value(schema: Mapping[str, object], *, compact: bool = False, lenient: 
 
 
 def _plain(value: str) -> str:
-    """A text inside a regular expression. Rust knows fewer escapes than Python's `re.escape` makes."""
+    """A text escaped for a regular expression. Rust knows fewer escapes than Python's `re.escape` makes."""
     return re.sub(r"[\\.+*?()|\[\]{}^$#&\-~/]", lambda found: "\\" + found[0], value)
 
 
 def _escaped(found: re.Match[str]) -> str:
-    """What would end the expression or its line, as an escape; what is escaped stays as it is."""
+    """Escape characters that would end the expression or its line; keep existing escapes."""
     return {"/": "\\/", "\n": "\\n", "\r": "\\r", "\\\n": "\\n", "\\\r": "\\r"}.get(found[0], found[0])
 
 
@@ -75,24 +75,24 @@ Schema: TypeAlias = dict[str, object]
 
 MAX_SCHEMA_CHARS = 65_536
 MAX_SCHEMA_DEPTH = 64
-MAX_CONSTANT_CHARS = 4096  # of one text that is forced: each of its tokens costs the engine a look at all of it
+MAX_CONSTANT_CHARS = 4096  # of one forced text: each of its tokens costs time for all of it
 
-# Keywords by what stands under them. Names of properties are no keywords, and constants are no schemas.
+# Keywords with subschemas: a schema, a list of schemas, a map of schemas.
 _ONE = ("additionalItems", "additionalProperties", "items")
 _LIST = ("allOf", "anyOf", "oneOf", "prefixItems")
 _MAP = ("$defs", "definitions", "patternProperties", "properties")
-# They narrow what is valid, and the grammar has no way to say it.
+# These narrow the valid values, and a grammar cannot express them.
 UNSUPPORTED = (
     "not", "if", "dependencies", "dependentRequired", "dependentSchemas", "contains", "propertyNames", "uniqueItems",
     "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef", "extends", "disallow", "divisibleBy",
 )  # fmt: skip
-# Without effect where what they belong to is not there, and that is refused.
+# These have no effect without the keywords that they belong to, which are refused.
 _ACCESSORIES = ("then", "else", "minContains", "maxContains")
 _ANNOTATIONS = (
     "title", "description", "default", "examples", "example", "$comment", "deprecated", "readOnly", "writeOnly",
     "$vocabulary", "x-guidance",
 )  # fmt: skip
-# Formats of strings: those that the grammar writes, and the standard's other ones. Unknown ones are annotations.
+# Formats of strings: those that the grammar enforces, and others of the standard. Unknown formats are annotations.
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 UNSUPPORTED_FORMATS = (
     "idn-email", "idn-hostname", "iri", "iri-reference", "json-pointer", "regex", "relative-json-pointer",
@@ -101,11 +101,11 @@ UNSUPPORTED_FORMATS = (
 
 
 class SchemaRefused(Exception):
-    """Why a schema is not accepted, with the place in it."""
+    """The reason why a schema is refused, with the place in it."""
 
 
 def parsed(text: str) -> Schema:
-    """A schema that was sent as text. Raises SchemaRefused."""
+    """Parse a schema that was sent as text. Raises SchemaRefused."""
     check_size(text)
     try:
         value = json.loads(text)
@@ -124,9 +124,9 @@ def check_size(text: str) -> None:
 
 
 def reviewed(schema: Schema, *, lenient: bool = False) -> Schema:
-    """The schema with nothing in it that would be passed over. `schema` is changed. Raises SchemaRefused.
+    """Check a schema and remove the keywords that have no effect. Changes `schema`. Raises SchemaRefused.
 
-    `lenient` drops what cannot be enforced, for whom no promise was made.
+    `lenient` drops keywords that cannot be enforced, for tools that are not strict.
     """
     _Review(schema, lenient).run()
     return schema
@@ -137,7 +137,7 @@ class _Review:
         self._root = root
         self._lenient = lenient
         self._seen: set[int] = set()
-        self._references: list[tuple[str, str]] = []  # with the place where each stands
+        self._references: list[tuple[str, str]] = []  # (reference, its place)
 
     def run(self) -> None:
         self._walk(self._root, "#", 0)
@@ -164,7 +164,7 @@ class _Review:
         if reference is not None:
             if not isinstance(reference, str) or not reference.startswith("#"):
                 raise SchemaRefused(f"'$ref' at {path} leads out of the schema; only references within it are followed")
-            if reference == "#" or reference.startswith("#/"):  # the others are anchors
+            if reference == "#" or reference.startswith("#/"):  # other references are anchors
                 self._references.append((reference, path))
         constants = schema.get("enum")
         for constant in [*(constants if isinstance(constants, list) else ()), schema.get("const")]:
@@ -186,7 +186,7 @@ class _Review:
         required = schema.get("required")
         named = len(required) if isinstance(required, list) else 0
         if type(least) is int and least > max(named, 1):
-            # The names of a map's keys are free, and so may be the same one twice.
+            # The grammar leaves the keys of a map free, so they may repeat.
             if not self._lenient:
                 raise SchemaRefused(f"'minProperties' at {path} is not supported beyond 1 and the required properties")
             del schema["minProperties"]
@@ -204,7 +204,7 @@ class _Review:
         del schema["format"]
 
     def _target(self, reference: str, path: str) -> object:
-        """What a pointer into the schema leads to."""
+        """The value that a JSON pointer into the schema refers to."""
         here: object = self._root
         for step in reference.split("/")[1:]:
             name = _unescaped(step)
@@ -218,7 +218,7 @@ class _Review:
 
 
 def _subschemas(schema: Schema, path: str) -> Iterator[tuple[Schema, str]]:
-    """Each schema right under this one, with its place."""
+    """The direct subschemas of this one, with their places."""
     for name in _ONE:
         if isinstance(below := schema.get(name), dict):
             yield below, f"{path}/{name}"
@@ -231,7 +231,7 @@ def _subschemas(schema: Schema, path: str) -> Iterator[tuple[Schema, str]]:
 
 
 def _modernise(schema: Schema, path: str) -> None:
-    """What drafts before 2020-12 say in another way, in that draft's. The library would pass over some of it."""
+    """Rewrite keywords of drafts before 2020-12, some of which the library would ignore."""
     schema.pop("$schema", None)
     for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         if isinstance(schema.get(exclusive), bool) and schema.pop(exclusive) and bound in schema:

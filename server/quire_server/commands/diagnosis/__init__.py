@@ -1,1 +1,1 @@
-"""From what a server's metrics say to the causes of bad latencies."""
+"""Diagnosis of bad latencies from a server's metrics."""

@@ -1,4 +1,4 @@
-"""Why latencies are bad, from what a server's metrics say over a while: causes with their numbers and a remedy each.
+"""Finds the causes of bad latencies in a server's metrics over a while, with numbers and a remedy for each.
 
 Promises: a cause is named only with the numbers that show it; the strongest first. Must not know: HTTP.
 """
@@ -20,16 +20,16 @@ _HISTOGRAMS = {
     "queue": "quire_request_queue_time_seconds",
 }
 _SHARES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
-_FEWEST = 5  # observations from which something is said
+_FEWEST = 5  # fewest observations for a statement
 _STEP, _HOST = "quire_engine_step_seconds", "quire_engine_step_host_seconds"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One objective, held against the window."""
+    """One objective with its measured value."""
 
     objective: Objective
-    seconds: float | None  # None: nothing was observed
+    seconds: float | None  # None without observations
 
     @property
     def ok(self) -> bool:
@@ -38,17 +38,17 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """One reason."""
+    """One cause."""
 
     name: str
-    weight: float  # 0 to 1: how much of the trouble it explains
+    weight: float  # 0 to 1: the share of the problem that it explains
     numbers: str
     remedy: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """The whole answer."""
+    """The objectives, the causes, and the number of observed requests."""
 
     measured: tuple[Measured, ...]
     causes: tuple[Cause, ...]
@@ -60,7 +60,7 @@ class Diagnosis:
 
 
 def diagnose(window: Window, slo: Slo) -> Diagnosis:
-    """Causes are looked for where an objective is missed, or requests were refused."""
+    """The diagnosis; causes are searched where an objective is missed, or requests were refused."""
     measured = tuple(
         Measured(objective=one, seconds=_statistic(window, _HISTOGRAMS[one.quantity], one.statistic))
         for one in slo.objectives

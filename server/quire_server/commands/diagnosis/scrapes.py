@@ -1,7 +1,6 @@
-"""What a server's /metrics said, several times over a while: differences of counters, means of gauges, quantiles.
+"""Several scrapes of a server's /metrics: differences of counters, means of gauges, quantiles.
 
-Promises: a metric that is not there reads as nothing, never as an error; a counter that fell began anew. Must not know:
-HTTP.
+Promises: a missing metric reads as 0 or None, never as an error; a counter that fell was reset. Must not know: HTTP.
 """
 
 from __future__ import annotations
@@ -18,26 +17,26 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scrape:
-    """One exposition."""
+    """The samples of one scrape."""
 
     at: float  # seconds on the reader's clock
     samples: dict[str, dict[Labels, float]]
 
     def total(self, name: str, **labels: str) -> float | None:
-        """The sum over all samples with these labels among theirs; None if there are none."""
+        """The sum over all samples that have these labels; None if there are none."""
         wanted = set(labels.items())
         found = [value for theirs, value in self.samples.get(name, {}).items() if wanted <= set(theirs)]
         return sum(found) if found else None
 
     def label(self, name: str, label: str) -> str:
-        """Of a metric that tells facts in its labels; empty if there is none."""
+        """A label's value of an info metric; empty if there is none."""
         for labels in self.samples.get(name, {}):
             return dict(labels).get(label, "")
         return ""
 
 
 def read_scrape(text: str, at: float) -> Scrape:
-    """Of the text format. Lines that are no samples are passed over."""
+    """Parse the text format. Lines that are not samples are ignored."""
     samples: dict[str, dict[Labels, float]] = {}
     for line in text.splitlines():
         found = None if line.startswith("#") else _SAMPLE.match(line.strip())
@@ -53,7 +52,7 @@ def read_scrape(text: str, at: float) -> Scrape:
 
 
 class Window:
-    """From the first of some scrapes to the last."""
+    """The time from the first scrape to the last."""
 
     def __init__(self, scrapes: Sequence[Scrape]) -> None:
         self._scrapes = scrapes
@@ -61,23 +60,23 @@ class Window:
         self.last = scrapes[-1]
 
     def delta(self, name: str, **labels: str) -> float:
-        """What a counter grew by; 0 if it is not there."""
+        """The growth of a counter; 0 if it is missing."""
         before, after = self._scrapes[0].total(name, **labels), self.last.total(name, **labels)
         if after is None:
             return 0.0
         return after - before if before is not None and before <= after else after
 
     def gauge(self, name: str, **labels: str) -> float:
-        """Its mean over the scrapes; 0 if it is not there."""
+        """The mean of a gauge over the scrapes; 0 if it is missing."""
         values = [value for scrape in self._scrapes if (value := scrape.total(name, **labels)) is not None]
         return sum(values) / len(values) if values else 0.0
 
     def count(self, name: str) -> float:
-        """Observations of a histogram."""
+        """The number of a histogram's observations."""
         return self.delta(f"{name}_count")
 
     def mean(self, name: str) -> float | None:
-        """Of a histogram; None without an observation."""
+        """The mean of a histogram's observations; None without an observation."""
         count = self.count(name)
         return self.delta(f"{name}_sum") / count if count else None
 
@@ -97,13 +96,13 @@ class Window:
         return low
 
     def _buckets(self, name: str) -> list[tuple[float, float]]:
-        """(upper bound, observations up to it) of what came in the window."""
+        """(upper bound, observations up to it) in the window."""
         bounds: dict[float, float] = {}
         for scrape, sign in ((self.last, 1.0), (self._scrapes[0], -1.0)):
             for labels, value in scrape.samples.get(f"{name}_bucket", {}).items():
                 bound = float(dict(labels).get("le", "inf"))
                 bounds[bound] = bounds.get(bound, 0.0) + sign * value
         counts = sorted(bounds.items())
-        if any(count < 0 for _, count in counts):  # the server was replaced meanwhile
+        if any(count < 0 for _, count in counts):  # the server was restarted meanwhile
             return Window([Scrape(at=self.last.at, samples={}), self.last])._buckets(name)
         return counts

@@ -1,1 +1,1 @@
-"""What the commands that simulate and plan print and write."""
+"""The output of the commands that simulate and plan."""

@@ -22,7 +22,7 @@ _SHAPE = ("layers", "kv_heads", "head_dim", "bytes_per_value")
 
 
 def add_kv_flags(parser: argparse.ArgumentParser, default_model: str) -> None:
-    """The group of `--kv`."""
+    """Add the flags of `--kv`."""
     group = parser.add_argument_group("Memory of a KV cache")
     group.add_argument("--kv", action="store_true", help="print it")
     group.add_argument(
@@ -43,7 +43,7 @@ def add_kv_flags(parser: argparse.ArgumentParser, default_model: str) -> None:
 
 
 def print_kv(given: argparse.Namespace, folder: Path, console: Console) -> int:
-    """The tables; 0. Raises ConfigError, ModelLoadError."""
+    """Print the tables; returns 0. Raises ConfigError, ModelLoadError."""
     shape = _given_shape(given.shape) if given.shape else kv_shape(folder)
     size, max_len = given.block_size, given.max_len or min(4096, shape.max_len or 4096)
     if given.tokens > max_len:

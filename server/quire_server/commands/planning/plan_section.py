@@ -1,6 +1,6 @@
-"""The part of a SERVING file that a plan writes: chosen values, evidence, what was rejected and why.
+"""Writes a plan into a section of a Markdown file: chosen values, evidence, rejected values and why.
 
-Promises: only what stands between the marks is replaced; a plan that says the same as before leaves the file as it is.
+Promises: only the text between the marks is replaced; a plan that equals the one in the file leaves the file unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire_engine.simulation.slo import Slo
 from quire_server.commands.showing.terminal import duration
 
 BEGIN, END = "<!-- quire plan: begin; written by `quire plan --write` -->", "<!-- quire plan: end -->"
-_LEAST_LENGTHS = 10  # a load lasts so many times as long as a request
+_LEAST_LENGTHS = 10  # fewest durations of a request that a load should last
 _DATE = re.compile(r"^Planned on \d{4}-\d\d-\d\d", re.MULTILINE)
 
 
@@ -80,7 +80,7 @@ def section(plan: Plan, about: Circumstances) -> str:
 
 
 def write(path: Path, text: str) -> bool:
-    """Put the section in its place, or at the end; False if nothing but the date would change. Raises ConfigError."""
+    """Put the section in its place, or at the end; False if only the date would change. Raises ConfigError."""
     try:
         before = path.read_text(encoding="utf-8") if path.exists() else ""
     except (OSError, UnicodeDecodeError) as error:

@@ -1,6 +1,6 @@
-"""What the commands that simulate, plan and diagnose print: tables on a terminal, or as wide text in a file.
+"""The printed tables of the commands that simulate, plan and diagnose: for a terminal, or as wide text in a file.
 
-Promises: a number that is not known is a dash.
+Promises: an unknown number is a dash.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LATENCIES = (
 
 
 def print_report(title: str, found: Report, console: Console) -> None:
-    """All of a run on one screen."""
+    """Print all numbers of a run."""
     table = Table(title=title, title_justify="left")
     table.add_column("latency")
     for column in ("p50", "p90", "p95", "p99", "max", "mean"):
@@ -87,7 +87,7 @@ def _print_tenants(found: Report, console: Console) -> None:
 
 
 def print_static(found: StaticOutcome, continuous: Report, console: Console) -> None:
-    """Static batches beside the scheduler's run."""
+    """Print static batching beside the scheduler's run."""
     outcome = found.outcome
     table = Table(title="The same load in static batches", title_justify="left")
     table.add_column("")

@@ -1,1 +1,1 @@
-"""What commands show while they work."""
+"""Progress displays of commands."""

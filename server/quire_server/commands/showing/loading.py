@@ -1,7 +1,6 @@
-"""Shows how far a model's load has come: a bar on a terminal, a line every few seconds elsewhere.
+"""Shows the progress of a model's load: a bar on a terminal, a line every few seconds elsewhere.
 
-Promises: a load of a second shows nothing; what is shown goes to stderr and ends with the load. Must not know:
-processes.
+Promises: a load of a second shows nothing; all output goes to stderr and ends with the load. Must not know: processes.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Update = Callable[[str, int, int], None]  # a phase in a few words, bytes done, 
 
 
 class Word(Protocol):
-    """The latest word on a load, as the engine gives it."""
+    """The latest progress of a load, as the engine reports it."""
 
     @property
     def phase(self) -> str: ...
@@ -42,7 +41,7 @@ class Word(Protocol):
 
 
 class Lines:
-    """Makes a line of the latest word, every few seconds."""
+    """Logs the latest progress every few seconds."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say, self._clock = say, clock
@@ -50,7 +49,7 @@ class Lines:
         self._phase, self._phase_begun = "", self._begun
 
     def update(self, phase: str, done: int, total: int) -> None:
-        """Here is the latest word; it may have been there before."""
+        """Take in the latest progress, which may be unchanged."""
         now = self._clock()
         if phase != self._phase:
             self._phase, self._phase_begun = phase, now
@@ -68,11 +67,11 @@ class Lines:
 
 @contextmanager
 def shown(*, bar: bool, say: Callable[[str], None] = _log_line) -> Iterator[Update]:
-    """What is to be told of each new word; without a bar, `say` gets a line now and then."""
+    """Yields the function to call with each progress; without a bar, `say` gets a line from time to time."""
     if not bar:
         yield Lines(say).update
         return
-    # Imported here: most starts are over before there is anything to show.
+    # Imported here, since most starts end before there is anything to show.
     from rich.console import Console  # noqa: PLC0415
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
 
@@ -92,12 +91,12 @@ def shown(*, bar: bool, say: Callable[[str], None] = _log_line) -> Iterator[Upda
 
 
 def has_terminal() -> bool:
-    """Whether somebody watches stderr."""
+    """Whether stderr is a terminal."""
     return sys.stderr.isatty()
 
 
 async def show(latest: Callable[[], Word | None], loaded: asyncio.Future[Any], *, bar: bool) -> None:
-    """Until `loaded` is done; `latest` gives the word of that moment."""
+    """Show the progress until `loaded` is done; `latest` returns the current progress."""
     await asyncio.wait([loaded], timeout=_QUIET_SECONDS)
     if loaded.done():
         return

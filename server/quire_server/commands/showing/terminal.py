@@ -1,4 +1,4 @@
-"""What commands have in common at a terminal: exit codes, flags, complaints of one line, wide tables, times.
+"""The commands' common behaviour at a terminal: exit codes, flags, complaints of one line, wide tables, times.
 
 Promises: a flag that cannot work ends the process with code 2 and one line.
 """

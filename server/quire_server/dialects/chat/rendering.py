@@ -1,6 +1,6 @@
-"""Replies of /v1/chat/completions as JSON bytes: whole ones, and the server-sent frames of streamed ones.
+"""Renders replies of /v1/chat/completions as JSON bytes, whole or as frames of a stream.
 
-A frame of plain text costs one escape and two concatenations; the pieces of a call joined are the whole one.
+A frame of plain text costs one escape and two concatenations; the pieces of a tool call add up to the whole call.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from quire_server.text.parsing.calls import CallDelta
 from quire_server.text.parsing.parsed_reply import whole_calls
 from quire_server.text.tokenizer import TextTokenizer
 
-# A client of OpenAI's or vLLM's may read them without asking whether they are there.
+# Clients of OpenAI and vLLM may read these fields without checking for them.
 _ABSENT_IN_MESSAGES = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "tool_calls"))
 
 
 class ChatRenderer:
-    """The shapes of /v1/chat/completions. There is one prompt, so its parts stand beside the choices."""
+    """The renderer for /v1/chat/completions. There is one prompt, so its fields stand beside the choices."""
 
     def __init__(self, head: ReplyHead, job: Job, generation: Generation, *, tokenizer: TextTokenizer) -> None:
         self._head = head.encoded("chatcmpl-", "chat.completion")
@@ -45,10 +45,10 @@ class ChatRenderer:
         self._format = LogprobFormat(tokenizer, names_are_ids=self._options.names_are_ids)
         self._prefix = self._chunk_start + b',"choices":[{"index":'
         self._is_first = True
-        self._num_sent = 0  # tokens in frames, where frames have the usage
+        self._num_sent = 0  # tokens in frames so far, for the usage in every frame
 
     def frames(self, deltas: Sequence[ChoiceDelta]) -> bytes:
-        """As of completions; a choice begins with a frame that has its role and no token."""
+        """Like the frames of completions; a choice begins with a frame that has its role and no token."""
         chunk = usage = b""
         for delta in deltas:
             if delta.is_first:
@@ -65,12 +65,12 @@ class ChatRenderer:
                 self._num_sent += len(delta.token_ids)
                 usage = usage_field(self._generation.usage, self._num_sent)
             if delta.calls or delta.reasoning:
-                news = self._news(delta)
-            elif delta.text or not delta.finish_reason:  # without news too: every token has its time
-                news = b'{"content":' + encode(delta.text) + b"}"
+                message = self._message_delta(delta)
+            elif delta.text or not delta.finish_reason:  # also without new text, so that clients can time every token
+                message = b'{"content":' + encode(delta.text) + b"}"
             else:
-                news = b"{}"
-            chunk += b'%b%d,"delta":%b' % (self._prefix, delta.index, news)
+                message = b"{}"
+            chunk += b'%b%d,"delta":%b' % (self._prefix, delta.index, message)
             if delta.finish_reason is None and self._options.num_logprobs is None and not self._options.token_ids:
                 chunk += b"%b%b}\n\n" % (PLAIN_END, usage)
                 continue
@@ -83,7 +83,7 @@ class ChatRenderer:
         return chunk
 
     def body(self, deltas: Sequence[ChoiceDelta]) -> Iterator[bytes]:
-        """The whole reply; one complete delta per choice, in order of their index."""
+        """The whole reply from one complete delta per choice, in the order of their index."""
         wanted, with_ids = self._options.num_prompt_logprobs, self._options.token_ids
         positions = self._generation.prompt_logprobs.get(0, ())
         fields = {
@@ -115,8 +115,8 @@ class ChatRenderer:
         wanted = self._options.num_logprobs
         return None if wanted is None else self._format.chat(delta.logprobs, wanted)
 
-    def _news(self, delta: ChoiceDelta) -> bytes:
-        """Thoughts and calls, as the object of a streamed choice."""
+    def _message_delta(self, delta: ChoiceDelta) -> bytes:
+        """The `delta` object of a streamed choice with reasoning or calls."""
         fields: dict[str, object] = {}
         if delta.reasoning and self._shows_reasoning:
             fields |= _reasoning_fields(delta.reasoning)
@@ -148,7 +148,7 @@ class ChatRenderer:
 
 
 def _reasoning_fields(text: str) -> dict[str, object]:
-    """Under both names: clients of vLLM's read the first, those of DeepSeek's and of others the second."""
+    """The reasoning under both names: vLLM's clients read the first, DeepSeek's and others the second."""
     return {"reasoning": text, "reasoning_content": text}
 
 

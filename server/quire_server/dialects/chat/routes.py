@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, and how many tokens its prompt would have."""
+"""POST /v1/chat/completions, and the count of a prompt's tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def create_chat_completion(body: Body, request: Request) -> Response:
 
 @router.post("/v1/chat/completions/input_tokens")
 async def count_input_tokens(body: Body, request: Request) -> InputTokens:
-    """How many tokens the prompt of such a completion would have; nothing is generated."""
+    """Count the tokens that the prompt of such a completion would have; nothing is generated."""
     state = state_of(request)
     admit(state, body.model)
     count = await unless_client_gone(request, count_prompt_tokens(state, body.options()))

@@ -1,6 +1,6 @@
 """The wire models of POST /v1/chat/completions: the request, the reply and the chunks of a streamed reply.
 
-Messages are text only; who may speak, and in which order, is the chat template's business.
+Messages are text only; the chat template decides on roles and their order.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Message(WireModel):
         return self
 
     def for_template(self) -> dict[str, object]:
-        """As templates expect a message."""
+        """The message in the form that templates expect."""
         content: object = self.content
         if isinstance(self.content, list):
             content = [{"type": "text", "text": part.text} for part in self.content]
@@ -92,7 +92,7 @@ class Message(WireModel):
 
 class ChatCompletionRequest(StructuredFields):
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), FEW_PARTS]
-    max_completion_tokens: TokenCount | None = Field(None, description="wins over max_tokens")
+    max_completion_tokens: TokenCount | None = Field(None, description="takes precedence over max_tokens")
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = Field(None, description="needs logprobs")
     add_generation_prompt: bool | None = None
@@ -103,10 +103,10 @@ class ChatCompletionRequest(StructuredFields):
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call in a reply")
     reasoning_effort: ReasoningEffort | None = Field(None, description="passed to chat templates that use it")
     max_reasoning_tokens: TokenCount | None = Field(
-        None, description="after as many tokens of thinking the answer begins; for models that think"
+        None, description="most tokens of thinking before the answer; for models that think"
     )
     thinking_token_budget: TokenCount | None = Field(None, description="vLLM's name of max_reasoning_tokens")
-    include_reasoning: bool | None = Field(None, description="false: the thoughts are not part of the reply")
+    include_reasoning: bool | None = Field(None, description="false: the reply has no reasoning")
     echo: bool | None = Field(None, description="not supported; null or false")
 
     @model_validator(mode="after")
@@ -123,7 +123,7 @@ class ChatCompletionRequest(StructuredFields):
         return self
 
     def options(self) -> GenerationOptions:
-        """The neutral request. Raises BadRequest for what is not supported."""
+        """The neutral options. Raises BadRequest for unsupported values."""
         ignored = review(self)
         for message in self.messages:
             ignored += [f"messages.{name}" for name in review_extras(message.model_extra)]
@@ -164,7 +164,7 @@ class ChatCompletionRequest(StructuredFields):
         )
 
     def _shown_tools(self, options: ToolOptions | None) -> list[ToolDefinition]:
-        """Those that the model is told of: none where it may call none."""
+        """The tools in the prompt: none where no call is allowed."""
         if options is None or options.choice == "none":
             return []
         names = {tool.name for tool in options.tools}
@@ -204,7 +204,7 @@ class AssistantMessage(ReplyModel):
     audio: None
     function_call: None
     tool_calls: list[ToolCall] | None
-    reasoning: str | None = Field(None, description="the model's thoughts, where it has any")
+    reasoning: str | None = Field(None, description="the model's reasoning, if there is any")
     reasoning_content: str | None = Field(None, description="the same under its older name")
 
 
@@ -215,7 +215,9 @@ class ChatChoice(ReplyModel):
     finish_reason: FinishedBecause
     stop_reason: str | int | None = Field(description="the matched stop string or token id; null otherwise")
     token_ids: list[int] | None = Field(description="null without return_token_ids")
-    beam_score: float | None = Field(None, description="of beam search alone: what the choices are ranked by")
+    beam_score: float | None = Field(
+        None, description="the score of a beam search hypothesis, by which choices are ranked"
+    )
 
 
 class ChatCompletionResponse(CompletionHead):
@@ -254,7 +256,9 @@ class ChatChunkChoice(ReplyModel):
     finish_reason: FinishedBecause | None
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
-    beam_score: float | None = Field(None, description="of beam search alone: what the choices are ranked by")
+    beam_score: float | None = Field(
+        None, description="the score of a beam search hypothesis, by which choices are ranked"
+    )
 
 
 class ChatCompletionChunk(CompletionHead):

@@ -1,4 +1,4 @@
-"""Replies of /v1/completions as JSON bytes, whole ones and streamed ones; long log-probabilities in pieces.
+"""Renders replies of /v1/completions as JSON bytes, whole or streamed; long log-probabilities in pieces.
 
 A frame of plain text costs one escape and two concatenations.
 """
@@ -36,16 +36,16 @@ from quire_server.http.sse import error_frames
 from quire_server.text.logprobs import CompletionArrays, LogprobFormat, chosen
 from quire_server.text.tokenizer import TextTokenizer
 
-TOKENS_AT_ONCE = 64  # with 20 alternatives each about 2 ms
+TOKENS_AT_ONCE = 64  # about 2 ms with 20 alternatives per token
 
 
 def prompt_pieces(names: LogprobFormat, positions: Sequence[TokenLogprobs | None], num_top: int) -> Pieces:
-    """As `LogprobFormat.prompt`: the pieces joined are its JSON, each is of a few tokens."""
+    """The JSON of `LogprobFormat.prompt`, in pieces of a few tokens."""
     return Pieces(pieces_of_list(positions, TOKENS_AT_ONCE, lambda some, _: names.prompt(some, num_top)))
 
 
 def chat_pieces(names: LogprobFormat, positions: Sequence[TokenLogprobs], num_top: int) -> Pieces:
-    """As `LogprobFormat.chat`."""
+    """The JSON of `LogprobFormat.chat`, in pieces."""
     content = pieces_of_list(positions, TOKENS_AT_ONCE, lambda some, _: names.chat(some, num_top)["content"])
     return Pieces(pieces_of_object({"content": Pieces(content), "refusal": None}))
 
@@ -57,7 +57,7 @@ def completion_pieces(
     offsets: Iterator[int],
     num_top: int,
 ) -> Pieces:
-    """As `LogprobFormat.completion`."""
+    """The JSON of `LogprobFormat.completion`, in pieces."""
     columns = {
         "tokens": pieces_of_list(
             positions, TOKENS_AT_ONCE, lambda some, at: names.names(some, () if at else first_ids)
@@ -70,7 +70,7 @@ def completion_pieces(
 
 
 def _numbers(numbers: Iterator[int]) -> Iterator[bytes]:
-    """A list, computed as it is encoded."""
+    """A JSON list of numbers that are computed while it is encoded."""
     start = b"["
     while some := list(islice(numbers, TOKENS_AT_ONCE)):
         yield start + encode(some)[1:-1]
@@ -79,7 +79,7 @@ def _numbers(numbers: Iterator[int]) -> Iterator[bytes]:
 
 
 class CompletionRenderer:
-    """The shapes of /v1/completions. Choices carry their prompt's part: its echo, ids and log-probabilities."""
+    """The renderer for /v1/completions. A choice has its prompt's echo, ids and log-probabilities."""
 
     def __init__(self, head: ReplyHead, job: Job, generation: Generation, *, tokenizer: TextTokenizer) -> None:
         self._head = head.encoded("cmpl-", "text_completion")
@@ -90,11 +90,13 @@ class CompletionRenderer:
         self._tokenizer = tokenizer
         self._format = LogprobFormat(tokenizer, names_are_ids=self._options.names_are_ids)
         self._prefix = b"data: " + self._head + b',"choices":[{"index":'
-        self._num_sent = 0  # tokens in frames, where frames have the usage
+        self._num_sent = 0  # tokens in frames so far, for the usage in every frame
 
     def frames(self, deltas: Sequence[ChoiceDelta]) -> bytes:
-        """A frame for each choice with new tokens, even without text, so that clients can time them; after the last
-        news of all also the end of the stream."""
+        """A frame for each choice with new tokens, even without text, so that clients can time them.
+
+        After the last deltas also the end of the stream.
+        """
         chunk = usage = b""
         for delta in deltas:
             if self._options.usage_always:
@@ -116,7 +118,7 @@ class CompletionRenderer:
         return chunk
 
     def body(self, deltas: Sequence[ChoiceDelta]) -> Iterator[bytes]:
-        """The whole reply; one complete delta per choice, in order of their index."""
+        """The whole reply from one complete delta per choice, in the order of their index."""
         yield self._head + b',"choices":'
         yield from pieces_of_parts(pieces_of_object(self._choice(delta)) for delta in deltas)
         yield usage_field(self._generation.usage) + b"}"
@@ -147,7 +149,7 @@ class CompletionRenderer:
         return delta.text
 
     def _logprobs(self, delta: ChoiceDelta) -> CompletionArrays | None:
-        """Of a streamed choice's news."""
+        """The log-probabilities of a streamed delta."""
         wanted = self._options.num_logprobs
         if wanted is None:
             return None
@@ -159,7 +161,7 @@ class CompletionRenderer:
         return self._format.completion(positions, prompt_ids, list(offsets), wanted)
 
     def _columns(self, delta: ChoiceDelta) -> Pieces | None:
-        """The same of a whole choice."""
+        """The log-probabilities of a whole choice."""
         wanted = self._options.num_logprobs
         if wanted is None:
             return None
@@ -167,7 +169,7 @@ class CompletionRenderer:
         return completion_pieces(self._format, positions, prompt_ids, offsets, wanted)
 
     def _shown(self, delta: ChoiceDelta) -> tuple[Sequence[TokenLogprobs | None], Sequence[int], Iterator[int]]:
-        """The tokens whose log-probabilities are told, the prompt's ids if they are among them, and all offsets."""
+        """The tokens with log-probabilities, the prompt's ids if they are among them, and all text offsets."""
         if not self._options.echo:
             return delta.logprobs, (), iter(delta.offsets)
         text = self._prompt_texts[delta.prompt]

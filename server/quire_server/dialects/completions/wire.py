@@ -26,7 +26,7 @@ from quire_server.dialects.options import generation_options, review
 from quire_server.dialects.structure import StructuredFields
 from quire_server.errors import BadRequest
 
-_DEFAULT_MAX_TOKENS = 16  # what OpenAI's completions generate when not told
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 _check_prompt, _prompt_schema = one_or_many(MAX_PROMPTS, "prompts")
 
 
@@ -34,9 +34,9 @@ class CompletionRequest(StructuredFields):
     prompt: Annotated[Prompts, _check_prompt, _prompt_schema]
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
         None,
-        description="so many are generated, the n likeliest returned; the usage counts all; not streamed, unless beams",
+        description="choices to generate; the n likeliest are returned, the usage counts all; streams need beam search",
     )
-    suffix: str | None = Field(None, description="what follows the text, for models that write the middle of one")
+    suffix: str | None = Field(None, description="the text after the middle, for models that can fill in the middle")
     echo: bool | None = Field(None, description="the prompt is part of the text, and of the logprobs")
     logprobs: LogprobCount | None = Field(
         None, description=f"0: of the chosen token; k: and the k most likely ones; at most {MAX_LOGPROBS}"
@@ -57,7 +57,7 @@ class CompletionRequest(StructuredFields):
         return self
 
     def options(self) -> GenerationOptions:
-        """The neutral request. Raises BadRequest for what is not supported."""
+        """The neutral options. Raises BadRequest for unsupported values."""
         ignored = review(self)
         if self.max_tokens == 0 and not self.echo:
             raise BadRequest("'max_tokens' must be at least 1, unless 'echo' is true.", param="max_tokens")
@@ -88,9 +88,9 @@ class CompletionRequest(StructuredFields):
         n = options.sampling.n
         if self.best_of is None or self.best_of == n or options.beam is not None:
             return options
-        # Which are the likeliest, log-probabilities say; shown are those that were asked for.
-        told = options.sampling.num_logprobs or 0
-        sampling = replace(options.sampling, n=self.best_of, n_param="best_of", num_logprobs=told)
+        # Ranking needs log-probabilities; the reply shows them only if they were requested.
+        num_scored = options.sampling.num_logprobs or 0
+        sampling = replace(options.sampling, n=self.best_of, n_param="best_of", num_logprobs=num_scored)
         return replace(options, sampling=sampling, reply=replace(options.reply, keep_best=n))
 
 
@@ -112,7 +112,9 @@ class CompletionChoice(ReplyModel):
     prompt_logprobs: PromptLogprobs | None = Field(description="null without prompt_logprobs in the request")
     prompt_token_ids: list[int] | None = Field(description="null without return_token_ids")
     token_ids: list[int] | None = Field(description="null without return_token_ids")
-    beam_score: float | None = Field(None, description="of beam search alone: what the choices are ranked by")
+    beam_score: float | None = Field(
+        None, description="the score of a beam search hypothesis, by which choices are ranked"
+    )
 
 
 class CompletionResponse(CompletionHead):
@@ -129,7 +131,9 @@ class CompletionChunkChoice(ReplyModel):
     stop_reason: str | int | None = None
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
-    beam_score: float | None = Field(None, description="of beam search alone: what the choices are ranked by")
+    beam_score: float | None = Field(
+        None, description="the score of a beam search hypothesis, by which choices are ranked"
+    )
 
 
 class CompletionChunk(CompletionHead):

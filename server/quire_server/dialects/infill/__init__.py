@@ -1,1 +1,1 @@
-"""The infilling of llama.cpp's server, for editors."""
+"""Infilling (fill in the middle) as in llama.cpp's server, for editors."""

@@ -1,6 +1,6 @@
-"""The replies of /infill as JSON bytes, in llama-server's shapes.
+"""Renders replies of /infill as JSON bytes in llama-server's form.
 
-A stream's last frame has no content and says how the text ended; there is no other end mark.
+A stream's last frame has no content and the reason of the end; there is no other end mark.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class InfillRenderer:
-    """One prompt with one choice, as all requests of this route have."""
+    """The renderer for /infill, whose requests have one prompt and one choice."""
 
     def __init__(self, head: ReplyHead, job: Job, generation: Generation, *, tokenizer: TextTokenizer) -> None:
         self._model = head.model

@@ -1,4 +1,4 @@
-"""POST /infill, as llama-server has it: the middle of a text, for editors."""
+"""POST /infill as in llama-server: fill in the middle of a text, for editors."""
 
 from __future__ import annotations
 

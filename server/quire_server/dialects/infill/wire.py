@@ -1,6 +1,6 @@
-"""The wire models of POST /infill, as llama-server has it: the fields that editors send, its defaults, its replies.
+"""The wire models of POST /infill as in llama-server: the fields that editors send, its defaults, its replies.
 
-What would change the answer and is not done here is refused, not dropped.
+Unsupported fields that would change the answer are refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire_server.dialects.common import Int64, Penalty, Probability, ReplyModel
 from quire_server.errors import Unsupported
 
 MAX_FILES = 256
-# What llama-server would do with them changes the answer; here they must be off.
+# llama-server's fields that would change the answer and are not supported, with the values that turn them off.
 _OFF: dict[str, tuple[object, ...]] = {
     "logit_bias": ([], {}),
     "n_probs": (0,),
@@ -38,17 +38,17 @@ class ExtraFile(WireModel):
 
 
 class InfillRequest(WireModel):
-    """Defaults are llama-server's, which are not those of the other routes."""
+    """The defaults are llama-server's and differ from the other routes'."""
 
-    input_prefix: str = Field(description="what stands before the text to be written")
-    input_suffix: str = Field(description="what follows it")
+    input_prefix: str = Field(description="the text before the middle")
+    input_suffix: str = Field(description="the text after the middle")
     input_extra: Annotated[list[ExtraFile], Field(fail_fast=True, max_length=MAX_FILES)] | None = Field(
-        None, description="other files that the model may look at"
+        None, description="other files for the model to read"
     )
-    prompt: str | None = Field(None, description="how the text to be written begins")
+    prompt: str | None = Field(None, description="the beginning of the middle")
     model: Annotated[str, Field(max_length=256)] | None = None
     stream: bool | None = None
-    n_predict: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(None, description="-1: all that fits")
+    n_predict: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(None, description="-1: as many as fit")
     temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(None, description="0.8 by default")
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(None, description="40 by default; 0 is off")
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="0.95 by default")
@@ -62,7 +62,7 @@ class InfillRequest(WireModel):
     return_tokens: bool | None = None
 
     def options(self) -> GenerationOptions:
-        """The neutral request. Raises BadRequest for what is not supported."""
+        """The neutral options. Raises BadRequest for unsupported values."""
         extras = dict(self.model_extra or {})
         for name, values in _OFF.items():
             value = extras.pop(name, None)
@@ -103,7 +103,7 @@ class InfillRequest(WireModel):
 
 
 class InfillPart(ReplyModel):
-    """A part of a streamed reply; the last one has no content and says how it ended."""
+    """A part of a streamed reply; the last one has no content and the reason of the end."""
 
     index: Literal[0]
     content: str
@@ -121,4 +121,4 @@ class InfillPart(ReplyModel):
 
 
 class InfillResponse(InfillPart):
-    """The whole of it."""
+    """The whole reply."""

@@ -1,4 +1,4 @@
-"""The replies of /v1/messages: content blocks as they grow, the whole message, the events of a streamed one."""
+"""Renders replies of /v1/messages: content blocks, the whole message, and the events of a streamed one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire_server.text.tokenizer import TextTokenizer
 Block = dict[str, Any]
 Event = dict[str, Any]
 
-_DELTAS = {  # a delta's type and the field that has its piece, by the type of the block that grows
+_DELTAS = {  # (type of the delta, its field for the piece), by the type of the open block
     "thinking": ("thinking_delta", "thinking"),
     "text": ("text_delta", "text"),
     "tool_use": ("input_json_delta", "partial_json"),
@@ -31,17 +31,17 @@ _SIGNATURE_CHARS = 32
 
 @dataclass(slots=True)
 class _Open:
-    """The block that grows."""
+    """The block that is being written."""
 
-    start: Block  # as it was before its first piece
-    call: int | None = None  # of a tool's use: the call's number
+    start: Block  # the block without content, for content_block_start
+    call: int | None = None  # for tool_use: the call's index
     pieces: list[str] = field(default_factory=list)
 
 
 class Content:
-    """The blocks of one message. `blocks` are those that are complete, in their order.
+    """The content blocks of one message. `blocks`: the complete ones, in their order.
 
-    A block is complete before the next one begins; its deltas, joined, are what the whole message says.
+    A block is complete before the next one begins; its deltas add up to its content in the whole message.
     """
 
     def __init__(self, *, shows_thoughts: bool) -> None:
@@ -54,7 +54,7 @@ class Content:
         return any(block["type"] == "tool_use" for block in self.blocks)
 
     def take(self, delta: ChoiceDelta) -> Iterator[Event]:
-        """The events of what is new."""
+        """The events of a delta."""
         open_call = None if self._open is None else self._open.call
         for piece in pieces(delta, open_call=open_call, is_answer_open=self._is_open("text")):
             match piece:
@@ -66,7 +66,7 @@ class Content:
                     yield from self._use(call)
 
     def end(self) -> Iterator[Event]:
-        """The events of the last block's end."""
+        """The events that end the last block."""
         if self._open is None:
             return
         start, text = self._open.start, "".join(self._open.pieces)
@@ -120,12 +120,12 @@ def _delta(kind: str, **fields: object) -> dict[str, object]:
 
 
 def _use_id(call_id: str) -> str:
-    """As clients know it. Ids that are not of OpenAI's form are those that the model's template insists on."""
+    """The id for clients. Ids that are not of OpenAI's form are required by the model's template and stay."""
     return f"toolu_{call_id.removeprefix('call_')}" if call_id.startswith("call_") else call_id
 
 
 def _object(text: str) -> dict[str, Any]:
-    """A use's input; empty where the model was cut off or has not written an object."""
+    """A tool use's input; empty where the model was cut off or has not written an object."""
     try:
         value = msgspec.json.decode(text.encode())
     except (msgspec.DecodeError, RecursionError):
@@ -134,7 +134,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _signature(thought: str) -> str:
-    """A digest, for clients that pass back only thoughts that are signed. Nobody checks it."""
+    """A digest, for clients that return only signed thoughts. The server does not check it."""
     return hashlib.sha256(thought.encode("utf-8", "replace")).hexdigest()[:_SIGNATURE_CHARS]
 
 
@@ -144,7 +144,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class MessageRenderer:
-    """One message: a stream's events, put together, are the message that the whole reply would be."""
+    """The renderer for /v1/messages: a stream's events add up to the message of a whole reply."""
 
     def __init__(self, head: ReplyHead, job: Job, generation: Generation, *, tokenizer: TextTokenizer) -> None:  # noqa: ARG002 - every dialect's renderer gets it
         self._head = head
@@ -155,7 +155,7 @@ class MessageRenderer:
         self._is_begun = False
 
     def frames(self, deltas: Sequence[ChoiceDelta]) -> bytes:
-        """The events of what is new, after the last news also those of the message's end."""
+        """The events of the deltas, and after the last ones the events that end the message."""
         chunk = b"" if self._is_begun else self._beginning()
         for delta in deltas:
             _check_whole(delta)
@@ -165,7 +165,7 @@ class MessageRenderer:
         return chunk
 
     def body(self, deltas: Sequence[ChoiceDelta]) -> bytes:
-        """The whole message, of all deltas in the order in which they came."""
+        """The whole message from all deltas in the order in which they came."""
         for delta in deltas:
             _check_whole(delta)
             for _ in self._content.take(delta):
@@ -175,7 +175,7 @@ class MessageRenderer:
         return _encode(self._message(self._content.blocks, **self._stop(deltas[-1])))
 
     def failure(self, error: ApiError) -> bytes:
-        """What clients raise; there is no message to go on from."""
+        """The error event; clients raise it, and the message ends with it."""
         return _frame("error", anthropic_body(error, self._head.id))
 
     def _beginning(self) -> bytes:
@@ -188,7 +188,7 @@ class MessageRenderer:
         return _framed([ended, {"type": "message_stop"}])
 
     def _stop(self, delta: ChoiceDelta) -> dict[str, str | None]:
-        """Why the message ended; of uses of tools the client must know before all else."""
+        """Why the message ended; a tool use counts before a stop sequence."""
         if delta.finish_reason == "length":
             reason = "model_context_window_exceeded" if self._is_context_short else "max_tokens"
             return {"stop_reason": reason, "stop_sequence": None}
@@ -211,7 +211,7 @@ class MessageRenderer:
 
 
 def _check_whole(delta: ChoiceDelta) -> None:
-    """No message ends with half of what the model would have said as if that were all."""
+    """Raise NotReady for an aborted choice: a part of an answer must not look like the whole."""
     if delta.finish_reason == "abort":
         raise NotReady("The server was stopped before the message was complete.")
 
@@ -225,7 +225,7 @@ def _frame(name: str, event: object) -> bytes:
 
 
 def _usage(usage: Usage) -> dict[str, object]:
-    """The input tokens and those read from the cache together are the prompt's."""
+    """The input tokens and those read from the cache add up to the prompt's."""
     fields: dict[str, object] = {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -1,6 +1,6 @@
-"""The message as /v1/messages replies with it, and the events of a streamed one.
+"""The wire models of replies of /v1/messages: the message and the events of a streamed one.
 
-These models document replies; they are rendered elsewhere.
+They document replies; the renderer does not use them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ToolUseContent(ReplyModel):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any] = Field(description="empty where what the model wrote is no JSON object, or was cut off")
+    input: dict[str, Any] = Field(description="empty if the model's text is no JSON object, or was cut off")
 
 
 Content = Annotated[TextContent | ThinkingContent | ToolUseContent, Field(discriminator="type")]
@@ -45,7 +45,7 @@ class MessageUsage(ReplyModel):
     cache_read_input_tokens: int
     output_tokens: int
     output_tokens_details: OutputTokensDetails | None = Field(
-        None, description="of models that think before they answer"
+        None, description="for models that think before they answer"
     )
 
 
@@ -124,7 +124,7 @@ class MessageStop(ReplyModel):
 
 
 class Ping(ReplyModel):
-    """Nothing is new; the connection lives."""
+    """A keep-alive without content."""
 
     type: Literal["ping"]
 
@@ -140,7 +140,7 @@ class StreamError(ReplyModel):
 
 
 class Error(ReplyModel):
-    """The stream cannot go on, and ends."""
+    """The stream ends with an error."""
 
     type: Literal["error"]
     error: StreamError

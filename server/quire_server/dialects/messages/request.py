@@ -1,6 +1,6 @@
-"""The requests of POST /v1/messages and /v1/messages/count_tokens: blocks, tools, and the messages of the template.
+"""The requests of POST /v1/messages and /v1/messages/count_tokens: blocks, tools, messages for the chat template.
 
-What this server cannot do is refused by name; what has no effect is reported.
+Unsupported fields are refused by name; fields without effect are reported.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ _OF_ROLE = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }
-# Fields of blocks and tools that ask for what is done anyway: prefixes are cached, arguments streamed as they come.
+# Fields of blocks and tools for features that are always on: prefix caching, streaming of arguments.
 _NATURAL_OF_PARTS = frozenset({"cache_control", "citations", "caller", "toolset_name", "eager_input_streaming"})
 
 BlockId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 def extras_of(model: WireModel) -> list[str]:
-    """The names of a block's or a tool's fields that have no effect. Raises BadRequest for what is not supported."""
+    """The names of a block's or a tool's fields without effect. Raises BadRequest for unsupported ones."""
     return review_extras(
         {name: value for name, value in (model.model_extra or {}).items() if name not in _NATURAL_OF_PARTS}
     )
 
 
 def _kind(value: object) -> str | None:
-    """Which of the models a block is of. Raises BadRequest for images, documents and what Anthropic's tools make."""
+    """The type of a block, which selects its model. Raises BadRequest for types that are not supported."""
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str):
         return None
@@ -79,7 +79,7 @@ class TextBlock(WireModel):
 
 
 class ThinkingBlock(WireModel):
-    """What the model thought in an earlier turn; for templates that show it."""
+    """Reasoning of an earlier turn, for templates that show it."""
 
     type: Literal["thinking"]
     thinking: str
@@ -87,7 +87,7 @@ class ThinkingBlock(WireModel):
 
 
 class RedactedThinkingBlock(WireModel):
-    """Thoughts that only Anthropic can read; reported, and not told to the model."""
+    """Reasoning that only Anthropic can read; reported as ignored, and not in the prompt."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -111,12 +111,12 @@ TextBlocks = Annotated[
 
 
 class ToolResultBlock(WireModel):
-    """What a tool gave; its use comes before it."""
+    """The result of a tool; its tool_use comes before it."""
 
     type: Literal["tool_result"]
     tool_use_id: BlockId
     content: str | TextBlocks | None = None
-    is_error: bool | None = Field(None, description="true: the model is told 'Error: ' before the content")
+    is_error: bool | None = Field(None, description="true: the prompt has 'Error: ' before the content")
 
 
 Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
@@ -136,7 +136,7 @@ Blocks = Annotated[
 
 
 class Message(WireModel):
-    """A turn, or a part of one: neighbours of one role are one turn."""
+    """A turn, or a part of one: consecutive messages of one role are one turn."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Blocks
@@ -155,7 +155,7 @@ class Message(WireModel):
         return list(self.content)
 
     def without_effect(self) -> Iterator[str]:
-        """Names of what the model is not told of."""
+        """The names of fields and blocks that are not in the prompt."""
         yield from extras_of(self)
         for block in self.content if not isinstance(self.content, str) else ():
             if isinstance(block, RedactedThinkingBlock):
@@ -192,7 +192,7 @@ class ToolDefinition(WireModel):
     name: ToolName
     description: Annotated[str, Field(max_length=65_536)] | None = None
     input_schema: dict[str, Any] = Field(description="the JSON schema of its input")
-    strict: bool | None = Field(None, description="the input follows the schema whatever the model would write")
+    strict: bool | None = Field(None, description="true: the schema of the input is enforced")
 
     def neutral(self) -> Tool:
         return Tool(
@@ -226,9 +226,9 @@ class ToolChoice(WireModel):
 def offered(
     tools: Sequence[ToolDefinition], choice: ToolChoice | None
 ) -> tuple[Sequence[ToolDefinition], ToolOptions | None]:
-    """The tools that the model is told of, and which it may or must use. Raises BadRequest for a choice that is none.
+    """The tools in the prompt, and the options for calls. Raises BadRequest for an impossible choice.
 
-    With the type "none" it is told of none. The type "auto" needs no tools: clients send it always.
+    With the type "none" the prompt has no tools. The type "auto" needs no tools: clients always send it.
     """
     kind = "auto" if choice is None else choice.type
     parallel = choice is None or not choice.disable_parallel_tool_use
@@ -246,8 +246,8 @@ def offered(
     return tools, options
 
 
-# The first line of what Claude Code calls its system prompt. It is meant for Anthropic's accounts, and another in each
-# request: in the prompt it would keep all that follows from ever being found in the prefix cache.
+# The first line of Claude Code's system prompt. It is for Anthropic's billing and differs in each request: it would
+# defeat the prefix cache.
 BILLING_LINE = "x-anthropic-billing-header:"
 
 TemplateMessage = dict[str, Any]
@@ -256,21 +256,21 @@ TemplateMessage = dict[str, Any]
 def templated(
     system: str | Sequence[TextBlock] | None, messages: Iterable[Message]
 ) -> tuple[list[TemplateMessage], bool]:
-    """The messages, and whether the last one is an assistant's that is to be continued.
+    """The messages for the template, and whether the last one is an assistant's that is to be continued.
 
-    Raises BadRequest for results without their use, and for uses at the end, which wait for theirs. System messages at
-    the beginning are joined to `system`: many templates take one only, as the first message.
+    Raises BadRequest for tool results without their tool_use, and for a tool_use at the end, which lacks its result.
+    System messages at the beginning are joined to `system`: many templates accept only one, as the first message.
     """
     history = _History()
-    history.instruct(_system_texts(system))
+    history.add_system(_system_texts(system))
     for message in messages:
         if message.role == "system":
-            history.instruct([block.text for block in message.blocks if isinstance(block, TextBlock)])
+            history.add_system([block.text for block in message.blocks if isinstance(block, TextBlock)])
         elif message.role == "user":
-            history.answer(message.blocks)
+            history.add_user(message.blocks)
         else:
-            history.say(message.blocks)
-    return history.ended()
+            history.add_assistant(message.blocks)
+    return history.finish()
 
 
 def has_billing_line(system: str | Sequence[TextBlock] | None) -> bool:
@@ -284,16 +284,16 @@ def _system_texts(system: str | Sequence[TextBlock] | None) -> list[str]:
 
 
 class _History:
-    """The messages so far. The last one may go on: neighbours of one role are one message.
+    """The messages so far; consecutive messages of one role are merged.
 
-    Results follow the uses that they answer, before what the user says beside them.
+    Tool results follow the tool_use that they answer, before the user's text beside them.
     """
 
     def __init__(self) -> None:
         self._messages: list[TemplateMessage] = []
-        self._names: dict[str, str] = {}  # of the used tools, by the ids of their uses
+        self._names: dict[str, str] = {}  # tool names by the ids of their uses
 
-    def instruct(self, texts: Iterable[str]) -> None:
+    def add_system(self, texts: Iterable[str]) -> None:
         text = "\n\n".join(filter(None, texts))
         if not text:
             return
@@ -302,12 +302,12 @@ class _History:
         else:
             self._messages.append({"role": "system", "content": text})
 
-    def answer(self, blocks: Iterable[Block]) -> None:
-        """A user's blocks: results are messages of their own."""
+    def add_user(self, blocks: Iterable[Block]) -> None:
+        """A user's blocks; tool results are messages of their own."""
         texts: list[TextBlock] = []
         for block in blocks:
             if isinstance(block, ToolResultBlock):
-                self._result(block)
+                self._add_result(block)
             elif isinstance(block, TextBlock):
                 texts.append(block)
         parts = [{"type": "text", "text": block.text} for block in texts]
@@ -316,8 +316,8 @@ class _History:
         elif parts:
             self._messages.append({"role": "user", "content": parts})
 
-    def say(self, blocks: Iterable[Block]) -> None:
-        """An assistant's blocks: thoughts, text and uses of one turn are one message."""
+    def add_assistant(self, blocks: Iterable[Block]) -> None:
+        """An assistant's blocks: reasoning, text and tool uses of one turn are one message."""
         turn: TemplateMessage = {"role": "assistant", "content": None}
         goes_on = self._is_last("assistant")
         if goes_on:
@@ -335,17 +335,17 @@ class _History:
         if not goes_on:
             self._messages.append(turn)
 
-    def ended(self) -> tuple[list[TemplateMessage], bool]:
+    def finish(self) -> tuple[list[TemplateMessage], bool]:
         if not self._is_last("assistant"):
             return self._messages, False
         last = self._messages[-1]
         if "tool_calls" in last:
             raise BadRequest("The last message uses tools; the next one must have their results.", param="messages")
-        if not last["content"] and "reasoning" not in last:  # the turn is only begun
+        if not last["content"] and "reasoning" not in last:  # the turn has no content yet
             return self._messages[:-1], False
         return self._messages, True
 
-    def _result(self, block: ToolResultBlock) -> None:
+    def _add_result(self, block: ToolResultBlock) -> None:
         name = self._names.get(block.tool_use_id)
         if name is None:
             raise BadRequest(
@@ -365,7 +365,7 @@ _UNSUPPORTED = {
     "compaction": "conversations are shortened by the client",
     "container": "only the client runs tools",
     "mcp_servers": "only the client runs tools",
-    # Of the SDKs' own loops, which have the server keep the history; at this error's code they send all of it again.
+    # The SDKs' own loops expect the server to keep the history; after an error with this code they send all of it.
     "thread": "each request must have the whole conversation",
 }
 _NATURAL = {"cache_control": None, "service_tier": ("auto", "standard_only"), "speed": ("standard",)}
@@ -384,10 +384,10 @@ def _check_thinking(value: object) -> object:
 class Thinking(WireModel):
     type: Literal["enabled", "disabled", "adaptive"] = Field(description="adaptive is enabled without a budget")
     budget_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
-        None, description="after as many tokens of thinking the answer begins; the type enabled needs it"
+        None, description="most tokens of thinking before the answer; the type enabled needs it"
     )
     display: Literal["summarized", "omitted"] | None = Field(
-        None, description="omitted: thoughts are not shown; else they are as the model wrote them"
+        None, description="omitted: the reply has no reasoning; else it is as the model wrote it"
     )
 
     @model_validator(mode="after")
@@ -408,11 +408,11 @@ class OutputConfig(WireModel):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="passed to chat templates that use it"
     )
-    format: JsonFormat | None = Field(None, description="what the text must look like")
+    format: JsonFormat | None = Field(None, description="the schema of the text")
 
 
 class CountTokensRequest(WireModel):
-    """What makes a prompt. Anthropic's clients send more fields of it than one model reads; see `options`."""
+    """The fields that make the prompt. Clients of Anthropic may send more of them than a model uses."""
 
     model: ModelName | None = Field(None, description="a served name; null: the served one")
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), FEW_PARTS]
@@ -434,9 +434,9 @@ class CountTokensRequest(WireModel):
         return self
 
     def options(self) -> GenerationOptions:
-        """The neutral request. Raises BadRequest for what is not supported."""
+        """The neutral options. Raises BadRequest for unsupported values."""
         ignored = self._review()
-        told, tools = offered(self.tools or (), self.tool_choice)
+        shown, tools = offered(self.tools or (), self.tool_choice)
         messages, continues = templated(self.system, self.messages)
         return GenerationOptions(
             prompt=PromptOptions(
@@ -445,7 +445,7 @@ class CountTokensRequest(WireModel):
                     add_generation_prompt=not continues,
                     continue_final_message=continues,
                     template_variables=self.chat_template_kwargs or {},
-                    tools=[tool.for_template() for tool in told],
+                    tools=[tool.for_template() for tool in shown],
                 ),
                 param="messages",
                 add_special_tokens=False,  # templates write them
@@ -465,7 +465,7 @@ class CountTokensRequest(WireModel):
         return None if wanted is None else Structure(kind="json_schema", value=json.dumps(wanted.schema_), param=param)
 
     def _reasoning(self) -> ReasoningOptions:
-        """An effort also where only thinking is asked for: it is what chat templates have switches for."""
+        """The reasoning options; thinking without an effort sets one, for templates with a switch."""
         effort = None if self.output_config is None else self.output_config.effort
         if self.thinking is None:
             return ReasoningOptions(effort=effort, effort_param="output_config.effort")

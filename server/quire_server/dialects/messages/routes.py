@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: POST /v1/messages, and how many tokens its prompt would have."""
+"""Anthropic's Messages API: POST /v1/messages, and the count of a prompt's tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def create_message(body: Annotated[MessageRequest, json_body(MessageReques
 async def count_tokens(
     body: Annotated[CountTokensRequest, json_body(CountTokensRequest)], request: Request
 ) -> TokenCount:
-    """How many tokens the prompt of such a message would have; nothing is generated."""
+    """Count the tokens that the prompt of such a message would have; nothing is generated."""
     state = state_of(request)
     admit(state, body.model)
     return TokenCount(input_tokens=await unless_client_gone(request, count_prompt_tokens(state, body.options())))

@@ -1,4 +1,4 @@
-"""The items of a response's input: messages, calls of functions and their outputs, thoughts, references.
+"""The input items of a response: messages, function calls and their outputs, reasoning, references.
 
 An item is text only, and its stored form validates again as the same item.
 """
@@ -28,7 +28,7 @@ def _check_part_kind(value: object) -> object:
 
 
 class Part(WireModel):
-    """A piece of a message's, an output's or a thought's text."""
+    """A piece of text of a message, an output or reasoning."""
 
     type: Annotated[
         Literal["input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"],
@@ -67,9 +67,9 @@ def _part(kind: str, text: str) -> dict[str, object]:
 
 
 class MessageItem(WireModel):
-    """A turn of anybody. What an assistant has said comes back as it was sent, or as plain text."""
+    """A turn of any role. An assistant's turn comes in the form of the reply, or as plain text."""
 
-    prefix: ClassVar[str] = "msg"  # of an id where it came without one
+    prefix: ClassVar[str] = "msg"  # of new ids
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
@@ -91,9 +91,9 @@ class MessageItem(WireModel):
 
 
 class FunctionCallItem(WireModel):
-    """What the model called in an earlier response."""
+    """A function call of an earlier response."""
 
-    prefix: ClassVar[str] = "fc"  # of an id where it came without one
+    prefix: ClassVar[str] = "fc"  # of new ids
 
     type: Literal["function_call"]
     call_id: Annotated[str, Field(min_length=1, max_length=256)]
@@ -114,9 +114,9 @@ class FunctionCallItem(WireModel):
 
 
 class FunctionOutputItem(WireModel):
-    """What a called function gave; its call comes before it."""
+    """The output of a function; its call comes before it."""
 
-    prefix: ClassVar[str] = "fco"  # of an id where it came without one
+    prefix: ClassVar[str] = "fco"  # of new ids
 
     type: Literal["function_call_output"]
     call_id: Annotated[str, Field(min_length=1, max_length=256)]
@@ -135,15 +135,15 @@ class FunctionOutputItem(WireModel):
 
 
 class ReasoningItem(WireModel):
-    """What the model thought in an earlier response; for templates that show it."""
+    """The reasoning of an earlier response, for templates that show it."""
 
-    prefix: ClassVar[str] = "rs"  # of an id where it came without one
+    prefix: ClassVar[str] = "rs"  # of new ids
 
     type: Literal["reasoning"]
     id: ItemId | None = None
     summary: Parts | None = None
     content: Parts | None = None
-    encrypted_content: str | None = Field(None, description="without effect: thoughts come and go as plain text")
+    encrypted_content: str | None = Field(None, description="without effect: reasoning is plain text")
     status: ItemStatus | None = None
 
     @property
@@ -168,7 +168,7 @@ class ItemReference(WireModel):
 
 
 def _kind(value: object) -> str | None:
-    """Which of the models an item is of. Raises BadRequest for the kinds that only OpenAI's own tools make."""
+    """The type of an item, which selects its model. Raises BadRequest for items of OpenAI's own tools."""
     if not isinstance(value, dict):
         return None
     kind = value.get("type")
@@ -212,5 +212,5 @@ _STORED: TypeAdapter[list[ContentItem]] = TypeAdapter(
 
 
 def stored_items(raw: bytes) -> list[ContentItem]:
-    """Items from the JSON in which they are stored, be they of an input or of an output."""
+    """Parse the stored JSON of input or output items."""
     return _STORED.validate_json(raw)

@@ -1,4 +1,4 @@
-"""The replies of /v1/responses: ids, output items as they grow, the whole object, the events of a streamed one."""
+"""Renders replies of /v1/responses: ids, output items, the whole object, and the events of a streamed one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STEM_CHARS = 48
 
 
 def new_stem() -> str:
-    """What a response's id and those of its items have in common; nobody can guess it."""
+    """The random common part of a response's id and its items' ids; it cannot be guessed."""
     return secrets.token_hex(_STEM_CHARS // 2)
 
 
@@ -36,7 +36,7 @@ def item_id(prefix: str, stem: str, number: int, *, of_input: bool = False) -> s
 
 
 def response_of(item: str) -> str:
-    """The id of the response that an item's id was made for."""
+    """The id of the response that an item belongs to, from the item's id."""
     return response_id(item.partition("_")[2][:_STEM_CHARS])
 
 
@@ -47,34 +47,35 @@ FormatLogprobs = Callable[[Sequence[TokenLogprobs]], Sequence[Any]]
 
 
 class Output:
-    """The items of one response. `items` are those that are complete, in their order."""
+    """The output items of one response. `items`: the complete ones, in their order."""
 
     def __init__(self, stem: str, format_logprobs: FormatLogprobs) -> None:
         self.items: list[Item] = []
         self._stem = stem
         self._format_logprobs = format_logprobs
         self._open: _Thought | _Message | _Call | None = None
-        self._unseen: list[TokenLogprobs] = []  # of tokens whose text is not there yet
-        self._num_fresh = 0  # of those, the last delta's
+        self._unseen: list[TokenLogprobs] = []  # log-probabilities of tokens whose text has not come yet
+        self._num_fresh = 0  # entries of `_unseen` from the last delta
 
     def take(self, delta: ChoiceDelta) -> Iterator[Event]:
-        """The events of what is new."""
+        """The events of a delta."""
         self._unseen += delta.logprobs
         self._num_fresh = len(delta.logprobs)
         open_call = self._open.index if isinstance(self._open, _Call) else None
         for piece in pieces(delta, open_call=open_call, is_answer_open=isinstance(self._open, _Message)):
             match piece:
                 case Thought(text):
-                    yield from self._think(text)
+                    yield from self._add_reasoning(text)
                 case Answer(text):
-                    yield from self._say(text)
+                    yield from self._add_text(text)
                 case call:
-                    yield from self._call(call)
+                    yield from self._add_call(call)
 
     def end(self, *, is_cut: bool) -> Iterator[Event]:
-        """The events of the last item's end. `is_cut`: it stops in its midst.
+        """The events that end the last item. `is_cut`: the item is incomplete.
 
-        An answer that ended by itself, without a word and without a call, is an empty message: clients look for one.
+        An answer that ended by itself without text and without a call gets an empty message, because clients expect
+        one.
         """
         if not is_cut and all(item["type"] == "reasoning" for item in self.items) and not self._is_answering:
             yield from self._begin(_Message(self._next_id("msg")))
@@ -84,22 +85,22 @@ class Output:
     def _is_answering(self) -> bool:
         return isinstance(self._open, _Message | _Call)
 
-    def _think(self, text: str) -> Iterator[Event]:
+    def _add_reasoning(self, text: str) -> Iterator[Event]:
         if not isinstance(self._open, _Thought):
             yield from self._begin(_Thought(self._next_id("rs")))
         assert isinstance(self._open, _Thought)
         yield self._event(self._open.grow(text))
 
-    def _say(self, text: str) -> Iterator[Event]:
+    def _add_text(self, text: str) -> Iterator[Event]:
         if not isinstance(self._open, _Message):
-            if self._open is not None:  # log-probabilities are shown of the answer only, not of thoughts, calls, marks
+            if self._open is not None:  # only the answer has log-probabilities, not reasoning, calls, marks
                 del self._unseen[: len(self._unseen) - self._num_fresh]
             yield from self._begin(_Message(self._next_id("msg")))
         assert isinstance(self._open, _Message)
         yield self._event(self._open.grow(text, self._format_logprobs(self._unseen)))
         self._unseen.clear()
 
-    def _call(self, call: CallDelta) -> Iterator[Event]:
+    def _add_call(self, call: CallDelta) -> Iterator[Event]:
         if not isinstance(self._open, _Call) or self._open.index != call.index:
             yield from self._begin(_Call(self._next_id("fc"), call))
         assert isinstance(self._open, _Call)
@@ -125,7 +126,7 @@ class Output:
         self._open = None
 
     def _next_id(self, prefix: str) -> str:
-        """The id of the item after the one that is open."""
+        """The id of the item after the open one."""
         return item_id(prefix, self._stem, len(self.items) + (self._open is not None))
 
     def _event(self, event: Event) -> Event:
@@ -245,10 +246,10 @@ _STOPPED = {"code": "server_error", "message": "The server was stopped before th
 
 
 class ResponseRenderer:
-    """One response. `shown` is what it repeats of its request; `keep` takes it, and its items, once it has ended.
+    """Renders one response. `shown`: fields of the request that it repeats; `keep`: stores it at its end.
 
-    The object at a stream's end is the one that the whole reply would be. Events are numbered without a gap; whatever
-    happens after the first one, a stream ends with completed, incomplete or failed.
+    The object at a stream's end equals the whole reply. Events are numbered without a gap; after its first event a
+    stream always ends with completed, incomplete or failed.
     """
 
     def __init__(
@@ -273,7 +274,7 @@ class ResponseRenderer:
         self._num_events = 0
 
     def frames(self, deltas: Sequence[ChoiceDelta]) -> bytes:
-        """The events of what is new, after the last news also those of the response's end."""
+        """The events of the deltas, and after the last ones the events that end the response."""
         chunk = b"" if self._num_events else self._beginning()
         finish = None
         for delta in deltas:
@@ -287,7 +288,7 @@ class ResponseRenderer:
         return chunk + self._framed([{"type": f"response.{response['status']}", "response": response}])
 
     def body(self, deltas: Sequence[ChoiceDelta]) -> Iterator[bytes]:
-        """The whole response, of all deltas in the order in which they came; empty pieces while it is put together."""
+        """The whole response from all deltas in the order in which they came; yields empty pieces meanwhile."""
         finish = "length"
         for delta in deltas:
             for _ in self._take(delta):
@@ -299,13 +300,13 @@ class ResponseRenderer:
         yield self._save(self._ended(finish))
 
     def failure(self, error: ApiError) -> bytes:
-        """Both events that clients look for: the error, and the response that failed."""
+        """The two events that clients look for: the error, and the failed response."""
         chunk = b"" if self._num_events else self._beginning()
         chunk += self._framed(self._output.end(is_cut=True))
         detail = error_body(error)["error"]
         failed = self._response("failed", error={"code": "server_error", "message": detail["message"]})
-        told = {"type": "error", "code": detail["code"], "message": detail["message"], "param": detail["param"]}
-        return chunk + self._framed([told, {"type": "response.failed", "response": failed}])
+        event = {"type": "error", "code": detail["code"], "message": detail["message"], "param": detail["param"]}
+        return chunk + self._framed([event, {"type": "response.failed", "response": failed}])
 
     def _take(self, delta: ChoiceDelta) -> Iterator[Event]:
         if delta.finish_reason in ("stop", "tool_calls") and not isinstance(delta.stop_reason, str):

@@ -1,6 +1,6 @@
-"""What /v1/responses replies: the response, its items, its events, and the lists and receipts of the other routes.
+"""The wire models of replies of /v1/responses: the response, its items and events, and the other routes' replies.
 
-These models document replies; they are rendered elsewhere.
+They document replies; the renderer does not use them.
 """
 
 from __future__ import annotations
@@ -226,4 +226,4 @@ class ResponseEvent(
         ]
     ]
 ):
-    """Any of them."""
+    """Any event of a stream."""

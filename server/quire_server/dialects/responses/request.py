@@ -1,6 +1,6 @@
-"""The request of POST /v1/responses: text formats, tools, fields without effect, and the messages of the template.
+"""The request of POST /v1/responses: text formats, tools, fields without effect, messages for the chat template.
 
-A field at OpenAI's default is never an error; what is without effect is reported.
+A field at OpenAI's default is never an error; fields without effect are reported.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class TextOptions(WireModel):
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description="without effect, and reported")
 
     def shown(self) -> dict[str, object]:
-        """As the reply repeats it."""
+        """The field as the reply repeats it."""
         wanted = self.format or PlainText(type="text")
         if not isinstance(wanted, JsonSchema):
             return {"format": {"type": wanted.type}, "verbosity": self.verbosity or "medium"}
@@ -118,7 +118,7 @@ class FunctionTool(WireModel):
         return template_tool(self.name, self.description, self.parameters or {"type": "object", "properties": {}})
 
     def shown(self) -> dict[str, object]:
-        """As the reply repeats it."""
+        """The tool as the reply repeats it."""
         return {
             "type": "function",
             "name": self.name,
@@ -165,9 +165,9 @@ Choice = Annotated[
 def offered(
     tools: Sequence[FunctionTool], choice: str | NamedFunction | AllowedTools | None, *, parallel: bool | None
 ) -> tuple[list[FunctionTool], ToolOptions | None]:
-    """The tools that the model is told of, and which it may or must call. Raises BadRequest for a choice that is none.
+    """The tools in the prompt, and the options for calls. Raises BadRequest for an impossible choice.
 
-    With the choice "none" it is told of none. The choice "auto" needs no tools: clients send it always.
+    With the choice "none" the prompt has no tools. The choice "auto" needs no tools: clients always send it.
     """
     chosen: Any = choice
     if isinstance(choice, NamedFunction):
@@ -182,7 +182,7 @@ def offered(
     return [tool for tool in tools if tool.name in names], options
 
 
-# What asks for something that this server does not do, with the values that do not ask for it.
+# Unsupported fields, with the values that turn them off and a hint.
 _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "background": ((None, False), "a response is made while its client waits"),
     "context_management": ((None, []), "histories are not compacted; see 'truncation'"),
@@ -190,7 +190,7 @@ _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "moderation": ((None,), "nothing is moderated"),
     "prompt": ((None,), "there are no stored prompts; use 'input' and 'instructions'"),
 }
-# What other dialects call a field of this one: as unknown names they would ask for other text without effect.
+# Fields by their names in other dialects: as unknown names they would be ignored although they change the text.
 _RENAMED: Mapping[str, str] = {
     "functions": "tools",
     "guided_json": "text.format",
@@ -228,7 +228,7 @@ def review(extras: Mapping[str, object] | None) -> list[str]:
 
 
 def review_includes(include: Iterable[str] | None) -> list[str]:
-    """The names of what should be included and cannot be."""
+    """The names in `include` without effect."""
     return [f"include.{name}" for name in include or () if name != INCLUDE_LOGPROBS]
 
 
@@ -236,10 +236,10 @@ Message = dict[str, object]
 
 
 def messages(instructions: str | None, items: Iterable[ContentItem]) -> list[Message]:
-    """The messages, instructions first. Raises BadRequest for an output without its call.
+    """The messages for the template, instructions first. Raises BadRequest for an output without its call.
 
-    System and developer messages at the very beginning become one with the instructions: many templates take a system
-    message as the first one only.
+    System and developer messages at the beginning are joined to the instructions: many templates accept a system
+    message only as the first one.
     """
     conversation = _Conversation()
     if instructions:
@@ -256,26 +256,26 @@ def messages(instructions: str | None, items: Iterable[ContentItem]) -> list[Mes
 
 
 class _Conversation:
-    """The messages so far. The last one may be an assistant's turn that more items belong to.
+    """The messages so far; the last one may be an assistant's turn to which more items belong.
 
-    Thoughts, text and calls of one turn are one message; an output follows the call that it answers.
+    Reasoning, text and calls of one turn are one message; an output follows the call that it answers.
     """
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self._turn: Message | None = None
-        self._names: dict[str, str] = {}  # of the called functions, by the ids of their calls
+        self._names: dict[str, str] = {}  # function names by the ids of their calls
 
     def add(self, item: ContentItem) -> None:
         match item:
             case ReasoningItem():
-                self._think(item.text)
+                self._add_reasoning(item.text)
             case MessageItem(role="assistant"):
-                self._say(text_of(item.content))
+                self._add_text(text_of(item.content))
             case FunctionCallItem():
-                self._call(item)
+                self._add_call(item)
             case FunctionOutputItem():
-                self._answer(item)
+                self._add_output(item)
             case _:
                 self._turn = None
                 content: object = item.content
@@ -289,28 +289,28 @@ class _Conversation:
             self.messages.append(self._turn)
         return self._turn
 
-    def _think(self, text: str) -> None:
+    def _add_reasoning(self, text: str) -> None:
         if self._turn is not None and (self._turn["content"] is not None or "tool_calls" in self._turn):
-            self._turn = None  # thoughts begin a turn
+            self._turn = None  # reasoning begins a turn
         turn = self._open()
         if text:
             turn["reasoning"] = f"{turn['reasoning']}\n{text}" if "reasoning" in turn else text
 
-    def _say(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         if self._turn is not None and self._turn["content"] is not None and "tool_calls" not in self._turn:
             self._turn = None  # two messages of an assistant are two turns
         turn = self._open()
         # Text after a call stays in the call's turn: the call's output is expected right after that.
         turn["content"] = text if turn["content"] is None else f"{turn['content']}\n{text}"
 
-    def _call(self, item: FunctionCallItem) -> None:
+    def _add_call(self, item: FunctionCallItem) -> None:
         calls = self._open().setdefault("tool_calls", [])
         assert isinstance(calls, list)
         function = {"name": item.name, "arguments": item.arguments}
         calls.append({"id": item.call_id, "type": "function", "function": function})
         self._names[item.call_id] = item.name
 
-    def _answer(self, item: FunctionOutputItem) -> None:
+    def _add_output(self, item: FunctionOutputItem) -> None:
         name = self._names.get(item.call_id)
         if name is None:
             raise BadRequest(
@@ -332,13 +332,13 @@ class Reasoning(WireModel):
         None, description="passed to chat templates that use it"
     )
     summary: Literal["auto", "concise", "detailed"] | None = Field(
-        None, description="without effect: thoughts are shown as they are, not summed up"
+        None, description="without effect: reasoning is shown as it is, without a summary"
     )
     generate_summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="as summary")
 
 
 def _as_items(value: object) -> object:
-    """A text is one message of the user's."""
+    """A string becomes one user message."""
     return [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
 
 
@@ -346,7 +346,7 @@ class ResponseRequest(DecodingFields, ServingFields):
     input: Annotated[Items, FEW_PARTS, BeforeValidator(_as_items, json_schema_input_type=str | Items)]
     instructions: str | None = Field(None, description="a system message before all others, for this response only")
     previous_response_id: Annotated[str, Field(max_length=256)] | None = Field(
-        None, description="a stored response that this one goes on from"
+        None, description="a stored response that this one continues"
     )
     tools: Tools | None = None
     tool_choice: Choice | None = None
@@ -354,7 +354,7 @@ class ResponseRequest(DecodingFields, ServingFields):
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = Field(
-        None, description="auto: of a conversation that is too long, the beginning is cut off"
+        None, description="auto: the beginning of a conversation that is too long is cut off"
     )
     chat_template_kwargs: dict[str, object] | None = Field(None, description="variables of the chat template")
 
@@ -374,7 +374,9 @@ class ResponseRequest(DecodingFields, ServingFields):
         ]
         | None
     ) = None
-    max_tool_calls: Annotated[int, Field(ge=1)] | None = Field(None, description="of built-in tools; there are none")
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="without effect: it limits built-in tools, of which there are none"
+    )
     user: Annotated[str, Field(max_length=512)] | None = None
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
@@ -397,7 +399,7 @@ class ResponseRequest(DecodingFields, ServingFields):
         return None if self.reasoning is None else self.reasoning.effort
 
     def shown(self) -> dict[str, Any]:
-        """What the reply repeats of the request, with the defaults that were used."""
+        """The request's fields that the reply repeats, with the defaults that were used."""
         text = self.text or TextOptions.model_validate({})
         return {
             "background": False,
@@ -426,10 +428,10 @@ class ResponseRequest(DecodingFields, ServingFields):
         }
 
     def options(self, items: Sequence[ContentItem]) -> GenerationOptions:
-        """The neutral request for these items, all references resolved. Raises BadRequest for what is not supported."""
+        """The neutral options for these items, with references resolved. Raises BadRequest for unsupported values."""
         ignored = self._review(items)
         num_logprobs = (self.top_logprobs or 0) if self._shows_logprobs else None
-        seen, tools = offered(self.tools or (), self.tool_choice, parallel=self.parallel_tool_calls)
+        shown, tools = offered(self.tools or (), self.tool_choice, parallel=self.parallel_tool_calls)
         conversation = messages(self.instructions, items)
         if not conversation:
             raise BadRequest("'input' must have at least one item, or 'instructions' a text.", param="input")
@@ -438,7 +440,7 @@ class ResponseRequest(DecodingFields, ServingFields):
                 source=Conversation(
                     messages=conversation,
                     template_variables=self.chat_template_kwargs or {},
-                    tools=[tool.for_template() for tool in seen],
+                    tools=[tool.for_template() for tool in shown],
                 ),
                 param="input",
                 add_special_tokens=_NO_SPECIAL_TOKENS,

@@ -1,6 +1,6 @@
-"""The Responses API: POST /v1/responses and what can be asked of the responses that are stored.
+"""The Responses API: POST /v1/responses, and the routes of stored responses.
 
-What one key has made, another cannot read.
+A response can be read only with the key that made it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ async def create_response(body: Body, request: Request) -> Response:
 
 @router.post("/input_tokens")
 async def count_input_tokens(body: Body, request: Request) -> InputTokens:
-    """How many tokens the prompt of such a response would have; nothing is generated."""
+    """Count the tokens that the prompt of such a response would have; nothing is generated."""
     state = state_of(request)
     admit(state, body.model)
     _, items = _conversation(body, _store(request), _owner(request))
@@ -83,7 +83,7 @@ async def retrieve_response(response_id: str, request: Request, stream: bool = F
 
 @router.delete("/{response_id}", responses=NOT_FOUND)
 async def delete_response(response_id: str, request: Request) -> Deleted:
-    """Responses that go on from it keep what was said in it."""
+    """Responses that continue it keep its items."""
     if not _store(request).delete(_owner(request), response_id):
         raise _not_found(response_id)
     return Deleted(id=response_id, object="response", deleted=True)
@@ -103,7 +103,7 @@ async def list_input_items(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
 ) -> InputItems:
-    """The items that came with its request, not those of the responses before it."""
+    """The items of its own request, without those of earlier responses."""
     items = list(_known(request, response_id).input)
     if order == "desc":
         items.reverse()
@@ -126,7 +126,7 @@ async def list_input_items(
 def _conversation(
     body: ResponseRequest, store: ResponseStore, owner: str
 ) -> tuple[StoredResponse | None, list[ContentItem]]:
-    """The response that this one goes on from, and all items up to the end of the new ones."""
+    """The response that this one continues, and all items up to the end of the new ones."""
     previous = None
     if body.previous_response_id is not None:
         previous = store.get(owner, body.previous_response_id)
@@ -175,5 +175,5 @@ def _store(request: Request) -> ResponseStore:
 
 
 def _owner(request: Request) -> str:
-    """Whose responses these are: the key's; without keys all are everybody's."""
+    """The owner of stored responses: the key's digest; without keys all clients share one owner."""
     return str(request.scope["state"].get("key_digest", ""))

@@ -1,1 +1,1 @@
-"""Embeddings, and scores that are made of them."""
+"""Embeddings, and similarity scores of embeddings."""

@@ -1,4 +1,4 @@
-"""The wire models of POST /v1/embeddings and /v1/score, whose answers come from the same vectors."""
+"""The wire models of POST /v1/embeddings and /v1/score."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from quire_server.dialects.common import (
 )
 from quire_server.errors import BadRequest
 
-MAX_TEXTS = 2048  # of a request
+MAX_TEXTS = 2048  # most texts of a request
 
 
 def _listed(value: object) -> object:
@@ -34,7 +34,7 @@ Texts = Annotated[_ListedTexts, BeforeValidator(_listed, json_schema_input_type=
 
 
 class VectorFields(ServingFields):
-    """What both endpoints take."""
+    """The fields of both endpoints."""
 
     user: Annotated[str, Field(max_length=256)] | None = Field(None, description="without effect")
     add_special_tokens: bool | None = None
@@ -71,15 +71,15 @@ _check_input, _input_schema = one_or_many(MAX_TEXTS, "inputs")
 class EmbeddingRequest(VectorFields):
     input: Annotated[Prompts, _check_input, _input_schema]
     encoding_format: Literal["float", "base64"] | None = Field(
-        None, description="base64 is of little-endian float32 numbers; float by default"
+        None, description="base64: of little-endian float32 numbers; float by default"
     )
     dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
-        None, description="only so many of the first numbers, for models that were trained for it"
+        None, description="length to cut vectors to, for models that were trained for it"
     )
-    normalize: bool | None = Field(None, description="false: as the model gives them; else of length 1")
+    normalize: bool | None = Field(None, description="false: not normalised; else of length 1")
 
     def options(self) -> VectorOptions:
-        """The neutral request. Raises BadRequest for what is not supported."""
+        """The neutral options. Raises BadRequest for unsupported values."""
         names = ["input"] if len(self.input) == 1 else [f"input[{i}]" for i in range(len(self.input))]
         sources: Sequence[str | Sequence[int]] = self.input
         inputs = [TextInput(source=source, param=name) for source, name in zip(sources, names, strict=True)]
@@ -115,11 +115,11 @@ class ScoreRequest(VectorFields):
 
     @property
     def texts(self) -> tuple[list[str], list[str]]:
-        """One text or as many as there are on the other side."""
+        """Left and right texts: one left text, or as many as right ones."""
         return self.text_1 or self.queries or [], self.text_2 or self.documents or []
 
     def options(self) -> VectorOptions:
-        """The neutral request: the texts of the left side, then those of the right."""
+        """The neutral options: the left texts, then the right ones."""
         names = ("text_1", "text_2") if self.text_1 is not None else ("queries", "documents")
         inputs = [
             TextInput(source=text, param=name if len(side) == 1 else f"{name}[{i}]")

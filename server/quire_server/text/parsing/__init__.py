@@ -1,4 +1,4 @@
-"""What a model's text means: its thoughts, its answer, its calls of tools.
+"""Parses a model's text into reasoning, answer and tool calls.
 
 Owns the formats in which models write them.
 """

@@ -1,6 +1,6 @@
-"""A call of a tool as a reply shows it, whole or in pieces.
+"""A tool call as a reply shows it, whole or in pieces.
 
-Promises: all pieces of one index joined are one call.
+Promises: all pieces with one index add up to one call.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, kw_only=True)
 class CallDelta:
-    """What is new of one call. The first piece has its id and its name, the others more of its arguments."""
+    """The new part of one call. The first piece has its id and its name, the others more of its arguments."""
 
-    index: int  # of the call in its reply, from 0
+    index: int  # the call's index in its reply, from 0
     id: str | None = None
     name: str | None = None
     arguments: str = ""  # a piece of JSON text

@@ -1,4 +1,4 @@
-"""The formats in which models write calls of tools and thoughts: by name, and by what a model's files show."""
+"""The formats in which models write tool calls and reasoning: by name, and by detection from the chat template."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HERMES_OPENED, _HERMES_CLOSED = Markers(_HERMES_OPEN), Markers(_HERMES_CLOSE)
 def _read_hermes(source: Source, reply: ParsedReply) -> Steps[None]:
     """Calls as Hermes and Qwen models write them: <tool_call>, a JSON object, </tool_call>.
 
-    What stands between the tags and is no call is content, with the tags.
+    Text between the tags that is not a call is content, with its tags.
     """
     while (yield from source.until(_HERMES_OPENED, reply.content)):
         space = yield from source.space()
@@ -35,7 +35,7 @@ def _read_hermes(source: Source, reply: ParsedReply) -> Steps[None]:
 
 
 def _read_hermes_close(source: Source, reply: ParsedReply) -> Steps[None]:
-    """The closing tag, before which small models write one brace too many, and which some forget."""
+    """The closing tag. Small models write a brace too many before it, and some models omit it."""
     space = yield from source.space()
     while (yield from source.peek()) == "}":
         source.take()
@@ -45,7 +45,7 @@ def _read_hermes_close(source: Source, reply: ParsedReply) -> Steps[None]:
 
 
 def _ignore(text: str) -> None:
-    """The rest of a call that is broken."""
+    """Drops the rest of a broken call."""
 
 
 HERMES = ToolFormat(
@@ -70,7 +70,7 @@ def _read_llama(source: Source, reply: ParsedReply) -> Steps[None]:
     Several objects are separated by ";". An object without the tag is a call where it begins a line or follows a call,
     names a tool and has no keys but those of calls; any other JSON is an answer.
     """
-    stop = "\n"  # the text begins a line
+    stop = "\n"  # the start of the text counts as the start of a line
     while stop:
         if stop == _LLAMA_TAG:
             before = _LLAMA_TAG + (yield from source.space())
@@ -122,8 +122,7 @@ _MISTRAL_NAME = re.compile(r"[^\s\[\]{}()\"<>]+")
 def _read_mistral(source: Source, reply: ParsedReply) -> Steps[None]:
     """Calls as Mistral models write them, after [TOOL_CALLS]: an array of JSON objects, or name[ARGS]{...}.
 
-    The second form is that of the models since 2025, which repeat the marker before each call. Both are read,
-    whichever the model was trained on.
+    Models since 2025 write the second form and repeat the marker before each call. Both are read for every model.
     """
     while (yield from source.until(_MISTRAL_OPENED, reply.content)):
         before = _MISTRAL_CALLS + (yield from source.space())
@@ -134,7 +133,7 @@ def _read_mistral(source: Source, reply: ParsedReply) -> Steps[None]:
 
 
 def _read_mistral_named(source: Source, reply: ParsedReply, before: str) -> Steps[None]:
-    """The model's own ids are passed over: it may repeat them, and a history needs each once."""
+    """The model's own ids are dropped: it may repeat them, and a history needs unique ones."""
     source.keep()
     name = yield from source.run(_MISTRAL_NAME)
     if (yield from source.literal(_MISTRAL_ID)):
@@ -183,8 +182,8 @@ _LINE_END = Markers("\n")
 def _read_plain(source: Source, reply: ParsedReply) -> Steps[None]:
     """Calls as plain JSON, for models without a format of their own: an array of calls, or one call.
 
-    A grammar forces it, or the prompt asks for it. JSON is a call where it begins a line, names a tool and has no keys
-    but those of calls; any other JSON is an answer.
+    A grammar forces it, or the prompt asks for it. JSON is a call if it begins a line, names a tool and has only keys
+    of calls; other JSON is an answer.
     """
     line_end = "\n"
     while line_end:
@@ -212,18 +211,18 @@ AUTO, NONE = "auto", "none"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFormats:
-    """How one model writes its thoughts and its calls.
+    """The formats of one model's reasoning and calls.
 
-    Without any: thoughts are a part of the text, and calls are forced upon the model as plain JSON.
+    By default: reasoning is not parsed, and calls are plain JSON.
     """
 
     calls: ToolFormat = FORCED
     marks: ThinkingMarks | None = None
-    calls_markers: frozenset[int] = frozenset()  # tokens that the readers must see, even where they are special
+    calls_markers: frozenset[int] = frozenset()  # tokens that the parser needs, also if they are special
     marks_ids: frozenset[int] = frozenset()
 
     def shown_ids(self, *, reads_calls: bool) -> frozenset[int]:
-        """Special tokens that the reader of a reply has to see."""
+        """Special tokens that the parser of a reply needs."""
         return self.calls_markers | self.marks_ids if reads_calls else self.marks_ids
 
 
@@ -231,7 +230,7 @@ PLAIN = ModelFormats()
 
 
 def model_formats(calls: str, reasoning: str, tokenizer: TextTokenizer, template: str | None) -> ModelFormats:
-    """By the settings of those names, "auto" being what the chat template shows. Raises ConfigError."""
+    """The formats from the settings of these names; "auto" detects them from the chat template. Raises ConfigError."""
     form = tool_format(calls) if calls != AUTO else detect_tool_format(template or "")
     marks: ThinkingMarks | None = None
     if reasoning == AUTO:
@@ -257,14 +256,14 @@ TOOL_FORMATS = {
 
 
 def tool_format(name: str) -> ToolFormat:
-    """The format of that name. Raises ConfigError."""
+    """The format with that name. Raises ConfigError."""
     if name not in TOOL_FORMATS:
         raise ConfigError(f"tool call parser {name!r} is unknown; known are {', '.join(sorted(TOOL_FORMATS))}")
     return TOOL_FORMATS[name]
 
 
 def detect_tool_format(template: str) -> ToolFormat | None:
-    """The format that the chat template teaches the model; None where it has none, or one that is not known here."""
+    """The format that the chat template shows the model; None if it has none, or an unknown one."""
     if "tools" not in template:
         return None
     for is_taught, form in (

@@ -1,8 +1,8 @@
-"""A call that a model writes as a JSON object: {"name": ..., "arguments": {...}}.
+"""Parses a call that a model writes as a JSON object: {"name": ..., "arguments": {...}}.
 
-Promises: the name is known as soon as it is read and the arguments are passed on as they come, character for character;
-only brackets and strings are understood in them, so that a client gets what the model wrote even where it is not quite
-JSON.
+Promises: the name is known as soon as it is read, and the arguments are passed on as they come, character for
+character. Only brackets and strings are parsed in them, so that a client gets the model's text even where it is not
+quite JSON.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from typing import Literal
 from quire_server.text.parsing.parsed_reply import ParsedReply
 from quire_server.text.parsing.source import Show, Source, Steps
 
-Outcome = Literal["call", "broken", "none"]  # broken: the reply shows a call, but its object did not end as one does
+Outcome = Literal["call", "broken", "none"]  # broken: the call was shown, but its object is not complete
 
 _ARGUMENTS = frozenset({"arguments", "parameters"})
 _OF_CALLS = frozenset({"type", "id"})  # other keys that models write in calls
-_BETWEEN = " \t\r\n,]"  # what follows a call in an array and is no content
+_BETWEEN = " \t\r\n,]"  # characters after a call in an array that are not content
 _IN_STRING = re.compile(r'[^"\\]+')
 _OUTSIDE = re.compile(r'[^"{}\[\]<]+')
 _SCALAR = re.compile(r'[^\s,{}\[\]"<]+')
 
 
 def read_call(source: Source, reply: ParsedReply, *, sure: bool) -> Steps[Outcome]:
-    """Read the object that begins here. If it is no call, nothing is passed on and `source.kept` has what was read.
+    """Read the object that begins here. If it is not a call, nothing is passed on and `source.kept` has its text.
 
-    `sure`: only calls stand where it stands. Otherwise it may be the answer itself, which has names too: then it is a
-    call only if it names a tool and has no keys but those of calls.
+    `sure`: only calls can stand here. Otherwise the object may be the answer itself, which may have names too: then it
+    is a call only if it names a tool and has only keys of calls.
     """
     source.keep()
     return (yield from _CallReader(source, reply, sure).read())
 
 
 def read_calls(source: Source, reply: ParsedReply, before: str, *, sure: bool) -> Steps[None]:
-    """Read an array of calls, or a single one. What is none is content, and so is `before` then."""
+    """Read an array of calls, or a single one. Text that is not a call is content, after `before`."""
     is_array = yield from source.literal("[")
     before += "[" if is_array else ""
     while True:
@@ -60,7 +60,7 @@ def read_calls(source: Source, reply: ParsedReply, before: str, *, sure: bool) -
 
 
 class _CallReader:
-    """One object."""
+    """Reads one object."""
 
     def __init__(self, source: Source, reply: ParsedReply, sure: bool) -> None:
         self._source = source
@@ -85,7 +85,7 @@ class _CallReader:
                 return self._break_off()
 
     def _member(self) -> Steps[bool]:
-        """A key and its value; False where the text is none, or none of a call."""
+        """A key and its value; False if the text is not one, or not one of a call."""
         source = self._source
         key = yield from read_text(source)
         yield from source.space()

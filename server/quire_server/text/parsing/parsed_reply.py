@@ -1,6 +1,6 @@
-"""What of a reply's text is content and what is a call, as far as it is settled.
+"""The parsed part of a reply's text: content and calls.
 
-Owns the calls' numbers and ids. Promises: whitespace before the first call, between calls and after the last one is no
+Owns the calls' numbers and ids. Promises: whitespace before the first call, between calls and after the last one is not
 content; every other character is.
 """
 
@@ -11,26 +11,26 @@ from collections.abc import Callable, Iterable, Mapping
 
 from quire_server.text.parsing.calls import CallDelta
 
-Schemas = Mapping[str, Mapping[str, object] | None]  # of the tools' arguments, by the tools' names
+Schemas = Mapping[str, Mapping[str, object] | None]  # schemas of the tools' arguments, by the tools' names
 _SPACE = " \t\r\n"
 
 
 class ParsedReply:
-    """Filled by the reader of a format, emptied by `take_content` and `take_calls`."""
+    """Filled by a format's reader, emptied by `take_content` and `take_calls`."""
 
     def __init__(self, tools: Schemas, *, new_id: Callable[[], str], parallel: bool = True) -> None:
         """`parallel` False: only the first call is kept."""
         self.tools = tools
         self.num_calls = 0
-        self.error: str | None = None  # why a call is not what a client can use; the first such reason
+        self.error: str | None = None  # the first error in a call
         self._new_id = new_id
         self._parallel = parallel
         self._content: list[str] = []
         self._space: list[str] | None = []  # whitespace that is content if text follows; None within text
         self._calls: list[CallDelta] = []
-        self._pieces: list[str] = []  # of the arguments of the last of `_calls`
-        self._arguments: list[str] = []  # of the open call, all
-        self._is_dropped = False  # the open call is
+        self._pieces: list[str] = []  # new arguments of the last of `_calls`
+        self._arguments: list[str] = []  # all arguments of the open call
+        self._is_dropped = False  # whether the open call is dropped
 
     def content(self, text: str) -> None:
         if self._space is not None:
@@ -43,7 +43,7 @@ class ParsedReply:
         self._content.append(text)
 
     def begin_call(self, name: str) -> None:
-        """The name need not be a tool's: that the model asks for something that is not there is the client's to say."""
+        """The name need not be a known tool's: the client decides on that."""
         self._space = []
         self._arguments = []
         self._is_dropped = self.num_calls > 0 and not self._parallel
@@ -56,13 +56,13 @@ class ParsedReply:
         """A piece of the open call's arguments."""
         if self._is_dropped:
             return
-        if not self._calls:  # what came before was taken
+        if not self._calls:  # earlier pieces were taken
             self._calls.append(CallDelta(index=self.num_calls - 1))
         self._pieces.append(text)
         self._arguments.append(text)
 
     def end_call(self) -> None:
-        """The open call is all there, or all that there will be of it."""
+        """The open call has ended, complete or not."""
         if self._is_dropped:
             return
         try:
@@ -81,13 +81,13 @@ class ParsedReply:
         return "".join(content)
 
     def take_calls(self) -> list[CallDelta]:
-        """The news, at most one piece of each call."""
+        """The new pieces, at most one for each call."""
         self._settle()
         calls, self._calls = self._calls, []
         return calls
 
     def finish(self) -> None:
-        """No more text comes."""
+        """The text has ended."""
         if self._space is not None and self.num_calls == 0:
             self._content += self._space
 
@@ -98,7 +98,7 @@ class ParsedReply:
 
 
 def read_json(text: str) -> object:
-    """The value. Raises ValueError, also for what only Python takes for JSON, and for what is nested too deep."""
+    """The value. Raises ValueError, also for constants that only Python accepts, and for deep nesting."""
     try:
         value: object = json.loads(text, parse_constant=_refuse)
     except RecursionError as exc:
@@ -111,7 +111,7 @@ def _refuse(constant: str) -> object:
 
 
 def whole_calls(pieces: Iterable[CallDelta]) -> list[CallDelta]:
-    """The calls of which these are all pieces, in order."""
+    """The whole calls from all of their pieces, in order."""
     calls: list[CallDelta] = []
     arguments: list[list[str]] = []
     for piece in pieces:

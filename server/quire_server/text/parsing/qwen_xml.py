@@ -1,6 +1,6 @@
 """Calls as Qwen3-Coder models write them: <function=name>, a <parameter=name> for each argument, in <tool_call>.
 
-Promises: values become JSON by their tool's schema; texts are passed on as they come.
+Promises: values become JSON by their tool's schema; strings are passed on as they come.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quire_server.text.parsing.source import Markers, Show, Source, Steps
 from quire_server.text.parsing.tool_format import ToolFormat
 
 _OPEN, _CLOSE, _FUNCTION = "<tool_call>", "</tool_call>", "<function="
-_OPENED = Markers(_OPEN, _FUNCTION)  # some models leave the outer tag out
+_OPENED = Markers(_OPEN, _FUNCTION)  # some models omit the outer tag
 _PARAMETER, _END_FUNCTION = "<parameter=", "</function>"
 _NEXT = Markers(_PARAMETER, _END_FUNCTION, _CLOSE)
 _END_PARAMETER = Markers("</parameter>")
@@ -58,7 +58,7 @@ def _read_arguments(source: Source, reply: ParsedReply, tool: str) -> Steps[None
 
 
 def _read_value(source: Source, show: Show, kinds: set[str]) -> Steps[bool]:
-    """Whether the value has ended. The line breaks next to its tags are not part of it."""
+    """Whether the value is complete. The line breaks next to its tags are not part of it."""
     if kinds == {"string"}:
         text = _StringText(show)
         found = yield from source.until(_END_PARAMETER, text.push)
@@ -73,12 +73,12 @@ def _read_value(source: Source, show: Show, kinds: set[str]) -> Steps[bool]:
 
 
 class _StringText:
-    """A text as the inside of a JSON string, as it comes."""
+    """Encodes a text as a JSON string while it arrives."""
 
     def __init__(self, show: Show) -> None:
         self._show = show
         self._has_begun = False
-        self._line_break = ""  # is part of the text if more follows
+        self._line_break = ""  # part of the text if more follows
         show('"')
 
     def push(self, text: str) -> None:
@@ -92,7 +92,7 @@ class _StringText:
 
 
 def _as_json(text: str, kinds: set[str]) -> str:
-    """The value as one of the kinds that its schema allows; as a string where it is nothing else."""
+    """The value as one of the types that its schema allows; otherwise as a string."""
     stripped = text.strip()
     stripped = _PYTHON_NAMES.get(stripped, stripped)
     try:
@@ -118,7 +118,7 @@ def _schema(reply: ParsedReply, tool: str, parameter: str) -> object:
 
 
 def _kinds(schema: object, depth: int = 3) -> set[str]:
-    """The JSON types that a schema names; none where it says nothing of them."""
+    """The JSON types that a schema names; empty if it names none."""
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type")
@@ -136,7 +136,7 @@ def _dumps(text: str) -> str:
 
 
 def _ignore(text: str) -> None:
-    """What stands between parameters."""
+    """Drops text between parameters."""
 
 
 QWEN_XML = ToolFormat(

@@ -1,6 +1,6 @@
-"""The marks between which models think, by name and by what a model's files show.
+"""The marks around models' reasoning, by name and by detection from the model's files.
 
-Promises: an unknown name is refused with all that are known.
+Promises: an unknown name is refused with a list of the known ones.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from dataclasses import dataclass
 
 from quire_engine.errors import ConfigError
 
-TokenId = Callable[[str], int | None]  # of a text that is one token of the vocabulary
+TokenId = Callable[[str], int | None]  # the id of a text that is one token of the vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
-    """A block of thoughts is `start`, the thoughts, `end`."""
+    """A block of reasoning is `start`, the reasoning, `end`."""
 
     names: tuple[str, ...]
     start: str
     end: str
 
     def marks(self, token_id: TokenId) -> ThinkingMarks:
-        """As the tokenizer of a model knows them."""
+        """The marks with their ids in a model's vocabulary."""
         return ThinkingMarks(start=self.start, end=self.end, start_id=token_id(self.start), end_id=token_id(self.end))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkingMarks:
-    """The marks as texts, and as tokens where they are."""
+    """The marks as texts, and as ids if they are tokens."""
 
     start: str
     end: str
@@ -55,16 +55,16 @@ REASONING_FORMATS = {name: form for form in _FORMATS for name in form.names}
 
 
 def reasoning_format(name: str) -> ReasoningFormat:
-    """The format of that name. Raises ConfigError."""
+    """The format with that name. Raises ConfigError."""
     if name not in REASONING_FORMATS:
         raise ConfigError(f"reasoning parser {name!r} is unknown; known are {', '.join(sorted(REASONING_FORMATS))}")
     return REASONING_FORMATS[name]
 
 
 def detect_reasoning(template: str, token_id: TokenId) -> ReasoningFormat | None:
-    """The format that the chat template writes or removes, or else whose marks are tokens of the vocabulary.
+    """The format that the chat template writes or removes, else one whose marks are tokens of the vocabulary.
 
-    Marks in words are in neither; such a format must be named.
+    Marks in words cannot be detected; such a format must be set by name.
     """
     spelled = [form for form in _FORMATS if " " not in form.start]
     for form in spelled:

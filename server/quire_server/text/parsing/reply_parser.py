@@ -1,4 +1,4 @@
-"""One choice's text as it grows: thoughts first, then content and calls."""
+"""Parses one choice's text as it grows: reasoning first, then content and calls."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from quire_server.text.parsing.tool_format import CallParser, ToolFormat
 
 
 class ReplyParser:
-    """Push each token's piece of text. `reasoning` and `calls` are news until the receiver empties them.
+    """Push each token's piece of text. `reasoning` and `calls` collect news until the receiver empties them.
 
-    Content, thoughts and calls do not depend on how the text was cut into tokens, except that marks of thinking that
-    are tokens count only as those tokens.
+    The result does not depend on how the text was cut into tokens, except that marks that are tokens count only as
+    those tokens.
     """
 
     def __init__(
@@ -29,10 +29,10 @@ class ReplyParser:
         parallel: bool = True,
         new_id: Callable[[], str] | None = None,
     ) -> None:
-        """`marks` None: the model does not think. `is_open`: the prompt's end has opened the block of thoughts.
+        """`marks` None: reasoning is not parsed. `is_open`: the prompt's end has opened the block of reasoning.
 
-        `tool_format` None: nothing is a call. `parallel` False: only the first call is one. `new_id`: of calls, where
-        the format's own ids will not do.
+        `tool_format` None: calls are not parsed. `parallel` False: only the first call is kept. `new_id`: makes the
+        calls' ids instead of the format.
         """
         self.reasoning = ""
         self.calls: list[CallDelta] = []
@@ -44,32 +44,32 @@ class ReplyParser:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens inside the block of thoughts so far."""
+        """Tokens inside the block of reasoning so far."""
         return self._splitter.num_tokens if self._splitter is not None else 0
 
     @property
     def is_over(self) -> bool:
-        """Whether pieces may be shown as they are, except for those of the marks of thinking."""
+        """Whether further pieces are content as they are, except for marks that are tokens."""
         return self._call_parser is None and (self._splitter is None or self._splitter.is_over)
 
     @property
     def has_calls(self) -> bool:
-        """The reply has begun a call, which a client has been or will be shown."""
+        """Whether the reply has a call."""
         return self._reply.num_calls > 0
 
     @property
     def call_error(self) -> str | None:
-        """Why a call could not be read, or is not JSON; the first such reason."""
+        """The first error in a call, such as one that is not JSON."""
         return self._reply.error
 
     def push(self, token_id: int, piece: str) -> str:
-        """The content that this token settles."""
+        """The content that is complete with this token."""
         if self._splitter is not None:
             piece = self._splitter.push(token_id, piece)
         return self._parse(piece)
 
     def finish(self, piece: str = "") -> str:
-        """What was held when the choice ended. `piece` is what its last tokens had left of a character."""
+        """The held-back content, when the choice ends. `piece`: the rest of an incomplete character."""
         if self._splitter is not None:
             piece = self._splitter.finish(piece)
         content = self._parse(piece)
@@ -93,28 +93,28 @@ _SPACE = " \t\r\n"
 
 
 class ThinkingSplitter:
-    """Splits one choice's text into thoughts and answer. `reasoning` is news since the receiver last emptied it.
+    """Splits one choice's text into reasoning and answer. `reasoning` collects news until the receiver empties it.
 
-    A reply has at most one block of thoughts, at its start; whitespace around the thoughts and before the answer that
-    follows them is dropped, as SGLang does; a block that is never closed is all thoughts. Where the marks are tokens
-    only those tokens count, so that a model can write about them, and none of them is shown.
+    A reply has at most one block of reasoning, at its start. Whitespace around the reasoning and before the answer
+    after it is dropped, as in SGLang. A block that is never closed is reasoning as a whole. If the marks are tokens,
+    only those tokens count, so that a model can write about them, and they are not shown.
     """
 
     def __init__(self, marks: ThinkingMarks, *, is_open: bool) -> None:
         """`is_open`: the prompt's end has opened the block."""
         self.reasoning = ""
-        self.num_tokens = 0  # inside the block, without the marks where they are tokens
+        self.num_tokens = 0  # tokens inside the block, without marks that are tokens
         self._marks = marks
         self._part: Literal["before", "thoughts", "answer"] = "thoughts" if is_open else "before"
-        self._is_trimming = True  # nothing of the part but whitespace has come
-        self._space: list[str] = []  # of the part; belongs to it if more comes
-        self._shown: list[str] = []  # of the answer, settled
+        self._is_trimming = True  # the part has only whitespace so far
+        self._space: list[str] = []  # whitespace that belongs to the part if more text follows
+        self._shown: list[str] = []  # complete text of the answer
         self._source = Source()
         self._steps = self._read()
         next(self._steps)
 
     def push(self, token_id: int, piece: str) -> str:
-        """The text of the answer that this token settles."""
+        """The answer's text that is complete with this token."""
         is_thought = self._part == "thoughts"
         if self._marks.are_tokens:
             is_mark = self._push_token(token_id, piece)
@@ -127,23 +127,23 @@ class ThinkingSplitter:
 
     @property
     def is_over(self) -> bool:
-        """Whether all that comes is answer, but for marks that are tokens, which are still not shown."""
+        """Whether all further text is answer; marks that are tokens are still not shown."""
         return self._part == "answer" and not self._is_trimming and self._marks.are_tokens
 
     def finish(self, piece: str = "") -> str:
-        """What was held, and `piece`, which comes with no token."""
+        """The held-back text, and `piece`, which has no token."""
         if self._marks.are_tokens:
             self._show(piece)
         else:
             self._source.push(piece)
             self._source.end()
             next(self._steps, None)
-        if self._part == "before":  # nothing but whitespace came: there was no block that it could belong to
+        if self._part == "before":  # only whitespace came, and no block
             self._shown += self._space
         return self._take()
 
     def _push_token(self, token_id: int, piece: str) -> bool:
-        """Whether the token is a mark. Its piece can begin with an unfinished character of the text before."""
+        """Whether the token is a mark. Its piece may begin with the rest of an incomplete character."""
         marks = self._marks
         if token_id not in {marks.start_id, marks.end_id}:
             self._show(piece)
@@ -158,7 +158,7 @@ class ThinkingSplitter:
         return True
 
     def _read(self) -> Steps[None]:
-        """The marks as texts. Where the prompt has opened the block some models do so again."""
+        """Parses marks that are texts. Some models open the block again although the prompt has opened it."""
         source, marks = self._source, self._marks
         self._show((yield from source.space()))
         if (yield from source.literal(marks.start)):

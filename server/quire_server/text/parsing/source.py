@@ -1,7 +1,7 @@
-"""Text that arrives in pieces, for parsers that are written as if it were all there.
+"""Text that arrives in pieces, for parsers that are written as if it were complete.
 
-A parser is a generator: it is suspended where the text runs out and goes on when more has come. Promises: what a parser
-reads does not depend on how the text was cut, as long as it asks only what is here; time is linear in the text.
+A parser is a generator: it is suspended at the end of the text so far and resumed when more has come. Promises: the
+result does not depend on how the text was cut, if a parser uses only the methods here; time is linear in the text.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 Steps = Generator[None, None, Result]  # yields where it needs more text, returns its result
-Show = Callable[[str], None]  # takes a piece of text that is settled
+Show = Callable[[str], None]  # takes a piece of parsed text
 
 _SPACE = re.compile(r"[ \t\r\n]+")
 
 
 class Markers:
-    """Texts that are looked for. None may be the start of another one."""
+    """Texts to search for. No text may be a prefix of another one."""
 
     def __init__(self, *texts: str) -> None:
         self.pattern = re.compile("|".join(map(re.escape, texts)))
@@ -27,7 +27,7 @@ class Markers:
         self._longest = max(map(len, texts))
 
     def settled(self, text: str, start: int) -> int:
-        """The index up to which `text`, in which no marker is from `start` on, has none however it goes on."""
+        """The index in `text` before which no marker can begin, whatever follows; none is complete from `start` on."""
         for first in self._firsts.finditer(text, max(start, len(text) - self._longest + 1)):
             if any(marker.startswith(text[first.start() :]) for marker in self._texts):
                 return first.start()
@@ -35,7 +35,7 @@ class Markers:
 
 
 class Source:
-    """One text as its reader sees it. `push` and `end` are its driver's, the rest is the reader's."""
+    """The text of one parser. The driver calls `push` and `end`, the parser calls the other methods."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -44,7 +44,7 @@ class Source:
         self._kept: list[str] | None = None
 
     def push(self, text: str) -> None:
-        self._text = self._text[self._at :] + text  # what is left is shorter than a marker
+        self._text = self._text[self._at :] + text  # the rest is shorter than a marker
         self._at = 0
 
     def end(self) -> None:
@@ -59,16 +59,16 @@ class Source:
         return self._text[self._at]
 
     def take(self) -> str:
-        """The character that `peek` has shown."""
+        """Consume the character that `peek` has returned."""
         return self._pass(self._at + 1)
 
     def match(self, pattern: re.Pattern[str]) -> str:
-        """What is here already and matches, which may be only the start of what will."""
+        """Consume the text that is here and matches; more of the match may come."""
         found = pattern.match(self._text, self._at)
         return self._pass(found.end()) if found is not None else ""
 
     def run(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """All that matches a pattern for runs of a kind of character."""
+        """Consume all that matches a pattern for a run of characters."""
         pieces = []
         while (yield from self.peek()):
             piece = self.match(pattern)
@@ -78,11 +78,11 @@ class Source:
         return "".join(pieces)
 
     def space(self) -> Steps[str]:
-        """The whitespace that is next."""
+        """Consume the whitespace that comes next."""
         return (yield from self.run(_SPACE))
 
     def show_space(self, show: Show) -> Steps[None]:
-        """Show the whitespace that is next, as it comes."""
+        """Show the whitespace that comes next, as it arrives."""
         while (yield from self.peek()):
             text = self.match(_SPACE)
             if not text:
@@ -90,7 +90,7 @@ class Source:
             show(text)
 
     def literal(self, text: str) -> Steps[bool]:
-        """Whether `text` is next; it is taken if so, and nothing is if not."""
+        """Consume `text` if it comes next; False, with nothing consumed, if it does not."""
         while True:
             here = self._text[self._at : self._at + len(text)]
             if here == text:
@@ -101,7 +101,7 @@ class Source:
             yield
 
     def until(self, markers: Markers, show: Show) -> Steps[str]:
-        """Show the text before the first of the markers; the marker, which is taken, or "" at the end of the text."""
+        """Show the text before the first marker; returns the marker, which is consumed, or "" at the text's end."""
         while True:
             found = markers.pattern.search(self._text, self._at)
             if found is not None:
@@ -114,16 +114,16 @@ class Source:
             yield
 
     def rest(self, show: Show) -> Steps[None]:
-        """Show all that is left."""
+        """Show the rest of the text."""
         while (yield from self.peek()):
             self._show_to(len(self._text), show)
 
     def keep(self) -> None:
-        """From here on what is taken can be had again."""
+        """Record the consumed text from here on, for `kept`."""
         self._kept = []
 
     def kept(self) -> str:
-        """What was taken since `keep`, or since the text that is sure to be used."""
+        """The text that was consumed since `keep`; ends the recording."""
         kept, self._kept = self._kept or [], None
         return "".join(kept)
 

@@ -1,8 +1,8 @@
-"""A format in which models write calls of tools: how it is read, and how it is written.
+"""A format of tool calls: how to read them, and how to write them.
 
-Promises: calls are written as `begin`, calls with `separator` between them, `end`; a call as `before_name`, its name as
-JSON (or bare, if `bare_name`), `between_name_and_arguments`, its arguments as JSON, `after_call`. A grammar forces that
-and the reader reads it back.
+Promises: calls are written as `begin`, the calls with `separator` between them, `end`; a call as `before_name`, its
+name as JSON (or bare, if `bare_name`), `between_name_and_arguments`, its arguments as JSON, `after_call`. A grammar
+forces this form, and the reader parses it.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ def openai_id() -> str:
 
 
 def mistral_id() -> str:
-    """Mistral's templates refuse a history with ids of another shape."""
+    """Mistral's templates refuse ids of another form."""
     return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """One format. The pieces with which it is written are exactly what such models were trained to write."""
+    """One format. Its written form is exactly what such models were trained on."""
 
     name: str
     read: Callable[[Source, ParsedReply], Steps[None]]  # until the end of the text
-    markers: tuple[str, ...] = ()  # the reader must see them, also where they are special tokens
-    opener: str = ""  # text in which every call begins and no answer; "": calls are told from answers by what they say
+    markers: tuple[str, ...] = ()  # the reader needs them, also if they are special tokens
+    opener: str = ""  # the text with which every call and no answer begins; "": calls are recognised by their content
     new_id: Callable[[], str] = field(default=openai_id)
-    # How calls are written. None of it applies where arguments are not written as JSON.
+    # How calls are written; unused if arguments are not written as JSON.
     writes_json: bool = True
     begin: str = ""
     before_name: str = ""
@@ -48,7 +48,7 @@ class ToolFormat:
 
 
 class CallParser:
-    """Reads the text of one reply's answer into `reply`."""
+    """Parses the text of one reply's answer into `reply`."""
 
     def __init__(self, tool_format: ToolFormat, reply: ParsedReply) -> None:
         self._reply = reply
@@ -57,14 +57,14 @@ class CallParser:
         next(self._steps)
 
     def push(self, text: str) -> str:
-        """The content that `text` settles."""
+        """The content that is complete with `text`."""
         if text:
             self._source.push(text)
             next(self._steps, None)
         return self._reply.take_content()
 
     def finish(self) -> str:
-        """What was held."""
+        """End the reply; returns content that was held back."""
         self._source.end()
         next(self._steps, None)
         self._reply.finish()

@@ -36,7 +36,7 @@ def test_what_is_told_gives_every_pairs_common_beginning(seed: int) -> None:
     entries = []
     for number in range(60):
         tokens = drawn(dice, known)
-        shared = contents.tell(number, "", tokens)
+        shared = contents.add(number, "", tokens)
         assert shared[1] == max((num_common(tokens, other) for other in known), default=0)
         known.append(tokens)
         plain = {"request_id": str(number), "request": {"num_prompt_tokens": len(tokens)}, "shared": shared}
@@ -48,12 +48,12 @@ def test_what_is_told_gives_every_pairs_common_beginning(seed: int) -> None:
 
 def test_what_goes_on_is_compared_as_if_it_had_been_told_whole() -> None:
     contents = Contents()
-    assert contents.tell(1, "s", (1, 2, 3)) == NOTHING
+    assert contents.add(1, "s", (1, 2, 3)) == NOTHING
     assert contents.extend(2, 1, "s", [1, 2, 3, 4, 5], 3) == (1, 3)
-    assert contents.tell(3, "s", (1, 2, 9)) == (2, 2)  # the first one is in the second
+    assert contents.add(3, "s", (1, 2, 9)) == (2, 2)  # the first one is in the second
     assert contents.extend(4, 1, "s", [1, 2, 3, 4, 6], 3) == (2, 4)  # and is not there any more
-    assert contents.tell(5, "other", (1, 2, 3)) == NOTHING
-    assert contents.tell(6, "", (1, 2, 3)) == NOTHING
+    assert contents.add(5, "other", (1, 2, 3)) == NOTHING
+    assert contents.add(6, "", (1, 2, 3)) == NOTHING
     assert contents.complete_from == 0
     assert sorted(contents._of) == [2, 3, 4, 5, 6]
 
@@ -61,31 +61,31 @@ def test_what_goes_on_is_compared_as_if_it_had_been_told_whole() -> None:
 def test_memory_is_bounded_and_what_was_dropped_is_said() -> None:
     contents = Contents(max_bytes=10_000)
     for number in range(1, 100):
-        contents.tell(number, "", (number,) * 100)
+        contents.add(number, "", (number,) * 100)
         assert contents._num_bytes <= 10_000
     kept = sorted(contents._of)
     assert kept == list(range(contents.complete_from, 100))
     assert 10 < len(kept) < 20
     assert len(contents._sorted) == len(kept)
-    assert contents.tell(100, "", (1,) * 100) == NOTHING
-    assert contents.tell(101, "", (99,) * 7) == (99, 7)
-    contents.tell(102, "", range(5000))  # more than there is room for
+    assert contents.add(100, "", (1,) * 100) == NOTHING
+    assert contents.add(101, "", (99,) * 7) == (99, 7)
+    contents.add(102, "", range(5000))  # more than there is room for
     assert (contents._num_bytes, contents.complete_from) == (0, 103)
     few = Contents(max_contents=3)
     for number in range(1, 10):
-        few.tell(number, "", (number,))
+        few.add(number, "", (number,))
     assert (sorted(few._of), few.complete_from) == ([7, 8, 9], 7)
 
 
 def test_a_short_log_compares_with_few() -> None:
-    beside = Contents.beside(2)
+    short = Contents.for_log(2)
     for number in range(1, 20):
-        beside.tell(number, "", (number,))
-    assert sorted(beside._of) == list(range(12, 20))
-    beside.tell(20, "", range(3800))
-    assert (len(beside._of), beside._num_bytes <= 16384) == (5, True)
-    assert not Contents.beside(0).compares
-    long = Contents.beside(1 << 30)
+        short.add(number, "", (number,))
+    assert sorted(short._of) == list(range(12, 20))
+    short.add(20, "", range(3800))
+    assert (len(short._of), short._num_bytes <= 16384) == (5, True)
+    assert not Contents.for_log(0).compares
+    long = Contents.for_log(1 << 30)
     assert (long._max_bytes, long._max_contents) == (MOST_BYTES, MOST_CONTENTS)
 
 
@@ -142,8 +142,8 @@ def test_every_beam_is_told_when_it_is_given_up_and_at_the_end() -> None:
 
 
 def test_two_logs_name_a_salt_differently() -> None:
-    assert Contents().name_of("pepper") != Contents().name_of("pepper")
-    assert Contents().name_of("") == ""
+    assert Contents().salt_name("pepper") != Contents().salt_name("pepper")
+    assert Contents().salt_name("") == ""
 
 
 def test_without_a_prefix_cache_nothing_is_kept() -> None:

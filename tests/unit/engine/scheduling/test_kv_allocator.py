@@ -190,7 +190,7 @@ def test_a_block_into_which_nothing_was_copied_is_not_matched() -> None:
     copy = kv.reserve(second, 8)
     assert copy is not None
     source, target = copy
-    kv.void_copies([first, second], {target})
+    kv.cancel_copies([first, second], {target})
     kv.release(first)
     kv.release(second)  # of two that hold as much the last is matched
     matched = kv.match(sequence(list(range(9))), 8)

@@ -32,9 +32,9 @@ def group(first_id: int, choices: int, **sampling: float) -> Group:
 
 def test_a_slice_grows_in_its_place() -> None:
     plan, (first,), (second,) = StepPlan(20), group(0, 1).sequences, group(1, 1).sequences
-    plan.give(first, 3)
-    plan.give(second, 8)
-    plan.give(first, 2)
+    plan.assign(first, 3)
+    plan.assign(second, 8)
+    plan.assign(first, 2)
     batch = plan.batch(step_id=7)
     assert [(item.sequence_id, item.num_tokens, item.wants_sample) for item in batch.items] == [
         (0, 5, False),
@@ -46,9 +46,9 @@ def test_a_slice_grows_in_its_place() -> None:
 
 def test_a_preempted_group_gives_back_tokens_and_copies() -> None:
     plan, family, other = StepPlan(20), group(0, 2), group(5, 1)
-    plan.give(family.sequences[0], 1, (3, 4))
-    plan.give(family.sequences[1], 1)
-    plan.give(other.sequences[0], 2, (6, 7))
+    plan.assign(family.sequences[0], 1, (3, 4))
+    plan.assign(family.sequences[1], 1)
+    plan.assign(other.sequences[0], 2, (6, 7))
     plan.take_back(family)
     batch = plan.batch(step_id=1)
     assert [item.sequence_id for item in batch.items] == [5]
@@ -62,7 +62,7 @@ def test_the_output_travels_for_those_whose_penalties_read_it() -> None:
         (sequence,) = one.sequences
         sequence.token_ids += [7, 8]
         plan = StepPlan(20)
-        plan.give(sequence, 9)
+        plan.assign(sequence, 9)
         (item,) = plan.batch(step_id=1).items
         assert item.output_token_ids == carried
         assert item.token_ids == (*range(8), 7)

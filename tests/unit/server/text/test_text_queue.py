@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from quire_server.errors import NotReady
-from quire_server.text.text_threads import PATIENCE, Lane, TextBudget
+from quire_server.text.text_threads import PATIENCE, SlotQueue, TextBudget
 
 pytestmark = pytest.mark.anyio
 
@@ -20,15 +20,15 @@ class Clock:
         return self.now
 
 
-async def queue(lane: Lane, *sizes: int) -> tuple[list[int], list[asyncio.Task[None]]]:
+async def queue(slots: SlotQueue, *sizes: int) -> tuple[list[int], list[asyncio.Task[None]]]:
     """Behind one that has the only place: who waits, and the list of those whose turn has come."""
     served: list[int] = []
 
     async def wait(size: int) -> None:
-        await lane.take(size)
+        await slots.take(size)
         served.append(size)
 
-    await lane.take(0)
+    await slots.take(0)
     waiting = []
     for size in sizes:
         waiting.append(asyncio.create_task(wait(size)))
@@ -36,50 +36,50 @@ async def queue(lane: Lane, *sizes: int) -> tuple[list[int], list[asyncio.Task[N
     return served, waiting
 
 
-async def pass_on(lane: Lane, times: int) -> None:
+async def pass_on(slots: SlotQueue, times: int) -> None:
     for _ in range(times):
-        lane.give_back()
+        slots.release()
         for _ in range(3):
             await asyncio.sleep(0)
 
 
 async def test_the_smallest_is_next() -> None:
-    lane = Lane(1)
-    served, _ = await queue(lane, 900, 5, 70, 5000, 1)
-    await pass_on(lane, 5)
+    slots = SlotQueue(1)
+    served, _ = await queue(slots, 900, 5, 70, 5000, 1)
+    await pass_on(slots, 5)
     assert served == [1, 5, 70, 900, 5000]
 
 
 async def test_of_those_that_wait_long_the_oldest_is_every_other() -> None:
     clock = Clock()
-    lane = Lane(1, clock=clock)
-    served, _ = await queue(lane, 900, 800, 3, 2, 1)
+    slots = SlotQueue(1, clock=clock)
+    served, _ = await queue(slots, 900, 800, 3, 2, 1)
     clock.now = 2 * PATIENCE
-    await pass_on(lane, 5)
+    await pass_on(slots, 5)
     assert served == [900, 1, 800, 2, 3]
 
 
 async def test_who_is_cancelled_leaves_and_its_place_is_not_lost() -> None:
-    lane = Lane(1)
-    served, waiting = await queue(lane, 1, 2, 3)
+    slots = SlotQueue(1)
+    served, waiting = await queue(slots, 1, 2, 3)
     waiting[0].cancel()
     await asyncio.sleep(0)
-    lane.give_back()  # to the second ...
+    slots.release()  # to the second ...
     waiting[1].cancel()  # ... which is cancelled before it knows
     await asyncio.gather(*waiting[:2], return_exceptions=True)
     await asyncio.sleep(0)
     assert served == [3]
-    lane.give_back()
-    await asyncio.wait_for(lane.take(1), 1)
+    slots.release()
+    await asyncio.wait_for(slots.take(1), 1)
 
 
 async def test_those_that_left_are_forgotten() -> None:
-    lane = Lane(1)
-    _, waiting = await queue(lane, *range(1000))
+    slots = SlotQueue(1)
+    _, waiting = await queue(slots, *range(1000))
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
-    assert len(lane._by_size) < 200
+    assert len(slots._by_size) < 200
 
 
 async def test_what_waits_is_bounded() -> None:
