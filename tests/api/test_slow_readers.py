@@ -84,9 +84,11 @@ async def test_a_held_stream_leaves_its_place_in_the_queue_to_others() -> None:
     engine = FakeEngine()
     state = make_state(engine=engine, **SLOW, max_queued_sequences=1)
     async with listening(make_app(state)) as server:
+        engine.hold()  # on a busy machine the stream is held before it is seen to be live
         sock = await ask(server.port)
         await until(lambda: bool(engine.live))
         assert state.client.refusal() is not None
+        engine.release()
         await until(lambda: bool(engine.held))
         assert state.client.refusal() is None
         sock.close()
