@@ -13,11 +13,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import TypeVar
 
+from quire_engine.machine import is_stopped
 from quire_server.errors import BadRequest
 from quire_server.text.tokenizer_worker import (
     DECODE,
@@ -27,13 +30,17 @@ from quire_server.text.tokenizer_worker import (
     OK,
     PIECE_BYTES,
 )
+from quire_server.text.worker_process import FROM_OUTSIDE
 
+T = TypeVar("T")
 log = logging.getLogger("quire.text")
 
 _SCRIPT = Path(__file__).with_name("tokenizer_worker.py")
 _SECONDS = 120.0  # CPU seconds for one text
 _MEMORY_BYTES = 3 << 30  # tokenization needs about 150 bytes per token
 _IDLE_SECONDS = 60.0
+_LOOK_SECONDS = 0.25  # between two looks whether the process is stopped
+_EXIT_SECONDS = 1.0  # between the end of its socket and its exit code
 # One text needs one thread; the heaps of a thread for each of many cores would use up the address space.
 _FEW_THREADS = ("/usr/bin/env", "TOKENIZERS_PARALLELISM=false", "RAYON_NUM_THREADS=1", "MALLOC_ARENA_MAX=2")
 _PIECE_CHARS = PIECE_BYTES // 4  # at most one piece in UTF-8
@@ -42,6 +49,10 @@ _PIECE_IDS = PIECE_BYTES // 4
 
 class TokenizerGone(Exception):
     """The process cannot be started: its tokenizer.json is missing or has changed."""
+
+
+class _Lost(Exception):
+    """The process was stopped, or killed from outside, through no fault of the text."""
 
 
 class TokenizerProcess:
@@ -72,21 +83,30 @@ class TokenizerProcess:
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
         """Like `TextTokenizer.encode`, with 4 bytes per id. Raises BadRequest, TokenizerGone."""
-        ids = array(ID_TYPE)
-        parts = (text[at : at + _PIECE_CHARS].encode() for at in range(0, len(text), _PIECE_CHARS))
+        question = ENCODE_WITH_SPECIAL if add_special_tokens else ENCODE
+
+        async def encode() -> array[int]:
+            ids = array(ID_TYPE)
+            parts = (text[at : at + _PIECE_CHARS].encode() for at in range(0, len(text), _PIECE_CHARS))
+            await self._ask(question, parts, ids.frombytes)
+            return ids
+
         try:
-            await self._ask(ENCODE_WITH_SPECIAL if add_special_tokens else ENCODE, parts, ids.frombytes)
+            return await _with_another_try(encode)
         except UnicodeEncodeError as exc:
             raise BadRequest("The text is not valid Unicode: it has a lone surrogate.") from exc
-        return ids
 
     async def decode(self, ids: Sequence[int]) -> str:
         """The text of valid `ids`, special tokens included. Raises BadRequest, TokenizerGone."""
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        texts: list[str] = []
-        parts = (array(ID_TYPE, ids[at : at + _PIECE_IDS]).tobytes() for at in range(0, len(ids), _PIECE_IDS))
-        await self._ask(DECODE, parts, lambda piece: texts.append(decoder.decode(piece)))
-        return "".join(texts)
+
+        async def decode() -> str:
+            decoder = codecs.getincrementaldecoder("utf-8")()
+            texts: list[str] = []
+            parts = (array(ID_TYPE, ids[at : at + _PIECE_IDS]).tobytes() for at in range(0, len(ids), _PIECE_IDS))
+            await self._ask(DECODE, parts, lambda piece: texts.append(decoder.decode(piece)))
+            return "".join(texts)
+
+        return await _with_another_try(decode)
 
     def stop(self) -> None:
         """Kill the process, if it runs. A thread waits for its end, since freeing its memory takes a while."""
@@ -100,25 +120,50 @@ class TokenizerProcess:
             threading.Thread(target=process.wait, name="tokenizer-reaper", daemon=True).start()
 
     async def _ask(self, question: bytes, content: Iterable[bytes], take: Callable[[bytes], None]) -> None:
-        """One exchange; after an error the process is stopped, since it would continue with the question."""
+        """One exchange; after an error the process is stopped, since it would continue with the question.
+
+        Raises _Lost where the process was stopped by a signal, whose own limits then do not run, or killed from
+        outside; BadRequest where it has exceeded its limits.
+        """
         self._cancel_idle_timer()
+        exchange = asyncio.ensure_future(self._exchange(question, content, take))
         try:
-            reader, writer = await self._connection()
-            for chunk in _framed(chain((question,), content)):
-                writer.write(chunk)
-                await writer.drain()
-            outcome = await _piece(reader)
-            while piece := await _piece(reader):
-                take(piece)
+            while not exchange.done():
+                await asyncio.wait({exchange}, timeout=_LOOK_SECONDS)
+                if not exchange.done() and self.pid is not None and is_stopped(self.pid):
+                    raise _Lost
+            outcome = await exchange
         except (ConnectionError, asyncio.IncompleteReadError):
+            signal = await self._ended_by()
             self.stop()
-            raise _beyond_limits() from None
+            raise (_Lost() if signal in FROM_OUTSIDE else _beyond_limits()) from None
         except BaseException:
+            exchange.cancel()
             self.stop()
             raise
         self._idle = asyncio.get_running_loop().call_later(self._idle_seconds, self.stop)
         if outcome != OK:
             raise _beyond_limits()
+
+    async def _exchange(self, question: bytes, content: Iterable[bytes], take: Callable[[bytes], None]) -> bytes:
+        reader, writer = await self._connection()
+        for chunk in _framed(chain((question,), content)):
+            writer.write(chunk)
+            await writer.drain()
+        outcome = await _piece(reader)
+        while piece := await _piece(reader):
+            take(piece)
+        return outcome
+
+    async def _ended_by(self) -> int | None:
+        """The signal that has ended the process, which has closed its socket already; None: it exited by itself."""
+        deadline = time.monotonic() + _EXIT_SECONDS
+        while self._process is not None and time.monotonic() < deadline:
+            code = self._process.poll()
+            if code is not None:
+                return -code if code < 0 else None
+            await asyncio.sleep(0.005)
+        return None
 
     async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self._process is not None and self._process.poll() is not None:
@@ -158,6 +203,18 @@ class TokenizerProcess:
         if self._idle is not None:
             self._idle.cancel()
             self._idle = None
+
+
+async def _with_another_try(ask: Callable[[], Awaitable[T]]) -> T:
+    """Ask again, of a new process, where the first one was lost. Raises BadRequest where the second one is, too."""
+    try:
+        return await ask()
+    except _Lost:
+        pass
+    try:
+        return await ask()
+    except _Lost:
+        raise _beyond_limits() from None
 
 
 def _framed(pieces: Iterable[bytes]) -> Iterator[bytes]:

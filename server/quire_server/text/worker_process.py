@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +23,8 @@ _SLACK_SECONDS = 0.75  # in addition to the time limit, for the wait for a core
 _START_SECONDS = 30.0  # in addition to it, for the interpreter and its imports on a busy machine
 _LOOK_SECONDS = 0.25  # of silence, after which the parent checks whether the process is stopped
 _PIECE_BYTES = 1 << 16
+# Signals of an operator or of a system without memory; a process that exceeds its own limits ends by others.
+FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM})
 
 
 class ProcessDied(Exception):
@@ -29,7 +32,7 @@ class ProcessDied(Exception):
 
     def __init__(self, signal: int | None = None) -> None:
         super().__init__()
-        self.signal = signal  # the signal that ended it, if any
+        self.signal = signal  # the signal that ended it, if any; None also for one that the parent has killed
 
 
 class _Stopped(Exception):
@@ -50,6 +53,7 @@ class WorkerProcess:
         self.before_asking: Callable[[int], None] | None = None  # for tests; gets the process id
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = getpid()
+        self._is_killed = False  # by `kill`, while it was asked
 
     def start(self) -> dict[str, object]:
         """Start the process; returns its answer to the setup, with `error` after a failure.
@@ -73,9 +77,10 @@ class WorkerProcess:
     def ask(self, line: str) -> dict[str, object]:
         """The answer to one line of JSON, with `error` after a failure, also of the start. Raises ProcessDied.
 
-        A stopped process is replaced, and the new one is asked.
+        A process that is stopped, or killed from outside, is replaced, and the new one is asked.
         """
-        for _ in range(2):
+        self._is_killed = False
+        for may_try_again in (True, False):
             if self._process is None or self._process.poll() is not None:
                 answer = self.start()
                 if "error" in answer:
@@ -89,11 +94,14 @@ class WorkerProcess:
                 return self._exchange(self._process, line, self._time_limit + _SLACK_SECONDS)
             except _Stopped:
                 continue
+            except ProcessDied as died:
+                if died.signal not in FROM_OUTSIDE or self._is_killed or not may_try_again:
+                    raise
         raise ProcessDied
 
     def kill(self) -> None:
         """May be called from other threads: the thread that asks gets ProcessDied."""
-        process = self._process
+        process, self._is_killed = self._process, True
         if process is not None:
             process.kill()
 
@@ -112,6 +120,9 @@ class WorkerProcess:
         except _Stopped:
             self.stop()
             raise
+        except TimeoutError:
+            self.stop()
+            raise ProcessDied from None
         if not answer.endswith(b"\n"):
             self.stop()  # a process that has ended by itself keeps its signal
             raise ProcessDied(-process.returncode if process.returncode < 0 else None)
@@ -120,7 +131,7 @@ class WorkerProcess:
 
 
 def _converse(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> bytes:
-    """The answer to a line, up to its line break; less if the process ends or time runs out. Raises _Stopped.
+    """The answer to a line, up to its line break; less if the process ends. Raises TimeoutError, _Stopped.
 
     Pipes are non-blocking: a stopped process does not read, and a line may be longer than a pipe's buffer.
     """
@@ -136,7 +147,7 @@ def _converse(process: subprocess.Popen[bytes], line: bytes, deadline: float) ->
     while not answer.endswith(b"\n"):
         left = deadline - time.monotonic()
         if left <= 0:
-            break
+            raise TimeoutError
         ready = {end for end, _ in poll.poll(1000 * min(left, _LOOK_SECONDS))}
         if not ready and is_stopped(process.pid):
             raise _Stopped

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -111,6 +112,26 @@ def test_a_killed_process_is_replaced(make) -> None:
     for child in _template_processes():
         child.kill()
         child.wait()
+    assert template.render(CHAT) == "done"
+
+
+def test_a_process_that_is_killed_at_work_is_asked_once_more_as_a_new_one(make) -> None:
+    template = make("done")
+    killed: list[int] = []
+
+    def kill(pid: int) -> None:
+        if len(killed) < most:
+            killed.append(pid)
+            os.kill(pid, signal.SIGKILL)
+
+    for process in template.processes:
+        process.before_asking = kill
+    most = 1
+    assert template.render(CHAT) == "done"
+    most = 3
+    with pytest.raises(BadRequest, match="did not finish"):
+        template.render(CHAT)
+    assert len(set(killed)) == 3
     assert template.render(CHAT) == "done"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -68,6 +69,30 @@ async def test_what_is_given_up_ends_and_the_next_is_answered(folder: Path) -> N
         assert process.pid is None
         assert await gone(pid)
         assert list(await process.encode("abc", add_special_tokens=False)) == [97, 98, 99]
+    finally:
+        process.stop()
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL, signal.SIGTERM])
+async def test_a_process_that_is_stopped_or_killed_at_work_is_replaced_once(folder: Path, number: int) -> None:
+    process, text = TokenizerProcess(folder / "tokenizer.json"), long_text(2_000_000)
+    try:
+        hit: set[int] = set()
+
+        async def strike(most: int) -> None:
+            while len(hit) < most:
+                await asyncio.sleep(0.1)
+                if process.pid is not None and process.pid not in hit:
+                    hit.add(process.pid)
+                    os.kill(process.pid, number)
+
+        async with asyncio.timeout(30):
+            ids, _ = await asyncio.gather(process.encode(text, add_special_tokens=False), strike(1))
+            assert await process.decode(ids) == text
+            with pytest.raises(BadRequest, match="limits"):
+                await asyncio.gather(process.encode(text, add_special_tokens=False), strike(3))
+            assert list(await process.encode("a", add_special_tokens=False)) == [97]
+        assert all([await gone(pid) for pid in hit])
     finally:
         process.stop()
 
