@@ -327,12 +327,16 @@ class EngineState(Enum):
     DEAD = "dead"  # given up; the server exits with 70
 
 
+_LOOK_SECONDS = 1.0  # between two looks at the spare
+_MOST_DOUBLINGS = 6
+
+
 class Spare:
     """The spare process: launched ahead to become the next engine; at most one, for one event loop.
 
     Importing PyTorch is most of a restart while the weights are still in memory, so it is done ahead. The libraries'
     pages are shared with the engine process: a spare costs the memory of one interpreter and its modules. A spare that
-    has ended is not returned, and none is left behind.
+    has ended is replaced, each time after twice as long, and none is left behind.
     """
 
     def __init__(self, launch: Callable[[], EngineProcess], seconds: float | None) -> None:
@@ -343,22 +347,24 @@ class Spare:
         self._launch = launch
         self._seconds = seconds
         self._process: EngineProcess | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None  # of the next launch, or of the next look at the spare
+        self._num_lost = 0  # spares that have ended, since one was of use
 
     def prepare(self) -> None:
         """Schedule the launch of a spare. Idempotent."""
         if self._seconds is not None and self._process is None and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._make)
+            seconds = self._seconds * 2 ** min(self._num_lost, _MOST_DOUBLINGS)
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._make)
 
     def take(self) -> EngineProcess | None:
         """Hand the spare over to the caller. None: there is none."""
         self._stop_timer()
         process, self._process = self._process, None
-        if process is None or process.runs:
-            return process
-        log.warning("the process that waited to be the next engine %s", process.ending)
-        process.close()
-        return None
+        if process is not None and not process.runs:
+            self._lose(process)
+            return None
+        self._num_lost = 0
+        return process
 
     async def close(self) -> None:
         """End the spare. Idempotent."""
@@ -374,6 +380,27 @@ class Spare:
             self._process = self._launch()
         except EngineDead as error:
             log.warning("no process waits to be the next engine: %s", error)
+        else:
+            self._look_later()
+
+    def _look_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._process is None:
+            return
+        if self._process.runs:
+            self._look_later()
+            return
+        process, self._process = self._process, None
+        self._lose(process)
+        self.prepare()
+
+    def _lose(self, process: EngineProcess) -> None:
+        log.warning("the process that waited to be the next engine %s", process.ending)
+        process.close()
+        self._num_lost += 1
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -5,20 +5,29 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 
 import psutil
 import pytest
 
+from quire_server.engine import supervisor as supervisor_module
 from quire_server.engine.supervisor import EngineState, Spare, Supervisor
 from support.supervising import reached, request, run, supervised
 
 
 def waiting(supervisor: Supervisor) -> psutil.Process | None:
     """The child that is not the engine."""
-    mine = [child for child in psutil.Process().children() if "fake_engine" in " ".join(child.cmdline())]
+    mine = [child for child in psutil.Process().children() if "fake_engine" in _command(child)]
     others = [child for child in mine if child.pid != supervisor.pid]
     assert len(others) <= 1
     return others[0] if others else None
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # it has ended, and nobody has asked for its exit code yet
+        return ""
 
 
 async def appeared(supervisor: Supervisor, *, but: int = 0) -> psutil.Process:
@@ -69,6 +78,28 @@ def test_one_that_has_ended_is_not_taken(caplog: pytest.LogCaptureFixture) -> No
             assert supervisor.pid != spare.pid
             assert "the process that waited to be the next engine was ended by SIGKILL" in caplog.text
             await appeared(supervisor)
+
+    run(body)
+
+
+def test_one_that_has_ended_is_replaced_ever_later(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "_LOOK_SECONDS", 0.01)
+
+    async def body() -> None:
+        async with supervised(spare_seconds=0.05) as (supervisor, _):
+            spare, waits = await appeared(supervisor), []
+            for _ in range(3):
+                began = time.monotonic()
+                spare.kill()
+                spare = await appeared(supervisor, but=spare.pid)
+                waits.append(time.monotonic() - began)
+            assert waits[1] >= 0.1
+            assert waits[2] >= 0.2
+            assert caplog.text.count("the process that waited to be the next engine was ended by SIGKILL") >= 3
+            await killed(supervisor, 1)
+            assert supervisor.pid == spare.pid
 
     run(body)
 
