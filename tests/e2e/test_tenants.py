@@ -77,3 +77,18 @@ def test_two_tenants_get_what_they_are_worth(file: Path) -> None:
     ) as server:
         ratio = asyncio.run(shares(server.url))
     assert ratio == pytest.approx(2.0, rel=0.05)
+
+
+def cached(server: Served, key: str, **fields: object) -> int:
+    body = {"prompt": list(range(20, 84)), "max_tokens": 1, "model": "quire-demo"} | fields
+    answer = httpx.post(server.url + "/v1/completions", json=body, headers={"x-api-key": key}, timeout=60)
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_no_key_finds_the_prefixes_of_another() -> None:
+    with Served("--api-key", "one", "two") as server:
+        assert [cached(server, "one"), cached(server, "one")] == [0, 63]
+        assert [cached(server, "two"), cached(server, "two")] == [0, 63]
+        assert cached(server, "one", cache_salt="mine") == 0
+        assert cached(server, "two", cache_salt="mine") == 0, "nor by a salt that it has copied"
+        assert cached(server, "one", cache_salt="mine") == 63

@@ -1,4 +1,4 @@
-"""The caller of a request, from its headers: the tenant, and the timeout of its client.
+"""The caller of a request, from its headers: the tenant, the scope of its cached prefixes, its client's timeout.
 
 The shorter of the header's and the body's timeout counts, from the arrival of the request.
 """
@@ -22,19 +22,26 @@ LONGEST_TIMEOUT = 86_400.0  # seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The client of one request. `claim` sets its tenant and deadline on engine requests."""
+    """The client of one request. `claim` sets its tenant, cache scope and deadline on engine requests."""
 
     tenant: Tenant = NOBODY
+    cache_scope: str = ""  # prefixes are shared within it alone; empty: with all callers who have none
     timeout: float | None = None  # seconds, from the header
     came_at: float = field(default_factory=time.monotonic)
 
     def claim(self, request: GenerationRequest, *, timeout: float | None, is_batch: bool) -> GenerationRequest:
-        """The request with its tenant and deadline; `timeout` and `is_batch` come from the body."""
+        """The request with its tenant, cache scope and deadline; `timeout` and `is_batch` come from the body.
+
+        The scope goes before the client's own salt, so that a salt that was copied opens nothing of another scope. The
+        engine hashes both into a prefix's first block: the scope holds for blocks being computed, swapped and on disk.
+        """
         times = [seconds for seconds in (self.timeout, timeout) if seconds is not None]
         tenant = self.tenant
         return replace(
             request,
             tenant=tenant.name,
+            # A client's salt has no control characters, so it cannot end the scope.
+            cache_salt=f"{self.cache_scope}\0{request.cache_salt}" if self.cache_scope else request.cache_salt,
             weight=tenant.weight,
             max_running=tenant.max_running or 0,
             service_class="batch" if is_batch else tenant.service_class,
@@ -45,8 +52,20 @@ class Caller:
 def caller_of(request: Request) -> Caller:
     """The tenant of the request's key, and its X-Request-Timeout. Raises BadRequest."""
     known = request.scope.get("state", {})
-    tenant = state_of(request).tenants.of(known.get("key_digest", ""), known.get("key_name", ""))
-    return Caller(tenant=tenant, timeout=_timeout(request.headers.getlist(TIMEOUT_HEADER)))
+    digest = known.get("key_digest", "")
+    tenant = state_of(request).tenants.of(digest, known.get("key_name", ""))
+    return Caller(
+        tenant=tenant, cache_scope=_scope(tenant, digest), timeout=_timeout(request.headers.getlist(TIMEOUT_HEADER))
+    )
+
+
+def _scope(tenant: Tenant, key_digest: str) -> str:
+    """The tenant's group, else the tenant, else the API key; empty on a server without keys."""
+    if tenant.prefix_group:
+        return f"group {tenant.prefix_group}"
+    if tenant.name:
+        return f"tenant {tenant.name}"
+    return f"key {key_digest}" if key_digest else ""
 
 
 def _timeout(values: list[str]) -> float | None:

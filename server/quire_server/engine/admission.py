@@ -35,6 +35,7 @@ class Tenant:
     tokens_per_minute: float | None = None
     max_queued: int | None = None  # waiting sequences
     max_running: int | None = None  # running sequences
+    prefix_group: str = ""  # tenants of one group share cached prefixes; empty: none does with this one
 
 
 NOBODY = Tenant(name="")  # requests whose key belongs to no tenant

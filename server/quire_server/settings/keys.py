@@ -96,6 +96,7 @@ class TenantEntry(BaseModel):
     tokens_per_minute: Annotated[float, Field(ge=1, le=1e12)] | None = None
     max_queued: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     max_running: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    prefix_group: Annotated[str, Field(pattern=_TENANT_NAME)] = ""
 
 
 def read_tenants(path: Path) -> tuple[TenantEntry, ...]:
