@@ -223,3 +223,26 @@ async def test_those_who_were_turned_away_keep_nobody_out() -> None:
         await still_serves(server.port)
         for _, each in (*held[1:], *away, (reader, writer)):
             each.close()
+
+
+GET = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+BODY = b'{"model": "m", "prompt": "a", "max_tokens": 64, "stream": true}'
+POST = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Content-Length: %d\r\n\r\n" % len(BODY)
+) + BODY
+
+
+@pytest.mark.parametrize("requests", [GET * 2, GET * 3, POST * 2, POST + GET, GET + POST, POST * 5])
+async def test_garbage_behind_pipelined_requests_is_one_refusal(
+    requests: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The requests before it would send their replies behind the error, on a connection that is closed for writing."""
+    async with listening(make_app()) as server:
+        raw = await exchange(server.port, requests + b"\x00\xffgarbage\r\n\r\n")
+        assert raw.count(b"HTTP/1.1 ") == 1
+        assert parse_reply(raw).json()["error"]["code"] == "invalid_http"
+        assert parse_reply(
+            await exchange(server.port, GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+        ).is_success
+    assert not [record for record in caplog.records if record.levelname == "ERROR" or record.exc_info]

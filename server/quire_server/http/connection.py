@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState as ConnectionRegistry
 
 from quire_server.errors import (
@@ -119,6 +119,7 @@ class Connection(HttpToolsProtocol):
         self._wire_bytes = 0
         self._plain_bytes = 0  # bytes of a body with Content-Length that are still to come
         self._refused = False
+        self._unanswered: list[RequestResponseCycle] = []  # requests before the latest, as far as it was known
         self._head_clock: asyncio.TimerHandle | None = None
         self._write_clock: WriteClock | None = None
         self._half_closed: HalfClosedWatch | None = None
@@ -209,7 +210,10 @@ class Connection(HttpToolsProtocol):
         self._stop_head_clock()
         self._plain_bytes = declared_bytes(self.headers) or 0
         self.scope["state"]["client_side"] = partial(client_side, self.transport)  # checked before expensive work
+        before = self.cycle
         super().on_headers_complete()
+        # With pipelining, `cycle` is the latest request's; the ones before it are answered first.
+        self._unanswered = [cycle for cycle in (*self._unanswered, before) if cycle and not cycle.response_complete]
 
     def on_body(self, body: bytes) -> None:
         self._plain_bytes = max(0, self._plain_bytes - len(body))
@@ -289,12 +293,14 @@ class Connection(HttpToolsProtocol):
         self._refused = True
         self._stop_head_clock()
         self._unset_keepalive_if_required()
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-            if self.cycle.response_started:
-                self.transport.close()
-                return
+        unanswered = [cycle for cycle in (*self._unanswered, self.cycle) if cycle and not cycle.response_complete]
+        self.pipeline.clear()
+        for cycle in unanswered:  # what they would send has no place behind the error
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if any(cycle.response_started for cycle in unanswered):
+            self.transport.close()
+            return
         body = json.dumps(error_body(error), separators=(",", ":"), ensure_ascii=False).encode()
         headers = {
             "content-type": "application/json",
