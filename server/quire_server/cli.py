@@ -33,6 +33,7 @@ COMMANDS = {
     "version": ("quire_server.commands.version", "print the version"),
 }
 BAD_USAGE = 2
+INTERRUPTED = 130  # as shells report a program that SIGINT has ended
 
 
 class Command(Protocol):
@@ -62,9 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except WritableSearchPath as error:
         print(f"quire: {error}", file=sys.stderr)
         return BAD_USAGE
-    command = cast(Command, import_module(COMMANDS[name][0]))
     try:
+        command = cast(Command, import_module(COMMANDS[name][0]))
         return command.run(rest)
+    except KeyboardInterrupt:
+        print(f"quire {name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:  # the reader of stdout, such as `head`, has closed the pipe
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for the interpreter's flush at its end
         return 0

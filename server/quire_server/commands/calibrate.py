@@ -54,8 +54,6 @@ def run(argv: Sequence[str]) -> int:
         return complain("calibrate", str(error), BAD_USAGE)
     except QuireError as error:
         return complain("calibrate", str(error), FAILED)
-    except KeyboardInterrupt:
-        return FAILED
     queue = {name: getattr(settings, name) for name in ("max_num_queued_reqs", "max_num_queued_tokens")}
     found["settings"].update(queue)
     given.out.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")

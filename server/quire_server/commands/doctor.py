@@ -51,8 +51,6 @@ def run(argv: Sequence[str]) -> int:
         scrapes = watch(lambda: fetch(f"{url}/metrics", headers), seconds=given.seconds)
     except ConfigError as error:
         return complain("doctor", str(error), BAD_USAGE)
-    except KeyboardInterrupt:
-        return FAILED
     window = Window([Scrape(at=scrapes[0].at, samples={}), *scrapes] if given.since_start else scrapes)
     found = diagnose(window, slo)
     print_diagnosis(found, window, wide_console())

@@ -49,8 +49,6 @@ def run(argv: Sequence[str]) -> int:
         found = ask("quality", _question(given, variants), Quality)
     except (QuireError, ApiError) as error:
         return complain("eval-quant", str(error), FAILED)
-    except KeyboardInterrupt:
-        return FAILED
     if given.json is not None:
         given.json.write_bytes(msgspec.json.format(msgspec.json.encode({"model": given.model, "results": found})))
     print_table(given.model, found)

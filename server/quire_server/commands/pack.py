@@ -49,7 +49,5 @@ def run(argv: Sequence[str]) -> int:
         return complain("pack", str(error), BAD_USAGE)
     except QuireError as error:
         return complain("pack", str(error), FAILED)
-    except KeyboardInterrupt:
-        return FAILED
     print(reply.file)
     return DONE

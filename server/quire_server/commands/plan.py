@@ -55,8 +55,6 @@ def run(argv: Sequence[str]) -> int:
         return _search(given, argv, console)
     except (ConfigError, ModelLoadError, TraceError) as error:
         return complain("plan", str(error), BAD_USAGE)
-    except KeyboardInterrupt:
-        return FAILED
 
 
 def _parser() -> argparse.ArgumentParser:

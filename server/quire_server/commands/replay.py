@@ -40,8 +40,6 @@ def run(argv: Sequence[str]) -> int:
         return _identity(recording, console)
     except ConfigError as error:
         return complain("replay", str(error), BAD_USAGE)
-    except KeyboardInterrupt:
-        return FAILED
 
 
 def _parser() -> argparse.ArgumentParser:

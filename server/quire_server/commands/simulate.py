@@ -64,8 +64,6 @@ def run(argv: Sequence[str]) -> int:
         return _simulate(given, console)
     except (ConfigError, TraceError) as error:
         return complain("simulate", str(error), BAD_USAGE)
-    except KeyboardInterrupt:
-        return FAILED
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -90,8 +90,6 @@ def run(argv: Sequence[str]) -> int:
         (report,) = ask("verify", question, Report, timeout=LONGEST)
     except QuireError as error:
         return complain("verify", str(error), FAILED)
-    except KeyboardInterrupt:
-        return FAILED
     if given.json is not None:
         given.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     print_report(report)

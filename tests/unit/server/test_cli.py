@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,6 +48,17 @@ def test_unknown_commands(capsys: pytest.CaptureFixture[str]):
     assert "did you mean `quire serve`?" in capsys.readouterr().err
     assert cli.main(["frobnicate"]) == 2
     assert "quire --help" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("during", ["import", "run"])
+def test_a_ctrl_c_is_one_line(during: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def interrupted(*_: object) -> object:
+        raise KeyboardInterrupt
+
+    found = interrupted if during == "import" else lambda _: SimpleNamespace(run=interrupted)
+    monkeypatch.setattr(cli, "import_module", found)
+    assert cli.main(["plan", "--kv"]) == 130
+    assert capsys.readouterr() == ("", "quire plan: interrupted\n")
 
 
 def test_every_command_has_its_module():
