@@ -1,4 +1,4 @@
-"""Stores responses for later reads and continuations: bounded in number and in bytes, evicted by least recent use.
+"""Stores responses for later reads and continuations: bounded in number and in bytes, shared by owners.
 
 An owner cannot see the responses of another. A response keeps the ones that it continues alive.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire_server.dialects.responses.rendering import response_of
 
@@ -66,17 +66,30 @@ class StoredResponse:
             turn = turn.previous
 
 
+@dataclass(slots=True)
+class _Shelf:
+    """The responses of one owner."""
+
+    listed: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)  # least recently used first
+    num_bytes: int = 0  # of those and of the ones that they continue
+
+
 class ResponseStore:
-    """At most `max_responses` responses, in at most `max_bytes` of memory with the ones that they continue."""
+    """At most `max_responses` responses, in at most `max_bytes` of memory with the ones that they continue.
+
+    Owners share this space: where it is full, the owner that has the most loses its least recently used response, so
+    that one owner's flood evicts only what is above the others' shares.
+    """
 
     def __init__(self, *, max_responses: int, max_bytes: int) -> None:
         self.num_bytes = 0
         self._max_responses = max_responses
         self._max_bytes = max_bytes
-        self._listed: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()  # least recently used first
+        self._shelves: dict[str, _Shelf] = {}  # by owner; none is empty
+        self._num_listed = 0
 
     def __len__(self) -> int:
-        return len(self._listed)
+        return self._num_listed
 
     @property
     def is_on(self) -> bool:
@@ -84,16 +97,20 @@ class ResponseStore:
 
     def put(self, owner: str, response: StoredResponse) -> None:
         """Store a new response; one that does not fit even alone is evicted at once."""
-        self._listed[owner, response.id] = response
-        self._add_refs(response)
-        while len(self._listed) > self._max_responses or self.num_bytes > self._max_bytes:
-            _, oldest = self._listed.popitem(last=False)
-            self._drop_refs(oldest)
+        shelf = self._shelves.setdefault(owner, _Shelf())
+        shelf.listed[response.id] = response
+        self._num_listed += 1
+        self._add_refs(shelf, response)
+        while self._num_listed > self._max_responses:
+            self._evict(max(self._shelves, key=lambda each: len(self._shelves[each].listed)))
+        while self.num_bytes > self._max_bytes:
+            self._evict(max(self._shelves, key=lambda each: self._shelves[each].num_bytes))
 
     def get(self, owner: str, response_id: str) -> StoredResponse | None:
-        response = self._listed.get((owner, response_id))
-        if response is not None:
-            self._listed.move_to_end((owner, response_id))
+        shelf = self._shelves.get(owner)
+        response = None if shelf is None else shelf.listed.get(response_id)
+        if shelf is not None and response is not None:
+            shelf.listed.move_to_end(response_id)
         return response
 
     def item(self, owner: str, item_id: str) -> StoredItem | None:
@@ -105,18 +122,29 @@ class ResponseStore:
 
     def delete(self, owner: str, response_id: str) -> bool:
         """False if there is no such response. Responses that continue it keep its items."""
-        response = self._listed.pop((owner, response_id), None)
-        if response is None:
+        if self.get(owner, response_id) is None:
             return False
-        self._drop_refs(response)
+        self._remove(owner, response_id)
         return True
 
-    def _add_refs(self, response: StoredResponse | None) -> None:
+    def _evict(self, owner: str) -> None:
+        self._remove(owner, next(iter(self._shelves[owner].listed)))
+
+    def _remove(self, owner: str, response_id: str) -> None:
+        shelf = self._shelves[owner]
+        self._drop_refs(shelf, shelf.listed.pop(response_id))
+        self._num_listed -= 1
+        if not shelf.listed:
+            del self._shelves[owner]
+
+    def _add_refs(self, shelf: _Shelf, response: StoredResponse | None) -> None:
         while response is not None and response.add_ref():
+            shelf.num_bytes += response.size
             self.num_bytes += response.size
             response = response.previous
 
-    def _drop_refs(self, response: StoredResponse | None) -> None:
+    def _drop_refs(self, shelf: _Shelf, response: StoredResponse | None) -> None:
         while response is not None and response.drop_ref():
+            shelf.num_bytes -= response.size
             self.num_bytes -= response.size
             response = response.previous

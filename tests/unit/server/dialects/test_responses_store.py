@@ -61,6 +61,32 @@ def test_bytes_are_bounded() -> None:
     assert (len(store), store.num_bytes) == (0, 0)
 
 
+def test_a_flood_of_one_owner_evicts_its_own() -> None:
+    store = roomy(max_responses=10)
+    mine = [make(text="a") for _ in range(4)]
+    for response in mine:
+        store.put("ann", response)
+    for _ in range(1000):
+        store.put("bob", make(text="b"))
+    assert [store.get("ann", response.id) for response in mine] == mine
+    late = [make(text="c") for _ in range(8)]
+    for response in late:
+        store.put("cid", response)
+    kept = [store.get("cid", response.id) is not None for response in late]
+    assert kept == [False] * 4 + [True] * 4, "three owners have 3, 3 and 4 of 10"
+    assert len(store) == 10
+
+
+def test_so_does_one_of_large_responses() -> None:
+    small = make(text="a")
+    store = roomy(max_bytes=20 * small.size)
+    store.put("ann", small)
+    for _ in range(50):
+        store.put("bob", make(text="b" * 10 * small.size))
+    assert store.get("ann", small.id) is small
+    assert store.num_bytes <= 20 * small.size
+
+
 def test_a_conversation_outlives_its_beginnings_place() -> None:
     store = roomy(max_responses=1)
     turn = make(text="0")
