@@ -225,6 +225,7 @@ class EngineStats:
     total_swapped_out_blocks: int = 0
     total_swapped_in_blocks: int = 0
     total_preemptions_by_mode: dict[Literal["recompute", "swap"], int] = field(default_factory=dict)
+    total_recomputed_tokens: int = 0  # computed once more, since a preemption had lost their KV blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

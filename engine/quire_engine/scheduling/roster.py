@@ -28,7 +28,7 @@ class Roster:
         self.held: dict[str, Group] = {}  # live, and in neither queue
         self.sequences: dict[int, Sequence] = {}  # unfinished ones, by id
         self.num_running = 0  # sequences of running groups
-        self.total_preemptions = 0
+        self.total_preemptions = self.total_recomputed_tokens = 0
         self._kv = kv
         self._order = order
         self._arrivals = count()

@@ -70,6 +70,14 @@ class StepPlan:
         """Sequences with output that get their next token."""
         return sum(1 for sequence, size in self.slices.items() if size == 1 and sequence.num_output_tokens > 0)
 
+    @property
+    def num_recomputed(self) -> int:
+        """Tokens of the slices that a preemption has lost: they were computed before."""
+        return sum(
+            max(0, min(sequence.kv.num_computed + size, sequence.group.num_computed_before) - sequence.kv.num_computed)
+            for sequence, size in self.slices.items()
+        )
+
     def planned(self, group: Group) -> int:
         """Tokens that were assigned to the group."""
         return sum(self.slices.get(sequence, 0) for sequence in group.computing)

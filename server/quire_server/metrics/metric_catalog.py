@@ -290,6 +290,9 @@ class EngineMetrics:
             "quire_engine_padding_rows",
             "Rows that steps computed for nobody, so that they have one of few sizes; 0 on a CPU.",
         )
+        self.recomputed = values.counter(
+            "quire_recomputed_tokens", "Tokens computed once more, since a preemption had lost their KV blocks."
+        )
         self.saved_tokens = values.counter(
             "quire_prefill_tokens_saved",
             "Tokens that were found, not computed, whenever a request entered the batch; after a preemption too.",
@@ -312,6 +315,7 @@ class EngineMetrics:
             _Total(self.blocks_taken),
             _Total(self.kv_wait_seconds),
             _Total(self.padded),
+            _Total(self.recomputed),
         )
         self._saved = _Total(self.saved_tokens)
 
@@ -342,6 +346,7 @@ class EngineMetrics:
                 stats.total_blocks_taken,
                 stats.total_kv_wait_seconds,
                 stats.total_padding_rows,
+                stats.total_recomputed_tokens,
             ),
             strict=True,
         ):

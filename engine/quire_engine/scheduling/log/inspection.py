@@ -265,6 +265,7 @@ def engine_stats(kv: KVAllocator, roster: Roster, planner: Planner) -> EngineSta
         slots_unused=num_unused_slots([s for group in roster.running for s in group.sequences], kv.block_size),
         total_preemptions=roster.total_preemptions,
         total_preemptions_by_mode={"recompute": roster.total_preemptions, "swap": 0},
+        total_recomputed_tokens=roster.total_recomputed_tokens,
         total_prefix_query_tokens=admission.total_query_tokens,
         total_prefix_hit_tokens=admission.total_hit_tokens,
         total_kv_evictions=kv.total_evictions,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from quire_engine.batch import SampledToken, StepResult
 from support.fake_executor import new_run, outputs_of, produced_alone, request
 
@@ -18,6 +20,18 @@ def test_preempted_requests_produce_what_they_would_alone() -> None:
     assert sum(t.num_preemptions for t in timings if t) == stats.total_preemptions
     assert any(t.kv_wait_seconds > 0 for t in timings if t)
     assert stats.blocks_used == 0
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_tokens_computed_again_are_counted(prefix_caching: bool) -> None:
+    run = new_run(num_blocks=10, max_num_seqs=8, enable_prefix_caching=prefix_caching)
+    wanted = [request(f"r{i}", 20, 60) for i in range(6)]
+    run.add(*wanted)
+    run.to_end()
+    stats, computed = run.scheduler.stats(), sum(batch.num_tokens for batch in run.log)
+    assert stats.total_preemptions > 0
+    once = sum(20 + 60 - 1 for _ in wanted)  # the last token of each is sampled, and never computed
+    assert stats.total_recomputed_tokens == computed - once > 0
 
 
 def test_a_wait_for_blocks_is_told_while_it_lasts() -> None:
