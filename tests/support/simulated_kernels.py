@@ -15,9 +15,8 @@ from torch import Tensor
 
 from quire_engine.execution import distribution, sampler
 from quire_engine.execution.logit_rules import SampleRow
-from quire_engine.execution.model_input import Rows
 from quire_engine.types import SamplingParams, StopParams
-from quire_kernels.kernel_set import AttentionInput, AttentionShape, ChoiceRows, KernelSet
+from quire_kernels.kernel_set import AttentionInput, AttentionRows, AttentionShape, ChoiceRows, KernelSet
 from quire_kernels.reference import REFERENCE
 
 
@@ -48,7 +47,7 @@ def attention_op(  # noqa: PLR0917 - what a launch takes
         scale=scale,
         window=window or None,
     )
-    step = Rows(
+    step = AttentionRows(
         positions=positions,
         kv_slots=kv_slots,
         query_starts=query_starts,

@@ -15,30 +15,16 @@ import torch
 from torch import Tensor
 
 from quire_engine.execution.step_tensors import StepTensors
+from quire_kernels.kernel_set import AttentionRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """B sequences with T rows in all, as attention sees them. The `*_lens` tuples are on the host."""
-
-    positions: Tensor  # [T] int64
-    kv_slots: Tensor  # [T] int64, block_id * block_size + offset
-    query_starts: Tensor  # [B + 1] int32
-    context_lens: Tensor  # [B] int32, tokens present after this step
-    block_tables: Tensor  # [B, M] int32, padded with 0
-    query_lens: tuple[int, ...]  # B rows per sequence
-    kv_lens: tuple[int, ...]  # B, context_lens
-    max_query_len: int
-    max_context_len: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInput(Rows):
+class ModelInput(AttentionRows):
     """A step: all its rows, S of which need logits."""
 
     input_ids: Tensor  # [T] int64
     sample_rows: Tensor  # [S] int64, ascending: rows whose logits are needed
-    sampled: Rows | None  # the same sequences with those rows alone; None: they are all rows
+    sampled: AttentionRows | None  # the same sequences with those rows alone; None: they are all rows
 
 
 def model_input(step: StepTensors, block_size: int, device: torch.device) -> ModelInput:
@@ -68,10 +54,10 @@ def model_input(step: StepTensors, block_size: int, device: torch.device) -> Mod
     return replace(found, sampled=_sampled(found, step)) if len(step.sample_rows) < step.num_rows else found
 
 
-def _sampled(found: ModelInput, step: StepTensors) -> Rows:
+def _sampled(found: ModelInput, step: StepTensors) -> AttentionRows:
     """The step's sample rows alone, which are the last ones of each sequence."""
     counts = lengths(step.sampled_starts)
-    return Rows(
+    return AttentionRows(
         positions=found.positions[found.sample_rows],
         kv_slots=found.kv_slots[found.sample_rows],
         query_starts=host_tensor(step.sampled_starts, found.positions.device),

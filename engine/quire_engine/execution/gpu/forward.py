@@ -16,10 +16,10 @@ from quire_engine.execution.finishing import Ruled
 from quire_engine.execution.gpu.device import HostBuffer, Packed, aligned
 from quire_engine.execution.gpu.step_arrays import StepArrays, pad_slots
 from quire_engine.execution.gpu.tables import SlotTables
-from quire_engine.execution.model_input import ModelInput, Rows
+from quire_engine.execution.model_input import ModelInput
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.sampler import Chosen, Sampler
-from quire_kernels.kernel_set import ChoiceRows
+from quire_kernels.kernel_set import AttentionRows, ChoiceRows
 
 _ID, _FLAG = 8, 1  # bytes
 
@@ -54,7 +54,7 @@ class Forward:
         `kv_lens` may be more than the context lengths that were sent, never less.
         """
         longest = max(kv_lens)
-        rows = Rows(
+        rows = AttentionRows(
             positions=packed["positions"],
             kv_slots=packed["kv_slots"],
             query_starts=packed["query_starts"],
@@ -129,10 +129,10 @@ class Forward:
         return logits
 
 
-def _sampled(rows: Rows, packed: Packed, counts: Sequence[int]) -> Rows:
+def _sampled(rows: AttentionRows, packed: Packed, counts: Sequence[int]) -> AttentionRows:
     """The sample rows alone."""
     chosen = packed["sample_rows"]
-    return Rows(
+    return AttentionRows(
         positions=rows.positions.index_select(0, chosen),
         kv_slots=rows.kv_slots.index_select(0, chosen),
         query_starts=packed["sampled_starts"],
