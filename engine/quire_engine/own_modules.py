@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
 
@@ -19,6 +19,22 @@ class WritableSearchPath(OSError):
 def module_command(module: str, *arguments: str) -> list[str]:
     """The command that runs one of our modules as a process, without the working directory on its search path (-P)."""
     return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def leave_out_working_directory(search_path: list[str], environment: MutableMapping[str, str] = os.environ) -> bool:
+    """Take empty entries out of PYTHONPATH, for this process and its children; returns whether there were any.
+
+    An empty entry is the working directory. `PYTHONPATH=/lib:$PYTHONPATH` makes one where the variable was not set.
+    """
+    entries = environment.get("PYTHONPATH", "").split(os.pathsep)
+    named = [entry for entry in entries if entry]
+    if not named or len(named) == len(entries):
+        return False
+    environment["PYTHONPATH"] = os.pathsep.join(named)
+    here = os.getcwd()
+    if here not in map(os.path.abspath, named) and here in search_path:
+        search_path.remove(here)
+    return True
 
 
 def check_search_path(search_path: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Protocol, cast
 
-from quire_engine.own_modules import WritableSearchPath, check_search_path
+from quire_engine.own_modules import WritableSearchPath, check_search_path, leave_out_working_directory
 
 # Name: (module, what it does). `quire bench` is a client of servers: nothing here depends on its package.
 COMMANDS = {
@@ -58,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"did you mean `quire {close[0]}`?" if close else "`quire --help` lists the commands"
         print(f"quire: no command {name!r}; {hint}", file=sys.stderr)
         return BAD_USAGE
+    if leave_out_working_directory(sys.path):
+        print("quire: PYTHONPATH has an empty entry, the working directory, which is left out", file=sys.stderr)
     try:
         check_search_path(sys.path)
     except WritableSearchPath as error:

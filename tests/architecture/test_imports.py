@@ -71,7 +71,10 @@ SIMULATES = ("quire_server.commands", "quire_bench")  # commands that answer wha
 BLOCKS = ("quire_engine.scheduling.block_pool", "quire_engine.scheduling.prefix_cache")
 TRUST = "quire_kernels.trusted_folder"  # standard library only; whoever keeps files between runs asks it
 TOPOLOGY = "quire_kernels.cpu.topology"  # standard library only; whoever counts or places workers asks it
-READS_ENVIRONMENT = {"quire_server.settings.sources"}
+READS_ENVIRONMENT = {
+    "quire_server.settings.sources",
+    "quire_engine.own_modules",  # PYTHONPATH is no setting of ours
+}
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "manager", "base", "impl", "common_utils", "misc"}
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from quire_engine.own_modules import WritableSearchPath, check_search_path, module_command
+from quire_engine.own_modules import (
+    WritableSearchPath,
+    check_search_path,
+    leave_out_working_directory,
+    module_command,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -60,6 +66,23 @@ def test_a_sticky_folder_on_the_way_is_none(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     folder.parent.chmod(0o1777)
     check_search_path([str(folder)])
+
+
+@pytest.mark.parametrize(
+    ("given", "left"), [("/a:", "/a"), (":/a", "/a"), ("/a::/b", "/a:/b"), ("/a", None), ("", None), (None, None)]
+)
+def test_an_empty_entry_of_the_variable_is_left_out(given: str | None, left: str | None) -> None:
+    environment = {} if given is None else {"PYTHONPATH": given}
+    path = ["/a", os.getcwd(), "/b"]
+    assert leave_out_working_directory(path, environment) == (left is not None)
+    assert environment.get("PYTHONPATH") == (left or given)
+    assert path == (["/a", "/b"] if left else ["/a", os.getcwd(), "/b"])
+
+
+def test_an_entry_that_names_the_working_directory_stays() -> None:
+    environment, path = {"PYTHONPATH": f":{os.getcwd()}"}, [os.getcwd(), "/b"]
+    assert leave_out_working_directory(path, environment)
+    assert path == [os.getcwd(), "/b"]
 
 
 def test_a_command_refuses_in_one_line(tmp_path: Path) -> None:
