@@ -29,7 +29,7 @@ _PREPARING_SECONDS = 0.01  # the longest wait for a grammar, so that aborts and 
 
 
 class StepExecutor(Protocol):
-    """Computes batches in the order of their launch; one of the model's runners, or a fake in tests."""
+    """Computes batches in the order of their launch; `execution.executor.Executor`, or a fake in tests."""
 
     @property
     def max_in_flight(self) -> int:

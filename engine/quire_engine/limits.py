@@ -18,9 +18,13 @@ VictimName = Literal["youngest", "longest-running", "lowest-class", "least-lost"
 _MAY_BE_0 = {"least": 0}  # the other numbers are 1 or more
 
 
-def first_claim(max_num_batched_tokens: int, prefill_chunk: int) -> int:
-    """A server's `min_chunk`: a thirty-second of a step's tokens, 16 at least, and no more than a chunk."""
-    return min(max(16, max_num_batched_tokens // 32), prefill_chunk)
+def first_claim(max_num_batched_tokens: int, max_num_seqs: int, prefill_chunk: int) -> int:
+    """A server's `min_chunk`: a thirty-second of a step's tokens, as far as decodes leave them, and 16 at least.
+
+    Never more than a chunk.
+    """
+    share = min(max_num_batched_tokens // 32, max_num_batched_tokens - max_num_seqs)
+    return min(max(16, share), prefill_chunk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +62,8 @@ class SchedulerLimits:
         if needed > self.max_num_batched_tokens:
             fewer = f", or max_num_seqs to {left} or less" if left > 0 else ""
             raise ConfigError(
-                f"max_num_seqs ({self.max_num_seqs}) + min_chunk ({self.min_chunk}) must fit in max_num_batched_tokens"
-                f" ({self.max_num_batched_tokens}): every running sequence and the oldest prompt advance in each step;"
+                f"max_num_seqs ({self.max_num_seqs}) + {self.min_chunk} tokens of the oldest request must fit in"
+                f" max_num_batched_tokens ({self.max_num_batched_tokens}): all of them advance in each step;"
                 f" set max_num_batched_tokens to {needed} or more{fewer}"
             )
         if self.batch_min_share > 0.5:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire_engine.build import build
-from quire_engine.execution.finishing import MOST, pooled_columns
+from quire_engine.execution.finishing import MOST_POOLED, pooled_columns
 from quire_engine.types import NON_FINITE, GenerationRequest, SamplingParams, StopParams
 from support.both_runners import NAN, Both
 from support.checkpoints import VOCAB_SIZE, make_model, shared_checkpoint
@@ -175,7 +175,7 @@ def test_sums_are_the_same_in_any_order():
     assert torch.allclose(whole[:-1].double() / 2**32, rows.double().sum(dim=0), atol=1e-6)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), MOST])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), MOST_POOLED])
 def test_values_that_cannot_be_summed_are_counted(value):
     class Same:
         def normed(self, hidden):

@@ -6,6 +6,7 @@ Promises: the objects of the runners and nothing beside them. Must not know: seq
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -40,8 +41,7 @@ def score(
     found: list[TokenLogprobs | None] = []
     for i, token in enumerate(token_ids):  # of sequences of their own: one bad row costs its sequence all its scores
         step = StepTensors(scored=[0])
-        item = scheduled([0, token], [0], 0, 2)
-        object.__setattr__(item, "sampling", SamplingParams(num_prompt_logprobs=num_top))
+        item = replace(scheduled([0, token], [0], 0, 2), sampling=SamplingParams(num_prompt_logprobs=num_top))
         step.add_score(item, i, token)
         found.append(next(iter(_finished(step, logits, slice_bytes).prompt_logprobs.get(0, ())), None))
     return found

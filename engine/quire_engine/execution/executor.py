@@ -24,7 +24,7 @@ from quire_engine.execution.gpu.runner import GpuRunner, RunnerLimits
 from quire_engine.execution.gpu.swaps import StreamedKV, staging_blocks
 from quire_engine.execution.kv_storage import HostBlocks, HostKV, KVBlocks, KVStorage
 from quire_engine.execution.models.decoder import Decoder
-from quire_engine.execution.runner import Runner
+from quire_engine.execution.runner import Computed, Runner
 from quire_engine.execution.step_recovery import recover
 from quire_engine.limits import SchedulerLimits
 from quire_kernels.kernel_set import KernelSet
@@ -74,7 +74,7 @@ class Executor:
         """Without `host` batches that swap fail. `faults` happen before whatever is computed."""
         self.max_in_flight = runner.max_in_flight
         self._runner, self._kv, self._host, self._faults = runner, kv, host, faults
-        self._in_flight: deque[BegunStep | StepResult] = deque()
+        self._in_flight: deque[BegunStep] = deque()
 
     def execute(self, batch: Batch, *, graphs: bool = True) -> StepResult:
         """One step, waited for."""
@@ -100,8 +100,7 @@ class Executor:
         """The result of the oldest launched step, when it is there."""
         if not self._in_flight:
             raise RuntimeError("no step is launched")
-        step = self._in_flight.popleft()
-        return step if isinstance(step, StepResult) else step.result()
+        return self._in_flight.popleft().result()
 
     def swap_seconds(self) -> float:
         """Measure the seconds that copying a block to the host or back takes; call it before the first step."""
@@ -119,9 +118,9 @@ class Executor:
     def capture_largest(self) -> None:
         self._runner.capture_largest()
 
-    def _begin(self, batch: Batch, *, graphs: bool) -> BegunStep | StepResult:
+    def _begin(self, batch: Batch, *, graphs: bool) -> BegunStep:
         if not batch.items:  # none of them turned out to have a token to compute; others' blocks were swapped
-            return StepResult()
+            return Computed(StepResult())
         try:
             self._inject(batch)
             return self._runner.begin(batch, graphs=graphs)
@@ -134,7 +133,7 @@ class Executor:
             self._inject(part)
             return compute(part, first)
 
-        return recover(batch, failure, compute_part, self._runner.release)
+        return Computed(recover(batch, failure, compute_part, self._runner.release))
 
     def _inject(self, batch: Batch) -> None:
         if self._faults is not None:

@@ -25,7 +25,7 @@ from quire_engine.execution.step_tensors import StepTensors
 from quire_engine.types import NO_CANDIDATE, NON_FINITE, TokenLogprobs
 
 # Of one pooled value. Behind a norm they are a few thousand at most; 2^17 rows of such values fit 64 bits in units.
-MOST = float(1 << 13)
+MOST_POOLED = float(1 << 13)
 _POOLED_ROWS = 256  # at once, in float64
 
 
@@ -245,7 +245,7 @@ class Finished:
         first = len(values) - len(self.step.pooled) * self.pooled_width
         for number, each in enumerate(self.step.pooled):
             start = first + number * self.pooled_width
-            _read_pooled(each.item, values[start : start + self.pooled_width], result)
+            _put_pooled(each.item, values[start : start + self.pooled_width], result)
 
 
 def pooled_columns(model: Model, hidden: Tensor) -> Tensor:
@@ -257,14 +257,14 @@ def pooled_columns(model: Model, hidden: Tensor) -> Tensor:
     columns = torch.zeros(hidden.shape[1] + 1, dtype=torch.int64, device=hidden.device)
     for start in range(0, len(hidden), _POOLED_ROWS):
         values = model.normed(hidden[start : start + _POOLED_ROWS])
-        counted = values.abs() < MOST  # false for what is not a number
+        counted = values.abs() < MOST_POOLED  # false for what is not a number
         units = torch.where(counted, values * float(1 << POOLED_BITS), 0.0).round().to(torch.int64)
         columns[:-1] += units.sum(dim=0)
         columns[-1] += (~counted).sum()
     return columns
 
 
-def _read_pooled(item: ScheduledSequence, columns: Sequence[int], result: StepResult) -> None:
+def _put_pooled(item: ScheduledSequence, columns: Sequence[int], result: StepResult) -> None:
     """Put one item's columns into the step's result."""
     *sums, num_lacking = columns
     if num_lacking:

@@ -1,7 +1,7 @@
 """Chooses the next tokens of a step from their logits, where the kernels do not.
 
 Promises: the token of a row is bitwise the same whatever other rows are in the call; a bad row fails alone; nothing is
-waited for. Must not know: sequences, blocks.
+copied back to the host. Must not know: sequences, blocks.
 """
 
 from __future__ import annotations

@@ -76,6 +76,7 @@ class StepPlan:
         return sum(
             max(0, min(sequence.kv.num_computed + size, sequence.group.num_computed_before) - sequence.kv.num_computed)
             for sequence, size in self.slices.items()
+            if sequence.group.num_computed_before
         )
 
     def planned(self, group: Group) -> int:

@@ -36,8 +36,7 @@ class Setup:
     @property
     def _claims_as_served(self) -> bool:
         """Whether the oldest request's claim is what a server gives it, and follows the other limits."""
-        limits = self.scheduler.limits
-        return limits.min_chunk == first_claim(limits.max_num_batched_tokens, limits.prefill_chunk)
+        return self.scheduler.limits.min_chunk == _served_claim(self.scheduler.limits)
 
     def with_settings(self, pairs: Iterable[tuple[str, object]]) -> Setup:
         """A changed and checked copy; values are typed, or texts of a command line. Raises ConfigError."""
@@ -56,8 +55,7 @@ class Setup:
                 raise ConfigError(f"{given} is no setting that a simulation has; it has {', '.join(CHANGEABLE)}")
         changed = replace(self.scheduler.limits, **limits)
         if "min_chunk" not in limits and self._claims_as_served:
-            claim = first_claim(changed.max_num_batched_tokens, changed.prefill_chunk)
-            changed = replace(changed, min_chunk=claim)
+            changed = replace(changed, min_chunk=_served_claim(changed))
         scheduler = replace(self.scheduler, **pool, limits=changed)
         scheduler.check()
         if any(value is not None and value < 0 for value in queue.values()):
@@ -86,6 +84,10 @@ def parse_settings(texts: Iterable[str]) -> list[tuple[str, object]]:
             raise ConfigError(f"{text!r} should be NAME=VALUE, such as max_num_seqs=32")
         pairs.append((name, value))
     return pairs
+
+
+def _served_claim(limits: SchedulerLimits) -> int:
+    return first_claim(limits.max_num_batched_tokens, limits.max_num_seqs, limits.prefill_chunk)
 
 
 def _typed(name: str, value: object, like: object) -> object:

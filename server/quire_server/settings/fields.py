@@ -132,7 +132,8 @@ class Settings(ServerFields, EngineFields, BaseSettings):
     def limits(self) -> SchedulerLimits:
         """The settings that are limits of the scheduler; the other limits are its own."""
         asked = {name: getattr(self, name) for name in LIMIT_NAMES if name in Settings.model_fields}
-        return SchedulerLimits(**asked, min_chunk=first_claim(self.max_num_batched_tokens, self.prefill_chunk))
+        claim = first_claim(self.max_num_batched_tokens, self.max_num_seqs, self.prefill_chunk)
+        return SchedulerLimits(**asked, min_chunk=claim)
 
     def engine_config(self) -> EngineConfig:
         """The settings that the engine has a field for; it resolves the rest against the model and the machine."""

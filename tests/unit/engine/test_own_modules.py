@@ -85,6 +85,22 @@ def test_an_entry_that_names_the_working_directory_stays() -> None:
     assert path == [os.getcwd(), "/b"]
 
 
+def test_a_command_says_that_it_leaves_the_working_directory_out(tmp_path: Path) -> None:
+    (tmp_path / "socket.py").write_text("raise SystemExit('planted')")
+    done = subprocess.run(
+        module_command("quire_server.cli", "plan", "--kv"),
+        cwd=tmp_path,
+        env={"PYTHONPATH": f"{ROOT / 'server'}:{ROOT / 'engine'}:{ROOT / 'kernels'}:", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (
+        done.stderr.splitlines()[0] == "quire: PYTHONPATH has an empty entry, the working directory, which is left out"
+    )
+    assert "planted" not in done.stderr
+
+
 def test_a_command_refuses_in_one_line(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     done = subprocess.run(

@@ -147,7 +147,7 @@ class GpuRunner:
         return issued
 
     def in_parts(self, batch: Batch) -> Callable[[Batch, int], StepResult]:
-        """Part by part and waited for. Who fails leaves token 0 for the step after."""
+        """Part by part and waited for. An item that fails leaves token 0 for the step after."""
         place = self._place()
         self._advance(batch)
         place.region.ids.zero_()

@@ -127,3 +127,9 @@ def test_no_message_names_it() -> None:
 def test_the_oldest_request_s_claim_grows_with_the_step(budget: int, chunk: int, claim: int) -> None:
     limits = Settings(max_num_batched_tokens=budget, prefill_chunk=chunk).limits
     assert limits.min_chunk == claim
+
+
+@pytest.mark.parametrize("num_seqs", [64, 496, 500, 1008, 2000, 2032, 8000])
+def test_the_claim_leaves_room_for_every_decode(num_seqs: int) -> None:
+    """A step that holds all decodes and 16 tokens is enough, whatever its size: so a refusal's advice works."""
+    Settings(max_num_seqs=num_seqs, max_num_batched_tokens=num_seqs + 16).limits.check()
