@@ -93,9 +93,12 @@ class FairMachine(SchedulerMachine):
             )
             assert each.total_service == PROMPT_COST * each.total_prompt_tokens + OUTPUT_COST * each.total_output_tokens
         accounts = scheduler._planner.accounts._by_tenant
-        for tenant, account in accounts.items():
-            groups = [g for g in scheduler._roster.live.values() if g.account is account]
-            assert account.begun_tokens == sum(group.num_uncharged for group in groups), tenant
+        for payer in accounts.values():
+            for account in (payer, *payer.sizes.values()):
+                groups = [g for g in scheduler._roster.live.values() if account in (g.account, g.payer)]
+                assert account.begun_tokens == sum(group.num_uncharged for group in groups), payer.tenant
+            if payer.sizes:
+                assert payer.service == sum(account.service for account in payer.sizes.values())
 
     def count_bypasses(self, waiting: list[Group]) -> None:
         """Who overtakes whom can be told from outside within a class of a tenant, where there is no quota."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Values
 from heapq import heapify, heappop, heappush
 from itertools import takewhile
 
-from quire_engine.scheduling.account import Account
+from quire_engine.scheduling.account import Account, size_class
 from quire_engine.scheduling.sequence import Group
 from quire_engine.scheduling.step_plan import StepPlan
 from quire_engine.types import GenerationRequest, TenantStats
@@ -26,31 +25,40 @@ class Accounts:
     """
 
     def __init__(self, *, of_everyone: bool) -> None:
-        self._of_everyone = of_everyone
+        self._of_everyone = of_everyone  # as under fair queueing, where each size class has an account too
         self._by_tenant: dict[str, Account] = {}
         self._last_to_enter: Account | None = None
 
-    def open(self, request: GenerationRequest, waiting: Iterable[Group]) -> Account | None:
-        """The account that a request is charged to when it begins to wait beside `waiting`; None where none is kept."""
+    def open(self, request: GenerationRequest, num_tokens: int) -> Account | None:
+        """The account that a request is charged to; None where none is kept.
+
+        `num_tokens`: the prompt tokens that it would have to compute if it entered now.
+        """
         if not (self._of_everyone or request.tenant):
             return None
-        account = self._by_tenant.get(request.tenant)
+        payer = self._by_tenant.get(request.tenant)
+        if payer is None:
+            payer = self._by_tenant[request.tenant] = Account(tenant=request.tenant)
+        payer.update(weight=request.weight, max_running=request.max_running)
+        return payer.of_size(size_class(num_tokens)) if self._of_everyone else payer
+
+    def begin_to_wait(self, group: Group, waiting: Iterable[Group]) -> None:
+        """A group is about to wait beside `waiting`: its account gets no credit for the time in which it was idle."""
+        account = group.account
         if account is None:
-            account = self._by_tenant[request.tenant] = Account(tenant=request.tenant)
-        account.update(weight=request.weight, max_running=request.max_running)
-        others = {group.account for group in waiting if group.account is not None}
-        if others:
-            if account not in others:
-                account.lift(min(other.virtual for other in others))
-        elif self._last_to_enter is not None:
-            account.lift(self._last_to_enter.virtual)
-        return account
+            return
+        others = {other.account for other in waiting if other.account is not None and other is not group}
+        payer = account.payer
+        _lift(payer, {other.payer for other in others}, self._last_to_enter)
+        if account is not payer:
+            _lift(account, {other for other in others if other.payer is payer}, payer.last_to_enter)
 
     def enter(self, group: Group, num_cached_tokens: int) -> None:
         """A group enters with a cached prefix; a group that had entered before was charged then."""
         if group.account is None:
             return
-        self._last_to_enter = group.account
+        self._last_to_enter = payer = group.account.payer
+        payer.last_to_enter = group.account
         if group.first_scheduled is None:
             is_resumed = bool(group.request.resumed_token_ids)
             group.note_charged(
@@ -74,11 +82,11 @@ class Accounts:
 
     def has_seats(self, group: Group, running: Iterable[Group]) -> bool:
         """Whether the tenant's quota lets the group's sequences run too; it always allows one group alone."""
-        account = group.account
-        if account is None or not account.max_running:
+        payer = group.payer
+        if payer is None or not payer.max_running:
             return True
-        own = sum(len(other.sequences) for other in running if other.account is account)
-        return own == 0 or own + len(group.sequences) <= account.max_running
+        own = sum(len(other.sequences) for other in running if other.payer is payer)
+        return own == 0 or own + len(group.sequences) <= payer.max_running
 
     def stats(self, running: Iterable[Group], waiting: Iterable[Group]) -> tuple[TenantStats, ...]:
         """The statistics of each tenant, in the order in which they first came."""
@@ -107,39 +115,57 @@ def _sequences(groups: Iterable[Group]) -> dict[str, int]:
     return counts
 
 
+def _lift(account: Account, waiting: set[Account], last_to_enter: Account | None) -> None:
+    """Raise an account that begins to wait to the least of those that wait, or to that of the last to enter."""
+    if account in waiting:
+        return
+    if waiting:
+        account.lift(min(other.virtual for other in waiting))
+    elif last_to_enter is not None:
+        account.lift(last_to_enter.virtual)
+
+
 class FairQueue:
-    """Weighted fair queueing: the tenant with the smallest service/weight is served first, its own requests in order.
+    """Weighted fair queueing: the tenant with the smallest service/weight is served first.
 
     Of equals the tenant with less service in all goes first. Of two tenants that both wait all the time, neither gets
     ahead of the other by more than 2 max(p, 2 M) of service over weight: p the longest prompt, M the tokens that the
     pool holds (Sheng et al., OSDI 2024, theorem 4.4).
 
+    The size classes of one tenant's requests share its service in the same way, with equal weights, each in the queue's
+    order. So short prompts do not wait for all the long ones before them, also where everyone is one tenant, and long
+    prompts always have their part. Serving the shortest first would be a little faster for short prompts, but would
+    leave long ones to the elder rule.
+
     A group that enters is charged at once, so the order of the rest of a step depends on it.
     """
 
     def arrange(self, waiting: list[Group], num_cached_tokens: Callable[[Group], int]) -> Iterable[Group]:  # noqa: ARG002
-        queues: dict[Account, deque[Group]] = {}
+        queues: dict[Account, dict[Account, list[Group]]] = {}
         for group in waiting:
             if group.account is not None:  # every group has one under this policy
-                queues.setdefault(group.account, deque()).append(group)
-        if len(queues) == 1:
-            return list(waiting)  # a copy: groups that enter leave the queue
-        return self._by_turns(queues)
-
-    def _by_turns(self, queues: dict[Account, deque[Group]]) -> Iterator[Group]:
-        heap = [(*_key(account, queue[0]), account) for account, queue in queues.items()]
-        heapify(heap)
-        while heap:
-            account = heappop(heap)[-1]
-            queue = queues[account]
-            yield queue.popleft()
-            if queue:
-                heappush(heap, (*_key(account, queue[0]), account))
+                queues.setdefault(group.account.payer, {}).setdefault(group.account, []).append(group)
+        return _by_turns({payer: _by_turns({a: iter(own) for a, own in sizes.items()}) for payer, sizes in queues.items()})
 
 
-def _key(account: Account, head: Group) -> tuple[float, float, int]:
-    """The head's arrival makes all keys different, so that accounts themselves are never compared."""
-    return account.promised, account.service / account.weight, head.arrival
+def _by_turns(queues: Mapping[Account, Iterator[Group]]) -> Iterator[Group]:
+    """The groups of all queues: next is always the first of the account that is to be served."""
+    if len(queues) == 1:
+        yield from next(iter(queues.values()))
+        return
+    heap = [(*_key(account), number, account) for number, account in enumerate(queues)]
+    heapify(heap)
+    while heap:
+        *_, number, account = heappop(heap)
+        group = next(queues[account], None)
+        if group is not None:
+            yield group
+            heappush(heap, (*_key(account), number, account))
+
+
+def _key(account: Account) -> tuple[float, float]:
+    """A number that follows it makes all entries different, so that accounts themselves are never compared."""
+    return account.promised, account.service / account.weight
 
 
 WINDOW_STEPS = 128  # about as many steps make up the window of the share

@@ -97,6 +97,13 @@ class Planner:
         self._kv.unpin()
         return plan
 
+    def accept(self, group: Group) -> None:
+        """Open the account of a group that has just joined the queue."""
+        is_fair = self._limits.scheduling_policy == "wfq"  # the other policies do not read the size
+        num_tokens = group.num_prompt_tokens - (self.admission.num_cached_tokens(group) if is_fair else 0)
+        group.charge_to(self.accounts.open(group.request, num_tokens))
+        self.accounts.begin_to_wait(group, self._roster.waiting)
+
     def drop_elder(self, group: Group) -> None:
         """The group is about to be held: if it is the elder, the next step chooses another one."""
         if self.elder is group:
@@ -340,8 +347,8 @@ class PromptTurns:
 
     A prompt is deferred for one step after `max_consecutive_chunks` chunks in a row, if another prompt of its class and
     account is running or waiting. A batch prompt is deferred for interactive ones, unless batch work is below its
-    share. Under fair queueing a prompt is deferred for waiting groups of other tenants that have been charged no more,
-    and for running prompts of other tenants that have fewer tokens left. Tokens that remain in the step go to the
+    share. Under fair queueing a prompt is deferred for waiting groups of other accounts that have been charged no more,
+    and for running prompts of other accounts that have fewer tokens left. Tokens that remain in the step go to the
     deferred prompts. The elder's claim is not affected.
     """
 
@@ -376,7 +383,11 @@ class PromptTurns:
         others = [other for other in prefilling if other.account is not group.account]
         if any(_tokens_left(other) < _tokens_left(group) for other in others):
             return True
-        return any(other.account is not group.account and _promised(other) <= _promised(group) for other in waiting)
+        own = group.account
+        return own is not None and any(
+            other.account is not None and other.account is not own and other.account.goes_before(own)
+            for other in waiting
+        )
 
     def _is_like(self, other: Group, group: Group) -> bool:
         """Whether both groups have the same class and, under fair queueing, the same account."""
@@ -386,10 +397,6 @@ class PromptTurns:
 
 def _tokens_left(group: Group) -> int:
     return sum(group.pending(sequence) for sequence in group.computing)
-
-
-def _promised(group: Group) -> float:
-    return 0.0 if group.account is None else group.account.promised
 
 
 class Assigner:

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from itertools import count
 
 from quire_engine.invariants import require
-from quire_engine.scheduling.account import Account
 from quire_engine.scheduling.blocks import PageTable, PrefixMatch, SequenceKV
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.policies import OrderPolicy
@@ -34,9 +33,7 @@ class Roster:
         self._arrivals = count()
         self._sequence_ids = count()
 
-    def join(
-        self, request: GenerationRequest, *, step: int, work: int, wait_bound: int, account: Account | None = None
-    ) -> None:
+    def join(self, request: GenerationRequest, *, step: int, work: int, wait_bound: int) -> Group:
         """Make a group for the request and put it into the waiting queue."""
         resumed = request.resumed_token_ids or ((),) * request.num_sequences
         scores_prompt = request.sampling.num_prompt_logprobs is not None
@@ -46,7 +43,6 @@ class Roster:
             added_step=step,
             work=work,
             wait_bound=wait_bound,
-            account=account,
             # A resumed request has received them with the first output of choice 0, if that came.
             prompt_logprobs_due=scores_prompt and 0 not in request.finished_choices and not resumed[0],
         )
@@ -64,6 +60,7 @@ class Roster:
                 self.sequences[sequence.sequence_id] = sequence
         self.live[request.request_id] = group
         insort(self.waiting, group, key=self._order.key)
+        return group
 
     def enter(self, group: Group, match: PrefixMatch, now: float) -> None:
         """Run a waiting group: its leader gets the matched blocks, and new ones for the rest of its known tokens."""

@@ -82,11 +82,11 @@ class Scheduler:
         prompt, most = request.prompt_token_ids, request.stop.max_new_tokens
         work = self._config.work(num_prompt=len(prompt), max_new_tokens=most, n=request.num_sequences)
         bound = self._config.limits.wait_bound(work, sum(group.work for group in self._roster.live.values()))
-        account = self._planner.accounts.open(request, self._roster.waiting)
-        self._roster.join(request, step=self._step, work=work, wait_bound=bound, account=account)
+        group = self._roster.join(request, step=self._step, work=work, wait_bound=bound)
+        self._planner.accept(group)
         self._deadlines.add(request, self._roster.live)
         if self._log is not None:
-            self._log.added(self._roster.live[request.request_id], now)
+            self._log.added(group, now)
 
     def expire(self, now: float) -> list[TokenOutput]:
         """End the requests whose deadline has passed; their blocks are free at once."""
@@ -151,7 +151,7 @@ class Scheduler:
             return False
         live = self._roster.live.values()
         others = sum(other.work for other in live if other.state != "held")
-        self._planner.accounts.open(group.request, self._roster.waiting)  # no credit for the time in which it was held
+        self._planner.accounts.begin_to_wait(group, self._roster.waiting)
         bound = self._config.limits.wait_bound(group.work, others)
         self._roster.release(group, step=self._planner.step, wait_bound=bound)
         if self._log is not None:

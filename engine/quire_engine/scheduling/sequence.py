@@ -95,7 +95,7 @@ class Group:
     num_class_preemptions: int = 0  # preemptions in favour of interactive groups
     num_computed_before: int = 0  # tokens that a choice had computed when the group was last preempted
     num_starved: int = 0  # preemptions after a step without device memory, or with a non-finite value
-    account: Account | None = None  # the tenant's account, if one is kept
+    account: Account | None = None  # of its tenant, or under fair queueing of its size class, if one is kept
     num_uncharged: int = 0  # tokens at the end of its prompt that are not charged yet
     entered_at: float = 0.0  # when it last began to run
     first_scheduled: float | None = None
@@ -130,9 +130,14 @@ class Group:
         return self.request.sampling.num_prompt_logprobs is None and self.request.pooling != "mean"
 
     @property
-    def side(self) -> tuple[str, bool]:
-        """The service class, and the account's tenant: prompts of one side compete for being begun."""
-        return "" if self.account is None else self.account.tenant, self.is_batch
+    def side(self) -> tuple[Account | None, bool]:
+        """The account and the service class: prompts of one side compete for being begun."""
+        return self.account, self.is_batch
+
+    @property
+    def payer(self) -> Account | None:
+        """The account of its tenant, if one is kept."""
+        return None if self.account is None else self.account.payer
 
     def pending(self, sequence: Sequence) -> int:
         """Tokens that a computing sequence, or a waiting group's leader, can compute now; 1 is a decode.
@@ -187,6 +192,10 @@ class Group:
         """Add a choice to a group that has not run."""
         self.sequences.append(sequence)
         self.prompt_shared = len(self.sequences) == 1
+
+    def charge_to(self, account: Account | None) -> None:
+        """Its tokens are charged to this account."""
+        self.account = account
 
     def wait_for(self, reason: WaitReason) -> None:
         """The group did not enter in this step, for this reason."""
