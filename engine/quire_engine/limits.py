@@ -13,6 +13,7 @@ from typing import Literal
 from quire_engine.errors import ConfigError
 
 PolicyName = Literal["fcfs", "priority", "wfq", "lpm", "dlpm"]
+AdmissionName = Literal["expected", "prompt"]
 VictimName = Literal["youngest", "longest-running", "lowest-class", "least-lost"]
 
 _MAY_BE_0 = {"least": 0}  # the other numbers are 1 or more
@@ -41,9 +42,10 @@ class SchedulerLimits:
     min_chunk: int = 16  # the elder's first claim on the step's tokens
     max_bypasses: int = field(default=8, metadata=_MAY_BE_0)  # times a blocked queue head may be overtaken
     elder_age_steps: int = field(default=64, metadata=_MAY_BE_0)  # a group older than this plus its own work is overdue
-    scheduling_policy: PolicyName = "fcfs"
+    scheduling_policy: PolicyName = "wfq"
     step_log: int = field(default=4096, metadata=_MAY_BE_0)  # steps remembered with their reasons; 0: none
-    preemption_victim: VictimName = "youngest"
+    preemption_victim: VictimName = "least-lost"
+    admission: AdmissionName = "expected"  # the growth that counts when a group enters
     batch_min_share: float = field(default=0.1, metadata=_MAY_BE_0)  # share of the tokens for batch requests that wait
     max_consecutive_chunks: int = field(default=2, metadata=_MAY_BE_0)  # of one prompt while others wait; 0: any
 

@@ -40,17 +40,18 @@ def state(simulation: Simulation) -> tuple[Any, ...]:
     rows=st.lists(ROWS, min_size=1, max_size=12),
     num_blocks=st.integers(14, 60),
     max_num_seqs=st.integers(1, 6),
-    policy=st.sampled_from(["fcfs", "priority"]),
+    policies=st.tuples(st.sampled_from(["fcfs", "priority", "wfq"]), st.sampled_from(["prompt", "expected"])),
     elder_age=st.sampled_from([0, 64]),
 )
 def test_a_leap_is_so_many_steps(
-    rows: list[TraceRow], num_blocks: int, max_num_seqs: int, policy: str, elder_age: int
+    rows: list[TraceRow], num_blocks: int, max_num_seqs: int, policies: tuple[str, str], elder_age: int
 ) -> None:
     asked = replace(Setup(), cost=COST, max_num_queued_reqs=6).with_settings(
         [
             *(("num_blocks", num_blocks), ("max_model_len", 256), ("max_num_seqs", max_num_seqs)),
-            *(("max_num_batched_tokens", 64), ("prefill_chunk", 48), ("scheduling_policy", policy)),
+            *(("max_num_batched_tokens", 64), ("prefill_chunk", 48), ("scheduling_policy", policies[0])),
             ("elder_age_steps", elder_age),
+            ("admission", policies[1]),
         ]
     )
     rows = sorted(rows, key=lambda row: row.at)

@@ -11,12 +11,13 @@ import dataclasses
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 import pytest
 
 from quire_engine.batch import PENDING, Batch, StepResult
 from quire_engine.engine import Engine
-from quire_engine.limits import SchedulerConfig
+from quire_engine.limits import PolicyName, SchedulerConfig
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.types import GenerationRequest, StepOutput
 from support.fake_executor import CorruptKV, FakeExecutor, Run, expected_tokens, request
@@ -62,7 +63,8 @@ class Ahead:
             max_bypasses=dice.randint(0, 4),
             elder_age_steps=dice.randint(0, 8),
             enable_prefix_caching=dice.random() < 0.5,
-            scheduling_policy=dice.choice(["fcfs", "priority", "lpm", "dlpm"]),
+            scheduling_policy=dice.choice(get_args(PolicyName)),
+            admission=dice.choice(("prompt", "prompt", "expected")),
         )
 
     def submit(self) -> None:

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from quire_engine.engine import Engine
-from quire_engine.limits import PolicyName, SchedulerConfig, VictimName
+from quire_engine.limits import AdmissionName, PolicyName, SchedulerConfig, VictimName
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.simulation.recorded import read_log
 from quire_engine.simulation.replaying import Difference, Replayer
@@ -77,6 +77,7 @@ class Traffic:
             scheduling_policy=dice.choice(get_args(PolicyName)),
             enable_prefix_caching=dice.random() < 0.9,
             preemption_victim=dice.choice(get_args(VictimName)),
+            admission=dice.choice(get_args(AdmissionName)),
             batch_min_share=dice.choice([0.0, 0.1, 0.5]),
             max_consecutive_chunks=dice.randint(0, 3),
             num_host_blocks=dice.choice([0, 0, 8, 24]),

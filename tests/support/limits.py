@@ -1,5 +1,7 @@
 """Configurations of the engine and of its scheduler from flat names, as an operator gives them.
 
+Unless a test names other policies, groups enter by arrival and by their prompts alone, and the youngest is preempted: a
+small pool is then short of blocks often, in an order that is easy to tell.
 Promises: a name that is a limit goes into the limits, any other stays beside them.
 Must not know: what the limits mean.
 """
@@ -10,6 +12,8 @@ from typing import Any
 
 from quire_engine.config import EngineConfig
 from quire_engine.limits import LIMIT_NAMES, SchedulerConfig, SchedulerLimits
+
+PLAIN_POLICIES = {"scheduling_policy": "fcfs", "preemption_victim": "youngest", "admission": "prompt"}
 
 
 def scheduler_config(**settings: Any) -> SchedulerConfig:
@@ -23,5 +27,5 @@ def engine_config(**settings: Any) -> EngineConfig:
 
 
 def _nested(settings: dict[str, Any]) -> dict[str, Any]:
-    limits = {name: settings.pop(name) for name in LIMIT_NAMES if name in settings}
+    limits = PLAIN_POLICIES | {name: settings.pop(name) for name in LIMIT_NAMES if name in settings}
     return {**settings, "limits": SchedulerLimits(**limits)}

@@ -7,10 +7,11 @@ Must not know: batches, the machine.
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 from hypothesis import strategies as st
 
-from quire_engine.limits import SchedulerConfig, SchedulerLimits
+from quire_engine.limits import AdmissionName, SchedulerConfig, SchedulerLimits
 from quire_engine.scheduling.policies import ItlTarget, Policies, policies_for
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group
@@ -36,6 +37,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         elder_age_steps=draw(st.integers(0, 8)),
         enable_prefix_caching=draw(st.booleans()),
         scheduling_policy=draw(st.sampled_from(["fcfs", "priority", "lpm", "dlpm"])),
+        admission=draw(st.sampled_from(get_args(AdmissionName))),
     )
 
 

@@ -145,7 +145,9 @@ class FairQueue:
         for group in waiting:
             if group.account is not None:  # every group has one under this policy
                 queues.setdefault(group.account.payer, {}).setdefault(group.account, []).append(group)
-        return _by_turns({payer: _by_turns({a: iter(own) for a, own in sizes.items()}) for payer, sizes in queues.items()})
+        return _by_turns(
+            {payer: _by_turns({a: iter(own) for a, own in sizes.items()}) for payer, sizes in queues.items()}
+        )
 
 
 def _by_turns(queues: Mapping[Account, Iterator[Group]]) -> Iterator[Group]:

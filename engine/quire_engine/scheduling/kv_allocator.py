@@ -15,6 +15,7 @@ from quire_engine.scheduling.prefix_cache import PrefixCache, Tails, block_hash,
 from quire_engine.scheduling.sequence import Content, Promise, Sequence
 
 Copy = tuple[int, int]  # (source block, target block)
+_WEIGHT = 1 / 64  # of the newest block in the average share of merged ones
 
 
 class KVAllocator:
@@ -27,6 +28,7 @@ class KVAllocator:
     def __init__(self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
         self.block_size = block_size
         self.total_evictions = self.total_taken = 0
+        self.merged_share = 0.0  # of the outputs' last full blocks, in a moving average: merged with equal ones
         self._pool = BlockPool(num_blocks)
         self._cache = PrefixCache()
         self._tails = Tails(block_size)
@@ -269,11 +271,31 @@ class KVAllocator:
         size, tokens = self.block_size, sequence.token_ids
         for index in range(sequence.kv.num_committed, full):
             block = sequence.kv.table.block_ids[index]
-            is_new = self._cache.register(sequence.kv.block_hashes[index], block)
+            content = sequence.kv.block_hashes[index]
+            is_new = self._cache.register(content, block)
+            is_merged = not is_new and self._merge(sequence, index, content)
+            if index * size >= sequence.num_prompt_tokens:
+                self.merged_share += _WEIGHT * (is_merged - self.merged_share)
             # Requests diverge inside prompts and hardly ever inside outputs, whose blocks would be many.
             if is_new and index * size < sequence.num_prompt_tokens:
                 self._offer(block, self._parent(sequence, index), tokens[index * size : (index + 1) * size])
         sequence.kv.num_committed = full
+
+    def _merge(self, sequence: Sequence, index: int, content: bytes) -> bool:
+        """Hold the block that has the same content already, and free the sequence's own; False if it is that block.
+
+        Requests with equal tokens that run side by side so hold one block for all, wherever their beginnings were
+        computed. Steps in flight may still read the freed block: any step that writes to it comes after them.
+        """
+        own, other = sequence.kv.table.block_ids[index], self._cache.block(content)
+        if other is None or other == own:
+            return False
+        if self._pool.refs(other) == 0 and self._pool.refs(own) > 1:
+            return False  # other choices hold its own too: a block would be taken and none be freed
+        self._hold(other)
+        sequence.kv.table.replace(index, other)
+        self._drop(own)
+        return True
 
     def _offer_tail(self, sequence: Sequence) -> None:
         """Make the computed part of the sequence's partial block available for copies."""

@@ -21,6 +21,7 @@ One step, `Planner.plan`, assigns `max_num_batched_tokens` tokens:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Values
 from itertools import chain
 from typing import Literal
 
@@ -28,12 +29,14 @@ from quire_engine.invariants import InvariantViolation
 from quire_engine.limits import SchedulerLimits
 from quire_engine.scheduling.blocks import NO_MATCH, PrefixMatch
 from quire_engine.scheduling.fairness import Accounts, ClassShares
+from quire_engine.scheduling.forecast import CapacityPolicy, has_room
 from quire_engine.scheduling.kv_allocator import KVAllocator
-from quire_engine.scheduling.policies import FixedChunk, Policies, QueuePolicy, VictimPolicy, WholePrompt
+from quire_engine.scheduling.policies import FixedChunk, Policies, QueuePolicy
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.step_plan import StepPlan
 from quire_engine.scheduling.swapping import Swapping
+from quire_engine.scheduling.tenant_shares import TenantShares
 from quire_engine.types import WaitReason
 
 
@@ -54,12 +57,12 @@ class Planner:
         self._policies = policies
         self._kv = kv
         self._roster = roster
-        self.accounts = Accounts(of_everyone=limits.scheduling_policy == "wfq")
+        is_fair = limits.scheduling_policy == "wfq"
+        self.accounts = Accounts(of_everyone=is_fair)
         self._classes = ClassShares(limits.batch_min_share)
-        self._turns = PromptTurns(
-            limits.max_consecutive_chunks, self._classes, by_account=limits.scheduling_policy == "wfq"
-        )
-        preemptor = Preemptor(limits, policies.victim, kv, roster, swapping)
+        self._turns = PromptTurns(limits.max_consecutive_chunks, self._classes, by_account=is_fair)
+        shares = TenantShares(roster, max_num_seqs=limits.max_num_seqs, num_blocks=kv.num_blocks) if is_fair else None
+        preemptor = Preemptor(limits, policies, kv, roster, shares=shares, swapping=swapping)
         self._assigner = Assigner(policies.chunk, kv, preemptor)
         self.admission = Admission(
             limits,
@@ -71,13 +74,14 @@ class Planner:
             roster=roster,
             classes=self._classes,
             accounts=self.accounts,
+            shares=shares,
         )
 
     def plan(self, step: int, now: float) -> StepPlan:
         """The plan of step number `step`. It takes blocks and moves groups between the queues."""
         self.step = step
         last, self.elder = self.elder, self._elder(step)
-        plan = StepPlan(self._limits.max_num_batched_tokens, self.elder)
+        plan = StepPlan(step, self._limits.max_num_batched_tokens, self.elder)
         if self.elder is not None:
             if self.elder is not last:
                 plan.note("elder", self.elder)
@@ -160,13 +164,14 @@ class Admission:
         limits: SchedulerLimits,
         *,
         queue: QueuePolicy,
-        capacity: WholePrompt,
+        capacity: CapacityPolicy,
         assigner: Assigner,
         preemptor: Preemptor,
         kv: KVAllocator,
         roster: Roster,
         classes: ClassShares,
         accounts: Accounts,
+        shares: TenantShares | None,
     ) -> None:
         self.total_query_tokens = 0
         self.total_hit_tokens = 0
@@ -180,6 +185,7 @@ class Admission:
         self._roster = roster
         self._classes = classes
         self._accounts = accounts
+        self._shares = shares  # None: tenants have none
         self._kv_blocked: Group | None = None  # the queue's head, while it waits for blocks
         self._kv_blocked_since = 0.0
         self._kv_noted_at = 0.0
@@ -208,7 +214,7 @@ class Admission:
                 )  # its tenant's quota is used up: others that enter do not bypass it
                 continue
             obstacle = self._try_to_enter(group, plan, num_partial, now)
-            while obstacle in ("slots", "kv") and self._preempt_batch_for(group, plan):
+            while obstacle in ("slots", "kv") and self._preempt_for(group, plan):
                 obstacle = self._try_to_enter(group, plan, num_partial, now)
             if obstacle is not None:
                 self._let_wait(group, obstacle, plan)
@@ -238,6 +244,10 @@ class Admission:
     def num_cached_tokens(self, group: Group) -> int:
         """The cached part of a waiting group's prompt, in tokens, if it entered now."""
         return self._match(group).num_tokens
+
+    def note_end(self, sequence: Sequence) -> None:
+        """A choice has all its tokens: later expectations are learned from it."""
+        self._capacity.note_end(sequence)
 
     @property
     def kv_waiting_since(self) -> float | None:
@@ -269,17 +279,23 @@ class Admission:
         own = [each for each in self._roster.running if each.side == group.side and each is not plan.elder]
         return sum(self._assigner.stays_partial(each, plan) for each in own) < self._limits.max_num_partial_prefills
 
-    def _preempt_batch_for(self, group: Group, plan: StepPlan) -> bool:
-        """Preempt a batch group for an interactive one; False if that would not let it enter."""
+    def _preempt_for(self, group: Group, plan: StepPlan) -> bool:
+        """Preempt a batch group for an interactive one, or one of a tenant above its share for one within it.
+
+        False if that would not let the group enter.
+        """
+        need = self._need(group, self._match(group))
+        cause: PreemptionCause = "class"
         victims = self._classes.victims(group, self._roster.running, plan.elder)
+        if not victims and self._shares is not None and self._shares.is_owed(group, need):
+            cause, victims = "share", self._shares.most_above(plan.elder)
         if not victims:
             return False
         seats = self._limits.max_num_seqs - self._roster.num_running + sum(len(each.sequences) for each in victims)
         blocks = self._kv.num_available + sum(len(s.kv.table) for each in victims for s in each.sequences)
-        need = self._kv.seat_cost(group.leader, self._match(group)) + group.blocks_beside_leader()
-        if seats < len(group.sequences) or not self._capacity.fits(group, need=need, available=blocks):
+        if seats < len(group.sequences) or not has_room(group, need=need, available=blocks):
             return False  # a preemption would not help
-        self._preemptor.preempt_for_class(victims[0], plan)
+        self._preemptor.preempt_for_waiting(victims, cause, plan)
         return True
 
     def _let_wait(self, group: Group, reason: WaitReason, plan: StepPlan) -> None:
@@ -305,7 +321,7 @@ class Admission:
         is_one_more = goes_on and num_partial >= limits.max_num_partial_prefills and not self._may_begin(group, plan)
         if is_one_more or plan.budget < min(pending, limits.min_chunk):
             return "budget"
-        if not self._fits(group, match):
+        if not self._fits(group, match, plan):
             return "kv"
         self._enter(group, match, plan, now)
         self._assigner.assign_chunks(group, plan)
@@ -324,13 +340,22 @@ class Admission:
         if not (group.reads_cache or group.is_swapped):
             return NO_MATCH
         match = self._kv.match(group.leader, group.pending(group.leader) - 1)
-        if match.tail is None or self._fits(group, match):
+        if match.tail is None or has_room(group, need=self._need(group, match), available=self._kv.num_available):
             return match
         return match.without_tail(self._kv.block_size)  # copying a tail needs one more block
 
-    def _fits(self, group: Group, match: PrefixMatch) -> bool:
-        need = self._kv.seat_cost(group.leader, match) + group.blocks_beside_leader()
-        return self._capacity.fits(group, need=need, available=self._kv.num_available)
+    def _need(self, group: Group, match: PrefixMatch) -> int:
+        """The blocks that the group takes when it enters."""
+        return self._kv.seat_cost(group.leader, match) + group.blocks_beside_leader()
+
+    def _fits(self, group: Group, match: PrefixMatch, plan: StepPlan) -> bool:
+        """Whether the known tokens have room now, and what is to come has, or is owed to the group's tenant."""
+        need, kv, running = self._need(group, match), self._kv, self._roster.running
+        if not has_room(group, need=need, available=kv.num_available):
+            return False
+        if self._capacity.will_fit(group, need=need, kv=kv, running=running, step=plan.step):
+            return True
+        return self._shares is not None and self._shares.is_owed(group, need)
 
     def _enter(self, group: Group, match: PrefixMatch, plan: StepPlan, now: float) -> None:
         if group.first_scheduled is None and group.reads_cache and self._limits.enable_prefix_caching:
@@ -450,28 +475,33 @@ class Assigner:
         return any(follower.num_output_tokens > 0 for follower in group.followers())
 
 
-# The beneficiary of a preemption: a running group that grows, the elder, or an interactive group.
-PreemptionCause = Literal["blocks", "elder", "class"]
+# The beneficiary of a preemption: a running group that grows, the elder, an interactive group, or a tenant's share.
+PreemptionCause = Literal["blocks", "elder", "class", "share"]
 
 
 class Preemptor:
     """Preemption: frees blocks and slots, one victim of the victim policy after the other.
 
-    The elder is never preempted. A victim loses all tokens that this step had assigned to it.
+    The elder is never preempted. While a tenant holds more than its share, victims are its groups. A victim loses all
+    tokens that this step had assigned to it.
     """
 
     def __init__(
         self,
         limits: SchedulerLimits,
-        victim: VictimPolicy,
+        policies: Policies,
         kv: KVAllocator,
         roster: Roster,
+        *,
+        shares: TenantShares | None = None,
         swapping: Swapping | None = None,
     ) -> None:
         self._limits = limits
-        self._victim = victim
+        self._victim = policies.victim
+        self._capacity = policies.capacity
         self._kv = kv
         self._roster = roster
+        self._shares = shares
         self._swapping = swapping  # None: every preempted group is recomputed
 
     def free_blocks(self, group: Group, cost: int, plan: StepPlan) -> bool:
@@ -480,7 +510,7 @@ class Preemptor:
             if group is plan.elder:
                 self._preempt_for_elder(plan)
                 continue
-            victim = self._victim.choose(self._roster.running, plan.elder) or group
+            victim = self._choose(plan) or group
             self._preempt(victim, "blocks", plan)
             if victim is group:
                 return False
@@ -496,16 +526,23 @@ class Preemptor:
         while self._kv.seat_cost(elder.leader, match) > self._kv.num_available:
             self._preempt_for_elder(plan)
 
-    def preempt_for_class(self, victim: Group, plan: StepPlan) -> None:
-        """Preempt a batch group for an interactive one that waits."""
-        victim.note_class_preemption()
-        self._preempt(victim, "class", plan)
+    def preempt_for_waiting(self, victims: Values[Group], cause: PreemptionCause, plan: StepPlan) -> None:
+        """Preempt one of `victims` for a group that waits."""
+        if cause == "class":
+            victims[0].note_class_preemption()
+            self._preempt(victims[0], cause, plan)
+        else:
+            self._preempt(self._victim.choose(victims, plan.elder) or victims[-1], cause, plan)
 
     def _preempt_for_elder(self, plan: StepPlan) -> None:
-        victim = self._victim.choose(self._roster.running, plan.elder)
+        victim = self._choose(plan)
         if victim is None:
             raise InvariantViolation("the elder is short of blocks or slots with nobody else running")
         self._preempt(victim, "elder", plan)
+
+    def _choose(self, plan: StepPlan) -> Group | None:
+        above = self._shares.most_above(plan.elder) if self._shares is not None else []
+        return self._victim.choose(above or self._roster.running, plan.elder)
 
     def _preempt(self, group: Group, cause: PreemptionCause, plan: StepPlan) -> None:
         copied_from = plan.take_back(group)
@@ -515,4 +552,6 @@ class Preemptor:
             sum(sequence.kv.swapped.num_tokens for sequence in group.sequences if sequence.kv.swapped) if is_kept else 0
         )
         plan.note("preempted", group, reason=cause, num_tokens=num_kept)
+        if cause != "class":
+            self._capacity.note_preemption(plan.step)
         self._roster.preempt(group, is_kept=is_kept)

@@ -11,9 +11,10 @@ from collections.abc import Sequence as Values
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire_engine.limits import SchedulerLimits, VictimName
+from quire_engine.limits import AdmissionName, SchedulerLimits, VictimName
 from quire_engine.scheduling.account import OUTPUT_COST
 from quire_engine.scheduling.fairness import FairQueue
+from quire_engine.scheduling.forecast import ByExpectedPeak, ByPrompt, CapacityPolicy
 from quire_engine.scheduling.sequence import Group, Sequence
 
 
@@ -24,7 +25,7 @@ class Policies:
     order: OrderPolicy
     queue: QueuePolicy
     victim: VictimPolicy
-    capacity: WholePrompt
+    capacity: CapacityPolicy
     chunk: FixedChunk
     itl: ItlTarget
     elder: ElderRule
@@ -41,7 +42,7 @@ def policies_for(limits: SchedulerLimits) -> Policies:
         queue=deficit or queues.get(name, AsOrdered()),
         charge=deficit.charge if deficit else None,
         victim=VICTIMS[limits.preemption_victim](),
-        capacity=WholePrompt(),
+        capacity=ADMISSIONS[limits.admission](),
         chunk=FixedChunk(limits.prefill_chunk),
         itl=ItlTarget(limits.itl_target),
         elder=ElderRule(limits.elder_age_steps),
@@ -227,10 +228,17 @@ class LowestClass:
 
 
 class LeastLost:
-    """The group with the fewest tokens to compute again; of equals the youngest."""
+    """Batch before interactive, then the largest priority number, then the fewest tokens to compute again.
+
+    Of equals it is the youngest.
+    """
 
     def choose(self, running: Values[Group], elder: Group | None) -> Group | None:
-        return min(_others(running, elder), key=lambda group: (_computed(group), -group.arrival), default=None)
+        return min(
+            _others(running, elder),
+            key=lambda group: (not group.is_batch, -group.request.priority, _computed(group), -group.arrival),
+            default=None,
+        )
 
 
 def _others(running: Values[Group], elder: Group | None) -> Iterator[Group]:
@@ -243,25 +251,13 @@ def _computed(group: Group) -> int:
     return longest + sum(max(s.kv.num_computed - group.num_prompt_tokens, 0) for s in group.sequences[1:])
 
 
+ADMISSIONS: Mapping[AdmissionName, type[CapacityPolicy]] = {"expected": ByExpectedPeak, "prompt": ByPrompt}
 VICTIMS: Mapping[VictimName, type[VictimPolicy]] = {
     "youngest": Youngest,
     "longest-running": LongestRunning,
     "lowest-class": LowestClass,
     "least-lost": LeastLost,
 }
-
-
-class WholePrompt:
-    """Admission by blocks: the whole prompt is reserved, no output is, and a full pool preempts.
-
-    Does not apply to the elder, whose blocks are made available. A preempted group re-enters only when one block more
-    than its need is available. Without that block it would take the pool's last one, lose it to the next decode that
-    grows, and be computed again for nothing.
-    """
-
-    def fits(self, group: Group, *, need: int, available: int) -> bool:
-        """`need`: blocks for all known tokens, without the cached prefix; `available`: blocks that can be taken."""
-        return need + (1 if group.state == "preempted" else 0) <= available
 
 
 class FixedChunk:

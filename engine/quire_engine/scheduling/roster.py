@@ -33,7 +33,7 @@ class Roster:
         self._arrivals = count()
         self._sequence_ids = count()
 
-    def join(self, request: GenerationRequest, *, step: int, work: int, wait_bound: int) -> Group:
+    def join(self, request: GenerationRequest, *, step: int, work: int, wait_bound: int, footprint: int) -> Group:
         """Make a group for the request and put it into the waiting queue."""
         resumed = request.resumed_token_ids or ((),) * request.num_sequences
         scores_prompt = request.sampling.num_prompt_logprobs is not None
@@ -43,6 +43,7 @@ class Roster:
             added_step=step,
             work=work,
             wait_bound=wait_bound,
+            footprint=footprint,
             # A resumed request has received them with the first output of choice 0, if that came.
             prompt_logprobs_due=scores_prompt and 0 not in request.finished_choices and not resumed[0],
         )

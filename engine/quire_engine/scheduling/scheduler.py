@@ -80,9 +80,15 @@ class Scheduler:
             raise InfeasibleRequest("a request with this id is unfinished")
         check_request(self._config, request)
         prompt, most = request.prompt_token_ids, request.stop.max_new_tokens
-        work = self._config.work(num_prompt=len(prompt), max_new_tokens=most, n=request.num_sequences)
-        bound = self._config.limits.wait_bound(work, sum(group.work for group in self._roster.live.values()))
-        group = self._roster.join(request, step=self._step, work=work, wait_bound=bound)
+        limits, size = (
+            self._config.limits,
+            {"num_prompt": len(prompt), "max_new_tokens": most, "n": request.num_sequences},
+        )
+        work = self._config.work(**size)
+        bound = limits.wait_bound(work, sum(group.work for group in self._roster.live.values()))
+        group = self._roster.join(
+            request, step=self._step, work=work, wait_bound=bound, footprint=limits.footprint(**size)
+        )
         self._planner.accept(group)
         self._deadlines.add(request, self._roster.live)
         if self._log is not None:
@@ -334,9 +340,11 @@ class Scheduler:
             elif at + len(taken) == most:
                 finish = "length"
             if finish is not None:
-                self._roster.end(sequence)
                 break
         token_ids[at : at + 1] = taken
+        if finish is not None:
+            self._planner.admission.note_end(sequence)
+            self._roster.end(sequence)
         if group.account is not None:
             group.account.charge_output(len(taken))
         if sequence.num_forced != len(taken) - 1:

@@ -36,6 +36,7 @@ class Sequence:
     kv: SequenceKV  # written by the allocator alone
     has_output: bool = False  # this engine process has sent its first output
     num_forced: int = 0  # tokens after the last sampled one that its grammar or thinking limit forced
+    expected_output: int = 0  # its output tokens in all, as expected when it last was; 0: no expectation yet
     is_launched: bool = False  # all of its tokens are computed or in flight: nothing is left to schedule
 
     @property
@@ -44,6 +45,10 @@ class Sequence:
 
     def note_output(self) -> None:
         self.has_output = True
+
+    def expect(self, num_output_tokens: int) -> None:
+        """So many output tokens are expected in all."""
+        self.expected_output = num_output_tokens
 
     def note_forced(self, num_tokens: int) -> None:
         """Record forced tokens after a sampled one; the next step computes them together with it."""
@@ -66,6 +71,12 @@ class Sequence:
         """Blocks that hold every known token."""
         return self.kv.table.num_blocks_for(len(self.token_ids))
 
+    @property
+    def num_spare_slots(self) -> int:
+        """Token slots without a known token in the last one of its blocks; without blocks, of those that it needs."""
+        table = self.kv.table
+        return (table.num_slots or self.blocks_for_known * table.block_size) - len(self.token_ids)
+
 
 Promise = tuple[Content, Sequence]  # a block's content, and the sequence that is computing it
 
@@ -87,6 +98,7 @@ class Group:
     state: GroupState = "waiting"
     work: int = 0  # steps it needs at most as the elder
     wait_bound: int = 0  # steps from submission to its end, at most
+    footprint: int = 0  # blocks that it holds at most
     num_bypasses: int = 0
     wait_reason: WaitReason = "budget"
     awaited: Promise | None = None  # a prefix that another sequence is computing and the group waits for
@@ -167,6 +179,14 @@ class Group:
         the leader's last row, and the other choices are forked at the end of the prompt.
         """
         return next((s for s in self.sequences if s.num_output_tokens == 0), self.sequences[0])
+
+    @property
+    def num_held_blocks(self) -> int:
+        """About the blocks that its preemption would free: without its cached prefix, and a common prompt once."""
+        tables = [len(sequence.kv.table) for sequence in self.sequences]
+        size = self.leader.kv.table.block_size
+        common = self.num_prompt_tokens // size * (len(tables) - 1) if self.prompt_shared else 0
+        return max(sum(tables) - common - self.num_cached_tokens // size, 0)
 
     def followers(self) -> list[Sequence]:
         """The sequences that wait for the leader's prompt."""

@@ -28,9 +28,10 @@ class Decision:
 class StepPlan:
     """The slices, in the order in which they were first assigned, which is the order of the batch."""
 
-    __slots__ = ("_copies", "budget", "decisions", "elder", "num_preempted", "slices")
+    __slots__ = ("_copies", "budget", "decisions", "elder", "num_preempted", "slices", "step")
 
-    def __init__(self, budget: int, elder: Group | None = None) -> None:
+    def __init__(self, step: int, budget: int, elder: Group | None = None) -> None:
+        self.step = step
         self.budget = budget
         self.elder = elder  # the group that is not preempted in this step
         self.decisions: list[Decision] = []

@@ -13,7 +13,7 @@ from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.sequence import Sequence
 from quire_engine.simulation.cost_model import CostModel
 
-_SIMPLE = ("fcfs", "priority")  # policies that do not count tokens
+_SIMPLE = ("fcfs", "priority", "wfq")  # policies that count no tokens, or each by itself
 _FEWEST = 2
 
 
@@ -43,8 +43,6 @@ def leap(scheduler: Scheduler, cost: CostModel, now: float, due: float) -> Leap 
     most = min(_left(sequence) for sequence in sequences) - 1
     available, size = scheduler._kv.num_available, scheduler._kv.block_size
     ends: list[float] = []
-    blocks_used: list[int] = []
-    used = held_blocks(scheduler)
     ages = [0] * size  # number of sequences that need a block in step i, by i modulo the block size
     spared = [
         0
@@ -58,14 +56,12 @@ def leap(scheduler: Scheduler, cost: CostModel, now: float, due: float) -> Leap 
         if growth > available:
             break
         available -= growth
-        used += growth
         now += cost.decode_seconds(len(sequences), num_context)
         num_context += len(sequences)
         ends.append(now)
-        blocks_used.append(used)
     if len(ends) < _FEWEST:
         return None
-    _advance(scheduler, sequences, len(ends))
+    blocks_used = _advance(scheduler, sequences, len(ends))
     scheduler._step += len(ends)
     scheduler._applied_at = now
     scheduler._prefill_tokens, scheduler._decode_tokens = 0, len(sequences)
@@ -101,10 +97,11 @@ def _left(sequence: Sequence) -> int:
     return group.num_prompt_tokens + group.max_new_tokens - len(sequence.token_ids)
 
 
-def _advance(scheduler: Scheduler, sequences: list[Sequence], count: int) -> None:
-    """Take blocks and register them in the cache in the order of single steps."""
+def _advance(scheduler: Scheduler, sequences: list[Sequence], count: int) -> list[int]:
+    """Take blocks, register them in the cache and charge tokens as single steps do; returns the used blocks."""
     kv = scheduler._kv
     size = kv.block_size
+    blocks_used = []
     for step in range(count):
         full = []
         for sequence in sequences:
@@ -113,12 +110,17 @@ def _advance(scheduler: Scheduler, sequences: list[Sequence], count: int) -> Non
                 kv.reserve(sequence, end)
             if end % size == 0:
                 full.append((sequence, end))
+        blocks_used.append(held_blocks(scheduler))
         for sequence, end in full:
             sequence.token_ids.extend([0] * (end + 1 - len(sequence.token_ids)))
             kv.commit(sequence, end)
+        for sequence in sequences:
+            if sequence.group.account is not None:
+                sequence.group.account.charge_output(1)
     for sequence in sequences:
         end = sequence.kv.num_computed + count
         sequence.token_ids.extend([0] * (end + 1 - len(sequence.token_ids)))
         kv.reserve(sequence, end)
         kv.advance(sequence, end)
         kv.commit(sequence, end)
+    return blocks_used

@@ -169,7 +169,9 @@ class Replayer:
             request_id=entry.request_id,
             prompt_token_ids=self._contents.prompt(entry.request_id),
             sampling=sampling,
-            stop=StopParams(max_new_tokens=asked["max_new_tokens"], stop_token_ids=(STOP,)),
+            stop=StopParams(
+                max_new_tokens=asked["max_new_tokens"], stop_token_ids=(STOP,) if asked.get("may_stop", True) else ()
+            ),
             resumed_token_ids=resumed,
             finished_choices=tuple(asked.get("finished_choices", ())),
             beam=BeamParams(width=width, early_stopping=True) if width else None,

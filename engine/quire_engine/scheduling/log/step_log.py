@@ -409,6 +409,7 @@ def scheduling_inputs(group: Group) -> dict[str, object]:
     return {
         "num_prompt_tokens": group.num_prompt_tokens,
         "max_new_tokens": group.max_new_tokens,
+        "may_stop": bool(group.stop_token_ids),
         "n": request.n,
         "priority": request.priority,
         "arrival_time": request.arrival_time,

@@ -10,6 +10,7 @@ import pytest
 from quire_engine.errors import InfeasibleRequest
 from quire_engine.limits import SchedulerConfig, SchedulerLimits, VictimName
 from quire_engine.scheduling.blocks import PageTable, SequenceKV
+from quire_engine.scheduling.forecast import has_room
 from quire_engine.scheduling.gate import check_request
 from quire_engine.scheduling.policies import (
     FEWEST,
@@ -21,7 +22,6 @@ from quire_engine.scheduling.policies import (
     LowestClass,
     PriorityOrder,
     VictimPolicy,
-    WholePrompt,
     Youngest,
     policies_for,
 )
@@ -77,7 +77,7 @@ def test_other_victims() -> None:
     choices: list[tuple[VictimPolicy, list[Group]]] = [
         (LongestRunning(), [b, c, a]),
         (LowestClass(), [c, b, a]),
-        (LeastLost(), [a, c, b]),
+        (LeastLost(), [c, b, a]),
     ]
     for policy, order in choices:
         first, second, _ = order
@@ -91,13 +91,22 @@ def test_other_victims() -> None:
     }
 
 
+def test_the_least_is_lost_within_a_class_and_a_priority() -> None:
+    groups = [group(0), group(1), group(2)]
+    for each, computed in zip(groups, (6, 2, 2), strict=True):
+        each.leader.kv.num_computed = computed
+    assert LeastLost().choose(groups, None) is groups[2]
+    assert LeastLost().choose(groups, groups[2]) is groups[1]
+    assert LeastLost().choose([*groups, group(3, service_class="batch")], None).is_batch
+
+
 def test_a_preempted_group_needs_one_block_more() -> None:
     one = group(0)
-    assert WholePrompt().fits(one, need=5, available=5)
+    assert has_room(one, need=5, available=5)
     one.enter(1.0)
     one.preempt()
-    assert not WholePrompt().fits(one, need=5, available=5)
-    assert WholePrompt().fits(one, need=5, available=6)
+    assert not has_room(one, need=5, available=5)
+    assert has_room(one, need=5, available=6)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def group(first_id: int, choices: int, **sampling: float) -> Group:
 
 
 def test_a_slice_grows_in_its_place() -> None:
-    plan, (first,), (second,) = StepPlan(20), group(0, 1).sequences, group(1, 1).sequences
+    plan, (first,), (second,) = StepPlan(1, 20), group(0, 1).sequences, group(1, 1).sequences
     plan.assign(first, 3)
     plan.assign(second, 8)
     plan.assign(first, 2)
@@ -45,7 +45,7 @@ def test_a_slice_grows_in_its_place() -> None:
 
 
 def test_a_preempted_group_gives_back_tokens_and_copies() -> None:
-    plan, family, other = StepPlan(20), group(0, 2), group(5, 1)
+    plan, family, other = StepPlan(1, 20), group(0, 2), group(5, 1)
     plan.assign(family.sequences[0], 1, (3, 4))
     plan.assign(family.sequences[1], 1)
     plan.assign(other.sequences[0], 2, (6, 7))
@@ -61,7 +61,7 @@ def test_the_output_travels_for_those_whose_penalties_read_it() -> None:
         one = group(0, 1, frequency_penalty=penalty)
         (sequence,) = one.sequences
         sequence.token_ids += [7, 8]
-        plan = StepPlan(20)
+        plan = StepPlan(1, 20)
         plan.assign(sequence, 9)
         (item,) = plan.batch(step_id=1).items
         assert item.output_token_ids == carried
