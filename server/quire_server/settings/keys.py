@@ -96,20 +96,63 @@ class TenantEntry(BaseModel):
     tokens_per_minute: Annotated[float, Field(ge=1, le=1e12)] | None = None
     max_queued: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     max_running: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    tokens_per_day: Annotated[int, Field(ge=1, le=10**15)] | None = None
+    tokens_per_month: Annotated[int, Field(ge=1, le=10**15)] | None = None
     prefix_group: Annotated[str, Field(pattern=_TENANT_NAME)] = ""
 
 
-def read_tenants(path: Path) -> tuple[TenantEntry, ...]:
-    """The tenants of a file, `tenants: [{name: ..., key_sha256: ...}, ...]`. Raises ValueError.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantsFile:
+    """A tenants file as it was read."""
 
-    Names and keys are unique. A message names the file, the tenant and a remedy.
+    tenants: tuple[TenantEntry, ...] = ()
+    usage_file: Path | None = None  # counts of tokens that survive a restart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keys:
+    """All that lets clients in, as it was read at one time from flags and files."""
+
+    api: tuple[ApiKey, ...] = ()
+    admin: tuple[ApiKey, ...] = ()
+    tenants: TenantsFile = TenantsFile()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeySources:
+    """The flags and files from which keys and tenants come."""
+
+    api: tuple[str, ...] = field(repr=False)
+    api_file: Path | None
+    admin: tuple[str, ...] = field(repr=False)
+    admin_file: Path | None
+    tenants_file: Path | None
+
+    def read(self) -> Keys:
+        """The keys of the flags, and what the files contain now. Raises ValueError naming the file."""
+        api, admin = list(map(parse_key, self.api)), list(map(parse_key, self.admin))
+        if self.api_file is not None:
+            api += read_keys(self.api_file)
+        if self.admin_file is not None:
+            admin += read_keys(self.admin_file, "--admin-api-key-file")
+        tenants = TenantsFile() if self.tenants_file is None else read_tenants(self.tenants_file)
+        return Keys(api=tuple(api), admin=tuple(admin), tenants=tenants)
+
+
+def read_tenants(path: Path) -> TenantsFile:
+    """The content of `tenants: [{name: ..., key_sha256: ...}, ...]`, and `usage_file: ...`. Raises ValueError.
+
+    Names and keys are unique. A message names the file, the tenant and a remedy. A relative path of `usage_file` begins
+    at the folder of the tenants file.
     """
     flag = f"--tenants {path}"
     try:
         values = read_yaml(path, flag)
     except SettingsError as error:
         raise ValueError(str(error)) from None
-    listed = values.get("tenants") if isinstance(values, dict) and set(values) == {"tenants"} else None
+    if not isinstance(values, dict) or not {"tenants"} <= set(values) <= {"tenants", "usage_file"}:
+        values = {}
+    listed, usage = values.get("tenants"), values.get("usage_file")
     if not isinstance(listed, list) or not listed:
         raise ValueError(f"{flag}: expected `tenants:` and a list with `name:` and `key_sha256:` for each")
     if len(listed) > MAX_TENANTS:
@@ -117,7 +160,9 @@ def read_tenants(path: Path) -> tuple[TenantEntry, ...]:
     entries = tuple(_entry(value, f"{flag}: tenant {number}") for number, value in enumerate(listed, start=1))
     _check_once([entry.name for entry in entries], f"{flag}: two tenants have the name")
     _check_once([digest for entry in entries for digest in entry.key_sha256], f"{flag}: two tenants have the key of")
-    return entries
+    if usage is not None and (not isinstance(usage, str) or not usage.strip()):
+        raise ValueError(f"{flag}: `usage_file:` must be the path of a file, such as usage.json")
+    return TenantsFile(tenants=entries, usage_file=None if usage is None else path.resolve().parent / usage)
 
 
 def _entry(value: Any, where: str) -> TenantEntry:
