@@ -49,14 +49,18 @@ def parse_key(text: str) -> ApiKey:
 def read_keys(path: Path, flag: str = "--api-key-file") -> Iterator[ApiKey]:
     """The keys of a file: one a line; lines that are empty or begin with # do not count. Raises ValueError."""
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = list(enumerate(path.read_text(encoding="utf-8").splitlines(), start=1))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text in UTF-8"
         raise ValueError(f"{flag} {path}: cannot be read: {reason}") from None
-    keys = [line for line in lines if line and not line.startswith("#")]
+    keys = [(number, line.strip()) for number, line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not keys:
         raise ValueError(f"{flag} {path}: there is no key in it")
-    yield from map(parse_key, keys)
+    for number, line in keys:
+        try:
+            yield parse_key(line)
+        except ValueError as error:
+            raise ValueError(f"{flag} {path}: line {number}: {error}") from None
 
 
 def readable_by_others(path: Path) -> bool:
