@@ -6,7 +6,9 @@ import asyncio
 import hashlib
 import json
 import logging
+import os
 import shutil
+import signal
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,7 +18,10 @@ import httpx
 import pytest
 import yaml
 
+from quire_server.http.credentials import Credentials
 from quire_server.http.tls import expiry
+from quire_server.serving import _signals
+from quire_server.settings import Settings
 from support.certificates import Certificates, make_certificates
 from support.events import until
 from support.fake_engine import FakeEngine
@@ -197,6 +202,32 @@ async def test_reloads_at_once_end_with_the_latest_files(tmp_path: Path) -> None
             await asyncio.sleep(0)
         assert len(await asyncio.gather(*asked)) == 8
         assert [await status(client, f"key-number-{number}") for number in (0, 7)] == [401, 200]
+
+
+async def test_sighup_reloads_and_a_terminal_that_was_closed_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="quire.audit")
+    file = tmp_path / "keys"
+    file.write_text("a-first-key\n")
+    has_terminal = True
+    monkeypatch.setattr("quire_server.serving.os.isatty", lambda _descriptor: has_terminal)
+    credentials = Credentials(Settings(api_key_file=file))
+    with _signals(credentials) as stop:
+        file.write_text("a-second-key\n")
+        os.kill(os.getpid(), signal.SIGHUP)
+        await until(lambda: hashlib.sha256(b"a-second-key").digest() in credentials.known.api)
+        await until(lambda: bool(audited(caplog)))
+        file.write_text("# none\n")
+        os.kill(os.getpid(), signal.SIGHUP)
+        await until(lambda: len(audited(caplog)) == 2)
+        assert not stop.asked.done()
+        has_terminal = False
+        os.kill(os.getpid(), signal.SIGHUP)
+        await until(stop.asked.done)
+    told = [(line, fields["status"]) for line, fields in audited(caplog)]
+    assert told == [("reload by SIGHUP: 200", 200), ("reload by SIGHUP: 400", 400)]
+    assert list(credentials.known.api) == [hashlib.sha256(b"a-second-key").digest()]
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import yaml
 from api.test_reload import OPERATOR, entry
 from quire_engine.errors import ConfigError
 from quire_server.metrics.usage import KEPT_DAYS, UsageBook
+from quire_server.routes.usage import OwnUsage
 from support.fake_engine import FakeEngine
 from support.fakes import connect, make_app, make_state
 
@@ -85,6 +86,7 @@ async def test_what_is_counted_is_what_replies_tell(path: str, stream: bool) -> 
             assert streamed.status_code == 200
         own = (await client.get("/usage", headers=key("key-of-alice"))).json()
         other = (await client.get("/usage", headers=key("key-of-bob1"))).json()
+    OwnUsage.model_validate(own)
     times = 2 if stream else 1
     (row,) = own["usage"]
     assert (row["day"], row["tenant"], row["model"]) == ("2026-01-31", "alice", "fake")
@@ -205,7 +207,7 @@ def test_days_are_kept_for_two_months() -> None:
         book.add("acme", requests=1, prompt=1)
         assert book.tokens("acme", book.today) == 1
         assert book.tokens("acme", book.today.replace(day=1)) == min(book.today.day, day + 1)
-    assert len(list(book.rows())) == KEPT_DAYS
+    assert len(list(book.by_day())) == KEPT_DAYS
 
 
 async def test_a_day_and_a_month_have_budgets(tmp_path: Path) -> None:
@@ -284,3 +286,19 @@ def test_budgets_are_whole_numbers(tmp_path: Path, value: object) -> None:
     for name in ("tokens_per_day", "tokens_per_month"):
         with pytest.raises(ValueError, match=name):
             read_tenants(tenants_file(tmp_path, entry("acme", "k", **{name: value})))
+
+
+async def test_a_thousand_tenants_hold_nothing_up() -> None:
+    """The reply of an operator comes in pieces, between which streams run."""
+    clock = Clock()
+    state = make_state(clock=clock, admin_api_key=("operator-key",))
+    for day in range(20):
+        clock.now = NOON + day * DAY
+        for number in range(1000):
+            state.metrics.usage.add(f"tenant-{number}", requests=1, prompt=2, output=3)
+    async with connect(make_app(state)) as client:
+        reply = await client.get("/admin/usage", headers=OPERATOR)
+    rows = reply.json()["usage"]
+    assert len(rows) == 20_000
+    assert len({(row["day"], row["tenant"]) for row in rows}) == 20_000
+    assert reply.headers.get("content-length") is None, "it is not made as a whole"

@@ -128,16 +128,16 @@ class UsageBook:
             for counts in tenants.get(tenant, {}).values()
         )
 
-    def rows(self, tenant: str | None = None, day: str | None = None) -> Iterator[UsageRow]:
-        """The counts, the latest day first: all, or those of one tenant, or of one day."""
+    def by_day(self, tenant: str | None = None, day: str | None = None) -> Iterator[list[UsageRow]]:
+        """The counts of each day, the latest first: of all tenants or of one, of all days or of one."""
         for each in sorted(self._days, reverse=True):
-            if day not in {None, each}:
-                continue
-            for name, models in sorted(self._days[each].items()):
-                if tenant not in {None, name}:
-                    continue
-                for model, counts in models.items():
-                    yield UsageRow(**msgspec.structs.asdict(counts), day=each, tenant=name, model=model)
+            if day in {None, each}:
+                yield [
+                    UsageRow(**msgspec.structs.asdict(counts), day=each, tenant=name, model=model)
+                    for name, models in sorted(self._days.get(each, {}).items())
+                    if tenant in {None, name}
+                    for model, counts in models.items()
+                ]
 
     async def keep(self) -> None:
         """Write the file every few seconds in which something was counted, until cancelled."""

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Self
 
 import msgspec
 from fastapi import APIRouter, Query, Request
+from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from quire_engine.errors import QuireError
@@ -137,14 +138,14 @@ async def reload(request: Request) -> Reloaded:
     return await state_of(request).credentials.reload()
 
 
-@router.get("/usage")
+@router.get("/usage", response_model=UsageReply)
 async def usage(
     request: Request,
     tenant: Annotated[str | None, Query(max_length=64, description="only this one")] = None,
     day: Annotated[date | None, Query(description="only this one, as in 2026-01-31")] = None,
-) -> UsageReply:
+) -> Response:
     """Requests and tokens by day (UTC), tenant and model, the latest day first."""
-    return usage_reply(state_of(request), tenant, day)
+    return usage_reply(state_of(request), {}, tenant=tenant, day=day)
 
 
 def _chosen(state: ServerState, order: AbortOrder) -> list[str]:

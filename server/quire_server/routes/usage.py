@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from datetime import date
 from typing import Annotated, Literal
 
+import msgspec
 from fastapi import APIRouter, Request
+from fastapi.responses import Response
 from pydantic import BaseModel, Field
 
 from quire_server.answering.caller import account_of, tenant_of
-from quire_server.metrics.usage import KEPT_DAYS
+from quire_server.http.json_text import Pieces, pieces_of_object
+from quire_server.http.large_reply import PiecedReply
+from quire_server.metrics.usage import KEPT_DAYS, UsageRow
 from quire_server.state import ServerState, state_of
 
 router = APIRouter(tags=["usage"])
@@ -52,39 +57,41 @@ class OwnUsage(UsageReply):
     budgets: list[BudgetLeft]
 
 
-@router.get("/usage")
-async def own_usage(request: Request) -> OwnUsage:
+@router.get("/usage", response_model=OwnUsage)
+async def own_usage(request: Request) -> Response:
     """The caller's own requests and tokens by day (UTC) and model, and its budgets."""
     state, name = state_of(request), account_of(request)
     budgets = [
-        BudgetLeft(
-            period=each.period,
-            limit=each.limit,
-            used=each.used,
-            resets_at=each.resets_at.isoformat(timespec="seconds"),
-        )
+        {
+            "period": each.period,
+            "limit": each.limit,
+            "used": each.used,
+            "resets_at": each.resets_at.isoformat(timespec="seconds"),
+        }
         for each in state.client.budgets(tenant_of(request)[0])
     ]
-    return OwnUsage(**usage_reply(state, name).model_dump(), tenant=name, budgets=budgets)
+    return usage_reply(state, {"tenant": name, "budgets": budgets}, tenant=name)
 
 
-def usage_reply(state: ServerState, tenant: str | None = None, day: date | None = None) -> UsageReply:
-    """The counts of a tenant, or of all, and of a day, or of all."""
+def usage_reply(
+    state: ServerState, head: Mapping[str, object], *, tenant: str | None = None, day: date | None = None
+) -> Response:
+    """The counts of a tenant, or of all, and of a day, or of all, after the fields of `head`; a day at a time."""
     book = state.metrics.usage
-    return UsageReply(
-        since=book.since,
-        survives_restart=book.survives_restart,
-        days_kept=KEPT_DAYS,
-        usage=[
-            UsageOfDay(
-                day=each.day,
-                tenant=each.tenant,
-                model=each.model,
-                requests=each.requests,
-                prompt_tokens=each.prompt_tokens,
-                cached_tokens=each.cached_tokens,
-                output_tokens=each.output_tokens,
-            )
-            for each in book.rows(tenant, None if day is None else day.isoformat())
-        ],
-    )
+    fields = {
+        **head,
+        "since": book.since,
+        "survives_restart": book.survives_restart,
+        "days_kept": KEPT_DAYS,
+        "usage": Pieces(_listed(book.by_day(tenant, None if day is None else day.isoformat()))),
+    }
+    return PiecedReply(pieces_of_object(fields), headers={"Cache-Control": "no-store"})
+
+
+def _listed(days: Iterator[list[UsageRow]]) -> Iterator[bytes]:
+    start = b"["
+    for rows in days:
+        if rows:
+            yield start + msgspec.json.encode(rows)[1:-1]
+            start = b","
+    yield b"[]" if start == b"[" else b"]"
