@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -292,6 +293,38 @@ async def test_the_next_handshake_shows_the_new_certificate(
             assert stream.text.endswith("data: [DONE]\n\n"), "on the connection of the old certificate"
     if asks_clients:
         assert not await reached(url, after)
+
+
+async def test_a_session_is_no_way_around_the_new_authorities(
+    certificates: tuple[Certificates, Certificates], tmp_path: Path
+) -> None:
+    before, after = certificates
+    authority = tmp_path / "authority"
+    shutil.copy(before.authority, authority)
+    state = make_state(
+        ssl_certfile=before.server, ssl_keyfile=before.server_key, ssl_ca_certs=authority, ssl_cert_reqs=2
+    )
+    context = trusting(before, with_client=True)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+
+    def call(port: int, session: ssl.SSLSession | None) -> ssl.SSLSession | None:
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
+            context.wrap_socket(plain, server_hostname="localhost", session=session) as link,
+        ):
+            link.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            if not link.recv(100).startswith(b"HTTP/1.1 200"):
+                raise ConnectionError("closed")
+            return link.session
+
+    async with listening(make_app(state)) as server:
+        assert server.port is not None
+        session = await asyncio.to_thread(call, server.port, None)
+        shutil.copy(after.authority, authority)
+        await state.credentials.reload()
+        for kept in (session, None):
+            with pytest.raises(OSError):
+                await asyncio.to_thread(call, server.port, kept)
 
 
 def test_the_end_of_a_certificate_is_read(certificates: tuple[Certificates, Certificates]) -> None:

@@ -137,6 +137,7 @@ async def reload_often(server: Served, files: Files, http: httpx.AsyncClient, se
             assert told["keys"] == {"added": 2, "removed": 2}
             assert told["tenants"] == {"added": 0, "removed": 0, "changed": 2}
             assert told["certificate_expires"] > time.strftime("%Y-%m-%dT")
+        os.kill(server.engine().pid, signal.SIGHUP)  # as where a terminal or a script signals the whole group
         await check_keys(http, number)
         context = ssl.create_default_context(cafile=str(files.certificate(number).authority))
         async with httpx.AsyncClient(verify=context, base_url=server.url) as fresh:
@@ -164,11 +165,13 @@ def test_64_streams_run_on_while_keys_tenants_and_certificates_change(tmp_path: 
             await reload_often(server, files, http, seen)
             assert any(len(told.token_ids) < TOKENS for told in seen), "the reloads came while streams ran"
             together = await running
+            metrics = (await http.get("/metrics")).text
         for one, other in zip(alone, together, strict=True):
             assert (one.status, other.status, other.errors) == (200, 200, [])
             assert other.done
             assert other.finish_reasons == ["length"]
             assert (other.text, other.token_ids) == (one.text, one.token_ids)
+        assert 'quire_engine_restarts_total{model_name="quire-demo"} 0.0' in metrics
         assert server.process.poll() is None
 
     with Served(*files.flags, "--max-num-seqs", "64", env={"QUIRE_ADMIN_API_KEY": "operator-key"}) as server:

@@ -100,6 +100,10 @@ def tls_context(settings: Settings) -> ssl.SSLContext | None:
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"--ssl-ca-certs {settings.ssl_ca_certs}: {_reason(error)}") from None
         context.verify_mode = ssl.VerifyMode(settings.ssl_cert_reqs)
+        # A resumed session would not show its certificate again, though its authority may have been taken away. The
+        # cache of sessions that TLS 1.2 has beside tickets cannot be turned off from Python.
+        context.num_tickets = 0
+        context.options |= ssl.OP_NO_TICKET
     return context
 
 
