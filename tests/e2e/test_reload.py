@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import shutil
 import signal
 import ssl
 import time
@@ -176,7 +175,6 @@ def test_64_streams_run_on_while_keys_tenants_and_certificates_change(tmp_path: 
 
     with Served(*files.flags, "--max-num-seqs", "64", env={"QUIRE_ADMIN_API_KEY": "operator-key"}) as server:
         asyncio.run(run(server))
-    shutil.rmtree(tmp_path / "one")
 
 
 def test_tokens_over_a_killed_engine_are_counted_once_and_survive_a_restart(tmp_path: Path) -> None:

@@ -115,9 +115,9 @@ class _TenantState:
     def change(self, tenant: Tenant, now: float) -> None:
         """Take over other limits. A rate that has not changed keeps its level, another one begins anew."""
         if tenant.requests_per_minute != self.tenant.requests_per_minute:
-            self._requests = _bucket(tenant.requests_per_minute, now)
+            self._requests, self._promised_requests = _bucket(tenant.requests_per_minute, now), Promises()
         if tenant.tokens_per_minute != self.tenant.tokens_per_minute:
-            self._tokens = _bucket(tenant.tokens_per_minute, now)
+            self._tokens, self._promised_tokens = _bucket(tenant.tokens_per_minute, now), Promises()
         self.tenant = tenant
 
     def refusal(self, request: GenerationRequest, now: float) -> tuple[str, str, float] | None:

@@ -69,7 +69,7 @@ class UsageBook:
         self._clock = clock
         self._since = utc(clock()).isoformat(timespec="seconds")
         self._days: Days = {}
-        self._today: dict[str, dict[str, Counts]] = {}
+        self._today: dict[str, Counts] = {}  # those of the present day and model, by tenant
         self._day_number = -1
         self._changed = True
         self._failing = False
@@ -89,29 +89,24 @@ class UsageBook:
         return self._file is not None
 
     @property
-    def file(self) -> Path | None:
-        """The file of the counts."""
-        return self._file
+    def now(self) -> datetime:
+        """The time of UTC on this book's clock."""
+        return utc(self._clock())
 
     @property
     def today(self) -> date:
-        """The day of UTC."""
-        return utc(self._clock()).date()
-
-    @property
-    def now(self) -> datetime:
-        """The time on this book's clock."""
-        return utc(self._clock())
+        """The day of UTC on this book's clock."""
+        return self.now.date()
 
     def add(self, tenant: str, *, requests: int = 0, prompt: int = 0, cached: int = 0, output: int = 0) -> None:
         """Count for a tenant, on the present day."""
         number = int(self._clock() // _DAY_SECONDS)
         if number != self._day_number:
             self._begin(number)
-        models = self._today.setdefault(tenant, {})
-        counts = models.get(self._model)
+        counts = self._today.get(tenant)
         if counts is None:
-            counts = models[self._model] = Counts()
+            day = self._days.setdefault(utc(number * _DAY_SECONDS).date().isoformat(), {})
+            counts = self._today[tenant] = day.setdefault(tenant, {}).setdefault(self._model, Counts())
         counts.requests += requests
         counts.prompt_tokens += prompt
         counts.cached_tokens += cached
@@ -165,8 +160,8 @@ class UsageBook:
             self._lock_file = -1
 
     def _begin(self, number: int) -> None:
+        self._day_number, self._today = number, {}
         day = utc(number * _DAY_SECONDS).date()
-        self._day_number, self._today = number, self._days.setdefault(day.isoformat(), {})
         oldest = (day - timedelta(days=KEPT_DAYS - 1)).isoformat()
         for each in [each for each in self._days if each < oldest]:
             del self._days[each]
