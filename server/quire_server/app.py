@@ -44,7 +44,7 @@ from quire_server.http.guard import PUBLIC_PATHS, Reply
 from quire_server.http.memory import MemoryReturn
 from quire_server.http.overload import OpenRequests, RefuseWhenFull
 from quire_server.logs import lost_lines
-from quire_server.logs.requests import StoryTeller, log_reply
+from quire_server.logs.requests import StoryTeller, log_order, log_reply
 from quire_server.logs.tracing import Tracing
 from quire_server.metrics.metrics import Metrics
 from quire_server.metrics.request_record import CURRENT, RequestStory, totals
@@ -57,6 +57,7 @@ from quire_server.routes import (
     models,
     pages,
     tokens,
+    usage,
 )
 from quire_server.routes.dashboard import Feed
 from quire_server.routes.elsewhere import advice
@@ -72,6 +73,7 @@ ROUTERS = (
     messages.router,
     models.router,
     tokens.router,
+    usage.router,
     health.router,
     metrics.router,
     debug.router,
@@ -94,15 +96,16 @@ def create_app(state: ServerState) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         watch = asyncio.create_task(watch_event_loop(state.metrics), name="event-loop-watch")
         seconds = asyncio.create_task(tell_seconds(state.metrics, app.state.feed), name="seconds")
+        usage = asyncio.create_task(state.metrics.usage.keep(), name="usage")
         memory = asyncio.create_task(MemoryReturn(state.metrics.memory_given_back).run(), name="memory")
-        state.tasks = [watch, seconds]  # not `memory`, without which the server works
+        state.tasks = [watch, seconds, usage]  # not `memory`, without which the server works
         try:
             yield
         finally:
             state.tasks = []
-            watch.cancel()
-            seconds.cancel()
-            memory.cancel()
+            for task in (watch, seconds, usage, memory):
+                task.cancel()
+            await asyncio.to_thread(state.metrics.usage.close)
             state.text.close()
             if tracing is not None:
                 await asyncio.to_thread(tracing.close)
@@ -216,6 +219,7 @@ def _guard(app: FastAPI, state: ServerState, bodies: BodyLimits, tracing: Tracin
         settings,
         bodies,
         state.metrics.body_bytes,
+        credentials=state.credentials,
         limits=state.limits,
         on_reply=_on_reply(state, tracing),
         requests=app.state.requests,
@@ -232,6 +236,7 @@ def _on_reply(state: ServerState, tracing: Tracing | None) -> Callable[[Reply], 
         metrics.http_request(reply.route or "none", method, reply.status, reply.seconds)
         if reply.path.removeprefix(settings.root_path) in PUBLIC_PATHS:
             return
+        log_order(reply, settings.root_path)
         story = CURRENT.get() or RequestStory()
         summaries = story.summaries()
         if not settings.disable_access_log:

@@ -207,6 +207,17 @@ class QueueFull(ApiError):
         super().__init__(message, code=code, headers=_retry_headers(retry_after_seconds, _LONGEST_QUEUE_WAIT))
 
 
+class BudgetSpent(QueueFull):
+    """429: the tenant's tokens of the day or the month are used up; the message says when it gets new ones."""
+
+    default_code = "tenant_day_budget"
+
+    def __init__(self, message: str, *, retry_after_seconds: float, code: str, come_again: bool) -> None:
+        super().__init__(message, retry_after_seconds=retry_after_seconds, code=code)
+        if not come_again:  # SDKs that retry would be refused again
+            self.headers["x-should-retry"] = "false"
+
+
 class HeadersTooLarge(ClientError):
     """431: too many header fields or too many header bytes; the connection is closed."""
 

@@ -1,8 +1,8 @@
 """Runs one server and shuts it down: the listener, the banner, the signals, the drain.
 
-Owns SIGTERM and SIGINT. Promises: the port answers before heavy imports; a signal turns readiness to 503 at once and
-lets running requests finish; a second one ends them, with an error to each client; no process or thread is left behind.
-Must not know: routes, sampling.
+Owns SIGTERM, SIGINT and SIGHUP. Promises: the port answers before heavy imports; a signal to stop turns readiness to
+503 at once and lets running requests finish; a second one ends them, with an error to each client; no process or thread
+is left behind. Must not know: routes, sampling.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -23,12 +24,14 @@ from quire_engine.config import EnginePlan
 from quire_engine.memory_plan import plan_text
 from quire_engine.quality_store import quality_text
 from quire_server.engine.supervisor import Supervisor
+from quire_server.errors import BadRequest
 from quire_server.http import listener
+from quire_server.http.credentials import Credentials
 from quire_server.http.guard import Reply
 from quire_server.http.listener import Listening
 from quire_server.http.overload import OpenRequests, ended
 from quire_server.http.starting import AppSwitch, StartProgress, starting_app
-from quire_server.logs.requests import log_reply
+from quire_server.logs.requests import log_order, log_reply, log_signal
 from quire_server.logs.throughput import log_throughput
 from quire_server.metrics.metrics import while_loading
 from quire_server.settings import Settings
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
 # Seconds of a stop after the drain; together with the engine's end, which comes last, less than five.
 LAST_WORDS_SECONDS = 1.5  # for clients to read the error with which their requests end
 CLOSING_SECONDS = 1.0  # for data in the sockets' buffers
+_STDERR = 2
 
 log = logging.getLogger("quire")
 
@@ -50,11 +54,12 @@ async def serve(settings: Settings, supervisor: Supervisor, starting: asyncio.Ta
 
     Raises ConfigError and ModelLoadError.
     """
-    switch = AppSwitch(_while_starting(settings, supervisor))
-    with _signals() as stop:
-        async with _listening(switch, settings) as (listening, listener_task):
+    credentials = Credentials(settings)
+    switch = AppSwitch(_while_starting(settings, supervisor, credentials))
+    with _signals(credentials) as stop:
+        async with _listening(switch, settings, credentials) as (listening, listener_task):
             log.info("listening on %s; until the model is loaded requests get 503", listening.where)
-            building = asyncio.create_task(_build(settings, supervisor, starting))
+            building = asyncio.create_task(_build(settings, supervisor, starting, credentials))
             await _first(building, stop.asked, listener_task)
             if not building.done():
                 await _cancel(building)
@@ -78,7 +83,9 @@ async def serve(settings: Settings, supervisor: Supervisor, starting: asyncio.Ta
 
 
 @contextlib.asynccontextmanager
-async def _listening(switch: AppSwitch, settings: Settings) -> AsyncIterator[tuple[Listening, asyncio.Task[None]]]:
+async def _listening(
+    switch: AppSwitch, settings: Settings, credentials: Credentials
+) -> AsyncIterator[tuple[Listening, asyncio.Task[None]]]:
     """Open the listener; on exit, wait briefly for replies that are being sent, then close their connections."""
     with contextlib.closing(listener.bind(settings)) as sock:
         started: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
@@ -89,6 +96,7 @@ async def _listening(switch: AppSwitch, settings: Settings) -> AsyncIterator[tup
                 sock=sock,
                 on_started=started.set_result,
                 on_connections=switch.tell_connections,
+                tls=None if credentials.tls is None else credentials.tls.context,
             ),
             name="listener",
         )
@@ -107,7 +115,7 @@ async def _listening(switch: AppSwitch, settings: Settings) -> AsyncIterator[tup
             await _cancel(serving)
 
 
-def _while_starting(settings: Settings, supervisor: Supervisor) -> ASGIApp:
+def _while_starting(settings: Settings, supervisor: Supervisor, credentials: Credentials) -> ASGIApp:
     """The application that reports the progress of the start."""
     began = time.monotonic()
 
@@ -121,19 +129,21 @@ def _while_starting(settings: Settings, supervisor: Supervisor) -> ASGIApp:
         )
 
     def on_reply(reply: Reply) -> None:
+        log_order(reply, settings.root_path)
         if not settings.disable_access_log:
             log_reply(reply, None, name)
 
     name = settings.model_names[0]
-    return starting_app(settings, progress, lambda: while_loading(name, progress().ratio or 0.0), on_reply)
+    metrics = lambda: while_loading(name, progress().ratio or 0.0)  # noqa: E731
+    return starting_app(settings, progress, metrics, on_reply, credentials)
 
 
 async def _build(
-    settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan]
+    settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan], credentials: Credentials
 ) -> tuple[ServerState, FastAPI]:
     """Assemble the server's application; its imports take about a second."""
     create_app, build_state = await asyncio.to_thread(_application)
-    state = await build_state(settings, supervisor, starting)
+    state = await build_state(settings, supervisor, starting, credentials)
     return state, create_app(state)
 
 
@@ -180,9 +190,15 @@ class _Stop:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[_Stop]:
+def _signals(credentials: Credentials) -> Iterator[_Stop]:
+    """Handle SIGTERM and SIGINT as a stop, and SIGHUP as an order to read keys and certificates again.
+
+    A SIGHUP that comes because the terminal was closed is a stop.
+    """
     loop = asyncio.get_running_loop()
     stop = _Stop(asked=loop.create_future(), insisted=loop.create_future())
+    reloads: set[asyncio.Task[None]] = set()
+    has_terminal = os.isatty(_STDERR)
 
     def received(number: signal.Signals) -> None:
         log.info("received %s", number.name)
@@ -191,13 +207,32 @@ def _signals() -> Iterator[_Stop]:
                 degree.set_result(None)
                 return
 
+    def hung_up() -> None:
+        if has_terminal and not os.isatty(_STDERR):
+            received(signal.SIGHUP)
+            return
+        task = asyncio.create_task(_reload(credentials), name="reload")
+        reloads.add(task)
+        task.add_done_callback(reloads.discard)
+
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, received, number)
+    loop.add_signal_handler(signal.SIGHUP, hung_up)
     try:
         yield stop
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.remove_signal_handler(number)
+
+
+async def _reload(credentials: Credentials) -> None:
+    """The order of a signal; a file that cannot be used has its line in the log."""
+    try:
+        await credentials.reload()
+        status = 200
+    except BadRequest as refusal:
+        status = refusal.status
+    log_signal("reload", signal.SIGHUP.name, status)
 
 
 async def _first(*futures: asyncio.Future[Any], seconds: float | None = None) -> None:
@@ -217,6 +252,8 @@ def _greet(settings: Settings, state: ServerState, listening: Listening) -> None
     quality = quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype)
     for line in plan_text(plan, quality).splitlines():
         log.info("%s", line)
+    if settings.needs_key and not settings.admin_keys and not settings.allow_local_admin:
+        log.info("no admin key is set, so /debug, /admin and the dashboard's data are closed; see --admin-api-key")
     log.info("try: %s", example(settings, state, listening))
 
 

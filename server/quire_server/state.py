@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -19,15 +19,19 @@ from fastapi import Request
 from quire_engine.config import EnginePlan
 from quire_engine.errors import ConfigError, EngineDead, ModelLoadError
 from quire_engine.types import EnginePort
-from quire_server.engine.admission import QueueLimits, Tenant, TenantGate, Tenants, TtftGate
+from quire_server.engine.admission import QueueLimits, TenantGate, TtftGate
 from quire_server.engine.engine_client import EngineClient
 from quire_server.engine.recovery import Quarantine
 from quire_server.engine.request_names import RequestNames
 from quire_server.engine.supervisor import EngineState, Supervisor
+from quire_server.engine.tenants import Tenant, Tenants
 from quire_server.errors import NotReady, ShuttingDown
+from quire_server.http.credentials import Credentials
 from quire_server.http.large_reply import ReplyBudget
 from quire_server.metrics.metrics import Metrics
+from quire_server.metrics.usage import UsageBook
 from quire_server.settings import ServerLimits, Settings
+from quire_server.settings.keys import TenantEntry
 from quire_server.text.fault_points import plant
 from quire_server.text.grammar_check import GrammarCheck
 from quire_server.text.parsing.formats import PLAIN, ModelFormats, model_formats
@@ -57,9 +61,10 @@ async def _nobody_to_ask(_what: str, _argument: str) -> bytes:
 
 @dataclass(slots=True, kw_only=True)
 class ServerState:
-    """The server's parts; only `draining`, `stopping` and `tasks` change while it runs."""
+    """The server's parts; only `draining`, `stopping`, `tasks` and `tenants` change while it runs."""
 
     settings: Settings
+    credentials: Credentials
     limits: ServerLimits = field(default_factory=ServerLimits)
     tokenizer: TextTokenizer
     prompts: ChatTemplate | None  # None: the model has no chat template
@@ -85,6 +90,7 @@ class ServerState:
     replies: ReplyBudget = field(init=False)  # the budget of large replies
 
     def __post_init__(self) -> None:
+        self.credentials.on_tenants = self._change_tenants
         texts = TextBudget(
             self.limits.max_text_bytes_queued,
             on_change=self.metrics.text_work,
@@ -100,6 +106,12 @@ class ServerState:
         self.grammars = GrammarCheck(folder, self.tokenizer.eos_token_ids)
         if self.settings.faults:
             plant(self.settings.faults, self.tokenizer, self.prompts, self.grammars)
+
+    def _change_tenants(self, entries: Sequence[TenantEntry]) -> None:
+        """Tenants were read again: other keys, weights and limits hold for requests that come from now on."""
+        self.tenants = tenants_of(self.settings, entries)
+        self.metrics.tenants.change(each.name for each in entries)
+        self.client.change_tenants(self.tenants.all)
 
     @property
     def max_model_len(self) -> int:
@@ -137,12 +149,20 @@ def state_of(request: Request) -> ServerState:
     return cast(ServerState, request.app.state.quire)
 
 
-async def build_state(settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan]) -> ServerState:
-    """Load tokenizer and templates while the engine starts, then wait for it. Raises ConfigError, ModelLoadError."""
+async def build_state(
+    settings: Settings,
+    supervisor: Supervisor,
+    starting: asyncio.Task[EnginePlan],
+    credentials: Credentials | None = None,
+) -> ServerState:
+    """Load tokenizer and templates while the engine starts, then wait for it. Raises ConfigError, ModelLoadError.
+
+    Without `credentials` the keys and tenants of the settings hold.
+    """
+    credentials = Credentials(settings) if credentials is None else credentials
+    usage = UsageBook(settings.model_names[0], file=settings.first_keys.tenants.usage_file)
     tokenizer = await asyncio.to_thread(TextTokenizer.load, Path(settings.tokenizer or settings.model_path))
-    source = tokenizer.chat_template
-    if settings.chat_template is not None:
-        source = _template(settings.chat_template)
+    source = tokenizer.chat_template if settings.chat_template is None else _template(settings.chat_template)
     formats = model_formats(settings.tool_call_parser, settings.reasoning_parser, tokenizer, source)
     prompts: ChatTemplate | None = None
     if source is not None:
@@ -162,19 +182,22 @@ async def build_state(settings: Settings, supervisor: Supervisor, starting: asyn
             prompts.close()
         raise
     names = settings.model_names
+    tenants = tenants_of(settings, credentials.known.tenants)  # which may have been read again since the start
     metrics = Metrics(
         names[0],
         max_model_len=plan.scheduler.max_model_len,
-        tenants=[each.name for each in settings.tenant_list],
+        tenants=[each.name for each in tenants.all],
+        usage=usage,
     )
     metrics.observe_plan(plan)
     supervisor.on_restart = metrics.engine_restarted
     return ServerState(
         settings=settings,
+        credentials=credentials,
         tokenizer=tokenizer,
         prompts=prompts,
-        client=new_client(supervisor, settings, plan, metrics, supervisor.quarantine),
-        tenants=tenants_of(settings),
+        client=new_client(supervisor, settings, plan, metrics, supervisor.quarantine, tenants=tenants.all),
+        tenants=tenants,
         metrics=metrics,
         model_names=names,
         formats=formats,
@@ -196,11 +219,16 @@ def _template(file: Path) -> str:
 
 
 def new_client(
-    port: EnginePort, settings: Settings, plan: EnginePlan, metrics: Metrics, quarantine: Quarantine | None = None
+    port: EnginePort,
+    settings: Settings,
+    plan: EnginePlan,
+    metrics: Metrics,
+    quarantine: Quarantine | None = None,
+    *,
+    tenants: tuple[Tenant, ...] = (),
 ) -> EngineClient:
     """The engine client with admission control, limited by the settings."""
     step_tokens = plan.scheduler.limits.max_num_batched_tokens
-    tenants = tenants_of(settings).all
     return EngineClient(
         port,
         plan=plan,
@@ -215,12 +243,10 @@ def new_client(
     )
 
 
-def tenants_of(settings: Settings) -> Tenants:
+def tenants_of(settings: Settings, entries: Iterable[TenantEntry]) -> Tenants:
     """The tenants of the tenants file; without a file but with fair queueing, one tenant for each named key."""
     by_digest = {
-        digest: Tenant(**entry.model_dump(exclude={"key_sha256"}))
-        for entry in settings.tenant_list
-        for digest in entry.key_sha256
+        digest: Tenant(**entry.model_dump(exclude={"key_sha256"})) for entry in entries for digest in entry.key_sha256
     }
     return Tenants(by_digest, names_of_keys=not by_digest and settings.scheduling_policy == "wfq")
 

@@ -117,10 +117,24 @@ async def test_with_a_key_everyone_needs_it_and_an_api_key_is_none(tmp_path: Pat
     assert (await get("/v1/models", headers={"authorization": "Bearer ordinary"}, **settings)).status_code == 200
 
 
-async def test_an_api_key_does_not_open_it_and_is_not_needed_on_this_machine() -> None:
-    assert reached(await get(api_key=("ordinary",)))
-    headers = {"authorization": "Bearer ordinary"}
-    assert (await get(client="10.0.0.7", headers=headers, api_key=("ordinary",))).status_code == 403
+@pytest.mark.parametrize("client", ["127.0.0.1", "10.0.0.7", None])
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer ordinary"}])
+async def test_with_api_keys_and_no_admin_key_it_is_closed_to_all(
+    client: str | None, headers: dict[str, str], tmp_path: Path
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("ordinary\n")
+    for given in ({"api_key": ("ordinary",)}, {"api_key_file": file}):
+        reply = await get(client=client, headers=headers, **given)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (403, "admin_only")
+        assert "--admin-api-key" in reply.json()["error"]["message"]
+        assert "--allow-local-admin" in reply.json()["error"]["message"]
+        local = await get(client=client, headers=headers, allow_local_admin=True, **given)
+        assert reached(local) is (client != "10.0.0.7")
+
+
+async def test_with_an_admin_key_this_machine_needs_it_too() -> None:
+    assert (await get(admin_api_key=("operator",), allow_local_admin=True)).status_code == 401
 
 
 @pytest.mark.parametrize("path", ["/llm/debug/kv", "/debug/kv"])

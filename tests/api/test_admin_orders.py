@@ -131,7 +131,9 @@ async def test_a_stream_that_has_begun_ends_with_one_event() -> None:
 
 
 async def test_all_of_a_tenant_or_of_everybody() -> None:
-    async with operated(api_key=("acme=0123456789", "beta=9876543210"), scheduling_policy="wfq") as it:
+    async with operated(
+        api_key=("acme=0123456789", "beta=9876543210"), scheduling_policy="wfq", allow_local_admin=True
+    ) as it:
         keys = {"acme": "0123456789", "beta": "9876543210"}
         tasks = {}
         for name in ("acme", "beta"):

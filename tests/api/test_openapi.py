@@ -18,11 +18,17 @@ POSTS = (
     *("/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
     "/admin/abort",
 )
-POSTS_WITHOUT_BODY = ("/v1/responses/{response_id}/cancel", "/admin/drain", "/admin/reset-prefix-cache")
+POSTS_WITHOUT_BODY = (
+    "/v1/responses/{response_id}/cancel",
+    "/admin/drain",
+    "/admin/reset-prefix-cache",
+    "/admin/reload",
+)
 GETS = (
     *("/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items"),
     *("/v1/models", "/v1/models/{model_id}", "/tokenizer_info", "/version", "/metrics"),
     *("/health", "/health/live", "/health/ready", "/health/deep", "/admin/drain"),
+    *("/usage", "/admin/usage"),
     *("/debug/steps", "/debug/requests", "/debug/requests/{request_id}"),
     *("/debug/kv", "/debug/kv/audit", "/debug/kv/{request_id}"),
 )

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
+from quire_server.http.credentials import Credentials
 from quire_server.http.guard import Reply
 from quire_server.http.listener import Listening, bind, serve
 from quire_server.http.starting import AppSwitch, StartProgress, starting_app
@@ -28,7 +29,13 @@ async def starting(
 ) -> AsyncIterator[httpx.AsyncClient]:
     options = Settings(**{"allowed_hosts": ("*",), **settings})
     told = [] if told is None else told
-    app = starting_app(options, lambda: progress, lambda: while_loading(MODEL, progress.ratio or 0.0), told.append)
+    app = starting_app(
+        options,
+        lambda: progress,
+        lambda: while_loading(MODEL, progress.ratio or 0.0),
+        told.append,
+        Credentials(options),
+    )
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         yield client
@@ -111,7 +118,9 @@ async def test_keys_hosts_and_limits_come_first() -> None:
 
 async def test_a_connection_that_was_opened_while_loading_serves_on() -> None:
     state = make_state(port=0)
-    switch = AppSwitch(starting_app(state.settings, lambda: HALF, lambda: while_loading(MODEL, 0.5), [].append))
+    switch = AppSwitch(
+        starting_app(state.settings, lambda: HALF, lambda: while_loading(MODEL, 0.5), [].append, state.credentials)
+    )
     started: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(
         serve(switch, state.settings, sock=bind(state.settings), on_started=started.set_result)
@@ -124,7 +133,7 @@ async def test_a_connection_that_was_opened_while_loading_serves_on() -> None:
             assert not state.tasks
             await switch.open(make_app(state))
             assert (await client.get("/v1/models")).json()["data"][0]["id"] == MODEL
-            assert len(state.tasks) == 2, "the application's own tasks run"
+            assert len(state.tasks) == 3, "the application's own tasks run"
     finally:
         listening.stop(True)
         await serving

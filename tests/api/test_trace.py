@@ -88,9 +88,15 @@ async def test_it_brings_the_admin_key(capsys: pytest.CaptureFixture[str], monke
     assert await traced(app) == 1
     assert "Missing or invalid" in capsys.readouterr().err
     assert await traced(app, "--admin-api-key", "sesame-123") == 0
+    assert capsys.readouterr().out.count("step 1 ") == 1
+    without = served(run, api_key=("ordinary",))
+    assert await traced(without) == 1
+    said = capsys.readouterr().err
+    assert "start it with --admin-api-key KEY" in said
+    assert "Give this command the server's admin key: --admin-api-key KEY or QUIRE_ADMIN_API_KEY" in said
     monkeypatch.setenv("QUIRE_ADMIN_API_KEY", "sesame-123")
     assert await traced(app) == 0
-    assert capsys.readouterr().out.count("step 1 ") == 2
+    assert capsys.readouterr().out.count("step 1 ") == 1
 
 
 def test_nobody_there_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

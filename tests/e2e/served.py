@@ -19,7 +19,7 @@ START_SECONDS = 60.0
 STOP_SECONDS = 40.0
 PYTHON = "SERVER_PYTHON"  # names the interpreter; to a server it would be a setting that there is not
 LIMITED = Path(__file__).parents[1] / "support" / "limited_serve.py"
-_ADDRESS = re.compile(r"Uvicorn running on (http://127\.0\.0\.1:\d+)")
+_ADDRESS = re.compile(r"Uvicorn running on (https?://127\.0\.0\.1:\d+)")
 
 
 class Served:
@@ -74,7 +74,7 @@ class Served:
                 self.url = match[1]
             if self.url:
                 try:
-                    if httpx.get(self.url + "/health/ready", timeout=2).status_code == 200:
+                    if httpx.get(self.url + "/health/ready", timeout=2, verify=False).status_code == 200:
                         self.ready_seconds = time.monotonic() - started
                         return
                 except httpx.TransportError:

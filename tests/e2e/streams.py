@@ -36,10 +36,11 @@ async def stream(
     *,
     on_chunk: Callable[[Streamed], None] | None = None,
     drop_after: int | None = None,
+    headers: dict[str, str] | None = None,
 ) -> Streamed:
     """One streamed completion; closes the connection after `drop_after` chunks when given."""
     seen, chunks = Streamed(), 0
-    async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as reply:
+    async with http.stream("POST", "/v1/completions", json={**body, "stream": True}, headers=headers) as reply:
         seen.status = reply.status_code
         seen.headers = dict(reply.headers)
         if reply.status_code != 200:

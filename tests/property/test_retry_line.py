@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire_engine.types import EngineStats, GenerationRequest, SamplingParams, StepOutput, StopParams, TokenOutput
-from quire_server.engine.admission import LEAST_SECONDS, LONGEST_SECONDS, QueueLimits, RetryLine, SeatMeter
+from quire_server.engine.admission import LEAST_SECONDS, QueueLimits, RetryLine, SeatMeter
+from quire_server.engine.budgets import LONGEST_SECONDS
 from quire_server.engine.engine_client import EngineClient, RequestStream
 from quire_server.errors import QueueFull
 from support.fakes import make_plan

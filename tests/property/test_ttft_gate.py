@@ -21,8 +21,10 @@ from quire_engine.types import (
     StopParams,
     TokenOutput,
 )
-from quire_server.engine.admission import LONGEST_SECONDS, Promises, QueueLimits, Tenant, TenantGate, TtftGate
+from quire_server.engine.admission import Promises, QueueLimits, TenantGate, TtftGate
+from quire_server.engine.budgets import LONGEST_SECONDS
 from quire_server.engine.engine_client import EngineClient, RequestStream
+from quire_server.engine.tenants import Tenant
 from quire_server.errors import QueueFull
 from support.fakes import make_plan
 

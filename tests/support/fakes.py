@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -66,15 +66,18 @@ def make_state(
     max_queued_sequences: int = 256,
     model_names: tuple[str, ...] = (MODEL, "alias"),
     chat: bool = True,
+    clock: Callable[[], float] = time.time,
     **settings: object,
 ) -> ServerState:
-    """The state of a server with a fake engine. Call inside an event loop.
+    """The state of a server with a fake engine. Call inside an event loop. `clock`: of the usage, in seconds of UTC.
 
     Keyword arguments go to `ServerLimits` or to `Settings`, whichever has the name.
     """
     from quire_server.engine.admission import QueueLimits, TenantGate
     from quire_server.engine.engine_client import EngineClient
+    from quire_server.http.credentials import Credentials
     from quire_server.metrics.metrics import Metrics
+    from quire_server.metrics.usage import UsageBook
     from quire_server.settings import ServerLimits, Settings
     from quire_server.state import ServerState, tenants_of
     from quire_server.text.pooling_method import pooling_method
@@ -84,11 +87,17 @@ def make_state(
     tokenizer = load_tokenizer()
     limits = {each.name: settings.pop(each.name) for each in fields(ServerLimits) if each.name in settings}
     options = Settings(**settings)
-    tenants = tenants_of(options)
-    metrics = Metrics(model_names[0], max_model_len=max_model_len, tenants=[each.name for each in tenants.all])
+    tenants = tenants_of(options, options.tenant_list)
+    metrics = Metrics(
+        model_names[0],
+        max_model_len=max_model_len,
+        tenants=[each.name for each in tenants.all],
+        usage=UsageBook(model_names[0], file=options.first_keys.tenants.usage_file, clock=clock),
+    )
     metrics.observe_plan(plan)
     return ServerState(
         settings=options,
+        credentials=Credentials(options),
         limits=ServerLimits(**limits),  # type: ignore[arg-type]
         tokenizer=tokenizer,
         prompts=_chat_template(tokenizer) if chat else None,
@@ -130,7 +139,14 @@ async def listening(app: FastAPI) -> AsyncIterator[Listening]:
     settings = state.settings.model_copy(update={"port": 0})
     started: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(
-        serve(app, settings, sock=bind(settings), on_started=started.set_result, limits=state.limits)
+        serve(
+            app,
+            settings,
+            sock=bind(settings),
+            on_started=started.set_result,
+            limits=state.limits,
+            tls=None if state.credentials.tls is None else state.credentials.tls.context,
+        )
     )
     await asyncio.wait({serving, started}, return_when=asyncio.FIRST_COMPLETED)
     if not started.done():

@@ -23,6 +23,7 @@ _PATIENCE = 120.0
 _SAMPLE = re.compile(r"([\w:]+)(?:\{(.*)\})? (\S+)")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _FIRST_TOKENS = 64, 512  # ids that every vocabulary has, beyond the special ones
+_NO_KEY = {http.client.UNAUTHORIZED, http.client.FORBIDDEN}
 
 
 class Live:
@@ -56,7 +57,9 @@ class Live:
         except OSError as error:
             raise BenchError(f"{self._netloc} does not answer: {error}") from None
         if reply.status != http.client.OK:
-            raise BenchError(f"{method} {path} was answered {reply.status}: {reply.read(500).decode(errors='replace')}")
+            hint = "; the operator's key is --admin-api-key" if admin and reply.status in _NO_KEY else ""
+            said = reply.read(500).decode(errors="replace")
+            raise BenchError(f"{method} {path} was answered {reply.status}: {said}{hint}")
         return reply
 
     def complete(self, prompt: Sequence[int], num_tokens: int, **options: object) -> dict[str, Any]:

@@ -43,9 +43,9 @@ def main(fd: int, parent_pid: int, memory_fd: int | None = None) -> None:
 
     `memory_fd`: a memory file that outlives this process, empty or with the weights of the engine process before.
     """
-    # The parent owns shutdown: a Ctrl-C in the terminal reaches the whole process group.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # The parent owns shutdown and reloads: a Ctrl-C in the terminal reaches the whole process group.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     # SIGUSR1 from the supervisor's watchdog: print the stacks of a hung process before it is killed.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     _die_with_parent(parent_pid)

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field, replace
 from fastapi import Request
 
 from quire_engine.types import GenerationRequest
-from quire_server.engine.admission import NOBODY, Tenant
+from quire_server.engine.tenants import NOBODY, Tenant
 from quire_server.errors import BadRequest
+from quire_server.metrics.request_record import CURRENT
 from quire_server.state import state_of
 
 TIMEOUT_HEADER = "x-request-timeout"
 LONGEST_TIMEOUT = 86_400.0  # seconds
+_DIGITS = 8  # of a digest: enough to tell an operator's keys apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +53,30 @@ class Caller:
 
 def caller_of(request: Request) -> Caller:
     """The tenant of the request's key, and its X-Request-Timeout. Raises BadRequest."""
-    known = request.scope.get("state", {})
-    digest = known.get("key_digest", "")
-    tenant = state_of(request).tenants.of(digest, known.get("key_name", ""))
+    tenant, digest = tenant_of(request)
+    story = CURRENT.get()
+    if story is not None:
+        story.account = account_of(request)
     return Caller(
         tenant=tenant, cache_scope=_scope(tenant, digest), timeout=_timeout(request.headers.getlist(TIMEOUT_HEADER))
     )
+
+
+def tenant_of(request: Request) -> tuple[Tenant, str]:
+    """The tenant of the request's key, and the key's digest, which is empty where no key is required."""
+    known = request.scope.get("state", {})
+    digest = known.get("key_digest", "")
+    return state_of(request).tenants.of(digest, known.get("key_name", "")), digest
+
+
+def account_of(request: Request) -> str:
+    """The name that the request's tokens are counted for: its tenant's, else its key's, else a part of its digest.
+
+    Empty on a server without keys.
+    """
+    tenant, digest = tenant_of(request)
+    name = tenant.name or request.scope.get("state", {}).get("key_name", "")
+    return name or (f"key-{digest[:_DIGITS]}" if digest else "")
 
 
 def _scope(tenant: Tenant, key_digest: str) -> str:

@@ -90,9 +90,10 @@ class Generation:
     async def deltas(self) -> AsyncGenerator[list[ChoiceDelta]]:
         """The new content, once per wake-up and at most one delta per choice. The generator must be closed.
 
-        Raises QueueFull before the first item; EngineFailed, NotReady and DeadlineExceeded at any time; BadRequest
-        where the request's own rules leave no token to generate.
+        Raises QueueFull and BudgetSpent before the first item; EngineFailed, NotReady and DeadlineExceeded at any time;
+        BadRequest where the request's own rules leave no token to generate.
         """
+        self._client.check_budgets(self.requests)
         stream = RequestStream(self._client, max_waiting=self._max_waiting)
         prompts: dict[str, _Prompt] = {}
         failed = False

@@ -252,6 +252,7 @@ async def compute_vectors(
     At most as many requests as the engine has seats are submitted at once, so that a long list leaves the queue to
     others.
     """
+    client.check_budgets(requests)
     stream = RequestStream(client)
     waiting = deque(enumerate(requests))
     live: dict[str, tuple[int, RequestRecord]] = {}

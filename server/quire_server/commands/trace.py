@@ -23,6 +23,7 @@ DONE, FAILED, BAD_USAGE = 0, 1, 2
 PAGE = 256  # steps in one answer
 POLL_SECONDS = 0.5
 TIMEOUT = 15.0  # seconds for an answer, which the engine gives between two steps
+_KEY_HINT = " Give this command the server's admin key: --admin-api-key KEY or QUIRE_ADMIN_API_KEY."
 _SHOWN = 8  # characters of a request's id
 _WAITS = {
     "kv": ("its prompt needs more free blocks than there are", "capacity: the whole prompt, or nothing"),
@@ -71,7 +72,8 @@ class Source:
         finally:
             link.close()
         if reply.status != http.client.OK:
-            raise TraceError(f"{self._address}: {body['error']['message']}")
+            hint = _KEY_HINT if reply.status in {http.client.UNAUTHORIZED, http.client.FORBIDDEN} else ""
+            raise TraceError(f"{self._address}: {body['error']['message']}{hint}")
         page: dict[str, Any] = body
         return page
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from quire_engine.types import EngineStats, GenerationRequest, ServiceClass, TenantStats
-from quire_server.errors import QueueFull
+from quire_engine.types import EngineStats, GenerationRequest, TenantStats
+from quire_server.engine.budgets import LONGEST_SECONDS, check_budgets
+from quire_server.engine.tenants import Tenant
+from quire_server.errors import BudgetSpent, QueueFull
 from quire_server.metrics.metrics import TenantMetrics
+from quire_server.metrics.usage import UsageBook
 
-# Bounds of Retry-After. From 60 s on, older OpenAI SDKs ignore it and retry at their own pace; above 120 s all do.
-LONGEST_SECONDS = 59.0
-LEAST_SECONDS = 1.0
+LEAST_SECONDS = 1.0  # of Retry-After
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,43 +23,6 @@ class QueueLimits:
 
     max_sequences: int  # a request with n choices counts n
     max_prompt_tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tenant:
-    """The limits of one tenant; None is no limit."""
-
-    name: str
-    weight: float = 1.0
-    service_class: ServiceClass = "interactive"
-    requests_per_minute: float | None = None
-    tokens_per_minute: float | None = None
-    max_queued: int | None = None  # waiting sequences
-    max_running: int | None = None  # running sequences
-    prefix_group: str = ""  # tenants of one group share cached prefixes; empty: none does with this one
-
-
-NOBODY = Tenant(name="")  # requests whose key belongs to no tenant
-
-
-class Tenants:
-    """The operator's tenants, by the digests of their keys."""
-
-    def __init__(self, by_digest: Mapping[str, Tenant] | None = None, *, names_of_keys: bool = False) -> None:
-        self._by_digest = dict(by_digest or {})
-        self._names_of_keys = names_of_keys  # whether each named key is a tenant of its own
-
-    @property
-    def all(self) -> tuple[Tenant, ...]:
-        """Each listed tenant once; tenants from key names are not listed."""
-        return tuple({tenant.name: tenant for tenant in self._by_digest.values()}.values())
-
-    def of(self, key_digest: str, key_name: str) -> Tenant:
-        """The tenant of a request's key; both arguments are empty where no key is required."""
-        found = self._by_digest.get(key_digest)
-        if found is not None:
-            return found
-        return Tenant(name=key_name) if self._names_of_keys and key_name else NOBODY
 
 
 _TENANT_WINDOW_SECONDS = 30.0
@@ -74,6 +38,33 @@ class TenantGate:
     def __init__(self, tenants: Iterable[Tenant], metrics: TenantMetrics, now: float) -> None:
         self._by_name = {tenant.name: _TenantState(tenant, now) for tenant in tenants}
         self._metrics = metrics
+        self._seen: dict[str, TenantStats] = {}  # the engine's latest statistics
+
+    def change(self, tenants: Iterable[Tenant], now: float) -> None:
+        """Other tenants and limits hold from now on.
+
+        Rates that are as before keep their levels, and tenants that were taken away are known until their requests end.
+        """
+        kept = {name: state for name, state in self._by_name.items() if state.unfinished}
+        for tenant in tenants:
+            state = self._by_name.get(tenant.name)
+            if state is None:
+                state = _TenantState(tenant, now)
+            else:
+                state.change(tenant, now)
+            kept[tenant.name] = state
+        self._by_name = kept
+
+    def check_budgets(self, requests: Sequence[GenerationRequest], usage: UsageBook) -> None:
+        """Check the budgets for all prompts of a client's request together. Raises BudgetSpent."""
+        state = self._by_name.get(requests[0].tenant)
+        if state is None:
+            return
+        try:
+            check_budgets(state.tenant, sum(len(each.prompt_token_ids) for each in requests), usage)
+        except BudgetSpent as refusal:
+            self._metrics.refused(state.tenant.name, refusal.code)
+            raise
 
     def check(self, request: GenerationRequest, now: float) -> None:
         """Raises QueueFull if the request is above its tenant's rate or quota."""
@@ -102,9 +93,11 @@ class TenantGate:
     def observe(self, stats: Iterable[TenantStats], now: float) -> None:
         """Charge each tenant's new output tokens, from the engine's statistics."""
         for each in stats:
+            seen = self._seen.get(each.tenant)
+            self._seen[each.tenant] = each
             state = self._by_name.get(each.tenant)
             if state is not None:
-                prompt, output = state.observe(each, now)
+                prompt, output = state.observe(each, seen or TenantStats(tenant=each.tenant), now)
                 self._metrics.computed(each.tenant, prompt=prompt, output=output)
 
 
@@ -112,18 +105,25 @@ class _TenantState:
     """The rates, promises and sequences of one tenant."""
 
     def __init__(self, tenant: Tenant, now: float) -> None:
-        self._tenant = tenant
-        self._requests = None if tenant.requests_per_minute is None else TokenBucket(tenant.requests_per_minute, now)
-        self._tokens = None if tenant.tokens_per_minute is None else TokenBucket(tenant.tokens_per_minute, now)
+        self.tenant = tenant
+        self._requests = _bucket(tenant.requests_per_minute, now)
+        self._tokens = _bucket(tenant.tokens_per_minute, now)
         self._promised_requests, self._promised_tokens = Promises(), Promises()
-        self._unfinished = self._running = 0  # sequences
+        self.unfinished = self._running = 0  # sequences
         self._ends: deque[tuple[float, int]] = deque()
-        self._seen = TenantStats(tenant=tenant.name)
+
+    def change(self, tenant: Tenant, now: float) -> None:
+        """Take over other limits. A rate that has not changed keeps its level, another one begins anew."""
+        if tenant.requests_per_minute != self.tenant.requests_per_minute:
+            self._requests, self._promised_requests = _bucket(tenant.requests_per_minute, now), Promises()
+        if tenant.tokens_per_minute != self.tenant.tokens_per_minute:
+            self._tokens, self._promised_tokens = _bucket(tenant.tokens_per_minute, now), Promises()
+        self.tenant = tenant
 
     def refusal(self, request: GenerationRequest, now: float) -> tuple[str, str, float] | None:
         """Why a request is refused, as (code, limit in words, seconds until it can be accepted); None: it is not."""
-        waiting = self._unfinished - self._running
-        limit = self._tenant.max_queued
+        waiting = self.unfinished - self._running
+        limit = self.tenant.max_queued
         if limit is not None and waiting and waiting + request.n > limit:
             return "tenant_queue", "quota of waiting requests", self._seconds_until(waiting + request.n - limit, now)
         seconds = _wait(self._requests, self._promised_requests, request, 1, now)
@@ -137,17 +137,16 @@ class _TenantState:
             self._requests.take(1, now)
         if self._tokens is not None:
             self._tokens.take(len(request.prompt_token_ids), now)
-        self._unfinished += request.n
+        self.unfinished += request.n
 
     def release(self, sequences: int, now: float) -> None:
-        self._unfinished -= sequences
-        self._running = min(self._running, self._unfinished)
+        self.unfinished -= sequences
+        self._running = min(self._running, self.unfinished)
         self._ends.append((now, sequences))
 
-    def observe(self, stats: TenantStats, now: float) -> tuple[int, int]:
-        """The new prompt and output tokens; totals begin again with a new engine process."""
-        seen, self._seen = self._seen, stats
-        self._running = min(stats.running, self._unfinished)
+    def observe(self, stats: TenantStats, seen: TenantStats, now: float) -> tuple[int, int]:
+        """The new prompt and output tokens since `seen`; totals begin again with a new engine process."""
+        self._running = min(stats.running, self.unfinished)
         prompt = _growth(stats.total_prompt_tokens, seen.total_prompt_tokens)
         output = _growth(stats.total_output_tokens, seen.total_output_tokens)
         if self._tokens is not None and output:
@@ -162,6 +161,10 @@ class _TenantState:
             return sequences * _TENANT_GUESS_SECONDS
         seconds = max(now - self._ends[0][0], 1.0)
         return max(1.0, sequences * seconds / sum(count for _, count in self._ends))
+
+
+def _bucket(per_minute: float | None, now: float) -> TokenBucket | None:
+    return None if per_minute is None else TokenBucket(per_minute, now)
 
 
 def _wait(

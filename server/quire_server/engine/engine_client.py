@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from quire_engine.config import EnginePlan
 from quire_engine.types import (
@@ -21,8 +21,10 @@ from quire_engine.types import (
     TokenOutput,
 )
 from quire_server.engine.admission import QueueLimits, RetryLine, SeatMeter, TenantGate, TtftGate
+from quire_server.engine.budgets import Budget, budgets_of
 from quire_server.engine.recovery import Quarantine
-from quire_server.errors import DeadlineExceeded, QueueFull, RequestQuarantined, ShuttingDown
+from quire_server.engine.tenants import Tenant
+from quire_server.errors import BudgetSpent, DeadlineExceeded, QueueFull, RequestQuarantined, ShuttingDown
 from quire_server.metrics.metrics import Metrics
 
 _FEW = 1  # requests underway to a full queue that are not counted, since they may never reach it
@@ -186,6 +188,28 @@ class EngineClient:
     def has_room(self, request: GenerationRequest) -> bool:
         """Whether `submit` would accept the request now."""
         return self._exceeded_limit(request) is None
+
+    def change_tenants(self, tenants: Iterable[Tenant]) -> None:
+        """Other tenants and limits hold for requests that come from now on."""
+        if self._tenants is not None:
+            self._tenants.change(tenants, self._clock())
+
+    def budgets(self, tenant: Tenant) -> list[Budget]:
+        """The tenant's budgets of tokens, with what is used of them."""
+        return list(budgets_of(tenant, self._metrics.usage))
+
+    def check_budgets(self, requests: Sequence[GenerationRequest]) -> None:
+        """Check the tenant's budgets for all prompts of one client's request. Raises BudgetSpent.
+
+        To be called right before the first of them is submitted.
+        """
+        if self._tenants is None or not requests:
+            return
+        try:
+            self._tenants.check_budgets(requests, self._metrics.usage)
+        except BudgetSpent:
+            self._metrics.reject("tenant")
+            raise
 
     def submit(self, request: GenerationRequest, stream: RequestStream, *, is_check: bool = False) -> None:
         """Reserve a place in the queue and pass the request to the engine; its outputs go to `stream`.

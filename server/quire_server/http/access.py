@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from ipaddress import ip_address
 from typing import Any
@@ -14,18 +13,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire_server.errors import ApiError, Forbidden, HostNotAllowed, Unauthorized
 from quire_server.http.body_limits import BodyBudget, BodyGate, BodyLimits
+from quire_server.http.credentials import Credentials
 from quire_server.http.guard import (
     Guard,
     KeyAuth,
     Reply,
-    brought_keys,
+    find_key,
     is_admin_path,
-    is_key,
     send_error,
 )
 from quire_server.http.overload import OpenRequests, RefuseAtStop
 from quire_server.settings import ServerLimits, Settings
-from quire_server.settings.keys import ApiKey
 
 Layer = Callable[[ASGIApp], ASGIApp]
 
@@ -35,6 +33,7 @@ def layers(
     bodies: BodyLimits,
     on_body_bytes: Callable[[int], None] = lambda _: None,
     *,
+    credentials: Credentials,
     limits: ServerLimits,
     on_reply: Callable[[Reply], None],
     requests: OpenRequests,
@@ -47,9 +46,14 @@ def layers(
     root = settings.root_path
     budget = BodyBudget(max(limits.max_body_bytes_total, bodies.largest), on_body_bytes)
     yield partial(BodyGate, limits=bodies, budget=budget)  # the innermost: nothing of a body counts before the key
-    yield partial(AdminAuth, keys=settings.admin_keys, root_path=root)
+    yield partial(
+        AdminAuth,
+        known=lambda: credentials.known.admin,
+        admits_local=settings.allow_local_admin or not settings.needs_key,
+        root_path=root,
+    )
     if settings.needs_key:  # inside of CORS, since preflights have no key
-        yield partial(KeyAuth, keys=settings.keys, tenants=settings.tenant_list, root_path=root)
+        yield partial(KeyAuth, known=lambda: credentials.known.api, root_path=root)
     cors: dict[str, Any] = {
         "allow_origins": settings.allowed_origins,
         "allow_methods": METHODS,
@@ -72,16 +76,25 @@ _PASSED_ON = frozenset(
 )
 
 
+NO_ADMIN_KEY = (
+    "This is for the operator, and the server has API keys but no admin key: start it with --admin-api-key KEY,"
+    " QUIRE_ADMIN_API_KEY or --admin-api-key-file FILE, or with --allow-local-admin to let clients on its machine in."
+)
+
+
 class AdminAuth:
-    """Guards admin paths: they need the admin key, or a local client where no admin key is set.
+    """Guards admin paths: they need an admin key, or, where none is set and `admits_local`, a client on this machine.
 
     An ordinary API key gives no access here. A request through a proxy or from another site's page is not local. Every
     path under `ADMIN_PATHS` is guarded, whether it has a route or not.
     """
 
-    def __init__(self, app: ASGIApp, *, keys: Iterable[ApiKey], root_path: str = "") -> None:
+    def __init__(
+        self, app: ASGIApp, *, known: Callable[[], Mapping[bytes, str]], admits_local: bool = True, root_path: str = ""
+    ) -> None:
         self._app = app
-        self._known = tuple((hashlib.sha256(key.key.encode()).digest(), key.name) for key in keys)
+        self._known = known
+        self._admits_local = admits_local
         self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,15 +106,17 @@ class AdminAuth:
         await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        if not self._known:
+        known = self._known()
+        if not known:
+            if not self._admits_local:
+                return Forbidden(NO_ADMIN_KEY)
             why = _why_not_local(scope)
             return None if why is None else Forbidden(f"This is for the operator: {why}; set --admin-api-key.")
-        for key in brought_keys(scope["headers"]):
-            for digest, name in self._known:
-                if is_key(key, digest):
-                    scope.setdefault("state", {}).update(key_name=name or "admin")
-                    return None
-        return Unauthorized()
+        key = find_key(scope["headers"], known)
+        if key is None:
+            return Unauthorized()
+        scope.setdefault("state", {}).update(key_name=key[1] or "admin")
+        return None
 
 
 def _why_not_local(scope: Scope) -> str | None:

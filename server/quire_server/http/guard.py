@@ -9,8 +9,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,7 +28,6 @@ from quire_server.errors import (
 from quire_server.http.body_limits import BodyBudget, BodyHold, BodyLimit, BodyLimits, declared_bytes, put_hold
 from quire_server.http.envelopes import error_reply, is_anthropic
 from quire_server.settings import ServerLimits
-from quire_server.settings.keys import ApiKey, TenantEntry
 
 PAGES = frozenset(
     {
@@ -57,6 +56,7 @@ class Reply:
     seconds: float
     client: str
     key_name: str = ""  # the name of the client's key, or empty
+    arguments: Mapping[str, object] = field(default_factory=dict)  # of an operator's order
 
 
 class Guard:
@@ -133,23 +133,19 @@ class KeyAuth:
         self,
         app: ASGIApp,
         *,
-        keys: Iterable[ApiKey],
-        tenants: Iterable[TenantEntry] = (),
+        known: Callable[[], Mapping[bytes, str]],
         public: frozenset[str] = PUBLIC_PATHS,
         root_path: str = "",
     ) -> None:
+        """`known`: called at each request, the names (or "") by the SHA-256 of the keys that hold now."""
         self._app = app
-        known = {hashlib.sha256(key.key.encode()).digest(): key.name for key in keys}
-        for tenant in tenants:
-            for digest in tenant.key_sha256:
-                known.setdefault(bytes.fromhex(digest), tenant.name)
-        self._known = tuple(known.items())
+        self._known = known
         self._public = public | {root_path + path for path in public}
         self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._is_elsewhere(scope["path"]):
-            key = self._known_key(scope["headers"])
+            key = find_key(scope["headers"], self._known())
             if key is None:
                 await send_error(Unauthorized(), scope, receive, send)
                 return
@@ -161,11 +157,6 @@ class KeyAuth:
     def _is_elsewhere(self, path: str) -> bool:
         """Whether the path is public, or guarded by `AdminAuth`."""
         return path in self._public or is_admin_path(path, self._root_path)
-
-    def _known_key(self, headers: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, str] | None:
-        """The digest and the name (or "") of the client's key; None without a known key."""
-        found = [known for key in brought_keys(headers) for known in self._known if is_key(key, known[0])]
-        return found[0] if found else None
 
 
 def is_admin_path(path: str, root_path: str = "") -> bool:
@@ -188,9 +179,14 @@ def brought_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
     return [*(key for scheme, _, key in schemes if scheme.lower() == b"bearer"), *plain]
 
 
-def is_key(key: bytes, digest: bytes) -> bool:
-    """Compares digests of equal lengths in constant time, so that the time gives no hint of the key."""
-    return hmac.compare_digest(hashlib.sha256(key).digest(), digest)
+def find_key(headers: Iterable[tuple[bytes, bytes]], known: Mapping[bytes, str]) -> tuple[bytes, str] | None:
+    """The digest and the name (or "") of the client's key; None without a known key.
+
+    Digests of equal lengths are compared in constant time, so that the time gives no hint of the key.
+    """
+    digests = [hashlib.sha256(key).digest() for key in brought_keys(headers)]
+    found = [each for digest in digests for each in known.items() if hmac.compare_digest(digest, each[0])]
+    return found[0] if found else None
 
 
 def choose_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
@@ -245,6 +241,7 @@ def _reply(scope: Scope, exchange: Exchange, seconds: float) -> Reply:
         seconds=seconds,
         client=client[0] if client else "",
         key_name=scope.get("state", {}).get("key_name", ""),
+        arguments=scope.get("state", {}).get("arguments", {}),
     )
 
 

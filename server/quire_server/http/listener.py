@@ -7,6 +7,7 @@ import errno
 import logging
 import resource
 import socket
+import ssl
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from quire_engine.errors import ConfigError
 from quire_server.http.body_limits import LARGEST_BODY
 from quire_server.http.connection import Connection, ConnectionConfig, ConnectionLimits
 from quire_server.http.sse import WritePace, bound_buffers
-from quire_server.http.tls import tls_context
 from quire_server.settings import ServerLimits, Settings
 
 log = logging.getLogger("quire")
@@ -75,6 +75,7 @@ async def serve(
     on_started: Callable[[Listening], None],
     on_connections: Callable[[int], None] = lambda _: None,
     limits: ServerLimits | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> None:
     """Accept connections on a bound socket until stopped. `on_started` is called once, when clients can connect.
 
@@ -97,7 +98,7 @@ async def serve(
         uncounted=settings.trusted_proxies,
         on_connections=on_connections,
         keep_alive_seconds=settings.timeout_keep_alive,
-        tls=tls_context(settings),
+        tls=tls,
     )
 
     def stop(cut_off: bool) -> None:
@@ -111,7 +112,7 @@ async def serve(
         return sum(each.bytes_waiting for each in connections if isinstance(each, Connection))
 
     def started() -> None:
-        address, port = _address(sock, "http" if settings.ssl_certfile is None else "https")
+        address, port = _address(sock, "http" if tls is None else "https")
         on_started(Listening(address=address, port=port, stop=stop, bytes_waiting=bytes_waiting))
 
     server = _Server(config, started)

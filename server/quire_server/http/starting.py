@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from quire_server.errors import NotReady, error_body
 from quire_server.http.access import layers
 from quire_server.http.body_limits import LARGEST_BODY, BodyLimits
+from quire_server.http.credentials import Credentials
 from quire_server.http.envelopes import error_reply
 from quire_server.http.guard import PUBLIC_PATHS, Reply
 from quire_server.http.overload import OpenRequests
@@ -102,6 +103,7 @@ def starting_app(
     progress: Callable[[], StartProgress],
     metrics: Callable[[], tuple[bytes, str]],
     on_reply: Callable[[Reply], None],
+    credentials: Credentials,
 ) -> ASGIApp:
     """The starting application with its layers; `on_reply` is called for each reply except those to probes."""
     app: ASGIApp = Starting(progress, metrics, settings.root_path)
@@ -112,7 +114,10 @@ def starting_app(
 
     # The context length is not known yet, and no body is read.
     bodies = BodyLimits(max_body_bytes=settings.max_body_bytes or LARGEST_BODY, max_model_len=1)
-    for layer in layers(settings, bodies, limits=ServerLimits(), on_reply=tell, requests=OpenRequests()):
+    around = layers(
+        settings, bodies, credentials=credentials, limits=ServerLimits(), on_reply=tell, requests=OpenRequests()
+    )
+    for layer in around:
         app = layer(app)
     return app
 

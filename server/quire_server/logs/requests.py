@@ -1,21 +1,23 @@
-"""The access log: one line per request, with times and counts collected while the request is served.
+"""The access log, a line per request, with times and counts collected while the request is served, and the audit log.
 
-Promises: one line per request, with its client and its key's name; never text, never a key. Must not know: routes,
-sockets.
+Promises: one line per request, with its client and its key's name, and one per order of an operator; never text, never
+a key. Must not know: routes, sockets.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire_server.http.guard import Reply
+from quire_server.http.guard import Reply, is_admin_path
 from quire_server.metrics.request_record import CURRENT, RequestStory, StoryTotals
 
 _TRACE_HEADERS = (b"traceparent", b"tracestate")
 
 log = logging.getLogger("quire.access")
+audit = logging.getLogger("quire.audit")
 
 
 class StoryTeller:
@@ -60,6 +62,38 @@ def log_reply(reply: Reply, story: StoryTotals | None, model: str) -> None:
             "status": reply.status,
             "key_name": reply.key_name or None,
             "told": _fields(reply, story, model),
+        },
+    )
+
+
+def log_order(reply: Reply, root_path: str) -> None:
+    """Log an order under /admin, refused ones too; questions, by GET and HEAD, and other paths are none."""
+    path = reply.path.removeprefix(root_path)
+    if not is_admin_path(path) or not path.startswith("/admin") or reply.method in {"GET", "HEAD"}:
+        return
+    by = " at ".join(filter(None, (reply.key_name, reply.client or "a Unix socket")))
+    _log_order(f"{reply.method} {path}", by, reply.status, reply)
+
+
+def log_signal(order: str, signal: str, status: int) -> None:
+    """Log an order that came as a signal; `status` as if it had come under /admin."""
+    _log_order(order, signal, status, None)
+
+
+def _log_order(order: str, by: str, status: int, reply: Reply | None) -> None:
+    arguments = {} if reply is None else dict(reply.arguments)
+    audit.info(
+        "%s%s by %s: %d",
+        order,
+        f" {json.dumps(arguments)}" if arguments else "",
+        by,
+        status,
+        extra={
+            "request_id": None if reply is None else reply.request_id,
+            "client": None if reply is None else reply.client,
+            "status": status,
+            "key_name": (reply.key_name if reply is not None else "") or None,
+            "told": {"order": order, "arguments": arguments, "by": by},
         },
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -29,6 +29,7 @@ from quire_server.metrics.metric_catalog import (
 from quire_server.metrics.metric_values import Gauge, Values
 from quire_server.metrics.occupancy import Occupancy, StaticBatching
 from quire_server.metrics.request_record import CURRENT, Load, RequestBoard, RequestRecord
+from quire_server.metrics.usage import UsageBook
 
 
 def load_progress(values: Values) -> Gauge:
@@ -55,7 +56,14 @@ class Metrics:
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, model_name: str, *, max_model_len: int = 2048, tenants: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        *,
+        max_model_len: int = 2048,
+        tenants: Sequence[str] = (),
+        usage: UsageBook | None = None,
+    ) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
@@ -119,7 +127,8 @@ class Metrics:
             "quire_log_records_dropped", "Log lines that were lost, since nobody read the log in time."
         )
         self.lost_log_lines: Callable[[], int] = lambda: 0  # called at each scrape
-        self._load = Load(Occupancy(), StaticBatching(self._requests.static_slots), RequestBoard())
+        self.usage = UsageBook(model_name) if usage is None else usage
+        self._load = Load(Occupancy(), StaticBatching(self._requests.static_slots), RequestBoard(), self.usage)
         self.occupied = self._load.occupancy.occupied  # called whenever the number of sequences changes
         self.history = History(
             engine=self._engine,
@@ -135,15 +144,16 @@ class Metrics:
 
     def start(self, prompt_tokens: int, max_tokens: int | None, n: int, request_id: str = "") -> RequestRecord:
         """A prompt with n choices was accepted now; returns its record."""
+        story = CURRENT.get()
         record = RequestRecord(
             self._requests,
             self._load,
             request_id=request_id,
+            account="" if story is None else story.account,
             prompt_tokens=prompt_tokens,
             max_tokens=max_tokens,
             n=n,
         )
-        story = CURRENT.get()
         if story is not None:
             story.records.append(record)
         return record
@@ -215,38 +225,49 @@ class Throughput:
         self.usage = engine.usage.get()
 
 
-TENANT_REFUSALS = ("tenant_requests", "tenant_tokens", "tenant_queue")
+TENANT_REFUSALS = ("tenant_requests", "tenant_tokens", "tenant_queue", "tenant_day_budget", "tenant_month_budget")
 
 
 class TenantMetrics:
     """Requests, refusals and tokens of the operator's tenants. Without a list of tenants nothing is exported."""
 
-    def __init__(self, values: Values, tenants: Sequence[str]) -> None:
+    def __init__(self, values: Values, tenants: Iterable[str]) -> None:
         self._accepted = values.counter(
             "quire_tenant_requests",
             "Prompts accepted, by tenant.",
             ("tenant",),
-            children=[(name,) for name in tenants],
+            children=(),
         )
         self._refused = values.counter(
             "quire_tenant_rejected",
             "Requests refused for a tenant's rate or quota, by tenant and reason.",
             ("tenant", "reason"),
-            children=[(name, reason) for name in tenants for reason in TENANT_REFUSALS],
+            children=(),
         )
         self._tokens = values.counter(
             "quire_tenant_tokens",
             "Tokens that fair shares are made of, by tenant and kind: prompt, uncached and computed once, or output.",
             ("tenant", "kind"),
-            children=[(name, kind) for name in tenants for kind in ("prompt", "output")],
+            children=(),
         )
         self._queue_seconds = values.counter(
             "quire_tenant_queue_seconds",
             "Time from arrival to the first step, summed over prompts, by tenant.",
             ("tenant",),
-            children=[(name,) for name in tenants],
+            children=(),
         )
+        self._names: frozenset[str] = frozenset()
+        self.change(tenants)
+
+    def change(self, tenants: Iterable[str]) -> None:
+        """These are the tenants from now on; each is exported at once."""
         self._names = frozenset(tenants)
+        for name in self._names:
+            for counter in (self._accepted, self._queue_seconds):
+                counter.inc(0, name)
+            for reason in TENANT_REFUSALS:
+                self._refused.inc(0, name, reason)
+            self.computed(name, prompt=0, output=0)
 
     def accepted(self, tenant: str) -> None:
         self._accepted.inc(1, tenant)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from quire_engine.types import RequestTiming
 from quire_server.metrics.metric_catalog import Outcome, RequestMetrics
 from quire_server.metrics.occupancy import Occupancy, StaticBatching
+from quire_server.metrics.usage import UsageBook
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class Load:
     occupancy: Occupancy
     static: StaticBatching
     board: RequestBoard
+    usage: UsageBook
 
 
 class RequestRecord:
@@ -30,6 +32,7 @@ class RequestRecord:
     """
 
     __slots__ = (
+        "_account",
         "_cached",
         "_counts",
         "_ended",
@@ -60,9 +63,11 @@ class RequestRecord:
         prompt_tokens: int,
         max_tokens: int | None,
         n: int,
+        account: str = "",
     ) -> None:
         self._metrics = metrics
         self._load = load
+        self._account = account
         self._id = request_id
         self._prompt_tokens = prompt_tokens
         self._max_tokens = max_tokens
@@ -78,6 +83,7 @@ class RequestRecord:
         self._finished = False
         self._outcome = ""
         self._ended: float | None = None
+        load.usage.add(account, requests=1, prompt=prompt_tokens)
         load.occupancy.arrive(n)
         self._number = load.board.begin(self.row)
         # A prompt for an embedding has no output.
@@ -89,6 +95,7 @@ class RequestRecord:
             return
         metrics = self._metrics
         metrics.generated.inc(count)
+        self._load.usage.add(self._account, output=count)
         if self._first is None:
             self._first = now
             metrics.ttft.observe(now - self._started)
@@ -106,7 +113,9 @@ class RequestRecord:
 
     def cached(self, tokens: int) -> None:
         """Record the number of prompt tokens from the prefix cache."""
-        self._cached = max(self._cached, tokens)
+        if tokens > self._cached:
+            self._load.usage.add(self._account, cached=tokens - self._cached)
+            self._cached = tokens
 
     def timing(self, timing: RequestTiming) -> None:
         """Take in the engine's times; of several choices the longest time of each kind counts."""
@@ -221,7 +230,7 @@ class StoryTotals:
     e2e_seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RequestStory:
     """The records of one HTTP request, for its log line and its trace.
 
@@ -230,6 +239,7 @@ class RequestStory:
     """
 
     carrier: dict[str, str] = field(default_factory=dict)  # trace context headers of the request
+    account: str = ""  # the tenant or key that its tokens are counted for
     records: list[RequestRecord] = field(default_factory=list)
 
     def summaries(self) -> list[RequestSummary]:

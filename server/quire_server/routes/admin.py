@@ -1,22 +1,26 @@
-"""The operator's orders to a running server: drain and undo it, end requests, empty the prefix cache.
+"""The operator's orders to a running server: drain and undo it, end requests, empty the prefix cache, reload keys.
 
-Every order is answered with its effect, and logged.
+Every order is answered with its effect, and logged: `logs.requests` has a line for each, with who gave it.
 """
 
 from __future__ import annotations
 
 import logging
+from datetime import date
 from typing import Annotated, Any, Self
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from quire_engine.errors import QuireError
 from quire_engine.types import RESET_PREFIX_CACHE
 from quire_server.errors import AbortedByOperator, Conflict, NotReady, NotRemembered
 from quire_server.http.body import json_body
+from quire_server.http.credentials import Reloaded
 from quire_server.http.openapi import error_response
+from quire_server.routes.usage import UsageReply, usage_reply
 from quire_server.state import ServerState, state_of
 
 RETRY_SECONDS = 2.0  # an engine restart takes about as long
@@ -101,6 +105,7 @@ async def undo_drain(request: Request) -> DrainStatus:
 async def abort(order: Order, request: Request) -> Aborted:
     """End requests: their clients get an error, and their memory is free at once."""
     state = state_of(request)
+    request.scope["state"]["arguments"] = order.model_dump(exclude_defaults=True)
     chosen = _chosen(state, order)
     for request_id in chosen:
         state.client.end(request_id, "the operator has ended the request", AbortedByOperator.default_code)
@@ -122,6 +127,25 @@ async def reset_prefix_cache(request: Request) -> CacheDropped:
     dropped = CacheDropped.model_validate(msgspec.json.decode(answer))
     log.warning("the prefix cache was emptied: %d blocks, %d on the host", dropped.device_blocks, dropped.host_blocks)
     return dropped
+
+
+@router.post("/reload")
+async def reload(request: Request) -> Reloaded:
+    """Read the files of keys, tenants and certificates again, as SIGHUP does.
+
+    Where one cannot be used, nothing changes and the reply is 400. Streams and connections go on.
+    """
+    return await state_of(request).credentials.reload()
+
+
+@router.get("/usage", response_model=UsageReply)
+async def usage(
+    request: Request,
+    tenant: Annotated[str | None, Query(max_length=64, description="only this one")] = None,
+    day: Annotated[date | None, Query(description="only this one, as in 2026-01-31")] = None,
+) -> Response:
+    """Requests and tokens by day (UTC), tenant and model, the latest day first."""
+    return usage_reply(state_of(request), {}, tenant=tenant, day=day)
 
 
 def _chosen(state: ServerState, order: AbortOrder) -> list[str]:

@@ -21,7 +21,7 @@ from quire_engine.errors import ConfigError
 from quire_engine.limits import LIMIT_NAMES, SchedulerLimits, first_claim
 from quire_server.settings.engine_fields import DEMO_MODEL, EngineFields
 from quire_server.settings.faults import is_loopback, parse_faults
-from quire_server.settings.keys import ApiKey, TenantEntry, parse_key, read_keys, read_tenants
+from quire_server.settings.keys import ApiKey, Keys, KeySources, TenantEntry
 from quire_server.settings.server_fields import ServerFields
 from quire_server.settings.sources import (
     ENV_PREFIX,
@@ -84,31 +84,43 @@ class Settings(ServerFields, EngineFields, BaseSettings):
                 f"--enable-fault-injection lets clients break the server, and --host {self.host} lets other machines"
                 " in; set --host 127.0.0.1"
             )
-        # Reads and checks the files once: later changes of a file have no effect.
-        len(self.keys + self.admin_keys)
-        len(self.tenant_list)
+        _ = self.first_keys  # reads and checks the files
         return self
 
+    @property
+    def key_sources(self) -> KeySources:
+        """The flags and files of keys and tenants, which may be read again."""
+        return KeySources(
+            api=self.api_key,
+            api_file=self.api_key_file,
+            admin=self.admin_api_key,
+            admin_file=self.admin_api_key_file,
+            tenants_file=self.tenants,
+        )
+
     @cached_property
+    def first_keys(self) -> Keys:
+        """The keys and tenants at the start; `http.credentials` has those of later."""
+        return self.key_sources.read()
+
+    @property
     def keys(self) -> tuple[ApiKey, ...]:
-        """The keys of flags and file; if there are any, every client must send one of them."""
-        given = map(parse_key, self.api_key)
-        return (*given, *(read_keys(self.api_key_file) if self.api_key_file is not None else ()))
+        """The keys at the start; if there are any, every client must send one of them."""
+        return self.first_keys.api
 
-    @cached_property
+    @property
     def admin_keys(self) -> tuple[ApiKey, ...]:
-        """The keys for the operator's routes; without any, clients on this machine may use them."""
-        file = self.admin_api_key_file
-        return (*map(parse_key, self.admin_api_key), *(read_keys(file, "--admin-api-key-file") if file else ()))
+        """The keys for the operator's routes at the start."""
+        return self.first_keys.admin
 
-    @cached_property
+    @property
     def tenant_list(self) -> tuple[TenantEntry, ...]:
-        """The tenants of the file; if there are any, every client must send a key of a tenant or one of `keys`."""
-        return () if self.tenants is None else read_tenants(self.tenants)
+        """The tenants at the start; if there are any, every client must send a key of a tenant or one of `keys`."""
+        return self.first_keys.tenants.tenants
 
     @property
     def needs_key(self) -> bool:
-        """Whether clients must send a key."""
+        """Whether clients must send a key. A file of keys or tenants is never empty, so no reload changes this."""
         return bool(self.keys or self.tenant_list)
 
     @property

@@ -49,14 +49,18 @@ def parse_key(text: str) -> ApiKey:
 def read_keys(path: Path, flag: str = "--api-key-file") -> Iterator[ApiKey]:
     """The keys of a file: one a line; lines that are empty or begin with # do not count. Raises ValueError."""
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = list(enumerate(path.read_text(encoding="utf-8").splitlines(), start=1))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text in UTF-8"
         raise ValueError(f"{flag} {path}: cannot be read: {reason}") from None
-    keys = [line for line in lines if line and not line.startswith("#")]
+    keys = [(number, line.strip()) for number, line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not keys:
         raise ValueError(f"{flag} {path}: there is no key in it")
-    yield from map(parse_key, keys)
+    for number, line in keys:
+        try:
+            yield parse_key(line)
+        except ValueError as error:
+            raise ValueError(f"{flag} {path}: line {number}: {error}") from None
 
 
 def readable_by_others(path: Path) -> bool:
@@ -96,20 +100,63 @@ class TenantEntry(BaseModel):
     tokens_per_minute: Annotated[float, Field(ge=1, le=1e12)] | None = None
     max_queued: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     max_running: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    tokens_per_day: Annotated[int, Field(ge=1, le=10**15)] | None = None
+    tokens_per_month: Annotated[int, Field(ge=1, le=10**15)] | None = None
     prefix_group: Annotated[str, Field(pattern=_TENANT_NAME)] = ""
 
 
-def read_tenants(path: Path) -> tuple[TenantEntry, ...]:
-    """The tenants of a file, `tenants: [{name: ..., key_sha256: ...}, ...]`. Raises ValueError.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantsFile:
+    """A tenants file as it was read."""
 
-    Names and keys are unique. A message names the file, the tenant and a remedy.
+    tenants: tuple[TenantEntry, ...] = ()
+    usage_file: Path | None = None  # counts of tokens that survive a restart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keys:
+    """All that lets clients in, as it was read at one time from flags and files."""
+
+    api: tuple[ApiKey, ...] = ()
+    admin: tuple[ApiKey, ...] = ()
+    tenants: TenantsFile = TenantsFile()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeySources:
+    """The flags and files from which keys and tenants come."""
+
+    api: tuple[str, ...] = field(repr=False)
+    api_file: Path | None
+    admin: tuple[str, ...] = field(repr=False)
+    admin_file: Path | None
+    tenants_file: Path | None
+
+    def read(self) -> Keys:
+        """The keys of the flags, and what the files contain now. Raises ValueError naming the file."""
+        api, admin = list(map(parse_key, self.api)), list(map(parse_key, self.admin))
+        if self.api_file is not None:
+            api += read_keys(self.api_file)
+        if self.admin_file is not None:
+            admin += read_keys(self.admin_file, "--admin-api-key-file")
+        tenants = TenantsFile() if self.tenants_file is None else read_tenants(self.tenants_file)
+        return Keys(api=tuple(api), admin=tuple(admin), tenants=tenants)
+
+
+def read_tenants(path: Path) -> TenantsFile:
+    """The content of `tenants: [{name: ..., key_sha256: ...}, ...]`, and `usage_file: ...`. Raises ValueError.
+
+    Names and keys are unique. A message names the file, the tenant and a remedy. A relative path of `usage_file` begins
+    at the folder of the tenants file.
     """
     flag = f"--tenants {path}"
     try:
         values = read_yaml(path, flag)
     except SettingsError as error:
         raise ValueError(str(error)) from None
-    listed = values.get("tenants") if isinstance(values, dict) and set(values) == {"tenants"} else None
+    if not isinstance(values, dict) or not {"tenants"} <= set(values) <= {"tenants", "usage_file"}:
+        values = {}
+    listed, usage = values.get("tenants"), values.get("usage_file")
     if not isinstance(listed, list) or not listed:
         raise ValueError(f"{flag}: expected `tenants:` and a list with `name:` and `key_sha256:` for each")
     if len(listed) > MAX_TENANTS:
@@ -117,7 +164,9 @@ def read_tenants(path: Path) -> tuple[TenantEntry, ...]:
     entries = tuple(_entry(value, f"{flag}: tenant {number}") for number, value in enumerate(listed, start=1))
     _check_once([entry.name for entry in entries], f"{flag}: two tenants have the name")
     _check_once([digest for entry in entries for digest in entry.key_sha256], f"{flag}: two tenants have the key of")
-    return entries
+    if usage is not None and (not isinstance(usage, str) or not usage.strip()):
+        raise ValueError(f"{flag}: `usage_file:` must be the path of a file, such as usage.json")
+    return TenantsFile(tenants=entries, usage_file=None if usage is None else path.resolve().parent / usage)
 
 
 def _entry(value: Any, where: str) -> TenantEntry:

@@ -41,10 +41,11 @@ class ServerFields(BaseModel):
     admin_api_key: Strings = option(
         (),
         "Listening",
-        "keys that open /debug and /admin, written as for --api-key; default: clients on this machine may",
+        "keys that open /debug and /admin; default: see --allow-local-admin",
         secret=True,
     )
     admin_api_key_file: Path | None = option(None, "Listening", "file with more of them, one a line")
+    allow_local_admin: bool = option(False, "Listening", "let this machine use /debug and /admin without an admin key")
     tenants: Path | None = option(
         None, "Listening", "YAML file with tenants: digests of their keys, weights, rates, quotas; see Tenants"
     )

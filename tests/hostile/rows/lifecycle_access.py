@@ -73,8 +73,8 @@ async def matrix(server: Served) -> str:
             if path in PUBLIC:
                 assert status in {200, 405}, f"{name} key: {method} {path}: {status}"
             elif path.startswith(("/debug", "/admin")):
-                # No admin key is set: they are for clients on this machine, which this is.
-                assert status != 500, f"{name} key: {method} {path}: {status}"
+                # No admin key is set beside the API key, so they are for none, also on this machine.
+                assert status == 403, f"{name} key: {method} {path}: {status}"
             else:
                 assert status == 401, f"{name} key: {method} {path}: {status}"
                 assert b"quire-demo" not in reply
