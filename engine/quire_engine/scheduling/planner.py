@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import Literal
 
 from quire_engine.invariants import InvariantViolation
 from quire_engine.limits import SchedulerLimits
@@ -34,7 +33,7 @@ from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.step_plan import StepPlan
 from quire_engine.scheduling.swapping import Swapping
-from quire_engine.types import WaitReason
+from quire_engine.types import PreemptionCause, WaitReason
 
 
 class Planner:
@@ -272,7 +271,7 @@ class Admission:
         need = self._kv.seat_cost(group.leader, self._match(group)) + group.blocks_beside_leader()
         if seats < len(group.sequences) or not self._capacity.fits(group, need=need, available=blocks):
             return False  # a preemption would not help
-        self._preemptor.preempt_for_class(victims[0], plan)
+        self._preemptor.preempt_for_class(victims[0], plan, by=group)
         return True
 
     def _let_wait(self, group: Group, reason: WaitReason, plan: StepPlan) -> None:
@@ -443,10 +442,6 @@ class Assigner:
         return any(follower.num_output_tokens > 0 for follower in group.followers())
 
 
-# The beneficiary of a preemption: a running group that grows, the elder, or an interactive group.
-PreemptionCause = Literal["blocks", "elder", "class"]
-
-
 class Preemptor:
     """Preemption: frees blocks and slots, one victim of the victim policy after the other.
 
@@ -474,7 +469,7 @@ class Preemptor:
                 self._preempt_for_elder(plan)
                 continue
             victim = self._victim.choose(self._roster.running, plan.elder) or group
-            self._preempt(victim, "blocks", plan)
+            self._preempt(victim, "blocks", plan, by=group)
             if victim is group:
                 return False
         return True
@@ -489,23 +484,25 @@ class Preemptor:
         while self._kv.seat_cost(elder.leader, match) > self._kv.num_available:
             self._preempt_for_elder(plan)
 
-    def preempt_for_class(self, victim: Group, plan: StepPlan) -> None:
+    def preempt_for_class(self, victim: Group, plan: StepPlan, *, by: Group) -> None:
         """Preempt a batch group for an interactive one that waits."""
         victim.note_class_preemption()
-        self._preempt(victim, "class", plan)
+        self._preempt(victim, "class", plan, by=by)
 
     def _preempt_for_elder(self, plan: StepPlan) -> None:
         victim = self._victim.choose(self._roster.running, plan.elder)
-        if victim is None:
+        if victim is None or plan.elder is None:
             raise InvariantViolation("the elder is short of blocks or slots with nobody else running")
-        self._preempt(victim, "elder", plan)
+        self._preempt(victim, "elder", plan, by=plan.elder)
 
-    def _preempt(self, group: Group, cause: PreemptionCause, plan: StepPlan) -> None:
+    def _preempt(self, group: Group, cause: PreemptionCause, plan: StepPlan, *, by: Group) -> None:
+        """Preempt `group` for the group `by`, which may be the same one."""
         copied_from = plan.take_back(group)
         self._kv.cancel_copies(group.sequences, copied_from.keys())
         is_kept = self._swapping is not None and self._swapping.swap_out(group, copied_from)
         num_kept = (
             sum(sequence.kv.swapped.num_tokens for sequence in group.sequences if sequence.kv.swapped) if is_kept else 0
         )
-        plan.note("preempted", group, reason=cause, num_tokens=num_kept)
-        self._roster.preempt(group, is_kept=is_kept)
+        taker = "" if by is group else by.request.request_id
+        plan.note("preempted", group, reason=cause, num_tokens=num_kept, by=taker)
+        self._roster.preempt(group, cause, is_kept=is_kept)

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from typing import Literal
 
 from quire_engine.config import EnginePlan
-from quire_engine.types import WAIT_REASONS, EngineStats
+from quire_engine.types import PREEMPTION_CAUSES, WAIT_REASONS, EngineStats
 from quire_server.metrics.metric_values import Counter, Values
 from quire_server.metrics.prefill_cost import PrefillCost
 from quire_server.metrics.samples import Window
@@ -200,7 +200,7 @@ class EngineMetrics:
         )
         self.usage = values.gauge(
             "quire_kv_cache_usage_ratio",
-            "KV blocks held by sequences over all blocks, 0 to 1; cached blocks nobody holds do not count.",
+            "KV blocks held by sequences over all blocks, 0 to 1; cached blocks that no sequence holds do not count.",
             alias="vllm:kv_cache_usage_perc",
         )
         self.blocks = values.gauge(
@@ -211,7 +211,7 @@ class EngineMetrics:
         )
         self.blocks_held = values.gauge(
             "quire_kv_blocks_held",
-            "Used KV blocks by who holds them: shared by several sequences, or one sequence's own.",
+            "Used KV blocks by holder: shared by several sequences, or one sequence's own.",
             ("by",),
             children=[("several",), ("one",)],
         )
@@ -249,9 +249,16 @@ class EngineMetrics:
         )
         self.preempted = values.counter(
             "quire_preemptions",
-            "Requests that lost their KV blocks to an older one, by what became of what they held.",
+            "Requests that lost their KV blocks to another one, by what became of what they held.",
             ("mode",),
             children=[("recompute",), ("swap",)],
+        )
+        self.preempted_by_cause = values.counter(
+            "quire_preemptions_by_cause",
+            "Preemptions by the beneficiary: a running request that grew (blocks), the elder, or an interactive request"
+            " (class); device: the device had no memory for the step.",
+            ("cause",),
+            children=[(cause,) for cause in PREEMPTION_CAUSES],
         )
         self._alias_preempted = values.counter(None, "Requests that were preempted.", alias="vllm:num_preemptions")
         self.swapped_bytes = values.counter(
@@ -288,7 +295,7 @@ class EngineMetrics:
         )
         self.padded = values.counter(
             "quire_engine_padding_rows",
-            "Rows that steps computed for nobody, so that they have one of few sizes; 0 on a CPU.",
+            "Rows without a token that pad steps to one of few sizes; 0 on a CPU.",
         )
         self.recomputed = values.counter(
             "quire_recomputed_tokens", "Tokens computed once more, since a preemption had lost their KV blocks."
@@ -307,6 +314,7 @@ class EngineMetrics:
             _Total(self.preempted, "recompute"),
             _Total(self.preempted, "swap"),
             _Total(self._alias_preempted),
+            *(_Total(self.preempted_by_cause, cause) for cause in PREEMPTION_CAUSES),
             _Total(self.swapped_bytes, "out"),
             _Total(self.swapped_bytes, "in"),
             _Total(self.query_tokens),
@@ -338,6 +346,7 @@ class EngineMetrics:
                 stats.total_preemptions - swaps,
                 swaps,
                 stats.total_preemptions,
+                *(stats.total_preemptions_by_cause.get(cause, 0) for cause in PREEMPTION_CAUSES),
                 stats.total_swapped_out_blocks * self._bytes_per_block,
                 stats.total_swapped_in_blocks * self._bytes_per_block,
                 stats.total_prefix_query_tokens,

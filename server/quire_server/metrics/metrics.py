@@ -116,7 +116,7 @@ class Metrics:
             "handler",
         )
         self._lost_lines = values.counter(
-            "quire_log_records_dropped", "Log lines that were lost, since nobody read the log in time."
+            "quire_log_records_dropped", "Log lines that were dropped, since the log was not read in time."
         )
         self.lost_log_lines: Callable[[], int] = lambda: 0  # called at each scrape
         self._load = Load(Occupancy(), StaticBatching(self._requests.static_slots), RequestBoard())
