@@ -166,6 +166,7 @@ async def build_state(settings: Settings, supervisor: Supervisor, starting: asyn
         names[0],
         max_model_len=plan.scheduler.max_model_len,
         tenants=[each.name for each in settings.tenant_list],
+        old_names=settings.vllm_old_metric_names,
     )
     metrics.observe_plan(plan)
     supervisor.on_restart = metrics.engine_restarted

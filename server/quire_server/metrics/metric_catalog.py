@@ -86,6 +86,7 @@ class RequestMetrics:
             "Between two tokens of a choice, seconds.",
             TOKEN_SECONDS,
             alias="vllm:inter_token_latency_seconds",
+            old="vllm:time_per_output_token_seconds",
         )
         self.tpot = values.histogram(
             "quire_request_time_per_output_token_seconds",
@@ -104,6 +105,7 @@ class RequestMetrics:
             "From arrival in the engine to the first step, seconds.",
             REQUEST_SECONDS,
             alias="vllm:request_queue_time_seconds",
+            old="vllm:time_in_queue_requests",
         )
         self.kv_wait = values.histogram(
             "quire_request_kv_wait_seconds", "At the head of the queue for want of KV blocks, seconds.", REQUEST_SECONDS
@@ -202,6 +204,7 @@ class EngineMetrics:
             "quire_kv_cache_usage_ratio",
             "KV blocks held by sequences over all blocks, 0 to 1; cached blocks that no sequence holds do not count.",
             alias="vllm:kv_cache_usage_perc",
+            old="vllm:gpu_cache_usage_perc",
         )
         self.blocks = values.gauge(
             "quire_kv_blocks",
@@ -277,9 +280,23 @@ class EngineMetrics:
             "quire_prefix_cache_query_tokens",
             "Prompt tokens looked up in the prefix cache.",
             alias="vllm:prefix_cache_queries",
+            old="vllm:gpu_prefix_cache_queries",
         )
         self.hit_tokens = values.counter(
-            "quire_prefix_cache_hit_tokens", "Of those, tokens found.", alias="vllm:prefix_cache_hits"
+            "quire_prefix_cache_hit_tokens",
+            "Of those, tokens found.",
+            alias="vllm:prefix_cache_hits",
+            old="vllm:gpu_prefix_cache_hits",
+        )
+        self._old_hit_rate = values.gauge(
+            None,
+            "Prompt tokens found in the prefix cache over those looked up, since the start; 0 before the first.",
+            old="vllm:gpu_prefix_cache_hit_rate",
+        )
+        self._old_host_usage = values.gauge(
+            None,
+            "KV blocks in the host's memory that swapped sequences use, over all of them; 0 without swap space.",
+            old="vllm:cpu_cache_usage_perc",
         )
         self.evictions = values.counter("quire_kv_evictions", "Cached KV blocks whose content was dropped for reuse.")
         self.blocks_taken = values.counter(
@@ -420,6 +437,9 @@ class EngineMetrics:
             ("free", stats.host_blocks_total - held),
         ):
             self.host_blocks.set(blocks, state)
+        self._old_host_usage.set(stats.host_blocks_used / stats.host_blocks_total if stats.host_blocks_total else 0.0)
+        looked_up = self.query_tokens.get()
+        self._old_hit_rate.set(self.hit_tokens.get() / looked_up if looked_up else 0.0)
         self.slots_allocated.set(stats.slots_allocated)
         self.slots_unused.set(stats.slots_unused)
         self.efficiency.set(1.0 - stats.slots_unused / stats.slots_allocated if stats.slots_allocated else 1.0)
@@ -457,7 +477,7 @@ class _Total:
 
 
 class MinuteMetrics:
-    """Gauges over the last minute, updated each second."""
+    """Gauges over the last minute, or less where their text says so, updated each second."""
 
     def __init__(self, values: Values) -> None:
         self.efficiency = values.gauge(
@@ -498,8 +518,21 @@ class MinuteMetrics:
             children=[("longest",), ("max_model_len",)],
         )
 
-    def show(self, window: Window, *, peak: int, static_longest: int, static_full: int) -> None:
-        """Set the gauges from the last minute."""
+        self._old_prompt_rate = values.gauge(
+            None,
+            "Prompt tokens computed a second, over the last ten seconds.",
+            old="vllm:avg_prompt_throughput_toks_per_s",
+        )
+        self._old_generation_rate = values.gauge(
+            None,
+            "Tokens generated a second, over the last ten seconds.",
+            old="vllm:avg_generation_throughput_toks_per_s",
+        )
+
+    def show(self, window: Window, lately: Window, *, peak: int, static_longest: int, static_full: int) -> None:
+        """Set the gauges from the last minute, and those of the last ten seconds from `lately`."""
+        self._old_prompt_rate.set(lately.rate("prefilled"))
+        self._old_generation_rate.set(lately.rate("generated"))
         self.peak.set(peak)
         self.static_blocks.set(static_longest, "longest")
         self.static_blocks.set(static_full, "max_model_len")

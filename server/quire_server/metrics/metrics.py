@@ -30,6 +30,8 @@ from quire_server.metrics.metric_values import Gauge, Values
 from quire_server.metrics.occupancy import Occupancy, StaticBatching
 from quire_server.metrics.request_record import CURRENT, Load, RequestBoard, RequestRecord
 
+_LATELY = 10.0  # seconds of the rates under vLLM's older names, as long as its own took
+
 
 def load_progress(values: Values) -> Gauge:
     """The gauge of the load's progress."""
@@ -55,12 +57,14 @@ class Metrics:
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, model_name: str, *, max_model_len: int = 2048, tenants: Sequence[str] = ()) -> None:
+    def __init__(
+        self, model_name: str, *, max_model_len: int = 2048, tenants: Sequence[str] = (), old_names: bool = True
+    ) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
-        values = Values(self.registry, {"model_name": model_name})
+        values = Values(self.registry, {"model_name": model_name}, old_names=old_names)
         self._requests = RequestMetrics(values, max_model_len)
         self._engine = EngineMetrics(values)
         self._plan = PlanMetrics(values)
@@ -180,6 +184,7 @@ class Metrics:
         news = history.tick(time.monotonic(), time.time())
         self._minute.show(
             history.window(MINUTE),
+            history.window(_LATELY),
             peak=history.peak,
             static_longest=history.static_longest,
             static_full=history.static_full,

@@ -32,6 +32,57 @@ def test_every_alias_equals_its_original():
     assert compared > 200
 
 
+OLD_NAMES = {
+    "vllm:gpu_cache_usage_perc": "quire_kv_cache_usage_ratio",
+    "vllm:gpu_prefix_cache_queries_total": "quire_prefix_cache_query_tokens_total",
+    "vllm:gpu_prefix_cache_hits_total": "quire_prefix_cache_hit_tokens_total",
+    "vllm:time_per_output_token_seconds_sum": "quire_inter_token_latency_seconds_sum",
+    "vllm:time_per_output_token_seconds_count": "quire_inter_token_latency_seconds_count",
+    "vllm:time_in_queue_requests_sum": "quire_request_queue_time_seconds_sum",
+}
+
+
+def loaded(metrics: Metrics) -> Scrape:
+    """Two ticks around one request, which found 4 of 10 prompt tokens in the cache."""
+    metrics.tick()
+    record = metrics.start(prompt_tokens=10, max_tokens=2, n=1)
+    record.tokens(0, 1, time.monotonic())
+    record.tokens(0, 1, time.monotonic() + 0.1)
+    record.timing(timing())
+    record.finish("stop")
+    metrics.observe_step(
+        busy(
+            total_prefix_query_tokens=10,
+            total_prefix_hit_tokens=4,
+            host_blocks_total=8,
+            host_blocks_used=2,
+            prefill_tokens=6,
+        ),
+        generated_tokens=2,
+    )
+    metrics.tick()
+    return Scrape(metrics)
+
+
+def test_older_names_have_the_values_of_the_newer_ones():
+    scrape = loaded(Metrics("tiny"))
+    for old, name in OLD_NAMES.items():
+        assert scrape(old) == scrape(name) > 0, old
+    assert scrape("vllm:gpu_prefix_cache_hit_rate") == 0.4
+    assert scrape("vllm:cpu_cache_usage_perc") == 0.25
+    ratio = scrape("vllm:avg_prompt_throughput_toks_per_s") / scrape("vllm:avg_generation_throughput_toks_per_s")
+    assert ratio == pytest.approx(6 / 2)
+
+
+def test_older_names_can_be_left_out():
+    with_them, without = (loaded(Metrics("tiny", old_names=old_names)) for old_names in (True, False))
+    gone = {name for name, _ in with_them.samples} - {name for name, _ in without.samples}
+    assert gone >= set(OLD_NAMES)
+    assert {name.startswith("vllm:") for name in gone} == {True}
+    assert "vllm:kv_cache_usage_perc" in without.text
+    assert not re.search("vllm:(gpu|cpu|avg|time_per|time_in)_", without.text)
+
+
 def test_histogram_buckets_are_cumulative_and_end_in_infinity():
     metrics = Metrics("tiny")
     record = metrics.start(prompt_tokens=3, max_tokens=2, n=1)
