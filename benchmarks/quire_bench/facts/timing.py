@@ -18,7 +18,7 @@ from quire_bench.servers import BenchError
 
 _REPEATS = 20
 _STEADY_SECONDS = 75.0  # a minute's window, and what leads up to it
-_FILL_SECONDS, _OVERLOAD_SECONDS = 300.0, 90.0  # until the pool is full; from then on, until the alert
+_FILL_SECONDS, _OVERLOAD_SECONDS = 300.0, 180.0  # until the pool is full; from then on, until the alert
 _FULL, _ALERT_ABOVE = "QuireKVCacheFull", 0.9
 _LEAST_REACH = 0.97  # share of the pool that the longest requests must be able to fill
 _SPARE_STEPS = 1.25  # of an answer, over the steps that the others' prompts take

@@ -561,6 +561,7 @@ class PlanMetrics:
                 "device",
                 "dtype",
                 "quantization",
+                "kv_cache_dtype",
                 "kernels",
                 "cpu_variant",
                 "num_threads",
@@ -606,10 +607,20 @@ class PlanMetrics:
         self.kernels_replaced = values.gauge(
             "quire_kernels_replaced", "1 for each op that failed its check at start: a slower one serves.", ("op",)
         )
+        self.quantization_kl = values.gauge(
+            "quire_quantization_mean_kl_nats",
+            "Loss by quantisation as `quire eval-quant` measured it: mean KL of the next token from bf16's; absent"
+            " where it was not measured, nats.",
+            children=(),
+        )
         self.load_seconds = values.gauge("quire_model_load_seconds", "Time the last start of the engine took, seconds.")
 
-    def observe(self, plan: EnginePlan) -> None:
+    def observe(self, plan: EnginePlan, mean_kl: float | None) -> None:
+        """Set all from a plan. `mean_kl`: of its quantisation, in nats, where it was measured."""
         scheduler = plan.scheduler
+        self.quantization_kl.values.clear()
+        if mean_kl is not None:
+            self.quantization_kl.set(mean_kl)
         self.model.values.clear()
         self.model.set(
             1,
@@ -618,6 +629,7 @@ class PlanMetrics:
             plan.device,
             plan.dtype,
             plan.quantization or "none",
+            plan.kv_cache_dtype,
             plan.kernels,
             plan.cpu_variant or "none",
             str(plan.num_threads),

@@ -108,6 +108,10 @@ class Metrics:
             "quire_reply_bytes_waiting",
             "Bytes of replies that clients have not taken, in the server's buffers and the system's.",
         )
+        self.num_stalled: Callable[[], int] = lambda: 0  # read at each scrape
+        self._stalled = values.gauge(
+            "quire_http_connections_stalled", "Connections whose reply waits for the client to read."
+        )
         self._http_requests = values.counter(
             "quire_http_requests",
             "HTTP replies, by route template, method and status.",
@@ -163,9 +167,9 @@ class Metrics:
 
     # -- the engine
 
-    def observe_plan(self, plan: EnginePlan) -> None:
-        """The engine started with this plan."""
-        self._plan.observe(plan)
+    def observe_plan(self, plan: EnginePlan, mean_kl: float | None = None) -> None:
+        """The engine started with this plan. `mean_kl`: the measured loss of its quantisation; None: not measured."""
+        self._plan.observe(plan, mean_kl)
         self._engine.begin(plan)
         limits = plan.scheduler.limits
         self._load.static.max_size = limits.max_num_seqs
@@ -202,6 +206,7 @@ class Metrics:
         self._engine.show(time.monotonic())
         self._lost_lines.values[()] = float(self.lost_log_lines())
         self._waiting_bytes.set(self.bytes_waiting())
+        self._stalled.set(self.num_stalled())
         return generate_latest(self.registry)
 
 
