@@ -327,11 +327,10 @@ def _slow_quantisation(window: Window) -> Cause | None:
     form = _quantization(window)
     if not form:
         return None
-    kernels, variant = (window.last.label("quire_model_info", name) for name in ("kernels", "cpu_variant"))
+    is_portable = window.last.label("quire_model_info", "cpu_variant") == "portable"
     replaced, beyond = window.gauge("quire_kernels_replaced"), _beyond_calibration(window)
     reasons = [
-        *([f"the {kernels} kernels unpack every number"] if kernels == "reference" else []),
-        *(["the portable kernels have no instructions for it"] if variant == "portable" else []),
+        *(["the portable kernels have no instructions for it"] if is_portable else []),
         *([f"{replaced:.0f} ops failed their check and were replaced"] if replaced else []),
     ]
     if reasons:
