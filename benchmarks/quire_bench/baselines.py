@@ -50,6 +50,9 @@ class Baseline:
         run.ended = perf_counter()
         return run
 
+    async def kv_use(self) -> None:
+        """A baseline has no paged cache."""
+
     async def _batch(self, batch: list[Job], run: Run) -> None:
         started = perf_counter()
         run.in_flight.append((started, len(batch)))

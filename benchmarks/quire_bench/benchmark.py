@@ -50,9 +50,11 @@ async def run_benchmark(asked: Asked, argv: Sequence[str], tell: Tell) -> Result
                 limits = {machine: await _probed(machine, limits.get(machine)) for machine in _machines(infos)}
             for point in asked.points:
                 for target in targets:
+                    before = await target.kv_use()
                     run = await target.run(point, jobs(workload, point, round_number), workload.seconds)
-                    measures = measure(run)
-                    collected.add(point, target.info.name, measures)
+                    measures, after = measure(run), await target.kv_use()
+                    used = after.since(before) if before is not None and after is not None else None
+                    collected.add(point, target.info.name, measures, used)
                     tell(_line(round_number, asked.repeat, point, target.info.name, measures))
     known = {machine: found for machine, found in limits.items() if isinstance(found, Limits)}
     _add_shares(collected, workload, known)

@@ -5,7 +5,7 @@ Promises: medians with their spread, ratios to the first server, and nothing tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -13,6 +13,7 @@ from rich.table import Table
 from quire_bench.compare import Knee, Spread
 from quire_bench.limits import Limits
 from quire_bench.results import OnePoint, Results
+from quire_bench.servers import KvUse
 from quire_bench.workload import LoadPoint
 
 _WIDTH = 140  # where there is no terminal
@@ -92,6 +93,8 @@ def _sentences(results: Results) -> list[str]:
         lines += [
             f"{one.server} at {result.point}: {text}" for one in result.servers if (text := _shares_text(one, peaks))
         ]
+    for result in results.points:
+        lines += [f"{one.server} at {result.point}: {_kv_text(one.kv)}" for one in result.servers if one.kv]
     for reason in dict.fromkeys(results.limits_missing.values()):
         names = ", ".join(name for name, why in results.limits_missing.items() if why == reason)
         lines.append(f"{names}: shares of the machine unknown: {reason}")
@@ -132,6 +135,17 @@ def _shares_text(one: OnePoint, peaks: Mapping[str, str]) -> str:
         ("of read bandwidth in decode", "decode_read"),
     )
     return ", ".join(f"{_percent(one.shares[kind])} {what}" for what, kind in kinds if kind in one.shares)
+
+
+def _kv_text(rounds: Sequence[KvUse]) -> str:
+    """What sharing saved and what preemptions cost, over all rounds."""
+    looked_up, found, computed, recomputed, saved, taken, preemptions = (
+        sum(getattr(one, name) for one in rounds)
+        for name in ("looked_up", "found", "computed", "recomputed", "blocks_saved", "blocks_taken", "preemptions")
+    )
+    cached = f"{found:,} of {looked_up:,} prompt tokens ({found / looked_up if looked_up else 0:.0%}) were cached"
+    again = f"{recomputed:,} of {computed:,} tokens ({recomputed / computed if computed else 0:.1%}) were recomputed"
+    return f"{cached}, {saved:,} blocks saved and {taken:,} taken; {again} after {preemptions:,} preemptions"
 
 
 def _doubts(point: LoadPoint, one: OnePoint, *, has_ids: bool) -> list[str]:

@@ -18,7 +18,7 @@ import msgspec
 from quire_bench.compare import Knee, Spread, knee, ratios, summarise
 from quire_bench.limits import Limits, Shares, summarise_shares
 from quire_bench.measures import Measures
-from quire_bench.servers import ServerInfo
+from quire_bench.servers import KvUse, ServerInfo
 from quire_bench.workload import LoadPoint, Workload
 
 SCHEMA = 3
@@ -57,6 +57,7 @@ class OnePoint(msgspec.Struct, frozen=True, kw_only=True):
     summary: dict[str, Spread]
     ratios: dict[str, Spread]  # the first server's over this one's; empty for the first itself
     shares: dict[str, Spread]  # of the machine's limits, 0 to 1; empty where they do not apply
+    kv: list[KvUse] = []  # of the rounds in which a Quire server told it
 
 
 class PointResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,9 +96,12 @@ class Collected:
     servers: Sequence[ServerInfo]
     runs: dict[tuple[LoadPoint, str], list[Measures]] = field(default_factory=dict)
     shares: dict[tuple[LoadPoint, str], list[Shares]] = field(default_factory=dict)
+    kv: dict[tuple[LoadPoint, str], list[KvUse]] = field(default_factory=dict)
 
-    def add(self, point: LoadPoint, server: str, measures: Measures) -> None:
+    def add(self, point: LoadPoint, server: str, measures: Measures, kv: KvUse | None = None) -> None:
         self.runs.setdefault((point, server), []).append(measures)
+        if kv is not None:
+            self.kv.setdefault((point, server), []).append(kv)
 
     def point_results(self) -> list[PointResult]:
         return [
@@ -114,6 +118,7 @@ class Collected:
             summary=summarise(rounds),
             ratios=ratios(self.runs[point, first], rounds) if server != first else {},
             shares=summarise_shares(self.shares.get((point, server), ())),
+            kv=self.kv.get((point, server), []),
         )
 
     def knees(self) -> dict[str, Knee]:

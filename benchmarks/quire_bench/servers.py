@@ -51,6 +51,38 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.device} {self.cpu_variant}".rstrip()
 
 
+class KvUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What sharing saved a Quire server in a run, and what preemptions cost it; tokens but for the last two."""
+
+    block_size: int
+    looked_up: int  # prompt tokens, looked up in the prefix cache
+    found: int  # of those
+    computed: int
+    recomputed: int  # of those, computed once before
+    blocks_taken: int  # a block that is found is not taken
+    preemptions: int
+
+    @property
+    def blocks_saved(self) -> int:
+        """Blocks that were found, not taken and computed; what is found of half a block is left out."""
+        return self.found // self.block_size
+
+    def since(self, before: KvUse) -> KvUse | None:
+        """The growth from an earlier look; None if the server was started anew in between."""
+        grown = {name: getattr(self, name) - getattr(before, name) for name in _KV_COUNTERS}
+        return None if min(grown.values()) < 0 else KvUse(block_size=self.block_size, **grown)
+
+
+_KV_COUNTERS = {
+    "looked_up": "quire_prefix_cache_query_tokens_total",
+    "found": "quire_prefix_cache_hit_tokens_total",
+    "computed": "quire_engine_computed_tokens_total",
+    "recomputed": "quire_recomputed_tokens_total",
+    "blocks_taken": "quire_kv_blocks_taken_total",
+    "preemptions": "quire_preemptions_total",
+}
+
+
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a server or baseline before the first request."""
 
@@ -72,6 +104,10 @@ class Target(Protocol):
         """All of `jobs`; a closed loop begins none after `seconds`."""
         ...
 
+    async def kv_use(self) -> KvUse | None:
+        """Counters so far; None from anything but a Quire server that shows its metrics."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -82,6 +118,7 @@ class Server:
         self, info: ServerInfo, *, api_key: str | None, timeout: float, temperature: float, token_ids: bool = False
     ) -> None:
         self.info = info
+        self._api_key = api_key
         self._client = Client(f"{info.address}/v1/completions", api_key=api_key, timeout=timeout)
         self._fields: dict[str, object] = {
             "model": info.model,
@@ -97,6 +134,11 @@ class Server:
         if point.mode == "concurrency":
             return await closed_loop(self._send, jobs, streams=int(point.value), seconds=seconds)
         return await open_loop(self._send, jobs)
+
+    async def kv_use(self) -> KvUse | None:
+        if self.info.facts is None:
+            return None
+        return read_kv_use(await asyncio.to_thread(_optional_text, self.info.address + "/metrics", self._api_key))
 
     async def _send(self, job: Job, record: Record) -> None:
         body = msgspec.json.encode(self._fields | {"prompt": job.prompt, "max_tokens": job.output_tokens})
@@ -139,12 +181,29 @@ def _discover(url: str, name: str | None, api_key: str | None, model: str | None
     )
 
 
-def read_facts(metrics: str) -> ModelFacts | None:
-    """From a Quire server's metrics; None from others."""
+def _samples(metrics: str) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """Labels and values by name."""
     samples: dict[str, list[tuple[dict[str, str], float]]] = {}
     for line in metrics.splitlines():
         if match := _SAMPLE.fullmatch(line):
             samples.setdefault(match[1], []).append((dict(_LABEL.findall(match[2] or "")), float(match[3])))
+    return samples
+
+
+def read_kv_use(metrics: str) -> KvUse | None:
+    """From a Quire server's metrics; None from others, and from versions that lack a counter."""
+    samples = _samples(metrics)
+    try:
+        block_size = int(samples["quire_cache_config_info"][0][0]["block_size"])
+        totals = {name: int(sum(value for _, value in samples[metric])) for name, metric in _KV_COUNTERS.items()}
+    except (KeyError, IndexError):
+        return None
+    return KvUse(block_size=block_size, **totals)
+
+
+def read_facts(metrics: str) -> ModelFacts | None:
+    """From a Quire server's metrics; None from others."""
+    samples = _samples(metrics)
 
     def value(name: str, **labels: str) -> float:
         found = [sample for has, sample in samples[name] if labels.items() <= has.items()]

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 WaitReason = Literal["kv", "slots", "budget", "prefix"]  # prefix: another request is computing a common prefix
 WAIT_REASONS: tuple[WaitReason, ...] = ("kv", "slots", "budget", "prefix")
+# The beneficiary of a preemption: a running group that grows, the elder, an interactive group; or the device, which had
+# no memory to compute the group.
+PreemptionCause = Literal["blocks", "elder", "class", "share", "device"]
+PREEMPTION_CAUSES: tuple[PreemptionCause, ...] = get_args(PreemptionCause)
 # The beginnings of errors that a request's own rules cause, such as a grammar that allows no token.
 NO_CANDIDATE = "no token is left to choose from"
 OF_THE_REQUEST = (NO_CANDIDATE, "the grammar ")
@@ -226,6 +230,7 @@ class EngineStats:
     total_swapped_in_blocks: int = 0
     total_preemptions_by_mode: dict[Literal["recompute", "swap"], int] = field(default_factory=dict)
     total_recomputed_tokens: int = 0  # computed once more, since a preemption had lost their KV blocks
+    total_preemptions_by_cause: dict[PreemptionCause, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

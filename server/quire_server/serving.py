@@ -67,6 +67,7 @@ async def serve(settings: Settings, supervisor: Supervisor, starting: asyncio.Ta
             state, app = building.result()
             switch.watch_connections(state.metrics.connections)
             state.metrics.bytes_waiting = listening.bytes_waiting
+            state.metrics.num_stalled = listening.num_stalled
             await switch.open(app)
             stats = asyncio.create_task(log_throughput(state.metrics, settings.log_stats_interval), name="stats")
             try:

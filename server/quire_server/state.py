@@ -18,6 +18,7 @@ from fastapi import Request
 
 from quire_engine.config import EnginePlan
 from quire_engine.errors import ConfigError, EngineDead, ModelLoadError
+from quire_engine.quality_store import stored_quality
 from quire_engine.types import EnginePort
 from quire_server.engine.admission import QueueLimits, TenantGate, TtftGate
 from quire_server.engine.engine_client import EngineClient
@@ -188,8 +189,11 @@ async def build_state(
         max_model_len=plan.scheduler.max_model_len,
         tenants=[each.name for each in tenants.all],
         usage=usage,
+        old_names=settings.vllm_old_metric_names,
     )
-    metrics.observe_plan(plan)
+    is_quantised = plan.quantization is not None or plan.kv_cache_dtype != "auto"
+    quality = stored_quality(plan.checkpoint, plan.quantization, plan.kv_cache_dtype) if is_quantised else None
+    metrics.observe_plan(plan, None if quality is None else quality.mean_kl)
     supervisor.on_restart = metrics.engine_restarted
     return ServerState(
         settings=settings,

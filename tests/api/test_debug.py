@@ -14,6 +14,7 @@ from quire_engine.errors import EngineDead, Unanswerable
 from quire_engine.process.loop import inspected
 from quire_engine.process.transport import Inspect
 from quire_engine.scheduling.log.inspection import MOST_STEPS
+from quire_server.engine.request_names import RequestNames
 from quire_server.routes import debug
 from support.fake_engine import FakeEngine
 from support.fake_executor import Run, new_run, request
@@ -25,8 +26,9 @@ pytestmark = pytest.mark.anyio
 class Asked:
     """An app whose questions go to a scheduler that the test steps, and whose completions go to a fake engine."""
 
-    def __init__(self, client: httpx.AsyncClient, run: Run, engine: FakeEngine) -> None:
+    def __init__(self, client: httpx.AsyncClient, run: Run, engine: FakeEngine, names: RequestNames) -> None:
         self.client = client
+        self.names = names
         self.run = run
         self.engine = engine
 
@@ -50,7 +52,7 @@ async def asked(**limits: object) -> AsyncIterator[Asked]:
     state = make_state(engine=fake)
     state.inspect = inspect
     async with connect(make_app(state), headers={"host": "localhost"}) as client:
-        yield Asked(client, run, fake)
+        yield Asked(client, run, fake, state.names)
 
 
 def test_the_server_allows_what_the_engine_answers() -> None:
@@ -123,6 +125,17 @@ async def test_who_waits_is_listed_with_the_reason() -> None:
         assert listed["num_live"] == 2
         (one,) = (await it.get("/debug/requests/b"))["requests"]
         assert "--max-num-seqs" in one["why"]
+
+
+async def test_the_request_that_took_the_blocks_has_its_clients_name() -> None:
+    async with asked(num_blocks=8, block_size=4, max_num_batched_tokens=64, max_num_seqs=8, min_chunk=4) as it:
+        it.names.add(["mine"], ["e1"])
+        it.run.add(request("e1", 12, 12), request("e2", 12, 12))
+        it.run.to_end()
+        (one,) = (await it.get("/debug/requests/e2"))["requests"]
+        assert [(each["request_id"], each["client_id"]) for each in one["took_blocks"]] == [("e1", "mine")]
+        assert one["preemptions"][0]["by"] == "e1"
+        assert "preempted 1 times, for mine (1)" in one["why"]
 
 
 async def test_a_position_has_its_block_and_a_request_its_slack() -> None:

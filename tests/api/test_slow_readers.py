@@ -10,6 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
+from quire_engine.simulation.slo import parse_slo
+from quire_server.commands.diagnosis.causes import diagnose
+from quire_server.commands.diagnosis.scrapes import Window, read_scrape
 from support.fake_engine import FakeEngine
 from support.fakes import listening, make_app, make_state
 
@@ -144,3 +147,21 @@ async def test_a_reply_that_is_gathered_is_never_held() -> None:
         assert b'"completion_tokens":400' in await reader.read()
         writer.close()
         assert engine.num_holds == 0
+
+
+async def test_a_client_that_does_not_read_is_the_doctors_cause() -> None:
+    """A slow client is injected; the metrics of the server that has it name the network."""
+    engine = FakeEngine()
+    state = make_state(engine=engine, **SLOW)
+    async with listening(make_app(state)) as server:
+        state.metrics.bytes_waiting, state.metrics.num_stalled = server.bytes_waiting, server.num_stalled
+        quiet = read_scrape(state.metrics.render().decode(), 0.0)
+        sock = await ask(server.port)
+        await until(lambda: server.num_stalled() == 1)
+        stalled = [read_scrape(state.metrics.render().decode(), at) for at in (1.0, 2.0)]
+        (cause,) = diagnose(Window(stalled), parse_slo("ttft_p95=2s")).causes
+        assert "network" in cause.name
+        assert "1.0 connections wait for their clients to read" in cause.numbers
+        assert diagnose(Window([quiet, quiet]), parse_slo("ttft_p95=2s")).causes == ()
+        sock.close()
+        await until(lambda: server.num_stalled() == 0)

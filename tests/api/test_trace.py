@@ -11,6 +11,7 @@ import pytest
 from quire_engine.engine import Engine
 from quire_engine.process.loop import inspected
 from quire_engine.process.transport import Inspect
+from quire_engine.types import PREEMPTION_CAUSES
 from quire_server.commands import trace
 from support.fake_executor import Run, new_run, request
 from support.fakes import listening, make_app, make_state
@@ -51,8 +52,8 @@ async def test_the_story_names_what_happened_and_the_rule(capsys: pytest.Capture
         "  computes   old-requ tokens 0 to 11  [chunk]",
         "  computes   young tokens 0 to 11  [chunk]",
     ]
-    assert "  preempted  young: the elder needs blocks or a slot  [elder rule]" in story
-    assert "  waits      young: its prompt needs more free blocks than there are  [capacity" in story
+    assert "  preempted  young: the elder needs blocks or a slot, for old-requ  [elder rule]" in story
+    assert "  waits      young: its prompt needs more free blocks than there are, held by old-requ (17 tokens)" in story
     assert "  decodes    2 sequences, a token each  [no stall]" in story
     assert "  ends       old-requ after 12 tokens  [length]" in story
     numbers = [line.split()[1] for line in story.splitlines() if line.startswith("step ")]
@@ -131,6 +132,13 @@ def test_it_follows_steps_in_flight_and_restarts(monkeypatch: pytest.MonkeyPatch
     told = [next(followed) for _ in range(3)]
     assert [[s["step_id"] for s in page["steps"]] for page in told] == [[1, 2], [3, 4], [1]]
     assert [page["restarted"] for page in told] == [False, False, True]
+
+
+@pytest.mark.parametrize("cause", PREEMPTION_CAUSES)
+def test_every_cause_of_a_preemption_has_words_and_a_rule(cause: str) -> None:
+    why, rule = trace._PREEMPTIONS[cause]
+    assert why
+    assert rule
 
 
 def test_a_decision_of_a_kind_that_is_new_is_told_as_it_is() -> None:

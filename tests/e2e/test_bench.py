@@ -47,6 +47,10 @@ def test_our_own_server_a_peer_and_a_baseline(tmp_path: Path) -> None:
         for one in result.servers:
             assert [run.errors for run in one.rounds] == [{}, {}]
             assert [run.wrong_length for run in one.rounds] == [0, 0]
+        ours, _, static = result.servers
+        assert [used.looked_up for used in ours.kv] == [run.input_tokens for run in ours.rounds]
+        assert static.kv == []
+    assert "blocks saved" in done.stdout
     quire = results.servers[0]
     assert quire.facts is not None
     assert quire.vocab_size == results.workload.vocab

@@ -47,22 +47,47 @@ def test_the_origin_tells_model_and_machine(calibration: dict[str, object]) -> N
     assert calibration["num_samples"] > 50
 
 
+def run(
+    found: dict[str, object], error: float, monkeypatch: pytest.MonkeyPatch, *words: str, asked: list[str] | None = None
+) -> int:
+    """The command's exit code, with a child that says this calibration with this mean error of decodes."""
+    fit_error = {**dict.fromkeys(("decode_median", "prompt_median", "prompt_mean"), 0.1), "decode_mean": error}
+    reply = {**found, "fit_error": {**fit_error, "decode_steps": 90, "prompt_steps": 60}}
+
+    def ask(tool: str, question: object, reply_type: object, *, timeout: float) -> list[dict[str, object]]:
+        (asked if asked is not None else []).append(tool)
+        return [json.loads(json.dumps(reply))]
+
+    monkeypatch.setattr(command, "ask", ask)
+    return command.run(words)
+
+
 def test_the_command_writes_what_the_child_says(
     calibration: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[str] = []
-
-    def ask(tool: str, question: object, reply_type: object, *, timeout: float) -> list[dict[str, object]]:
-        asked.append(tool)
-        return [calibration]
-
-    monkeypatch.setattr(command, "ask", ask)
     out = tmp_path / "out.json"
-    assert command.run(["--seconds", "1", "--out", str(out), "--", "--max-num-queued-reqs", "9"]) == 0
+    words = ("--seconds", "1", "--out", str(out), "--", "--max-num-queued-reqs", "9")
+    assert run(calibration, 0.14, monkeypatch, *words, asked=asked) == 0
     assert asked == ["calibrate"]
-    assert json.loads(out.read_bytes())["settings"]["max_num_queued_reqs"] == 9
+    written = json.loads(out.read_bytes())
+    assert written["settings"]["max_num_queued_reqs"] == 9
+    assert written["fit_error"]["decode_mean"] == 0.14
     said = capsys.readouterr().out
     assert "held out" in said
     assert "tokens/s" in said
     assert command.run(["--out", str(tmp_path / "no" / "out.json")]) == 2
     assert command.run(["--out", str(out), "--", "--no-such-flag"]) == 2
+
+
+def test_a_large_error_is_written_by_force_alone(
+    calibration: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    assert run(calibration, 0.51, monkeypatch, "--out", str(out)) == 1
+    assert not out.exists()
+    (line,) = [one for one in capsys.readouterr().err.splitlines() if "measuring" not in one]
+    assert "51.0% of decodes" in line
+    assert "--force" in line
+    assert run(calibration, 0.51, monkeypatch, "--out", str(out), "--force") == 0
+    assert json.loads(out.read_bytes())["fit_error"]["decode_mean"] == 0.51

@@ -182,5 +182,5 @@ def test_a_log_is_a_load_with_times(tmp_path: Path) -> None:
     assert [row.input_tokens for row in rows] == [60] * 8
     assert rows[0].blocks[:2] == rows[1].blocks[:2]
     assert all(1 <= row.output_tokens <= 20 for row in rows)
-    assert measured(recording).count == 8
+    assert measured(recording).ttft.count == 8
     assert fitted_cost(recording).decode_seconds(1, 60) > 0

@@ -1,6 +1,7 @@
 """A command of checks against a live server: which of them, on whom, and the table of what was expected and what came.
 
-Promises: exit code 0 when all agree, 1 when one does not or could not be checked, 2 for arguments that cannot work.
+Promises: exit code 0 when all agree that this server can show, 1 when one does not or could not be checked, 2 for
+arguments that cannot work.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class CheckCommand:
         facts = run_checks(live, checks, asked.names)
         table = Table(self._one, "expected", "got", "")
         for fact in facts:
-            table.add_row(fact.name, fact.expected, fact.got, "ok" if fact.ok else "NOT SO")
+            table.add_row(fact.name, fact.expected, fact.got, fact.verdict)
         Console(width=None if sys.stdout.isatty() else 160, markup=False).print(table)
         return DONE if all(fact.ok for fact in facts) else FAILED
 

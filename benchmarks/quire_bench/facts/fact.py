@@ -17,6 +17,11 @@ class Fact:
     expected: str
     got: str
     ok: bool
+    shown: bool = True  # False: this server cannot show it, which speaks neither for it nor against
+
+    @property
+    def verdict(self) -> str:
+        return "not shown here" if not self.shown else "ok" if self.ok else "NOT SO"
 
 
 def equal(name: str, expected: float, got: float) -> Fact:
@@ -37,6 +42,11 @@ def near(name: str, expected: float, got: float, *, within: float, unit: str = "
 def at_most(name: str, bound: float, got: float, unit: str = "") -> Fact:
     """`got` not above a bound."""
     return Fact(name=name, expected=f"at most {bound:.4g}{unit}", got=f"{got:.4g}{unit}", ok=got <= bound)
+
+
+def not_shown(name: str, reason: str) -> Fact:
+    """A fact that this server cannot show."""
+    return Fact(name=name, expected="", got=reason, ok=True, shown=False)
 
 
 def renamed(name: str, facts: Iterable[Fact]) -> list[Fact]:

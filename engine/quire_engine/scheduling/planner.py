@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Values
 from itertools import chain
-from typing import Literal
 
 from quire_engine.invariants import InvariantViolation
 from quire_engine.limits import SchedulerLimits
@@ -37,7 +36,7 @@ from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.step_plan import StepPlan
 from quire_engine.scheduling.swapping import Swapping
 from quire_engine.scheduling.tenant_shares import TenantShares
-from quire_engine.types import WaitReason
+from quire_engine.types import PreemptionCause, WaitReason
 
 
 class Planner:
@@ -295,7 +294,7 @@ class Admission:
         blocks = self._kv.num_available + sum(len(s.kv.table) for each in victims for s in each.sequences)
         if seats < len(group.sequences) or not has_room(group, need=need, available=blocks):
             return False  # a preemption would not help
-        self._preemptor.preempt_for_waiting(victims, cause, plan)
+        self._preemptor.preempt_for_waiting(victims, cause, plan, by=group)
         return True
 
     def _let_wait(self, group: Group, reason: WaitReason, plan: StepPlan) -> None:
@@ -475,10 +474,6 @@ class Assigner:
         return any(follower.num_output_tokens > 0 for follower in group.followers())
 
 
-# The beneficiary of a preemption: a running group that grows, the elder, an interactive group, or a tenant's share.
-PreemptionCause = Literal["blocks", "elder", "class", "share"]
-
-
 class Preemptor:
     """Preemption: frees blocks and slots, one victim of the victim policy after the other.
 
@@ -511,7 +506,7 @@ class Preemptor:
                 self._preempt_for_elder(plan)
                 continue
             victim = self._choose(plan) or group
-            self._preempt(victim, "blocks", plan)
+            self._preempt(victim, "blocks", plan, by=group)
             if victim is group:
                 return False
         return True
@@ -526,32 +521,36 @@ class Preemptor:
         while self._kv.seat_cost(elder.leader, match) > self._kv.num_available:
             self._preempt_for_elder(plan)
 
-    def preempt_for_waiting(self, victims: Values[Group], cause: PreemptionCause, plan: StepPlan) -> None:
-        """Preempt one of `victims` for a group that waits."""
+    def preempt_for_waiting(
+        self, victims: Values[Group], cause: PreemptionCause, plan: StepPlan, *, by: Group
+    ) -> None:
+        """Preempt one of `victims` for the group `by`, which waits."""
         if cause == "class":
             victims[0].note_class_preemption()
-            self._preempt(victims[0], cause, plan)
+            self._preempt(victims[0], cause, plan, by=by)
         else:
-            self._preempt(self._victim.choose(victims, plan.elder) or victims[-1], cause, plan)
+            self._preempt(self._victim.choose(victims, plan.elder) or victims[-1], cause, plan, by=by)
 
     def _preempt_for_elder(self, plan: StepPlan) -> None:
         victim = self._choose(plan)
-        if victim is None:
+        if victim is None or plan.elder is None:
             raise InvariantViolation("the elder is short of blocks or slots with nobody else running")
-        self._preempt(victim, "elder", plan)
+        self._preempt(victim, "elder", plan, by=plan.elder)
 
     def _choose(self, plan: StepPlan) -> Group | None:
         above = self._shares.most_above(plan.elder) if self._shares is not None else []
         return self._victim.choose(above or self._roster.running, plan.elder)
 
-    def _preempt(self, group: Group, cause: PreemptionCause, plan: StepPlan) -> None:
+    def _preempt(self, group: Group, cause: PreemptionCause, plan: StepPlan, *, by: Group) -> None:
+        """Preempt `group` for the group `by`, which may be the same one."""
         copied_from = plan.take_back(group)
         self._kv.cancel_copies(group.sequences, copied_from.keys())
         is_kept = self._swapping is not None and self._swapping.swap_out(group, copied_from)
         num_kept = (
             sum(sequence.kv.swapped.num_tokens for sequence in group.sequences if sequence.kv.swapped) if is_kept else 0
         )
-        plan.note("preempted", group, reason=cause, num_tokens=num_kept)
+        taker = "" if by is group else by.request.request_id
+        plan.note("preempted", group, reason=cause, num_tokens=num_kept, by=taker)
         if cause != "class":
             self._capacity.note_preemption(plan.step)
-        self._roster.preempt(group, is_kept=is_kept)
+        self._roster.preempt(group, cause, is_kept=is_kept)

@@ -14,7 +14,7 @@ from quire_engine.scheduling.blocks import PageTable, PrefixMatch, SequenceKV
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.policies import OrderPolicy
 from quire_engine.scheduling.sequence import Group, Sequence
-from quire_engine.types import GenerationRequest
+from quire_engine.types import PREEMPTION_CAUSES, GenerationRequest, PreemptionCause
 
 
 class Roster:
@@ -28,6 +28,7 @@ class Roster:
         self.sequences: dict[int, Sequence] = {}  # unfinished ones, by id
         self.num_running = 0  # sequences of running groups
         self.total_preemptions = self.total_recomputed_tokens = 0
+        self.total_preemptions_by_cause: dict[PreemptionCause, int] = dict.fromkeys(PREEMPTION_CAUSES, 0)
         self._kv = kv
         self._order = order
         self._arrivals = count()
@@ -71,7 +72,7 @@ class Roster:
         self.waiting.remove(group)
         insort(self.running, group, key=self._order.key)
 
-    def preempt(self, group: Group, *, is_kept: bool = False) -> None:
+    def preempt(self, group: Group, cause: PreemptionCause, *, is_kept: bool = False) -> None:
         """Free a running group's blocks and put it back into its old place in the waiting queue.
 
         `is_kept`: its blocks are swapped out already.
@@ -81,6 +82,7 @@ class Roster:
             for sequence in group.sequences:
                 self._kv.release(sequence)
         self.total_preemptions += 1
+        self.total_preemptions_by_cause[cause] += 1
         self.num_running -= len(group.sequences)
         self.running.remove(group)
         insort(self.waiting, group, key=self._order.key)

@@ -392,7 +392,7 @@ class Scheduler:
         group.note_starved()
         if group.num_starved > MAX_STARVED:
             return self._fail_all(group, "the device has no memory left to compute this request")
-        self._roster.preempt(group)
+        self._roster.preempt(group, "device")
         if self._log is not None:
             self._log.starved(group, step)
         return []

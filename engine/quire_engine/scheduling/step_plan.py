@@ -23,6 +23,7 @@ class Decision:
     request_id: str
     reason: str = ""  # "waits": a WaitReason; "preempted": a PreemptionCause
     num_tokens: int = 0  # "enters": cached or swapped-in tokens; "preempted": swapped-out tokens
+    by: str = ""  # "preempted": the request that needed the blocks or slots; empty where it was this one itself
 
 
 class StepPlan:
@@ -46,10 +47,10 @@ class StepPlan:
         if copy is not None:
             self._copies[sequence] = copy
 
-    def note(self, kind: DecisionKind, group: Group, *, reason: str = "", num_tokens: int = 0) -> None:
+    def note(self, kind: DecisionKind, group: Group, *, reason: str = "", num_tokens: int = 0, by: str = "") -> None:
         """Record a decision for the step log."""
         request_id = group.request.request_id
-        self.decisions.append(Decision(kind=kind, request_id=request_id, reason=reason, num_tokens=num_tokens))
+        self.decisions.append(Decision(kind=kind, request_id=request_id, reason=reason, num_tokens=num_tokens, by=by))
 
     def limit(self, num_tokens: int) -> None:
         """Limit the rest of the budget."""

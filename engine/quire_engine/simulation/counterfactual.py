@@ -6,14 +6,14 @@ Promises: requests keep their arrival times, their actual lengths and their comm
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from quire_engine.errors import ConfigError
 from quire_engine.simulation.contents import Contents
 from quire_engine.simulation.cost_model import CostModel
 from quire_engine.simulation.fitting import fit_all
 from quire_engine.simulation.recorded import Recording
-from quire_engine.simulation.report import Distribution
+from quire_engine.simulation.report import Distribution, Report
 from quire_engine.simulation.traces import TraceRow
 
 
@@ -62,11 +62,24 @@ def _numbered(blocks: Iterable[tuple[int, ...]], numbers: dict[tuple[int, tuple[
         yield number
 
 
-def measured(recording: Recording) -> Distribution:
-    """Times to the first token: from arrival to the result of the step that computed the end of the prompt."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The figures of a log that a simulation has too; times in seconds."""
+
+    ttft: Distribution  # from arrival to the result of the step that computed the end of the prompt
+    e2e: Distribution  # from arrival to the result of the step in which the last choice ended
+    busy_seconds: float  # the durations of all steps
+    steps: int  # that computed something
+    preemptions: int
+    peak_blocks: int
+
+
+def measured(recording: Recording) -> Measured:
+    """The figures of the recorded steps."""
     arrived: dict[str, float] = {}
     prompts: dict[str, int] = {}
     first: dict[str, float] = {}
+    last: dict[str, float] = {}
     for entry in recording.entries:
         if entry.kind == "submit":
             asked = entry.plain["request"]
@@ -76,4 +89,53 @@ def measured(recording: Recording) -> Distribution:
             for name, _, start, num_tokens in entry.plain["slices"]:
                 if name not in first and start + num_tokens >= prompts.get(name, 1 << 62):
                     first[name] = float(entry.plain["applied_at"])
-    return Distribution.of([at - arrived[name] for name, at in first.items()])
+            last |= {name: float(entry.plain["applied_at"]) for name, *_ in entry.plain["ends"] if name in arrived}
+    steps = list(recording.steps)
+    decided = [decision["kind"] for step in steps for decision in step.get("decisions", ())]
+    return Measured(
+        ttft=Distribution.of([at - arrived[name] for name, at in first.items()]),
+        e2e=Distribution.of([at - arrived[name] for name, at in last.items()]),
+        busy_seconds=sum(float(step["seconds"]) for step in steps),
+        steps=sum(1 for step in steps if step["slices"]),
+        preemptions=decided.count("preempted") + sum(len(step.get("starved", ())) for step in steps),
+        peak_blocks=max((int(step.get("blocks_used", 0)) for step in steps), default=0),
+    )
+
+
+BASE_TOLERANCE = 0.2  # as a share of the larger figure: as far as simulated and live servers were apart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseFigure:
+    """A figure of the recorded settings, as it was recorded and as it is simulated."""
+
+    name: str
+    recorded: float
+    simulated: float
+    is_time: bool  # in seconds; else a count
+
+    @property
+    def differs(self) -> bool:
+        """By more than `BASE_TOLERANCE`, and by more than a millisecond or one."""
+        larger, apart = max(self.recorded, self.simulated), abs(self.recorded - self.simulated)
+        return apart > max(BASE_TOLERANCE * larger, 0.001 if self.is_time else 1.0)
+
+
+def base_figures(known: Measured, base: Report) -> list[BaseFigure]:
+    """The figures of a recorded run beside those of a simulation with its settings, where both have them."""
+    figures: list[tuple[str, float | None, float | None, bool]] = [
+        (f"{name} {statistic}", getattr(getattr(known, name), statistic), base.value(name, statistic), True)
+        for name in ("ttft", "e2e")
+        for statistic in ("p50", "p95")
+    ]
+    figures += [
+        ("computing", known.busy_seconds, base.busy * base.seconds, True),
+        ("steps", known.steps, base.steps, False),
+        ("preemptions", known.preemptions, base.preemptions, False),
+        ("peak blocks", known.peak_blocks, base.peak_blocks, False),
+    ]
+    return [
+        BaseFigure(name=name, recorded=recorded, simulated=simulated, is_time=is_time)
+        for name, recorded, simulated, is_time in figures
+        if recorded is not None and simulated is not None
+    ]

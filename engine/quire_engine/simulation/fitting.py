@@ -7,8 +7,8 @@ know: torch.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import combinations
 from statistics import fmean, median
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from quire_engine.errors import ConfigError
 from quire_engine.simulation.cost_model import CostModel, StepSizes
 
+LARGEST_ERROR = 0.15  # of a cost model that a simulation may rest on
 _HELD_OUT = 0.2
 _ROUNDS = 12  # rounds of reweighting
 _HUBER = 1.5  # residuals above so many robust deviations are weighted down
@@ -42,16 +43,41 @@ class FitError:
     prompt_median: float
     prompt_mean: float
 
+    @property
+    def largest(self) -> float:
+        """The larger of the two means: a load has steps of both kinds.
+
+        It judges a cost model. The median would not do: it stays small where another process delays a third of the
+        steps.
+        """
+        return max(self.decode_mean, self.prompt_mean)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> FitError:
+        """From the entry `fit_error` of a calibration file. Raises ConfigError."""
+        try:
+            numbers: dict[str, Any] = {one.name: float(plain[one.name]) for one in fields(cls)}
+            return cls(**numbers)
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError("the calibration's fit_error is none; `quire calibrate` writes another") from None
+
     def as_plain(self) -> dict[str, Any]:
         return asdict(self)
 
+    def __str__(self) -> str:
+        return f"mean error on held-out steps {self.decode_mean:.1%} of decodes, {self.prompt_mean:.1%} with prompts"
+
 
 def fit(samples: Sequence[Sample], *, seed: int = 0) -> tuple[CostModel, FitError]:
-    """A model of all samples, and the error on a fifth of them of a model of the others. Raises ConfigError."""
+    """A model of all samples, and the error on a fifth of each kind of a model of the others. Raises ConfigError."""
     shuffled = list(samples)
     random.Random(seed).shuffle(shuffled)
-    held = max(1, round(_HELD_OUT * len(shuffled)))
-    return fit_all(samples), error_of(fit_all(shuffled[held:]), shuffled[:held])
+    held: list[Sample] = []
+    for of_prompts in (False, True):
+        kind = [one for one in shuffled if one.sizes.has_prompts == of_prompts]
+        held += kind[: max(1, round(_HELD_OUT * len(kind)))]
+    known = {id(one) for one in held}
+    return fit_all(samples), error_of(fit_all([one for one in shuffled if id(one) not in known]), held)
 
 
 def error_of(model: CostModel, samples: Sequence[Sample]) -> FitError:

@@ -1,7 +1,7 @@
 """`quire calibrate`: measures what steps take on this machine, for `quire simulate` and `quire plan`.
 
-Promises: exit code 0 when a file was written, 1 when the model cannot be measured, 2 for flags that cannot work. Must
-not know: torch.
+Promises: exit code 0 when a file was written, 1 when the model cannot be measured or the error on held-out steps is too
+large, 2 for flags that cannot work. Must not know: torch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rich.table import Table
 
 from quire_engine.errors import ConfigError, QuireError
 from quire_engine.simulation.cost_model import cost_model
+from quire_engine.simulation.fitting import LARGEST_ERROR, FitError
 from quire_server.checkpoint.locate import localized
 from quire_server.commands.showing.terminal import (
     BAD_USAGE,
@@ -56,8 +57,14 @@ def run(argv: Sequence[str]) -> int:
         return complain("calibrate", str(error), FAILED)
     queue = {name: getattr(settings, name) for name in ("max_num_queued_reqs", "max_num_queued_tokens")}
     found["settings"].update(queue)
-    given.out.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
     print_calibration(found, wide_console())
+    fit_error = FitError.from_plain(found["fit_error"])
+    if fit_error.largest > LARGEST_ERROR and not given.force:
+        reason = (
+            f"{fit_error}, more than {LARGEST_ERROR:.0%}: what else runs here delays the steps, or --seconds is short"
+        )
+        return complain("calibrate", f"nothing is written: {reason}; --force writes {given.out} all the same", FAILED)
+    given.out.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
     print(f"written to {given.out}")
     return DONE
 
@@ -74,6 +81,9 @@ def _parser() -> argparse.ArgumentParser:
         "--seconds", type=above_0("seconds", most=86400), default=60.0, metavar="S", help="time to measure [60]"
     )
     parser.add_argument("--out", type=Path, default=Path(DEFAULT_COST), metavar="FILE", help=f"[{DEFAULT_COST}]")
+    parser.add_argument(
+        "--force", action="store_true", help=f"write also with a mean error above {LARGEST_ERROR:.0%} on held-out steps"
+    )
     return parser
 
 

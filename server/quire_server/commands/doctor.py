@@ -7,8 +7,10 @@ read or the flags cannot work.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from urllib.error import URLError
 from urllib.request import Request, urlopen
@@ -17,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quire_engine.errors import ConfigError
+from quire_engine.simulation.cost_model import read_cost
 from quire_engine.simulation.slo import parse_slo
 from quire_server.commands.diagnosis.causes import Diagnosis, diagnose
 from quire_server.commands.diagnosis.scrapes import Scrape, Window, read_scrape
@@ -31,11 +34,13 @@ from quire_server.commands.showing.terminal import (
     duration,
     wide_console,
 )
+from quire_server.settings.sources import admin_key_of_environment
 
 DEFAULT_SLO = "ttft_p95=2s,itl_p95=200ms"
 _EVERY = 1.0  # seconds between scrapes: gauges change faster than counters matter
 _TIMEOUT = 10.0
 _MOST_BYTES = 16 << 20
+_STEPS = 256  # the most in one answer
 
 
 def run(argv: Sequence[str]) -> int:
@@ -43,6 +48,7 @@ def run(argv: Sequence[str]) -> int:
     given = _parser().parse_args(argv)
     try:
         slo = parse_slo(given.slo)
+        cost = read_cost(given.cost)[0] if given.cost else None
         headers = {"Authorization": f"Bearer {given.api_key}"} if given.api_key else {}
         url = (given.url or _found()).rstrip("/")
         if not url.startswith(("http://", "https://")):
@@ -51,7 +57,8 @@ def run(argv: Sequence[str]) -> int:
         scrapes = watch(lambda: fetch(f"{url}/metrics", headers), seconds=given.seconds)
     except ConfigError as error:
         return complain("doctor", str(error), BAD_USAGE)
-    window = Window([Scrape(at=scrapes[0].at, samples={}), *scrapes] if given.since_start else scrapes)
+    told = [Scrape(at=scrapes[0].at, samples={}), *scrapes] if given.since_start else scrapes
+    window = Window(told, cost=cost, takers=takers(url, given.admin_api_key or admin_key_of_environment()))
     found = diagnose(window, slo)
     print_diagnosis(found, window, wide_console())
     return DONE if found.ok and not found.causes else FAILED
@@ -70,7 +77,16 @@ def _parser() -> argparse.ArgumentParser:
         "--seconds", type=above_0("seconds", most=3600), default=10.0, metavar="S", help="time to look [10]"
     )
     parser.add_argument("--since-start", action="store_true", help="all since the server's start, not this time alone")
+    parser.add_argument(
+        "--cost", metavar="FILE", help="its calibration: a quantised model's steps are held against it [not]"
+    )
     parser.add_argument("--api-key", metavar="KEY", help="if the server needs one")
+    parser.add_argument(
+        "--admin-api-key",
+        default="",
+        metavar="KEY",
+        help="to name the requests that took others' blocks, where it needs one; or QUIRE_ADMIN_API_KEY",
+    )
     return parser
 
 
@@ -90,6 +106,16 @@ def fetch(url: str, headers: dict[str, str]) -> str:
     except (URLError, OSError, ValueError) as error:
         raise ConfigError(f"{url} cannot be read: {error}") from None
     return text.decode(errors="replace")
+
+
+def takers(url: str, admin_key: str) -> dict[str, int]:
+    """How often the last steps preempted a request for each of these; empty where the server does not tell."""
+    headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
+    try:
+        steps = json.loads(fetch(f"{url}/debug/steps?limit={_STEPS}", headers))["steps"]
+        return Counter(one["by"] for step in steps for one in step["decisions"] if one.get("by"))
+    except (ConfigError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def watch(

@@ -20,6 +20,7 @@ from rich.console import Console
 from quire_engine.demo import demo_model_path
 from quire_engine.errors import ConfigError, ModelLoadError
 from quire_engine.simulation.cost_model import read_cost
+from quire_engine.simulation.fitting import FitError
 from quire_engine.simulation.search import Search, default_grid
 from quire_engine.simulation.setup import parse_settings, setup
 from quire_engine.simulation.slo import parse_slo
@@ -94,6 +95,7 @@ def _search(given: argparse.Namespace, argv: Sequence[str], console: Console) ->
     gc.set_threshold(100_000)
     slo, rows = parse_slo(given.slo), asked_trace(given)
     cost, plain = read_cost(given.cost or DEFAULT_COST)
+    fit_error = FitError.from_plain(plain["fit_error"]) if "fit_error" in plain else None
     base = setup(plain, cost).with_settings(parse_settings(given.set))
     if given.candidates < 1:
         raise ConfigError("--candidates must be at least 1")
@@ -116,12 +118,14 @@ def _search(given: argparse.Namespace, argv: Sequence[str], console: Console) ->
         trace=given.trace.name,
         date=time.strftime("%Y-%m-%d"),
         machine=cost.origin,
+        error=fit_error,
         command=shlex.join(["quire", "plan", *argv]),
     )
     text = section(plan, about)
     console.print(text, highlight=False, markup=False)
     if given.json is not None:
-        given.json.write_text(json.dumps(asdict(plan), indent=1) + "\n", encoding="utf-8")
+        told = {"fit_error": None if fit_error is None else fit_error.as_plain()}
+        given.json.write_text(json.dumps(asdict(plan) | told, indent=1) + "\n", encoding="utf-8")
     if given.write is not None:
         changed = write(given.write, text)
         print(f"written to {given.write}" if changed else f"{given.write} says so already", file=sys.stderr)

@@ -15,10 +15,18 @@ from rich.table import Table
 
 from quire_engine.errors import ConfigError
 from quire_engine.simulation.cost_model import read_cost
-from quire_engine.simulation.counterfactual import fitted_cost, load_of, measured
+from quire_engine.simulation.counterfactual import (
+    BASE_TOLERANCE,
+    BaseFigure,
+    Measured,
+    base_figures,
+    fitted_cost,
+    load_of,
+    measured,
+)
 from quire_engine.simulation.recorded import Recording, read_log
 from quire_engine.simulation.replaying import replay
-from quire_engine.simulation.report import Distribution, Report, report
+from quire_engine.simulation.report import Report, report
 from quire_engine.simulation.setup import Setup, parse_settings
 from quire_engine.simulation.simulator import simulate
 from quire_server.commands.showing.terminal import BAD_USAGE, DONE, FAILED, Parser, complain, duration, wide_console
@@ -87,11 +95,13 @@ def _counterfactual(recording: Recording, given: argparse.Namespace, console: Co
     as_recorded = replace(Setup(cost=cost), scheduler=recording.config, max_num_queued_reqs=len(rows))
     changed = as_recorded.with_settings(parse_settings(given.set))
     before, after = report(simulate(as_recorded, rows)), report(simulate(changed, rows))
-    print_beside(measured(recording), before, after, ", ".join(given.set) or "unchanged", console)
+    known = measured(recording)
+    print_beside(known, before, after, ", ".join(given.set) or "unchanged", console)
+    warn_of_base(base_figures(known, before), console)
     return DONE
 
 
-def print_beside(ttft: Distribution, before: Report, after: Report, what: str, console: Console) -> None:
+def print_beside(known: Measured, before: Report, after: Report, what: str, console: Console) -> None:
     """The recorded settings and the others, both simulated; what was measured to judge the simulation by."""
     table = Table(title=f"{before.served:,} recorded requests", title_justify="left")
     table.add_column("")
@@ -100,15 +110,32 @@ def print_beside(ttft: Distribution, before: Report, after: Report, what: str, c
     for quantity in ("ttft", "itl", "e2e", "queue"):
         for statistic in ("p50", "p95", "p99"):
             old, new = before.value(quantity, statistic), after.value(quantity, statistic)
-            known = getattr(ttft, statistic) if quantity == "ttft" else None
+            live = getattr(getattr(known, quantity, None), statistic, None)
             ratio = f"{new / old:.3g}" if old and new is not None else "-"
-            table.add_row(f"{quantity} {statistic}", duration(known), duration(old), duration(new), ratio)
-    for name, old_count, new_count in (
-        ("preemptions", before.preemptions, after.preemptions),
-        ("peak blocks", before.peak_blocks, after.peak_blocks),
-        ("steps", before.steps, after.steps),
-    ):
-        table.add_row(
-            name, "", f"{old_count:,}", f"{new_count:,}", f"{new_count / old_count:.3g}" if old_count else "-"
-        )
+            table.add_row(f"{quantity} {statistic}", duration(live), duration(old), duration(new), ratio)
+    for name in ("preemptions", "peak_blocks", "steps"):
+        live, old, new = (getattr(one, name) for one in (known, before, after))
+        ratio = f"{new / old:.3g}" if old else "-"
+        table.add_row(name.replace("_", " "), f"{live:,}", f"{old:,}", f"{new:,}", ratio)
     console.print(table)
+
+
+def warn_of_base(figures: Sequence[BaseFigure], console: Console) -> None:
+    """Say by how much the simulation of the recorded settings misses the recorded run, if it does."""
+    wrong = [one for one in figures if one.differs]
+    if not wrong:
+        return
+    console.print(
+        "[yellow]warning[/yellow]: the simulated base is not the recorded run:"
+        f" more than {BASE_TOLERANCE:.0%} apart in",
+        highlight=False,
+    )
+    for one in wrong:
+        recorded, simulated = (
+            duration(value) if one.is_time else f"{value:,.0f}" for value in (one.recorded, one.simulated)
+        )
+        change = f" ({one.simulated / one.recorded - 1:+.0%})" if one.recorded else ""
+        console.print(f"  {one.name}: {recorded} recorded, {simulated} simulated{change}", highlight=False)
+    console.print(
+        "compare the other settings with the simulated column alone, and trust their ratio no further than that"
+    )

@@ -25,6 +25,7 @@ POLL_SECONDS = 0.5
 TIMEOUT = 15.0  # seconds for an answer, which the engine gives between two steps
 _KEY_HINT = " Give this command the server's admin key: --admin-api-key KEY or QUIRE_ADMIN_API_KEY."
 _SHOWN = 8  # characters of a request's id
+_MOST_HOLDERS = 3  # requests named as holders of blocks
 _WAITS = {
     "kv": ("its prompt needs more free blocks than there are", "capacity: the whole prompt, or nothing"),
     "slots": ("as many sequences run as may", "--max-num-seqs"),
@@ -35,6 +36,7 @@ _PREEMPTIONS = {
     "blocks": ("a running request grows and finds no free block", "victim policy"),
     "elder": ("the elder needs blocks or a slot", "elder rule"),
     "class": ("a higher class needs what it had", "service classes"),
+    "share": ("its tenant held more than its share, which another one claims", "fair queueing"),
     "device": ("the device had no memory to compute it", "starved"),
 }
 
@@ -175,7 +177,7 @@ def narrate(step: dict[str, Any], *, since: float) -> Iterator[str]:
         f"  running {step['running']}  waiting {step['waiting']}  blocks {step['blocks_used']}"
     )
     for decision in step["decisions"]:
-        yield f"  {_decision(decision)}"
+        yield f"  {_decision(decision, holders(slices))}"
     for source, target in step["copies"]:
         yield f"  copy       block {source} to {target}: two sequences go on in it differently  [copy on write]"
     if any(step.get("swaps", ())):
@@ -193,7 +195,16 @@ def narrate(step: dict[str, Any], *, since: float) -> Iterator[str]:
         yield f"  ends       {_name(request_id, choice)} after {said} tokens  [{why}]"
 
 
-def _decision(decision: dict[str, Any]) -> str:
+def holders(slices: Sequence[Sequence[Any]]) -> list[str]:
+    """The requests of a step with the largest contexts, as they are shown: so much of the KV cache is theirs."""
+    contexts: dict[str, int] = {}
+    for request_id, _, start, size in slices:
+        contexts[request_id] = contexts.get(request_id, 0) + start + size
+    largest = sorted(contexts.items(), key=lambda one: -one[1])[:_MOST_HOLDERS]
+    return [f"{_name(request_id)} ({tokens:,} tokens)" for request_id, tokens in largest]
+
+
+def _decision(decision: dict[str, Any], held_by: Sequence[str]) -> str:
     name, reason = _name(decision["request_id"]), decision["reason"]
     match decision["kind"]:
         case "elder":
@@ -204,11 +215,13 @@ def _decision(decision: dict[str, Any]) -> str:
             return f"enters     {name}: a slot, blocks and tokens are there{found}  [admission]"
         case "waits":
             why, rule = _WAITS.get(reason, (reason, "queue"))
-            return f"waits      {name}: {why}  [{rule}]"
+            held = f", held by {', '.join(held_by)}" if reason == "kv" and held_by else ""
+            return f"waits      {name}: {why}{held}  [{rule}]"
         case "preempted":
             why, rule = _PREEMPTIONS.get(reason, (reason, "preemption"))
             kept = f", {decision['num_tokens']} computed tokens are kept" if decision["num_tokens"] else ""
-            return f"preempted  {name}: {why}{kept}  [{rule}]"
+            taker = f", for {_name(decision['by'])}" if decision.get("by") else ""
+            return f"preempted  {name}: {why}{taker}{kept}  [{rule}]"
     return f"{decision['kind']:<10} {name}: {reason}  [{decision['kind']}]"
 
 

@@ -227,6 +227,11 @@ class Connection(HttpToolsProtocol):
         """Bytes of replies that the client has not received yet."""
         return 0 if self.transport is None else waiting_bytes(self.transport)
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether a reply waits for the client to read."""
+        return self._write_clock is not None and self._write_clock.is_waiting
+
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._write_clock is None:

@@ -33,6 +33,7 @@ class Listening:
     port: int | None  # the actual one; None for a Unix socket
     stop: Callable[[bool], None]
     bytes_waiting: Callable[[], int]  # bytes of replies that clients have not received
+    num_stalled: Callable[[], int]  # connections whose reply waits for the client to read
 
     @property
     def where(self) -> str:
@@ -111,9 +112,15 @@ async def serve(
         connections = server.server_state.connections
         return sum(each.bytes_waiting for each in connections if isinstance(each, Connection))
 
+    def num_stalled() -> int:
+        connections = server.server_state.connections
+        return sum(each.is_stalled for each in connections if isinstance(each, Connection))
+
     def started() -> None:
         address, port = _address(sock, "http" if tls is None else "https")
-        on_started(Listening(address=address, port=port, stop=stop, bytes_waiting=bytes_waiting))
+        on_started(
+            Listening(address=address, port=port, stop=stop, bytes_waiting=bytes_waiting, num_stalled=num_stalled)
+        )
 
     server = _Server(config, started)
     try:

@@ -195,6 +195,11 @@ class WriteClock:
             self._waiting = waiting_bytes(self._transport)
             self._timer = self._loop.call_later(self._pace.seconds, self._end)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether data waits for the client to read."""
+        return self._timer is not None
+
     def stop(self) -> None:
         """No data waits, or the client has disconnected."""
         if self._timer is not None:

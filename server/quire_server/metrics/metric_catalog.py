@@ -11,7 +11,7 @@ from importlib.metadata import version
 from typing import Literal
 
 from quire_engine.config import EnginePlan
-from quire_engine.types import WAIT_REASONS, EngineStats
+from quire_engine.types import PREEMPTION_CAUSES, WAIT_REASONS, EngineStats
 from quire_server.metrics.metric_values import Counter, Values
 from quire_server.metrics.prefill_cost import PrefillCost
 from quire_server.metrics.samples import Window
@@ -86,6 +86,7 @@ class RequestMetrics:
             "Between two tokens of a choice, seconds.",
             TOKEN_SECONDS,
             alias="vllm:inter_token_latency_seconds",
+            old="vllm:time_per_output_token_seconds",
         )
         self.tpot = values.histogram(
             "quire_request_time_per_output_token_seconds",
@@ -104,6 +105,7 @@ class RequestMetrics:
             "From arrival in the engine to the first step, seconds.",
             REQUEST_SECONDS,
             alias="vllm:request_queue_time_seconds",
+            old="vllm:time_in_queue_requests",
         )
         self.kv_wait = values.histogram(
             "quire_request_kv_wait_seconds", "At the head of the queue for want of KV blocks, seconds.", REQUEST_SECONDS
@@ -200,8 +202,9 @@ class EngineMetrics:
         )
         self.usage = values.gauge(
             "quire_kv_cache_usage_ratio",
-            "KV blocks held by sequences over all blocks, 0 to 1; cached blocks nobody holds do not count.",
+            "KV blocks held by sequences over all blocks, 0 to 1; cached blocks that no sequence holds do not count.",
             alias="vllm:kv_cache_usage_perc",
+            old="vllm:gpu_cache_usage_perc",
         )
         self.blocks = values.gauge(
             "quire_kv_blocks",
@@ -211,7 +214,7 @@ class EngineMetrics:
         )
         self.blocks_held = values.gauge(
             "quire_kv_blocks_held",
-            "Used KV blocks by who holds them: shared by several sequences, or one sequence's own.",
+            "Used KV blocks by holder: shared by several sequences, or one sequence's own.",
             ("by",),
             children=[("several",), ("one",)],
         )
@@ -249,9 +252,16 @@ class EngineMetrics:
         )
         self.preempted = values.counter(
             "quire_preemptions",
-            "Requests that lost their KV blocks to an older one, by what became of what they held.",
+            "Requests that lost their KV blocks to another one, by what became of what they held.",
             ("mode",),
             children=[("recompute",), ("swap",)],
+        )
+        self.preempted_by_cause = values.counter(
+            "quire_preemptions_by_cause",
+            "Preemptions by the beneficiary: a running request that grew (blocks), the elder, or an interactive request"
+            " (class); device: the device had no memory for the step.",
+            ("cause",),
+            children=[(cause,) for cause in PREEMPTION_CAUSES],
         )
         self._alias_preempted = values.counter(None, "Requests that were preempted.", alias="vllm:num_preemptions")
         self.swapped_bytes = values.counter(
@@ -270,9 +280,23 @@ class EngineMetrics:
             "quire_prefix_cache_query_tokens",
             "Prompt tokens looked up in the prefix cache.",
             alias="vllm:prefix_cache_queries",
+            old="vllm:gpu_prefix_cache_queries",
         )
         self.hit_tokens = values.counter(
-            "quire_prefix_cache_hit_tokens", "Of those, tokens found.", alias="vllm:prefix_cache_hits"
+            "quire_prefix_cache_hit_tokens",
+            "Of those, tokens found.",
+            alias="vllm:prefix_cache_hits",
+            old="vllm:gpu_prefix_cache_hits",
+        )
+        self._old_hit_rate = values.gauge(
+            None,
+            "Prompt tokens found in the prefix cache over those looked up, since the start; 0 before the first.",
+            old="vllm:gpu_prefix_cache_hit_rate",
+        )
+        self._old_host_usage = values.gauge(
+            None,
+            "KV blocks in the host's memory that swapped sequences use, over all of them; 0 without swap space.",
+            old="vllm:cpu_cache_usage_perc",
         )
         self.evictions = values.counter("quire_kv_evictions", "Cached KV blocks whose content was dropped for reuse.")
         self.blocks_taken = values.counter(
@@ -288,7 +312,7 @@ class EngineMetrics:
         )
         self.padded = values.counter(
             "quire_engine_padding_rows",
-            "Rows that steps computed for nobody, so that they have one of few sizes; 0 on a CPU.",
+            "Rows without a token that pad steps to one of few sizes; 0 on a CPU.",
         )
         self.recomputed = values.counter(
             "quire_recomputed_tokens", "Tokens computed once more, since a preemption had lost their KV blocks."
@@ -307,6 +331,7 @@ class EngineMetrics:
             _Total(self.preempted, "recompute"),
             _Total(self.preempted, "swap"),
             _Total(self._alias_preempted),
+            *(_Total(self.preempted_by_cause, cause) for cause in PREEMPTION_CAUSES),
             _Total(self.swapped_bytes, "out"),
             _Total(self.swapped_bytes, "in"),
             _Total(self.query_tokens),
@@ -338,6 +363,7 @@ class EngineMetrics:
                 stats.total_preemptions - swaps,
                 swaps,
                 stats.total_preemptions,
+                *(stats.total_preemptions_by_cause.get(cause, 0) for cause in PREEMPTION_CAUSES),
                 stats.total_swapped_out_blocks * self._bytes_per_block,
                 stats.total_swapped_in_blocks * self._bytes_per_block,
                 stats.total_prefix_query_tokens,
@@ -411,6 +437,9 @@ class EngineMetrics:
             ("free", stats.host_blocks_total - held),
         ):
             self.host_blocks.set(blocks, state)
+        self._old_host_usage.set(stats.host_blocks_used / stats.host_blocks_total if stats.host_blocks_total else 0.0)
+        looked_up = self.query_tokens.get()
+        self._old_hit_rate.set(self.hit_tokens.get() / looked_up if looked_up else 0.0)
         self.slots_allocated.set(stats.slots_allocated)
         self.slots_unused.set(stats.slots_unused)
         self.efficiency.set(1.0 - stats.slots_unused / stats.slots_allocated if stats.slots_allocated else 1.0)
@@ -448,7 +477,7 @@ class _Total:
 
 
 class MinuteMetrics:
-    """Gauges over the last minute, updated each second."""
+    """Gauges over the last minute, or less where their text says so, updated each second."""
 
     def __init__(self, values: Values) -> None:
         self.efficiency = values.gauge(
@@ -489,8 +518,21 @@ class MinuteMetrics:
             children=[("longest",), ("max_model_len",)],
         )
 
-    def show(self, window: Window, *, peak: int, static_longest: int, static_full: int) -> None:
-        """Set the gauges from the last minute."""
+        self._old_prompt_rate = values.gauge(
+            None,
+            "Prompt tokens computed a second, over the last ten seconds.",
+            old="vllm:avg_prompt_throughput_toks_per_s",
+        )
+        self._old_generation_rate = values.gauge(
+            None,
+            "Tokens generated a second, over the last ten seconds.",
+            old="vllm:avg_generation_throughput_toks_per_s",
+        )
+
+    def show(self, window: Window, lately: Window, *, peak: int, static_longest: int, static_full: int) -> None:
+        """Set the gauges from the last minute, and those of the last ten seconds from `lately`."""
+        self._old_prompt_rate.set(lately.rate("prefilled"))
+        self._old_generation_rate.set(lately.rate("generated"))
         self.peak.set(peak)
         self.static_blocks.set(static_longest, "longest")
         self.static_blocks.set(static_full, "max_model_len")
@@ -519,6 +561,7 @@ class PlanMetrics:
                 "device",
                 "dtype",
                 "quantization",
+                "kv_cache_dtype",
                 "kernels",
                 "cpu_variant",
                 "num_threads",
@@ -564,10 +607,20 @@ class PlanMetrics:
         self.kernels_replaced = values.gauge(
             "quire_kernels_replaced", "1 for each op that failed its check at start: a slower one serves.", ("op",)
         )
+        self.quantization_kl = values.gauge(
+            "quire_quantization_mean_kl_nats",
+            "Loss by quantisation as `quire eval-quant` measured it: mean KL of the next token from bf16's; absent"
+            " where it was not measured, nats.",
+            children=(),
+        )
         self.load_seconds = values.gauge("quire_model_load_seconds", "Time the last start of the engine took, seconds.")
 
-    def observe(self, plan: EnginePlan) -> None:
+    def observe(self, plan: EnginePlan, mean_kl: float | None) -> None:
+        """Set all from a plan. `mean_kl`: of its quantisation, in nats, where it was measured."""
         scheduler = plan.scheduler
+        self.quantization_kl.values.clear()
+        if mean_kl is not None:
+            self.quantization_kl.set(mean_kl)
         self.model.values.clear()
         self.model.set(
             1,
@@ -576,6 +629,7 @@ class PlanMetrics:
             plan.device,
             plan.dtype,
             plan.quantization or "none",
+            plan.kv_cache_dtype,
             plan.kernels,
             plan.cpu_variant or "none",
             str(plan.num_threads),

@@ -75,9 +75,13 @@ class Histogram:
 
 
 class Values(Collector):
-    """All metrics of one server. What is exported under an alias has the label `engine` too, as vLLM's has."""
+    """All metrics of one server. What is exported under an alias has the label `engine` too, as vLLM's has.
 
-    def __init__(self, registry: CollectorRegistry, labels: dict[str, str]) -> None:
+    An `old` name is an alias that vLLM has given up and dashboards still read; all of them may be left out.
+    """
+
+    def __init__(self, registry: CollectorRegistry, labels: dict[str, str], *, old_names: bool = True) -> None:
+        self._old_names = old_names
         self._labels = labels
         self._alias_labels = labels | {"engine": "0"}
         self._exports: list[Callable[[], Metric]] = []
@@ -92,13 +96,14 @@ class Values(Collector):
         children: Sequence[tuple[str, ...]] | None = None,
         alias: str | None = None,
         alias_label: str | None = None,
+        old: str | None = None,
     ) -> Counter:
         """A counter; `name` is without the suffix `_total`, None if it is exported as an alias only.
 
         The `children` are exported from the start.
         """
         counter = Counter(children if children is not None else [()] if not labels else [])
-        for shown, constant, names in self._names(name, alias, labels, alias_label):
+        for shown, constant, names in self._names(name, alias, old, labels, alias_label):
             self._exports.append(
                 _export(CounterMetricFamily, shown, text, constant=constant, labels=names, children=counter.values)
             )
@@ -112,19 +117,22 @@ class Values(Collector):
         *,
         children: Sequence[tuple[str, ...]] | None = None,
         alias: str | None = None,
+        old: str | None = None,
     ) -> Gauge:
         """A gauge; without a `name` it is exported as an alias only."""
         gauge = Gauge(children if children is not None else [()] if not labels else [])
-        for shown, constant, names in self._names(name, alias, labels, None):
+        for shown, constant, names in self._names(name, alias, old, labels, None):
             self._exports.append(
                 _export(GaugeMetricFamily, shown, text, constant=constant, labels=names, children=gauge.values)
             )
         return gauge
 
-    def histogram(self, name: str, text: str, bounds: Sequence[float], *, alias: str | None = None) -> Histogram:
+    def histogram(
+        self, name: str, text: str, bounds: Sequence[float], *, alias: str | None = None, old: str | None = None
+    ) -> Histogram:
         """A histogram without labels of its own."""
         histogram = Histogram(bounds)
-        for shown, constant, _ in self._names(name, alias, (), None):
+        for shown, constant, _ in self._names(name, alias, old, (), None):
             self._exports.append(
                 _export(HistogramMetricFamily, shown, text, constant=constant, labels=(), children={(): histogram})
             )
@@ -144,12 +152,14 @@ class Values(Collector):
             yield export()
 
     def _names(
-        self, name: str | None, alias: str | None, labels: Sequence[str], alias_label: str | None
+        self, name: str | None, alias: str | None, old: str | None, labels: Sequence[str], alias_label: str | None
     ) -> Iterator[tuple[str, dict[str, str], tuple[str, ...]]]:
         if name is not None:
             yield name, self._labels, tuple(labels)
         if alias is not None:
             yield alias, self._alias_labels, (alias_label,) if alias_label is not None else tuple(labels)
+        if old is not None and self._old_names:
+            yield old, self._alias_labels, tuple(labels)
 
 
 class HistogramByLabel:

@@ -31,6 +31,8 @@ from quire_server.metrics.occupancy import Occupancy, StaticBatching
 from quire_server.metrics.request_record import CURRENT, Load, RequestBoard, RequestRecord
 from quire_server.metrics.usage import UsageBook
 
+_LATELY = 10.0  # seconds of the rates under vLLM's older names, as long as its own took
+
 
 def load_progress(values: Values) -> Gauge:
     """The gauge of the load's progress."""
@@ -63,12 +65,13 @@ class Metrics:
         max_model_len: int = 2048,
         tenants: Sequence[str] = (),
         usage: UsageBook | None = None,
+        old_names: bool = True,
     ) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
-        values = Values(self.registry, {"model_name": model_name})
+        values = Values(self.registry, {"model_name": model_name}, old_names=old_names)
         self._requests = RequestMetrics(values, max_model_len)
         self._engine = EngineMetrics(values)
         self._plan = PlanMetrics(values)
@@ -112,6 +115,10 @@ class Metrics:
             "quire_reply_bytes_waiting",
             "Bytes of replies that clients have not taken, in the server's buffers and the system's.",
         )
+        self.num_stalled: Callable[[], int] = lambda: 0  # read at each scrape
+        self._stalled = values.gauge(
+            "quire_http_connections_stalled", "Connections whose reply waits for the client to read."
+        )
         self._http_requests = values.counter(
             "quire_http_requests",
             "HTTP replies, by route template, method and status.",
@@ -124,7 +131,7 @@ class Metrics:
             "handler",
         )
         self._lost_lines = values.counter(
-            "quire_log_records_dropped", "Log lines that were lost, since nobody read the log in time."
+            "quire_log_records_dropped", "Log lines that were dropped, since the log was not read in time."
         )
         self.lost_log_lines: Callable[[], int] = lambda: 0  # called at each scrape
         self.usage = UsageBook(model_name) if usage is None else usage
@@ -169,9 +176,9 @@ class Metrics:
 
     # -- the engine
 
-    def observe_plan(self, plan: EnginePlan) -> None:
-        """The engine started with this plan."""
-        self._plan.observe(plan)
+    def observe_plan(self, plan: EnginePlan, mean_kl: float | None = None) -> None:
+        """The engine started with this plan. `mean_kl`: the measured loss of its quantisation; None: not measured."""
+        self._plan.observe(plan, mean_kl)
         self._engine.begin(plan)
         limits = plan.scheduler.limits
         self._load.static.max_size = limits.max_num_seqs
@@ -190,6 +197,7 @@ class Metrics:
         news = history.tick(time.monotonic(), time.time())
         self._minute.show(
             history.window(MINUTE),
+            history.window(_LATELY),
             peak=history.peak,
             static_longest=history.static_longest,
             static_full=history.static_full,
@@ -207,6 +215,7 @@ class Metrics:
         self._engine.show(time.monotonic())
         self._lost_lines.values[()] = float(self.lost_log_lines())
         self._waiting_bytes.set(self.bytes_waiting())
+        self._stalled.set(self.num_stalled())
         return generate_latest(self.registry)
 
 

@@ -52,6 +52,10 @@ async def explain_request(request_id: RequestId, request: Request) -> Response:
     """Why a request takes, or took, so long; a client's request with several prompts has several engine requests."""
     state = state_of(request)
     answer = msgspec.json.decode(await _ask(state, "request", ids=state.names.find(request_id)))
+    for one in answer["requests"]:
+        _named(state, one, "took_blocks")
+        for taker in one["took_blocks"]:
+            one["why"] = one["why"].replace(taker["request_id"], taker["client_id"] or taker["request_id"])
     return _json(msgspec.json.encode(_named(state, answer, "requests")))
 
 

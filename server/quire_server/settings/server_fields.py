@@ -112,6 +112,9 @@ class ServerFields(BaseModel):
     otlp_traces_endpoint: str | None = option(
         None, "Observing", "collector that gets a trace of each request (OTLP over HTTP); needs quire[otel]"
     )
+    vllm_old_metric_names: bool = option(
+        True, "Observing", "metrics also under names that vLLM gave up: gpu_cache_usage_perc"
+    )
     check_invariants: bool = option(False, "Observing", "audit the scheduler after every step, not only when idle")
     enable_fault_injection: FaultList = option(
         "",

@@ -425,7 +425,8 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_off("enable-layerwise-nvtx-tracing enable-logging-iteration-details", _TRACES),
     *_never("profiler-config", _TRACES, "json"),
     *_off("kv-cache-metrics cudagraph-metrics enable-mfu-metrics", "/metrics has what there is"),
-    *_any("kv-cache-metrics-sample show-hidden-metrics-for-version", "/metrics has what there is"),
+    *_any("kv-cache-metrics-sample", "/metrics has what there is"),
+    *_any("show-hidden-metrics-for-version", "--vllm-old-metric-names, on by default, shows the older names"),
     *_any("aggregate-engine-logging", "there is one engine", "switch"),
     *_any("fail-on-environ-validation", "VLLM_ variables that would change something are named at the start", "switch"),
     # -- Lifetime

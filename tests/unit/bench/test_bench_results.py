@@ -18,9 +18,11 @@ from quire_bench.measures import measure
 from quire_bench.records import Record, Run
 from quire_bench.report import print_report
 from quire_bench.results import SCHEMA, Collected, Results, command_line, describe, describe_machine, versions
-from quire_bench.servers import ServerInfo
+from quire_bench.servers import ServerInfo, read_kv_use
 from quire_bench.workload import LoadPoint
+from quire_server.metrics.metrics import Metrics
 from support.bench_runs import FACTS, LIMITS, WORKLOAD, run_with
+from support.exposition import PLAN, busy, without_aliases
 
 # -- what is written
 
@@ -100,6 +102,38 @@ def test_the_table():
     assert "this machine at its best, 2 threads" in text
     assert "quire at c=1: " in text
     assert "of read bandwidth in decode" in text
+
+
+def test_what_sharing_saved_and_preemptions_cost_is_the_growth_in_the_run():
+    """Read off a Quire server's own exposition; the second round's look is after a restart and does not count."""
+    metrics = Metrics("m")
+    metrics.observe_plan(PLAN)
+    totals = {
+        **{"total_prefix_query_tokens": 1000, "total_prefix_hit_tokens": 400, "total_blocks_taken": 70},
+        **{"total_preemptions": 3, "total_recomputed_tokens": 90},
+    }
+    metrics.observe_step(busy(**totals))
+    before = read_kv_use(metrics.render().decode())
+    metrics.observe_step(busy(**{name: 3 * total for name, total in totals.items()}))
+    after = read_kv_use(metrics.render().decode())
+    assert before is not None
+    assert after is not None
+    used = after.since(before)
+    assert used is not None
+    assert (used.looked_up, used.found, used.blocks_saved, used.blocks_taken) == (2000, 800, 800 // 16, 140)
+    assert (used.recomputed, used.preemptions) == (180, 6)
+    assert before.since(after) is None
+    assert read_kv_use(without_aliases(metrics.render()).decode().replace("quire_recomputed", "older")) is None
+    told = results()
+    told.points[0].servers[0].kv.extend([used, used])
+    text = report(told)
+    assert (
+        "quire at c=1: 1,600 of 4,000 prompt tokens (40%) were cached, 100 blocks saved and 280 taken; 360 of" in text
+    )
+    assert "were recomputed after 12 preemptions" in text
+    assert "quire at c=2: 1,600" not in text
+    raw = msgspec.json.decode(told.encode())["points"][0]["servers"][0]["kv"]
+    assert raw[0]["found"] == 800
 
 
 def test_the_table_tells_what_went_wrong():

@@ -96,7 +96,7 @@ class Inspection:
         if not lives:
             raise Unanswerable("there is no such request, or it ended too long ago")
         step = log.steps[-1].step_id if log.steps else 0
-        return {"requests": [explanation(life, step, log.now, log.steps) for life in lives], "step": step}
+        return {"requests": [explanation(life, step, log) for life in lives], "step": step}
 
     def kv(self, arguments: Arguments) -> object:
         """The pool: used, cached, free and shared blocks, fragmentation, and the blocks of each sequence."""
@@ -265,6 +265,7 @@ def engine_stats(kv: KVAllocator, roster: Roster, planner: Planner) -> EngineSta
         slots_unused=num_unused_slots([s for group in roster.running for s in group.sequences], kv.block_size),
         total_preemptions=roster.total_preemptions,
         total_preemptions_by_mode={"recompute": roster.total_preemptions, "swap": 0},
+        total_preemptions_by_cause=dict(roster.total_preemptions_by_cause),
         total_recomputed_tokens=roster.total_recomputed_tokens,
         total_prefix_query_tokens=admission.total_query_tokens,
         total_prefix_hit_tokens=admission.total_hit_tokens,

@@ -16,7 +16,7 @@ from quire_engine.types import FinishReason
 # end; preempted: until it enters again; recompute: until its next token; held: until its release; done: after its end.
 Phase = Literal["transit", "queue", "prefill", "decode", "preempted", "recompute", "held", "done"]
 PreemptionMode = Literal["recompute", "swap"]
-MOST_NOTES = 512  # chunks, preemptions and stalls kept per request; further ones are only counted
+MOST_NOTES = 512  # chunks, preemptions, stalls and waits kept per request; further ones are only counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,12 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """It lost its blocks: the step, the cause, and how the blocks come back."""
+    """It lost its blocks: the step, the cause, how the blocks come back, and the request that they were for."""
 
     step: int
     cause: str
     mode: PreemptionMode
+    by: str = ""  # empty where it needed them itself, or the device had no memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,7 @@ class RequestLife:
     stalls: list[Stall] = field(default_factory=list)
     num_stalls: int = 0
     kv_wait_seconds: float = 0.0
+    kv_wait_steps: list[int] = field(default_factory=list)  # steps with which a wait for blocks began
     sequences: dict[int, Sequence] = field(default_factory=dict)  # unfinished choices
     sequence_ids: list[int] = field(default_factory=list)  # of all choices
     _since: float = 0.0
@@ -115,6 +117,8 @@ class RequestLife:
 
     def wait(self, reason: str, step: int, now: float) -> None:
         """It does not run in this step, for this reason."""
+        if reason == "kv" and self.reason != "kv" and len(self.kv_wait_steps) < MOST_NOTES:
+            self.kv_wait_steps.append(step)
         self._change_phase("preempted" if self.phase in {"preempted", "recompute"} else "queue", reason, step - 1, now)
 
     def enter(self, num_cached_tokens: int, step: int, now: float) -> None:
@@ -142,13 +146,13 @@ class RequestLife:
             if len(self.stalls) < MOST_NOTES:
                 self.stalls.append(Stall(first, step - 1, now - since))
 
-    def preempt(self, cause: str, step: int, now: float, *, mode: PreemptionMode) -> None:
+    def preempt(self, cause: str, step: int, now: float, *, mode: PreemptionMode, by: str = "") -> None:
         """It loses its blocks and waits again."""
         if self.first_token_step is not None and self._stalled_at is None:
             self._stalled_at = step, now
         self.num_preemptions += 1
         if len(self.preemptions) < MOST_NOTES:
-            self.preemptions.append(Preemption(step, cause, mode))
+            self.preemptions.append(Preemption(step, cause, mode, by))
         self._change_phase("preempted", "", step - 1, now)
 
     def hold(self, step: int, now: float) -> None:

@@ -65,6 +65,17 @@ class StepLog:
         """(request_id, choice) of a sequence in one of the steps."""
         return self._names[sequence_id]
 
+    def contexts(self, step_id: int) -> dict[str, int]:
+        """The tokens that each request of a step attends to, over all its choices; empty if the step is forgotten."""
+        index = step_id - self.steps[0].step_id if self.steps else -1
+        found: dict[str, int] = {}
+        if 0 <= index < len(self.steps):
+            step = self.steps[index]
+            for sequence_id, start, size in zip(step.ids, step.starts, step.sizes or (1,) * len(step.ids), strict=True):
+                request_id = self._names[sequence_id][0]
+                found[request_id] = found.get(request_id, 0) + start + size
+        return found
+
     def added(self, group: Group, now: float) -> None:
         """A request was accepted."""
         self.settle()
@@ -213,7 +224,7 @@ class StepLog:
             life.wait(decision.reason, step_id, now)
         elif decision.kind == "preempted":
             mode: PreemptionMode = "swap" if decision.num_tokens else "recompute"
-            self._preempted(life, decision.reason, step_id, now, mode=mode)
+            self._preempted(life, decision.reason, step_id, now, mode=mode, by=decision.by)
         elif decision.kind == "elder" and life.elder_step is None:
             life.elder_step = step_id
 
@@ -244,10 +255,17 @@ class StepLog:
                 step.forced.append((output.request_id, output.choice, len(output.token_ids)))
 
     def _preempted(
-        self, life: RequestLife, cause: str, step_id: int, now: float, *, mode: PreemptionMode = "recompute"
+        self,
+        life: RequestLife,
+        cause: str,
+        step_id: int,
+        now: float,
+        *,
+        mode: PreemptionMode = "recompute",
+        by: str = "",
     ) -> None:
         self._num_computing_prompts -= life.is_computing_prompt
-        life.preempt(cause, step_id, now, mode=mode)
+        life.preempt(cause, step_id, now, mode=mode, by=by)
         self._newly_waiting.append(life)
 
     def _note_wait_reasons(self, step: Step, now: float) -> None:

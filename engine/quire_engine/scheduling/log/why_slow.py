@@ -5,12 +5,15 @@ The parts before the first token add up to the time to first token, and all part
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Values
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from quire_engine.scheduling.log.request_life import Phase, RequestLife, Spent
-from quire_engine.scheduling.log.step_log import Step
+from quire_engine.scheduling.log.step_log import Step, StepLog
 
+MOST_TAKERS = 8  # in one explanation
+MOST_NAMED = 3  # in one sentence
 Account = dict[tuple[Phase, str], Spent]
 
 _WAITS = {
@@ -51,10 +54,11 @@ def summary(life: RequestLife, step: int, now: float) -> dict[str, object]:
     }
 
 
-def explanation(life: RequestLife, step: int, now: float, steps: Values[Step]) -> dict[str, object]:
-    """The record of one request in full; `steps`: the logged steps, the earliest first."""
+def explanation(life: RequestLife, step: int, log: StepLog) -> dict[str, object]:
+    """The record of one request in full, up to `step`."""
+    steps, now = log.steps, log.now
     account = life.spent_until(step, now)
-    before = life.before_first_token
+    before, takers = life.before_first_token, _takers(life, log)
     beside = _beside_prompts(life, steps)
     chunks = [asdict(chunk) | {"seconds": _seconds(chunk.step, steps)} for chunk in life.chunks]
     return summary(life, step, now) | {
@@ -72,11 +76,36 @@ def explanation(life: RequestLife, step: int, now: float, steps: Values[Step]) -
         "num_chunks": life.num_chunks,
         "chunks": chunks,
         "preemptions": [asdict(each) for each in life.preemptions],
+        "took_blocks": [asdict(each) for each in takers],
         "num_stalls": life.num_stalls,
         "stalls": [asdict(each) for each in life.stalls],
         "decode_beside_prompts": beside,
-        "why": _why(life, account, beside),
+        "why": _why(life, account, beside, takers),
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taker:
+    """A request that had the blocks which the explained one lacked."""
+
+    request_id: str
+    preemptions: int  # of the explained request, for this one
+    tokens: int  # its largest context when the explained request began to wait for blocks; 0: it ran at no such time
+
+
+def _takers(life: RequestLife, log: StepLog) -> list[Taker]:
+    """The requests that took the blocks, the ones it was preempted for first, then by the size of their contexts."""
+    preempted = Counter(each.by for each in life.preemptions if each.by)
+    held: dict[str, int] = {}
+    for step_id in life.kv_wait_steps:
+        for request_id, tokens in log.contexts(step_id).items():
+            held[request_id] = max(tokens, held.get(request_id, 0))
+    found = [
+        Taker(request_id=name, preemptions=preempted[name], tokens=held.get(name, 0))
+        for name in {*preempted, *held} - {life.request_id}
+    ]
+    found.sort(key=lambda one: (-one.preemptions, -one.tokens, one.request_id))
+    return found[:MOST_TAKERS]
 
 
 def _output(life: RequestLife) -> int:
@@ -113,7 +142,7 @@ def _beside_prompts(life: RequestLife, steps: Values[Step]) -> dict[str, float |
     }
 
 
-def _why(life: RequestLife, account: Account, beside: dict[str, float | int]) -> str:
+def _why(life: RequestLife, account: Account, beside: dict[str, float | int], takers: Values[Taker]) -> str:
     """One sentence on the largest part, with its share."""
     causes: dict[str, float] = {}
     for (phase, reason), spent in account.items():
@@ -136,6 +165,11 @@ def _why(life: RequestLife, account: Account, beside: dict[str, float | int]) ->
         text += f", {tokens} tokens in {life.num_chunks} slices"
     if life.num_preemptions:
         text += f"; it was preempted {life.num_preemptions} times"
+        by = [f"{one.request_id} ({one.preemptions})" for one in takers[:MOST_NAMED] if one.preemptions]
+        text += f", for {', '.join(by)}" if by else ""
+    held = [f"{one.request_id} ({one.tokens:,} tokens)" for one in takers[:MOST_NAMED] if one.tokens]
+    if held and not any(one.preemptions for one in takers):
+        text += f"; the blocks it lacked were held by {', '.join(held)}"
     return text + "."
 
 

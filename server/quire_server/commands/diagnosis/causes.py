@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire_engine.simulation.slo import Objective, Slo
+from quire_engine.types import PREEMPTION_CAUSES
 from quire_server.commands.diagnosis.scrapes import Window
 from quire_server.commands.showing.terminal import duration
 
@@ -21,6 +22,17 @@ _HISTOGRAMS = {
 }
 _SHARES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
 _FEWEST = 5  # fewest observations for a statement
+_FEWEST_STALLED = 0.5  # fewest connections or sequences, mean over the scrapes, that a client holds up
+_MOST_TAKERS = 3  # requests named as those that took blocks
+_SLOWER = 1.5  # a step's time over the calibration's
+_CHUNK = 512  # tokens of a large chunk
+LARGEST_KL = 0.1  # nats; int8 is below 0.01, a good int4 below this
+_BENEFICIARIES = {
+    "blocks": "for running requests that grew",
+    "elder": "for the elder",
+    "class": "for a higher class",
+    "share": "for tenants within their shares",
+}
 _STEP, _HOST = "quire_engine_step_seconds", "quire_engine_step_host_seconds"
 
 
@@ -122,11 +134,16 @@ def _memory(window: Window) -> Cause | None:
     usage = window.gauge("quire_kv_cache_usage_ratio")
     if waiting < 0.2 and preemptions / requests < 0.05 and not (queued >= 1 and usage > 0.9):
         return None
+    by_cause = {cause: window.delta("quire_preemptions_by_cause_total", cause=cause) for cause in PREEMPTION_CAUSES}
+    causes = ", ".join(f"{count:,.0f} {_BENEFICIARIES.get(cause, cause)}" for cause, count in by_cause.items() if count)
+    takers = sorted(window.takers.items(), key=lambda one: (-one[1], one[0]))[:_MOST_TAKERS]
+    taken = ", ".join(f"{request_id} ({count})" for request_id, count in takers)
     return Cause(
         name="KV pressure: requests wait for blocks or lose them",
         weight=min(1.0, max(waiting, preemptions / requests, 0.6 if queued >= 1 and usage > 0.9 else 0.0)),
-        numbers=f"pool {usage:.0%} used, {queued:.1f} sequences wait for blocks, {preemptions:,.0f} preemptions on"
-        f" {requests:,.0f} requests; waiting for blocks is {waiting:.0%} of TTFT",
+        numbers=f"pool {usage:.0%} used, {queued:.1f} sequences wait for blocks, {preemptions:,.0f} preemptions"
+        f"{f' ({causes})' if causes else ''} on {requests:,.0f} requests; waiting for blocks is {waiting:.0%} of TTFT"
+        f"{f'; the preempted gave their blocks to {taken}' if taken else ''}",
         remedy="a larger pool (--kv-memory, --gpu-memory-utilization, --kv-cache-dtype), or fewer sequences at once"
         " (--max-num-seqs)",
     )
@@ -273,8 +290,89 @@ def _slow_kernels(window: Window) -> Cause | None:
     )
 
 
+def _network(window: Window) -> Cause | None:
+    """Clients that read slowly, against the time that the engine takes."""
+    stalled, held = window.gauge("quire_http_connections_stalled"), window.gauge("quire_requests_held")
+    running = window.gauge("quire_requests_running")
+    share = max(stalled, held) / max(running + held, stalled, 1.0)
+    if max(stalled, held) < _FEWEST_STALLED or share < 0.1:
+        return None
+    step, kilobytes = window.mean(_STEP), window.gauge("quire_reply_bytes_waiting") / 1024
+    return Cause(
+        name="network: clients read slower than the engine generates",
+        weight=min(1.0, share),
+        numbers=f"{stalled:.1f} connections wait for their clients to read, with {kilobytes:,.0f} KiB, and {held:.1f}"
+        f" sequences are set aside for it; the engine's own step takes {duration(step)} with {running:.1f} sequences",
+        remedy="look at the client, the proxy and the way between: a stream must be read as it comes;"
+        " --client-write-timeout cuts off a client that has stopped",
+    )
+
+
+def _quantization(window: Window) -> str:
+    """The quantised form that serves, in an operator's words; empty where weights and KV cache are the model's own."""
+    weights, kv = (window.last.label("quire_model_info", name) for name in ("quantization", "kv_cache_dtype"))
+    parts = [f"{weights} weights"] if weights not in ("", "none") else []
+    return ", ".join([*parts, f"a KV cache in {kv}"] if kv not in ("", "auto") else parts)
+
+
+def _lossy_quantisation(window: Window) -> Cause | None:
+    form, kl = _quantization(window), window.last.total("quire_quantization_mean_kl_nats")
+    if not form or kl is None or kl <= LARGEST_KL:
+        return None
+    return Cause(
+        name="quantisation: answers are not the model's",
+        weight=min(1.0, kl),
+        numbers=f"{form}: a mean KL of {kl:.2g} nats from bf16, where {LARGEST_KL:g} is much",
+        remedy="--quantization int8 instead of int4, or none; `quire eval-quant` compares them",
+    )
+
+
+def _slow_quantisation(window: Window) -> Cause | None:
+    """Quantised numbers without kernels for them, or with steps that take longer than the calibration says."""
+    form = _quantization(window)
+    if not form:
+        return None
+    is_portable = window.last.label("quire_model_info", "cpu_variant") == "portable"
+    replaced, beyond = window.gauge("quire_kernels_replaced"), _beyond_calibration(window)
+    reasons = [
+        *(["the portable kernels have no instructions for it"] if is_portable else []),
+        *([f"{replaced:.0f} ops failed their check and were replaced"] if replaced else []),
+    ]
+    if reasons:
+        weight = 0.95
+    elif beyond is not None and beyond > _SLOWER:
+        weight = 1.0 - 1.0 / beyond
+    else:
+        return None
+    measured = [f"a step takes {beyond:.1f} times what its calibration says"] if beyond is not None else []
+    return Cause(
+        name="quantisation: slower than it should be",
+        weight=weight,
+        numbers=f"{form}: {'; '.join([*reasons, *measured])}",
+        remedy="`quire verify` says which kernels serve and why; without fast ones for it --quantization none may be"
+        " faster, which `quire bench` shows",
+    )
+
+
+def _beyond_calibration(window: Window) -> float | None:
+    """The mean step over the calibration's prediction for its mean sizes; None without a calibration or steps.
+
+    A prompt token counts as one of a large chunk, which is at least what it costs beside decodes.
+    """
+    steps, measured = window.delta("quire_engine_steps_total"), window.mean(_STEP)
+    if window.cost is None or not steps or measured is None:
+        return None
+    prefill, decode = (
+        window.delta("quire_engine_computed_tokens_total", kind=kind) / steps for kind in ("prefill", "decode")
+    )
+    context = window.gauge("quire_kv_slots_allocated") - window.gauge("quire_kv_slots_unused")
+    cost = window.cost
+    predicted = cost.step + cost.row * decode + cost.context * context + prefill * cost.prompt_seconds(_CHUNK) / _CHUNK
+    return measured / predicted if predicted > 0 else None
+
+
 Look = Callable[[Window], Cause | None]
-_ALWAYS: tuple[Look, ...] = (_refusals, _restarts)
+_ALWAYS: tuple[Look, ...] = (_refusals, _restarts, _network, _lossy_quantisation)
 _FIRST_TOKEN: tuple[Look, ...] = (_slots, _budget, _cold_cache, _long_prompts)
 _NEXT_TOKENS: tuple[Look, ...] = (_mixed_steps, _large_batch)
-_BOTH: tuple[Look, ...] = (_memory, _host, _stalls, _slow_kernels)
+_BOTH: tuple[Look, ...] = (_memory, _host, _stalls, _slow_kernels, _slow_quantisation)

@@ -6,8 +6,10 @@ Promises: a missing metric reads as 0 or None, never as an error; a counter that
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from quire_engine.simulation.cost_model import CostModel
 
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\S+)?$")
 _LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
@@ -30,8 +32,9 @@ class Scrape:
 
     def label(self, name: str, label: str) -> str:
         """A label's value of an info metric; empty if there is none."""
-        for labels in self.samples.get(name, {}):
-            return dict(labels).get(label, "")
+        for labels, value in self.samples.get(name, {}).items():
+            if value:
+                return dict(labels).get(label, "")
         return ""
 
 
@@ -52,9 +55,16 @@ def read_scrape(text: str, at: float) -> Scrape:
 
 
 class Window:
-    """The time from the first scrape to the last."""
+    """The time from the first scrape to the last, and what else is known of it.
 
-    def __init__(self, scrapes: Sequence[Scrape]) -> None:
+    `cost`: the calibration of the model that serves. `takers`: how often a request was preempted for each of these.
+    """
+
+    def __init__(
+        self, scrapes: Sequence[Scrape], *, cost: CostModel | None = None, takers: Mapping[str, int] | None = None
+    ) -> None:
+        self.cost = cost
+        self.takers = takers or {}
         self._scrapes = scrapes
         self.seconds = scrapes[-1].at - scrapes[0].at
         self.last = scrapes[-1]

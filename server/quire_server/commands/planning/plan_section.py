@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.errors import ConfigError
+from quire_engine.simulation.fitting import LARGEST_ERROR, FitError
 from quire_engine.simulation.search import BACKLOG, Plan, Sustained
 from quire_engine.simulation.slo import Slo
 from quire_server.commands.showing.terminal import duration
@@ -29,6 +30,7 @@ class Circumstances:
     trace: str
     date: str
     machine: Mapping[str, Any]
+    error: FitError | None  # of the calibration; None where numbers give the times of steps
     command: str
 
 
@@ -39,7 +41,7 @@ def section(plan: Plan, about: Circumstances) -> str:
         "## Planned settings",
         "",
         f"Planned on {about.date} for `{about.slo}` on {about.trace} ({plan.requests:,} requests), by"
-        f" {plan.simulations:,} simulations of the scheduler that serves. {_step_times(about.machine)}.",
+        f" {plan.simulations:,} simulations of the scheduler that serves. {_step_times(about)}.",
         "",
         f"**{best.rate:.3g} requests/s** within the objectives ({plan.low:.3g} to {plan.high:.3g} over parts of the"
         f" load); {_gain(plan)}. What binds: {_binding(best)}.",
@@ -120,13 +122,18 @@ def _binding(found: Sustained) -> str:
     return f"{found.binding} of {duration(found.measured)} at {found.missed_at:.3g} requests/s"
 
 
-def _step_times(origin: Mapping[str, Any]) -> str:
+def _step_times(about: Circumstances) -> str:
+    origin, error = about.machine, about.error
     if not origin:
-        return "Steps take the times that the command gives"
+        return "Steps take the times that the command gives; their error is not known"
     where = ", ".join(origin.get("gpus") or [str(origin.get("processor", "?"))])
+    judged = "its error is not known" if error is None else str(error)
+    if error is not None and error.largest > LARGEST_ERROR:
+        judged += f", more than the {LARGEST_ERROR:.0%} that a plan should rest on"
     return (
         f"Steps take what was measured on {where}, {origin.get('threads', '?')} threads,"
-        f" {origin.get('architecture', '?')} in {origin.get('dtype', '?')} (calibration {origin.get('hash', '?')})"
+        f" {origin.get('architecture', '?')} in {origin.get('dtype', '?')} (calibration {origin.get('hash', '?')};"
+        f" {judged})"
     )
 
 

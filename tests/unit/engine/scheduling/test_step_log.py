@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -133,8 +135,45 @@ def test_who_is_preempted_has_it_and_its_stall_told() -> None:
     assert parts["preempted", "kv"] == 13 - preemption["step"]
     assert parts["recompute", ""] == 1
     assert one["num_chunks"] == 2
-    assert "preempted 1 times" in one["why"]
-    assert other["preemptions"] == []
+    assert "preempted 1 times, for old (1)" in one["why"]
+    assert preemption["by"] == "old"
+    (taker,) = one["took_blocks"]
+    assert (taker["request_id"], taker["preemptions"]) == ("old", 1)
+    assert taker["tokens"] == 12 + preemption["step"] - 1, "old's tokens in the step in which young began to wait"
+    assert other["preemptions"] == other["took_blocks"] == []
+    by_cause = run.scheduler.stats().total_preemptions_by_cause
+    assert {cause: count for cause, count in by_cause.items() if count} == {"elder": 1}
+
+
+def test_the_requests_that_hold_the_blocks_it_waits_for_are_named() -> None:
+    """Seven of eight blocks are held; the third prompt needs three."""
+    run = new_run(num_blocks=8, block_size=4, max_num_batched_tokens=64, max_num_seqs=8, min_chunk=4)
+    run.add(request("large", 15, 2), request("small", 8, 6))
+    run.one_step()
+    run.add(request("late", 12, 2))
+    run.to_end()
+    one = told(run, "late")
+    assert one["preemptions"] == []
+    assert [(each["request_id"], each["tokens"]) for each in one["took_blocks"]] == [("large", 16), ("small", 9)]
+    assert "; the blocks it lacked were held by large (16 tokens), small (9 tokens)." in one["why"]
+
+
+def test_every_preemption_that_the_planner_makes_for_another_names_it() -> None:
+    """Requests that grow, beside an elder and interactive ones: a beneficiary is live and another request."""
+    small = {"num_blocks": 12, "block_size": 4, "max_num_batched_tokens": 64, "max_num_seqs": 4, "min_chunk": 4}
+    run = new_run(enable_prefix_caching=False, **small)
+    run.add(*(replace(request(f"b{i}", 8, 14), service_class="batch") for i in range(3)))
+    run.one_step()
+    run.add(*(request(f"i{i}", 8, 14) for i in range(4)))
+    run.to_end()
+    preempted = [each for step in steps(run) for each in step.decisions if each.kind == "preempted"]
+    by_cause = run.scheduler.stats().total_preemptions_by_cause
+    assert Counter(each.reason for each in preempted) == {cause: n for cause, n in by_cause.items() if n}
+    assert by_cause["class"] > 0
+    assert by_cause["blocks"] + by_cause["elder"] > 0
+    assert all(each.by != each.request_id for each in preempted)
+    assert all(each.by.startswith("i") for each in preempted if each.reason == "class")
+    assert all(each.by for each in preempted if each.reason != "blocks")
 
 
 def test_cached_tokens_are_told_with_the_decision_and_the_life() -> None:

@@ -8,7 +8,16 @@ import pytest
 
 from quire_engine.errors import ConfigError
 from quire_engine.simulation.cost_model import CostModel, StepSizes
-from quire_engine.simulation.fitting import Sample, error_of, fit, fit_all, least_squares, rising_table
+from quire_engine.simulation.fitting import (
+    LARGEST_ERROR,
+    FitError,
+    Sample,
+    error_of,
+    fit,
+    fit_all,
+    least_squares,
+    rising_table,
+)
 
 TRUE = CostModel(
     step=0.002,
@@ -57,6 +66,23 @@ def test_the_error_is_of_steps_that_were_not_fitted() -> None:
     _, error = fit(samples(0.3))
     assert 0.08 < error.decode_median < 0.25
     assert error_of(TRUE, samples(0.0)).decode_mean == pytest.approx(0.0, abs=1e-12)
+
+
+def test_steps_that_another_process_delays_count_in_the_error_that_judges() -> None:
+    """A third of the steps takes eight times as long: the median does not show it, the mean does."""
+    _, quiet = fit(samples(0.03))
+    _, loaded = fit(samples(0.03, outliers=0.33))
+    assert quiet.largest < LARGEST_ERROR < loaded.largest
+    assert min(loaded.decode_median, loaded.prompt_median) < LARGEST_ERROR
+
+
+def test_an_error_is_read_from_its_plain_form() -> None:
+    _, error = fit(samples(0.03))
+    assert FitError.from_plain(error.as_plain()) == error
+    assert str(error).startswith(f"mean error on held-out steps {error.decode_mean:.1%} of decodes")
+    for wrong in ({}, error.as_plain() | {"decode_mean": "x"}, []):
+        with pytest.raises(ConfigError, match="fit_error"):
+            FitError.from_plain(wrong)  # type: ignore[arg-type]
 
 
 def test_coefficients_are_not_negative() -> None:

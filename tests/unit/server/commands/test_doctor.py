@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quire_engine.simulation.cost_model import CostModel
 from quire_engine.simulation.slo import parse_slo
 from quire_server.commands import doctor
 from quire_server.commands.diagnosis import causes
-from quire_server.commands.diagnosis.causes import Diagnosis, diagnose
+from quire_server.commands.diagnosis.causes import Cause, Diagnosis, diagnose
 from quire_server.commands.diagnosis.scrapes import Scrape, Window, read_scrape
 from quire_server.metrics.metrics import Metrics
+from support.exposition import PLAN
 
 SLO = parse_slo("ttft_p95=1s,itl_p95=100ms")
 BOUNDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -96,6 +100,22 @@ INJECTED = {
     },
     "the host": {**SLOW_NEXT, "quire_engine_step_host_seconds": [0.015] * 1000},
     "event loop": {**SLOW_NEXT, "quire_event_loop_stall_seconds": [0.001] * 90 + [0.4] * 10},
+    "network": {
+        **SLOW_NEXT,
+        "quire_http_connections_stalled": 2,
+        "quire_requests_held": 2,
+        "quire_reply_bytes_waiting": 300_000,
+    },
+    "quantisation: slower": {
+        **SLOW_NEXT,
+        'quire_model_info{kernels="cpu"}': 0,
+        'quire_model_info{quantization="int4",kv_cache_dtype="int8",kernels="cpu",cpu_variant="portable"}': 1,
+    },
+    "quantisation: answers": {
+        'quire_model_info{kernels="cpu"}': 0,
+        'quire_model_info{quantization="int4",kv_cache_dtype="auto",kernels="cpu",cpu_variant="avx2"}': 1,
+        "quire_quantization_mean_kl_nats": 0.4,
+    },
     "slow kernels": {**SLOW_NEXT, 'quire_model_info{kernels="cpu"}': 0, "quire_kernels_replaced": 2},
 }
 
@@ -107,6 +127,65 @@ def test_each_cause_is_named_first(name: str) -> None:
     assert name in diagnosis.causes[0].name
     assert diagnosis.causes[0].numbers
     assert diagnosis.causes[0].remedy
+
+
+def test_a_client_that_does_not_read_is_named_where_objectives_are_met_too() -> None:
+    """The engine's own step is told beside it: it is fast."""
+    diagnosis = found(quire_http_connections_stalled=1, quire_requests_held=0)
+    assert diagnosis.ok
+    (cause,) = diagnosis.causes
+    assert "network" in cause.name
+    assert "1.0 connections" in cause.numbers
+    assert "the engine's own step takes 20 ms" in cause.numbers
+    assert found(quire_http_connections_stalled=1, quire_requests_running=64).causes == (), "one client of many"
+
+
+def quantised(seconds: float, cost: CostModel | None, form: str = "int8") -> tuple[Cause, ...]:
+    """The causes named for a quantised model with fast kernels, whose steps of two decodes take so long."""
+    info = f'quire_model_info{{quantization="{form}",kv_cache_dtype="auto",kernels="cpu",cpu_variant="avx512"}}'
+    values = {**SLOW_NEXT, 'quire_model_info{kernels="cpu"}': 0, info: 1}
+    values |= {'quire_engine_computed_tokens_total{kind="prefill"}': 0, "quire_kv_slots_allocated": 1000}
+    values |= {"quire_engine_step_seconds": [seconds] * 1000, "quire_kv_slots_unused": 0}
+    read = window(**values)
+    return diagnose(Window(read._scrapes, cost=cost), SLO).causes
+
+
+def test_a_quantised_model_is_held_against_its_calibration() -> None:
+    """Two decodes that look at 1,000 tokens should take 10 + 2 x 4 + 1000 x 0.002 = 20 ms."""
+    cost = CostModel(step=0.01, row=0.004, context=2e-6)
+    (cause,) = quantised(0.06, cost)
+    assert "quantisation: slower" in cause.name
+    assert "int8 weights: a step takes 3.0 times what its calibration says" in cause.numbers
+    assert quantised(0.025, cost) == ()
+    assert quantised(0.06, None) == ()
+    assert quantised(0.06, cost, form="none") == ()
+
+
+def test_a_quantised_model_of_a_server_on_slow_kernels_is_named_by_its_own_metrics() -> None:
+    """Not by made-up lines: what a server with such a plan shows."""
+    scrapes = []
+    for at, count in ((0.0, 0), (10.0, 200)):
+        metrics = Metrics("m")
+        plan = replace(PLAN, quantization="int8", kv_cache_dtype="int8", kernels="cpu", cpu_variant="portable")
+        metrics.observe_plan(plan, 0.3)
+        for _ in range(count):
+            record = metrics.start(prompt_tokens=4, max_tokens=2, n=1)
+            record.tokens(0, 1, time.monotonic() + 9.0)
+            record.tokens(0, 1, time.monotonic() + 18.0)
+            record.finish("stop")
+        scrapes.append(read_scrape(metrics.render().decode(), at))
+    slow, lossy = diagnose(Window(scrapes), SLO).causes
+    assert "quantisation: slower" in slow.name
+    assert "int8 weights, a KV cache in int8: the portable kernels" in slow.numbers
+    assert "a mean KL of 0.3 nats" in lossy.numbers
+
+
+def test_preemptions_are_told_by_cause_and_with_the_requests_they_were_for() -> None:
+    by_cause = {f'quire_preemptions_by_cause_total{{cause="{name}"}}': n for name, n in (("blocks", 28), ("elder", 2))}
+    read = window(**INJECTED["KV pressure"], **by_cause)
+    cause = diagnose(Window(read._scrapes, takers={"r1": 2, "r2": 9}), SLO).causes[0]
+    assert "30 preemptions (28 for running requests that grew, 2 for the elder) on" in cause.numbers
+    assert cause.numbers.endswith("gave their blocks to r2 (9), r1 (2)")
 
 
 def test_nothing_is_named_where_nothing_is_wrong() -> None:
@@ -151,7 +230,9 @@ def test_the_names_are_those_of_the_server() -> None:
 def test_the_command_says_all_of_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = {name: [] if isinstance(value, list) else 0 for name, value in GOOD.items()}
     answers = iter([text(**nothing), text(**{**GOOD, **LONG_PREFILL})])
-    monkeypatch.setattr(doctor, "fetch", lambda url, headers: next(answers))
+    steps = '{"steps": [{"decisions": [{"kind": "preempted", "by": "r9"}, {"kind": "waits", "by": ""}]}]}'
+    monkeypatch.setattr(doctor, "fetch", lambda url, headers: steps if "/debug/" in url else next(answers))
+    assert doctor.takers("http://x", "") == {"r9": 1}
     assert doctor.run(["--url", "http://x", "--slo", "ttft_p95=1s", "--seconds", "0.01"]) == 1
     out = capsys.readouterr().out
     assert "MISSED" in out
@@ -160,6 +241,7 @@ def test_the_command_says_all_of_it(capsys: pytest.CaptureFixture[str], monkeypa
     monkeypatch.setattr(doctor, "fetch", lambda url, headers: text(**GOOD))
     assert doctor.run(["--url", "http://x", "--seconds", "0.01", "--since-start"]) == 0
     assert "meets its objectives" in capsys.readouterr().out
+    assert doctor.takers("http://x", "") == {}, "what answers is no step log"
 
 
 def test_what_cannot_be_read(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

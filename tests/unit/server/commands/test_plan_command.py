@@ -12,6 +12,7 @@ import pytest
 from quire_bench.studies.published import poisson
 from quire_engine.errors import ConfigError, ModelLoadError
 from quire_engine.simulation.cost_model import CostModel
+from quire_engine.simulation.fitting import FitError
 from quire_engine.simulation.kv_memory import KVShape, kv_shape, sequence_memory, shared_prefix
 from quire_engine.simulation.report import report
 from quire_engine.simulation.search import BACKLOG, Search, is_steady
@@ -121,10 +122,33 @@ def test_the_plan_finds_what_was_planted(tmp_path: Path, capsys: pytest.CaptureF
     text = serving.read_text()
     assert text.startswith("# Ours\n\nText.\n")
     assert "| `--max-num-seqs` | **8** |" in text
-    assert "Steps take the times that the command gives." in text
+    assert "Steps take the times that the command gives; their error is not known." in text
     assert run(argv) == 0
     assert serving.read_text() == text
     assert "says so already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("mean", "judged"), [(0.08, "8.0% of decodes, 4.0% with prompts)"), (0.2, "more than the 15%")]
+)
+def test_the_plan_carries_the_error_of_its_calibration(mean: float, judged: str, tmp_path: Path) -> None:
+    trace, calibration, serving = (tmp_path / name for name in ("trace.jsonl", "calibration.json", "S.md"))
+    write_trace(trace, [TraceRow(at=float(at), input_tokens=9, output_tokens=9) for at in range(4)])
+    error = FitError(
+        decode_steps=40, decode_median=0.05, decode_mean=mean, prompt_steps=20, prompt_median=0.03, prompt_mean=0.04
+    )
+    cost = COST.as_plain() | {"prompt": [[1, 0.01]], "origin": {"hash": "ab12", "processor": "a CPU"}}
+    calibration.write_text(json.dumps({"cost": cost, "fit_error": error.as_plain()}))
+    argv = ["--slo", "ttft_p50=5s", "--trace", str(trace), "--cost", str(calibration), "--candidates", "1"]
+    assert run([*argv, "--write", str(serving), "--json", str(tmp_path / "plan.json")]) == 0
+    assert f"(calibration ab12; mean error on held-out steps {mean:.1%} of decodes" in serving.read_text()
+    assert judged in serving.read_text()
+    assert json.loads((tmp_path / "plan.json").read_text())["fit_error"] == error.as_plain()
+    calibration.write_text(json.dumps({"cost": cost, "fit_error": {"decode_mean": 1}}))
+    assert run(argv) == 2
+    calibration.write_text(json.dumps({"cost": cost}))
+    assert run([*argv, "--write", str(serving)]) == 0
+    assert "(calibration ab12; its error is not known)" in serving.read_text()
 
 
 def test_objectives_that_nothing_meets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

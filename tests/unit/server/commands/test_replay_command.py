@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.simulation.counterfactual import BaseFigure, measured
+from quire_engine.simulation.recorded import Entry, Recording
 from quire_server.commands.replay import run
+from quire_server.commands.showing.terminal import duration
 from support.fake_executor import FakeExecutor, request
 from support.limits import scheduler_config
 
@@ -91,6 +94,49 @@ def test_other_settings_beside_the_recorded_ones(tmp_path: Path, capsys: pytest.
     assert "max_num_seqs=1" in out
     assert run([*written(tmp_path, lines()), "--set", "max_num_seqs=1"]) == 2, "too few steps for a cost model"
     assert "--cost" in capsys.readouterr().err
+
+
+def base_of(folder: Path, cost: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert run([*written(folder, lines()), "--cost", cost, "--set", "max_num_seqs=1"]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_simulated_base_unlike_the_recorded_run_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The recorded steps take 0.1 s each: with such a cost model the base agrees, with a quarter of it it does not."""
+    right = base_of(tmp_path, "step=100ms,token=0ms", capsys)
+    assert "warning" not in right
+    wrong = base_of(tmp_path, "step=25ms,token=0ms", capsys)
+    steps = sum(entry["kind"] == "step" for entry in lines())
+    assert "warning: the simulated base is not the recorded run: more than 20% apart" in wrong.replace("\n", " ")
+    assert f"computing: {duration(steps / 10)} recorded, {duration(steps / 40)} simulated (-75%)" in wrong
+    assert "e2e p95" in wrong.split("apart in")[1]
+    assert "steps:" not in wrong, "the plans are the same"
+
+
+def test_figures_that_differ_by_one_or_a_millisecond_are_one_base() -> None:
+    figure = {"name": "x", "recorded": 0.0}
+    assert not BaseFigure(**figure, simulated=1, is_time=False).differs
+    assert BaseFigure(**figure, simulated=2, is_time=False).differs
+    assert not BaseFigure(**figure, simulated=0.001, is_time=True).differs
+    assert BaseFigure(**figure, simulated=0.002, is_time=True).differs
+    assert not BaseFigure(name="x", recorded=80, simulated=100, is_time=False).differs
+    assert BaseFigure(name="x", recorded=79, simulated=100, is_time=False).differs
+
+
+def test_preemptions_and_blocks_of_the_recorded_run_are_compared() -> None:
+    entries = lines()
+    steps = [entry for entry in entries if entry["kind"] == "step"]
+    steps[1]["decisions"] = [{"kind": "preempted", "request_id": "r0"}, {"kind": "waits", "request_id": "r1"}]
+    steps[2]["starved"] = ["r0"]
+    plain = [Entry(kind=one["kind"], ordinal=one.get("ordinal", 0), plain={"ends": []} | one) for one in entries[1:]]
+    found = measured(Recording(config=scheduler_config(num_blocks=32), first_step=1, entries=tuple(plain)))
+    assert (found.preemptions, found.steps) == (2, len(steps))
+    assert found.peak_blocks == max(step["blocks_used"] for step in steps)
+    assert found.busy_seconds == pytest.approx(0.1 * len(steps))
+    ends = {name: step["applied_at"] - 1.0 for step in steps for name, *_ in step["ends"]}
+    assert found.e2e.max == pytest.approx(max(ends.values()))
 
 
 @pytest.mark.parametrize(

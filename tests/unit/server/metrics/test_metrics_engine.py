@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire_engine.types import EngineStats
+from quire_engine.types import PREEMPTION_CAUSES, EngineStats
 from quire_server.metrics.metrics import Metrics
 from support.exposition import PLAN, Scrape, busy
 
@@ -105,6 +105,7 @@ def test_swaps_by_mode_and_direction_and_where_the_host_keeps_blocks():
         "total_swapped_in_blocks": 5,
         "total_preemptions": 6,
         "total_preemptions_by_mode": {"recompute": 4, "swap": 2},
+        "total_preemptions_by_cause": {"blocks": 3, "elder": 2, "class": 1},
     }
     metrics.observe_step(busy(**told))
     metrics.engine_restarted()
@@ -112,6 +113,8 @@ def test_swaps_by_mode_and_direction_and_where_the_host_keeps_blocks():
     scrape = Scrape(metrics)
     assert [scrape("quire_preemptions_total", mode=mode) for mode in ("recompute", "swap")] == [8, 4]
     assert scrape("vllm:num_preemptions_total") == 12
+    counted = {cause: scrape("quire_preemptions_by_cause_total", cause=cause) for cause in PREEMPTION_CAUSES}
+    assert {cause: count for cause, count in counted.items() if count} == {"blocks": 6, "elder": 4, "class": 2}
     assert [scrape("quire_swapped_bytes_total", direction=way) for way in ("out", "in")] == [14 * 1024, 10 * 1024]
     assert [scrape("quire_host_kv_blocks", state=state) for state in ("used", "cached", "free")] == [2, 3, 4]
 

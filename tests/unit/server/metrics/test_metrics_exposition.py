@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import time
 
 import pytest
 
+from architecture.test_english import PHRASES
 from quire_server.metrics.metric_catalog import token_bounds
 from quire_server.metrics.metrics import Metrics
 from support.exposition import PLAN, Scrape, busy, timing, without_aliases
@@ -28,6 +30,57 @@ def test_every_alias_equals_its_original():
             assert scrape.samples["quire_" + name.removeprefix("vllm:"), labels] == value, name
             compared += 1
     assert compared > 200
+
+
+OLD_NAMES = {
+    "vllm:gpu_cache_usage_perc": "quire_kv_cache_usage_ratio",
+    "vllm:gpu_prefix_cache_queries_total": "quire_prefix_cache_query_tokens_total",
+    "vllm:gpu_prefix_cache_hits_total": "quire_prefix_cache_hit_tokens_total",
+    "vllm:time_per_output_token_seconds_sum": "quire_inter_token_latency_seconds_sum",
+    "vllm:time_per_output_token_seconds_count": "quire_inter_token_latency_seconds_count",
+    "vllm:time_in_queue_requests_sum": "quire_request_queue_time_seconds_sum",
+}
+
+
+def loaded(metrics: Metrics) -> Scrape:
+    """Two ticks around one request, which found 4 of 10 prompt tokens in the cache."""
+    metrics.tick()
+    record = metrics.start(prompt_tokens=10, max_tokens=2, n=1)
+    record.tokens(0, 1, time.monotonic())
+    record.tokens(0, 1, time.monotonic() + 0.1)
+    record.timing(timing())
+    record.finish("stop")
+    metrics.observe_step(
+        busy(
+            total_prefix_query_tokens=10,
+            total_prefix_hit_tokens=4,
+            host_blocks_total=8,
+            host_blocks_used=2,
+            prefill_tokens=6,
+        ),
+        generated_tokens=2,
+    )
+    metrics.tick()
+    return Scrape(metrics)
+
+
+def test_older_names_have_the_values_of_the_newer_ones():
+    scrape = loaded(Metrics("tiny"))
+    for old, name in OLD_NAMES.items():
+        assert scrape(old) == scrape(name) > 0, old
+    assert scrape("vllm:gpu_prefix_cache_hit_rate") == 0.4
+    assert scrape("vllm:cpu_cache_usage_perc") == 0.25
+    ratio = scrape("vllm:avg_prompt_throughput_toks_per_s") / scrape("vllm:avg_generation_throughput_toks_per_s")
+    assert ratio == pytest.approx(6 / 2)
+
+
+def test_older_names_can_be_left_out():
+    with_them, without = (loaded(Metrics("tiny", old_names=old_names)) for old_names in (True, False))
+    gone = {name for name, _ in with_them.samples} - {name for name, _ in without.samples}
+    assert gone >= set(OLD_NAMES)
+    assert {name.startswith("vllm:") for name in gone} == {True}
+    assert "vllm:kv_cache_usage_perc" in without.text
+    assert not re.search("vllm:(gpu|cpu|avg|time_per|time_in)_", without.text)
 
 
 def test_histogram_buckets_are_cumulative_and_end_in_infinity():
@@ -57,6 +110,14 @@ def test_every_family_is_described_once_and_in_one_piece():
     types = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
     assert helps == types
     assert len(helps) == len(set(helps))
+
+
+def test_a_description_names_no_persons():
+    """The subject of a metric is a request, a block or a step; rule of the docstrings too."""
+    for family in Scrape(Metrics("tiny", tenants=("a",))).families:
+        if not family.name.startswith(("python_", "process_")):
+            assert not PHRASES.search(family.documentation), family.name
+            assert not re.search(r"\bwho\b", family.documentation), family.name
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
