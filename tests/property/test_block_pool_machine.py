@@ -26,6 +26,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.scope: dict[int, str] = {}  # by block that is not free
         self.weight: dict[str, float] = {}
         self.came: list[str] = []  # scopes with blocks, in the order in which they came
+        self.idlest: list[str] = []  # the same in the order of their last request
+        self.used_at: dict[str, int] = {}
+        self.taken = 0
+        self.pool.shares._patience = 2 * size
 
     def held(self, scope: str, more: int = 0) -> float:
         """The blocks of a scope, and some more, over its weight."""
@@ -34,6 +38,11 @@ class PoolMachine(RuleBasedStateMachine):
     def next_evicted(self, scope: str) -> int:
         """The least recently used block of the scope that has most over weight; the taker's next block counts too."""
         owners = {self.scope[block] for block in self.cached}
+        idlest = self.idlest[0]
+        if len(self.came) > 1 and self.taken - self.used_at[idlest] > 2 * len(self.refs):
+            if idlest in owners:
+                return next(block for block in self.cached if self.scope[block] == idlest)
+            self.use(idlest)
         most = max(self.held(owner) for owner in owners)
         first = next(owner for owner in self.came if owner in owners and self.held(owner) == most)
         if len(self.came) > 1 and scope in owners and self.held(scope, 1) >= most:
@@ -44,6 +53,13 @@ class PoolMachine(RuleBasedStateMachine):
         scope = self.scope.pop(block)
         if scope not in self.scope.values():
             self.came.remove(scope)
+            self.idlest.remove(scope)
+
+    def use(self, scope: str) -> None:
+        self.used_at[scope] = self.taken
+        if scope in self.idlest:
+            self.idlest.remove(scope)
+            self.idlest.append(scope)
 
     @precondition(lambda self: self.free or self.cached)
     @rule(data=st.data(), weight=WEIGHTS)
@@ -51,6 +67,7 @@ class PoolMachine(RuleBasedStateMachine):
         scope = data.draw(self.scopes)
         owner = self.pool.shares.owner(scope, weight)
         self.weight[scope] = weight
+        self.use(scope)
         assert self.pool.is_full == (not self.free)
         if not self.free:
             block = self.next_evicted(scope)
@@ -64,6 +81,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.refs[block], self.scope[block] = 1, scope
         if scope not in self.came:
             self.came.append(scope)
+            self.idlest.append(scope)
+        self.taken += 1
 
     @precondition(lambda self: len(self.free) < len(self.refs))
     @rule(data=st.data())
@@ -104,7 +123,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.free_blocks()[: len(self.free)] == self.free
             for scope in self.came:
                 own = [block for block in self.cached if self.scope[block] == scope]
-                assert list(self.pool.shares.owner(scope, self.weight[scope]).cached) == own
+                assert list(self.pool.shares._owners[scope].cached) == own
             assert self.pool.num_free == len(self.free) + len(self.cached)
             assert self.pool.shares.num_cached == len(self.cached)
             assert {block: self.pool.refs(block) for block in self.refs} == self.refs

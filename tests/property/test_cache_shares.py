@@ -14,12 +14,14 @@ import pytest
 
 from property.test_swapping import AheadWithSwaps
 from quire_engine.invariants import InvariantViolation
+from quire_engine.scheduling import cache_shares
 from quire_engine.scheduling.cache_shares import CacheShares, Owner
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.sequence import Sequence
 from quire_engine.scheduling.swapping import HostPool
 from quire_engine.types import GenerationRequest
-from support.fake_executor import new_run, outputs_of, own_tokens, request
+from support.fake_executor import new_run, outputs_of, own_tokens
+from support.fake_executor import request as request_for
 
 NUM_RUNS = 300
 
@@ -57,9 +59,12 @@ def play(seed: int) -> Counter[str]:
     return run.seen
 
 
-def test_random_runs_with_two_owners_give_the_tokens_of_solo_runs() -> None:
+def test_random_runs_with_two_owners_give_the_tokens_of_solo_runs(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: Counter[str] = Counter()
-    for seed in range(NUM_RUNS):
+    for seed in range(NUM_RUNS * int(request.config.getoption("--times", 1))):
+        monkeypatch.setattr(cache_shares, "PATIENCE", seed % 3)
         seen += play(seed)
     print(dict(seen))
     for what in ("two owners", "two on the host", "evictions", "swap", "out", "in", "copies", "forks"):
@@ -123,11 +128,11 @@ def cached_after_a_flood(
     found = []
     for turn in range(6):
         name = f"victim {turn}"
-        run.add(request(name, own_tokens("victim", 33), 2, salt=salts[0]))
+        run.add(request_for(name, own_tokens("victim", 33), 2, salt=salts[0]))
         run.to_end()
         found.append(outputs_of(run, name)[-1].num_cached_tokens)
         for number in range(20):
-            flood = request(f"flood {turn}.{number}", own_tokens(f"flood {turn}.{number}", 30), 2, salt=salts[1])
+            flood = request_for(f"flood {turn}.{number}", own_tokens(f"flood {turn}.{number}", 30), 2, salt=salts[1])
             run.add(dataclasses.replace(flood, weight=weight))
         run.to_end()
     return found

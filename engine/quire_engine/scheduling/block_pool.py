@@ -21,7 +21,7 @@ class BlockPool:
         self.num_free = num_blocks  # without a reference: free or cached
         self.num_shared = 0  # with two references or more
         self.num_saved = 0  # references beyond each block's first: the blocks that sharing saves
-        self.shares: CacheShares[int] = CacheShares()
+        self.shares: CacheShares[int] = CacheShares(num_blocks)
         self._refs: list[int] = [0] * num_blocks
         self._owner_of: list[Owner[int] | None] = [None] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # the next to be taken last

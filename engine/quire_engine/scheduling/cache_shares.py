@@ -13,12 +13,13 @@ from typing import Generic, TypeVar
 from quire_engine.invariants import require
 
 Key = TypeVar("Key", int, bytes)
+PATIENCE = 32  # times that the blocks are taken anew until an owner without requests has lost its share
 
 
 class Owner(Generic[Key]):
     """The blocks of one scope. `CacheShares` alone writes it."""
 
-    __slots__ = ("bound", "cached", "num_held", "order", "scope", "weight")
+    __slots__ = ("bound", "cached", "num_held", "order", "scope", "used_at", "weight")
 
     def __init__(self, scope: str, order: int) -> None:
         self.scope = scope
@@ -27,6 +28,7 @@ class Owner(Generic[Key]):
         self.num_held = 0  # blocks in use and cached
         self.cached: OrderedDict[Key, None] = OrderedDict()  # not in use, the least recently used first
         self.bound = 0.0  # of its newest entry in the heap; 0: it has none
+        self.used_at = 0  # the number of blocks that all had taken when its last request entered
 
 
 class CacheShares(Generic[Key]):
@@ -34,27 +36,32 @@ class CacheShares(Generic[Key]):
 
     Blocks in use count too, and so does the block that is about to be taken. So an owner may borrow what the others do
     not use, and gives it back before they lose anything of their shares: a flood of unique prompts evicts its own
-    blocks. Of equals the owner that takes is the one to lose, then the one that came first. With one owner this is a
-    plain LRU order.
+    blocks. Of equals the owner that takes is the one to lose, then the one that came first. An owner of which no
+    request has come for long loses all before the others lose any. With one owner this is a plain LRU order.
 
     Cost: O(1); with n > 1 owners amortised O(log n). The heap has an entry for each owner with cached blocks, and none
     is below what the owner holds: `bound` grows at once and shrinks when the entry comes to the top.
     """
 
-    __slots__ = ("_heap", "_num_came", "_owners", "num_cached")
+    __slots__ = ("_heap", "_num_came", "_num_taken", "_owners", "_patience", "num_cached")
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int) -> None:
+        """`num_blocks`: those that the owners share."""
         self.num_cached = 0
-        self._owners: dict[str, Owner[Key]] = {}  # those that hold blocks
+        self._owners: OrderedDict[str, Owner[Key]] = OrderedDict()  # those that hold blocks, the idlest first
         self._heap: list[tuple[float, int, Owner[Key]]] = []  # (-bound, order, owner); kept from two owners on
-        self._num_came = 0
+        self._num_came = self._num_taken = 0
+        self._patience = PATIENCE * num_blocks
 
     def owner(self, scope: str, weight: float = 1.0) -> Owner[Key]:
-        """The owner of this scope, with the weight of its newest request."""
+        """The owner of this scope, of which a request enters, with the weight of that request."""
         owner = self._owners.get(scope)
         if owner is None:
             self._num_came += 1
             owner = Owner(scope, self._num_came)
+        else:
+            self._owners.move_to_end(scope)
+        owner.used_at = self._num_taken
         if owner.weight != weight:
             owner.weight = weight
             self._raise(owner)
@@ -67,6 +74,7 @@ class CacheShares(Generic[Key]):
             if len(self._owners) == 2:
                 self._rebuild()
         owner.num_held += 1
+        self._num_taken += 1
         self._raise(owner)
 
     def drop(self, owner: Owner[Key]) -> None:
@@ -118,8 +126,14 @@ class CacheShares(Generic[Key]):
                 require(is_ranked or not owner.cached, "an owner with cached blocks is not ranked")
 
     def _most(self, taker: Owner[Key] | None) -> Owner[Key]:
+        idlest = next(iter(self._owners.values()))
         if len(self._owners) == 1:
-            return next(iter(self._owners.values()))
+            return idlest
+        if self._num_taken - idlest.used_at > self._patience:
+            if idlest.cached:
+                return idlest
+            self._owners.move_to_end(idlest.scope)  # its requests are running all the time
+            idlest.used_at = self._num_taken
         heap = self._heap
         while True:
             bound, order, owner = heap[0]

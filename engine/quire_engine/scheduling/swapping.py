@@ -446,7 +446,7 @@ class HostPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._block_of: dict[bytes, int] = {}
         self._owner_of: dict[bytes, Owner[bytes]] = {}  # of the stored keys
-        self._shares: CacheShares[bytes] = CacheShares()  # has the stored keys without a claim
+        self._shares: CacheShares[bytes] = CacheShares(num_blocks)  # has the stored keys without a claim
         self._claims: dict[bytes, int] = {}
         self._num_promised = 0  # claimed keys that are not stored: a block is reserved for each
 

@@ -6,6 +6,7 @@ import pytest
 
 from quire_engine.invariants import InvariantViolation
 from quire_engine.scheduling.block_pool import BlockPool
+from quire_engine.scheduling.cache_shares import PATIENCE
 
 
 def cached(pool: BlockPool, scope: str, count: int, weight: float = 1.0) -> list[int]:
@@ -128,6 +129,21 @@ def test_a_share_is_lent_and_comes_back() -> None:
     for _ in range(5):
         cached(pool, "b", 20)
     assert kept(pool) == {"a": 50, "b": 50}
+
+
+def test_an_owner_that_is_gone_keeps_nothing_for_ever() -> None:
+    """Blocks that fifty tenants have left are lent to those that still ask, after a while in which they were kept."""
+    pool = BlockPool(100)
+    for number in range(50):
+        cached(pool, f"once {number}", 2)
+    for _ in range((PATIENCE - 1) * 100):
+        cached(pool, "busy", 1)
+    assert kept(pool)["busy"] == 1
+    for turn in range(400):
+        cached(pool, "busy", 1)
+        if turn % 20 == 0:
+            cached(pool, "now and then", 1)
+    assert kept(pool) == {"busy": 80, "now and then": 20}
 
 
 @pytest.mark.parametrize(("weights", "expected"), [((1, 1), (50, 50)), ((1, 3), (25, 75)), ((0.5, 1), (33, 67))])
