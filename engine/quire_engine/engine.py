@@ -52,8 +52,8 @@ class StepExecutor(Protocol):
 class GrammarCompiler(Protocol):
     """Compiles grammars in parallel to the steps; `execution.constrained.grammars`, or a fake in tests."""
 
-    def prepare(self, text: str) -> bool:
-        """Whether the grammar is compiled or known to be invalid; otherwise its compilation begins."""
+    def prepare(self, text: str, scope: str) -> bool:
+        """Whether this scope's grammar is compiled or known to be invalid; otherwise its compilation begins."""
         ...
 
     def error(self, text: str) -> str | None:
@@ -108,7 +108,7 @@ class Engine:
 
     def submit(self, request: GenerationRequest) -> None:
         grammar = request.sampling.grammar
-        if grammar and self._grammars is not None and not self._grammars.prepare(grammar):
+        if grammar and self._grammars is not None and not self._grammars.prepare(grammar, request.cache_scope):
             self._preparing[request.request_id] = request
             return
         self._admit(request)
@@ -231,7 +231,7 @@ class Engine:
                 del self._preparing[request.request_id]
                 self._refuse(request, DEADLINE_PASSED, code=DEADLINE_EXCEEDED)
                 continue
-            if grammars.prepare(request.sampling.grammar):
+            if grammars.prepare(request.sampling.grammar, request.cache_scope):
                 self._admit(self._preparing.pop(request.request_id))
 
     def _collect(self, outputs: list[TokenOutput]) -> float:

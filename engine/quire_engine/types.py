@@ -121,7 +121,7 @@ class GenerationRequest:
     n: int = 1
     arrival_time: float = 0.0  # seconds, monotonic clock
     priority: int = 0  # lower is earlier; read by the priority policy only
-    cache_salt: str = ""  # requests with different salts never share cached blocks
+    cache_salt: str = ""  # requests with different salts never share cached blocks; "scope\0salt", or without a scope
     resumed_token_ids: tuple[tuple[int, ...], ...] = ()  # crash recovery: per choice, tokens already sent
     finished_choices: tuple[int, ...] = ()  # crash recovery: choices that already ended
     pooling: Pooling = ""  # for an embedding of the prompt: max_new_tokens is 0, n is 1
@@ -136,6 +136,11 @@ class GenerationRequest:
     def num_sequences(self) -> int:
         """Sequences that are computed in parallel: one per choice, or one per live beam."""
         return self.n if self.beam is None else self.beam.width
+
+    @property
+    def cache_scope(self) -> str:
+        """The tenant, group or key that the cached prefixes belong to, as the API names it; empty without keys."""
+        return self.cache_salt.partition("\0")[0] if "\0" in self.cache_salt else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

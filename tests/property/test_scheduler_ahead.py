@@ -30,6 +30,8 @@ NUM_RUNS = 2500  # `make schedule-test` does many times as many
 class Ahead:
     """One run: an engine whose executor has a step in flight while the next one is planned."""
 
+    salts = ("", "", "tenant")
+
     def __init__(self, seed: int, executor: Callable[[int], FakeExecutor] | None = None) -> None:
         self.dice = random.Random(seed)
         config = self.config = self.draw_config()
@@ -77,7 +79,7 @@ class Ahead:
             n=dice.choice([1, 1, 1, 2, 3, 4]),
             stop=tuple(range(dice.choice([0, 0, 60, 200]))),
             priority=dice.randint(0, 2),
-            salt=dice.choice(["", "", "tenant"]),
+            salt=dice.choice(self.salts),
             prompt_logprobs=dice.choice([None, None, None, 1]),
             penalty=float(self.penalties and dice.random() < 0.5),
         )

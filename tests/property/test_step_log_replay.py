@@ -146,7 +146,7 @@ class Traffic:
             stop=tuple(range(0, 1000, 9 if beam is None else 90)) if dice.random() < 0.5 else (),
             priority=dice.randint(0, 2),
             arrival=self.time - dice.random() / 10,
-            salt=dice.choice(["", "", "", "b"]),
+            salt=dice.choice(["", "", "a\0", "b\0b"]),
             penalty=self.penalty,
             prompt_logprobs=1 if dice.random() < 0.1 else None,
             beam=beam,
@@ -240,7 +240,9 @@ def test_a_log_that_lacks_an_input_does_not_replay(left_out: str, tmp_path: Path
     assert any(map(differs, range(20)))
 
 
-@pytest.mark.parametrize("left_out", ["shared", "beams", "failed", "deadline", "tenant", "service_class", "cache_salt"])
+@pytest.mark.parametrize(
+    "left_out", ["shared", "beams", "failed", "deadline", "tenant", "service_class", "cache_salt", "weight"]
+)
 def test_each_part_of_a_line_is_needed(left_out: str, tmp_path: Path) -> None:
     def differs(seed: int) -> bool:
         lines = lines_of(Traffic(seed).scheduler)

@@ -20,6 +20,7 @@ from property.test_scheduler_machine import SchedulerMachine
 from quire_engine.batch import Batch, StepResult
 from quire_engine.invariants import InvariantViolation
 from quire_engine.limits import SchedulerConfig
+from quire_engine.scheduling.cache_shares import Owner
 from quire_engine.scheduling.swapping import HostTier, SwappingAllocator
 from support.fake_executor import CorruptKV, FakeExecutor
 from support.scheduler_model import configs
@@ -135,9 +136,9 @@ def _forget_tail(patch: pytest.MonkeyPatch) -> None:
     """The last block, which is not full, is not copied out."""
     save = HostTier.save
 
-    def careless(self: HostTier, key: bytes, block: int) -> None:
+    def careless(self: HostTier, key: bytes, block: int, *owner: Owner[int] | None) -> None:
         if len(key) == 32:  # a hash
-            save(self, key, block)
+            save(self, key, block, *owner)
         else:
             self.pool.store(key)
 

@@ -108,6 +108,7 @@ def _perhaps_pooled(drawn: tuple[GenerationRequest, Pooling]) -> GenerationReque
         stop=StopParams(max_new_tokens=0),
         priority=wanted.priority,
         cache_salt=wanted.cache_salt,
+        weight=wanted.weight,
         pooling=pooling,
     )
 
@@ -126,7 +127,8 @@ def _for_tokens(draw: st.DrawFn) -> GenerationRequest:
         ),
         n=draw(st.sampled_from([1, 1, 1, 2, 3, 4])),
         priority=draw(st.integers(0, 2)),
-        cache_salt=draw(st.sampled_from(["", "", "tenant"])),
+        cache_salt=draw(st.sampled_from(["", "", "tenant", "a\0", "a\0", "b\0tenant"])),
+        weight=draw(st.sampled_from([1.0, 1.0, 4.0])),
         # How many tokens each choice resumes with, and who has ended: made true once the request is feasible.
         resumed_token_ids=draw(st.sampled_from([(), (), ((0,) * 3, (), (0,) * 6, (0,)), ((), (0,), (), (0,) * 4)])),
         finished_choices=draw(st.sampled_from([(), (), (1,), (0,)])),

@@ -1,55 +1,82 @@
-"""The KV blocks' reference counts, and the free list that doubles as the LRU order of cached blocks.
+"""The KV blocks' reference counts and owners: free ones, and cached ones in the order in which they are evicted.
 
-Take, share, release and revive are O(1); a block is on the free list exactly when its count is 0.
+Take, share, release and revive are O(1) with one owner; see `CacheShares` for several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
-from quire_engine.invariants import require
+from quire_engine.invariants import InvariantViolation, require
+from quire_engine.scheduling.cache_shares import CacheShares, Owner
 
 
 class BlockPool:
-    """Block ids 0 .. num_blocks - 1 and a doubly linked list of the free ones, the next to be reused first."""
+    """Block ids 0 .. num_blocks - 1. Each is in use, cached by its owner, or free: without content and owner."""
 
-    __slots__ = ("_next", "_previous", "_refs", "num_blocks", "num_free", "num_saved", "num_shared")
+    __slots__ = ("_free", "_owner_of", "_refs", "num_blocks", "num_free", "num_saved", "num_shared", "shares")
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.num_free = num_blocks
+        self.num_free = num_blocks  # without a reference: free or cached
         self.num_shared = 0  # with two references or more
         self.num_saved = 0  # references beyond each block's first: the blocks that sharing saves
+        self.shares: CacheShares[int] = CacheShares(num_blocks)
         self._refs: list[int] = [0] * num_blocks
-        # Entry `num_blocks` is the list's head and tail in one, so that no end is a special case. A block that is
-        # in use has itself as both neighbours.
-        self._next: list[int] = [*range(1, num_blocks + 1), 0]
-        self._previous: list[int] = [num_blocks, *range(num_blocks)]
+        self._owner_of: list[Owner[int] | None] = [None] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))  # the next to be taken last
 
     def refs(self, block: int) -> int:
         """The number of page tables that contain the block."""
         return self._refs[block]
 
-    def take(self) -> int:
-        """The next free block, now with one reference. Raises InvariantViolation when there is none."""
-        block = self._next[self.num_blocks]
-        require(block != self.num_blocks, "a block was taken from an empty pool")
-        self._unlink(block)
+    def owner(self, block: int) -> Owner[int] | None:
+        """The owner of the block's content; None for a free block."""
+        return self._owner_of[block]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a cached block must be evicted before one can be taken."""
+        return not self._free
+
+    def evict(self, taker: Owner[int] | None) -> tuple[int, Owner[int]]:
+        """Free the next cached block for an owner that takes it; returns it with the owner that had it.
+
+        Raises InvariantViolation when no block is cached.
+        """
+        block, owner = self.shares.evict(taker)
+        self._owner_of[block] = None
+        self._free.append(block)
+        return block, owner
+
+    def take(self, owner: Owner[int] | None = None) -> int:
+        """A free block, now with one reference, for an owner; without one, for that of requests without a scope.
+
+        Raises InvariantViolation when no block is free.
+        """
+        require(bool(self._free), "a block was taken from an empty pool")
+        block = self._free.pop()
+        self.num_free -= 1
+        if owner is None:
+            owner = self.shares.owner("")
+        self.shares.hold(owner)
+        self._owner_of[block] = owner
         self._refs[block] = 1
         return block
 
     def share(self, block: int) -> None:
-        """One more reference; a free block leaves the free list."""
+        """One more reference to a block in use, or to a cached one."""
         refs = self._refs[block]
         if refs == 0:
-            self._unlink(block)
+            self.shares.use(block, self._owned(block))
+            self.num_free -= 1
         else:
             self.num_saved += 1
             self.num_shared += refs == 1
         self._refs[block] = refs + 1
 
     def drop(self, block: int) -> bool:
-        """One reference less; True when none is left, and then the caller must `free_first` or `free_last` it."""
+        """One reference less; True when none is left, and then the caller must `free` or `keep` it."""
         refs = self._refs[block] - 1
         require(refs >= 0, f"block {block} was released more often than it was taken")
         self._refs[block] = refs
@@ -58,47 +85,61 @@ class BlockPool:
             self.num_shared -= refs == 1
         return refs == 0
 
-    def free_first(self, block: int) -> None:
-        """Put an unreferenced block at the front of the free list: its content is not worth keeping."""
-        self._link(block, before=self._next[self.num_blocks])
+    def free(self, block: int) -> None:
+        """Free an unreferenced block, whose content is not worth keeping: it is taken next."""
+        owner = self._owned(block)
+        require(block not in owner.cached, "a cached block was freed twice")
+        self.shares.drop(owner)
+        self._owner_of[block] = None
+        self._free.append(block)
+        self.num_free += 1
 
-    def free_last(self, block: int) -> None:
-        """Put an unreferenced block at the end of the free list: its content may be matched again."""
-        self._link(block, before=self.num_blocks)
+    def keep(self, block: int) -> None:
+        """Cache an unreferenced block, whose content may be matched again: of its owner's it is evicted last."""
+        self.shares.keep(block, self._owned(block))
+        self.num_free += 1
 
-    def free_blocks(self) -> Iterator[int]:
-        """The free blocks in the order in which they would be reused."""
-        block = self._next[self.num_blocks]
-        while block != self.num_blocks:
-            yield block
-            block = self._next[block]
+    def forget(self, block: int) -> None:
+        """Free a cached block: its content can no longer be matched."""
+        self.share(block)
+        self.drop(block)
+        self.free(block)
+
+    def keep_only(self, is_known: Callable[[int], bool]) -> int:
+        """Free the cached blocks whose content is not known any more, after those that are free; returns how many."""
+        gone = [block for block in self.shares.cached() if not is_known(block)]
+        free, self._free = self._free, []
+        for block in reversed(gone):
+            self.forget(block)
+        self._free += free
+        return len(gone)
+
+    def free_blocks(self) -> list[int]:
+        """The blocks without a reference: free ones in the order of their use, then cached ones by owner."""
+        return [*reversed(self._free), *self.shares.cached()]
 
     def check(self) -> None:
-        """Raise InvariantViolation unless list, counts and totals agree."""
-        listed: set[int] = set()
-        for block in self.free_blocks():
-            require(block not in listed, f"block {block} is twice on the free list")
-            require(self._refs[block] == 0, f"block {block} is free and has {self._refs[block]} references")
-            require(self._previous[self._next[block]] == block, f"the free list is torn at block {block}")
-            listed.add(block)
-        require(len(listed) == self.num_free, f"{len(listed)} blocks are listed as free, {self.num_free} are counted")
-        unreferenced = sum(1 for refs in self._refs if refs == 0)
-        require(unreferenced == self.num_free, f"{unreferenced} blocks have no reference, {self.num_free} are free")
+        """Raise InvariantViolation unless lists, owners, counts and totals agree."""
+        free, cached = set(self._free), set(self.shares.cached())
+        listed = len(self._free) + self.shares.num_cached
+        require(len(free | cached) == listed, "a block is twice among the free and the cached ones")
+        for block, (refs, owner) in enumerate(zip(self._refs, self._owner_of, strict=True)):
+            require((owner is None) == (block in free), f"block {block} is free and has an owner, or neither")
+            require(
+                (refs == 0) == (block in free or block in cached), f"block {block} is lost, or both free and in use"
+            )
+            is_its = owner is not None and block in owner.cached
+            require(is_its == (block in cached), f"block {block} is cached by another than its owner")
+        require(listed == self.num_free, f"{listed} blocks are listed as free, {self.num_free} are counted")
+        self.shares.check([owner for owner in self._owner_of if owner is not None])
         shared = [refs for refs in self._refs if refs > 1]
         require(len(shared) == self.num_shared, f"{len(shared)} blocks are shared, {self.num_shared} are counted")
         saved = sum(shared) - len(shared)
         require(saved == self.num_saved, f"{saved} blocks are saved, {self.num_saved} are counted")
 
-    def _unlink(self, block: int) -> None:
-        before, after = self._previous[block], self._next[block]
-        self._next[before] = after
-        self._previous[after] = before
-        self._next[block] = self._previous[block] = block
-        self.num_free -= 1
-
-    def _link(self, block: int, *, before: int) -> None:
-        require(self._next[block] == block, f"block {block} was freed twice")
-        previous = self._previous[before]
-        self._next[previous] = self._previous[before] = block
-        self._previous[block], self._next[block] = previous, before
-        self.num_free += 1
+    def _owned(self, block: int) -> Owner[int]:
+        """The owner of a block without a reference that is not free."""
+        owner = self._owner_of[block]
+        if owner is None or self._refs[block]:
+            raise InvariantViolation(f"block {block} was freed twice, or is in use")
+        return owner

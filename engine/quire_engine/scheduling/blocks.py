@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from quire_engine.scheduling.cache_shares import Owner
+
 
 class PageTable:
     """The physical blocks of one sequence: position p is in entry p // block_size at offset p % block_size.
@@ -120,6 +122,7 @@ class SequenceKV:
     """The computed part of a sequence and the blocks that hold it. The allocator alone writes it."""
 
     table: PageTable
+    owner: Owner[int] | None = None  # of the blocks that it takes, by its request's scope; set when it enters
     num_computed: int = 0
     num_reserved: int = 0  # tokens for which blocks are reserved
     block_hashes: list[bytes] = field(default_factory=list)  # of its leading full blocks, as far as they were needed

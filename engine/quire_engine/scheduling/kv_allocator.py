@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Set
 from quire_engine.invariants import require
 from quire_engine.scheduling.block_pool import BlockPool
 from quire_engine.scheduling.blocks import NO_MATCH, NO_MOVES, Moves, PrefixMatch
+from quire_engine.scheduling.cache_shares import Owner
 from quire_engine.scheduling.prefix_cache import PrefixCache, Tails, block_hash, num_common, root_hash
 from quire_engine.scheduling.sequence import Content, Promise, Sequence
 
@@ -35,7 +36,6 @@ class KVAllocator:
         self._promises = Promises(block_size)
         self._pinned: list[int] = []  # sources of this plan's copies, which must not be reused before they are read
         self._caching = enable_prefix_caching
-        self._num_cached = 0  # unreferenced blocks that can be matched
 
     @property
     def num_blocks(self) -> int:
@@ -49,7 +49,7 @@ class KVAllocator:
     @property
     def num_cached(self) -> int:
         """Blocks without a reference whose content can be matched."""
-        return self._num_cached
+        return self._pool.shares.num_cached
 
     @property
     def num_shared(self) -> int:
@@ -99,6 +99,7 @@ class KVAllocator:
 
         A matched tail is copied into the first new block, just before the sequence writes there (`reserve`).
         """
+        self._own([sequence])
         for block in match.blocks:
             self._hold(block)
         sequence.kv.table.extend(match.blocks)
@@ -171,6 +172,7 @@ class KVAllocator:
         shared = parent.kv.table.block_ids[: full + (1 if partial else 0)]
         for block in shared:
             self._pool.share(block)
+        child.kv.owner = parent.kv.owner
         child.kv.table.extend(shared)
         child.kv.num_computed = child.kv.num_reserved = num_tokens
         child.kv.block_hashes = parent.kv.block_hashes[:full]
@@ -213,11 +215,13 @@ class KVAllocator:
         """Empty the prefix cache except for `kept`; returns (number of unreferenced blocks, host blocks) forgotten."""
         self._cache.keep_only(kept)
         self._tails.clear()
-        before, self._num_cached = self._num_cached, sum(1 for b in self._pool.free_blocks() if self._is_known(b))
-        return before - self._num_cached, ()
+        return self._pool.keep_only(self._is_known), ()
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Raise InvariantViolation unless reference counts equal the occurrences in the live tables."""
+        """Raise InvariantViolation unless reference counts equal the occurrences in the live tables.
+
+        The blocks of a table also have its request's scope, and those that are cached are those that can be matched.
+        """
         self._pool.check()
         self._cache.check()
         self._tails.check()
@@ -228,43 +232,53 @@ class KVAllocator:
         for block in range(self.num_blocks):
             refs = self._pool.refs(block)
             require(refs == held[block], f"block {block} has {refs} references and is in {held[block]} tables")
-        cached = sum(1 for block in self._pool.free_blocks() if self._is_known(block))
-        require(cached == self._num_cached, f"{cached} blocks are cached and unheld, {self._num_cached} are counted")
+        for sequence in sequences:
+            scope = sequence.group.request.cache_scope
+            for owner in map(self._pool.owner, sequence.kv.table.block_ids):
+                require(owner is not None and owner.scope == scope, "a sequence holds a block of another scope")
+        known = {block for block in self._pool.free_blocks() if self._is_known(block)}
+        require(known == set(self._pool.shares.cached()), "the cached blocks are not those that can be matched")
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> None:
         table = sequence.kv.table
         if num_tokens > table.num_slots:
-            table.extend([self._take() for _ in range(table.num_blocks_for(num_tokens) - len(table))])
+            count = table.num_blocks_for(num_tokens) - len(table)
+            table.extend([self._take(sequence.kv.owner) for _ in range(count)])
         sequence.kv.num_reserved = max(sequence.kv.num_reserved, num_tokens)
 
-    def _take(self) -> int:
-        block = self._pool.take()
-        self.total_taken += 1
-        content = self._cache.forget(block)
-        is_tail = self._tails.forget(block)
-        if content is not None or is_tail:
-            self._num_cached -= 1
+    def _own(self, sequences: Iterable[Sequence]) -> None:
+        """See that the blocks that these sequences of one request take are of its scope and weight."""
+        owner = None
+        for sequence in sequences:
+            if owner is None:
+                request = sequence.group.request
+                owner = self._pool.shares.owner(request.cache_scope, request.weight)
+            sequence.kv.owner = owner
+
+    def _take(self, owner: Owner[int] | None) -> int:
+        if self._pool.is_full:
+            block, loser = self._pool.evict(owner)
             self.total_evictions += 1
+            self._tails.forget(block)
+            content = self._cache.forget(block)
             if content is not None:
-                self._evict(content, block)
-        return block
+                self._evict(content, block, loser)
+        self.total_taken += 1
+        return self._pool.take(owner)
 
     def _is_known(self, block: int) -> bool:
         return self._cache.holds(block) or self._tails.holds(block)
 
     def _hold(self, block: int) -> None:
-        if self._pool.refs(block) == 0:
-            self._num_cached -= 1
         self._pool.share(block)
 
     def _drop(self, block: int) -> None:
         if not self._pool.drop(block):
             return
         if self._is_known(block):
-            self._pool.free_last(block)
-            self._num_cached += 1
+            self._pool.keep(block)
         else:
-            self._pool.free_first(block)
+            self._pool.free(block)
 
     def _commit_blocks(self, sequence: Sequence, full: int) -> None:
         self._extend_hashes(sequence, full)
@@ -307,17 +321,14 @@ class KVAllocator:
     def _offer(self, block: int, parent: bytes, tokens: list[int]) -> None:
         displaced = self._tails.offer(block, parent, tokens)
         if displaced is not None and self._pool.refs(displaced) == 0 and not self._cache.holds(displaced):
-            self._num_cached -= 1
-            self._pool.share(displaced)
-            self._pool.drop(displaced)
-            self._pool.free_first(displaced)
+            self._pool.forget(displaced)
 
     def _parent(self, sequence: Sequence, index: int) -> bytes:
         """The hash of all blocks before the one at `index`."""
         return sequence.kv.block_hashes[index - 1] if index else root_hash(sequence.group.request.cache_salt)
 
-    def _evict(self, content: bytes, block: int) -> None:
-        """A hook for subclasses: the block's content is lost with the next write to it."""
+    def _evict(self, content: bytes, block: int, loser: Owner[int]) -> None:
+        """A hook for subclasses: the block's content, of the owner `loser`, is lost with the next write to it."""
 
     def _must_copy(self, sequence: Sequence) -> bool:
         """Whether another choice still holds the block that the sequence writes to next."""
@@ -326,7 +337,7 @@ class KVAllocator:
     def _copy_tail(self, sequence: Sequence) -> Copy:
         index = sequence.kv.num_computed // self.block_size
         source = sequence.kv.table.block_ids[index]
-        target = self._take()
+        target = self._take(sequence.kv.owner)
         self._pool.drop(source)  # never the last reference: another choice holds it
         sequence.kv.table.replace(index, target)
         return source, target

@@ -10,6 +10,7 @@ from dataclasses import replace
 from quire_engine.invariants import require
 from quire_engine.limits import SchedulerConfig
 from quire_engine.scheduling.blocks import NO_MOVES, Moves, PrefixMatch, Swapped
+from quire_engine.scheduling.cache_shares import CacheShares, Owner
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.types import EngineStats
@@ -154,7 +155,8 @@ class SwappingAllocator(KVAllocator):
             return
         first = len(match.blocks)
         keys = sequence.kv.block_hashes[first : first + len(match.restored)]
-        self.host.claim(keys)  # otherwise the following evictions could displace them
+        self._own([sequence])
+        self.host.claim(keys, sequence.kv.owner)  # otherwise the following evictions could displace them
         self.host.hold(keys)
         super().seat(sequence, match)
         for key, block in zip(keys, sequence.kv.table.block_ids[first:], strict=False):
@@ -226,10 +228,11 @@ class SwappingAllocator(KVAllocator):
         new = {key for _, swapped in kept for key in swapped.keys if not self.host.pool.is_claimed(key)}
         if len(new) > self.host.pool.num_room:
             return False
+        owner = kept[0][0].kv.owner if kept else None  # they are of one request
         for _, swapped in kept:
-            self.host.claim(swapped.keys)
+            self.host.claim(swapped.keys, owner)
         for key, block in sources.items():
-            self.host.save(key, block)
+            self.host.save(key, block, owner)
         for sequence, swapped in kept:
             self.release(sequence)
             sequence.kv.swapped = swapped
@@ -251,6 +254,7 @@ class SwappingAllocator(KVAllocator):
     def _swap_in(self, group: Group) -> None:
         """Give a group's sequences their blocks back; those still in the pool first, before they can be evicted."""
         swapped = _swapped(group)
+        self._own(sequence for sequence, _ in swapped)
         found: list[list[int | None]] = []
         for _, kept in swapped:
             self.host.hold(kept.keys)
@@ -258,9 +262,10 @@ class SwappingAllocator(KVAllocator):
         brought: dict[bytes, int] = {}
         for (sequence, kept), blocks in zip(swapped, found, strict=True):
             sequence.kv.swapped = None
+            owner = sequence.kv.owner
             for key, block in zip(kept.keys, blocks, strict=False):
-                sequence.kv.table.extend([self._bring_full(key, brought) if block is None else block])
-            sequence.kv.table.extend([self._bring(key) for key in kept.keys[len(blocks) :]])
+                sequence.kv.table.extend([self._bring_full(key, brought, owner) if block is None else block])
+            sequence.kv.table.extend([self._bring(key, owner) for key in kept.keys[len(blocks) :]])
             sequence.kv.num_computed = sequence.kv.num_settled = sequence.kv.num_certain = kept.num_tokens
             sequence.kv.num_committed = len(blocks) if self._caching else 0
             self._grow(sequence, len(sequence.token_ids))
@@ -272,28 +277,28 @@ class SwappingAllocator(KVAllocator):
             self._hold(block)
         return block
 
-    def _bring_full(self, key: bytes, brought: dict[bytes, int]) -> int:
+    def _bring_full(self, key: bytes, brought: dict[bytes, int], owner: Owner[int] | None) -> int:
         """A block for a full block's content, which several choices of the group share."""
         if key in brought:
             self._pool.share(brought[key])
             return brought[key]
-        block = brought[key] = self._bring(key)
+        block = brought[key] = self._bring(key, owner)
         if self._caching:
             self._cache.register(key, block)
         return block
 
-    def _bring(self, key: bytes) -> int:
-        block = self._take()
+    def _bring(self, key: bytes, owner: Owner[int] | None) -> int:
+        block = self._take(owner)
         self.host.bring(key, block)
         return block
 
-    def _take(self) -> int:
-        block = super()._take()
+    def _take(self, owner: Owner[int] | None) -> int:
+        block = super()._take(owner)
         self.host.forget(block)
         return block
 
-    def _evict(self, content: bytes, block: int) -> None:
-        self.host.evict(content, block)
+    def _evict(self, content: bytes, block: int, loser: Owner[int]) -> None:
+        self.host.evict(content, block, loser)
 
     # ---- invariants -----------------------------------------------------------------------------------------------
 
@@ -329,7 +334,7 @@ class HostTier:
         """`stored`: the keys that blocks 0, 1, ... hold already, the least recently used first."""
         self.pool = HostPool(num_blocks)
         for key in stored:
-            self.pool.store(key)
+            self.pool.store(key)  # of no owner that is known, until a request of one uses it
         self.total_out = self.total_in = 0
         self._out: dict[int, tuple[int, bytes]] = {}  # host block -> device block, key
         self._arriving: dict[int, bytes] = {}  # device block -> key
@@ -354,9 +359,11 @@ class HostTier:
             found.append(self.pool.block(key))
         return found
 
-    def claim(self, keys: Iterable[bytes]) -> None:
+    def claim(self, keys: Iterable[bytes], owner: Owner[int] | None = None) -> None:
+        """Claim contents for an owner; those that have come from files are its from now on."""
         for key in keys:
             self.pool.claim(key)
+            self.pool.own(key, owner)
 
     def drop(self, keys: Iterable[bytes]) -> None:
         for key in keys:
@@ -370,17 +377,18 @@ class HostTier:
         """The key whose content is to be copied into a device block by the step that is being planned."""
         return self._arriving.get(block)
 
-    def evict(self, key: bytes, block: int) -> None:
-        """A matchable device block is about to be overwritten."""
+    def evict(self, key: bytes, block: int, owner: Owner[int] | None = None) -> None:
+        """A matchable device block, of this owner, is about to be overwritten."""
         if self.pool.holds(key):  # true of every block that is still to be copied in
+            self.pool.own(key, owner)
             self.pool.touch(key)
         else:
-            self.save(key, block)
+            self.save(key, block, owner)
 
-    def save(self, key: bytes, block: int) -> None:
+    def save(self, key: bytes, block: int, owner: Owner[int] | None = None) -> None:
         """Copy a device block out, if host memory has room for the key."""
         require(block not in self._arriving, f"block {block} is copied out before its content has come in")
-        target = self.pool.store(key)
+        target = self.pool.store(key, owner)
         if target is not None:
             self._out[target] = block, key
 
@@ -427,34 +435,35 @@ class HostPool:
     """Blocks of host memory by key: claimed by swapped sequences, or cached while there is room.
 
     Ids are 0 .. num_blocks - 1. A key is in at most one block. A key can be claimed before its content is stored: a
-    block is then reserved for it. A claimed content is not lost; unclaimed contents are evicted, the least recently
-    used first.
+    block is then reserved for it. A claimed content is not lost; unclaimed contents are evicted by their owners' shares
+    of the host (`CacheShares`), which are apart from those of the pool.
     """
 
-    __slots__ = ("_block_of", "_claims", "_free", "_num_promised", "_unclaimed", "num_blocks")
+    __slots__ = ("_block_of", "_claims", "_free", "_num_promised", "_owner_of", "_shares", "num_blocks")
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._block_of: dict[bytes, int] = {}
-        self._unclaimed: dict[bytes, None] = {}  # stored keys without a claim, the next to be evicted first
+        self._owner_of: dict[bytes, Owner[bytes]] = {}  # of the stored keys
+        self._shares: CacheShares[bytes] = CacheShares(num_blocks)  # has the stored keys without a claim
         self._claims: dict[bytes, int] = {}
         self._num_promised = 0  # claimed keys that are not stored: a block is reserved for each
 
     @property
     def num_used(self) -> int:
         """Blocks whose content is claimed."""
-        return len(self._block_of) - len(self._unclaimed)
+        return len(self._block_of) - self.num_cached
 
     @property
     def num_cached(self) -> int:
         """Blocks whose content is kept without a claim."""
-        return len(self._unclaimed)
+        return self._shares.num_cached
 
     @property
     def num_room(self) -> int:
         """Further keys that can be claimed, or stored without a claim."""
-        return len(self._free) + len(self._unclaimed) - self._num_promised
+        return len(self._free) + self.num_cached - self._num_promised
 
     def holds(self, key: bytes) -> bool:
         return key in self._block_of
@@ -472,7 +481,7 @@ class HostPool:
         if count == 0:
             require(self.num_room > 0, "host blocks were promised that are not there")
             if key in self._block_of:
-                del self._unclaimed[key]
+                self._shares.use(key, self._owner_of[key])
             else:
                 self._num_promised += 1
         self._claims[key] = count + 1
@@ -487,58 +496,87 @@ class HostPool:
         if key not in self._block_of:
             self._num_promised -= 1
         elif keep:
-            self._unclaimed[key] = None
+            self._shares.keep(key, self._owner_of[key])
         else:
-            self._free.append(self._block_of.pop(key))
+            self._shares.drop(self._owner_of[key])
+            self._forget(key)
 
-    def store(self, key: bytes) -> int | None:
-        """A block for a key that has none; None where it is not claimed and there is no room."""
+    def store(self, key: bytes, owner: Owner[int] | None = None) -> int | None:
+        """A block for a key that has none; None where it is not claimed and there is no room.
+
+        `owner` in the pool of blocks: the same scope has the content here.
+        """
         require(key not in self._block_of, "a content is stored twice on the host")
-        if key in self._claims:
+        is_claimed = key in self._claims
+        if is_claimed:
             self._num_promised -= 1
         elif self.num_room < 1:
             return None
-        else:
-            self._unclaimed[key] = None  # at the end: it is evicted last
-        if self._free:
-            block = self._free.pop()
-        else:
-            oldest = next(iter(self._unclaimed))
-            del self._unclaimed[oldest]
-            block = self._block_of.pop(oldest)
-        self._block_of[key] = block
+        own = self._own(owner)
+        if not self._free:
+            evicted, _ = self._shares.evict(own)
+            self._forget(evicted)
+        block = self._free.pop()
+        self._block_of[key], self._owner_of[key] = block, own
+        self._shares.hold(own)
+        if not is_claimed:
+            self._shares.keep(key, own)  # of its owner's it is evicted last
         return block
 
     def touch(self, key: bytes) -> None:
-        """A stored key was used: without a claim it is evicted last."""
-        if key in self._unclaimed:
-            del self._unclaimed[key]
-            self._unclaimed[key] = None
+        """A stored key was used: without a claim it is, of its owner's, evicted last."""
+        if key not in self._claims:
+            owner = self._owner_of[key]
+            self._shares.use(key, owner)
+            self._shares.keep(key, owner)
+
+    def own(self, key: bytes, owner: Owner[int] | None) -> None:
+        """A request of this scope uses the content: if it is stored, it counts as the scope's from now on."""
+        before, own = self._owner_of.get(key), self._own(owner)
+        if before is None or before is own:
+            return
+        self._owner_of[key] = own
+        self._shares.hold(own)
+        if key not in self._claims:
+            self._shares.use(key, before)
+            self._shares.keep(key, own)
+        self._shares.drop(before)
 
     def forget_unclaimed(self) -> tuple[int, ...]:
         """Free the blocks without a claim; returns them."""
-        blocks = tuple(self._block_of.pop(key) for key in self._unclaimed)
-        self._unclaimed.clear()
-        self._free += blocks
+        keys = self._shares.cached()
+        blocks = tuple(self._block_of[key] for key in keys)
+        for key in keys:
+            owner = self._owner_of[key]
+            self._shares.use(key, owner)
+            self._shares.drop(owner)
+            self._forget(key)
         return blocks
 
     def check(self, claimed: Iterable[bytes]) -> None:
-        """Raise InvariantViolation unless blocks and claims agree; `claimed` has every claim once."""
+        """Raise InvariantViolation unless blocks, owners and claims agree; `claimed` has every claim once."""
         counts: dict[bytes, int] = {}
         for key in claimed:
             counts[key] = counts.get(key, 0) + 1
         require(counts == self._claims, "the claims on host blocks are not those of the swapped sequences")
         blocks = [*self._free, *self._block_of.values()]
         require(sorted(blocks) == list(range(self.num_blocks)), "the host's free and stored blocks are not its pool")
-        for key in self._unclaimed:
-            require(key in self._block_of and key not in self._claims, "a host block is kept and claimed at once")
-        require(
-            len(self._unclaimed) + sum(1 for key in self._claims if key in self._block_of) == len(self._block_of),
-            "a stored host block is neither kept nor claimed",
-        )
+        require(self._owner_of.keys() == self._block_of.keys(), "the host's stored blocks are not those with owners")
+        self._shares.check(self._owner_of.values())
+        cached = set(self._shares.cached())
+        for key, owner in self._owner_of.items():
+            require((key in cached) != (key in self._claims), "a host block is kept and claimed at once, or neither")
+            require((key in cached) == (key in owner.cached), "a host block is kept by another than its owner")
         promised = sum(1 for key in self._claims if key not in self._block_of)
         require(promised == self._num_promised, f"{promised} host blocks are owed, {self._num_promised} are counted")
         require(self.num_room >= 0, "more host blocks are promised than there are")
+
+    def _own(self, owner: Owner[int] | None) -> Owner[bytes]:
+        return self._shares.owner("") if owner is None else self._shares.owner(owner.scope, owner.weight)
+
+    def _forget(self, key: bytes) -> None:
+        del self._owner_of[key]
+        self._free.append(self._block_of.pop(key))
 
 
 _FEWEST = 32  # prompt tokens; the time of a step with fewer says more about its decodes

@@ -38,6 +38,7 @@ def load_of(recording: Recording) -> tuple[TraceRow, ...]:
         if entry.kind != "submit":
             continue
         asked = entry.plain["request"]
+        scope, divider, _ = str(asked.get("cache_salt", "")).partition("\0")
         rows.append(
             TraceRow(
                 at=float(asked.get("arrival_time") or entry.plain["at"]),
@@ -46,6 +47,8 @@ def load_of(recording: Recording) -> tuple[TraceRow, ...]:
                 blocks=tuple(_numbered(contents.blocks(entry.request_id), numbers)),
                 block_tokens=recording.config.limits.block_size,
                 tenant=str(asked.get("tenant", "")),
+                weight=float(asked.get("weight", 1.0)),
+                scope=scope if divider else "",
             )
         )
     if not rows:

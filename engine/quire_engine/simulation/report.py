@@ -48,6 +48,8 @@ class TenantService:
     requests: int
     refused: int
     service: float  # computed prompt tokens + 2 * output tokens
+    cached: float  # share of its prompt tokens that were cached
+    ttft_p50: float | None
     ttft_p95: float | None
 
 
@@ -196,14 +198,17 @@ def _tenants(requests: Sequence[Served]) -> tuple[TenantService, ...]:
     found = []
     for name, theirs in sorted(by_name.items()):
         done = [one for one in theirs if not one.refused]
-        computed = sum(one.row.input_tokens - one.cached_tokens for one in done)
+        asked, cached = sum(one.row.input_tokens for one in done), sum(one.cached_tokens for one in done)
+        ttft = Distribution.of([one.ttft for one in done])
         found.append(
             TenantService(
                 tenant=name,
                 requests=len(theirs),
                 refused=len(theirs) - len(done),
-                service=computed + OUTPUT_COST * sum(one.num_tokens for one in done),
-                ttft_p95=Distribution.of([one.ttft for one in done]).p95,
+                service=asked - cached + OUTPUT_COST * sum(one.num_tokens for one in done),
+                cached=cached / asked if asked else 0.0,
+                ttft_p50=ttft.p50,
+                ttft_p95=ttft.p95,
             )
         )
     return tuple(found)

@@ -22,6 +22,7 @@ def as_request(row: TraceRow, number: int, *, at: float) -> GenerationRequest:
         sampling=_GREEDY,
         stop=_stop(row.output_tokens),
         arrival_time=at,
+        cache_salt=f"{scope}\0" if (scope := row.scope or row.tenant) else "",  # as a server sets it
         tenant=row.tenant,
         weight=row.weight,
     )

@@ -37,6 +37,7 @@ class TraceRow:
     block_tokens: int = 0
     tenant: str = ""
     weight: float = 1.0  # the tenant's weight
+    scope: str = ""  # of its cached prefixes; empty: the tenant's own
 
 
 def read_trace(path: Path, *, scale_length: float = 1.0, seed: int = 0) -> tuple[TraceRow, ...]:

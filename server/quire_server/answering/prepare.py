@@ -259,10 +259,10 @@ async def prepare(state: ServerState, options: GenerationOptions, caller: Caller
     sampling = resolve_sampling(options, tokenizer=state.tokenizer, limits=limits)
     if parsing is not None:
         sampling = replace(sampling, thinking=parsing.thinking)
-    sampling = replace(sampling, grammar=await _grammar(state, options, parsing))
+    caller = caller or Caller()
+    sampling = replace(sampling, grammar=await _grammar(state, options, parsing, caller.cache_scope))
     beam = beam_params(options, sampling, limits)
     requests: list[GenerationRequest] = []
-    caller = caller or Caller()
     for token_ids in prompts:
         if not token_ids:
             raise BadRequest("The prompt is empty: it has no tokens.", param=options.prompt.param)
@@ -305,7 +305,7 @@ def _text_options(state: ServerState, options: GenerationOptions, parsing: Reply
     )
 
 
-async def _grammar(state: ServerState, options: GenerationOptions, parsing: ReplyParsing | None) -> str:
+async def _grammar(state: ServerState, options: GenerationOptions, parsing: ReplyParsing | None, scope: str) -> str:
     """The grammar for the whole reply, checked by a compilation; empty: none. Raises BadRequest."""
     asked = constraint(
         options,
@@ -313,7 +313,7 @@ async def _grammar(state: ServerState, options: GenerationOptions, parsing: Repl
         thinking=None if parsing is None else parsing.thoughts,
         token_id=state.tokenizer.token_id,
     )
-    return "" if asked is None else await state.grammars.accept(asked.grammar, param=asked.param)
+    return "" if asked is None else await state.grammars.accept(asked.grammar, param=asked.param, scope=scope)
 
 
 async def count_prompt_tokens(state: ServerState, options: GenerationOptions) -> int:

@@ -258,8 +258,8 @@ class EngineMetrics:
         )
         self.preempted_by_cause = values.counter(
             "quire_preemptions_by_cause",
-            "Preemptions by the beneficiary: a running request that grew (blocks), the elder, or an interactive request"
-            " (class); device: the device had no memory for the step.",
+            "Preemptions by the beneficiary: a running request that grew (blocks), the elder, an interactive request"
+            " (class), or a tenant within its share (share); device: the device had no memory for the step.",
             ("cause",),
             children=[(cause,) for cause in PREEMPTION_CAUSES],
         )

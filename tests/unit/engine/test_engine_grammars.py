@@ -20,7 +20,7 @@ class FakeGrammars:
         self.waited = self.warmed = 0
         self.ready_after = -1  # waits
 
-    def prepare(self, text: str) -> bool:
+    def prepare(self, text: str, scope: str) -> bool:
         if text not in self.ready:
             self.begun.append(text)
         return text in self.ready

@@ -24,6 +24,7 @@ _LONGEST_ERROR = 300  # characters
 _FEW_CELLS = 1 << 17  # of logits; of fewer all rows at once cost less than a look at each row's mask
 _MAX_KEPT = 256  # masks whose ids are remembered
 _MAX_IDS = 8  # of a vocabulary at least one in so many is listed, or the table is used
+_Key: TypeAlias = tuple[str, str]  # a grammar's text and scope
 Mask: TypeAlias = NDArray[np.int32]  # bit i is id i, for every id of the vocabulary
 
 
@@ -32,7 +33,11 @@ class GrammarError(Exception):
 
 
 class Grammars:
-    """Compiled grammars by their text. The vocabulary is read for the first grammar, or by `warm_up`."""
+    """Compiled grammars by their text and scope. The vocabulary is read for the first grammar, or by `warm_up`.
+
+    A grammar is compiled again for each scope (`GenerationRequest.cache_scope`) that uses it, so that no tenant learns
+    from the time of a compilation which grammars another has used.
+    """
 
     def __init__(self, folder: Path, vocab_size: int, *, max_compiled: int = MAX_COMPILED) -> None:
         """`folder` has the tokenizer; `vocab_size` is the width of the logits."""
@@ -41,24 +46,26 @@ class Grammars:
         self._end_ids: tuple[int, ...] = ()
         self._limits = LLParserLimits(**GRAMMAR_LIMITS)  # type: ignore[arg-type]
         self._changed = Condition()  # guards what follows
-        self._compiled: OrderedDict[str, LLMatcher | GrammarError] = OrderedDict()  # least recently used first
-        self._awaited: set[str] = set()  # in the queue, or being compiled
-        self._queue: SimpleQueue[str] | None = None  # the thread's, once there is one
+        self._compiled: OrderedDict[_Key, LLMatcher | GrammarError] = OrderedDict()  # least recently used first
+        self._scopes: dict[str, set[str]] = {}  # by text, of those that are compiled
+        self._awaited: set[_Key] = set()  # in the queue, or being compiled
+        self._queue: SimpleQueue[_Key] | None = None  # the thread's, once there is one
 
-    def prepare(self, text: str) -> bool:
-        """Whether the grammar is compiled or known to be invalid; if not, a thread begins to compile it."""
+    def prepare(self, text: str, scope: str) -> bool:
+        """Whether the scope's grammar is compiled or known to be invalid; if not, a thread begins to compile it."""
+        key = text, scope
         with self._changed:
-            if text in self._compiled:
-                self._compiled.move_to_end(text)
+            if key in self._compiled:
+                self._compiled.move_to_end(key)
                 return True
-            if text in self._awaited:
+            if key in self._awaited:
                 return False
             if self._queue is None:
                 self._queue = SimpleQueue()
                 # A daemon: when the engine's process ends it ends in the middle of whatever it compiles.
                 Thread(target=self._work, args=(self._queue,), name="grammars", daemon=True).start()
-            self._awaited.add(text)
-            self._queue.put(text)
+            self._awaited.add(key)
+            self._queue.put(key)
             return False
 
     def wait(self, seconds: float) -> None:
@@ -69,16 +76,14 @@ class Grammars:
 
     def error(self, text: str) -> str | None:
         """Why a prepared grammar is invalid; None: it is valid."""
-        with self._changed:
-            found = self._compiled.get(text)
+        found = self._found(text)
         return str(found) if isinstance(found, GrammarError) else None
 
     def matcher(self, text: str) -> LLMatcher:
         """A new matcher at the start of an output. Compiles a grammar that was not prepared. Raises GrammarError."""
-        with self._changed:
-            found = self._compiled.get(text)
+        found = self._found(text)
         if found is None:
-            found = self._compile(text)
+            found = self._compile(text, "")
         if isinstance(found, GrammarError):
             raise GrammarError(str(found))
         return found.deep_copy()
@@ -97,11 +102,16 @@ class Grammars:
             except GrammarError as error:
                 self._vocabulary = error
 
-    def _work(self, queue: SimpleQueue[str]) -> None:
+    def _work(self, queue: SimpleQueue[_Key]) -> None:
         while True:
-            self._compile(queue.get())
+            self._compile(*queue.get())
 
-    def _compile(self, text: str) -> LLMatcher | GrammarError:
+    def _found(self, text: str) -> LLMatcher | GrammarError | None:
+        """Of any scope: they are equal, and `prepare` has made the request wait for its own."""
+        with self._changed:
+            return next((self._compiled[text, scope] for scope in self._scopes.get(text, ())), None)
+
+    def _compile(self, text: str, scope: str) -> LLMatcher | GrammarError:
         found: LLMatcher | GrammarError
         self.warm_up()
         if isinstance(self._vocabulary, LLTokenizer):
@@ -114,11 +124,15 @@ class Grammars:
         else:
             found = self._vocabulary or GrammarError("the vocabulary is not there")
         with self._changed:
-            self._compiled[text] = found
-            self._compiled.move_to_end(text)
+            self._compiled[text, scope] = found
+            self._compiled.move_to_end((text, scope))
+            self._scopes.setdefault(text, set()).add(scope)
             while len(self._compiled) > self._max_compiled:
-                self._compiled.popitem(last=False)
-            self._awaited.discard(text)
+                (oldest, of), _ = self._compiled.popitem(last=False)
+                self._scopes[oldest].discard(of)
+                if not self._scopes[oldest]:
+                    del self._scopes[oldest]
+            self._awaited.discard((text, scope))
             self._changed.notify_all()
         return found
 

@@ -139,8 +139,13 @@ class Contents:
         return self._max_bytes > 0
 
     def salt_name(self, salt: str) -> str:
-        """A name for a cache salt: equal for equal salts, empty for none."""
-        return self._root(salt).hex() if salt else ""
+        """A name for a cache salt: equal for equal salts, empty for none. Its scope's name comes first, as in the salt.
+
+        Plans depend on scopes too, since cached blocks are kept by them.
+        """
+        scope, divider, _ = salt.partition("\0")
+        named = self._root(salt).hex() if salt else ""
+        return f"{self._root(scope).hex()}\0{named}" if divider else named
 
     def add(self, number: int, salt: str, token_ids: Iterable[int]) -> Shared:
         """Add a content; returns the earlier one with the longest common prefix."""

@@ -73,7 +73,7 @@ def _print_tenants(found: Report, console: Console) -> None:
     even = "-" if found.jain is None else f"{found.jain:.3f}"
     table = Table(title=f"Tenants; Jain's index of their service {even}", title_justify="left")
     table.add_column("tenant")
-    for column in ("requests", "refused", "service", "TTFT p95"):
+    for column in ("requests", "refused", "service", "cached", "TTFT p50", "TTFT p95"):
         table.add_column(column, justify="right")
     for one in found.tenants:
         table.add_row(
@@ -81,6 +81,8 @@ def _print_tenants(found: Report, console: Console) -> None:
             f"{one.requests:,}",
             f"{one.refused:,}",
             f"{one.service:,.0f}",
+            f"{one.cached:.1%}",
+            duration(one.ttft_p50),
             duration(one.ttft_p95),
         )
     console.print(table)

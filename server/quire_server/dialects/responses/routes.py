@@ -15,6 +15,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
 from quire_server.answering.answer import answer, in_order
+from quire_server.answering.caller import caller_of
 from quire_server.answering.prepare import admit, count_prompt_tokens
 from quire_server.dialects.common import InputTokens
 from quire_server.dialects.responses.items import ContentItem, ItemReference, stored_items
@@ -44,6 +45,7 @@ async def create_response(body: Body, request: Request) -> Response:
     store, owner = _store(request), _owner(request)
     previous, items = _conversation(body, store, owner)
     stem = new_stem()
+    weight = caller_of(request).tenant.weight
     new, keeps = items[len(items) - len(body.input) :], store.is_on and body.store is not False
     options = body.options(items)
     if body.store and not keeps:
@@ -56,7 +58,7 @@ async def create_response(body: Body, request: Request) -> Response:
         response = StoredResponse(
             id=response_id(stem), raw=raw, input=_encoded(given), output=_encoded(output), previous=previous
         )
-        store.put(owner, response)
+        store.put(owner, response, weight=weight)
 
     renderer = partial(ResponseRenderer, stem=stem, shown=body.shown() | {"store": keeps}, keep=keep)
     return await answer(request, options, renderer, gather=in_order)

@@ -72,13 +72,22 @@ class _Shelf:
 
     listed: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)  # least recently used first
     num_bytes: int = 0  # of those and of the ones that they continue
+    weight: float = 1.0  # of its newest response
+
+    @property
+    def share_of_number(self) -> float:
+        return len(self.listed) / self.weight
+
+    @property
+    def share_of_bytes(self) -> float:
+        return self.num_bytes / self.weight
 
 
 class ResponseStore:
     """At most `max_responses` responses, in at most `max_bytes` of memory with the ones that they continue.
 
-    Owners share this space: where it is full, the owner that has the most loses its least recently used response, so
-    that one owner's flood evicts only what is above the others' shares.
+    Owners share this space: where it is full, the owner that has most for its weight loses its least recently used
+    response, so that one owner's flood evicts only what is above the others' shares.
     """
 
     def __init__(self, *, max_responses: int, max_bytes: int) -> None:
@@ -95,16 +104,17 @@ class ResponseStore:
     def is_on(self) -> bool:
         return self._max_responses > 0
 
-    def put(self, owner: str, response: StoredResponse) -> None:
-        """Store a new response; one that does not fit even alone is evicted at once."""
+    def put(self, owner: str, response: StoredResponse, *, weight: float = 1.0) -> None:
+        """Store a new response; one that does not fit even alone is evicted at once. `weight`: the owner's."""
         shelf = self._shelves.setdefault(owner, _Shelf())
+        shelf.weight = weight
         shelf.listed[response.id] = response
         self._num_listed += 1
         self._add_refs(shelf, response)
         while self._num_listed > self._max_responses:
-            self._evict(max(self._shelves, key=lambda each: len(self._shelves[each].listed)))
+            self._evict(max(self._shelves, key=lambda each: self._shelves[each].share_of_number))
         while self.num_bytes > self._max_bytes:
-            self._evict(max(self._shelves, key=lambda each: self._shelves[each].num_bytes))
+            self._evict(max(self._shelves, key=lambda each: self._shelves[each].share_of_bytes))
 
     def get(self, owner: str, response_id: str) -> StoredResponse | None:
         shelf = self._shelves.get(owner)

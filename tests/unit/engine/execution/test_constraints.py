@@ -205,9 +205,9 @@ def test_grammars_are_compiled_in_a_thread_once_each(folder, monkeypatch):
 
     monkeypatch.setattr(grammars_module, "LLMatcher", compile_one)
     for text in ('start: "a"', 'start: "b"', 'start: "a"', "start: nothing"):
-        store.prepare(text)
+        store.prepare(text, "")
     deadline = time.monotonic() + 30
-    while not all(store.prepare(text) for text in ('start: "a"', 'start: "b"', "start: nothing")):
+    while not all(store.prepare(text, "") for text in ('start: "a"', 'start: "b"', "start: nothing")):
         store.wait(0.1)
         assert time.monotonic() < deadline
     assert sorted(compiled) == [('start: "a"', "grammars"), ('start: "b"', "grammars"), ("start: nothing", "grammars")]
@@ -215,15 +215,23 @@ def test_grammars_are_compiled_in_a_thread_once_each(folder, monkeypatch):
     assert "unknown name" in str(store.error("start: nothing"))
     store.matcher('start: "a"')
     assert len(compiled) == 3
+    for scope in ("one", "two", "one", "two"):  # the time of a compilation tells neither of the other
+        store.prepare('start: "a"', scope)
+        while not store.prepare('start: "a"', scope):
+            store.wait(0.1)
+            assert time.monotonic() < deadline
+    assert len(compiled) == 5
+    assert store._scopes['start: "a"'] == {"", "one", "two"}
 
 
 def test_of_too_many_grammars_the_oldest_is_compiled_again(folder):
     store = Grammars(folder, PADDED, max_compiled=2)
     for text in ('start: "a"', 'start: "b"', 'start: "c"'):
         store.matcher(text)
-    assert list(store._compiled) == ['start: "b"', 'start: "c"']
+    assert list(store._compiled) == [('start: "b"', ""), ('start: "c"', "")]
     store.matcher('start: "a"')
-    assert list(store._compiled) == ['start: "c"', 'start: "a"']
+    assert list(store._compiled) == [('start: "c"', ""), ('start: "a"', "")]
+    assert set(store._scopes) == {'start: "c"', 'start: "a"'}
 
 
 def test_a_panic_of_the_library_is_an_error_for_who_waits(folder, monkeypatch):
@@ -235,9 +243,9 @@ def test_a_panic_of_the_library_is_an_error_for_who_waits(folder, monkeypatch):
 
     monkeypatch.setattr(grammars_module, "LLMatcher", panic)
     store = Grammars(folder, PADDED)
-    store.prepare("start: /x/")
+    store.prepare("start: /x/", "")
     deadline = time.monotonic() + 30
-    while not store.prepare("start: /x/"):
+    while not store.prepare("start: /x/", ""):
         store.wait(0.1)
         assert time.monotonic() < deadline
     assert store.error("start: /x/") == "the grammar cannot be compiled (Panic)"

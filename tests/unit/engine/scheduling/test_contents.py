@@ -146,6 +146,16 @@ def test_two_logs_name_a_salt_differently() -> None:
     assert Contents().salt_name("") == ""
 
 
+def test_a_salts_name_has_its_scopes_name() -> None:
+    """A replay keeps blocks by scope, as the server did."""
+    contents = Contents()
+    names = [contents.salt_name(salt) for salt in ("a\0", "a\0x", "b\0x", "x")]
+    scopes = [name.partition("\0")[0] for name in names]
+    assert len(set(names)) == 4
+    assert scopes[0] == scopes[1] != scopes[2] != scopes[3]
+    assert "\0" not in names[3]
+
+
 def test_without_a_prefix_cache_nothing_is_kept() -> None:
     run = new_run(enable_prefix_caching=False)
     run.add(request("a", 20, 3))

@@ -125,7 +125,7 @@ class SlowGrammars:
     def __init__(self) -> None:
         self.is_ready = False
 
-    def prepare(self, text: str) -> bool:
+    def prepare(self, text: str, scope: str) -> bool:
         return self.is_ready
 
     def error(self, text: str) -> str | None:

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.swapping import SwapCost, SwappingAllocator
 from support.fake_executor import CorruptKV, Run, expected_embedding, new_run, outputs_of, produced_alone, request
 from support.scheduler_model import check_prompt_logprobs
@@ -118,6 +119,40 @@ def test_the_host_keeps_what_was_wanted_last() -> None:
     for name, cached in (("b", 16), ("a", 0)):
         play(run, dataclasses.replace(request(name, 17, 2), request_id=f"{name} again"))
         assert outputs_of(run, f"{name} again")[-1].num_cached_tokens == cached
+
+
+def test_prefixes_on_the_host_and_in_files_are_cold_for_other_scopes() -> None:
+    """A guesser sends the very prompt, with the very salt, that a tenant has on the host; then after a restart."""
+
+    def of(scope: str, name: str, number: str = "") -> object:
+        length = 36 if name == "other" else 17
+        own = request(name, length, 2, salt=f"{scope}\0salt")
+        return dataclasses.replace(own, request_id=f"{scope} {name} {number}")
+
+    def cached(run: Run, scope: str, number: str) -> tuple[int, int]:
+        before = run.scheduler.stats().total_swapped_in_blocks
+        play(run, of(scope, "a", number))
+        swapped_in = run.scheduler.stats().total_swapped_in_blocks - before
+        return outputs_of(run, f"{scope} a {number}")[-1].num_cached_tokens, swapped_in
+
+    run = swapping_run()
+    play(run, of("tenant", "a"))
+    play(run, of("tenant", "other"))
+    assert cached(run, "guesser", "1") == (0, 0)
+    assert cached(run, "tenant", "again")[0] == 16
+    play(run, of("tenant", "other", "again"))
+
+    on_disk = run.scheduler._kv.host.pool._block_of
+    keys = sorted(on_disk, key=lambda key: on_disk[key])
+    assert [on_disk[key] for key in keys] == list(range(len(keys)))
+    next_run = swapping_run()
+    next_run.scheduler = Scheduler(run.scheduler._config, host_keys=keys)
+    next_run.executor._host = run.executor._host
+    assert cached(next_run, "another", "2") == (0, 0)
+    host = next_run.scheduler._kv.host.pool
+    assert {owner.scope for owner in host._owner_of.values()} == {""}, "of no tenant until one uses them"
+    assert cached(next_run, "tenant", "2") == (16, 4)
+    assert {owner.scope for owner in host._owner_of.values()} >= {"", "tenant"}
 
 
 def test_choices_are_swapped_together_and_share_their_prompt_again() -> None:

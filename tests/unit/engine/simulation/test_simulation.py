@@ -151,6 +151,34 @@ def test_traces_of_our_own_and_of_servegen(tmp_path: Path) -> None:
     assert {one.input_tokens for one in rows} == set(range(1, 10))
 
 
+@pytest.mark.parametrize(("policy", "tenants"), [("wfq", True), ("fcfs", True), ("fcfs", False)])
+def test_a_flood_evicts_its_own_blocks(policy: str, tenants: bool) -> None:
+    """A prompt of 1,040 tokens comes again and again; between, another tenant sends unique ones for twice the pool."""
+    victim = [
+        TraceRow(at=15.0 * i, input_tokens=1040, output_tokens=4, blocks=(7,), block_tokens=1024, tenant="victim")
+        for i in range(30)
+    ]
+    flood = [row(at=15.0 * i + 0.5, inputs=160, outputs=2, tenant="flood") for i in range(30) for _ in range(60)]
+    rows = sorted(victim + flood, key=lambda one: one.at)
+    asked = Setup(cost=COST).with_settings(
+        [("num_blocks", 300), ("max_model_len", 2048), ("scheduling_policy", policy)]
+    )
+
+    def of_the_victim(load: list[TraceRow]) -> tuple[float, float]:
+        (found,) = (one for one in report(simulate(asked, load)).tenants if one.tenant == "victim")
+        assert found.ttft_p50 is not None
+        return found.cached, found.ttft_p50
+
+    alone = of_the_victim([*victim, row(at=0.0, tenant="flood")])
+    assert alone[0] > 0.9
+    if tenants:
+        flooded = of_the_victim(rows)
+        assert flooded[0] >= 0.9 * alone[0]
+        assert flooded[1] <= 1.2 * alone[1]
+    else:  # as before tenants had shares
+        assert of_the_victim([replace(one, scope="all") for one in rows])[0] < 0.1
+
+
 def test_pictures_show_the_peak() -> None:
     rows = rows_of((32, 128, 64, 256), (0, 2, 4, 6))
     outcome = simulate(exercise_setup(rows), rows)

@@ -77,6 +77,16 @@ def test_a_flood_of_one_owner_evicts_its_own() -> None:
     assert len(store) == 10
 
 
+def test_owners_keep_responses_by_their_weights() -> None:
+    store = roomy(max_responses=12)
+    stored = {"ann": [make(text="a") for _ in range(30)], "bob": [make(text="b") for _ in range(30)]}
+    for pair in zip(*stored.values(), strict=True):
+        for (owner, weight), response in zip((("ann", 1.0), ("bob", 2.0)), pair, strict=True):
+            store.put(owner, response, weight=weight)
+    kept = {owner: sum(store.get(owner, one.id) is not None for one in own) for owner, own in stored.items()}
+    assert kept == {"ann": 4, "bob": 8}
+
+
 def test_so_does_one_of_large_responses() -> None:
     small = make(text="a")
     store = roomy(max_bytes=20 * small.size)

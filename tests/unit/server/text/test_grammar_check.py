@@ -126,6 +126,9 @@ async def test_verdicts_are_kept_and_bounded(check: GrammarCheck, monkeypatch: p
     await check.accept(Grammar(rules='start: "third"'), param="p")
     await check.accept(Grammar(rules=WHOLE), param="p")
     assert asked[2:] == ['start: "third"', WHOLE]
+    await check.accept(Grammar(rules=WHOLE), param="p", scope="tenant a")
+    await check.accept(Grammar(rules=WHOLE), param="p", scope="tenant a")
+    assert asked[4:] == [WHOLE], "which another scope has not tried for it"
 
 
 async def test_no_process_before_the_first_grammar_and_none_is_left(check: GrammarCheck):
