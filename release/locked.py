@@ -64,24 +64,22 @@ def wanted(project: Path, groups: Sequence[str] | None = None) -> list[str]:
     return [requirement for group in groups for requirement in named[group]]
 
 
-def hashed(report: Iterable[dict[str, dict[str, object]]], pins: dict[tuple[str, str], Pin]) -> list[str]:
-    """The lines of a requirements file: what pip's report would install, with the hashes of the lock.
+def hashed(resolved: Iterable[tuple[str, str]], pins: dict[tuple[str, str], Pin]) -> tuple[list[str], list[str]]:
+    """Lines of a requirements file with the lock's hashes, and builds of one's own, for the names and versions.
 
     Raises NotLocked.
     """
-    lines = []
-    for each in report:
-        name, version = _normal(str(each["metadata"]["name"])), str(each["metadata"]["version"])
-        pin = pins.get((name, version))
-        hashes = pin.hashes if pin is not None else ()
+    lines, own = [], []
+    for name, version in ((_normal(name), version) for name, version in resolved):
         public, _, label = version.partition("+")
         if label and name in OWN_BUILDS and (name, public) in pins:
-            print(f"{name} {version} is not the public index's: taken as pip's configuration has it", file=sys.stderr)
-            hashes = (f"sha256:{_hash_of(each)}",)
-        if not hashes:
+            own.append(f"{name}=={version}")
+            continue
+        pin = pins.get((name, version))
+        if pin is None or not pin.hashes:
             raise NotLocked(f"{name} {version} is not in the lock with a hash; `make lock` writes it")
-        lines.append(" ".join([f"{name}=={version}", *(f"--hash={value}" for value in hashes)]))
-    return lines
+        lines.append(" ".join([f"{name}=={version}", *(f"--hash={value}" for value in pin.hashes)]))
+    return lines, own
 
 
 def install(project: Path, lock: Path, groups: Sequence[str], arguments: Sequence[str]) -> int:
@@ -93,8 +91,13 @@ def install(project: Path, lock: Path, groups: Sequence[str], arguments: Sequenc
         plan = ("--dry-run", "--report", str(report), "--constraint", str(versions), *wanted(project, groups))
         if code := _pip(*plan, *arguments):
             return code
-        lines = hashed(json.loads(report.read_text(encoding="utf-8"))["install"], pins)
+        found = [each["metadata"] for each in json.loads(report.read_text(encoding="utf-8"))["install"]]
+        lines, own = hashed(((each["name"], each["version"]) for each in found), pins)
         files.write_text("\n".join(lines), encoding="utf-8")
+        if own:
+            print(f"{', '.join(own)}: not the public index's, taken as pip's configuration has it", file=sys.stderr)
+            if code := _pip("--no-deps", *own, *arguments):
+                return code
         return _pip("--require-hashes", "--no-deps", "--requirement", str(files), *arguments) if lines else 0
 
 
@@ -105,12 +108,6 @@ def _pip(*arguments: str) -> int:
 
 def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def _hash_of(each: dict[str, dict[str, object]]) -> str:
-    archive = each["download_info"]["archive_info"]
-    assert isinstance(archive, dict)
-    return str(archive["hashes"]["sha256"])
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,6 +1,6 @@
-"""Runs one server and shuts it down: the listener, the banner, the signals, the drain.
+"""Runs one server and shuts it down: the listener, the banner, the drain.
 
-Owns SIGTERM and SIGINT. Promises: the port answers before heavy imports; a signal turns readiness to 503 at once and
+Promises: the port answers before heavy imports; a signal turns readiness to 503 at once and
 lets running requests finish; a second one ends them, with an error to each client; no process or thread is left behind.
 Must not know: routes, sampling.
 """
@@ -11,10 +11,8 @@ import asyncio
 import contextlib
 import gc
 import logging
-import signal
 import time
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp
@@ -36,6 +34,7 @@ from quire_server.settings import Settings
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from quire_server.launch import Stop
     from quire_server.state import ServerState
 
 # Seconds of a stop after the drain; together with the engine's end, which comes last, less than five.
@@ -45,35 +44,34 @@ CLOSING_SECONDS = 1.0  # for data in the sockets' buffers
 log = logging.getLogger("quire")
 
 
-async def serve(settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan]) -> bool:
+async def serve(settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan], stop: Stop) -> bool:
     """Serve until a signal (True) or until the engine has failed for good (False).
 
     Raises ConfigError and ModelLoadError.
     """
     switch = AppSwitch(_while_starting(settings, supervisor))
-    with _signals() as stop:
-        async with _listening(switch, settings) as (listening, listener_task):
-            log.info("listening on %s; until the model is loaded requests get 503", listening.where)
-            building = asyncio.create_task(_build(settings, supervisor, starting))
-            await _first(building, stop.asked, listener_task)
-            if not building.done():
-                await _cancel(building)
-                return True
-            state, app = building.result()
-            switch.watch_connections(state.metrics.connections)
-            state.metrics.bytes_waiting = listening.bytes_waiting
-            await switch.open(app)
-            stats = asyncio.create_task(log_throughput(state.metrics, settings.log_stats_interval), name="stats")
-            try:
-                # Imported and built objects stay alive: freeze them, so that later collections do not scan them.
-                gc.collect()
-                gc.freeze()
-                listener.announce(listening)
-                _greet(settings, state, listening)
-                await _first(stop.asked, supervisor.dead, listener_task)
-                await _wind_up(settings, state, supervisor, app.state.requests, stop)
-            finally:
-                await _cancel(stats)
+    async with _listening(switch, settings) as (listening, listener_task):
+        log.info("listening on %s; until the model is loaded requests get 503", listening.where)
+        building = asyncio.create_task(_build(settings, supervisor, starting))
+        await _first(building, stop.asked, listener_task)
+        if not building.done():
+            await _cancel(building)
+            return True
+        state, app = building.result()
+        switch.watch_connections(state.metrics.connections)
+        state.metrics.bytes_waiting = listening.bytes_waiting
+        await switch.open(app)
+        stats = asyncio.create_task(log_throughput(state.metrics, settings.log_stats_interval), name="stats")
+        try:
+            # Imported and built objects stay alive: freeze them, so that later collections do not scan them.
+            gc.collect()
+            gc.freeze()
+            listener.announce(listening)
+            _greet(settings, state, listening)
+            await _first(stop.asked, supervisor.dead, listener_task)
+            await _wind_up(settings, state, supervisor, app.state.requests, stop)
+        finally:
+            await _cancel(stats)
     return not supervisor.dead.done()
 
 
@@ -145,7 +143,7 @@ def _application() -> Any:
 
 
 async def _wind_up(
-    settings: Settings, state: ServerState, supervisor: Supervisor, requests: OpenRequests, stop: _Stop
+    settings: Settings, state: ServerState, supervisor: Supervisor, requests: OpenRequests, stop: Stop
 ) -> None:
     """Wait for accepted requests; after the drain timeout or a second signal, end them with an error."""
     state.draining = state.stopping = True
@@ -169,35 +167,6 @@ async def _wind_up(
 async def _idle(state: ServerState, work: tuple[asyncio.Task[Any], ...]) -> None:
     await ended(work)
     await state.client.wait_idle()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stop:
-    """Stop requests by signal: the first one drains the server, the second one ends its requests."""
-
-    asked: asyncio.Future[None]
-    insisted: asyncio.Future[None]
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[_Stop]:
-    loop = asyncio.get_running_loop()
-    stop = _Stop(asked=loop.create_future(), insisted=loop.create_future())
-
-    def received(number: signal.Signals) -> None:
-        log.info("received %s", number.name)
-        for degree in (stop.asked, stop.insisted):
-            if not degree.done():
-                degree.set_result(None)
-                return
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, received, number)
-    try:
-        yield stop
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
 
 
 async def _first(*futures: asyncio.Future[Any], seconds: float | None = None) -> None:

@@ -52,4 +52,4 @@ def test_nothing_of_it_runs_when_python_starts(wheel: dict[str, bytes]) -> None:
     (info,) = {name.partition("/")[0] for name in wheel if name.startswith("quire-")}
     metadata = {name.removeprefix(info + "/") for name in wheel if name.startswith(info)}
     assert metadata == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
-    assert wheel[f"{info}/entry_points.txt"].split() == [*b"[console_scripts] quire = quire_server.cli:main".split()]
+    assert wheel[f"{info}/entry_points.txt"].split() == [*b"[console_scripts] quire = quire_server.cli:program".split()]
