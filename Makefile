@@ -66,9 +66,13 @@ client-test: $(VENV)/.serve .venv-clients/.complete
 	  openai ai @ai-sdk/openai-compatible @anthropic-ai/sdk zod
 	touch $@
 
+HOSTILE_ROWS ?= many-prompts many-texts many-strings stopped-tokenizer killed-template killed-spare \
+  pipelined-garbage planted-modules early-signals stored-flood
+
 # What hostile clients send, one by one, and what everybody else has of the server meanwhile: five minutes.
 hostile: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m hostile $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m hostile.rows $(HOSTILE_ROWS)
 
 # Mixed traffic for twenty minutes, or ARGS="--minutes 5": memory, handles, answers and times must stay as they are.
 soak: $(VENV)/.dev

@@ -264,6 +264,8 @@ async def prepare(state: ServerState, options: GenerationOptions, caller: Caller
     requests: list[GenerationRequest] = []
     caller = caller or Caller()
     for token_ids in prompts:
+        if requests:
+            await asyncio.sleep(0)  # the seeds of many long prompts are digests of all their ids
         if not token_ids:
             raise BadRequest("The prompt is empty: it has no tokens.", param=options.prompt.param)
         stop = resolve_stop(options, sampling, prompt_tokens=len(token_ids), tokenizer=state.tokenizer, limits=limits)
