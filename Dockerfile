@@ -32,8 +32,10 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
-RUN python3 -m venv /opt/quire
+# What builds the wheel and lists the parts stays behind in an environment of its own.
+RUN python3 -m venv /opt/quire && python3 -m venv /opt/tools
 COPY constraints.txt pyproject.toml README.md LICENSE ./
+COPY release release
 COPY server server
 COPY engine engine
 COPY kernels kernels
@@ -44,11 +46,17 @@ ARG PIP_ARGS=""
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     --mount=type=bind,from=wheels,target=/wheels \
     if [ "${DEVICE}" = cpu ] && [ -n "${TORCH_CPU_INDEX}" ]; then torch="--extra-index-url ${TORCH_CPU_INDEX}"; fi \
-    && /opt/quire/bin/pip install --no-cache-dir --disable-pip-version-check -c constraints.txt \
-       --find-links /wheels ${torch:-} ${PIP_ARGS} . \
+    && arguments="--find-links /wheels ${torch:-} ${PIP_ARGS}" \
+    && /opt/quire/bin/python release/locked.py install project -- ${arguments} \
+    && /opt/tools/bin/python release/locked.py install build sbom -- ${arguments} \
+    && /opt/tools/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /dist . \
+    && /opt/quire/bin/pip install --no-deps --no-index --find-links /dist quire \
     && /opt/quire/bin/python -c "from torch.version import cuda; assert bool(cuda) == ('${DEVICE}' == 'cuda'), cuda"
 # For every instruction set: the image itself has no C++ compiler, and starts on whatever it is given.
 RUN /opt/quire/bin/quire build-kernels --prebuilt
+# The parts that the image has, for who must know them: CycloneDX.
+RUN /opt/tools/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-format JSON \
+    --output-file /opt/quire/quire.cdx.json /opt/quire/bin/python
 
 FROM base-${DEVICE}
 LABEL org.opencontainers.image.title="quire" org.opencontainers.image.licenses="Apache-2.0"

@@ -8,7 +8,7 @@ JOBS ?= 2
 CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 
 .PHONY: help serve test kernel-test schema-test test-e2e client-test image-test gpu-test gpu-bench kernel-sim schedule-test \
-  emulated-test hostile soak api-fuzz audit check format bench headline clean
+  emulated-test hostile soak api-fuzz audit lock sbom check format bench headline clean
 
 HELP := \
   "serve          serve the embedded model, or ARGS=\"/models/X --port 9000\"" \
@@ -26,10 +26,12 @@ HELP := \
   "kernel-sim     the GPU's kernels without a GPU; half an hour" \
   "gpu-test       what needs a GPU; installs nothing" \
   "gpu-bench      what a GPU's kernels and steps reach" \
-  "hostile        hostile clients, and what others have meanwhile; five minutes" \
+  "hostile        hostile clients, and what others have meanwhile; seven minutes" \
   "soak           mixed traffic with kills; twenty minutes" \
   "api-fuzz       requests made from our OpenAPI document; installs schemathesis" \
   "audit          published vulnerabilities of the pinned packages" \
+  "lock           write constraints.txt again: the pins with the hashes of their files" \
+  "sbom           list what is installed, as CycloneDX, in quire.cdx.json" \
   "image-test     both container images, as root with buildah" \
   "clean          remove what the targets made"
 
@@ -64,9 +66,13 @@ client-test: $(VENV)/.serve .venv-clients/.complete
 	  openai ai @ai-sdk/openai-compatible @anthropic-ai/sdk zod
 	touch $@
 
-# What hostile clients send, one by one, and what everybody else has of the server meanwhile: five minutes.
+HOSTILE_ROWS ?= many-prompts many-texts many-strings stopped-tokenizer killed-template killed-spare \
+  pipelined-garbage planted-modules early-signals stored-flood
+
+# What hostile clients send, one by one, and what everybody else has of the server meanwhile: seven minutes.
 hostile: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m hostile $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m hostile.rows $(HOSTILE_ROWS)
 
 # Mixed traffic for twenty minutes, or ARGS="--minutes 5": memory, handles, answers and times must stay as they are.
 soak: $(VENV)/.dev
@@ -88,6 +94,26 @@ audit: .venv-audit/.complete
 .venv-audit/.complete: Makefile
 	$(PYTHON) -m venv .venv-audit
 	.venv-audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit
+	touch $@
+
+# The tested set with the hashes of all its files; ARGS=--upgrade for the newest. Pins that still hold stay.
+lock: .venv-lock/.complete
+	$(PYTHON) release/locked.py names | UV_CUSTOM_COMPILE_COMMAND="make lock" .venv-lock/bin/uv pip compile --quiet \
+	  --universal --generate-hashes --no-annotate --python-version 3.11 --output-file constraints.txt $(ARGS) -
+
+.venv-lock/.complete: Makefile
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/python -m pip install --quiet --disable-pip-version-check uv
+	touch $@
+
+# What is installed here, package by package, as CycloneDX; the image has its own.
+sbom: $(VENV)/.serve .venv-sbom/.complete
+	.venv-sbom/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+	  --output-format JSON --output-file quire.cdx.json $(BIN)/python
+
+.venv-sbom/.complete: pyproject.toml constraints.txt release/locked.py
+	$(PYTHON) -m venv .venv-sbom
+	.venv-sbom/bin/python release/locked.py install sbom
 	touch $@
 
 # Both images from nothing, as root, with buildah: ten minutes on two cores, which is why CI leaves it out.
@@ -149,19 +175,25 @@ bench: $(VENV)/.dev
 
 # Against transformers' generate and static batches of our own, on a model of 0.6 billion parameters; an hour on two cores.
 headline: $(VENV)/.serve
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python release/locked.py install bench
 	PYTHONPATH=benchmarks $(BIN)/python -m headline $(ARGS)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
+# Every file is held against its hash. The build backend is among them: pip would fetch one by itself, and not look.
+LOCKED = $(BIN)/python release/locked.py install build project
+EDITABLE = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+
 $(VENV)/.serve: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(LOCKED)
+	$(EDITABLE)
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(LOCKED) dev
+	$(EDITABLE)
 	touch $@ $(VENV)/.serve
 
 clean:
-	rm -rf $(VENV) .venv-sim .venv-oldest .venv-clients .venv-fuzz .venv-audit .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-sim .venv-oldest .venv-clients .venv-fuzz .venv-audit .venv-lock .venv-sbom .mypy_cache .ruff_cache .pytest_cache .hypothesis

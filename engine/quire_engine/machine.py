@@ -5,12 +5,17 @@ Promises: a container's limits (cgroup v1 and v2) count like the machine's own. 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from quire_kernels.cpu.topology import by_core
+
+_PR_SET_PDEATHSIG = 1
 
 
 def available_memory(root: Path = Path("/")) -> int:
@@ -180,3 +185,11 @@ def work_done(pid: int, root: Path = Path("/")) -> int:
 def _fields(stat: Path) -> list[str]:
     """The fields of a process' `stat` from its state on; the name before it may have any characters."""
     return _text(stat).rpartition(")")[2].split()
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """End this process when its parent ends, however that happens; at once where it has ended."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # the parent ended before the call above
+        sys.exit(1)

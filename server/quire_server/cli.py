@@ -1,19 +1,24 @@
 """The `quire` command: finds the sub-command's module and runs it.
 
 Promises: imports nothing but the chosen command, and from no folder that every user may write to; problems with
-settings are readable lines, never a traceback.
+settings are readable lines, never a traceback; a signal ends a process that has nothing to clean up yet in one line.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
-from typing import Protocol, cast
+from types import FrameType
 
-from quire_engine.own_modules import WritableSearchPath, check_search_path, leave_out_working_directory
+# All that is loaded before the handlers of signals are there: what follows is imported where it is used.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Protocol
+else:
+    Protocol = object
 
 # Name: (module, what it does). `quire bench` is a client of servers: nothing here depends on its package.
 COMMANDS = {
@@ -44,8 +49,37 @@ class Command(Protocol):
         ...
 
 
+def program() -> int:
+    """The entry point of the process: `main` under handlers that end it at once, until a command sets its own.
+
+    An exception, as Python raises one for SIGINT, would be a traceback of whichever import it meets, or be lost there.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as in a background job, which a Ctrl-C is not for
+            signal.signal(number, _leave)
+    return main()
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    os.write(2, f"quire: ended by {signal.Signals(number).name}\n".encode())
+    os._exit(128 + number)  # as shells report a program that a signal has ended
+
+
+def _raise_again() -> None:
+    """Give the signals that `_leave` takes back to Python: SIGINT raises, and SIGTERM ends the process."""
+    for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+        if signal.getsignal(number) is _leave:
+            signal.signal(number, default)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `quire ARGV` and return the process's exit code."""
+    from quire_engine.own_modules import (  # noqa: PLC0415
+        WritableSearchPath,
+        check_search_path,
+        leave_out_working_directory,
+    )
+
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in {"-h", "--help", "help"}:
         print(_usage())
@@ -54,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in {"--version", "-V"}:
         name = "version"
     if name not in COMMANDS:
+        from difflib import get_close_matches  # noqa: PLC0415
+
         close = get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean `quire {close[0]}`?" if close else "`quire --help` lists the commands"
         print(f"quire: no command {name!r}; {hint}", file=sys.stderr)
@@ -66,7 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"quire: {error}", file=sys.stderr)
         return BAD_USAGE
     try:
-        command = cast(Command, import_module(COMMANDS[name][0]))
+        command: Command = import_module(COMMANDS[name][0])
+        if name != "serve":  # whose own handlers come with its event loop, before it starts any process
+            _raise_again()
         return command.run(rest)
     except KeyboardInterrupt:
         print(f"quire {name}: interrupted", file=sys.stderr)
@@ -82,4 +120,4 @@ def _usage() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

@@ -1,13 +1,17 @@
 """Runs `quire serve`: turns its settings into a running server and returns an exit code.
 
-The exit code is 0 after a drain, 2 for invalid settings, 1 for a model that cannot be loaded and 70 for an engine that
-keeps crashing; every failure prints one line.
+Owns SIGTERM and SIGINT from its first process to its last. The exit code is 0 after a signal, 2 for invalid settings, 1
+for a model that cannot be loaded and 70 for an engine that keeps crashing; every failure prints one line.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol, cast
 
@@ -54,8 +58,6 @@ def run(given: CommandLine) -> int:
             log.debug("where it happened", exc_info=True)
             output.say(f"quire serve: {_of_file(error)}")
             return FAILED
-        except KeyboardInterrupt:  # before the server's signal handlers were installed
-            return DONE
 
 
 def _run(settings: Settings, output: Output) -> int:
@@ -89,26 +91,63 @@ async def _serve(settings: Settings, output: Output) -> int:
         hang_seconds=settings.engine_hang_timeout,
         spare_seconds=_SPARE_SECONDS if settings.spare_engine else None,
     )
-    supervisor = Supervisor(settings.engine_config(), policy, stderr=output.for_children)
-    starting = asyncio.create_task(supervisor.start())
-    in_text = settings.log_format == "text"
-    showing = asyncio.create_task(
-        loading.show(lambda: supervisor.progress, starting, bar=in_text and loading.has_terminal())
-    )
+    with _signals() as stop:
+        supervisor = Supervisor(settings.engine_config(), policy, stderr=output.for_children)
+        starting = asyncio.create_task(supervisor.start())
+        in_text = settings.log_format == "text"
+        showing = asyncio.create_task(
+            loading.show(lambda: supervisor.progress, starting, bar=in_text and loading.has_terminal())
+        )
+        try:
+            server = cast(Composition, await asyncio.to_thread(import_module, "quire_server.serving"))
+            if stop.asked.done():
+                return DONE
+            drained = await server.serve(settings, supervisor, starting, stop)
+            return DONE if drained else CRASH_LOOP
+        finally:
+            showing.cancel()
+            starting.cancel()
+            await asyncio.gather(starting, showing, return_exceptions=True)
+            await supervisor.stop()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """Stop requests by signal: the first one drains the server, the second one ends its requests."""
+
+    asked: asyncio.Future[None]
+    insisted: asyncio.Future[None]
+
+    def received(self, number: signal.Signals) -> None:
+        """A signal to stop has come."""
+        log.info("received %s", number.name)
+        for degree in (self.asked, self.insisted):
+            if not degree.done():
+                degree.set_result(None)
+                return
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[Stop]:
+    """Handle SIGTERM and SIGINT, the latter also where it was ignored: who names a server's process means it."""
+    loop = asyncio.get_running_loop()
+    stop = Stop(asked=loop.create_future(), insisted=loop.create_future())
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in before:
+        loop.add_signal_handler(number, stop.received, number)
     try:
-        server = cast(Composition, await asyncio.to_thread(import_module, "quire_server.serving"))
-        drained = await server.serve(settings, supervisor, starting)
-        return DONE if drained else CRASH_LOOP
+        yield stop
     finally:
-        showing.cancel()
-        starting.cancel()
-        await asyncio.gather(starting, showing, return_exceptions=True)
-        await supervisor.stop()
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
 
 
 class Composition(Protocol):
     """The interface of `quire_server.serving`, whose imports are slow and run while the engine starts."""
 
-    async def serve(self, settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan]) -> bool:
+    async def serve(
+        self, settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan], stop: Stop
+    ) -> bool:
         """Serve until a signal (True) or until the engine has failed for good (False)."""
         ...

@@ -1,8 +1,8 @@
-"""Runs one server and shuts it down: the listener, the banner, the signals, the drain.
+"""Runs one server and shuts it down: the listener, the banner, the drain.
 
-Owns SIGTERM, SIGINT and SIGHUP. Promises: the port answers before heavy imports; a signal to stop turns readiness to
-503 at once and lets running requests finish; a second one ends them, with an error to each client; no process or thread
-is left behind. Must not know: routes, sampling.
+Owns SIGHUP. Promises: the port answers before heavy imports; a signal to stop turns readiness to 503 at once and lets
+running requests finish; a second one ends them, with an error to each client; no process or thread is left behind.
+Must not know: routes, sampling.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp
@@ -39,6 +38,7 @@ from quire_server.settings import Settings
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from quire_server.launch import Stop
     from quire_server.state import ServerState
 
 # Seconds of a stop after the drain; together with the engine's end, which comes last, less than five.
@@ -49,14 +49,14 @@ _STDERR = 2
 log = logging.getLogger("quire")
 
 
-async def serve(settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan]) -> bool:
+async def serve(settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan], stop: Stop) -> bool:
     """Serve until a signal (True) or until the engine has failed for good (False).
 
     Raises ConfigError and ModelLoadError.
     """
     credentials = Credentials(settings)
     switch = AppSwitch(_while_starting(settings, supervisor, credentials))
-    with _signals(credentials) as stop:
+    with _reloads(credentials, stop):
         async with _listening(switch, settings, credentials) as (listening, listener_task):
             log.info("listening on %s; until the model is loaded requests get 503", listening.where)
             building = asyncio.create_task(_build(settings, supervisor, starting, credentials))
@@ -156,7 +156,7 @@ def _application() -> Any:
 
 
 async def _wind_up(
-    settings: Settings, state: ServerState, supervisor: Supervisor, requests: OpenRequests, stop: _Stop
+    settings: Settings, state: ServerState, supervisor: Supervisor, requests: OpenRequests, stop: Stop
 ) -> None:
     """Wait for accepted requests; after the drain timeout or a second signal, end them with an error."""
     state.draining = state.stopping = True
@@ -182,48 +182,26 @@ async def _idle(state: ServerState, work: tuple[asyncio.Task[Any], ...]) -> None
     await state.client.wait_idle()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stop:
-    """Stop requests by signal: the first one drains the server, the second one ends its requests."""
-
-    asked: asyncio.Future[None]
-    insisted: asyncio.Future[None]
-
-
 @contextlib.contextmanager
-def _signals(credentials: Credentials) -> Iterator[_Stop]:
-    """Handle SIGTERM and SIGINT as a stop, and SIGHUP as an order to read keys and certificates again.
-
-    A SIGHUP that comes because the terminal was closed is a stop.
-    """
+def _reloads(credentials: Credentials, stop: Stop) -> Iterator[None]:
+    """Handle SIGHUP as an order to read keys and certificates again, or as a stop if the terminal was closed."""
     loop = asyncio.get_running_loop()
-    stop = _Stop(asked=loop.create_future(), insisted=loop.create_future())
     reloads: set[asyncio.Task[None]] = set()
     has_terminal = os.isatty(_STDERR)
 
-    def received(number: signal.Signals) -> None:
-        log.info("received %s", number.name)
-        for degree in (stop.asked, stop.insisted):
-            if not degree.done():
-                degree.set_result(None)
-                return
-
-    def hung_up() -> None:
+    def received() -> None:
         if has_terminal and not os.isatty(_STDERR):
-            received(signal.SIGHUP)
+            stop.received(signal.SIGHUP)
             return
         task = asyncio.create_task(_reload(credentials), name="reload")
         reloads.add(task)
         task.add_done_callback(reloads.discard)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, received, number)
-    loop.add_signal_handler(signal.SIGHUP, hung_up)
+    loop.add_signal_handler(signal.SIGHUP, received)
     try:
-        yield stop
+        yield
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            loop.remove_signal_handler(number)
+        loop.remove_signal_handler(signal.SIGHUP)
 
 
 async def _reload(credentials: Credentials) -> None:

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire_engine.types import GenerationRequest
 from quire_server.state import ServerState
 from support.events import choice_texts, parse_events, stream, until
 from support.fake_engine import REPLY, FakeEngine
@@ -225,3 +226,29 @@ async def test_request_parameters_are_logged_when_asked_for_but_no_text(caplog: 
     assert "6 prompt tokens, n 1, max_tokens 7" in record.getMessage()
     assert "secret" not in record.getMessage()
     assert record.request_id
+
+
+async def test_many_prompts_are_prepared_in_turns_and_queued_in_one() -> None:
+    """Others run between the prompts of a list; a list gets all its places in the queue, or none."""
+    turns = 0
+    queued: list[int] = []
+
+    class Watched(FakeEngine):
+        def submit(self, request: GenerationRequest) -> None:
+            queued.append(turns)
+            super().submit(request)
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    async with connect(make_app(make_state(engine=Watched()))) as client:
+        body = GREEDY | {"prompt": [f"number {i}" for i in range(64)], "max_tokens": 2, "stop": ["x" * 200] * 4}
+        reply = await client.post("/v1/completions", json=body)
+    counting.cancel()
+    assert len(reply.raise_for_status().json()["choices"]) == len(queued) == 64
+    assert len(set(queued)) == 1
+    assert queued[0] >= 3 * 63, "turns for the tokens, the seed and the choices of each prompt but the first"

@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from quire_server import serving
-from quire_server.serving import _Stop, _wind_up
+from quire_server.launch import Stop
+from quire_server.serving import _wind_up
 from support.fake_engine import FakeEngine
 from support.fakes import listening, make_app, make_state
 
@@ -30,7 +31,7 @@ class Winding:
         self.engine, self.app = engine, app
         self.state = app.state.quire
         loop = asyncio.get_running_loop()
-        self.stop = _Stop(asked=loop.create_future(), insisted=loop.create_future())
+        self.stop = Stop(asked=loop.create_future(), insisted=loop.create_future())
         self.http = httpx.AsyncClient(base_url=address, timeout=30, limits=httpx.Limits(max_connections=None))
         self.supervisor = SimpleNamespace(dead=loop.create_future(), stop=self._stop_engine)
         self.engine_stopped = False

@@ -63,7 +63,7 @@ def cuda(images, base, tmp_path_factory) -> str:
 
 def _stand_in_for_torch(folder: Path) -> None:
     """A wheel of the pinned version that pip prefers to the real one, and that says it was built with CUDA."""
-    (version,) = re.findall(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    (version,) = re.findall(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     version += "+standin"
     info = f"torch-{version}.dist-info"
     with zipfile.ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as wheel:
@@ -93,6 +93,17 @@ def test_the_cpu_image_carries_no_gigabytes(images, cpu):
     size = images.size(cpu)
     print(f"the CPU image has {size / 1e9:.2f} GB")
     assert size <= MOST_BYTES
+
+
+def test_it_lists_its_parts(images, cpu):
+    with images.running(cpu, "/opt/quire/quire.cdx.json", entry="cat") as container:
+        assert container.wait() == 0
+        listed = json.loads(container.output())
+    assert listed["bomFormat"] == "CycloneDX"
+    parts = {part["name"]: part["version"] for part in listed["components"]}
+    assert {"torch", "fastapi", "tokenizers"} <= set(parts)
+    assert not {"hatchling", "cyclonedx-bom", "pytest"} & set(parts)
+    assert listed["metadata"]["component"]["name"] == "quire"
 
 
 def test_it_answers_as_the_user_it_declares_with_a_root_that_is_read_only(images, cpu):

@@ -4,36 +4,21 @@ from __future__ import annotations
 
 import os
 import subprocess
-from importlib.metadata import packages_distributions
 from pathlib import Path
 
-import httpx
 import pytest
 
 from e2e.served import Served
 from quire_engine.own_modules import module_command
+from support.planted_modules import plant, ran, start_all_children
 
 pytestmark = pytest.mark.e2e
-
-OURS = ("quire", "quire_server", "quire_engine", "quire_kernels", "quire_bench")
-STANDARD = ("json", "random", "string", "queue", "types", "site", "sitecustomize", "usercustomize")
-LONG = "a word and " * 30_000  # long enough for a process of its own
 
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
-    """A folder with a module of each name that could be imported; one that runs leaves its name behind."""
-    installed = [name for name in packages_distributions() if name.isidentifier() and not name.startswith("_")]
-    for name in (*installed, *OURS, *STANDARD):
-        marker = f"open({str(tmp_path / 'ran.txt')!r}, 'a').write({name!r} + chr(10))"
-        (tmp_path / f"{name}.py").write_text(f"{marker}\nraise SystemExit(99)\n")
-    assert {"torch", "numpy", "msgspec", "tokenizers", "jinja2"} <= set(installed)
+    plant(tmp_path)
     return tmp_path
-
-
-def ran(folder: Path) -> list[str]:
-    marker = folder / "ran.txt"
-    return sorted(set(marker.read_text().split())) if marker.exists() else []
 
 
 def test_the_plant_works(hostile: Path) -> None:
@@ -43,20 +28,8 @@ def test_the_plant_works(hostile: Path) -> None:
 
 
 def test_a_server_and_all_its_children(hostile: Path) -> None:
-    """The engine, its successor, and the processes for templates, grammars and long texts."""
-    with Served(cwd=hostile) as server, httpx.Client(base_url=server.url, timeout=60) as client:
-        chat = {"model": "quire-demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-        schema = {"name": "a", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
-        answers = [
-            client.post("/v1/chat/completions", json=chat),
-            client.post(
-                "/v1/chat/completions", json=chat | {"response_format": {"type": "json_schema", "json_schema": schema}}
-            ),
-            client.post("/tokenize", json={"model": "quire-demo", "prompt": LONG}),
-        ]
-        server.engine().kill()
-        answers.append(client.post("/v1/chat/completions", json=chat))
-        assert [answer.status_code for answer in answers] == [200] * 4
+    with Served(cwd=hostile) as server:
+        start_all_children(server)
     assert ran(hostile) == []
 
 

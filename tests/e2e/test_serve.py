@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from e2e.served import Served
+from support.start_signals import MOMENTS, signal_at
 
 pytestmark = pytest.mark.e2e
 
@@ -109,24 +110,10 @@ def test_an_engine_that_keeps_dying_ends_the_server_with_70() -> None:
         assert "Traceback" not in server.log()
 
 
-def test_a_signal_while_loading_ends_it_cleanly() -> None:
-    with Served() as probe:  # the caches of the file system are warm from here on
-        assert probe.url
-    for delay in (0.05, 0.3, 0.8):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "quire_server.cli", "serve", "--port", "0"],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        time.sleep(delay)
-        children = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=15)
-        assert "Traceback" not in errors
-        assert process.returncode in {0, -signal.SIGTERM}  # the latter: before there is anything to end
-        _, alive = psutil.wait_procs(children, timeout=3)
-        assert not alive
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_at_any_moment_of_a_start_ends_it_in_one_line(moment: str, number: signal.Signals) -> None:
+    assert signal_at(moment, number).split()[0] in {"0", str(128 + number)}
 
 
 def test_json_logs_with_the_requests_id() -> None:

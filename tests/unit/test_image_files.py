@@ -18,7 +18,7 @@ BUILT_WITH = {"2.13.0": ("13.0.3", "3.7.1")}
 
 
 def _pinned(name: str) -> str:
-    (found,) = re.findall(rf"^{name}==(\S+)$", CONSTRAINTS, re.MULTILINE)
+    (found,) = re.findall(rf"^{name}==(\S+)", CONSTRAINTS, re.MULTILINE)
     return found
 
 

@@ -6,26 +6,16 @@ START_FAILED.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
-import os
 import signal
 import socket
 import sys
 from typing import NoReturn
 
 from quire_engine.errors import ConfigError, ModelLoadError, ProtocolError
+from quire_engine.machine import die_with_parent
 from quire_engine.process.transport import Frame, FrameDecoder, LoadProgress, StartFailed, encode_frame
-
-_PR_SET_PDEATHSIG = 1
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # the parent ended before the call above
-        sys.exit(1)
 
 
 def _receive_start(connection: socket.socket, decoder: FrameDecoder) -> list[Frame]:
@@ -43,12 +33,12 @@ def main(fd: int, parent_pid: int, memory_fd: int | None = None) -> None:
 
     `memory_fd`: a memory file that outlives this process, empty or with the weights of the engine process before.
     """
-    # The parent owns shutdown and reloads: a Ctrl-C in the terminal reaches the whole process group.
+    # The parent owns shutdown and reloads; some process managers signal every process of a service.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     # SIGUSR1 from the supervisor's watchdog: print the stacks of a hung process before it is killed.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    _die_with_parent(parent_pid)
+    die_with_parent(parent_pid)
     connection = socket.socket(fileno=fd)
     decoder = FrameDecoder()
 

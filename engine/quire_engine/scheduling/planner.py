@@ -521,9 +521,7 @@ class Preemptor:
         while self._kv.seat_cost(elder.leader, match) > self._kv.num_available:
             self._preempt_for_elder(plan)
 
-    def preempt_for_waiting(
-        self, victims: Values[Group], cause: PreemptionCause, plan: StepPlan, *, by: Group
-    ) -> None:
+    def preempt_for_waiting(self, victims: Values[Group], cause: PreemptionCause, plan: StepPlan, *, by: Group) -> None:
         """Preempt one of `victims` for the group `by`, which waits."""
         if cause == "class":
             victims[0].note_class_preemption()

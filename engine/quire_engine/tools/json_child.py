@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from quire_engine.errors import ConfigError, QuireError
+from quire_engine.machine import die_with_parent
 
 DONE, FAILED, BAD_CONFIG = 0, 1, 2
 
@@ -22,6 +23,7 @@ def converse(answers: Callable[[Iterator[Any]], Iterable[object]]) -> int:
 
     A QuireError or a missing library ends the dialogue.
     """
+    die_with_parent(os.getppid())  # a command that a signal ends at once leaves no tool behind
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output of libraries must not mix with the replies
 

@@ -5,6 +5,7 @@ When the generator ends, for any reason, its engine requests end too.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
@@ -98,9 +99,7 @@ class Generation:
         prompts: dict[str, _Prompt] = {}
         failed = False
         try:
-            for number, request in enumerate(self.requests):
-                self._client.submit(request, stream)
-                prompts[request.request_id] = self._accepted(number, request)
+            await self._submit(stream, prompts)
             num_open = self._num_choices()
             async for outputs in stream:
                 now = time.monotonic()
@@ -133,17 +132,31 @@ class Generation:
             for prompt in prompts.values():
                 prompt.record.finish(_outcome(prompt.choices, failed))
 
-    def _accepted(self, number: int, request: GenerationRequest) -> _Prompt:
+    async def _submit(self, stream: RequestStream, prompts: dict[str, _Prompt]) -> None:
+        """Queue all requests and add their prompts by id, those too that were queued before an error."""
+        choices: list[list[Choice]] = []
+        for number, request in enumerate(self.requests):
+            if number:
+                await asyncio.sleep(0)  # many prompts with stop strings take tens of milliseconds
+            choices.append(self._choices(number, request))
+        # In one turn: the places of a list in the queue are all taken before those of another.
+        for number, request in enumerate(self.requests):
+            self._client.submit(request, stream)
+            prompts[request.request_id] = self._accepted(number, request, choices[number])
+
+    def _choices(self, number: int, request: GenerationRequest) -> list[Choice]:
+        return [
+            Choice(ChoiceDelta(index=number * request.n + i, prompt=number), request, self._options, self._tokenizer)
+            for i in range(request.n)
+        ]
+
+    def _accepted(self, number: int, request: GenerationRequest, choices: list[Choice]) -> _Prompt:
         record = self._metrics.start(
             prompt_tokens=len(request.prompt_token_ids),
             max_tokens=request.stop.max_new_tokens,
             n=request.n,
             request_id=request.request_id,
         )
-        choices = [
-            Choice(ChoiceDelta(index=number * request.n + i, prompt=number), request, self._options, self._tokenizer)
-            for i in range(request.n)
-        ]
         return _Prompt(request_id=request.request_id, number=number, choices=choices, record=record, num_open=request.n)
 
     def _absorb(self, output: TokenOutput, prompt: _Prompt, now: float) -> Choice:

@@ -264,6 +264,8 @@ async def prepare(state: ServerState, options: GenerationOptions, caller: Caller
     beam = beam_params(options, sampling, limits)
     requests: list[GenerationRequest] = []
     for token_ids in prompts:
+        if requests:
+            await asyncio.sleep(0)  # the seeds of many long prompts are digests of all their ids
         if not token_ids:
             raise BadRequest("The prompt is empty: it has no tokens.", param=options.prompt.param)
         stop = resolve_stop(options, sampling, prompt_tokens=len(token_ids), tokenizer=state.tokenizer, limits=limits)
@@ -336,12 +338,14 @@ async def _encode_prompts(
     """
     prompts: list[Sequence[int]] = []
     texts: list[str] = []
+    written = [prompt for prompt in source if isinstance(prompt, str)]
+    encoded = iter(await state.text.encode_each(written, add_special_tokens=options.prompt.add_special_tokens))
     for prompt in source:
         if prompts:
             await asyncio.sleep(0)  # let streams run between many short prompts
         whole: Sequence[int]
         if isinstance(prompt, str):
-            whole = await state.text.encode(prompt, add_special_tokens=options.prompt.add_special_tokens)
+            whole = next(encoded)
         else:
             await _check_ids(prompt, options.prompt.param, limits)
             whole = prompt

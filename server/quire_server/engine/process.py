@@ -287,7 +287,11 @@ def _launch(
             command = [*program, *map(str, (theirs.fileno(), getpid(), *memory))]
             handed_on = (theirs.fileno(), *memory)
             # Popen, not asyncio's: only this object reaps the child, and spawning takes about a millisecond.
-            return subprocess.Popen(command, pass_fds=handed_on, stdin=subprocess.DEVNULL, stderr=stderr), ours
+            # A group of its own, since a Ctrl-C in the terminal would meet it before it ignores signals.
+            child = subprocess.Popen(
+                command, pass_fds=handed_on, stdin=subprocess.DEVNULL, stderr=stderr, process_group=0
+            )
+            return child, ours
         except BaseException:
             ours.close()
             raise

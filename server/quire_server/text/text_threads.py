@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import TypeVar
 
@@ -21,6 +22,7 @@ from quire_server.text.tokenizer import TextTokenizer
 from quire_server.text.tokenizer_process import TokenizerGone, TokenizerProcess
 
 INLINE_CHARS = 4096  # a shorter text is encoded in less time than a thread needs to start
+_TOGETHER_CHARS = 1 << 15
 # A thread cannot be stopped after its client has disconnected, and the server keeps its memory: for a text of this size
 # that is a tenth of a second and a few megabytes. The library holds the GIL for some milliseconds to build these ids.
 LARGE_CHARS = 1 << 18
@@ -77,6 +79,25 @@ class TextThreads:
                 len(text),
                 lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens),
             )
+
+    async def encode_each(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Sequence[int]]:
+        """`encode` of each of a request's texts. Many short ones are as much work as a long one, which has a thread.
+
+        Raises NotReady if too much text waits.
+        """
+        found: list[Sequence[int]] = []
+        for some in _together(texts):
+            size = sum(map(len, some))
+            if len(some) == 1 or size <= INLINE_CHARS:
+                found += [await self.encode(text, add_special_tokens=add_special_tokens) for text in some]
+                continue
+            with self._budget.hold(size):
+                work = partial(self._encode_short, some, add_special_tokens)
+                found += await self._in_thread(self._tokenizing, size, work)
+        return found
+
+    def _encode_short(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        return [self._tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
     async def infill(self, infilling: Infilling, parts: Parts) -> list[int]:
         """Like `Infilling.prompt`."""
@@ -171,6 +192,20 @@ class TextThreads:
 
         working.add_done_callback(ended)
         return await asyncio.shield(working)
+
+
+def _together(texts: Sequence[str]) -> Iterator[list[str]]:
+    """The texts in their order, short ones in groups that take a thread some milliseconds each."""
+    group: list[str] = []
+    size = 0
+    for text in texts:
+        if group and size + len(text) > _TOGETHER_CHARS:
+            yield group
+            group, size = [], 0
+        group.append(text)
+        size += len(text)
+    if group:
+        yield group
 
 
 def chars_of(messages: Sequence[Mapping[str, object]]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
@@ -59,6 +60,29 @@ def test_a_ctrl_c_is_one_line(during: str, monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(cli, "import_module", found)
     assert cli.main(["plan", "--kv"]) == 130
     assert capsys.readouterr() == ("", "quire plan: interrupted\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_while_the_command_is_imported_is_one_line(number: signal.Signals):
+    code = (
+        "import os, signal; from quire_server import cli\n"
+        f"cli.import_module = lambda name: os.kill(os.getpid(), signal.{number.name})\n"
+        "cli.program()"
+    )
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", code, "serve"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert assert_clean(result, 128 + number) == f"quire: ended by {number.name}\n"
+
+
+def test_a_background_job_ignores_a_ctrl_c_until_its_command_decides():
+    code = (
+        "import os, signal; from quire_server import cli\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "def imported(name): os.kill(os.getpid(), signal.SIGINT); raise SystemExit(7)\n"
+        "cli.import_module = imported; cli.program()"
+    )
+    assert subprocess.run([sys.executable, "-P", "-c", code, "serve"], timeout=60, check=False).returncode == 7
 
 
 def test_every_command_has_its_module():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from quire_server.errors import ApiError, ClientGone, EngineFailed
-from quire_server.http.sse import DONE, KEEP_ALIVE, EventStream, error_frames
+from quire_server.http.sse import DONE, KEEP_ALIVE, EventStream, WriteClock, WritePace, error_frames
 from support.asgi_exchange import Exchange
 
 LAST = b"event: over\ndata: {}\n\n"  # how a dialect without DONE may end its streams
@@ -193,3 +195,53 @@ def test_a_cancelled_reply_closes_the_frames() -> None:
         assert frames.is_closed
 
     asyncio.run(run())
+
+
+class Clock:
+    """A loop whose time passes when it is told, and a transport with so many bytes that wait."""
+
+    def __init__(self, waiting: int) -> None:
+        self.waiting, self.aborted, self.due = waiting, False, list[Any]()
+
+    def call_later(self, seconds: float, callback: Any) -> Any:
+        assert seconds == PACE.seconds
+        self.due.append(callback)
+        return SimpleNamespace(cancel=self.due.clear)
+
+    def get_write_buffer_size(self) -> int:
+        return self.waiting
+
+    def get_extra_info(self, name: str) -> None:
+        return None
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def window(self, read: int) -> bool:
+        """A window in which the client has read so much; whether another begins."""
+        self.waiting -= read
+        self.due.pop()()
+        return bool(self.due)
+
+
+PACE = WritePace(seconds=2.0, bytes_per_second=500)
+
+
+def test_a_client_is_cut_when_it_reads_less_than_the_least_rate_in_a_window() -> None:
+    clock = Clock(waiting=10_000)
+    WriteClock(clock, PACE, clock).start()  # type: ignore[arg-type]
+    assert clock.window(read=1_000)
+    assert clock.window(read=4_000)
+    assert not clock.aborted
+    assert not clock.window(read=999)
+    assert clock.aborted
+
+
+def test_a_client_that_has_read_all_or_is_gone_is_not_timed() -> None:
+    clock = Clock(waiting=100)
+    pace = WriteClock(clock, PACE, clock)  # type: ignore[arg-type]
+    pace.start()
+    assert not clock.window(read=100)
+    pace.start()
+    pace.stop()
+    assert (clock.due, clock.aborted) == ([], False)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
 from quire_server.errors import NotReady
-from quire_server.text.text_threads import PATIENCE, SlotQueue, TextBudget
+from quire_server.text.text_threads import INLINE_CHARS, PATIENCE, SlotQueue, TextBudget, TextThreads
+from quire_server.text.tokenizer import TextTokenizer
+from support.fake_tokenizer import tokenizer_path
 
 pytestmark = pytest.mark.anyio
 
@@ -101,3 +104,23 @@ async def test_a_text_that_is_alone_is_taken_whatever_its_size() -> None:
     budget = TextBudget(10)
     with budget.hold(1000), pytest.raises(NotReady), budget.hold(1):
         pass
+
+
+async def test_texts_of_a_request_are_encoded_as_each_alone_and_many_in_a_thread() -> None:
+    used: set[int] = set()
+
+    class Watched(TextTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            used.add(threading.get_ident())
+            return super().encode(text, add_special_tokens=add_special_tokens)
+
+    tokenizer = Watched.load(tokenizer_path())
+    here = threading.get_ident()
+    short, long = ["a tale", "", "of seven"], ["a" * 3000, "b" * INLINE_CHARS, "c" * 40_000, *["d" * 900] * 64]
+    for texts, inline in ((short, True), (long, False), ([*short, *long], False)):
+        used.clear()
+        threads = TextThreads(tokenizer, None)
+        found = await threads.encode_each(texts, add_special_tokens=False)
+        assert (here in used) is inline
+        threads.close()
+        assert found == [tokenizer.encode(text, add_special_tokens=False) for text in texts]

@@ -1,0 +1,133 @@
+"""Installs what constraints.txt pins, each file held against its hashes, and names what the pins are made from.
+
+    python release/locked.py install GROUP... [-- PIP'S ARGUMENTS]     into the environment of this Python
+    python release/locked.py names                                     every requirement, for `make lock`
+
+A group is `project`, `build` (the build backend), or a name of pyproject.toml's optional dependencies or dependency
+groups. pip checks hashes only where each package of a list has one, and the list depends on the machine and on its
+build of torch. So pip resolves the list by the pinned versions alone, and installs it by their hashes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# Built for CPUs or other CUDAs by their own index, under a local version (2.13.0+cpu) that the public index refuses
+# to all: the lock cannot know those files, so pip's configuration vouches for them, and for no other package.
+OWN_BUILDS = ("torch",)
+PIN = re.compile(r"^([\w.-]+)==([\w.!+-]+)([^\n\\]*)((?:\\\n\s*--hash=\S+\s*)*)", re.MULTILINE)
+
+
+class NotLocked(RuntimeError):
+    """A package that would be installed is not in the lock; names it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """A line of the lock; `hashes` are those of all its files, for every platform."""
+
+    requirement: str  # with its version and marker
+    hashes: tuple[str, ...]  # "sha256:..."
+
+
+def read_pins(lock: str) -> dict[tuple[str, str], Pin]:
+    """The lock's pins by normalised name and version."""
+    return {
+        (_normal(name), version): Pin(
+            requirement=f"{name}=={version}{marker.rstrip()}", hashes=tuple(re.findall(r"--hash=(\S+)", hashes))
+        )
+        for name, version, marker, hashes in PIN.findall(lock)
+    }
+
+
+def wanted(project: Path, groups: Sequence[str] | None = None) -> list[str]:
+    """The requirements of some groups of a pyproject.toml, or of all that the lock is for."""
+    parsed = tomllib.loads(project.read_text(encoding="utf-8"))
+    named = {
+        **parsed["project"].get("optional-dependencies", {}),
+        **parsed.get("dependency-groups", {}),
+        "project": parsed["project"].get("dependencies", []),
+        "build": parsed["build-system"]["requires"],
+    }
+    if groups is None:  # what is compiled on the user's machine against its torch has no file to hash
+        groups = [name for name in named if name != "flash"]
+    return [requirement for group in groups for requirement in named[group]]
+
+
+def hashed(resolved: Iterable[tuple[str, str]], pins: dict[tuple[str, str], Pin]) -> tuple[list[str], list[str]]:
+    """Lines of a requirements file with the lock's hashes, and builds of one's own, for the names and versions.
+
+    Raises NotLocked.
+    """
+    lines, own = [], []
+    for name, version in ((_normal(name), version) for name, version in resolved):
+        public, _, label = version.partition("+")
+        if label and name in OWN_BUILDS and (name, public) in pins:
+            own.append(f"{name}=={version}")
+            continue
+        pin = pins.get((name, version))
+        if pin is None or not pin.hashes:
+            raise NotLocked(f"{name} {version} is not in the lock with a hash; `make lock` writes it")
+        lines.append(" ".join([f"{name}=={version}", *(f"--hash={value}" for value in pin.hashes)]))
+    return lines, own
+
+
+def install(project: Path, lock: Path, groups: Sequence[str], arguments: Sequence[str]) -> int:
+    """Install groups into this Python's environment, by hashes; pip's exit code. Raises NotLocked."""
+    pins = read_pins(lock.read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as folder:
+        versions, report, files = (Path(folder, name) for name in ("versions.txt", "report.json", "files.txt"))
+        versions.write_text("\n".join(pin.requirement for pin in pins.values()), encoding="utf-8")
+        plan = ("--dry-run", "--report", str(report), "--constraint", str(versions), *wanted(project, groups))
+        if code := _pip(*plan, *arguments):
+            return code
+        found = [each["metadata"] for each in json.loads(report.read_text(encoding="utf-8"))["install"]]
+        lines, own = hashed(((each["name"], each["version"]) for each in found), pins)
+        files.write_text("\n".join(lines), encoding="utf-8")
+        if own:
+            print(f"{', '.join(own)}: not the public index's, taken as pip's configuration has it", file=sys.stderr)
+            if code := _pip("--no-deps", *own, *arguments):
+                return code
+        return _pip("--require-hashes", "--no-deps", "--requirement", str(files), *arguments) if lines else 0
+
+
+def _pip(*arguments: str) -> int:
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
+    return subprocess.run(command, check=False).returncode
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one of the two commands; the exit code."""
+    split = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(prog="locked.py", usage="locked.py install GROUP... [-- PIP'S ARGUMENTS] | names")
+    parser.add_argument("command", choices=("install", "names"))
+    parser.add_argument("groups", nargs="*")
+    parser.add_argument("--project", type=Path, default=ROOT / "pyproject.toml")
+    parser.add_argument("--lock", type=Path, default=ROOT / "constraints.txt")
+    given = parser.parse_args(argv[:split])
+    if given.command == "names":
+        print(*wanted(given.project), sep="\n")
+        return 0
+    try:
+        return install(given.project, given.lock, given.groups, argv[split + 1 :])
+    except NotLocked as error:
+        print(f"locked.py: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
