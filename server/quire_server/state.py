@@ -248,11 +248,11 @@ def new_client(
 
 
 def tenants_of(settings: Settings, entries: Iterable[TenantEntry]) -> Tenants:
-    """The tenants of the tenants file; without a file but with fair queueing, one tenant for each named key."""
+    """The tenants of the tenants file; without a file but with fair queueing, each key is a tenant."""
     by_digest = {
         digest: Tenant(**entry.model_dump(exclude={"key_sha256"})) for entry in entries for digest in entry.key_sha256
     }
-    return Tenants(by_digest, names_of_keys=not by_digest and settings.scheduling_policy == "wfq")
+    return Tenants(by_digest, keys_are_tenants=not by_digest and settings.scheduling_policy == "wfq")
 
 
 _TROUBLE = {  # without STARTING: the routes are served only after that

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
+from secrets import token_bytes
 
 from quire_engine.types import ServiceClass
 
@@ -24,19 +26,20 @@ class Tenant:
     prefix_group: str = ""  # tenants of one group share cached prefixes; empty: none does with this one
 
 
+_SECRET = token_bytes(16)  # else the name of a key in public metrics would confirm a guess of the key
 NOBODY = Tenant(name="")  # requests whose key belongs to no tenant
 
 
 class Tenants:
     """The operator's tenants, by the digests of their keys."""
 
-    def __init__(self, by_digest: Mapping[str, Tenant] | None = None, *, names_of_keys: bool = False) -> None:
+    def __init__(self, by_digest: Mapping[str, Tenant] | None = None, *, keys_are_tenants: bool = False) -> None:
         self._by_digest = dict(by_digest or {})
-        self._names_of_keys = names_of_keys  # whether each named key is a tenant of its own
+        self._keys_are_tenants = keys_are_tenants  # whether each key that is not listed is a tenant of its own
 
     @property
     def all(self) -> tuple[Tenant, ...]:
-        """Each listed tenant once; tenants from key names are not listed."""
+        """Each listed tenant once; keys that are tenants are not listed."""
         return tuple({tenant.name: tenant for tenant in self._by_digest.values()}.values())
 
     def of(self, key_digest: str, key_name: str) -> Tenant:
@@ -44,4 +47,6 @@ class Tenants:
         found = self._by_digest.get(key_digest)
         if found is not None:
             return found
-        return Tenant(name=key_name) if self._names_of_keys and key_name else NOBODY
+        if not self._keys_are_tenants or not key_digest:
+            return NOBODY
+        return Tenant(name=key_name or f"key-{blake2b(key_digest.encode(), key=_SECRET, digest_size=4).hexdigest()}")

@@ -161,8 +161,8 @@ class EngineFields(BaseModel):
     scheduling_policy: PolicyName = option(
         LIMITS.scheduling_policy,
         "Scheduling",
-        "order of waiting requests; priority: lower first; wfq: fair shares of tenants by their weights;"
-        " lpm: longest cached prefix first; dlpm: the same, fairly among tenants",
+        "order of waiting requests; wfq: fair shares of tenants and of short and long prompts; fcfs: by arrival;"
+        " priority: lower first; lpm: longest cached prefix first; dlpm: the same, fairly among tenants",
     )
     preemption_victim: VictimName = option(
         LIMITS.preemption_victim, "Scheduling", "who gives up its memory first when it runs out"
