@@ -184,16 +184,7 @@ async def build_state(
         raise
     names = settings.model_names
     tenants = tenants_of(settings, credentials.known.tenants)  # which may have been read again since the start
-    metrics = Metrics(
-        names[0],
-        max_model_len=plan.scheduler.max_model_len,
-        tenants=[each.name for each in tenants.all],
-        usage=usage,
-        old_names=settings.vllm_old_metric_names,
-    )
-    is_quantised = plan.quantization is not None or plan.kv_cache_dtype != "auto"
-    quality = stored_quality(plan.checkpoint, plan.quantization, plan.kv_cache_dtype) if is_quantised else None
-    metrics.observe_plan(plan, None if quality is None else quality.mean_kl)
+    metrics = _metrics(settings, plan, tenants, usage)
     supervisor.on_restart = metrics.engine_restarted
     return ServerState(
         settings=settings,
@@ -245,6 +236,21 @@ def new_client(
         ttft=None if settings.slo_ttft is None else TtftGate(settings.slo_ttft, step_tokens=step_tokens),
         quarantine=quarantine,
     )
+
+
+def _metrics(settings: Settings, plan: EnginePlan, tenants: Tenants, usage: UsageBook) -> Metrics:
+    """The metrics of a server whose engine has made `plan`."""
+    metrics = Metrics(
+        settings.model_names[0],
+        max_model_len=plan.scheduler.max_model_len,
+        tenants=[each.name for each in tenants.all],
+        usage=usage,
+        old_names=settings.vllm_old_metric_names,
+    )
+    is_quantised = plan.quantization is not None or plan.kv_cache_dtype != "auto"
+    quality = stored_quality(plan.checkpoint, plan.quantization, plan.kv_cache_dtype) if is_quantised else None
+    metrics.observe_plan(plan, None if quality is None else quality.mean_kl)
+    return metrics
 
 
 def tenants_of(settings: Settings, entries: Iterable[TenantEntry]) -> Tenants:

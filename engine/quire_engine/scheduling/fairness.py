@@ -1,12 +1,9 @@
-"""Fairness among tenants (weighted fair queueing) and between the interactive and the batch class."""
+"""Weighted fair queueing: the order of tenants and of sizes of their prompts, and the accounts that it counts with."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Values
 from heapq import heapify, heappop, heappush
-from itertools import takewhile
 
 from quire_engine.scheduling.account import Account, size_class
 from quire_engine.scheduling.sequence import Group
@@ -168,55 +165,3 @@ def _by_turns(queues: Mapping[Account, Iterator[Group]]) -> Iterator[Group]:
 def _key(account: Account) -> tuple[float, float]:
     """A number that follows it makes all entries different, so that accounts themselves are never compared."""
     return account.promised, account.service / account.weight
-
-
-WINDOW_STEPS = 128  # about as many steps make up the window of the share
-MAX_CLASS_PREEMPTIONS = 4  # per group: after them it is not preempted for its class
-
-
-class ClassShares:
-    """Service classes: interactive requests go first; batch requests get the rest, and at least their share.
-
-    Queues come in the order of `ByClass`, batch last. Without batch requests nothing changes. A batch group is
-    preempted for interactive ones only while batch has its share, and at most `MAX_CLASS_PREEMPTIONS` times.
-    """
-
-    def __init__(self, min_share: float) -> None:
-        self.is_due = False  # whether batch requests have had less than their share
-        self._min_share = min_share
-        self._all = 0.0  # useful tokens of the last steps, in a decaying sum
-        self._batch = 0.0
-
-    def parts(self, waiting: list[Group]) -> list[list[Group]]:
-        """The queue by class, in the order of admission."""
-        if not waiting or not waiting[-1].is_batch:
-            return [waiting]
-        middle = bisect_left(waiting, True, key=lambda group: group.is_batch)
-        interactive, batch = waiting[:middle], waiting[middle:]
-        return [batch, interactive] if self.is_due else [interactive, batch]
-
-    def victims(self, group: Group, running: Values[Group], elder: Group | None) -> list[Group]:
-        """The batch groups that may be preempted for a waiting interactive group, the last one first."""
-        if self.is_due or group.is_batch:
-            return []
-        batch = takewhile(lambda other: other.is_batch, reversed(running))
-        return [other for other in batch if other is not elder and other.num_class_preemptions < MAX_CLASS_PREEMPTIONS]
-
-    def note(self, plan: StepPlan, running: list[Group], waiting: list[Group]) -> None:
-        """Add a step's tokens to the shares, without tokens that are computed again."""
-        if not any(queue and queue[-1].is_batch for queue in (running, waiting)):
-            self._all = self._batch = 0.0
-            self.is_due = False
-            return
-        batch = total = 0
-        for sequence, num_tokens in plan.slices.items():
-            group = sequence.group
-            start = sequence.kv.num_computed
-            useful = max(start + num_tokens - max(start, group.num_computed_before), 0)
-            total += useful
-            if group.is_batch:
-                batch += useful
-        keep = 1 - 1 / WINDOW_STEPS
-        self._all = self._all * keep + total
-        self._batch = self._batch * keep + batch
-        self.is_due = self._batch < self._min_share * self._all

@@ -27,15 +27,15 @@ from itertools import chain
 from quire_engine.invariants import InvariantViolation
 from quire_engine.limits import SchedulerLimits
 from quire_engine.scheduling.blocks import NO_MATCH, PrefixMatch
-from quire_engine.scheduling.fairness import Accounts, ClassShares
+from quire_engine.scheduling.fairness import Accounts
 from quire_engine.scheduling.forecast import CapacityPolicy, has_room
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.policies import FixedChunk, Policies, QueuePolicy
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group, Sequence
+from quire_engine.scheduling.shares import ClassShares, TenantShares
 from quire_engine.scheduling.step_plan import StepPlan
 from quire_engine.scheduling.swapping import Swapping
-from quire_engine.scheduling.tenant_shares import TenantShares
 from quire_engine.types import PreemptionCause, WaitReason
 
 

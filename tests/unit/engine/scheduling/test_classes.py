@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from quire_engine.limits import SchedulerConfig
-from quire_engine.scheduling.fairness import MAX_CLASS_PREEMPTIONS
+from quire_engine.scheduling.shares import MAX_CLASS_PREEMPTIONS
 from quire_engine.types import GenerationRequest
 from support.fake_executor import Run, new_run, produced_alone, request
 from support.limits import scheduler_config

@@ -271,7 +271,7 @@ def test_engine_config_takes_every_engine_setting():
         "kv_offload_dir": "/var/kv",
         "enable_prefix_caching": False,
         "scheduling_policy": "priority",
-        "preemption_victim": "least-lost",
+        "preemption_victim": "youngest",
         "num_threads": 2,
         "packed_cache": False,
         "packed_cache_dir": "/var/packed",
@@ -283,6 +283,7 @@ def test_engine_config_takes_every_engine_setting():
     default = flat(EngineConfig(model=""))
     assert got.pop("faults") == ({"point": "oom", "nth": 3, "seed": None},)
     assert not got.pop("swap_on_cpu")  # for tests alone
+    assert got.pop("admission") == "expected"  # simulations alone compare it
     for name in REMOVED.keys() & got.keys():
         assert got.pop(name) == default[name], name
     assert all(got[name] != default[name] for name in got), "a field of EngineConfig is not set from Settings"
