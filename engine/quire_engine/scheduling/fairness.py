@@ -26,6 +26,11 @@ class Accounts:
         self._by_tenant: dict[str, Account] = {}
         self._last_to_enter: Account | None = None
 
+    @property
+    def num_tenants(self) -> int:
+        """Tenants with an account."""
+        return len(self._by_tenant)
+
     def open(self, request: GenerationRequest, num_tokens: int) -> Account | None:
         """The account that a request is charged to; None where none is kept.
 

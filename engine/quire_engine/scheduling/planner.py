@@ -60,7 +60,11 @@ class Planner:
         self.accounts = Accounts(of_everyone=is_fair)
         self._classes = ClassShares(limits.batch_min_share)
         self._turns = PromptTurns(limits.max_consecutive_chunks, self._classes, by_account=is_fair)
-        shares = TenantShares(roster, max_num_seqs=limits.max_num_seqs, num_blocks=kv.num_blocks) if is_fair else None
+        shares = (
+            TenantShares(roster, self.accounts, max_num_seqs=limits.max_num_seqs, num_blocks=kv.num_blocks)
+            if is_fair
+            else None
+        )
         preemptor = Preemptor(limits, policies, kv, roster, shares=shares, swapping=swapping)
         self._assigner = Assigner(policies.chunk, kv, preemptor)
         self.admission = Admission(

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Values
 from itertools import takewhile
 
 from quire_engine.scheduling.account import Account
+from quire_engine.scheduling.fairness import Accounts
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group
 from quire_engine.scheduling.step_plan import StepPlan
@@ -24,8 +25,9 @@ class TenantShares:
     starved by others' shares, and the elder's guarantee is as before.
     """
 
-    def __init__(self, roster: Roster, *, max_num_seqs: int, num_blocks: int) -> None:
+    def __init__(self, roster: Roster, accounts: Accounts, *, max_num_seqs: int, num_blocks: int) -> None:
         self._roster = roster
+        self._accounts = accounts
         self._seats, self._blocks = max_num_seqs, num_blocks
 
     def is_owed(self, group: Group, need: int) -> bool:
@@ -46,20 +48,22 @@ class TenantShares:
         everyone, worst, most = sum(weights.values()), None, 1.0
         for payer, weight in weights.items():
             share = weight / everyone
-            seats, blocks = self._held(payer, elder)
+            seats, blocks = self._held(payer)
             used = max(seats / max(share * self._seats, 1), blocks / (share * self._blocks))  # one seat is no excess
             if used > most:
                 worst, most = payer, used
         return [group for group in self._roster.running if group.payer is worst and group is not elder] if worst else []
 
     def _weights(self) -> dict[Account, float]:
-        """The weights of the tenants with a running or waiting group."""
+        """The weights of the tenants with a running or waiting group; empty where all requests are of one tenant."""
+        if self._accounts.num_tenants < 2:
+            return {}
         groups = (*self._roster.running, *self._roster.waiting)
         return {payer: payer.weight for group in groups if (payer := group.payer) is not None}
 
-    def _held(self, payer: Account, elder: Group | None = None) -> tuple[int, int]:
-        """The tenant's seats and blocks, without those of the elder."""
-        own = [group for group in self._roster.running if group.payer is payer and group is not elder]
+    def _held(self, payer: Account) -> tuple[int, int]:
+        """The tenant's seats and blocks."""
+        own = [group for group in self._roster.running if group.payer is payer]
         return sum(len(group.sequences) for group in own), sum(group.num_held_blocks for group in own)
 
 

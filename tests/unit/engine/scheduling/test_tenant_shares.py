@@ -66,35 +66,35 @@ def test_a_tenant_within_its_share_takes_the_seat_that_loses_least() -> None:
     assert produced_alone(run, *wanted, late)
 
 
-def test_it_takes_seats_until_the_other_has_its_half_beside_the_elder() -> None:
+def test_it_takes_seats_until_each_has_its_half() -> None:
     run = fair_run(max_num_seqs=8)
     run.add(*[of("a", str(number), 10, 200) for number in range(12)])
     steps(run, 3)
     run.add(*[of("b", str(number), 10, 200) for number in range(12)])
     steps(run, 20)
-    assert seats(run) == {"a": 4 + 1, "b": 3}
-    assert causes(run) == {"share": 3}
+    assert seats(run) == {"a": 4, "b": 4}
+    assert causes(run) == {"share": 4}
 
 
 def test_shares_are_by_weight() -> None:
-    """Weights 1 and 3: of eight seats the light tenant keeps two, and that of the elder."""
+    """Weights 1 and 3: of eight seats the light tenant keeps two, that of the elder among them."""
     run = fair_run(max_num_seqs=8)
     run.add(*[of("a", str(number), 10, 200) for number in range(12)])
     steps(run, 3)
     run.add(*[of("b", str(number), 10, 200, weight=3.0) for number in range(12)])
     steps(run, 20)
-    assert seats(run) == {"a": 2 + 1, "b": 5}
+    assert seats(run) == {"a": 2, "b": 6}
 
 
 def test_a_tenant_above_its_share_never_preempts() -> None:
-    """Weights 3 and 1, and the light one comes late with more than enough: it takes one seat from those above six."""
+    """Weights 3 and 1, and the light one comes late with more than enough: it takes the two seats above six."""
     run = fair_run(max_num_seqs=8)
     run.add(*[of("b", str(number), 10, 200, weight=3.0) for number in range(12)])
     steps(run, 3)
     run.add(*[of("a", str(number), 10, 200) for number in range(12)])
     steps(run, 60)
-    assert seats(run) == {"a": 1, "b": 6 + 1}
-    assert causes(run) == {"share": 1}
+    assert seats(run) == {"a": 2, "b": 6}
+    assert causes(run) == {"share": 2}
 
 
 def test_the_elder_is_never_the_victim() -> None:
