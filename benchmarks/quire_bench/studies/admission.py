@@ -138,7 +138,7 @@ def compare() -> tuple[list[Run], list[Check]]:
 def table(runs: Sequence[Run]) -> Table:
     """A line for each run; times in milliseconds."""
     made = Table()
-    made.add_column("load")
+    made.add_column("load", no_wrap=True)
     made.add_column("admission")
     for column in ("tokens/s", "TTFT p50", "p95", "TPOT p95", "preempted", "most", "recomputed"):
         made.add_column(column, justify="right")
