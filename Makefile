@@ -147,7 +147,8 @@ kernel-sim: $(VENV)/.dev .venv-oldest/.complete
 schedule-test: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m pytest -p support.at_length --times 16 --timeout 3600 tests/property/test_*schedul*.py \
 	  tests/property/test_elder_bound.py tests/property/test_fair_machine.py tests/property/test_block_pool_machine.py \
-	  tests/property/test_cache_shares.py tests/property/test_swapping.py $(ARGS)
+	  tests/property/test_cache_shares.py tests/property/test_swapping.py \
+	  tests/unit/engine/scheduling/test_forecast.py tests/unit/engine/scheduling/test_tenant_shares.py $(ARGS)
 
 # The kernels for instruction sets that this x86-64 CPU may lack, a minute or two each.
 EMULATED ?= amx avx512_bf16 avx512_vnni avx512 avx2_vnni

@@ -21,7 +21,8 @@ import yaml
 
 from quire_server.http.credentials import Credentials
 from quire_server.http.tls import expiry
-from quire_server.serving import _signals
+from quire_server.launch import Stop
+from quire_server.serving import _reloads
 from quire_server.settings import Settings
 from support.certificates import Certificates, make_certificates
 from support.events import until
@@ -214,7 +215,9 @@ async def test_sighup_reloads_and_a_terminal_that_was_closed_stops(
     has_terminal = True
     monkeypatch.setattr("quire_server.serving.os.isatty", lambda _descriptor: has_terminal)
     credentials = Credentials(Settings(api_key_file=file))
-    with _signals(credentials) as stop:
+    loop = asyncio.get_running_loop()
+    stop = Stop(asked=loop.create_future(), insisted=loop.create_future())
+    with _reloads(credentials, stop):
         file.write_text("a-second-key\n")
         os.kill(os.getpid(), signal.SIGHUP)
         await until(lambda: hashlib.sha256(b"a-second-key").digest() in credentials.known.api)

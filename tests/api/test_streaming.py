@@ -290,8 +290,8 @@ async def test_silence_is_filled_with_comments(path: str) -> None:
 async def test_an_error_after_a_comment_is_an_event() -> None:
     engine = FakeEngine(fail_after=0, error="no luck")
     engine.hold()
-    asyncio.get_running_loop().call_later(0.1, engine.release)
     async with connect(make_app(engine=engine, sse_keep_alive_interval=0.03)) as client:
+        asyncio.get_running_loop().call_later(0.3, engine.release)
         reply = await client.post(COMPLETION, json=BODIES[COMPLETION] | {"stream": True})
     assert reply.status_code == 200
     assert parse_events(reply.text) == [

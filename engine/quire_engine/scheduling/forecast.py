@@ -79,9 +79,11 @@ class ByExpectedPeak:
             return True  # the pool holds all of them at their longest
         size, half = kv.block_size, kv.block_size // 2
         left = self._lengths.left
-        growing = [each for other in running for each in other.sequences] + group.sequences
         # (tokens to come, slots without a token, blocks that are free at its end) of each sequence
-        ends = sorted([(left(each), each.num_spare_slots, len(each.kv.table)) for each in growing])
+        ends = [(left(each), each.num_spare_slots, need / len(group.sequences)) for each in group.sequences]
+        for other in running:
+            ends += [(left(each), each.num_spare_slots, len(each.kv.table)) for each in other.sequences]
+        ends.sort()
         held = kv.num_blocks - kv.num_available
         own = held / (held + kv.num_saved) if held else 1.0  # the part of a table that no other table holds
         new = (1.0 - kv.merged_share) / size

@@ -45,10 +45,9 @@ class TenantShares:
             return []
         everyone, worst, most = sum(weights.values()), None, 1.0
         for payer, weight in weights.items():
+            share = weight / everyone
             seats, blocks = self._held(payer, elder)
-            used = (
-                max((seats - 1) / self._seats, blocks / self._blocks) * everyone / weight
-            )  # a single seat is no excess
+            used = max(seats / max(share * self._seats, 1), blocks / (share * self._blocks))  # one seat is no excess
             if used > most:
                 worst, most = payer, used
         return [group for group in self._roster.running if group.payer is worst and group is not elder] if worst else []
