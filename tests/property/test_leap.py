@@ -21,6 +21,8 @@ ROWS = st.builds(
     output_tokens=st.integers(1, 120),
     blocks=st.lists(st.integers(0, 3), max_size=4).map(tuple),
     block_tokens=st.just(20),
+    max_tokens=st.sampled_from([None, 1, 150, 10_000]),
+    tenant=st.sampled_from(["", "other"]),
 )
 
 
@@ -30,9 +32,10 @@ def state(simulation: Simulation) -> tuple[Any, ...]:
         (r.number, r.refused, r.queue_seconds, r.first_at, r.last_at, r.num_tokens, r.cached_tokens, r.preemptions)
         for r in outcome.requests
     ]
-    counts = (outcome.steps, outcome.peak_blocks, outcome.peak_step, outcome.block_steps, outcome.total_preemptions)
+    counts = (outcome.steps, outcome.peak_blocks, outcome.peak_step, outcome.block_steps)
+    preempted = (outcome.total_preemptions, outcome.preemptions_by_cause, outcome.recomputed_tokens)
     blocks = (list(kv._pool.free_blocks()), dict(kv._cache._hash_of), kv.total_evictions)
-    return requests, counts, sorted(outcome.gaps), blocks, simulation._scheduler._step, outcome.live
+    return requests, counts, preempted, sorted(outcome.gaps), blocks, simulation._scheduler._step, outcome.live
 
 
 @settings(max_examples=60, deadline=None)

@@ -14,9 +14,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from quire_bench.studies.admission import compare, table
 from quire_bench.studies.published import EXERCISES, WITH_DATA, Check
 from quire_engine.errors import ConfigError
 
+ADMISSION = "admission"
+_ADMISSION_TEXT = "admission by expected growth against admission by the prompt, on loads that fill the pool"
 DONE, FAILED, BAD_USAGE = 0, 1, 2
 _WIDTH = 110  # where there is no terminal
 _GARBAGE_EVERY = 100_000  # objects: a simulation makes many that live long
@@ -30,14 +33,14 @@ def main(argv: Sequence[str]) -> int:
     """Compute, compare and print; the process's exit code."""
     parser = _parser()
     given = parser.parse_args(argv)
-    if unknown := [name for name in given.names if name not in EXERCISES | WITH_DATA]:
+    if unknown := [name for name in given.names if name not in _listed()]:
         parser.error(f"there is no study {', '.join(unknown)}; --help lists them")
     gc.set_threshold(_GARBAGE_EVERY)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     ok = True
     try:
         for name in given.names or EXERCISES:
-            text, checks = _done(name, given.data)
+            text, checks = _done(name, given.data, console)
             print_checks(f"{name}: {text}", checks, console)
             ok = ok and all(check.ok for check in checks)
     except ConfigError as error:
@@ -46,8 +49,17 @@ def main(argv: Sequence[str]) -> int:
     return DONE if ok else FAILED
 
 
-def _done(name: str, data: Path) -> tuple[str, list[Check]]:
+def _listed() -> dict[str, str]:
+    """What each study is about, by name."""
+    return {name: text for name, (text, _) in (EXERCISES | WITH_DATA).items()} | {ADMISSION: _ADMISSION_TEXT}
+
+
+def _done(name: str, data: Path, console: Console) -> tuple[str, list[Check]]:
     """What a study is about, and its numbers. Raises ConfigError where its data is missing."""
+    if name == ADMISSION:
+        runs, checks = compare()
+        console.print(table(runs))
+        return _ADMISSION_TEXT, checks
     if name in EXERCISES:
         text, compute = EXERCISES[name]
         return text, compute()
@@ -56,7 +68,7 @@ def _done(name: str, data: Path) -> tuple[str, list[Check]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    listed = "\n".join(f"  {name:<6}{text}" for name, (text, _) in (EXERCISES | WITH_DATA).items())
+    listed = "\n".join(f"  {name:<11}{text}" for name, text in _listed().items())
     parser = argparse.ArgumentParser(
         prog="python -m quire_bench.studies",
         description="Compare published numbers with those of the scheduler that serves, on a simulated clock.",

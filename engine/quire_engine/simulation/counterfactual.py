@@ -49,6 +49,7 @@ def load_of(recording: Recording) -> tuple[TraceRow, ...]:
                 tenant=str(asked.get("tenant", "")),
                 weight=float(asked.get("weight", 1.0)),
                 scope=scope if divider else "",
+                max_tokens=asked["max_new_tokens"] if asked.get("may_stop") and asked.get("n") == 1 else None,
             )
         )
     if not rows:

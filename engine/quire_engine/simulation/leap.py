@@ -7,6 +7,7 @@ Without it a simulation would spend most of its time on steps without decisions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire_engine.scheduling.scheduler import Scheduler
@@ -31,16 +32,18 @@ def held_blocks(scheduler: Scheduler) -> int:
     return scheduler._kv.num_blocks - scheduler._kv.num_available
 
 
-def leap(scheduler: Scheduler, cost: CostModel, now: float, due: float) -> Leap | None:
+def leap(scheduler: Scheduler, cost: CostModel, now: float, due: float, num_left: Callable[[str], int]) -> Leap | None:
     """Take all equal steps from `now` on that begin before the next arrival, at `due`.
 
-    None if there are fewer than two: then the next step is to be planned.
+    `num_left`: the tokens that a request is to get yet, which the scheduler may not know. None if there are fewer than
+    two: then the next step is to be planned.
     """
     sequences = _decoding(scheduler)
     if not sequences:
         return None
     num_context = sum(len(sequence.token_ids) for sequence in sequences)
-    most = min(_left(sequence) for sequence in sequences) - 1
+    request_ids = [sequence.group.request.request_id for sequence in sequences]
+    most = min(map(num_left, request_ids)) - 1
     available, size = scheduler._kv.num_available, scheduler._kv.block_size
     ends: list[float] = []
     ages = [0] * size  # number of sequences that need a block in step i, by i modulo the block size
@@ -65,9 +68,7 @@ def leap(scheduler: Scheduler, cost: CostModel, now: float, due: float) -> Leap 
     scheduler._step += len(ends)
     scheduler._applied_at = now
     scheduler._prefill_tokens, scheduler._decode_tokens = 0, len(sequences)
-    return Leap(
-        request_ids=[sequence.group.request.request_id for sequence in sequences], ends=ends, blocks_used=blocks_used
-    )
+    return Leap(request_ids=request_ids, ends=ends, blocks_used=blocks_used)
 
 
 def _decoding(scheduler: Scheduler) -> list[Sequence]:
@@ -92,11 +93,6 @@ def _decoding(scheduler: Scheduler) -> list[Sequence]:
     return sequences
 
 
-def _left(sequence: Sequence) -> int:
-    group = sequence.group
-    return group.num_prompt_tokens + group.max_new_tokens - len(sequence.token_ids)
-
-
 def _advance(scheduler: Scheduler, sequences: list[Sequence], count: int) -> list[int]:
     """Take blocks, register them in the cache and charge tokens as single steps do; returns the used blocks."""
     kv = scheduler._kv
@@ -112,15 +108,20 @@ def _advance(scheduler: Scheduler, sequences: list[Sequence], count: int) -> lis
                 full.append((sequence, end))
         blocks_used.append(held_blocks(scheduler))
         for sequence, end in full:
-            sequence.token_ids.extend([0] * (end + 1 - len(sequence.token_ids)))
+            _fill(sequence, end + 1)
             kv.commit(sequence, end)
         for sequence in sequences:
             if sequence.group.account is not None:
                 sequence.group.account.charge_output(1)
     for sequence in sequences:
         end = sequence.kv.num_computed + count
-        sequence.token_ids.extend([0] * (end + 1 - len(sequence.token_ids)))
+        _fill(sequence, end + 1)
         kv.reserve(sequence, end)
         kv.advance(sequence, end)
         kv.commit(sequence, end)
     return blocks_used
+
+
+def _fill(sequence: Sequence, num_tokens: int) -> None:
+    """Append output tokens, which are those of its request up to the last one."""
+    sequence.token_ids.extend(sequence.token_ids[-1:] * (num_tokens - len(sequence.token_ids)))

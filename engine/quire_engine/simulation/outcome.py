@@ -9,6 +9,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from quire_engine.simulation.traces import TraceRow
+from quire_engine.types import PreemptionCause
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,6 +28,11 @@ class Served:
     cached_tokens: int = 0
     preemptions: int = 0
     ended_step: int = 0  # steps until its last token, counted from 1
+
+    @property
+    def num_left(self) -> int:
+        """Tokens to come."""
+        return self.row.output_tokens - self.num_tokens
 
     @property
     def ttft(self) -> float:
@@ -73,6 +79,8 @@ class Outcome:
     block_steps: int = 0  # used blocks, summed over steps
     cumulative_blocks: int = 0  # sum of each request's blocks at its end
     total_preemptions: int = 0
+    preemptions_by_cause: dict[PreemptionCause, int] = field(default_factory=dict)
+    recomputed_tokens: int = 0  # of the computed ones: again, since a preemption had lost their blocks
     evictions: int = 0
 
     def note_live(self, at: float, count: int) -> None:

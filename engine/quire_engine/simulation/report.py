@@ -6,6 +6,7 @@ Promises: seconds and counts; a number that a run cannot give is None, never 0.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -80,6 +81,10 @@ class Report:
     mean_blocks: float
     cumulative_blocks: int
     preemptions: int
+    preemptions_by_cause: dict[str, int]  # those that occurred
+    most_preemptions: int  # of one request
+    recomputed_tokens: int
+    recomputed: float  # share of the computed tokens
     evictions: int
     prompt_tokens: int
     cached_tokens: int
@@ -112,13 +117,8 @@ def report(outcome: Outcome, slo: Slo | None = None) -> Report:
     """All numbers of a run."""
     slo = slo or Slo()
     done = outcome.done
-    refused: dict[str, int] = {}
-    for one in outcome.requests:
-        if one.refused:
-            refused[one.refused] = refused.get(one.refused, 0) + 1
     seconds = max(outcome.seconds, 1e-12)
     good = sum(1 for one in done if slo.is_good(ttft=one.ttft, tpot=one.tpot, e2e=one.e2e))
-    output_tokens = sum(one.num_tokens for one in done)
     ats = [one.at for one in outcome.requests]
     span = max(ats) - min(ats) if ats else 0.0
     tenants = _tenants(outcome.requests)
@@ -126,7 +126,7 @@ def report(outcome: Outcome, slo: Slo | None = None) -> Report:
     made = Report(
         requests=len(outcome.requests),
         served=len(done),
-        refused=refused,
+        refused=dict(Counter(one.refused for one in outcome.requests if one.refused)),
         seconds=outcome.seconds,
         steps=outcome.steps,
         ttft=Distribution.of([one.ttft for one in done]),
@@ -136,7 +136,7 @@ def report(outcome: Outcome, slo: Slo | None = None) -> Report:
         queue=Distribution.of([one.queue_seconds for one in done]),
         offered_rate=(len(ats) - 1) / span if span else 0.0,
         request_rate=len(done) / seconds,
-        output_token_rate=output_tokens / seconds,
+        output_token_rate=sum(one.num_tokens for one in done) / seconds,
         busy=outcome.busy_seconds / seconds,
         good=good,
         goodput=good / seconds,
@@ -147,6 +147,10 @@ def report(outcome: Outcome, slo: Slo | None = None) -> Report:
         mean_blocks=outcome.block_steps / max(1, outcome.steps),
         cumulative_blocks=outcome.cumulative_blocks,
         preemptions=outcome.total_preemptions,
+        preemptions_by_cause={cause: count for cause, count in outcome.preemptions_by_cause.items() if count},
+        most_preemptions=max((one.preemptions for one in done), default=0),
+        recomputed_tokens=outcome.recomputed_tokens,
+        recomputed=outcome.recomputed_tokens / max(1, outcome.computed_tokens),
         evictions=outcome.evictions,
         prompt_tokens=sum(one.row.input_tokens for one in done),
         cached_tokens=sum(one.cached_tokens for one in done),

@@ -1,26 +1,34 @@
 """Turns rows of a load into requests for the engine, cheaply.
 
-Promises: rows with equal block numbers get equal tokens there and nowhere else. Must not know: the scheduler.
+Promises: rows with equal block numbers get equal tokens there and nowhere else, also not in their outputs. Must not
+know: the scheduler.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
 
+from quire_engine.batch import SampledToken
+from quire_engine.simulation.contents import STOP
 from quire_engine.simulation.traces import TraceRow
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 
 _GREEDY = SamplingParams(temperature=0.0)
 _OWN = 1 << 40  # above every block number: ids for tokens that no other row has
+LAST_TOKEN = (SampledToken(token_id=STOP),)
 
 
-def as_request(row: TraceRow, number: int, *, at: float) -> GenerationRequest:
-    """Request `number` of a load. Its output ends by its length."""
+def as_request(row: TraceRow, number: int, *, at: float, max_model_len: int) -> GenerationRequest:
+    """Request `number` of a load. Its output ends by its length, or with `max_tokens` by a stop token.
+
+    `max_tokens` is lowered to the context's length, as a server does, but not below the true length.
+    """
+    room = row.output_tokens if row.max_tokens is None else min(row.max_tokens, max_model_len - row.input_tokens)
     return GenerationRequest(
         request_id=str(number),
         prompt_token_ids=prompt(row, number),
         sampling=_GREEDY,
-        stop=_stop(row.output_tokens),
+        stop=_stop(max(row.output_tokens, room), row.max_tokens is not None),
         arrival_time=at,
         cache_salt=f"{scope}\0" if (scope := row.scope or row.tenant) else "",  # as a server sets it
         tenant=row.tenant,
@@ -39,11 +47,16 @@ def prompt(row: TraceRow, number: int) -> tuple[int, ...]:
     return (*tokens, *[_OWN + number] * (row.input_tokens - len(tokens)))
 
 
+def own_token(number: int) -> tuple[SampledToken, ...]:
+    """The sample of each output token of a request but the last."""
+    return (SampledToken(token_id=_OWN + number),)
+
+
 def number_of(prompt_token_ids: tuple[int, ...]) -> int:
     """The index of the request with this prompt, if it shares none of it."""
     return prompt_token_ids[-1] - _OWN
 
 
 @lru_cache(maxsize=4096)
-def _stop(output_tokens: int) -> StopParams:
-    return StopParams(max_new_tokens=output_tokens)
+def _stop(max_new_tokens: int, ends_by_token: bool) -> StopParams:
+    return StopParams(max_new_tokens=max_new_tokens, stop_token_ids=(STOP,) if ends_by_token else ())

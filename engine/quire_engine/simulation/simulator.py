@@ -16,12 +16,11 @@ from quire_engine.errors import InfeasibleRequest
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.simulation.leap import held_blocks, leap
 from quire_engine.simulation.outcome import Moment, Outcome, Served
-from quire_engine.simulation.requests import as_request
+from quire_engine.simulation.requests import LAST_TOKEN, as_request, own_token
 from quire_engine.simulation.setup import Setup
 from quire_engine.simulation.traces import TraceRow
 from quire_engine.types import TokenOutput
 
-_ONE_TOKEN: tuple[SampledToken, ...] = (SampledToken(token_id=0),)
 _MOMENTS = 4096  # most moments of a run; beyond them every second one is dropped
 Watcher = Callable[[Batch, float, float], None]  # (step, its beginning, its end)
 
@@ -39,6 +38,7 @@ class Simulation:
         self._leaps = leaps and watch is None and not setup.scheduler.plans_ahead
         self._now = 0.0
         self._live: dict[str, Served] = {}
+        self._samples: dict[str, tuple[SampledToken, ...]] = {}  # of live requests: each has its own token
         self._live_tokens = 0  # prompt tokens of live requests
         self._in_flight: deque[tuple[Batch, float]] = deque()  # steps in flight, with the time of their end
         self._free_at = 0.0  # when the executor becomes idle
@@ -62,8 +62,10 @@ class Simulation:
             if not (self._leaps and self._leap(due)):
                 self._step()
         outcome.seconds = self._now
-        outcome.total_preemptions = scheduler.stats().total_preemptions
-        outcome.evictions = scheduler.stats().total_kv_evictions
+        stats = scheduler.stats()
+        outcome.total_preemptions, outcome.evictions = stats.total_preemptions, stats.total_kv_evictions
+        outcome.preemptions_by_cause = stats.total_preemptions_by_cause
+        outcome.recomputed_tokens = stats.total_recomputed_tokens
         return outcome
 
     def _arrive(self, row: TraceRow, number: int, at: float) -> None:
@@ -76,13 +78,14 @@ class Simulation:
         elif limit is not None and self._live and self._live_tokens + row.input_tokens > limit:
             served.refused = "max_num_queued_tokens"
         else:
-            request = as_request(row, number, at=self._now)
+            request = as_request(row, number, at=self._now, max_model_len=self._setup.scheduler.max_model_len)
             try:
                 self._scheduler.add(request, self._now)
             except InfeasibleRequest as refusal:
                 served.refused, served.why = "infeasible", str(refusal)
             else:
                 self._live[request.request_id] = served
+                self._samples[request.request_id] = own_token(number)
                 self._live_tokens += row.input_tokens
                 self.outcome.note_live(self._now, len(self._live))
 
@@ -101,9 +104,17 @@ class Simulation:
     def _collect(self) -> None:
         batch, ended = self._in_flight.popleft()
         self._now = max(self._now, ended)
-        samples = {item.sequence_id: _ONE_TOKEN for item in batch.items if item.wants_sample}
-        for output in self._scheduler.apply(batch, StepResult(samples=samples), self._now):
+        for output in self._scheduler.apply(batch, StepResult(samples=self._sampled(batch)), self._now):
             self._take(output)
+
+    def _sampled(self, batch: Batch) -> dict[int, tuple[SampledToken, ...]]:
+        """The step's samples; none for sequences that have ended since it was planned."""
+        sequences, samples = self._scheduler._roster.sequences, {}
+        for item in batch.items:
+            if item.wants_sample and (sequence := sequences.get(item.sequence_id)) is not None:
+                name = sequence.group.request.request_id
+                samples[item.sequence_id] = LAST_TOKEN if self._live[name].num_left == 1 else self._samples[name]
+        return samples
 
     def _note_step(self, batch: Batch, begins: float) -> None:
         outcome = self.outcome
@@ -144,7 +155,7 @@ class Simulation:
             self._end(output, served)
 
     def _end(self, output: TokenOutput, served: Served) -> None:
-        del self._live[output.request_id]
+        del self._live[output.request_id], self._samples[output.request_id]
         self._live_tokens -= served.row.input_tokens
         self.outcome.note_live(self._now, len(self._live))
         served.ended_step = self.outcome.steps
@@ -155,7 +166,7 @@ class Simulation:
 
     def _leap(self, due: float) -> bool:
         """Take all steps at once that only repeat the last; False if not even two do."""
-        taken = leap(self._scheduler, self._cost, self._now, due)
+        taken = leap(self._scheduler, self._cost, self._now, due, lambda name: self._live[name].num_left)
         if taken is None:
             return False
         outcome, gaps = self.outcome, self.outcome.gaps

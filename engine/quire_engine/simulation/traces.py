@@ -38,6 +38,7 @@ class TraceRow:
     tenant: str = ""
     weight: float = 1.0  # the tenant's weight
     scope: str = ""  # of its cached prefixes; empty: the tenant's own
+    max_tokens: int | None = None  # the limit that its client sets; None: it asks for the output's exact length
 
 
 def read_trace(path: Path, *, scale_length: float = 1.0, seed: int = 0) -> tuple[TraceRow, ...]:
@@ -121,7 +122,10 @@ def _mooncake(plain: dict[str, Any], scale: float) -> TraceRow:
 
 
 def _ours(plain: dict[str, Any], scale: float) -> TraceRow:
-    """`{"at": S, "input_tokens": N, "output_tokens": N}`, optionally with "tenant", "blocks" and "block_tokens"."""
+    """`{"at": S, "input_tokens": N, "output_tokens": N}`.
+
+    Optionally with "tenant", "max_tokens", "blocks" and "block_tokens".
+    """
     block_tokens = _whole(plain.get("block_tokens", 0))
     return TraceRow(
         at=float(plain["at"]),
@@ -130,6 +134,7 @@ def _ours(plain: dict[str, Any], scale: float) -> TraceRow:
         blocks=tuple([_whole(number) for number in plain.get("blocks", ())]) if block_tokens else (),
         block_tokens=math.ceil(block_tokens * scale),
         tenant=str(plain.get("tenant", "")),
+        max_tokens=_scaled(_whole(plain["max_tokens"]), scale) if "max_tokens" in plain else None,
     )
 
 

@@ -11,6 +11,7 @@ import gc
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -36,6 +37,7 @@ from quire_server.commands.showing.terminal import (
     above_0,
     complain,
     duration,
+    whole_number,
     wide_console,
 )
 
@@ -89,6 +91,13 @@ def _parser() -> argparse.ArgumentParser:
         "--scale-rate", type=above_0(), default=1.0, metavar="X", help="a trace runs X times as fast [1]"
     )
     shape.add_argument("--seed", type=int, default=0, help="of loads that are drawn [0]")
+    shape.add_argument(
+        "--max-tokens",
+        type=whole_number,
+        metavar="N",
+        help="the limit that clients set; outputs end by a stop token, so that their lengths must be expected"
+        " [each output's length]",
+    )
     add_setup_flags(parser)
     out = parser.add_argument_group("Output")
     out.add_argument("--slo", type=str, metavar="LIST", help="objectives, such as ttft_p95=2s,itl_p99=150ms")
@@ -137,6 +146,8 @@ def _simulate(given: argparse.Namespace, console: Console) -> int:
         asked = asked.with_settings(parse_settings(given.set))
     else:
         rows, asked = asked_trace(given), asked_setup(given)
+    if given.max_tokens is not None:
+        rows = tuple(replace(row, max_tokens=given.max_tokens) for row in rows)
     earlier = _earlier(given.against)
     started = time.perf_counter()
     outcome = simulate(asked, rows, speed=given.scale_rate)
@@ -180,7 +191,12 @@ def _write(path: Path, found: Report, asked: Setup, given: argparse.Namespace) -
         "report": found.as_plain(),
         "settings": asked.settings(),
         "cost": asked.cost.as_plain(),
-        "load": {"trace": str(given.trace or ""), "scale_rate": given.scale_rate, "scale_len": given.scale_len},
+        "load": {
+            "trace": str(given.trace or ""),
+            "scale_rate": given.scale_rate,
+            "scale_len": given.scale_len,
+            "max_tokens": given.max_tokens,
+        },
     }
     try:
         path.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")

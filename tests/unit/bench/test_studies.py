@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from quire_bench.studies import admission
 from quire_bench.studies.__main__ import main
 from quire_bench.studies.fairness import shares
 from quire_bench.studies.published import EXERCISES, Check, hit_rate, poisson, queue_of_one
@@ -107,3 +108,39 @@ def test_v4_tenants_shares_follow_their_weights(tmp_path: Path) -> None:
     first_come = shares(asked.with_settings([("scheduling_policy", "fcfs")]), rows)
     assert first_come.service["1"] / first_come.service["0"] == pytest.approx(1, rel=0.1)
     assert first_come.largest_gap > fair.largest_gap
+
+
+def test_admission_by_growth_beside_admission_by_the_prompt(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The study with small loads; in full by its name, with the trace."""
+    small = [
+        admission.Load(
+            name="thrash", rows=admission.thrash(16, 200), setup=admission.server("unit", 32), is_ordinary=False
+        ),
+        admission.Load(name="calm", rows=admission.thrash(4, 40), setup=admission.server("unit", 32)),
+        admission.Load(
+            name="squeeze",
+            rows=[replace(row, tenant=f"{i % 2}") for i, row in enumerate(admission.thrash(8, 40))],
+            setup=admission.server("unit", 99),
+            spared="1",
+        ),
+    ]
+    monkeypatch.setattr(admission, "loads", lambda: small)
+    monkeypatch.setattr(admission, "_AMPLE", 512)
+    runs, checks = admission.compare()
+    assert [check.ok for check in checks] == [True] * 4
+    by_prompt, by_growth = runs[0].found, runs[1].found
+    assert by_growth.preemptions < by_prompt.preemptions
+    assert by_growth.recomputed < by_prompt.recomputed
+    assert main(["admission"]) == 0
+    out = capsys.readouterr().out
+    assert "recomputed" in out
+    assert "throughput kept" in out
+
+
+def test_the_loads_of_the_admission_study_fit_their_pools() -> None:
+    for load in admission.loads():
+        config = load.setup.scheduler
+        for row in load.rows:
+            assert row.output_tokens <= config.largest_max_tokens(num_prompt=row.input_tokens, n=1)

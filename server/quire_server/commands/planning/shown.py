@@ -43,6 +43,7 @@ def print_report(title: str, found: Report, console: Console) -> None:
 def _lines(found: Report) -> list[tuple[str, str]]:
     refused = ", ".join(f"{count:,} by {reason}" for reason, count in found.refused.items())
     hits = f"{found.cached_tokens / found.prompt_tokens:.1%}" if found.prompt_tokens else "-"
+    causes = "".join(f", {count:,} for {cause}" for cause, count in found.preemptions_by_cause.items())
     residual = "-" if found.little_residual is None else f"{found.little_residual:+.2%}"
     lines = [
         ("requests", f"{found.served:,} of {found.requests:,} served; refused: {refused or 'none'}"),
@@ -59,8 +60,13 @@ def _lines(found: Report) -> list[tuple[str, str]]:
         ),
         (
             "scheduling",
-            f"{found.steps:,} steps, {found.preemptions:,} preemptions, {found.evictions:,} cached blocks evicted;"
-            f" {hits} of prompt tokens from the prefix cache",
+            f"{found.steps:,} steps, {found.evictions:,} cached blocks evicted; {hits} of prompt tokens from the prefix"
+            " cache",
+        ),
+        (
+            "preemptions",
+            f"{found.preemptions:,}{causes}, at most {found.most_preemptions:,} of one request;"
+            f" {found.recomputed_tokens:,} tokens recomputed, {found.recomputed:.1%} of the computed ones",
         ),
         ("Little's law", f"{found.little_in_flight:.4g} requests in flight, residual {residual}"),
     ]

@@ -12,12 +12,14 @@ import pytest
 from quire_bench.studies.published import poisson
 from quire_engine.batch import Batch
 from quire_engine.errors import ConfigError
+from quire_engine.limits import SchedulerConfig
 from quire_engine.simulation.cost_model import UNIT_STEPS, CostModel, cost_model, read_cost, seconds
 from quire_engine.simulation.lengths import exercise_setup, rows_of
 from quire_engine.simulation.plotting import svg, terminal
 from quire_engine.simulation.report import compare, jain, report
+from quire_engine.simulation.requests import as_request
 from quire_engine.simulation.setup import Setup, parse_settings, setup
-from quire_engine.simulation.simulator import simulate
+from quire_engine.simulation.simulator import Simulation, simulate
 from quire_engine.simulation.slo import parse_slo
 from quire_engine.simulation.static_batching import simulate_static
 from quire_engine.simulation.traces import TraceRow, read_trace
@@ -177,6 +179,45 @@ def test_a_flood_evicts_its_own_blocks(policy: str, tenants: bool) -> None:
         assert flooded[1] <= 1.2 * alone[1]
     else:  # as before tenants had shares
         assert of_the_victim([replace(one, scope="all") for one in rows])[0] < 0.1
+
+
+def thrash(**changes: int) -> list[TraceRow]:
+    return [replace(row(inputs=4, outputs=200 + 10 * (i % 9)), **changes) for i in range(24)]
+
+
+@pytest.mark.parametrize("max_tokens", [None, 512])
+def test_preemptions_and_what_they_cost(max_tokens: int | None) -> None:
+    """By the prompt alone all enter at once; by expected growth, of lengths known or learned, fewer are preempted."""
+    asked = Setup(cost=COST).with_settings([("num_blocks", 64), ("max_model_len", 900), ("admission", "prompt")])
+    before = report(simulate(asked, thrash(max_tokens=max_tokens)))
+    after = report(simulate(asked.with_settings([("admission", "expected")]), thrash(max_tokens=max_tokens)))
+    assert before.served == after.served == 24
+    assert sum(before.preemptions_by_cause.values()) == before.preemptions
+    assert before.most_preemptions > 1
+    assert before.recomputed == pytest.approx(before.recomputed_tokens / before.computed_tokens)
+    assert before.computed_tokens - before.recomputed_tokens == after.computed_tokens - after.recomputed_tokens
+    assert after.preemptions < before.preemptions / 2
+    assert after.recomputed < before.recomputed
+
+
+@pytest.mark.parametrize("plans_ahead", [False, True])
+def test_a_stop_token_ends_outputs_below_max_tokens(plans_ahead: bool) -> None:
+    config = SchedulerConfig(num_blocks=99, max_model_len=64, plans_ahead=plans_ahead)
+    asked = Setup(scheduler=config, cost=COST)
+    rows = [row(inputs=10, outputs=outputs) for outputs in (1, 2, 30, 54)]
+    declared = [replace(one, max_tokens=40) for one in rows]
+    found = simulate(asked, declared)
+    assert [one.num_tokens for one in found.done] == [1, 2, 30, 54]
+    assert [as_request(one, 0, at=0.0, max_model_len=64).stop.max_new_tokens for one in declared] == [40, 40, 40, 54]
+    assert as_request(replace(rows[0], max_tokens=900), 0, at=0.0, max_model_len=64).stop.max_new_tokens == 54
+
+
+def test_equal_prompts_have_outputs_of_their_own() -> None:
+    """Their blocks would be held once otherwise, which no server could do."""
+    rows = [replace(row(inputs=32, outputs=64), blocks=(1,), block_tokens=32) for _ in range(8)]
+    for leaps in (True, False):
+        simulation = Simulation(Setup(cost=COST), leaps=leaps)
+        assert simulation.run(rows).peak_blocks >= 2 + 7 * 4
 
 
 def test_pictures_show_the_peak() -> None:

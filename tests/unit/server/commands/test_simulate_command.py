@@ -40,6 +40,22 @@ def test_a_trace_its_objectives_and_a_comparison(tmp_path: Path, capsys: pytest.
     assert "request_rate" in out
 
 
+def test_what_preemptions_cost_with_lengths_that_clients_do_not_know(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = tmp_path / "first.json"
+    load = ["--trace", TRACE, "--requests", "40", "--cost", COST, "--set", "num_blocks=300", "--max-tokens", "600"]
+    assert run([*load, "--set", "admission=prompt", "--json", str(first)]) == 0
+    plain = json.loads(first.read_text())
+    assert plain["load"]["max_tokens"] == 600
+    before = plain["report"]
+    assert before["recomputed_tokens"] > 0
+    assert sum(before["preemptions_by_cause"].values()) == before["preemptions"] >= before["most_preemptions"] > 0
+    assert f"{before['recomputed_tokens']:,} tokens recomputed" in capsys.readouterr().out
+    assert run([*load, "--against", str(first)]) == 0
+    assert "recomputed_tokens" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
