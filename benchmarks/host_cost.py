@@ -50,7 +50,7 @@ def _input(batch: Batch, block_size: int) -> ModelInput:
 def run(sequences: int, steps: int, prompt_tokens: int) -> dict[str, list[float]]:
     """Milliseconds of each part of each decode step."""
     config = SchedulerConfig(
-        num_blocks=sequences * (prompt_tokens + steps) // 16 + 2 * sequences,
+        num_blocks=sequences * (prompt_tokens + steps + 64) // 16 + 2 * sequences,
         max_model_len=prompt_tokens + 2 * steps + 64,
         limits=SchedulerLimits(max_num_seqs=sequences, max_num_batched_tokens=max(512, 2 * sequences)),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -101,15 +102,16 @@ class Served:
         return Path(self._log.name).read_text()
 
     def engine(self) -> psutil.Process:
-        """The engine process that runs now."""
+        """The engine process that runs now: the oldest one, since a spare comes after its engine."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
+            engines: list[psutil.Process] = []
             for child in psutil.Process(self.process.pid).children():
-                try:
+                with contextlib.suppress(psutil.NoSuchProcess):
                     if child.status() != psutil.STATUS_ZOMBIE and any("quire_engine" in a for a in child.cmdline()):
-                        return child
-                except psutil.NoSuchProcess:
-                    continue
+                        engines.append(child)
+            if engines:
+                return min(engines, key=psutil.Process.create_time)
             time.sleep(0.02)
         raise TimeoutError("no engine process")
 

@@ -26,6 +26,7 @@ from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from quire_kernels.kernel_set import KVFormat
 from quire_kernels.select import select
+from support.limits import PLAIN_POLICIES
 from support.model_steps import DEVICES, random_ids
 from support.offline import generate
 
@@ -92,7 +93,7 @@ def test_the_pool_is_as_if_swaps_were_done_in_their_places(kv_type, staged, monk
 
 def built_on(device: str, **changes: object) -> BuiltEngine:
     """One in which a choice's bits do not depend on its batch."""
-    limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=128, prefill_chunk=64)
+    limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=128, prefill_chunk=64, **PLAIN_POLICIES)
     asked = EngineConfig(
         model=str(demo_model_path()),
         device=device,

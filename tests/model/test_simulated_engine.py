@@ -25,13 +25,16 @@ from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, StopParams, ThinkingParams
 from quire_kernels.reference import REFERENCE
 from support.checkpoints import shared_checkpoint
+from support.limits import PLAIN_POLICIES
 from support.model_steps import CPU, random_ids
 from support.offline import generate
 from support.simulated_device import SimulatedDevice
 from support.simulated_kernels import SIMULATED
 
 CUDA = torch.device("cuda")
-LIMITS = SchedulerLimits(max_num_seqs=6, max_num_batched_tokens=40, prefill_chunk=24, max_num_partial_prefills=2)
+LIMITS = SchedulerLimits(
+    max_num_seqs=6, max_num_batched_tokens=40, prefill_chunk=24, max_num_partial_prefills=2, **PLAIN_POLICIES
+)
 
 
 def asked() -> EngineConfig:

@@ -112,8 +112,9 @@ WORTH = 8  # tokens that a group gains at least for each one that its preemption
 QUANTILE = 0.75  # of past lengths: expectations are to hold for most groups, and the longest few are preempted
 _REMEMBERED = 64  # lengths of one kind of request
 _MOST_KINDS = 256
-_ENOUGH = 8  # lengths from which a quantile is taken
-_GUESS = 64  # tokens; without enough past lengths an output is expected to double, or to reach this
+_ENOUGH = (
+    8  # lengths from which a quantile is taken; with fewer, half of `max_tokens` is expected
+)
 _Kind = tuple[str | None, int]  # (tenant, or None for all; bits of max_tokens)
 
 
@@ -139,13 +140,14 @@ class OutputLengths:
         return max(total - done, 1)
 
     def _expected(self, group: Group, done: int) -> int:
+        guess = group.max_new_tokens // 2
         for kind in _kinds(group):
             known = self._sorted.get(kind, [])
             if len(known) >= _ENOUGH:
-                first = bisect_right(known, done)
+                first, guess = bisect_right(known, done), 0
                 if first < len(known):
                     return known[first + int((len(known) - first) * QUANTILE)]
-        return max(2 * done, _GUESS)
+        return max(2 * done, guess)
 
     def _add(self, kind: _Kind, length: int) -> None:
         newest = self._newest.setdefault(kind, deque())
