@@ -112,9 +112,7 @@ WORTH = 8  # tokens that a group gains at least for each one that its preemption
 QUANTILE = 0.75  # of past lengths: expectations are to hold for most groups, and the longest few are preempted
 _REMEMBERED = 64  # lengths of one kind of request
 _MOST_KINDS = 256
-_ENOUGH = (
-    8  # lengths from which a quantile is taken; with fewer, half of `max_tokens` is expected
-)
+_ENOUGH = 8  # lengths from which a quantile is taken; with fewer, half of `max_tokens` is expected
 _Kind = tuple[str | None, int]  # (tenant, or None for all; bits of max_tokens)
 
 
