@@ -84,10 +84,11 @@ class Account:
 
     def charge_output(self, num_tokens: int) -> None:
         """Charge sampled output tokens."""
-        self.output_tokens += num_tokens
-        self.virtual += OUTPUT_COST * num_tokens / self.weight
-        if self.of is not None:
-            self.of.charge_output(num_tokens)
+        account: Account | None = self
+        while account is not None:  # without a call, since this is done for each token
+            account.output_tokens += num_tokens
+            account.virtual += OUTPUT_COST * num_tokens / account.weight
+            account = account.of
 
     def update(self, *, weight: float, max_running: int) -> None:
         """Take weight and quota from the tenant's newest request."""
