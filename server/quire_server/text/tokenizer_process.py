@@ -177,6 +177,8 @@ class TokenizerProcess:
                 while await _piece(self._reader):
                     pass
             except (ConnectionError, asyncio.IncompleteReadError):
+                if await self._ended_by() in FROM_OUTSIDE:
+                    raise _Lost from None
                 raise TokenizerGone("the tokenizer's process could not be started") from None
         return self._reader, self._writer
 
