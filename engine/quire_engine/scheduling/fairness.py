@@ -91,8 +91,8 @@ class Accounts:
         return own == 0 or own + len(group.sequences) <= payer.max_running
 
     def stats(self, running: Iterable[Group], waiting: Iterable[Group]) -> tuple[TenantStats, ...]:
-        """The statistics of each tenant, in the order in which they first came."""
-        if not self._by_tenant:
+        """The statistics of each tenant, in the order in which they first came; none where no request names one."""
+        if self._by_tenant.keys() <= {""}:
             return ()
         runs, waits = _sequences(running), _sequences(waiting)
         return tuple(
