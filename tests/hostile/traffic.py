@@ -139,7 +139,8 @@ class Traffic:
                 f"{name}: {value}\r\n" for name, value in self._http.headers.items() if name == "authorization"
             )
             start = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{head}Content-Type: application/json\r\n"
-            writer.write(f"{start}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            # Without "close" a short answer would leave this client waiting until the idle connection is ended.
+            writer.write(f"{start}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
             for _ in range(SLOW_READS):
                 if not await reader.read(SLOW_BYTES):
                     break

@@ -23,6 +23,7 @@ from quire_engine.limits import SchedulerConfig
 from quire_engine.scheduling.cache_shares import Owner
 from quire_engine.scheduling.swapping import HostTier, SwappingAllocator
 from support.fake_executor import CorruptKV, FakeExecutor
+from support.planted import show_a_fault
 from support.scheduler_model import configs
 
 NUM_EXAMPLES = 40
@@ -124,12 +125,10 @@ class WrongBlock(FakeExecutor):
 
 @pytest.mark.parametrize("executor", [SwapsInFirst, SwapsLate, WrongBlock])
 def test_a_fault_of_the_executor_is_found(executor: type[FakeExecutor]) -> None:
-    for seed in range(400):
-        try:
-            play(seed, lambda size: executor(size, max_in_flight=2))
-        except (CorruptKV, AssertionError, KeyError):
-            return
-    pytest.fail("it was not found")
+    def play_with_it(seed: int) -> None:
+        play(seed, lambda size: executor(size, max_in_flight=2))
+
+    show_a_fault(play_with_it, 400, as_one_of=(CorruptKV, AssertionError, KeyError))
 
 
 def _forget_tail(patch: pytest.MonkeyPatch) -> None:
@@ -170,9 +169,4 @@ def _keep_what_is_in_flight(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("plant", [_forget_tail, _release_early, _keep_what_is_in_flight])
 def test_a_fault_of_the_scheduler_is_found(plant: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    for seed in range(1000):
-        try:
-            play(seed)
-        except (CorruptKV, AssertionError, KeyError, InvariantViolation):
-            return
-    pytest.fail("it was not found")
+    show_a_fault(play, 1000, as_one_of=(CorruptKV, AssertionError, KeyError, InvariantViolation))

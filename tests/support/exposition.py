@@ -6,6 +6,8 @@ Must not know: which metrics there are.
 
 from __future__ import annotations
 
+import subprocess
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire_engine.config import EnginePlan
@@ -52,6 +54,29 @@ class Scrape:
 def without_aliases(exposition: bytes) -> bytes:
     """The metrics under our own names alone."""
     return b"".join(line for line in exposition.splitlines(keepends=True) if b"vllm:" not in line)
+
+
+NAMES_OF_OTHERS = {
+    'vllm:iteration_tokens_total non-counter metrics should not have "_total" suffix',
+    "vllm:avg_prompt_throughput_toks_per_s metric names should not contain abbreviated units",
+    "vllm:avg_generation_throughput_toks_per_s metric names should not contain abbreviated units",
+}
+
+
+def check_with_promtool(exposition: bytes) -> None:
+    """Fail the test where `promtool check metrics` finds more than names that vLLM chose."""
+    own = _promtool(without_aliases(exposition))
+    assert (own.returncode, own.stdout, own.stderr) == (0, "", "")
+    both = _promtool(exposition)
+    complaints = (both.stdout + both.stderr).splitlines()
+    assert all(line.startswith("vllm:") for line in complaints)
+    assert {line for line in complaints if "':'" not in line} == NAMES_OF_OTHERS
+
+
+def _promtool(exposition: bytes) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["promtool", "check", "metrics"], input=exposition.decode(), capture_output=True, text=True, check=False
+    )
 
 
 def timing(**changes: float) -> RequestTiming:

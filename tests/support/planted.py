@@ -1,4 +1,4 @@
-"""Modules with a planted bug, for the tests of the tests.
+"""Planted bugs, for the tests of the tests: modules with one, and random runs that are to show it.
 
 Promises: exactly one place of a copy is changed; the module itself stays as it is.
 Must not know: what the module does.
@@ -9,8 +9,11 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 _numbers = itertools.count()
 
@@ -20,6 +23,16 @@ def noticed() -> tuple[type[Exception], ...]:
     sanitizers = (sys.modules.get(name) for name in ("ttsem.sanitize", "__main__"))  # it is run as the program
     faults = (getattr(module, "KernelFault", None) for module in sanitizers)
     return (AssertionError, *(fault for fault in faults if fault is not None))
+
+
+def show_a_fault(play: Callable[[int], object], seeds: int, *, as_one_of: tuple[type[Exception], ...]) -> None:
+    """Play until a planted bug raises one of these. Fails the test if it raises none in so many random runs."""
+    for seed in range(seeds):
+        try:
+            play(seed)
+        except as_one_of:
+            return
+    pytest.fail("it was not found")
 
 
 def planted(module: ModuleType, old: str, new: str, folder: Path, *, within: ModuleType | None = None) -> ModuleType:

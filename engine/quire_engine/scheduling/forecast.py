@@ -58,8 +58,8 @@ class ByPrompt:
 class ByExpectedPeak:
     """The expected peak of held blocks stays within the pool, until the last group ends or the entry has paid.
 
-    It has paid when the group has gained eight times the tokens that its preemption would cost: a short one may enter
-    for a while, though it will be preempted, and uses blocks that would be empty.
+    It has paid when the group has gained eight times the tokens that it enters with: a short one may enter for a while,
+    though it will be preempted, and uses blocks that would be empty.
 
     "Past-Future" scheduling of Gong et al., ASPLOS 2025. Blocks held at the end of each output are those of all groups
     that still run then, so groups that are far apart in their outputs share a pool that could not hold them in step.
@@ -108,7 +108,7 @@ class ByExpectedPeak:
         self._margin.widen(step)
 
 
-WORTH = 8  # tokens that a group gains at least for each one that its preemption would cost
+WORTH = 8  # tokens that a group is to gain for each one that it enters with
 QUANTILE = 0.75  # of past lengths: expectations are to hold for most groups, and the longest few are preempted
 _REMEMBERED = 64  # lengths of one kind of request
 _MOST_KINDS = 256

@@ -278,7 +278,7 @@ class Admission:
             yield from self._queue.arrange(part, self.num_cached_tokens)
 
     def _may_begin(self, group: Group, plan: StepPlan) -> bool:
-        """Whether the group's own side (class and tenant) has begun fewer prompts than it may."""
+        """Whether the group's own side (class and account) has begun fewer prompts than it may."""
         own = [each for each in self._roster.running if each.side == group.side and each is not plan.elder]
         return sum(self._assigner.stays_partial(each, plan) for each in own) < self._limits.max_num_partial_prefills
 

@@ -12,14 +12,13 @@ from dataclasses import dataclass, field, replace
 from fastapi import Request
 
 from quire_engine.types import GenerationRequest
-from quire_server.engine.tenants import NOBODY, Tenant
+from quire_server.engine.tenants import NOBODY, Tenant, name_of_key
 from quire_server.errors import BadRequest
 from quire_server.metrics.request_record import CURRENT
 from quire_server.state import state_of
 
 TIMEOUT_HEADER = "x-request-timeout"
 LONGEST_TIMEOUT = 86_400.0  # seconds
-_DIGITS = 8  # of a digest: enough to tell an operator's keys apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +74,7 @@ def account_of(request: Request) -> str:
     Empty on a server without keys.
     """
     tenant, digest = tenant_of(request)
-    name = tenant.name or request.scope.get("state", {}).get("key_name", "")
-    return name or (f"key-{digest[:_DIGITS]}" if digest else "")
+    return tenant.name or name_of_key(digest, request.scope.get("state", {}).get("key_name", ""))
 
 
 def _scope(tenant: Tenant, key_digest: str) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import blake2b
-from secrets import token_bytes
 
 from quire_engine.types import ServiceClass
 
@@ -26,7 +24,7 @@ class Tenant:
     prefix_group: str = ""  # tenants of one group share cached prefixes; empty: none does with this one
 
 
-_SECRET = token_bytes(16)  # else the name of a key in public metrics would confirm a guess of the key
+_DIGITS = 8  # of a digest: enough to tell an operator's keys apart
 NOBODY = Tenant(name="")  # requests whose key belongs to no tenant
 
 
@@ -49,4 +47,9 @@ class Tenants:
             return found
         if not self._keys_are_tenants or not key_digest:
             return NOBODY
-        return Tenant(name=key_name or f"key-{blake2b(key_digest.encode(), key=_SECRET, digest_size=4).hexdigest()}")
+        return Tenant(name=name_of_key(key_digest, key_name))
+
+
+def name_of_key(digest: str, name: str) -> str:
+    """The name for what a key uses: its own, or a part of its digest; empty on a server without keys."""
+    return name or (f"key-{digest[:_DIGITS]}" if digest else "")

@@ -6,7 +6,6 @@ Promises: each row's figures are printed, kept or broken; each takes less than a
 from __future__ import annotations
 
 import asyncio
-import random
 import statistics
 import time
 from functools import partial
@@ -17,33 +16,27 @@ from e2e.served import Served
 from e2e.streams import client
 from hostile.row import Row
 from hostile.rows.hostile_isolation import LEAST_P, rank_sum_p
+from hostile.two_tenants import ATTACKER, KEYS, VICTIM, dice, unique
 from support.dialects import DIALECTS, cached_tokens, request_of
 
-VICTIM, ATTACKER = "key-of-victim", "key-of-attacker"
-KEYS = ("--api-key", f"victim={VICTIM}", f"attacker={ATTACKER}")
 PREFIX = [20 + i * 7 % 300 for i in range(1024)]  # of all of the victim's prompts
 TURNS, BURST, FLOOD_TOKENS, AT_ONCE = 40, 24, 512, 8
 LEAST_HITS, MOST_TTFT = 0.9, 1.2
 GUESSES, LIST = 10_000, 64
 COMMON, BLOCK = 48, 16
 SAMPLES, ATTEMPTS = 1000, 2
-_dice = random.Random(26)
-
-
-def _unique(count: int) -> list[int]:
-    return [_dice.randrange(20, 400) for _ in range(count)]
 
 
 async def _first_token(http: httpx.AsyncClient) -> tuple[float, float]:
     """The victim's next request: the share of its prefix that was cached, and seconds to the first token."""
-    body = {"prompt": [*PREFIX, *_unique(16)], "max_tokens": 1, "ignore_eos": True}
+    body = {"prompt": [*PREFIX, *unique(16)], "max_tokens": 1, "ignore_eos": True}
     started = time.perf_counter()
     reply = await http.post("/v1/completions", json=body, headers={"x-api-key": VICTIM})
     return cached_tokens(reply) / len(PREFIX), time.perf_counter() - started
 
 
 async def _flood(http: httpx.AsyncClient) -> None:
-    body = {"prompt": _unique(FLOOD_TOKENS), "max_tokens": 1}
+    body = {"prompt": unique(FLOOD_TOKENS), "max_tokens": 1}
     (await http.post("/v1/completions", json=body, headers={"x-api-key": ATTACKER})).raise_for_status()
 
 
@@ -82,15 +75,15 @@ async def flood(server: Served) -> str:
 
 async def counts(server: Served) -> str:
     """Ten thousand guesses of four tokens behind a known beginning, half with the victim's salt: each is as cold."""
-    common, tail, salt = _unique(COMMON), _unique(BLOCK - 4 + 1), "of the victim's own"
+    common, tail, salt = unique(COMMON), unique(BLOCK - 4 + 1), "of the victim's own"
     codes = [[a, b, c, d] for a in range(20, 30) for b in range(20, 30) for c in range(20, 30) for d in range(20, 30)]
-    secret = [*common, *_dice.choice(codes), *tail]
+    secret = [*common, *dice.choice(codes), *tail]
 
     async def ask(http: httpx.AsyncClient, key: str, prompts: list[list[int]], **fields: object) -> int:
         body = {"prompt": prompts, "max_tokens": 1, **fields}
         return cached_tokens(await http.post("/v1/completions", json=body, headers={"x-api-key": key}))
 
-    _dice.shuffle(codes)
+    dice.shuffle(codes)
     told = []
     async with client(server.url) as http:
         for fields in ({}, {"cache_salt": salt}):
@@ -125,7 +118,7 @@ async def _compared(server: Served, dialect: str) -> tuple[float, str]:
     cached: dict[str, list[int]] = {kind: [] for kind in kinds}
 
     def text() -> str:
-        return " ".join(f"{_dice.randrange(10**4):04d}" for _ in range(16))
+        return " ".join(f"{dice.randrange(10**4):04d}" for _ in range(16))
 
     async with client(server.url) as http:
         for turn in range(SAMPLES + 20):
@@ -162,9 +155,9 @@ async def in_flight(server: Served) -> str:
             return cached_tokens(await http.post("/v1/completions", json=body, headers={"x-api-key": key}))
 
         for _ in range(TURNS):
-            prompt = _unique(1200)
+            prompt = unique(1200)
             apart += await asyncio.gather(ask(VICTIM, prompt), ask(ATTACKER, prompt))
-            prompt = _unique(1200)
+            prompt = unique(1200)
             joined += max(await asyncio.gather(ask(VICTIM, prompt), ask(VICTIM, prompt))) > BLOCK
     assert joined == TURNS, f"{joined} of {TURNS} joined within one tenant"
     assert max(apart) == 0, f"another's prompt gave {max(apart)} tokens"

@@ -6,7 +6,6 @@ Promises: each row's figures are printed, kept or broken; each takes less than a
 from __future__ import annotations
 
 import asyncio
-import random
 import statistics
 import time
 from functools import partial
@@ -17,19 +16,13 @@ import httpx
 from e2e.served import Served
 from e2e.streams import client, stream
 from hostile.row import Row
+from hostile.two_tenants import ATTACKER, KEYS, VICTIM, unique
 
-VICTIM, ATTACKER = "key-of-victim", "key-of-attacker"
-KEYS = ("--api-key", f"victim={VICTIM}", f"attacker={ATTACKER}")
 TURNS, MOST_RATIO = 60, 2.0
 FEWEST, LONGEST = 3, 20.0  # requests, and seconds after which no further one is sent
 THRASHING, PREEMPTIONS_EACH = 74, 2
 RECOMPUTED, RECOMPUTED_APART = 0.1, 0.35  # of the computed tokens; different ones are computed again where that pays
 MOST_WAIT, MOST_LONGER = 2.0, 1.15
-_dice = random.Random(26)
-
-
-def _unique(count: int) -> list[int]:
-    return [_dice.randrange(20, 400) for _ in range(count)]
 
 
 def _p95(values: list[float]) -> float:
@@ -39,7 +32,7 @@ def _p95(values: list[float]) -> float:
 async def _short(http: httpx.AsyncClient, key: str = "") -> tuple[float, float]:
     """A short request: seconds to its first token, and between two of its tokens."""
     came: list[float] = []
-    body = {"prompt": _unique(64), "max_tokens": 16, "ignore_eos": True, "stream": True}
+    body = {"prompt": unique(64), "max_tokens": 16, "ignore_eos": True, "stream": True}
     started = time.perf_counter()
     seen = await stream(
         http, body, on_chunk=lambda _: came.append(time.perf_counter()), headers={"x-api-key": key} if key else None
@@ -65,7 +58,7 @@ async def squeeze(server: Served) -> str:
             while True:
                 reply = await http.post(
                     "/v1/completions",
-                    json={"prompt": _unique(20), "ignore_eos": True, **body},
+                    json={"prompt": unique(20), "ignore_eos": True, **body},
                     headers={"x-api-key": ATTACKER},
                 )
                 reply.raise_for_status()
@@ -92,7 +85,7 @@ async def squeeze(server: Served) -> str:
 
 async def thrash(server: Served, *, alike: bool) -> str:
     """Seventy-four requests of 20 + 1,200 tokens on a pool that holds one and a half of them."""
-    prompts = [_unique(20)] * THRASHING if alike else [_unique(20) for _ in range(THRASHING)]
+    prompts = [unique(20)] * THRASHING if alike else [unique(20) for _ in range(THRASHING)]
     async with client(server.url) as http:
 
         async def ask(prompt: list[int]) -> str:
@@ -122,7 +115,7 @@ async def behind(server: Served) -> str:
 
         async def long_ones() -> float:
             async def ask() -> None:
-                body = {"prompt": _unique(1900), "max_tokens": 100, "ignore_eos": True}
+                body = {"prompt": unique(1900), "max_tokens": 100, "ignore_eos": True}
                 (await http.post("/v1/completions", json=body)).raise_for_status()
 
             started = time.perf_counter()
