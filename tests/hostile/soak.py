@@ -31,7 +31,7 @@ LOOK_EVERY = 5.0  # seconds
 PROBE_EVERY = 1.0
 SAY_EVERY = 60.0
 PARDON = 15.0  # seconds after a kill in which a 503 that says when to come back is right
-ENGINE_WARM_UP = 45.0
+ENGINE_WARM_UP = 0.2  # of the run, in which an engine's logs fill up to their limits
 MOST_FAULTS = 40
 # What fills up to a limit, the pool and the step log, is made small: it is full soon, and what grows later is a leak.
 FLAGS = ("--max-num-seqs", "8", "--max-num-queued-reqs", "32", "--kv-memory", "32MiB")
@@ -103,7 +103,8 @@ class Soak:
             await asyncio.sleep(LOOK_EVERY)
 
     async def _kill(self, clock: Callable[[], float]) -> None:
-        while self._kill_every and clock() + self._kill_every < self._seconds:
+        # None is killed in the second half: what an engine's logs hold takes minutes to reach its limit.
+        while self._kill_every and clock() + self._kill_every < self._seconds / 2:
             await asyncio.sleep(self._kill_every)
             engine = await asyncio.to_thread(self._server.engine)
             self.kills.append(clock())
@@ -123,7 +124,7 @@ class Soak:
         """The engine's memory grows within its life, once it is warm."""
         grown = []
         for samples in self.engine.values():
-            warm = [sample for sample in samples if sample.at > samples[0].at + ENGINE_WARM_UP]
+            warm = [sample for sample in samples if sample.at > samples[0].at + ENGINE_WARM_UP * self._seconds]
             if len(warm) >= 8:
                 grown.append(slope([(sample.at, sample.rss) for sample in warm]))
         if grown and statistics.median(grown) > SLOPE_BYTES:
