@@ -18,7 +18,7 @@ from quire_engine.batch import Batch, ScheduledSequence
 from quire_engine.execution.model_input import ModelInput, model_input
 from quire_engine.execution.step_tensors import step_tensors
 from quire_engine.types import SamplingParams, StopParams
-from quire_kernels.kernel_set import AttentionShape, ChoiceRows, KernelSet
+from quire_kernels.kernel_set import AttentionShape, ChoiceRows, KernelSet, Norm
 
 _EPS = 1e-6
 _BF16, _FP32 = 2, 4  # bytes
@@ -128,24 +128,24 @@ class KernelBench:
     def _qkv(self, rows: int, copies: int) -> Callable[[int], object]:
         x, norm = self._rows(rows, self._shape.hidden)
         weights = [self._packed(self._shape.qkv, self._shape.hidden) for _ in range(copies)]
-        return lambda i: self._kernels.norm_linear(x, norm, _EPS, weights[i])
+        return lambda i: self._kernels.norm_linear(x, Norm(norm, _EPS), weights[i])
 
     def _gate_up(self, rows: int, copies: int) -> Callable[[int], object]:
         x, norm = self._rows(rows, self._shape.hidden)
         width = self._shape.intermediate, self._shape.hidden
         weights = [self._kernels.pack_gate_up(self._random(*width), self._random(*width), None) for _ in range(copies)]
-        return lambda i: self._kernels.norm_gate_up(x, norm, _EPS, weights[i])
+        return lambda i: self._kernels.norm_gate_up(x, Norm(norm, _EPS), weights[i], "silu")
 
     def _down(self, rows: int, copies: int) -> Callable[[int], object]:
         x, _ = self._rows(rows, self._shape.intermediate)
         residual = torch.zeros(rows, self._shape.hidden, dtype=torch.bfloat16, device=self._device)
         weights = [self._packed(self._shape.hidden, self._shape.intermediate) for _ in range(copies)]
-        return lambda i: self._kernels.linear_add(x, weights[i], residual)
+        return lambda i: self._kernels.linear_add(x, weights[i], residual, 1.0)
 
     def _head(self, rows: int, copies: int) -> Callable[[int], object]:
         x, norm = self._rows(rows, self._shape.hidden)
         weights = [self._packed(self._shape.vocab, self._shape.hidden) for _ in range(copies)]
-        return lambda i: self._kernels.logits(x, norm, _EPS, weights[i])
+        return lambda i: self._kernels.logits(x, Norm(norm, _EPS), weights[i])
 
     # -- the rest
 

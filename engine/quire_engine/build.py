@@ -226,7 +226,7 @@ def resolve(config: EngineConfig, *, check_kernels: bool = False, tell: Tell = t
     """Everything that is known without the weights. `check_kernels`: check a GPU's kernels on it first."""
     config.limits.check()
     path = Path(config.model)
-    model = load_model_config(path)
+    model = load_model_config(path, config.ignore_config_keys)
     check_model_len(config.max_model_len, model.max_position_embeddings)
     device = resolve_device(config.device)
     dtype = _dtype(config.dtype, model)

@@ -69,6 +69,7 @@ class EngineConfig:
 
     model: str  # a directory
     tokenizer: str = ""  # a directory with tokenizer.json, for grammars; empty: the model's
+    ignore_config_keys: tuple[str, ...] = ()  # of config.json, that no family knows
     device: Device = "auto"
     dtype: DType = "auto"
     kernels: KernelChoice = "auto"
@@ -96,7 +97,9 @@ class EngineConfig:
 def engine_config(plain: Mapping[str, Any]) -> EngineConfig:
     """The configuration from the JSON form of `dataclasses.asdict`."""
     faults = tuple(Fault(**fault) for fault in plain.get("faults", ()))
-    return EngineConfig(**{**plain, "limits": SchedulerLimits(**plain["limits"]), "faults": faults})
+    ignored = tuple(plain.get("ignore_config_keys", ()))
+    limits = SchedulerLimits(**plain["limits"])
+    return EngineConfig(**{**plain, "ignore_config_keys": ignored, "limits": limits, "faults": faults})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,8 @@
 #include <cstdint>
 
 #include "attention/attention.h"
+#include "gemm/gemm.h"
+#include "gemm/norm.h"
 #include "simd/bf16.h"
 #include "weights/linear.h"
 
@@ -18,15 +20,30 @@ namespace quire {
 
 struct Context;
 
-// What one layer of quire_layers consists of.
-struct LayerArgs {
-  const bf16* attention_norm;
-  const Linear* qkv;
+// One op of a layer program. The rows that ops read and write: x, the residual stream; wide, the last projection from
+// x; q, the rotated queries; mixed, attention's output; y, a projection that is normed before it is added to x.
+enum class LayerOpKind : int32_t {
+  kNormLinear = 0,   // wide = weight of the normed x; a gate-up pair with its activation
+  kRopeWrite = 1,    // q from wide; keys and values to the pool
+  kKeepSampled = 2,  // from here on q and x are the sample rows alone
+  kAttend = 3,       // mixed from q
+  kAddMixed = 4,     // x += scale * weight of mixed
+  kAddWide = 5,      // x += scale * weight of wide
+  kProjectMixed = 6,  // y = weight of mixed
+  kProjectWide = 7,   // y = weight of wide
+  kNormAdd = 8,       // x += the normed y
+};
+
+struct LayerOp {
+  LayerOpKind kind;
+  Epilogue epilogue;  // of kNormLinear
+  float scale;        // of an addition
+  int64_t layer;      // of the pool
+  const Linear* weight;
+  const Norm* norm;
   const AttentionShape* attention;
-  const Linear* o;
-  const bf16* mlp_norm;
-  const Linear* gate_up;
-  const Linear* down;
+  const float* rope;  // [rope_rows, head_dim]
+  int64_t rope_rows;
 };
 
 // Where a field of a structure lies, in bytes; without a field's name, the whole structure; without any, the end.
@@ -68,18 +85,23 @@ QUIRE_API int32_t quire_pack(Context* context, const Linear* w, const bf16* rows
 // Whether all of `count` values are finite numbers, into `finite`.
 QUIRE_API int32_t quire_all_finite(Context* context, const bf16* values, int64_t count, uint8_t* finite);
 
-// x [m, columns] bf16 -> norm -> w -> out: bf16 [m, n], float [m, n] (`as_float`), or for gate-up bf16 [m, n / 2].
-QUIRE_API int32_t quire_norm_linear(Context* context, const Linear* w, const bf16* x, int64_t m, const bf16* norm,
-                                    float eps, void* out, int32_t as_float);
+// x [m, columns] bf16 -> norm, or none -> w -> out: bf16 [m, n], with kStoreFloat float [m, n], or of a gate-up pair,
+// with its activation, bf16 [m, n / 2].
+QUIRE_API int32_t quire_norm_linear(Context* context, const Linear* w, const bf16* x, int64_t m, const Norm* norm,
+                                    void* out, Epilogue epilogue);
 
 // The column of the largest value of each row of norm -> w, of equal values the first, and whether all were finite.
 // `allowed` [m, (n + 63) / 64] has a bit for each column that may be told, or is null: all may. -1: none may.
-QUIRE_API int32_t quire_greedy(Context* context, const Linear* w, const bf16* x, int64_t m, const bf16* norm, float eps,
+QUIRE_API int32_t quire_greedy(Context* context, const Linear* w, const bf16* x, int64_t m, const Norm* norm,
                                const uint64_t* allowed, int64_t* columns, uint8_t* finite);
 
-// out [m, n] = residual [m, n] + w x; `out` may be `residual`.
-QUIRE_API int32_t quire_linear_add(Context* context, const Linear* w, const bf16* x, int64_t m, const bf16* residual,
-                                   bf16* out);
+// out [m, n] = residual [m, n] + scale * w x; `out` may be `residual`.
+QUIRE_API int32_t quire_linear_add(Context* context, const Linear* w, const bf16* x, int64_t m, float scale,
+                                   const bf16* residual, bf16* out);
+
+// residual [m, columns] += the normed y [m, columns].
+QUIRE_API int32_t quire_norm_add(Context* context, const bf16* y, int64_t m, int64_t columns, const Norm* norm,
+                                 bf16* residual);
 
 // qkv [rows, (num_heads + 2 num_kv_heads) * head_dim] bf16, rope [rope_rows, head_dim] (cosines, then sines)
 // -> q [rows, num_heads, head_dim] bf16. Keys and values go to the rows' slots.
@@ -91,12 +113,12 @@ QUIRE_API int32_t quire_rope_write(Context* context, const AttentionShape* shape
 QUIRE_API int32_t quire_attention(Context* context, const AttentionShape* shape, const KvPool* pool, int64_t layer,
                                   const AttentionStep* step, const bf16* q, bf16* out);
 
-// x [rows, H] -> the same in place, or where `sampled` is given its rows alone, as the first rows of x: what follows
-// the last layer's keys and values is computed for these, whose places in the step are `sample_rows`, rising. The first
-// result that is not 0 ends the call and leaves x undefined.
-QUIRE_API int32_t quire_layers(Context* context, const LayerArgs* layers, int64_t count, float eps, const KvPool* pool,
-                               const AttentionStep* step, const float* rope, int64_t rope_rows,
-                               const AttentionStep* sampled, const int64_t* sample_rows, bf16* x);
+// Runs the ops of all layers: x [rows, H] -> the same in place, or with kKeepSampled where `sampled` is given its rows
+// alone, as the first rows of x, whose places in the step are `sample_rows`, rising. The first result that is not 0 ends
+// the call and leaves x undefined.
+QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t count, const KvPool* pool,
+                               const AttentionStep* step, const AttentionStep* sampled, const int64_t* sample_rows,
+                               bf16* x);
 
 // Operations per second (a multiply and an add are two) of fp32 (0), bf16 (1) or int8 (2) multiply-adds into `result`;
 // 0 where the compiled variant has no instruction for them.

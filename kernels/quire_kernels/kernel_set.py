@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -87,36 +87,109 @@ class AttentionShape:
     head_dim: int
     scale: float
     window: int | None = None  # a row at position p sees positions p - window + 1 .. p
-    q_norm: Tensor | None = None  # [head_dim], RMS norm of each query head
-    k_norm: Tensor | None = None  # [head_dim]
+    q_norm: Tensor | None = None  # [head_dim], RMS norm of each query head; [num_heads * head_dim]: of all together
+    k_norm: Tensor | None = None  # [head_dim], or [num_kv_heads * head_dim]
     norm_eps: float = 1e-6
+
+    @property
+    def row_norms(self) -> bool:
+        """Whether q and k are each normed as one row."""
+        return self.q_norm is not None and self.q_norm.numel() == self.num_heads * self.head_dim != self.head_dim
+
+
+# The activation of a gate: silu, or gelu by its tanh approximation.
+Activation = Literal["silu", "gelu_tanh"]
+
+
+class Norm(NamedTuple):
+    """An RMS norm: x / sqrt(mean(x^2) + eps) * weight.
+
+    A weight of x's dtype multiplies the rounded quotient (Llama, Qwen); a float32 weight multiplies before the only
+    rounding (Gemma, whose checkpoints hold weight - 1, and OLMo).
+    """
+
+    weight: Tensor  # [H]
+    eps: float
 
 
 # A weight matrix in the implementation's form (packed, quantised, or unchanged). Opaque to the model.
 LinearWeight = Any
 
 
-class LayerWeights(Protocol):
-    """The weights of one transformer layer. H hidden, D head_dim, I intermediate."""
+# The ops of a layer as records, in the order of a program. Every interpreter has the same few buffers: x [T, H], the
+# residual stream; wide, the last projection from x; q, the rotated queries; mixed, attention's output; y [T, H], a
+# projection that is normed before it is added.
+Source = Literal["mixed", "wide"]
 
-    @property
-    def attention_norm(self) -> Tensor: ...  # [H]
-    @property
-    def qkv(self) -> LinearWeight: ...  # H -> (Hq + 2 Hkv) * D
-    @property
-    def attention(self) -> AttentionShape: ...
-    @property
-    def o(self) -> LinearWeight: ...  # Hq * D -> H
-    @property
-    def mlp_norm(self) -> Tensor: ...  # [H]
-    @property
-    def gate_up(self) -> LinearWeight: ...  # H -> 2 I
-    @property
-    def down(self) -> LinearWeight: ...  # I -> H
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormLinear:
+    """wide = the projection of the normed x, with its bias: Q, K and V of every row."""
+
+    norm: Norm | None
+    weight: LinearWeight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormGateUp:
+    """wide = activation(gate) * up of the normed x."""
+
+    norm: Norm | None
+    weight: LinearWeight
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeWrite:
+    """q = the queries of wide, normed and rotated; keys and values go to the pool."""
+
+    shape: AttentionShape
+    rope: Tensor  # [P, D] float32
+    layer: int  # of the pool
+
+
+@dataclass(frozen=True, slots=True)
+class KeepSampled:
+    """From here on there are the step's sample rows alone, in q and in x: behind the last keys and values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attend:
+    """mixed = attention of q over the pool."""
+
+    shape: AttentionShape
+    layer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearAdd:
+    """x = x + scale * the projection of `source`."""
+
+    source: Source
+    weight: LinearWeight
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Project:
+    """y = the projection of `source`."""
+
+    source: Source
+    weight: LinearWeight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormAdd:
+    """x = x + the normed y."""
+
+    norm: Norm
+
+
+LayerOp = NormLinear | NormGateUp | RopeWrite | KeepSampled | Attend | LinearAdd | Project | NormAdd
 
 
 class BoundLayers(Protocol):
-    """All layers of one model as one op: six ops per layer, in order."""
+    """All layers of one model as one op."""
 
     def __call__(self, x: Tensor, kv: Tensor, step: StepInput) -> Tensor:
         """x [T, H] -> the sampled rows [S, H] after the last layer. May reuse x's memory."""
@@ -145,28 +218,30 @@ class ChoiceRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSet:
-    """The ops of a model, six per layer. T rows, H hidden, K in, N out, D head_dim; activations in the model's dtype.
+    """The ops of a model. T rows, H hidden, K in, N out, D head_dim; activations in the model's dtype.
 
     pack_linear(weight [N, K], bias [N] | None) -> LinearWeight
         Called once per matrix at load. May keep `weight` or copy it.
     pack_gate_up(gate [I, K], up [I, K], bias [2 I] | None) -> LinearWeight
         The bias is the gate's, then up's.
     embed(table [V, H], ids [T] int64) -> [T, H]
-    norm_linear(x [T, K], norm [K], eps, w) -> [T, N]
-        RMSNorm(x) * norm, then the projection with its bias. For QKV.
-    norm_gate_up(x [T, K], norm [K], eps, w) -> [T, I]
-        silu(gate) * up of the normed rows.
-    linear_add(x [T, K], w, residual [T, N]) -> [T, N]
-        residual + projection. For O and down. May reuse residual's memory.
+    norm_linear(x [T, K], norm, w) -> [T, N]
+        The norm, None for none, then the projection with its bias. For QKV.
+    norm_gate_up(x [T, K], norm, w, activation) -> [T, I]
+        activation(gate) * up of the normed rows.
+    linear_add(x [T, K], w, residual [T, N], scale) -> [T, N]
+        residual + scale * projection. For O and down. May reuse residual's memory.
+    norm_add(y [T, N], norm, residual [T, N]) -> [T, N]
+        residual + the normed y. May reuse residual's memory.
     rope_write(qkv [T, (Hq + 2 Hkv) * D], rope [P, D] float32, shape, kv, layer, step) -> q [T, Hq, D]
-        Norms q and k heads if the shape has norms, rotates both by the row's position (rope[p] is
+        Norms q and k if the shape has norms, by head or row, rotates both by the row's position (rope[p] is
         cos(0..D/2) then sin(0..D/2), half-split "neox" pairing), writes K and V to the row's slot, returns q.
     attention(q [T, Hq, D], shape, kv, layer, step) -> [T, Hq * D]
         Causal attention of every row over its sequence's positions in the paged pool.
     attention_scratch(num_sequences, max_context_len, num_heads, head_dim) -> int, or None
         Maximum size in bytes of an attention call's temporary memory, for the memory plan. None: negligible next to a
         step's activations.
-    logits(x [S, K], norm [K], eps, w) -> [S, V] float32
+    logits(x [S, K], norm, w) -> [S, V] float32
         The final norm and the head, for the sampled rows only.
     new_kv(num_blocks, num_layers, num_kv_heads, block_size, head_dim, dtype, device) -> Tensor
         The pool. The first dimension is the block, all of a block's bytes are contiguous, memory is zeroed; the
@@ -176,7 +251,7 @@ class KernelSet:
         target occurs twice. None: indexing as above is used, with temporary memory for all sources.
     kv_block_bytes(num_layers, num_kv_heads, block_size, head_dim, dtype) -> int
         Bytes of one block of that pool.
-    greedy(x [S, K], norm [K], eps, w, allowed) -> (S ids, S bools), or None
+    greedy(x [S, K], norm, w, allowed) -> (S ids, S bools), or None
         The argmax of each row of `logits`, the lowest id among equals, and whether the row was finite: for an
         implementation that computes it without storing the logits. `allowed` is None, or on the host int64
         [S, ceil(V / 64)], contiguous: column i is allowed if bit i % 64 of word i // 64 is set. The finite flags do
@@ -187,21 +262,22 @@ class KernelSet:
         logits are the model's after penalties and masks, and are not changed. finite: every logit is a finite number
         (of masked logits, the caller must have checked this before masking); possible: at least one token was
         left to choose. An id is valid even if a flag is false.
-    bind_layers(layers, rope, eps) -> BoundLayers, or None
-        For an implementation that would lose time between the ops. Bitwise the same as calling the ops one by one; the
-        ops after the last layer's rope_write get the sampled rows alone.
+    bind_layers(program) -> BoundLayers, or None
+        For an implementation that would lose time between the ops of `layer_program`, of all layers in order. Bitwise
+        the same as `layer_program.run_layers`.
     """
 
     name: str
     pack_linear: Callable[[Tensor, Tensor | None], LinearWeight]
     pack_gate_up: Callable[[Tensor, Tensor, Tensor | None], LinearWeight]
     embed: Callable[[Tensor, Tensor], Tensor]
-    norm_linear: Callable[[Tensor, Tensor, float, LinearWeight], Tensor]
-    norm_gate_up: Callable[[Tensor, Tensor, float, LinearWeight], Tensor]
-    linear_add: Callable[[Tensor, LinearWeight, Tensor], Tensor]
+    norm_linear: Callable[[Tensor, Norm | None, LinearWeight], Tensor]
+    norm_gate_up: Callable[[Tensor, Norm | None, LinearWeight, Activation], Tensor]
+    linear_add: Callable[[Tensor, LinearWeight, Tensor, float], Tensor]
+    norm_add: Callable[[Tensor, Norm, Tensor], Tensor]
     rope_write: Callable[[Tensor, Tensor, AttentionShape, Tensor, int, AttentionInput], Tensor]
     attention: Callable[[Tensor, AttentionShape, Tensor, int, AttentionInput], Tensor]
-    logits: Callable[[Tensor, Tensor, float, LinearWeight], Tensor]
+    logits: Callable[[Tensor, Norm, LinearWeight], Tensor]
     new_kv: Callable[[int, int, int, int, int, torch.dtype, torch.device], Tensor]
     kv_block_bytes: Callable[[int, int, int, int, torch.dtype], int]
     # Estimated bits per packed weight, used until `packed_bytes` is known: an upper bound for bf16, without the scales
@@ -209,11 +285,11 @@ class KernelSet:
     packed_bits: float | None = None
     packed_bytes: Callable[[LinearWeight], int] | None = None  # bytes of one matrix; set with `packed_bits`
     packed_form: PackedForm | None = None  # matrices are plain memory, which may outlive the process
-    greedy: Callable[[Tensor, Tensor, float, LinearWeight, Tensor | None], tuple[list[int], list[bool]]] | None = None
+    greedy: Callable[[Tensor, Norm, LinearWeight, Tensor | None], tuple[list[int], list[bool]]] | None = None
     choose: Callable[[Tensor, ChoiceRows], tuple[Tensor, Tensor, Tensor]] | None = None
     attention_scratch: Callable[[int, int, int, int], int] | None = None
     copy_blocks: Callable[[Tensor, Sequence[tuple[int, int]]], None] | None = None
-    bind_layers: Callable[[Sequence[LayerWeights], Tensor, float], BoundLayers] | None = None
+    bind_layers: Callable[[Sequence[LayerOp]], BoundLayers] | None = None
     # Whether attention's launches depend only on the numbers of rows and sequences and on bounds of lengths. Then it
     # also handles sequences without rows, and rows without a sequence, whose results are undefined.
     bounded_attention: bool = False

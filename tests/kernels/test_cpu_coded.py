@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quire_kernels.cpu.variants import usable_variants
+from quire_kernels.kernel_set import Norm
 from support.cpu_linear import kernel_set
 
 PANEL = 64  # rows that share their exponents
@@ -66,7 +67,7 @@ def test_gate_and_up_rows_decode_alike(variant):
     coded, plain = kernels.pack_gate_up(gate, up, None), kernels.pack_gate_up(untold(gate), untold(up), None)
     assert kernels.packed_bytes(coded) < 0.8 * kernels.packed_bytes(plain)
     same = torch.arange(n) % 32 > 0
-    got, expected = (kernels.norm_gate_up(x, norm, 1e-6, packed) for packed in (coded, plain))
+    got, expected = (kernels.norm_gate_up(x, Norm(norm, 1e-6), packed, "silu") for packed in (coded, plain))
     assert torch.equal(got[:, same], expected[:, same])
 
 

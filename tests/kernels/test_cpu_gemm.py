@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quire_kernels.cpu.variants import usable_variants
+from quire_kernels.kernel_set import Norm
 from quire_kernels.reference import REFERENCE
 from support.cpu_linear import (
     BF16_ROUNDING,
@@ -98,7 +99,10 @@ def test_gates_far_from_zero_are_right(variant):
     weight = torch.zeros(len(gates), 32).bfloat16()
     bias = torch.cat([gates, torch.ones(len(gates)).bfloat16()])
     got = kernels.norm_gate_up(
-        torch.ones(1, 32).bfloat16(), torch.ones(32).bfloat16(), EPS, kernels.pack_gate_up(weight, weight, bias)
+        torch.ones(1, 32).bfloat16(),
+        Norm(torch.ones(32).bfloat16(), EPS),
+        kernels.pack_gate_up(weight, weight, bias),
+        "silu",
     )
     exact = gates.double() * torch.sigmoid(gates.double())
     assert_within(got[0], exact, 1.01 * BF16_ROUNDING * exact.abs() + 1e-34)
@@ -177,7 +181,7 @@ def test_zero_rows_and_zero_weights_give_zero(variant):
         given = operands(66, 64, 4)
         for x, weight in ((torch.zeros_like(given.x), given.weight), (given.x, torch.zeros_like(given.weight))):
             w = kernels.pack_linear(weight, None)
-            assert torch.equal(kernels.logits(x, given.norm, EPS, w), torch.zeros(4, 66))
+            assert torch.equal(kernels.logits(x, Norm(given.norm, EPS), w), torch.zeros(4, 66))
             assert torch.equal(kernels.linear_add(x, w, given.residual.clone()), given.residual)
 
 
@@ -229,11 +233,11 @@ def test_wrong_arguments_are_refused():
     given = operands(64, 64, 3)
     w = kernels.pack_linear(given.weight, None)
     with pytest.raises(ValueError, match=r"expected bfloat16 \[rows, 64\]"):
-        kernels.norm_linear(given.x.float(), given.norm, EPS, w)
+        kernels.norm_linear(given.x.float(), Norm(given.norm, EPS), w)
     with pytest.raises(ValueError, match=r"expected bfloat16 \[rows, 64\]"):
-        kernels.norm_linear(given.x[:, :32], given.norm[:32], EPS, w)
+        kernels.norm_linear(given.x[:, :32], Norm(given.norm[:32], EPS), w)
     with pytest.raises(ValueError, match=r"norm must be"):
-        kernels.logits(given.x, given.norm[:32], EPS, w)
+        kernels.logits(given.x, Norm(given.norm[:32], EPS), w)
     with pytest.raises(ValueError, match=r"3 rows cannot be added to 2"):
         kernels.linear_add(given.x, w, given.residual[:2])
     with pytest.raises(ValueError, match="share memory"):

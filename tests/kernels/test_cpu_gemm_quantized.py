@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quire_kernels.cpu.variants import usable_variants
+from quire_kernels.kernel_set import Norm
 from support.cpu_linear import BF16_ROUNDING, EPS, KINDS, SHAPES, kernel_set, normed_rows, operands
 
 PANEL, GROUP = 64, 32
@@ -127,12 +128,12 @@ def test_a_packed_matrix_owns_its_memory(variant, kind):
     kernels, given = kernel_set(variant, kind), operands(130, 100, 3)
     weight, bias = given.weight.clone(), given.bias.clone()
     matrices = [kernels.pack_linear(weight, bias), kernels.pack_gate_up(*weight.chunk(2), bias)]
-    before = [kernels.norm_linear(given.x, given.norm, EPS, w) for w in matrices]
+    before = [kernels.norm_linear(given.x, Norm(given.norm, EPS), w) for w in matrices]
     weight.fill_(float("nan"))
     bias.fill_(float("nan"))
     more = kernels.pack_linear(given.weight[:64] * 3, None)
     for w, expected in zip(matrices, before, strict=True):
-        assert torch.equal(kernels.norm_linear(given.x, given.norm, EPS, w), expected)
+        assert torch.equal(kernels.norm_linear(given.x, Norm(given.norm, EPS), w), expected)
     spans = sorted((w.args.packed, w.args.packed + w.parts["packed"].nbytes) for w in [*matrices, more])
     assert all(start % 64 == 0 for start, _ in spans)
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
@@ -188,8 +189,8 @@ def test_int8_products_are_exact(variant, n, k, m):
     assert torch.equal(kernels.linear_add(given.x, packed, given.residual.clone()), expected)
 
     expected = product(normed_rows(variant, given)) + given.bias.float()
-    assert torch.equal(kernels.logits(given.x, given.norm, EPS, packed), expected)
-    assert torch.equal(kernels.norm_linear(given.x, given.norm, EPS, packed), expected.bfloat16())
+    assert torch.equal(kernels.logits(given.x, Norm(given.norm, EPS), packed), expected)
+    assert torch.equal(kernels.norm_linear(given.x, Norm(given.norm, EPS), packed), expected.bfloat16())
     assert_gated(kernels, given, expected)
 
 
@@ -214,7 +215,7 @@ def test_int4_products_are_exact_within_groups(variant, n, k, m):
     assert torch.equal(kernels.linear_add(given.x, packed, given.residual.clone()), expected)
 
     expected = product(normed_rows(variant, given)) + given.bias.float()
-    assert torch.equal(kernels.logits(given.x, given.norm, EPS, packed), expected)
+    assert torch.equal(kernels.logits(given.x, Norm(given.norm, EPS), packed), expected)
     assert_gated(kernels, given, expected)
 
 
@@ -245,7 +246,8 @@ def test_the_largest_sums_fit(variant, m):
 def assert_gated(kernels, given, projected):
     """A gate-up pair multiplies as the two matrices do; only silu is not bitwise torch's."""
     gate, up = projected.chunk(2, dim=1)
-    got = kernels.norm_gate_up(given.x, given.norm, EPS, kernels.pack_gate_up(*given.halves, given.bias)).double()
+    pair = kernels.pack_gate_up(*given.halves, given.bias)
+    got = kernels.norm_gate_up(given.x, Norm(given.norm, EPS), pair, "silu").double()
     exact = gate.double() * torch.sigmoid(gate.double()) * up.double()
     assert ((got - exact).abs() <= 1.001 * 2**-8 * exact.abs() + 1e-34).all()
 
@@ -266,7 +268,7 @@ def test_extreme_values_quantise_without_harm(variant, kind):
         assert ((got / exact - 1).abs() < 0.02).all(), size
         rows = (weight[:1].float() / size * 1e-38).bfloat16()
         assert torch.isfinite(kernels.linear_add(rows, packed, torch.zeros(1, 64).bfloat16())).all()
-        assert torch.isfinite(kernels.logits(rows, norm, EPS, packed)).all()
+        assert torch.isfinite(kernels.logits(rows, Norm(norm, EPS), packed)).all()
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

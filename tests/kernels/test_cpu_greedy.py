@@ -11,6 +11,7 @@ from quire_engine.build import build
 from quire_engine.config import EngineConfig
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from quire_kernels.cpu.ops import cpu_kernel_set
+from quire_kernels.kernel_set import Norm
 from support.checkpoints import shared_checkpoint
 from support.offline import generate
 
@@ -33,16 +34,16 @@ def head(rows: int, width: int, columns: int, *, quantization: str | None = None
 def test_argmax_equals_that_of_the_logits(rows, columns, quantization):
     kernels, x, norm, weight, _ = head(rows, 96, columns, quantization=quantization)
     packed = kernels.pack_linear(weight, None)
-    ids, finite = kernels.greedy(x, norm, 1e-6, packed)
-    assert ids == kernels.logits(x, norm, 1e-6, packed).argmax(dim=1).tolist()
+    ids, finite = kernels.greedy(x, Norm(norm, 1e-6), packed)
+    assert ids == kernels.logits(x, Norm(norm, 1e-6), packed).argmax(dim=1).tolist()
     assert all(finite)
 
 
 def test_padding_never_wins_against_negative_logits():
     kernels, x, norm, weight, offsets = head(9, 32, 70, bias=True)
     packed = kernels.pack_linear(weight * 0.01, offsets - 100)
-    ids, finite = kernels.greedy(x, norm, 1e-6, packed)
-    assert ids == kernels.logits(x, norm, 1e-6, packed).argmax(dim=1).tolist()
+    ids, finite = kernels.greedy(x, Norm(norm, 1e-6), packed)
+    assert ids == kernels.logits(x, Norm(norm, 1e-6), packed).argmax(dim=1).tolist()
     assert all(finite)
 
 
@@ -50,7 +51,7 @@ def test_padding_never_wins_against_negative_logits():
 def test_of_equal_maxima_the_first_column_wins(threads):
     kernels, x, norm, weight, _ = head(7, 64, 500, threads=threads)
     weight = weight[:100].repeat(5, 1)
-    ids, _ = kernels.greedy(x, norm, 1e-6, kernels.pack_linear(weight, None))
+    ids, _ = kernels.greedy(x, Norm(norm, 1e-6), kernels.pack_linear(weight, None))
     assert max(ids) < 100
 
 
@@ -63,7 +64,7 @@ def test_of_equal_maxima_the_first_wins_whoever_computes_them_in_whatever_order(
     packed = kernels.pack_linear(weight, offsets)
     for _ in range(20):
         time.sleep(0.002)
-        ids, _ = kernels.greedy(x, norm, 1e-6, packed)
+        ids, _ = kernels.greedy(x, Norm(norm, 1e-6), packed)
         assert all(3000 <= i < 3100 for i in ids)
 
 
@@ -74,11 +75,11 @@ def test_of_the_columns_that_have_a_bit_the_first_greatest_wins(rows, columns, q
     kernels, x, norm, weight, _ = head(rows, 96, columns, quantization=quantization)
     weight[columns // 2 :] = weight[: columns - columns // 2].clone()  # every value twice
     packed = kernels.pack_linear(weight, None)
-    logits = kernels.logits(x, norm, 1e-6, packed)
+    logits = kernels.logits(x, Norm(norm, 1e-6), packed)
     dice = torch.Generator().manual_seed(rows + columns)
     for share in (0.0, 0.01, 0.5, 0.99, 1.0):
         may = torch.rand(rows, columns, generator=dice) < share
-        ids, finite = kernels.greedy(x, norm, 1e-6, packed, words_of(may))
+        ids, finite = kernels.greedy(x, Norm(norm, 1e-6), packed, words_of(may))
         masked = logits.masked_fill(~may, -math.inf)
         assert ids == torch.where(may.any(dim=1), masked.argmax(dim=1), -1).tolist()
         assert all(finite)
@@ -93,10 +94,10 @@ def test_bits_beyond_the_last_column_mean_nothing_and_words_of_another_shape_are
     kernels, x, norm, weight, offsets = head(3, 32, 70, bias=True)
     packed = kernels.pack_linear(weight * 0.01, offsets - 100)
     every = torch.full((3, 2), -1)
-    assert kernels.greedy(x, norm, 1e-6, packed, every) == kernels.greedy(x, norm, 1e-6, packed)
+    assert kernels.greedy(x, Norm(norm, 1e-6), packed, every) == kernels.greedy(x, Norm(norm, 1e-6), packed)
     for wrong in (every[:, :1], every.int(), every[:2], torch.full((3, 4), -1)[:, ::2]):
         with pytest.raises(ValueError, match="allowed"):
-            kernels.greedy(x, norm, 1e-6, packed, wrong)
+            kernels.greedy(x, Norm(norm, 1e-6), packed, wrong)
 
 
 def test_what_is_not_finite_is_told_where_it_has_no_bit():
@@ -104,7 +105,7 @@ def test_what_is_not_finite_is_told_where_it_has_no_bit():
     weight[131] = math.inf
     allowed = torch.zeros(3, 5, dtype=torch.int64)
     allowed[0, 0] = 1
-    ids, finite = kernels.greedy(x, norm, 1e-6, kernels.pack_linear(weight, None), allowed)
+    ids, finite = kernels.greedy(x, Norm(norm, 1e-6), kernels.pack_linear(weight, None), allowed)
     assert finite == [False] * 3
     assert ids[1:] == [-1, -1]
 
@@ -113,9 +114,9 @@ def test_what_is_not_finite_is_told_where_it_has_no_bit():
 def test_a_row_that_is_not_finite_says_so_alone(value):
     kernels, x, norm, weight, _ = head(6, 64, 300)
     packed = kernels.pack_linear(weight, None)
-    expected, _ = kernels.greedy(x, norm, 1e-6, packed)
+    expected, _ = kernels.greedy(x, Norm(norm, 1e-6), packed)
     x[2, 5] = value
-    ids, finite = kernels.greedy(x, norm, 1e-6, packed)
+    ids, finite = kernels.greedy(x, Norm(norm, 1e-6), packed)
     assert finite == [row != 2 for row in range(6)]
     assert [i for row, i in enumerate(ids) if row != 2] == [i for row, i in enumerate(expected) if row != 2]
 

@@ -10,7 +10,7 @@ from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.decoder import Decoder
 from quire_engine.execution.models.weights import load_decoder
 from quire_kernels.cpu.ops import cpu_kernel_set
-from quire_kernels.kernel_set import KernelSet
+from quire_kernels.kernel_set import KernelSet, LinearAdd
 from support.checkpoints import shared_checkpoint
 from support.model_steps import Blocks, batch_of, input_of, random_ids, scheduled
 
@@ -77,7 +77,8 @@ def test_layers_that_do_not_fit_are_refused() -> None:
     kernels = cpu_kernel_set(1)
     narrow = kernels.pack_linear(torch.zeros(8, 16, dtype=BF16), None)
     decoder = load_decoder(path, config, kernels=kernels, dtype=BF16, device=CPU, max_model_len=64)
-    layers = decoder._weights.layers
     assert kernels.bind_layers is not None
+    program = decoder._weights.program
+    projection = next(op for op in program if isinstance(op, LinearAdd))
     with pytest.raises(ValueError, match="do not fit"):
-        kernels.bind_layers([*layers, replace(layers[0], o=narrow)], decoder._weights.rope, 1e-6)
+        kernels.bind_layers([*program, replace(projection, weight=narrow)])

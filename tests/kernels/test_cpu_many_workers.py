@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from quire_kernels.cpu.variants import usable_variants
+from quire_kernels.kernel_set import Norm
 from support.cpu_attention import KV_TYPES, Kernels, Sequences, shape_of
 from support.cpu_linear import EPS, KINDS, apply_ops, kernel_set, operands
 
@@ -33,7 +34,7 @@ def test_products_of_many_workers_equal_those_of_one(variant, kind, n, k):
         for name, rows in together.items():
             assert torch.equal(rows, alone[name]), (name, m)
         for each, w in zip(kernels, packed, strict=True):
-            columns, _ = each.greedy(few.x, given.norm, EPS, w[0])
+            columns, _ = each.greedy(few.x, Norm(given.norm, EPS), w[0])
             assert columns == alone["logits"].argmax(dim=1).tolist(), m
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire_kernels.cpu.ops import cpu_kernel_set
-from quire_kernels.kernel_set import KernelSet
+from quire_kernels.kernel_set import KernelSet, Norm
 
 
 def may_choose_a_policy() -> bool:
@@ -47,7 +47,7 @@ def workers_of(threads: int) -> tuple[KernelSet, list[int]]:
 
 def run_something(kernels: KernelSet) -> None:
     x, norm = torch.ones(70, 64).bfloat16(), torch.ones(64).bfloat16()
-    kernels.logits(x, norm, 1e-6, kernels.pack_linear(torch.ones(64, 64).bfloat16(), None))
+    kernels.logits(x, Norm(norm, 1e-6), kernels.pack_linear(torch.ones(64, 64).bfloat16(), None))
 
 
 def test_workers_keep_off_the_callers_core_and_the_caller_may_go_on_anywhere():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quire_kernels.kernel_set import Norm
 from quire_kernels.reference import REFERENCE, linear
 from support.model_steps import DEVICES
 
@@ -38,10 +39,13 @@ def _ops(columns: int, rows: int, dtype: torch.dtype):
     plain, biased = REFERENCE.pack_linear(weight, None), REFERENCE.pack_linear(weight, bias)
     gate_up = REFERENCE.pack_gate_up(weight, weight.flip(0), torch.cat([bias, bias.flip(0)]))
     return {
-        "norm_linear": lambda x, _: REFERENCE.norm_linear(x, norm, EPS, biased),
-        "norm_gate_up": lambda x, _: REFERENCE.norm_gate_up(x, norm, EPS, gate_up),
+        "norm_linear": lambda x, _: REFERENCE.norm_linear(x, Norm(norm, EPS), biased),
+        "norm_gate_up": lambda x, _: REFERENCE.norm_gate_up(x, Norm(norm, EPS), gate_up, "silu"),
         "linear_add": lambda x, residual: REFERENCE.linear_add(x, plain, residual.clone()),
-        "logits": lambda x, _: REFERENCE.logits(x, norm, EPS, plain),
+        "norm_gate_up by gelu": lambda x, _: REFERENCE.norm_gate_up(x, Norm(norm, EPS), gate_up, "gelu_tanh"),
+        "norm_linear by a wide norm": lambda x, _: REFERENCE.norm_linear(x, Norm(norm.float(), EPS), biased),
+        "norm_add": lambda x, _: REFERENCE.norm_add(x, Norm(norm, EPS), x.clone()),
+        "logits": lambda x, _: REFERENCE.logits(x, Norm(norm, EPS), plain),
     }
 
 
@@ -55,17 +59,35 @@ def test_each_op_computes_its_definition(dtype, device):
     up = normed @ wide[2].flip(0).T
     gate_only_bias = torch.cat([bias, torch.zeros_like(bias)])
     tolerance = TOLERANCE[dtype]
+    pair = REFERENCE.pack_gate_up(weight, weight.flip(0), gate_only_bias)
     cases = {
-        "norm_linear": (REFERENCE.norm_linear(x, norm, EPS, REFERENCE.pack_linear(weight, bias)), gate),
+        "norm_linear": (REFERENCE.norm_linear(x, Norm(norm, EPS), REFERENCE.pack_linear(weight, bias)), gate),
         "norm_gate_up": (
-            REFERENCE.norm_gate_up(x, norm, EPS, REFERENCE.pack_gate_up(weight, weight.flip(0), gate_only_bias)),
+            REFERENCE.norm_gate_up(x, Norm(norm, EPS), pair, "silu"),
             gate * torch.sigmoid(gate) * up,
         ),
+        "norm_gate_up by gelu": (
+            REFERENCE.norm_gate_up(x, Norm(norm, EPS), pair, "gelu_tanh"),
+            torch.nn.functional.gelu(gate, approximate="tanh") * up,
+        ),
+        "norm_linear by a wide norm": (
+            REFERENCE.norm_linear(x, Norm(norm.float(), EPS), REFERENCE.pack_linear(weight, bias)),
+            gate,
+        ),
+        "norm_linear without a norm": (
+            REFERENCE.norm_linear(x, None, REFERENCE.pack_linear(weight, bias)),
+            wide[0] @ wide[2].T + wide[3],
+        ),
+        "linear_add of a part": (
+            REFERENCE.linear_add(x, REFERENCE.pack_linear(weight, bias), residual.clone(), 0.22),
+            wide[4] + 0.22 * (wide[0] @ wide[2].T + wide[3]),
+        ),
+        "norm_add": (REFERENCE.norm_add(x, Norm(norm, EPS), x.clone()), normed + wide[0]),
         "linear_add": (
             REFERENCE.linear_add(x, REFERENCE.pack_linear(weight, bias), residual.clone()),
             wide[4] + wide[0] @ wide[2].T + wide[3],
         ),
-        "logits": (REFERENCE.logits(x, norm, EPS, REFERENCE.pack_linear(weight, None)), normed @ wide[2].T),
+        "logits": (REFERENCE.logits(x, Norm(norm, EPS), REFERENCE.pack_linear(weight, None)), normed @ wide[2].T),
     }
     for name, (result, expected) in cases.items():
         assert result.dtype == (torch.float32 if name == "logits" else dtype), name

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire_kernels.kernel_set import KVFormat
+from quire_kernels.kernel_set import KVFormat, NormLinear
 from quire_kernels.reference import REFERENCE
 from quire_kernels.reference.linear import Linear
 from quire_kernels.select import select
@@ -130,8 +130,8 @@ def further(right):
 def not_invariant(right):
     """The last bit of one number depends on the number of rows: within every tolerance."""
 
-    def norm_linear(x, norm, eps, w):
-        out = right(x, norm, eps, w)
+    def norm_linear(x, norm, w):
+        out = right(x, norm, w)
         if len(x) > 4:
             out.view(torch.int16)[0, 0] ^= 1
         return out
@@ -142,25 +142,33 @@ def not_invariant(right):
 WRONG = {
     "embed": [lambda right: lambda table, ids: right(table, ids - 1)],
     "norm_linear": [
-        lambda right: lambda x, norm, eps, w: right(x, norm, eps, Linear(w.weight, None)),
-        lambda right: lambda x, norm, eps, w: right(x, norm.roll(1), eps, w),
-        lambda right: lambda x, norm, eps, w: right(x * 1.04, norm, eps, w) * 1.04,
-        lambda right: lambda x, norm, eps, w: spoiled(right(x, norm, eps, w), (-1, -1)),
-        lambda right: lambda x, norm, eps, w: spoiled(right(x, norm, eps, w), slice(6, None), 0.0),
-        lambda right: lambda x, norm, eps, w: right(x, norm, eps, w).float(),
+        lambda right: lambda x, norm, w: right(x, norm, Linear(w.weight, None)),
+        lambda right: lambda x, norm, w: right(x, norm._replace(weight=norm.weight.roll(1)), w),
+        lambda right: lambda x, norm, w: right(x * 1.04, norm, w) * 1.04,
+        lambda right: lambda x, norm, w: spoiled(right(x, norm, w), (-1, -1)),
+        lambda right: lambda x, norm, w: spoiled(right(x, norm, w), slice(6, None), 0.0),
+        lambda right: lambda x, norm, w: right(x, norm, w).float(),
         not_invariant,
     ],
     "norm_gate_up": [
-        lambda right: lambda x, norm, eps, w: right(x, norm, eps, Linear(w.weight.roll(len(w.weight) // 2, 0), w.bias)),
-        lambda right: lambda x, norm, eps, w: right(x.nan_to_num(), norm, eps, w),
+        lambda right: (
+            lambda x, norm, w, *kind: right(x, norm, Linear(w.weight.roll(len(w.weight) // 2, 0), w.bias), *kind)
+        ),
+        lambda right: lambda x, *rest: right(x.nan_to_num(), *rest),
+        lambda right: lambda x, norm, w, _: right(x, norm, w, "silu"),
     ],
     "linear_add": [
-        lambda right: lambda x, w, residual: right(x, w, torch.zeros_like(residual)),
-        lambda right: lambda x, w, residual: right(spoiled(x.clone(), (slice(None), -1), 0.0), w, residual),
+        lambda right: lambda x, w, residual, scale: right(x, w, torch.zeros_like(residual), scale),
+        lambda right: lambda x, *rest: right(spoiled(x.clone(), (slice(None), -1), 0.0), *rest),
+        lambda right: lambda x, w, residual, _: right(x, w, residual, 1.0),
+    ],
+    "norm_add": [
+        lambda right: lambda y, norm, residual: right(y, norm, torch.zeros_like(residual)),
+        lambda right: lambda y, norm, residual: right(y, norm._replace(weight=norm.weight * 1.04), residual),
     ],
     "logits": [
-        lambda right: lambda x, norm, eps, w: right(x, norm, eps, w).roll(1, 1),
-        lambda right: lambda x, norm, eps, w: right(x, norm, eps, w).bfloat16(),
+        lambda right: lambda x, norm, w: right(x, norm, w).roll(1, 1),
+        lambda right: lambda x, norm, w: right(x, norm, w).bfloat16(),
     ],
     "rope_write": [interleaved, into_block_0, keys_unrotated],
     "attention": [
@@ -189,8 +197,8 @@ def test_an_attention_that_forgets_the_window_is_found():
 
 
 def greedy_of(ids, *, forgets_bits=False):
-    def greedy(x, norm, eps, w, allowed):
-        logits = REFERENCE.logits(x, norm, eps, w)
+    def greedy(x, norm, w, allowed):
+        logits = REFERENCE.logits(x, norm, w)
         finite = logits.isfinite().all(dim=1).tolist()
         if allowed is not None and not forgets_bits:
             bits = np.unpackbits(allowed.numpy().view(np.uint8), axis=1, bitorder="little", count=logits.shape[1])
@@ -209,8 +217,9 @@ def test_faster_ops_are_held_to_those_they_stand_for():
     kernels = cpu_set()
     assert not failed_ops(kernels)
 
-    def bind(layers, rope, eps):
-        return kernels.bind_layers(layers[::-1], rope, eps)
+    def bind(program):
+        second = [place for place, op in enumerate(program) if isinstance(op, NormLinear)][1]
+        return kernels.bind_layers([*program[second:], *program[:second]])
 
     assert failed_ops(replace(kernels, bind_layers=bind)) == {"bind_layers"}
 

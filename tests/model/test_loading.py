@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire_engine.errors import ModelLoadError
-from quire_engine.execution.models.config import load_model_config
+from quire_engine.execution.models.config import NotNative, load_model_config
 from support.checkpoints import make_model, shared_checkpoint
 from support.model_steps import Model
 
@@ -242,10 +242,10 @@ def test_a_missing_config_is_named(path):
         ({"rope_parameters": {"rope_theta": 10**400}}, "rope_theta must be a positive number"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
         ({"hidden_act": 3}, "hidden_act must be a string"),
-        ({"architectures": ["LlamaForCausalLM"], "sliding_window": 64}, "sliding_window is not supported for Llama"),
+        ({"architectures": ["LlamaForCausalLM"], "sliding_window": 64}, "sliding_window=64"),
         (
             {"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention"] * 2},
-            "layer_types is not supported",
+            "layer_types=['full_attention', 'full_attention']",
         ),
     ],
 )
@@ -255,6 +255,16 @@ def test_an_option_that_would_change_the_output_is_refused(changes, reason, path
         load_model_config(path)
     assert reason in str(caught.value)
     assert str(path / "config.json") in str(caught.value)
+
+
+def test_a_key_that_no_family_knows_is_refused_by_name_and_may_be_ignored(path):
+    before = load_model_config(path)
+    _edit(path / "config.json", attention_temperature=0.7, mixes={"a": list(range(100))}, hidden_dropout=0.1, note=None)
+    with pytest.raises(NotNative) as caught:
+        load_model_config(path)
+    assert "attention_temperature=0.7, mixes={'a': [0, 1," in str(caught.value)
+    assert str(caught.value).endswith("are not supported for Qwen3ForCausalLM")
+    assert load_model_config(path, ("attention_temperature", "mixes")) == before
 
 
 def test_family_defaults_stand_in_for_absent_options(tmp_path):

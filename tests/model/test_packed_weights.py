@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import threading
@@ -20,6 +21,7 @@ from quire_engine.errors import ConfigError, ModelLoadError
 from quire_engine.execution import loading
 from quire_engine.execution.packed.image import is_sealed, new_memory
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
+from quire_kernels.kernel_set import AttentionShape, Norm
 from support.checkpoints import shared_checkpoint
 from support.limits import engine_config
 from support.offline import generate
@@ -81,13 +83,19 @@ def tokens(built: BuiltEngine) -> tuple[int, ...]:
 def weights(built: BuiltEngine) -> dict[str, torch.Tensor]:
     """Every tensor of a loaded decoder."""
     held = built.executor._runner._decoder._weights
-    found = {"embedding": held.embedding, "final_norm": held.final_norm, "rope": held.rope}
+    found = {"embedding": held.embedding, "final_norm": held.final_norm.weight}
     matrices = {"head": held.head}
-    for number, layer in enumerate(held.layers):
-        found |= {f"{number} attention_norm": layer.attention_norm, f"{number} mlp_norm": layer.mlp_norm}
-        if layer.attention.q_norm is not None:
-            found |= {f"{number} q_norm": layer.attention.q_norm, f"{number} k_norm": layer.attention.k_norm}
-        matrices |= {f"{number} {name}": getattr(layer, name) for name in ("qkv", "o", "gate_up", "down")}
+    for place, op in enumerate(held.program):
+        for field in dataclasses.fields(op):
+            value = getattr(op, field.name)
+            if field.name == "weight":
+                matrices[f"{place}"] = value
+            elif isinstance(value, AttentionShape):
+                found |= {f"{place} q": value.q_norm, f"{place} k": value.k_norm} if value.q_norm is not None else {}
+            elif isinstance(value, Norm):
+                found[f"{place} norm"] = value.weight
+            elif isinstance(value, torch.Tensor):
+                found[f"{place} {field.name}"] = value
     for name, matrix in matrices.items():
         found |= {f"{name} {part}": tensor for part, tensor in matrix.parts.items()}
     return found
@@ -219,7 +227,7 @@ def test_packing_takes_what_is_packed_and_one_layer(tmp_path, fd):
     size = make_big.make(tmp_path / "big", 0.012)
     built: list[BuiltEngine] = []
     most = peak(lambda: built.append(started(tmp_path / "big", None, fd, quantization="int8", kv_memory=1 << 20)[0]))
-    layers = built[0].plan.layer_parameters * 2 / len(built[0].executor._runner._decoder._weights.layers)
+    layers = built[0].plan.layer_parameters * 2 / built[0].executor._runner._decoder.config.num_layers
     allowed = built[0].plan.weights_bytes + layers + (24 << 20)  # libraries, code, stacks
     assert most <= allowed < size, (most, allowed, size)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from quire_kernels.cpu.library import load_library
 from quire_kernels.cpu.ops import cpu_kernel_set
 from quire_kernels.cpu.variants import VARIANTS
-from quire_kernels.kernel_set import KernelSet
+from quire_kernels.kernel_set import KernelSet, Norm
 
 EPS = 1e-5
 FLOAT32_ROUNDING = 2.0**-24
@@ -69,11 +69,17 @@ def run_ops(kernels: KernelSet, given: Operands) -> dict[str, Tensor]:
 def apply_ops(kernels: KernelSet, given: Operands, plain, biased, gate_up) -> dict[str, Tensor]:
     x, norm, residual = given.x, given.norm, given.residual
     return {
-        "norm_linear": kernels.norm_linear(x, norm, EPS, biased),
-        "norm_gate_up": kernels.norm_gate_up(x, norm, EPS, gate_up),
-        "linear_add": kernels.linear_add(x, plain, residual.clone()),
-        "linear_add_bias": kernels.linear_add(x, biased, residual.clone()),
-        "logits": kernels.logits(x, norm, EPS, plain),
+        "norm_linear": kernels.norm_linear(x, Norm(norm, EPS), biased),
+        "norm_linear_wide": kernels.norm_linear(x, Norm(norm.float(), EPS), plain),
+        "project": kernels.norm_linear(x, None, plain),
+        "norm_gate_up": kernels.norm_gate_up(x, Norm(norm, EPS), gate_up, "silu"),
+        "norm_gate_up_gelu": kernels.norm_gate_up(x, Norm(norm, EPS), gate_up, "gelu_tanh"),
+        "linear_add": kernels.linear_add(x, plain, residual.clone(), 1.0),
+        "linear_add_bias": kernels.linear_add(x, biased, residual.clone(), 1.0),
+        "linear_add_part": kernels.linear_add(x, plain, residual.clone(), 0.22),
+        "norm_add": kernels.norm_add(x, Norm(norm, EPS), x.clone()),
+        "norm_add_wide": kernels.norm_add(x, Norm(norm.float(), EPS), x.clone()),
+        "logits": kernels.logits(x, Norm(norm, EPS), plain),
     }
 
 
@@ -81,7 +87,7 @@ def normed_rows(variant: str, given: Operands) -> Tensor:
     """The rows as the kernels norm them, seen through a matrix that passes them on exactly."""
     kernels = kernel_set(variant)
     identity = kernels.pack_linear(torch.eye(len(given.norm)).bfloat16(), None)
-    return kernels.logits(given.x, given.norm, EPS, identity)
+    return kernels.logits(given.x, Norm(given.norm, EPS), identity)
 
 
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import get_args
 
 import torch
 
-from quire_kernels.kernel_set import AttentionShape, ChoiceRows
+from quire_kernels.kernel_set import Activation, AttentionShape, ChoiceRows, Norm
 from quire_kernels.reference.linear import Linear
-from quire_kernels.triton.activation import silu_mul
+from quire_kernels.triton.activation import gate_mul
 from quire_kernels.triton.attention import TritonAttention
 from quire_kernels.triton.choose import choose
 from quire_kernels.triton.copy_blocks import copy_blocks
-from quire_kernels.triton.norm import rms_norm
+from quire_kernels.triton.norm import norm_add, rms_norm
 from quire_kernels.triton.pool import KVType
 from quire_kernels.triton.product import TiledProduct
 
@@ -36,7 +37,15 @@ def _linear(num_outputs: int, num_inputs: int, dtype: torch.dtype, bias: bool = 
 
 def _norms(_: int) -> None:
     for width in _HIDDEN:
-        rms_norm(_empty(8, width), _empty(width), 1e-6)
+        rms_norm(_empty(8, width), Norm(_empty(width), 1e-6))
+        wide = Norm(_empty(width, dtype=torch.float32), 1e-6)
+        rms_norm(_empty(8, width), wide)
+        norm_add(_empty(8, width), wide, _empty(8, width))
+
+
+def _gates(_: int) -> None:
+    for activation in get_args(Activation):
+        gate_mul(_empty(8, 2 * 3072), activation)
 
 
 def _product_of_few_rows(_: int) -> None:
@@ -48,7 +57,7 @@ def _products(dtype: torch.dtype) -> None:
     for num_rows in (8, 1000):
         product.linear(_empty(num_rows, 1024, dtype=dtype), _linear(4096, 1024, dtype, bias=True))
         product.linear_add(
-            _empty(num_rows, 3072, dtype=dtype), _linear(1024, 3072, dtype), _empty(num_rows, 1024, dtype=dtype)
+            _empty(num_rows, 3072, dtype=dtype), _linear(1024, 3072, dtype), _empty(num_rows, 1024, dtype=dtype), 1.0
         )
     product.linear(_empty(1000, 4096, dtype=dtype), _linear(28672, 4096, dtype))
     product.logits(_empty(8, 1024, dtype=dtype), _linear(_VOCABULARY, 1024, dtype))
@@ -113,7 +122,7 @@ def _attention(
 
 CASES: dict[str, Callable[[int], object]] = {
     "norm": _norms,
-    "activation": lambda _: silu_mul(_empty(8, 2 * 3072)),
+    "activation": _gates,
     "product quick": _product_of_few_rows,
     "product bf16": lambda _: _products(_BF16),
     "product fp16": lambda _: _products(torch.float16),

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from quire_kernels.kernel_set import AttentionShape
+from quire_kernels.kernel_set import AttentionShape, Norm
 from quire_kernels.triton.attention import TritonAttention
 from quire_kernels.triton.choose import choose
 from quire_kernels.triton.norm import rms_norm, rms_norm_kernel
@@ -21,19 +21,19 @@ from support.triton_calls import choice_rows, step_of
 def _spills(_: int) -> None:
     """16,384 columns in one warp: 512 values a thread."""
     x = torch.empty(4, 16384, dtype=torch.bfloat16)
-    rms_norm_kernel[(4,)](x, x, x, 16384, 1e-6, WIDTH=16384, num_warps=1)
+    rms_norm_kernel[(4,)](x, x, x, x, 16384, 16384, 1e-6, WIDE=False, ADDS=False, WIDTH=16384, num_warps=1)
 
 
 def _unaligned(_: int) -> None:
     """An odd width: no row but the first begins on 16 bytes."""
-    rms_norm(torch.empty(4, 1023, dtype=torch.bfloat16), torch.empty(1023, dtype=torch.bfloat16), 1e-6)
+    rms_norm(torch.empty(4, 1023, dtype=torch.bfloat16), Norm(torch.empty(1023, dtype=torch.bfloat16), 1e-6))
 
 
 def _few_warps(_: int) -> None:
     """64 rows for two warps: a warp group is four."""
     x = torch.empty(64, 1024, dtype=torch.bfloat16)
     product_kernel[(8,)](
-        x, x, x, x, x, 64, 1024, 1024,
+        x, x, x, x, x, 64, 1024, 1024, 1.0,
         HAS_BIAS=False, HAS_RESIDUAL=False, BLOCK_M=64, BLOCK_N=32, BLOCK_K=64, STAGES=2, num_warps=2,
     )  # fmt: skip
 
@@ -57,7 +57,7 @@ def _spills_in_a_loop(_: int) -> None:
     """128 x 128 sums in one warp: 512 of them a thread, in every turn over k."""
     x = torch.empty(128, 1024, dtype=torch.bfloat16)
     product_kernel[(8,)](
-        x, x, x, x, x, 128, 1024, 1024,
+        x, x, x, x, x, 128, 1024, 1024, 1.0,
         HAS_BIAS=False, HAS_RESIDUAL=False, BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, STAGES=2, num_warps=1,
     )  # fmt: skip
 

@@ -27,14 +27,22 @@ struct Halves {
 class Row {
  public:
   Row(const AttentionShape& shape, int64_t half) : shape_(shape), half_(half) {
+    if (shape.row_norms) return;
     if (shape.q_norm != nullptr) split(shape.q_norm, &q_norm_);
     if (shape.k_norm != nullptr) split(shape.k_norm, &k_norm_);
   }
 
-  void set_angles(const float* rope) { split(rope, &angles_); }
+  // Before a row's heads.
+  void begin(const float* rope, const bf16* q, const bf16* k) {
+    split(rope, &angles_);
+    if (!shape_.row_norms) return;
+    q_scale_ = row_scale(q, shape_.num_heads);
+    k_scale_ = row_scale(k, shape_.num_kv_heads);
+  }
 
-  void query(const bf16* head, bf16* out) {
-    turn(head, shape_.q_norm == nullptr ? nullptr : &q_norm_);
+  void query(int64_t index, const bf16* head, bf16* out) {
+    if (shape_.row_norms) split(shape_.q_norm + index * 2 * half_, &q_norm_);
+    turn(head, shape_.q_norm == nullptr ? nullptr : &q_norm_, q_scale_);
     if (half_ % kLanes == 0) {
       for (int64_t i = 0; i < half_; i += kLanes) {
         vstore_bf16(out + i, vload(turned_.first + i));
@@ -49,8 +57,9 @@ class Row {
   }
 
   // The rotated key as floats [2 * half].
-  void key(const bf16* head, float* out) {
-    turn(head, shape_.k_norm == nullptr ? nullptr : &k_norm_);
+  void key(int64_t index, const bf16* head, float* out) {
+    if (shape_.row_norms) split(shape_.k_norm + index * 2 * half_, &k_norm_);
+    turn(head, shape_.k_norm == nullptr ? nullptr : &k_norm_, k_scale_);
     std::memcpy(out, turned_.first, static_cast<size_t>(half_) * 4);
     std::memcpy(out + half_, turned_.second, static_cast<size_t>(half_) * 4);
   }
@@ -61,7 +70,29 @@ class Row {
     std::memcpy(to->second, from + half_, static_cast<size_t>(half_) * 4);
   }
 
-  void turn(const bf16* head, const Halves* norm) {
+  float inverse_root(Vec squares, int64_t count) const {
+    return 1.0f / std::sqrt(lane_sum(squares) / static_cast<float>(count) + shape_.norm_eps);
+  }
+
+  // Of all heads of a row together: the same order of addition as within a head, head by head.
+  float row_scale(const bf16* row, int64_t heads) {
+    Vec squares = vzero();
+    for (int64_t h = 0; h < heads; ++h) {
+      load(row + h * 2 * half_);
+      squares = add_squares(squares);
+    }
+    return inverse_root(squares, heads * 2 * half_);
+  }
+
+  Vec add_squares(Vec squares) const {
+    for (int64_t i = 0; i < half_; i += kLanes) {
+      const Vec a = vload(x_.first + i), b = vload(x_.second + i);
+      squares = vfma(b, b, vfma(a, a, squares));
+    }
+    return squares;
+  }
+
+  void load(const bf16* head) {
     if (half_ % kLanes == 0) {
       for (int64_t i = 0; i < half_; i += kLanes) {
         vstore(x_.first + i, vload_bf16(head + i));
@@ -73,15 +104,14 @@ class Row {
         x_.second[i] = to_float(head[half_ + i]);
       }
     }
+  }
+
+  // `row_scale`: of the head's whole row, where that is normed as one.
+  void turn(const bf16* head, const Halves* norm, float row_scale) {
+    load(head);
     Vec scale = vset(1.0f);
     if (norm != nullptr) {
-      Vec squares = vzero();
-      for (int64_t i = 0; i < half_; i += kLanes) {
-        const Vec a = vload(x_.first + i), b = vload(x_.second + i);
-        squares = vfma(b, b, vfma(a, a, squares));
-      }
-      const float mean = lane_sum(squares) / static_cast<float>(2 * half_);
-      scale = vset(1.0f / std::sqrt(mean + shape_.norm_eps));
+      scale = vset(shape_.row_norms ? row_scale : inverse_root(add_squares(vzero()), 2 * half_));
     }
     for (int64_t i = 0; i < half_; i += kLanes) {
       Vec a = vload(x_.first + i), b = vload(x_.second + i);
@@ -97,6 +127,7 @@ class Row {
 
   const AttentionShape& shape_;
   const int64_t half_;
+  float q_scale_ = 1.0f, k_scale_ = 1.0f;
   Halves q_norm_, k_norm_, angles_, x_, turned_;
 };
 
@@ -143,15 +174,15 @@ bool rope_write(Context* context, const AttentionShape& shape, const KvPool& poo
       valid = false;
       return;
     }
-    work->set_angles(rope + position * d);
     const bf16* row = qkv + r * (heads + 2 * kv_heads) * d;
-    for (int64_t h = 0; h < heads; ++h) work->query(row + h * d, q + (r * heads + h) * d);
+    work->begin(rope + position * d, row, row + heads * d);
+    for (int64_t h = 0; h < heads; ++h) work->query(h, row + h * d, q + (r * heads + h) * d);
     for (int64_t h = 0; h < kv_heads; ++h) {
       const int64_t offset = slot % block_size;
       char* unit = unit_address(pool, slot / block_size, layer, h, offset / kUnit);
       const bf16* value = row + (heads + kv_heads + h) * d;
       float key[kMostDim];
-      work->key(row + (heads + h) * d, key);
+      work->key(h, row + (heads + h) * d, key);
       if (pool.kind == KvKind::kBf16) {
         write_bf16(unit, offset % kUnit, d, key, value);
       } else {

@@ -11,7 +11,8 @@
 
 namespace quire {
 
-enum class Epilogue : int32_t { kStore = 0, kStoreFloat = 1, kAdd = 2, kSiluMul = 3, kBest = 4 };
+// Of a gate-up pair one of kSiluMul and kGeluMul: what becomes of the gate before it multiplies.
+enum class Epilogue : int32_t { kStore = 0, kStoreFloat = 1, kAdd = 2, kSiluMul = 3, kGeluMul = 4, kBest = 5 };
 
 // The largest value of a row among the panels that one worker has seen, and the first column that holds it.
 struct Best {
@@ -27,6 +28,7 @@ struct Output {
   const bf16* residual;               // kAdd: same shape and stride, may be `data`
   Best* best = nullptr;               // kBest: the worker's own, one for each row; `data` is not used
   const uint64_t* allowed = nullptr;  // kBest: [m, panels] bits of columns that may be the best, or null: all may
+  float scale = 1.0f;                 // kAdd: of the sums
 };
 
 // Partial sums and decoded weights that one worker needs for m rows, in bytes.

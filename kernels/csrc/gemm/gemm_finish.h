@@ -89,7 +89,7 @@ inline void keep_best(const Vec* value, int64_t first, int64_t columns, uint64_t
 template <typename Kind, Epilogue kEpilogue>
 void finish(const Linear& w, const Rows& rows, const Output& out, int64_t row, int64_t live, int64_t panel,
             const float* sums) {
-  constexpr bool kGated = kEpilogue == Epilogue::kSiluMul;
+  constexpr bool kGated = kEpilogue == Epilogue::kSiluMul || kEpilogue == Epilogue::kGeluMul;
   constexpr int kOut = kGated ? kVecs / 2 : kVecs;
   const int64_t first = panel * kOut * kLanes, columns = kGated ? w.n / 2 : w.n;
   const Scaled<Kind> scaled(w, rows, panel);
@@ -102,7 +102,13 @@ void finish(const Linear& w, const Rows& rows, const Output& out, int64_t row, i
       continue;
     }
     if constexpr (kGated) {
-      unrolled<kOut>([&](auto v) { value[v] = vmul(vsilu(value[v]), value[kOut + v]); });
+      unrolled<kOut>([&](auto v) {
+        const Vec gate = kEpilogue == Epilogue::kGeluMul ? vgelu(value[v]) : vsilu(value[v]);
+        value[v] = vmul(gate, value[kOut + v]);
+      });
+    }
+    if constexpr (kEpilogue == Epilogue::kAdd) {  // times 1 is exact
+      unrolled<kOut>([&](auto v) { value[v] = vmul(value[v], vset(out.scale)); });
     }
     const int64_t at = r * out.stride + first;
     if (first + kOut * kLanes <= columns) {
@@ -125,6 +131,7 @@ inline void finish_tile(const Linear& w, const Rows& rows, const Output& out, in
     case Epilogue::kStoreFloat: return finish<Kind, Epilogue::kStoreFloat>(w, rows, out, row, live, panel, sums);
     case Epilogue::kAdd: return finish<Kind, Epilogue::kAdd>(w, rows, out, row, live, panel, sums);
     case Epilogue::kSiluMul: return finish<Kind, Epilogue::kSiluMul>(w, rows, out, row, live, panel, sums);
+    case Epilogue::kGeluMul: return finish<Kind, Epilogue::kGeluMul>(w, rows, out, row, live, panel, sums);
     default: return finish<Kind, Epilogue::kBest>(w, rows, out, row, live, panel, sums);
   }
 }

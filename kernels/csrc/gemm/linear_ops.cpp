@@ -19,8 +19,7 @@ constexpr int64_t kPreparedTogether = 8;  // rows: short enough to be dealt even
 struct Input {
   const bf16* data;  // [m, columns]
   int64_t m;
-  const bf16* norm;  // [columns], or null: no norm
-  float eps;
+  const Norm* norm;  // of the columns, or null: none
 };
 
 template <typename Kind>
@@ -45,7 +44,7 @@ template <typename Kind>
 void prepare_row(const Linear& w, const Input& in, int64_t row, const Prepared<Kind>& to, bf16* normed, char* whole) {
   const bool apart = lies_apart<Kind>(w, in.m);
   char* data = apart ? whole : to.data + row * row_bytes<Kind>(w);
-  const RawRow raw{in.data + row * w.columns, in.norm, w.columns, in.eps};
+  const RawRow raw{in.data + row * w.columns, in.norm, w.columns};
   Kind::prepare(w, raw, normed, data, to.scales + row, to.sums + row * (w.k / kGroup));
   if (apart) take_apart<Kind>(w, in.m, row, whole, to.data);
 }
@@ -90,27 +89,44 @@ void project(Context& context, const Linear& w, const Input& in, const Output& o
 
 }  // namespace
 
-QUIRE_API int32_t quire_norm_linear(Context* context, const Linear* w, const bf16* x, int64_t m, const bf16* norm,
-                                    float eps, void* out, int32_t as_float) {
+QUIRE_API int32_t quire_norm_linear(Context* context, const Linear* w, const bf16* x, int64_t m, const Norm* norm,
+                                    void* out, Epilogue epilogue) {
   return guarded(context, [&] {
-    const Epilogue epilogue = w->gate_up ? Epilogue::kSiluMul : as_float ? Epilogue::kStoreFloat : Epilogue::kStore;
-    project(*context, *w, {x, m, norm, eps}, {epilogue, out, w->gate_up ? w->n / 2 : w->n, nullptr});
+    project(*context, *w, {x, m, norm}, {epilogue, out, w->gate_up ? w->n / 2 : w->n, nullptr});
   });
 }
 
-QUIRE_API int32_t quire_linear_add(Context* context, const Linear* w, const bf16* x, int64_t m, const bf16* residual,
-                                   bf16* out) {
-  return guarded(context, [&] { project(*context, *w, {x, m, nullptr, 0.0f}, {Epilogue::kAdd, out, w->n, residual}); });
+QUIRE_API int32_t quire_linear_add(Context* context, const Linear* w, const bf16* x, int64_t m, float scale,
+                                   const bf16* residual, bf16* out) {
+  return guarded(context, [&] {
+    Output to{Epilogue::kAdd, out, w->n, residual};
+    to.scale = scale;
+    project(*context, *w, {x, m, nullptr}, to);
+  });
 }
 
-QUIRE_API int32_t quire_greedy(Context* context, const Linear* w, const bf16* x, int64_t m, const bf16* norm, float eps,
+QUIRE_API int32_t quire_norm_add(Context* context, const bf16* y, int64_t m, int64_t columns, const Norm* norm,
+                                 bf16* residual) {
+  return guarded(context, [&] {
+    context->pool.run([&](int worker) {
+      Piece rows;
+      while (context->pool.first.take(worker, m, kPreparedTogether, &rows)) {
+        for (int64_t row = rows.begin; row < rows.end; ++row) {
+          norm_add_row(y + row * columns, *norm, columns, residual + row * columns);
+        }
+      }
+    });
+  });
+}
+
+QUIRE_API int32_t quire_greedy(Context* context, const Linear* w, const bf16* x, int64_t m, const Norm* norm,
                                const uint64_t* allowed, int64_t* columns, uint8_t* finite) {
   return guarded(context, [&] {
     const int64_t workers = context->pool.size();
     context->between.reserve(static_cast<size_t>(workers * m) * sizeof(Best));
     Best* best = reinterpret_cast<Best*>(context->between.data());
     std::fill(best, best + workers * m, Best{0.0f, -1, true});
-    project(*context, *w, {x, m, norm, eps}, {Epilogue::kBest, nullptr, 0, nullptr, best, allowed});
+    project(*context, *w, {x, m, norm}, {Epilogue::kBest, nullptr, 0, nullptr, best, allowed});
     for (int64_t row = 0; row < m; ++row) {
       Best first{0.0f, -1, true};
       for (int64_t worker = 0; worker < workers; ++worker) {

@@ -36,9 +36,7 @@ inline Ints codes(Vec value, float inverse) {
   return to_ints(vmin(vmax(vmul(value, vset(inverse)), vset(-127.0f)), vset(127.0f)));
 }
 
-}  // namespace
-
-void rms_norm_row(const bf16* x, const bf16* weight, int64_t n, float eps, bf16* out) {
+Vec inverse_root(const bf16* x, int64_t n, float eps) {
   constexpr int kChains = 4;  // independent sums hide the latency of the addition
   Vec sums[kChains] = {vzero(), vzero(), vzero(), vzero()};
   for (int64_t at = 0; at < n; at += kChains * kLanes) {
@@ -48,11 +46,44 @@ void rms_norm_row(const bf16* x, const bf16* weight, int64_t n, float eps, bf16*
     }
   }
   const float total = lane_sum(vadd(vadd(sums[0], sums[1]), vadd(sums[2], sums[3])));
-  const Vec inverse = vset(1.0f / std::sqrt(total / static_cast<float>(n) + eps));
-  for (int64_t at = 0; at < n; at += kLanes) {
-    const Vec normed = round_to_bf16(vmul(load_row(x, at, n), inverse));
-    store_row(out, at, n, vmul(load_row(weight, at, n), normed));
+  return vset(1.0f / std::sqrt(total / static_cast<float>(n) + eps));
+}
+
+inline Vec load_floats(const float* x, int64_t at, int64_t n) {
+  if (at + kLanes <= n) return vload(x + at);
+  float lanes[kLanes] = {};
+  std::memcpy(lanes, x + at, static_cast<size_t>(n - at) * sizeof(float));
+  return vload(lanes);
+}
+
+// take(at, value): the normed values from `at` on, before they are rounded to bf16.
+template <typename Take>
+inline void normed_row(const bf16* x, const Norm& norm, int64_t n, const Take& take) {
+  const Vec inverse = inverse_root(x, n, norm.eps);
+  if (norm.as_float) {
+    const float* weight = static_cast<const float*>(norm.weight);
+    for (int64_t at = 0; at < n; at += kLanes) {
+      take(at, vmul(vmul(load_row(x, at, n), inverse), load_floats(weight, at, n)));
+    }
+    return;
   }
+  const bf16* weight = static_cast<const bf16*>(norm.weight);
+  for (int64_t at = 0; at < n; at += kLanes) {
+    const Vec rounded = round_to_bf16(vmul(load_row(x, at, n), inverse));
+    take(at, vmul(load_row(weight, at, n), rounded));
+  }
+}
+
+}  // namespace
+
+void rms_norm_row(const bf16* x, const Norm& norm, int64_t n, bf16* out) {
+  normed_row(x, norm, n, [&](int64_t at, Vec value) { store_row(out, at, n, value); });
+}
+
+void norm_add_row(const bf16* y, const Norm& norm, int64_t n, bf16* residual) {
+  normed_row(y, norm, n, [&](int64_t at, Vec value) {
+    store_row(residual, at, n, vadd(round_to_bf16(value), load_row(residual, at, n)));
+  });
 }
 
 float quantize_row_unsigned(const bf16* x, int64_t n, int64_t padded, uint8_t* out) {

@@ -10,20 +10,30 @@
 
 namespace quire {
 
-// out[0, n) = x / sqrt(mean(x^2) + eps), rounded to bf16, times weight, rounded to bf16.
-void rms_norm_row(const bf16* x, const bf16* weight, int64_t n, float eps, bf16* out);
+// x / sqrt(mean(x^2) + eps) times a weight [n]: bf16, which multiplies the rounded quotient, or float, which multiplies
+// before the only rounding.
+struct Norm {
+  const void* weight;
+  float eps;
+  int32_t as_float;
+};
+
+// out[0, n) = the normed x, in bf16.
+void rms_norm_row(const bf16* x, const Norm& norm, int64_t n, bf16* out);
+
+// residual[0, n) += the normed y, which is rounded to bf16 first.
+void norm_add_row(const bf16* y, const Norm& norm, int64_t n, bf16* residual);
 
 // An activation row before it is prepared.
 struct RawRow {
   const bf16* x;     // [n]
-  const bf16* norm;  // [n], or null: no norm
+  const Norm* norm;  // or null: none
   int64_t n;
-  float eps;
 
   // What is to be prepared: `into`, now normed, or x itself.
   const bf16* normed(bf16* into) const {
     if (norm == nullptr) return x;
-    rms_norm_row(x, norm, n, eps, into);
+    rms_norm_row(x, *norm, n, into);
     return into;
   }
 };

@@ -1,6 +1,6 @@
 // All layers of a step in one call: the ops that Python would call one after the other, without the way back to it.
 //
-// Owns the rows between the ops. Promises: the very functions that are called one by one, in the same order.
+// Owns the rows between the ops. Promises: the very functions that are called one by one, in the program's order.
 // Must not know: embedding, head, how an op computes.
 #include <algorithm>
 #include <cstring>
@@ -20,43 +20,71 @@ void keep_rows(bf16* x, int64_t width, const int64_t* chosen, int64_t count) {
 
 }  // namespace
 
-QUIRE_API int32_t quire_layers(Context* context, const LayerArgs* layers, int64_t count, float eps, const KvPool* pool,
-                               const AttentionStep* step, const float* rope, int64_t rope_rows,
-                               const AttentionStep* sampled, const int64_t* sample_rows, bf16* x) {
-  int64_t rows = step->rows;
-  int64_t wide = 0, heads = 0;  // the widest of qkv and gate-up, of q and its attention
-  for (int64_t i = 0; i < count; ++i) {
-    wide = std::max({wide, layers[i].qkv->n, layers[i].gate_up->n / 2});
-    heads = std::max<int64_t>(heads, layers[i].attention->num_heads * layers[i].attention->head_dim);
+QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t count, const KvPool* pool,
+                               const AttentionStep* step, const AttentionStep* sampled, const int64_t* sample_rows,
+                               bf16* x) {
+  int64_t widest = 0, heads = 0, hidden = 0;
+  bool projects = false;
+  for (const LayerOp* op = ops; op != ops + count; ++op) {
+    if (op->kind == LayerOpKind::kNormLinear) {
+      hidden = op->weight->columns;
+      widest = std::max(widest, op->weight->gate_up ? op->weight->n / 2 : op->weight->n);
+    } else if (op->kind == LayerOpKind::kAttend) {
+      heads = std::max<int64_t>(heads, int64_t{op->attention->num_heads} * op->attention->head_dim);
+    }
+    projects = projects || op->kind == LayerOpKind::kNormAdd;
   }
-  const int64_t wide_bytes = aligned(rows * wide * 2), head_bytes = aligned(rows * heads * 2);
+  int64_t rows = step->rows;
+  const int64_t wide_bytes = aligned(rows * widest * 2), head_bytes = aligned(rows * heads * 2);
+  const int64_t y_bytes = projects ? aligned(rows * hidden * 2) : 0;
   try {
-    context->between.reserve(static_cast<size_t>(wide_bytes + 2 * head_bytes));
+    context->between.reserve(static_cast<size_t>(wide_bytes + 2 * head_bytes + y_bytes));
   } catch (const std::bad_alloc&) {
     return 1;
   }
-  bf16* projected = reinterpret_cast<bf16*>(context->between.data());
+  bf16* wide = reinterpret_cast<bf16*>(context->between.data());
   bf16* q = reinterpret_cast<bf16*>(context->between.data() + wide_bytes);
   bf16* mixed = reinterpret_cast<bf16*>(context->between.data() + wide_bytes + head_bytes);
+  bf16* y = reinterpret_cast<bf16*>(context->between.data() + wide_bytes + 2 * head_bytes);
 
+  int64_t q_width = 0;
   int32_t failed = 0;
-  for (int64_t i = 0; i < count && failed == 0; ++i) {
-    const LayerArgs& layer = layers[i];
-    failed = quire_norm_linear(context, layer.qkv, x, rows, layer.attention_norm, eps, projected, 0);
-    if (!failed) {
-      failed = quire_rope_write(context, layer.attention, pool, i, step, projected, rope, rope_rows, q);
+  for (const LayerOp* op = ops; op != ops + count && failed == 0; ++op) {
+    switch (op->kind) {
+      case LayerOpKind::kNormLinear:
+        failed = quire_norm_linear(context, op->weight, x, rows, op->norm, wide, op->epilogue);
+        break;
+      case LayerOpKind::kRopeWrite:
+        q_width = int64_t{op->attention->num_heads} * op->attention->head_dim;
+        failed = quire_rope_write(context, op->attention, pool, op->layer, step, wide, op->rope, op->rope_rows, q);
+        break;
+      case LayerOpKind::kKeepSampled:
+        if (sampled == nullptr) break;
+        rows = sampled->rows;
+        if (rows == 0) return 0;
+        keep_rows(q, q_width, sample_rows, rows);
+        keep_rows(x, hidden, sample_rows, rows);
+        step = sampled;
+        break;
+      case LayerOpKind::kAttend:
+        failed = quire_attention(context, op->attention, pool, op->layer, step, q, mixed);
+        break;
+      case LayerOpKind::kAddMixed:
+      case LayerOpKind::kAddWide: {
+        const bf16* source = op->kind == LayerOpKind::kAddMixed ? mixed : wide;
+        failed = quire_linear_add(context, op->weight, source, rows, op->scale, x, x);
+        break;
+      }
+      case LayerOpKind::kProjectMixed:
+      case LayerOpKind::kProjectWide: {
+        const bf16* source = op->kind == LayerOpKind::kProjectMixed ? mixed : wide;
+        failed = quire_norm_linear(context, op->weight, source, rows, nullptr, y, Epilogue::kStore);
+        break;
+      }
+      case LayerOpKind::kNormAdd:
+        failed = quire_norm_add(context, y, rows, hidden, op->norm, x);
+        break;
     }
-    if (!failed && i + 1 == count && sampled != nullptr) {
-      rows = sampled->rows;
-      if (rows == 0) break;
-      keep_rows(q, layer.o->columns, sample_rows, rows);
-      keep_rows(x, layer.qkv->columns, sample_rows, rows);
-      step = sampled;
-    }
-    if (!failed) failed = quire_attention(context, layer.attention, pool, i, step, q, mixed);
-    if (!failed) failed = quire_linear_add(context, layer.o, mixed, rows, x, x);
-    if (!failed) failed = quire_norm_linear(context, layer.gate_up, x, rows, layer.mlp_norm, eps, projected, 0);
-    if (!failed) failed = quire_linear_add(context, layer.down, projected, rows, x, x);
   }
   return failed;
 }

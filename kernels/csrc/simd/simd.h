@@ -228,4 +228,12 @@ inline Vec vsilu(Vec x) {
   return vdiv(bounded, vadd(vset(1.0f), vexp(vsub(vzero(), bounded))));
 }
 
+// x (1 + tanh(z)) / 2 with z = sqrt(2 / pi) (x + 0.044715 x^3), which is x * sigmoid(2 z).
+inline Vec vgelu(Vec x) {
+  const Vec bounded = vmax(vset(-1e4f), x);
+  const Vec cubic = vmul(vmul(bounded, bounded), bounded);
+  const Vec twice = vmul(vset(1.5957691216f), vfma(vset(0.044715f), cubic, bounded));
+  return vdiv(bounded, vadd(vset(1.0f), vexp(vsub(vzero(), twice))));
+}
+
 }  // namespace quire

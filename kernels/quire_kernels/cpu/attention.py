@@ -123,15 +123,17 @@ class CpuAttention:
             norms = tuple(
                 None if norm is None else norm.to(torch.float32).contiguous() for norm in (shape.q_norm, shape.k_norm)
             )
-            for norm in norms:
+            for norm, heads in zip(norms, (shape.num_heads, shape.num_kv_heads), strict=True):
                 if norm is not None:
-                    _require(norm, (shape.head_dim,), torch.float32, "a head norm")
+                    width = shape.head_dim * (heads if shape.row_norms else 1)
+                    _require(norm, (width,), torch.float32, "a norm of heads")
             arguments = ShapeArgs(
                 num_heads=shape.num_heads,
                 num_kv_heads=shape.num_kv_heads,
                 head_dim=shape.head_dim,
                 scale=shape.scale,
                 norm_eps=shape.norm_eps,
+                row_norms=shape.row_norms,
                 window=shape.window or 0,
                 q_norm=None if norms[0] is None else norms[0].data_ptr(),
                 k_norm=None if norms[1] is None else norms[1].data_ptr(),

@@ -1,52 +1,70 @@
 """All layers of a model in one call into C++.
 
-Promises: bitwise the results of the ops called one by one; every shape is checked once, when the layers are bound. Must
+Promises: bitwise the results of the ops called one by one; every shape is checked once, when the program is bound. Must
 not know: sampling.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import byref
+from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from quire_kernels.cpu.attention import CpuAttention, describe, raise_for
 from quire_kernels.cpu.context import Context
-from quire_kernels.cpu.signatures import LayerArgs
-from quire_kernels.kernel_set import LayerWeights, StepInput
+from quire_kernels.cpu.linear import GATES, Epilogue, norm_args
+from quire_kernels.cpu.signatures import LayerOpArgs, NormArgs
+from quire_kernels.kernel_set import (
+    Attend,
+    KeepSampled,
+    LayerOp,
+    LinearAdd,
+    Norm,
+    NormAdd,
+    NormGateUp,
+    NormLinear,
+    Project,
+    RopeWrite,
+    StepInput,
+)
+
+
+class _Kind(IntEnum):
+    """`enum class LayerOpKind`."""
+
+    NORM_LINEAR = 0
+    ROPE_WRITE = 1
+    KEEP_SAMPLED = 2
+    ATTEND = 3
+    ADD_MIXED = 4
+    ADD_WIDE = 5
+    PROJECT_MIXED = 6
+    PROJECT_WIDE = 7
+    NORM_ADD = 8
+
+
+_ADDS = {"mixed": _Kind.ADD_MIXED, "wide": _Kind.ADD_WIDE}
+_PROJECTS = {"mixed": _Kind.PROJECT_MIXED, "wide": _Kind.PROJECT_WIDE}
 
 
 class CpuLayers:
     """The layers of one model, bound to one context."""
 
-    def __init__(
-        self, context: Context, attention: CpuAttention, layers: Sequence[LayerWeights], rope: Tensor, eps: float
-    ) -> None:
+    def __init__(self, context: Context, attention: CpuAttention, program: Sequence[LayerOp]) -> None:
         self._context = context  # keeps the workers
         self._attention = attention
-        self._layers = tuple(layers)  # keeps the targets of the addresses below alive
-        self._shapes = tuple(attention.shape_args(layer.attention) for layer in self._layers)
-        self._rope = rope
-        self._eps = eps
+        self._program = tuple(program)  # keeps the targets of the addresses below alive
         self._run = context.library.quire_layers
-        self._width = self._check()
-        self._args = (LayerArgs * len(self._layers))(
-            *(
-                LayerArgs(
-                    attention_norm=layer.attention_norm.data_ptr(),
-                    qkv=layer.qkv.address,
-                    attention=ctypes.addressof(shape),
-                    o=layer.o.address,
-                    mlp_norm=layer.mlp_norm.data_ptr(),
-                    gate_up=layer.gate_up.address,
-                    down=layer.down.address,
-                )
-                for layer, shape in zip(self._layers, self._shapes, strict=True)
-            )
-        )
+        self._width = _check(self._program)
+        self._last = next(op for op in reversed(self._program) if isinstance(op, Attend))
+        shapes = [op.shape for op in self._program if isinstance(op, RopeWrite | Attend)]
+        self._shapes = {id(shape): attention.shape_args(shape) for shape in shapes}  # kept as the program is
+        self._norms: list[NormArgs] = []  # kept as the program is
+        self._args = (LayerOpArgs * len(self._program))(*map(self._arguments, self._program))
 
     def __call__(self, x: Tensor, kv: Tensor, step: StepInput) -> Tensor:
         """x [T, H] -> the sampled rows [S, H] after all layers; x's memory is reused."""
@@ -55,17 +73,13 @@ class CpuLayers:
         sampled = None if step.sampled is None else describe(step.sampled)
         if sampled is not None:
             _check_rows(step.sample_rows, sampled.rows, x.shape[0])
-        last = len(self._layers) - 1
-        pool = self._attention.pool_args(kv, self._layers[last].attention, last)
+        pool = self._attention.pool_args(kv, self._last.shape, self._last.layer)
         failed = self._run(
             self._context.handle,
             self._args,
-            len(self._layers),
-            self._eps,
+            len(self._program),
             pool,
             byref(describe(step)),
-            self._rope.data_ptr(),
-            self._rope.shape[0],
             None if sampled is None else byref(sampled),
             None if sampled is None else step.sample_rows.data_ptr(),
             x.data_ptr(),
@@ -73,32 +87,71 @@ class CpuLayers:
         raise_for(failed)
         return x if sampled is None else x[: sampled.rows]
 
-    def _check(self) -> int:
-        """The width of x. ValueError if two adjacent matrices do not fit."""
-        width: int = self._layers[0].qkv.num_inputs
-        for layer in self._layers:
-            shape = layer.attention
-            heads = shape.num_heads * shape.head_dim
-            sizes = (
-                (layer.qkv.num_inputs, width),
-                (layer.qkv.num_outputs, heads + 2 * shape.num_kv_heads * shape.head_dim),
-                (layer.o.num_inputs, heads),
-                (layer.o.num_outputs, width),
-                (layer.gate_up.num_inputs, width),
-                (layer.down.num_inputs, layer.gate_up.num_outputs),
-                (layer.down.num_outputs, width),
-                (layer.attention_norm.numel(), width),
-                (layer.mlp_norm.numel(), width),
-                (self._rope.shape[1], shape.head_dim),
-            )
-            if any(found != wanted for found, wanted in sizes):
-                raise ValueError(f"the sizes of a layer do not fit together: {sizes}")
-            norms = (layer.attention_norm, layer.mlp_norm)
-            if any(norm.dtype != torch.bfloat16 or not norm.is_contiguous() for norm in norms):
-                raise ValueError("norms must be contiguous bfloat16")
-        if self._rope.dtype != torch.float32 or not self._rope.is_contiguous():
-            raise ValueError("rope must be contiguous float32")
-        return width
+    def _arguments(self, op: LayerOp) -> LayerOpArgs:
+        args: dict[str, object] = {}
+        match op:
+            case NormLinear() | NormGateUp():
+                epilogue = GATES[op.activation] if isinstance(op, NormGateUp) else Epilogue.STORE
+                norm = None if op.norm is None else self._norm(op.norm)
+                args = {"kind": _Kind.NORM_LINEAR, "epilogue": epilogue, "weight": op.weight.address, "norm": norm}
+            case RopeWrite():
+                shape, rope = ctypes.addressof(self._shapes[id(op.shape)]), op.rope
+                args = {"kind": _Kind.ROPE_WRITE, "layer": op.layer, "attention": shape}
+                args |= {"rope": rope.data_ptr(), "rope_rows": rope.shape[0]}
+            case KeepSampled():
+                args = {"kind": _Kind.KEEP_SAMPLED}
+            case Attend():
+                shape = ctypes.addressof(self._shapes[id(op.shape)])
+                args = {"kind": _Kind.ATTEND, "layer": op.layer, "attention": shape}
+            case LinearAdd():
+                args = {"kind": _ADDS[op.source], "weight": op.weight.address, "scale": op.scale}
+            case Project():
+                args = {"kind": _PROJECTS[op.source], "weight": op.weight.address}
+            case NormAdd():
+                args = {"kind": _Kind.NORM_ADD, "norm": self._norm(op.norm)}
+        return LayerOpArgs(**args)
+
+    def _norm(self, norm: Norm) -> int:
+        """Its address for C++."""
+        self._norms.append(norm_args(norm, self._width))
+        return ctypes.addressof(self._norms[-1])
+
+
+def _check(program: Sequence[LayerOp]) -> int:
+    """The width of x. ValueError if an op does not fit the rows that those before it leave."""
+    first = program[0]
+    if not isinstance(first, NormLinear):
+        raise ValueError("a layer program begins with a projection")
+    width: int = first.weight.num_inputs
+    widths = {"x": width, "wide": 0, "q": 0, "mixed": 0}
+    for op in program:
+        if any(found != wanted for found, wanted in _sizes(op, widths)):
+            raise ValueError(f"the sizes of a layer do not fit together: {type(op).__name__} after rows of {widths}")
+    return width
+
+
+def _sizes(op: LayerOp, widths: dict[str, int]) -> Iterator[tuple[int, int]]:
+    """Pairs of sizes that have to be equal; `widths` becomes what the op leaves."""
+    match op:
+        case NormLinear() | NormGateUp():
+            yield op.weight.num_inputs, widths["x"]
+            yield op.weight.gate_up, isinstance(op, NormGateUp)
+            widths["wide"] = op.weight.num_outputs
+        case RopeWrite():
+            if op.rope.dtype != torch.float32 or not op.rope.is_contiguous():
+                raise ValueError("rope must be contiguous float32")
+            heads = op.shape.num_heads + 2 * op.shape.num_kv_heads
+            yield widths["wide"], heads * op.shape.head_dim
+            yield op.rope.shape[1], op.shape.head_dim
+            widths["q"] = op.shape.num_heads * op.shape.head_dim
+        case Attend():
+            widths["mixed"] = op.shape.num_heads * op.shape.head_dim
+            yield widths["q"], widths["mixed"]
+        case LinearAdd() | Project():
+            yield op.weight.num_inputs, widths[op.source]
+            yield op.weight.num_outputs, widths["x"]
+        case KeepSampled() | NormAdd():
+            pass
 
 
 def _check_rows(rows: Tensor, count: int, limit: int) -> None:

@@ -1,8 +1,4 @@
-"""The ops of the CPU kernel set over one pool of worker threads.
-
-Promises: shapes and types are checked here, so that C++ gets valid pointers only; activations are bfloat16. Must not
-know: requests.
-"""
+"""The CPU kernel set: its ops over one pool of worker threads. Must not know: requests."""
 
 from __future__ import annotations
 
@@ -10,20 +6,16 @@ import ctypes
 import os
 from functools import partial
 
-import torch
-from torch import Tensor
-
 from quire_kernels.cpu.attention import CpuAttention, KVType
 from quire_kernels.cpu.choice import load_chosen
 from quire_kernels.cpu.context import Arena, Context
 from quire_kernels.cpu.layers import CpuLayers
 from quire_kernels.cpu.library import OnCompiled
-from quire_kernels.cpu.packing import KINDS, PackedLinear, Packer, packed_form
+from quire_kernels.cpu.linear import LinearOps
+from quire_kernels.cpu.packing import KINDS, Packer, packed_form
 from quire_kernels.cpu.topology import by_core
 from quire_kernels.kernel_set import KernelSet, Quantization
 from quire_kernels.reference import REFERENCE
-
-_BF16 = torch.bfloat16
 
 
 def cpu_kernel_set(
@@ -53,8 +45,9 @@ def cpu_kernel_set(
         pack_gate_up=packer.gate_up,
         embed=REFERENCE.embed,
         norm_linear=linear.norm_linear,
-        norm_gate_up=linear.norm_linear,
+        norm_gate_up=linear.norm_gate_up,
         linear_add=linear.linear_add,
+        norm_add=linear.norm_add,
         rope_write=attention.rope_write,
         attention=attention.attention,
         logits=linear.logits,
@@ -69,76 +62,3 @@ def cpu_kernel_set(
         variant=library.quire_variant().decode(),
         why_variant=why,
     )
-
-
-class LinearOps:
-    """Projections, fused with the norm before them and the op after them."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context  # keeps the workers
-        self._handle = context.handle
-        self._norm_linear = context.library.quire_norm_linear
-        self._greedy = context.library.quire_greedy
-        self._linear_add = context.library.quire_linear_add
-
-    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear) -> Tensor:
-        """Also for a gate-up pair, whose packed matrix says so."""
-        return self._normed(x, norm, eps, w, torch.bfloat16)
-
-    def logits(self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear) -> Tensor:
-        return self._normed(x, norm, eps, w, torch.float32)
-
-    def greedy(
-        self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear, allowed: Tensor | None = None
-    ) -> tuple[list[int], list[bool]]:
-        """The argmax of `logits`, without writing the logits to memory."""
-        x = _rows(x, w.num_inputs)
-        _check_norm(norm, w.num_inputs)
-        rows = x.shape[0]
-        columns, finite = (ctypes.c_int64 * rows)(), (ctypes.c_uint8 * rows)()
-        bits = None if allowed is None else _bits(allowed, rows, w.num_outputs)
-        if self._greedy(self._handle, w.address, x.data_ptr(), rows, norm.data_ptr(), eps, bits, columns, finite):
-            raise MemoryError(f"multiplying {rows} rows")
-        return list(columns), [bool(value) for value in finite]
-
-    def linear_add(self, x: Tensor, w: PackedLinear, residual: Tensor) -> Tensor:
-        x = _rows(x, w.num_inputs)
-        residual = _rows(residual, w.num_outputs)
-        rows = x.shape[0]
-        if residual.shape[0] != rows:
-            raise ValueError(f"{rows} rows cannot be added to {residual.shape[0]}")
-        source, target = x.data_ptr(), residual.data_ptr()
-        if source == target and rows:  # in place, results would be read as inputs
-            raise ValueError("x and residual must not share memory")
-        if self._linear_add(self._handle, w.address, source, rows, target, target):
-            raise MemoryError(f"multiplying {rows} rows")
-        return residual
-
-    def _normed(self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear, dtype: torch.dtype) -> Tensor:
-        x = _rows(x, w.num_inputs)
-        _check_norm(norm, w.num_inputs)
-        rows = x.shape[0]
-        out = torch.empty(rows, w.num_outputs, dtype=dtype)
-        as_float = dtype is torch.float32
-        arguments = (x.data_ptr(), rows, norm.data_ptr(), eps, out.data_ptr(), as_float)
-        if self._norm_linear(self._handle, w.address, *arguments):
-            raise MemoryError(f"multiplying {rows} rows")
-        return out
-
-
-def _bits(allowed: Tensor, rows: int, columns: int) -> int:
-    shape = (rows, -(-columns // 64))
-    if allowed.dtype is not torch.int64 or tuple(allowed.shape) != shape or not allowed.is_contiguous():
-        raise ValueError(f"allowed must be contiguous int64 {list(shape)}, not {allowed.dtype} {list(allowed.shape)}")
-    return allowed.data_ptr()
-
-
-def _check_norm(norm: Tensor, width: int) -> None:
-    if norm.dtype is not _BF16 or norm.numel() != width:
-        raise ValueError(f"norm must be bfloat16 [{width}], not {norm.dtype} {list(norm.shape)}")
-
-
-def _rows(x: Tensor, width: int) -> Tensor:
-    if x.dtype is not _BF16 or x.dim() != 2 or x.shape[1] != width or not x.is_cpu:
-        raise ValueError(f"expected bfloat16 [rows, {width}] on the CPU, got {x.dtype} {list(x.shape)} on {x.device}")
-    return x if x.is_contiguous() else x.contiguous()

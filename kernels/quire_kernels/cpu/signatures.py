@@ -27,6 +27,12 @@ class LinearArgs(ctypes.Structure):
     )
 
 
+class NormArgs(ctypes.Structure):
+    """`struct Norm`."""
+
+    _fields_ = (("weight", c_void_p), ("eps", c_float), ("as_float", c_int32))
+
+
 class PoolArgs(ctypes.Structure):
     """`struct KvPool`."""
 
@@ -50,6 +56,7 @@ class ShapeArgs(ctypes.Structure):
         ("head_dim", c_int32),
         ("scale", c_float),
         ("norm_eps", c_float),
+        ("row_norms", c_int32),
         ("window", c_int64),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
@@ -73,17 +80,19 @@ class StepArgs(ctypes.Structure):
     kept: tuple[object, ...]  # keeps the memory at the addresses alive
 
 
-class LayerArgs(ctypes.Structure):
-    """`struct LayerArgs`: the weights of a layer."""
+class LayerOpArgs(ctypes.Structure):
+    """`struct LayerOp`: one op of a layer program."""
 
     _fields_ = (
-        ("attention_norm", c_void_p),
-        ("qkv", c_void_p),
+        ("kind", c_int32),
+        ("epilogue", c_int32),
+        ("scale", c_float),
+        ("layer", c_int64),
+        ("weight", c_void_p),
+        ("norm", c_void_p),
         ("attention", c_void_p),
-        ("o", c_void_p),
-        ("mlp_norm", c_void_p),
-        ("gate_up", c_void_p),
-        ("down", c_void_p),
+        ("rope", c_void_p),
+        ("rope_rows", c_int64),
     )
 
 
@@ -96,10 +105,11 @@ class _Layout(ctypes.Structure):
 # By their names in C++.
 STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "Linear": LinearArgs,
+    "Norm": NormArgs,
     "KvPool": PoolArgs,
     "AttentionShape": ShapeArgs,
     "AttentionStep": StepArgs,
-    "LayerArgs": LayerArgs,
+    "LayerOp": LayerOpArgs,
 }
 
 # name: (result, arguments), in the order of ops.h, which names the arguments. Pointers are plain addresses: shapes are
@@ -116,12 +126,13 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "quire_lay_out": (c_int32, (c_void_p,) * 4),
     "quire_pack": (c_int32, (c_void_p,) * 4),
     "quire_all_finite": (c_int32, (c_void_p, c_void_p, c_int64, c_void_p)),
-    "quire_norm_linear": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_float, c_void_p, c_int32)),
-    "quire_greedy": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_float, c_void_p, c_void_p, c_void_p)),
-    "quire_linear_add": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p)),
+    "quire_norm_linear": (c_int32, (*(c_void_p,) * 3, c_int64, c_void_p, c_void_p, c_int32)),
+    "quire_greedy": (c_int32, (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 4)),
+    "quire_linear_add": (c_int32, (*(c_void_p,) * 3, c_int64, c_float, c_void_p, c_void_p)),
+    "quire_norm_add": (c_int32, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
     "quire_rope_write": (c_int32, (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 3, c_int64, c_void_p)),
     "quire_attention": (c_int32, (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 3)),
-    "quire_layers": (c_int32, (c_void_p, c_void_p, c_int64, c_float, *(c_void_p,) * 3, c_int64, *(c_void_p,) * 3)),
+    "quire_layers": (c_int32, (c_void_p, c_void_p, c_int64, *(c_void_p,) * 5)),
     "quire_probe_arithmetic": (c_int32, (c_void_p, c_int32, c_double, c_void_p)),
     "quire_probe_instruction": (c_char_p, (c_int32,)),
     "quire_probe_read": (c_int32, (c_void_p, c_int64, c_int32, c_void_p)),

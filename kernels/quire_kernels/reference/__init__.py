@@ -17,6 +17,7 @@ REFERENCE = KernelSet(
     norm_linear=linear.norm_linear,
     norm_gate_up=linear.norm_gate_up,
     linear_add=linear.linear_add,
+    norm_add=linear.norm_add,
     rope_write=rope.rope_write,
     attention=attention.attention,
     logits=linear.logits,

@@ -17,6 +17,7 @@ here, into shares that do not depend on the threads, and each share is computed 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -26,8 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire_kernels.kernel_set import Activation, Norm
+
 # Decode batches are small, so a small tile; at 16 rows a product costs about as much as at one.
 TILE = 16
+_GELU = math.sqrt(2.0 / math.pi)  # of its tanh approximation (Hendrycks & Gimpel 2016, arXiv:1606.08415)
 # Columns per share. Small matrices are one share, which costs nothing; large ones keep many threads busy.
 SHARE = 512
 
@@ -52,32 +56,52 @@ def embed(table: Tensor, ids: Tensor) -> Tensor:
     return table[ids]
 
 
-def norm_linear(x: Tensor, norm: Tensor, eps: float, w: Linear) -> Tensor:
-    return _by_tiles(lambda rows: _project(rms_norm(rows, norm, eps), w), x)
+def norm_linear(x: Tensor, norm: Norm | None, w: Linear) -> Tensor:
+    return by_tiles(lambda rows: _project(_normed(rows, norm), w), x)
 
 
-def norm_gate_up(x: Tensor, norm: Tensor, eps: float, w: Linear) -> Tensor:
+def norm_gate_up(x: Tensor, norm: Norm | None, w: Linear, activation: Activation) -> Tensor:
     def project(rows: Tensor) -> Tensor:
-        gate, up = _project(rms_norm(rows, norm, eps), w).float().chunk(2, dim=-1)  # [R, I] each
-        # silu by its definition: F.silu rounds the last elements of an array differently from the others.
-        return (gate / (1.0 + torch.exp(-gate)) * up).to(x.dtype)
+        gate, up = _project(_normed(rows, norm), w).float().chunk(2, dim=-1)  # [R, I] each
+        return (activate(gate, activation) * up).to(x.dtype)
 
-    return _by_tiles(project, x)
-
-
-def linear_add(x: Tensor, w: Linear, residual: Tensor) -> Tensor:
-    return residual.add_(_by_tiles(lambda rows: _project(rows, w), x))
+    return by_tiles(project, x)
 
 
-def logits(x: Tensor, norm: Tensor, eps: float, w: Linear) -> Tensor:
-    return norm_linear(x, norm, eps, w).float()
+def activate(gate: Tensor, activation: Activation) -> Tensor:
+    """Of float32 or wider, by their definitions: F.silu rounds the last elements of an array differently."""
+    if activation == "gelu_tanh":
+        # 0.5 (1 + tanh(z)) is 1 / (1 + exp(-2 z))
+        return gate / (1.0 + torch.exp(-2.0 * _GELU * (gate + 0.044715 * gate * gate * gate)))
+    return gate / (1.0 + torch.exp(-gate))
+
+
+def linear_add(x: Tensor, w: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
+    projected = by_tiles(lambda rows: _project(rows, w), x)
+    # Multiplied by itself: with `alpha` torch rounds the last elements of an array differently.
+    return residual.add_(projected if scale == 1.0 else projected * scale)
+
+
+def norm_add(y: Tensor, norm: Norm, residual: Tensor) -> Tensor:
+    return residual.add_(by_tiles(lambda rows: _normed(rows, norm), y))
+
+
+def logits(x: Tensor, norm: Norm, w: Linear) -> Tensor:
+    return norm_linear(x, norm, w).float()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32, returned in x's dtype."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32, returned in x's dtype.
+
+    Rounded before the multiplication too, unless the weight is wider than x: see `Norm`.
+    """
     wide = x.float()
     mean_square = (wide * wide).mean(dim=-1, keepdim=True)
-    return weight * (wide / torch.sqrt(mean_square + eps)).to(x.dtype)
+    return (weight * (wide / torch.sqrt(mean_square + eps)).to(weight.dtype)).to(x.dtype)
+
+
+def _normed(rows: Tensor, norm: Norm | None) -> Tensor:
+    return rows if norm is None else rms_norm(rows, norm.weight, norm.eps)
 
 
 def _project(rows: Tensor, w: Linear) -> Tensor:
@@ -108,7 +132,7 @@ def _workers(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, "reference", initializer=torch.set_num_threads, initargs=(1,))
 
 
-def _by_tiles(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def by_tiles(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """compute(x) for an x of any number of rows, called with exactly TILE rows at a time on a CPU."""
     num_rows = x.shape[0]
     if x.device.type != "cpu" or num_rows == TILE:

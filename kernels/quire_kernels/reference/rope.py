@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire_kernels.kernel_set import AttentionInput, AttentionShape
-from quire_kernels.reference.linear import rms_norm
+from quire_kernels.reference.linear import by_tiles, rms_norm
 from quire_kernels.reference.paged_kv import write_kv
 
 
@@ -21,12 +21,20 @@ def rope_write(  # noqa: PLR0917 - the op's contract
     first_k, first_v = shape.num_heads, shape.num_heads + shape.num_kv_heads
     q, k, v = heads[:, :first_k], heads[:, first_k:first_v], heads[:, first_v:]
     if shape.q_norm is not None:
-        q = rms_norm(q, shape.q_norm, shape.norm_eps)
+        q = _norm(q, shape.q_norm, shape)
     if shape.k_norm is not None:
-        k = rms_norm(k, shape.k_norm, shape.norm_eps)
+        k = _norm(k, shape.k_norm, shape)
     angles = rope[step.positions].unsqueeze(1)  # [T, 1, D]: cosines, then sines
     write_kv(kv, layer, step.kv_slots, _rotate(k, angles), v)
     return _rotate(q, angles)
+
+
+def _norm(heads: Tensor, weight: Tensor, shape: AttentionShape) -> Tensor:
+    """Heads [T, n, D], each by itself or all of a row as one."""
+    if not shape.row_norms:
+        return rms_norm(heads, weight, shape.norm_eps)
+    rows = by_tiles(lambda some: rms_norm(some, weight, shape.norm_eps), heads.flatten(1))
+    return rows.view(heads.shape)
 
 
 def _rotate(x: Tensor, angles: Tensor) -> Tensor:

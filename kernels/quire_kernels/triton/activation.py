@@ -1,4 +1,4 @@
-"""silu(gate) * up in one launch.
+"""activation(gate) * up in one launch.
 
 Promises: elementwise in float32 and rounded once, as the reference does.
 """
@@ -9,25 +9,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire_kernels.kernel_set import Activation
+
 _BLOCK = 1024  # columns of a program: eight for each thread of four warps, one wide load
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr):
+def gate_mul_kernel(gate_up, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
     """Row `program_id(0)`, columns of `program_id(1)`: gate_up [T, 2 width] holds the gate, then up."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     gate = tl.load(gate_up + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
-    value = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+    inner = -1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else -gate  # -2 sqrt(2 / pi)
+    value = tl.div_rn(gate, 1.0 + tl.exp(inner)) * up
     tl.store(out + row * width + columns, value.to(out.dtype.element_ty), mask=inside)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """gate_up [T, 2 I] -> silu(gate) * up [T, I]."""
+def gate_mul(gate_up: Tensor, activation: Activation) -> Tensor:
+    """gate_up [T, 2 I] -> activation(gate) * up [T, I]."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     gate_up, out = gate_up.contiguous(), gate_up.new_empty(num_rows, width)
     if num_rows:
-        silu_mul_kernel[(num_rows, triton.cdiv(width, _BLOCK))](gate_up, out, width, BLOCK=_BLOCK, num_warps=4)
+        grid = (num_rows, triton.cdiv(width, _BLOCK))
+        gate_mul_kernel[grid](gate_up, out, width, GELU=activation == "gelu_tanh", BLOCK=_BLOCK, num_warps=4)
     return out

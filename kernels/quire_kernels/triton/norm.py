@@ -1,4 +1,4 @@
-"""RMSNorm in one launch.
+"""RMSNorm in one launch, with or without the addition behind it.
 
 Promises: the reference's rounding steps; the order of a row's sum depends only on the width.
 """
@@ -10,29 +10,62 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire_kernels.kernel_set import Norm
+
 
 @triton.jit
-def rms_norm_kernel(x, weight, out, width, eps, WIDTH: tl.constexpr):  # noqa: PLR0917
-    """Row `program_id(0)` of x [T, width] to out; WIDTH is the next power of two."""
-    row = tl.program_id(0).to(tl.int64) * width
+def rms_norm_kernel(  # noqa: PLR0917
+    x, weight, residual, out, width, stride, eps, WIDE: tl.constexpr, ADDS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Row `program_id(0)` of x [T, width] to out; WIDTH is the next power of two. Rows are `stride` apart in both.
+
+    WIDE: the weight is float32 and multiplies before the only rounding, else it multiplies the rounded quotient.
+    """
+    row = tl.program_id(0).to(tl.int64) * stride
     columns = tl.arange(0, WIDTH)
     inside = columns < width
     wide = tl.load(x + row + columns, mask=inside, other=0.0).to(tl.float32)
     mean_square = tl.div_rn(tl.sum(wide * wide, 0), width.to(tl.float32))
-    # Rounded before the multiplication with the weight, as in the reference: the product is exact in float32.
-    normed = tl.div_rn(wide, tl.sqrt_rn(mean_square + eps)).to(out.dtype.element_ty)
+    normed = tl.div_rn(wide, tl.sqrt_rn(mean_square + eps))
     scale = tl.load(weight + columns, mask=inside, other=0.0)
-    tl.store(out + row + columns, scale.to(tl.float32) * normed.to(tl.float32), mask=inside)
+    dtype: tl.constexpr = out.dtype.element_ty
+    if not WIDE:  # rounded before the multiplication too, as in the reference: the product is exact in float32
+        normed = normed.to(dtype).to(tl.float32)
+    value = (scale.to(tl.float32) * normed).to(dtype)
+    if ADDS:
+        before = tl.load(residual + row + columns, mask=inside, other=0.0)
+        value = (before.to(tl.float32) + value.to(tl.float32)).to(dtype)
+    tl.store(out + row + columns, value, mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, H] / sqrt(mean(x^2) + eps) * weight [H] -> [T, H], a new tensor of x's dtype."""
-    num_rows, width = x.shape
-    if weight.shape != (width,) or weight.dtype != x.dtype:
-        raise ValueError(f"norm must be {x.dtype} [{width}], not {weight.dtype} {list(weight.shape)}")
-    x, out = x.contiguous(), torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
+def rms_norm(x: Tensor, norm: Norm) -> Tensor:
+    """x [T, H] normed -> [T, H], a new tensor of x's dtype."""
+    x = x.contiguous()
+    return _launch(x, norm, None, torch.empty_like(x))
+
+
+def norm_add(y: Tensor, norm: Norm, residual: Tensor) -> Tensor:
+    """residual [T, H] += the normed y [T, H], in place."""
+    return _launch(y.contiguous(), norm, residual, residual)
+
+
+def rms_norm_(x: Tensor, norm: Norm) -> Tensor:
+    """x [T, H] normed in place; its rows may lie apart."""
+    return _launch(x, norm, None, x)
+
+
+def _launch(x: Tensor, norm: Norm, residual: Tensor | None, out: Tensor) -> Tensor:
+    (num_rows, width), weight = x.shape, norm.weight
+    wide = weight.dtype != x.dtype
+    if weight.shape != (width,) or (wide and weight.dtype != torch.float32):
+        raise ValueError(f"norm must be {x.dtype} or float32 [{width}], not {weight.dtype} {list(weight.shape)}")
+    if out.stride() != x.stride() or x.stride(1) != 1:
+        raise ValueError(f"rows {list(x.shape)} with strides {x.stride()} do not fit those of {out.stride()}")
     if num_rows:
         room = triton.next_power_of_2(width)
         # Up to 16 values per thread stay in registers, so that the row is read once.
-        rms_norm_kernel[(num_rows,)](x, weight, out, width, eps, WIDTH=room, num_warps=min(16, max(1, room // 512)))
+        rms_norm_kernel[(num_rows,)](
+            x, weight, out if residual is None else residual, out, width, x.stride(0), norm.eps,
+            WIDE=wide, ADDS=residual is not None, WIDTH=room, num_warps=min(16, max(1, room // 512)),
+        )  # fmt: skip
     return out

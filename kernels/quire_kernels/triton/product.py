@@ -30,11 +30,11 @@ _SIMULATED_PROGRAMS = 3  # number of programs without a GPU; few, so that a prog
 
 @triton.jit
 def product_kernel(  # noqa: PLR0917
-    x, weight, bias, residual, out, num_rows, num_columns, depth,
+    x, weight, bias, residual, out, num_rows, num_columns, depth, scale,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """out [M, N] = x [M, K] @ weight [N, K].T (+ bias [N]) (+ residual [M, N]), rounded as the reference rounds."""
+    """out [M, N] = x [M, K] @ weight [N, K].T (+ bias [N]) (* scale + residual [M, N]), rounded as in the reference."""
     row_tiles = tl.cdiv(num_rows, BLOCK_M)
     num_tiles = row_tiles * tl.cdiv(num_columns, BLOCK_N)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
@@ -63,7 +63,7 @@ def product_kernel(  # noqa: PLR0917
         inside = row_inside[:, None] & column_inside[None, :]
         if HAS_RESIDUAL:
             before = tl.load(residual + at, mask=inside, other=0.0)
-            value = (before.to(tl.float32) + value.to(tl.float32)).to(x.dtype.element_ty)
+            value = (before.to(tl.float32) + scale * value.to(tl.float32)).to(x.dtype.element_ty)
         tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -74,11 +74,11 @@ class TorchProduct:
         """x [T, K] -> [T, N]."""
         return F.linear(x, w.weight, w.bias)
 
-    def linear_add(self, x: Tensor, w: Linear, residual: Tensor) -> Tensor:
-        """residual [T, N] += the projection of x; without a bias the product's own launch adds it."""
+    def linear_add(self, x: Tensor, w: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
+        """residual [T, N] += scale * the projection of x; without a bias the product's own launch adds it."""
         if w.bias is not None:
-            return residual.add_(F.linear(x, w.weight, w.bias))
-        return residual.addmm_(x, w.weight.t())
+            return residual.add_(F.linear(x, w.weight, w.bias), alpha=scale)
+        return residual.addmm_(x, w.weight.t(), alpha=scale)
 
     def logits(self, x: Tensor, w: Linear) -> Tensor:
         """x [S, K] -> [S, V] float32, rounded to x's dtype first."""
@@ -92,16 +92,16 @@ class TiledProduct:
         """x [T, K] -> [T, N]."""
         return _product(x, w, None, x.new_empty(x.shape[0], w.weight.shape[0]))
 
-    def linear_add(self, x: Tensor, w: Linear, residual: Tensor) -> Tensor:
-        """residual [T, N] += the projection of x. Every element is read and written by one thread."""
-        return _product(x, w, residual, residual)
+    def linear_add(self, x: Tensor, w: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
+        """residual [T, N] += scale * the projection of x. Every element is read and written by one thread."""
+        return _product(x, w, residual, residual, scale)
 
     def logits(self, x: Tensor, w: Linear) -> Tensor:
         """x [S, K] -> [S, V] float32, rounded to x's dtype first."""
         return _product(x, w, None, torch.empty(x.shape[0], w.weight.shape[0], dtype=torch.float32, device=x.device))
 
 
-def _product(x: Tensor, w: Linear, residual: Tensor | None, out: Tensor) -> Tensor:
+def _product(x: Tensor, w: Linear, residual: Tensor | None, out: Tensor, scale: float = 1.0) -> Tensor:
     (num_rows, depth), num_columns = x.shape, w.weight.shape[0]
     if w.weight.shape[1] != depth or w.weight.dtype != x.dtype or out.shape != (num_rows, num_columns):
         raise ValueError(
@@ -116,7 +116,7 @@ def _product(x: Tensor, w: Linear, residual: Tensor | None, out: Tensor) -> Tens
         tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, block_n)
         product_kernel[(min(tiles, _num_programs(x.device)),)](
             x.contiguous(), w.weight, w.weight if w.bias is None else w.bias, out if residual is None else residual,
-            out, num_rows, num_columns, depth,
+            out, num_rows, num_columns, depth, float(scale),
             HAS_BIAS=w.bias is not None, HAS_RESIDUAL=residual is not None,
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=_BLOCK_K, STAGES=stages,
             num_warps=4 if few else 8,

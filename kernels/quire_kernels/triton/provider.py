@@ -114,13 +114,13 @@ def _run_a_kernel(device: torch.device) -> None:
     """Test all parts of a launch: Triton, ptxas, a C compiler and Python's headers, the driver, the cache directory."""
     import triton  # noqa: PLC0415
 
-    from quire_kernels.triton.activation import silu_mul  # noqa: PLC0415
+    from quire_kernels.triton.activation import gate_mul  # noqa: PLC0415
     from quire_kernels.triton.binaries import use_private_cache  # noqa: PLC0415
 
     if triton.knobs.runtime.interpret:
         raise RuntimeError("Triton was told to interpret its kernels (unset TRITON_INTERPRET)")
     use_private_cache()
-    silu_mul(torch.zeros(1, 32, dtype=torch.bfloat16, device=device))
+    gate_mul(torch.zeros(1, 32, dtype=torch.bfloat16, device=device), "silu")
     torch.cuda.synchronize(device)
 
 

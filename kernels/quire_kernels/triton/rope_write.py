@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire_kernels.kernel_set import AttentionInput, AttentionShape
+from quire_kernels.kernel_set import AttentionInput, AttentionShape, Norm
 from quire_kernels.triton.e4m3 import LARGEST, encode_e4m3
+from quire_kernels.triton.norm import rms_norm_
 from quire_kernels.triton.pool import PoolSizes
 
 _LARGEST = tl.constexpr(LARGEST)
@@ -21,15 +22,15 @@ _ELEMENTS = 2048  # elements per program: 16 for each of its threads
 
 
 @triton.jit
-def _rms_norm(first, second, chosen, norm, half, held, eps, HEAD_DIM: tl.constexpr):  # noqa: PLR0917
+def _rms_norm(first, second, chosen, norm, half, held, eps, stored: tl.constexpr, HEAD_DIM: tl.constexpr):  # noqa: PLR0917
     """Both halves of heads [HEADS, HALF], normed if `chosen` [HEADS, 1]; rounded as in the reference."""
     square = tl.sum(first * first, 1) + tl.sum(second * second, 1)
     root = tl.sqrt_rn(square / HEAD_DIM + eps)[:, None]
-    dtype: tl.constexpr = norm.dtype.element_ty
+    dtype: tl.constexpr = norm.dtype.element_ty  # float32: nothing is rounded before the multiplication
     low = tl.load(norm + half, mask=held, other=0.0).to(tl.float32)[None, :]
     high = tl.load(norm + HEAD_DIM // 2 + half, mask=held, other=0.0).to(tl.float32)[None, :]
-    normed_low = (tl.div_rn(first, root).to(dtype).to(tl.float32) * low).to(dtype).to(tl.float32)
-    normed_high = (tl.div_rn(second, root).to(dtype).to(tl.float32) * high).to(dtype).to(tl.float32)
+    normed_low = (tl.div_rn(first, root).to(dtype).to(tl.float32) * low).to(stored).to(tl.float32)
+    normed_high = (tl.div_rn(second, root).to(dtype).to(tl.float32) * high).to(stored).to(tl.float32)
     return tl.where(chosen, normed_low, first), tl.where(chosen, normed_high, second)
 
 
@@ -71,11 +72,12 @@ def rope_write_heads(  # noqa: PLR0917
     first = tl.load(place, mask=there, other=0.0).to(tl.float32)
     second = tl.load(place + HEAD_DIM // 2, mask=there, other=0.0).to(tl.float32)
     plain_first, plain_second = first, second
+    stored: tl.constexpr = q.dtype.element_ty
     if NORM_Q:
-        first, second = _rms_norm(first, second, is_query[:, None], q_norm, half, held, eps, HEAD_DIM)
+        first, second = _rms_norm(first, second, is_query[:, None], q_norm, half, held, eps, stored, HEAD_DIM)
     if NORM_K:
         is_key = (heads >= GROUP * KV_HEADS) & (heads < (GROUP + 1) * KV_HEADS)
-        first, second = _rms_norm(first, second, is_key[:, None], k_norm, half, held, eps, HEAD_DIM)
+        first, second = _rms_norm(first, second, is_key[:, None], k_norm, half, held, eps, stored, HEAD_DIM)
 
     angles = rope + tl.load(positions + row) * HEAD_DIM + half
     cos = tl.load(angles, mask=held, other=0.0)[None, :]
@@ -120,8 +122,8 @@ def rope_write_options(shape: AttentionShape, sizes: PoolSizes) -> dict[str, Any
         "GROUP": shape.num_heads // shape.num_kv_heads,
         "HEADS": max(1, _ELEMENTS // (2 * half)),
         "HALF": half,
-        "NORM_Q": shape.q_norm is not None,
-        "NORM_K": shape.k_norm is not None,
+        "NORM_Q": shape.q_norm is not None and not shape.row_norms,
+        "NORM_K": shape.k_norm is not None and not shape.row_norms,
         **sizes.constants(),
         "num_warps": 4,
     }
@@ -134,6 +136,10 @@ def rope_write(  # noqa: PLR0917 - the op's contract
     q = qkv.new_empty(qkv.shape[0], shape.num_heads, shape.head_dim)
     options = rope_write_options(shape, sizes)
     num_heads = shape.num_heads + 2 * shape.num_kv_heads
+    if shape.row_norms and shape.q_norm is not None and shape.k_norm is not None:
+        q_width, k_width = len(shape.q_norm), len(shape.k_norm)
+        rms_norm_(qkv[:, :q_width], Norm(shape.q_norm, shape.norm_eps))
+        rms_norm_(qkv[:, q_width : q_width + k_width], Norm(shape.k_norm, shape.norm_eps))
     if len(q):
         rope_write_heads[len(q), triton.cdiv(num_heads, options["HEADS"])](
             qkv,

@@ -4,7 +4,7 @@ Promises: no op waits for the device except `greedy`, which returns its result o
 results are bitwise the same alone, in any batch and in any chunks. Must not know: the engine, the server.
 
 Launches of a layer: the norm, the QKV product, rope_write, attention, the O product with the residual, the norm, the
-gate-up product, silu * up, the down product with the residual. These are nine if attention is one launch: in steps of
+gate-up product, the gate, the down product with the residual. These are nine if attention is one launch: in steps of
 contexts of up to 256 tokens and in steps of prefill rows only. Longer decode rows take one more launch to join their
 parts, and a step with both kinds of rows launches both: ten or eleven. An O or down product with a bias takes one more,
 unless `deterministic`.
@@ -21,15 +21,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire_kernels.kernel_set import ChoiceRows, KernelSet
+from quire_kernels.kernel_set import Activation, ChoiceRows, KernelSet, Norm
 from quire_kernels.reference import REFERENCE
 from quire_kernels.reference.linear import Linear
-from quire_kernels.triton.activation import silu_mul
+from quire_kernels.triton.activation import gate_mul
 from quire_kernels.triton.attention import TritonAttention
 from quire_kernels.triton.choose import choose
 from quire_kernels.triton.copy_blocks import copy_blocks
 from quire_kernels.triton.decode_attention import decode_scratch
-from quire_kernels.triton.norm import rms_norm
+from quire_kernels.triton.norm import norm_add, rms_norm
 from quire_kernels.triton.pool import KVType
 from quire_kernels.triton.product import TiledProduct, TorchProduct
 
@@ -50,6 +50,7 @@ def make_triton_set(*, kv_type: KVType = "auto", deterministic: bool = False, wa
         norm_linear=linear.norm_linear,
         norm_gate_up=linear.norm_gate_up,
         linear_add=linear.linear_add,
+        norm_add=norm_add,
         rope_write=attention.rope_write,
         attention=attention.attention,
         attention_scratch=decode_scratch,
@@ -73,23 +74,21 @@ class LinearOps:
     def __init__(self, product: TorchProduct | TiledProduct) -> None:
         self._product = product
 
-    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, w: Linear) -> Tensor:
-        return self._product.linear(rms_norm(x, norm, eps), w)
+    def norm_linear(self, x: Tensor, norm: Norm | None, w: Linear) -> Tensor:
+        return self._product.linear(x if norm is None else rms_norm(x, norm), w)
 
-    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, w: Linear) -> Tensor:
-        return silu_mul(self._product.linear(rms_norm(x, norm, eps), w))
+    def norm_gate_up(self, x: Tensor, norm: Norm | None, w: Linear, activation: Activation) -> Tensor:
+        return gate_mul(self.norm_linear(x, norm, w), activation)
 
-    def linear_add(self, x: Tensor, w: Linear, residual: Tensor) -> Tensor:
-        return self._product.linear_add(x, w, residual)
+    def linear_add(self, x: Tensor, w: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
+        return self._product.linear_add(x, w, residual, scale)
 
-    def logits(self, x: Tensor, norm: Tensor, eps: float, w: Linear) -> Tensor:
-        return self._product.logits(rms_norm(x, norm, eps), w)
+    def logits(self, x: Tensor, norm: Norm, w: Linear) -> Tensor:
+        return self._product.logits(rms_norm(x, norm), w)
 
-    def greedy(
-        self, x: Tensor, norm: Tensor, eps: float, w: Linear, allowed: Tensor | None = None
-    ) -> tuple[list[int], list[bool]]:
+    def greedy(self, x: Tensor, norm: Norm, w: Linear, allowed: Tensor | None = None) -> tuple[list[int], list[bool]]:
         """The argmax of each row; one copy to the host."""
-        logits, rows = self.logits(x, norm, eps, w), _greatest(len(x), x.device)
+        logits, rows = self.logits(x, norm, w), _greatest(len(x), x.device)
         ids, finite, _ = choose(logits, rows)
         if allowed is not None:
             octets = allowed.to(x.device).view(torch.uint8).unsqueeze(2)

@@ -1,4 +1,4 @@
-"""Compares a set's fused layers with its own single ops, bitwise.
+"""Compares a set's bound layers with its own single ops, bitwise.
 
 Promises: two layers with every option; the mixed step asks for some of its rows. Must not know: models, the engine.
 """
@@ -6,31 +6,32 @@ Promises: two layers with every option; the mixed step asks for some of its rows
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from quire_kernels.kernel_set import AttentionInput, AttentionShape, KernelSet, LinearWeight
+from quire_kernels.kernel_set import (
+    Attend,
+    AttentionShape,
+    KeepSampled,
+    LayerOp,
+    LinearAdd,
+    Norm,
+    NormGateUp,
+    NormLinear,
+    RopeWrite,
+)
+from quire_kernels.layer_program import run_layers
 from quire_kernels.verify.findings import Check, Outcome, Subject, same, together
 from quire_kernels.verify.heads import Heads
 from quire_kernels.verify.operands import Source
-from quire_kernels.verify.steps import Slice, Step, Tables
+from quire_kernels.verify.steps import Slice, Tables
 
 _EPS = 1e-6
 _LENGTHS = (70, 1, 40, 17)
 _PARTS = ((0, 30, 40), (1, 0, 1), (2, 39, 1), (3, 0, 17))  # sequence, start, rows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Layer:
-    attention_norm: Tensor
-    qkv: LinearWeight
-    attention: AttentionShape
-    o: LinearWeight
-    mlp_norm: Tensor
-    gate_up: LinearWeight
-    down: LinearWeight
 
 
 def layers_check(subject: Subject, heads: Heads, *, hidden: int, inner: int) -> Check:
@@ -40,21 +41,22 @@ def layers_check(subject: Subject, heads: Heads, *, hidden: int, inner: int) -> 
         kernels, device = subject.kernels, subject.device
         assert kernels.bind_layers is not None
         source = Source(hidden)
-        layers = [_layer(subject, heads, source, hidden, inner) for _ in range(2)]
-        tables = Tables(_LENGTHS, heads.block_size)
         width = heads.head_dim
         angles = source.normal(max(_LENGTHS), width // 2)
         rope = torch.cat([angles.cos(), angles.sin()], dim=1).to(device)
-        sizes = (tables.num_blocks, len(layers), heads.num_kv_heads, heads.block_size, width)
-        pools = [kernels.new_kv(*sizes, subject.dtype, device) for _ in range(2)]
+        sizes = (subject, heads, source, rope, hidden, inner)
+        program = [op for index in range(2) for op in _layer(*sizes, index=index, last=index == 1)]
+        tables = Tables(_LENGTHS, heads.block_size)
+        pool = (tables.num_blocks, 2, heads.num_kv_heads, heads.block_size, width)
+        pools = [kernels.new_kv(*pool, subject.dtype, device) for _ in range(2)]
         history = tables.step([Slice(s, 0, start) for s, start, _ in _PARTS if start], device)
         step = tables.step([Slice(*part) for part in _PARTS], device)
         whole = replace(step, sample_rows=torch.arange(len(step.positions), device=device), sampled=None)
         outcomes = []
-        bound = kernels.bind_layers(layers, rope, _EPS)
+        bound = kernels.bind_layers(program)
         for name, each in (("the prompts", history), ("a mixed step", step), ("all rows of a step", whole)):
             x = source.normal(len(each.positions), hidden).to(device, subject.dtype)
-            wanted = _one_by_one(kernels, (layers, rope), x.clone(), pools[0], each)
+            wanted = run_layers(kernels, program, x.clone(), pools[0], each)
             outcomes.append(same(bound(x.clone(), pools[1], each), wanted, name))
         outcomes.append(same(pools[1], pools[0], "the pool"))
         return together(*outcomes)
@@ -62,7 +64,9 @@ def layers_check(subject: Subject, heads: Heads, *, hidden: int, inner: int) -> 
     return Check(op="bind_layers", case=f"two layers, {heads}", run=run)
 
 
-def _layer(subject: Subject, heads: Heads, source: Source, hidden: int, inner: int) -> _Layer:
+def _layer(  # noqa: PLR0917 - the sizes of a layer
+    subject: Subject, heads: Heads, source: Source, rope: Tensor, hidden: int, inner: int, *, index: int, last: bool
+) -> Iterator[LayerOp]:
     kernels, device, dtype, width = subject.kernels, subject.device, subject.dtype, heads.head_dim
 
     def matrix(outputs: int, inputs: int) -> Tensor:
@@ -72,35 +76,23 @@ def _layer(subject: Subject, heads: Heads, source: Source, hidden: int, inner: i
         return (1 + 0.2 * source.normal(size)).to(device, dtype)
 
     projected = (heads.num_heads + 2 * heads.num_kv_heads) * width
-    return _Layer(
-        attention_norm=vector(hidden),
-        qkv=kernels.pack_linear(matrix(projected, hidden), vector(projected)),
-        attention=AttentionShape(
-            num_heads=heads.num_heads,
-            num_kv_heads=heads.num_kv_heads,
-            head_dim=width,
-            scale=width**-0.5,
-            window=33,
-            q_norm=vector(width),
-            k_norm=vector(width),
-            norm_eps=_EPS,
-        ),
-        o=kernels.pack_linear(matrix(hidden, heads.num_heads * width), None),
-        mlp_norm=vector(hidden),
-        gate_up=kernels.pack_gate_up(matrix(inner, hidden), matrix(inner, hidden), vector(2 * inner)),
-        down=kernels.pack_linear(matrix(hidden, inner), vector(hidden)),
+    qkv = kernels.pack_linear(matrix(projected, hidden), vector(projected))
+    yield NormLinear(norm=Norm(vector(hidden), _EPS), weight=qkv)
+    shape = AttentionShape(
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=width,
+        scale=width**-0.5,
+        window=33,
+        q_norm=vector(width),
+        k_norm=vector(width),
+        norm_eps=_EPS,
     )
-
-
-def _one_by_one(ops: KernelSet, model: tuple[list[_Layer], Tensor], x: Tensor, kv: Tensor, step: Step) -> Tensor:
-    """The layers by single ops, called in the model's order."""
-    layers, rope = model
-    rows: AttentionInput = step
-    for index, layer in enumerate(layers):
-        qkv = ops.norm_linear(x, layer.attention_norm, _EPS, layer.qkv)
-        q = ops.rope_write(qkv, rope, layer.attention, kv, index, step)
-        if index == len(layers) - 1 and step.sampled is not None:
-            q, x, rows = q[step.sample_rows], x[step.sample_rows], step.sampled
-        x = ops.linear_add(ops.attention(q, layer.attention, kv, index, rows), layer.o, x)
-        x = ops.linear_add(ops.norm_gate_up(x, layer.mlp_norm, _EPS, layer.gate_up), layer.down, x)
-    return x
+    yield RopeWrite(shape=shape, rope=rope, layer=index)
+    if last:
+        yield KeepSampled()
+    yield Attend(shape=shape, layer=index)
+    yield LinearAdd(source="mixed", weight=kernels.pack_linear(matrix(hidden, heads.num_heads * width), None))
+    gate_up = kernels.pack_gate_up(matrix(inner, hidden), matrix(inner, hidden), vector(2 * inner))
+    yield NormGateUp(norm=Norm(vector(hidden), _EPS), weight=gate_up, activation="silu")
+    yield LinearAdd(source="wide", weight=kernels.pack_linear(matrix(hidden, inner), vector(hidden)))

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import NamedTuple
+from functools import cache, cached_property, partial
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from quire_kernels.kernel_set import LinearWeight
+from quire_kernels.kernel_set import Activation, LinearWeight, Norm
 from quire_kernels.reference import REFERENCE
-from quire_kernels.reference.linear import Linear, rms_norm
+from quire_kernels.reference.linear import Linear, activate, rms_norm
 from quire_kernels.verify import tolerance
 from quire_kernels.verify.findings import Check, Outcome, Subject, close, compared_alone, same, together
 from quire_kernels.verify.operands import Numbers, Source
 
 _EPS = 1e-6
 _INT8 = 127.0
+_SCALE = 0.375  # of an addition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,7 @@ class _Given(NamedTuple):
     x: Tensor  # rows for ops that apply a norm
     direct: Tensor  # rows for ops without a norm
     residual: Tensor
+    added: Tensor  # a residual as wide as x
 
 
 Compute = Callable[[_Given], Tensor]
@@ -72,7 +74,7 @@ class LinearChecks:
             weights = [source.normal(n, k) / k**0.5 for _ in range(2)]
         self._weight, self._up = (weight.to(dtype) for weight in weights)
         self._bias, self._pair_bias = source.normal(n).to(dtype), source.normal(2 * n).to(dtype)
-        self._residual = source.normal(num_rows, n).to(dtype)
+        self._residual, self._added = source.normal(num_rows, n).to(dtype), source.normal(num_rows, k).to(dtype)
 
     def checks(self) -> Iterator[Check]:
         """All of them."""
@@ -91,33 +93,47 @@ class LinearChecks:
 
     def _ops(self) -> Iterator[tuple[str, Compute, Callable[[], _Expected]]]:
         """(name, op, its expected result) of each case."""
-        kernels, norm, eps = self._subject.kernels, self._norm.to(self._subject.device), self._eps
+        kernels, norm = self._subject.kernels, Norm(self._norm.to(self._subject.device), self._eps)
+        wide = Norm(norm.weight.float(), self._eps)
+
+        def projection(norm: Norm) -> Compute:
+            return lambda given: kernels.norm_linear(given.x, norm, self._biased)
+
+        def gate_up(kind: Activation) -> Compute:
+            return lambda given: kernels.norm_gate_up(given.x, norm, self._pair, kind)
+
+        for each in (norm, wide):
+            yield "norm_linear", projection(each), lambda: self._projection(self._bias)
         yield (
             "norm_linear",
-            lambda given: kernels.norm_linear(given.x, norm, eps, self._biased),
-            lambda: self._projection(self._bias),
+            lambda given: kernels.norm_linear(given.direct, None, self._biased),
+            self._plain_projection,
         )
-        yield "norm_gate_up", lambda given: kernels.norm_gate_up(given.x, norm, eps, self._pair), self._gate_up
+        for kind in get_args(Activation):
+            yield "norm_gate_up", gate_up(kind), partial(self._gate_up, kind)
         yield (
             "linear_add",
-            lambda given: kernels.linear_add(given.direct, self._plain, given.residual),
-            lambda: self._addition(None),
+            lambda given: kernels.linear_add(given.direct, self._plain, given.residual, 1.0),
+            lambda: self._addition(None, 1.0),
         )
         yield (
             "linear_add",
-            lambda given: kernels.linear_add(given.direct, self._biased, given.residual),
-            lambda: self._addition(self._bias),
+            lambda given: kernels.linear_add(given.direct, self._biased, given.residual, _SCALE),
+            lambda: self._addition(self._bias, _SCALE),
         )
+        yield "norm_add", lambda given: kernels.norm_add(given.x, norm, given.added), self._normed_addition
+        yield "norm_add", lambda given: kernels.norm_add(given.x, wide, given.added), self._normed_addition
         yield (
             "logits",
-            lambda given: kernels.logits(given.x, norm, eps, self._plain),
+            lambda given: kernels.logits(given.x, norm, self._plain),
             lambda: self._projection(None),
         )
 
     def _given(self, first: int, last: int) -> _Given:
         """Fresh copies of the rows: an op may overwrite its arguments."""
         device = self._subject.device
-        return _Given(*(x[first:last].to(device, copy=True) for x in (self._x, self._direct, self._residual)))
+        rows = (self._x, self._direct, self._residual, self._added)
+        return _Given(*(x[first:last].to(device, copy=True) for x in rows))
 
     @cached_property
     def _plain(self) -> LinearWeight:
@@ -176,12 +192,12 @@ class LinearChecks:
         def run() -> Outcome:
             kernels, device = self._subject.kernels, self._subject.device
             assert kernels.greedy is not None
-            x, norm = self._x[:count].to(device, copy=True), self._norm.to(device)
+            x, norm = self._x[:count].to(device, copy=True), Norm(self._norm.to(device), self._eps)
             broken = count - 1 if count > 2 else count
             x[broken:] = torch.nan
-            logits = kernels.logits(x, norm, self._eps, self._plain).cpu()
+            logits = kernels.logits(x, norm, self._plain).cpu()
             for allowed, masked in ((None, logits), _masked(logits)):
-                ids, finite = kernels.greedy(x, norm, self._eps, self._plain, allowed)
+                ids, finite = kernels.greedy(x, norm, self._plain, allowed)
                 possible = masked.amax(dim=1) > -torch.inf
                 wanted = torch.where(possible, masked.argmax(dim=1), -1).tolist()
                 if list(ids)[:broken] != wanted[:broken]:
@@ -219,28 +235,38 @@ class LinearChecks:
 
     def _projection(self, bias: Tensor | None) -> _Expected:
         weight = Linear(self._weight.double(), None if bias is None else bias.double())
-        truth = REFERENCE.norm_linear(self._x.double(), self._norm.double(), self._eps, weight)
+        truth = REFERENCE.norm_linear(self._x.double(), Norm(self._norm.double(), self._eps), weight)
         _, bound = self._project(self._normed, self._weight, bias, normed=True)
         return _Expected(truth=truth, bound=bound)
 
-    def _gate_up(self) -> _Expected:
+    def _plain_projection(self) -> _Expected:
+        truth, bound = self._project(self._direct.double(), self._weight, self._bias, normed=False)
+        return _Expected(truth=truth, bound=bound)
+
+    def _gate_up(self, activation: Activation) -> _Expected:
         pair = Linear(torch.cat([self._weight, self._up]).double(), self._pair_bias.double())
-        truth = REFERENCE.norm_gate_up(self._x.double(), self._norm.double(), self._eps, pair)
+        norm = Norm(self._norm.double(), self._eps)
+        truth = REFERENCE.norm_gate_up(self._x.double(), norm, pair, activation)
         gate_bias, up_bias = self._pair_bias.chunk(2)
         gate, gate_bound = self._project(self._normed, self._weight, gate_bias, normed=True)
         up, up_bound = self._project(self._normed, self._up, up_bias, normed=True)
-        silu = torch.nn.functional.silu(gate)
-        steepest = 1.1  # bound of silu's derivative
-        bound = steepest * gate_bound * (up.abs() + up_bound) + silu.abs() * up_bound
+        steepest = 1.2  # bound of the activations' derivatives
+        bound = steepest * gate_bound * (up.abs() + up_bound) + activate(gate, activation).abs() * up_bound
         bound = bound + tolerance.rounded(truth, self._subject.dtype) + tolerance.float32_sum(8, truth.abs())
         return _Expected(truth=truth, bound=bound)
 
-    def _addition(self, bias: Tensor | None) -> _Expected:
+    def _addition(self, bias: Tensor | None, scale: float) -> _Expected:
         rows, residual = self._direct.double(), self._residual.double()
         weight = Linear(self._weight.double(), None if bias is None else bias.double())
-        truth = REFERENCE.linear_add(rows, weight, residual.clone())
+        truth = REFERENCE.linear_add(rows, weight, residual.clone(), scale)
         _, bound = self._project(rows, self._weight, bias, normed=False)
         return _Expected(truth=truth, bound=bound + tolerance.rounded(truth, self._subject.dtype))
+
+    def _normed_addition(self) -> _Expected:
+        truth = self._added.double() + self._normed
+        twice = 2 * tolerance.rounded(self._normed, self._subject.dtype)
+        bound = twice + tolerance.rounded(truth, self._subject.dtype) + tolerance.float32_sum(8, self._normed.abs())
+        return _Expected(truth=truth, bound=bound)
 
 
 def _masked(logits: Tensor) -> tuple[Tensor, Tensor]:

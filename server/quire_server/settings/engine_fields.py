@@ -61,6 +61,9 @@ class EngineFields(BaseModel):
     dtype: Annotated[DType, BeforeValidator(synonym_of("dtype"))] = option(
         "auto", "Model", "type of weights and KV cache; auto is the checkpoint's own"
     )
+    ignore_config_keys: Names = option(
+        (), "Model", "keys of config.json that do not matter, though the model's family does not know them"
+    )
     kernels: KernelChoice = option("auto", "Model", "implementation of the model's operations")
     cpu_variant: CpuVariant | None = option(
         None, "Model", "instruction set of the C++ kernels; default: the fastest of this CPU's, as measured"

@@ -1,10 +1,14 @@
-"""silu(gate) * up: the reference's definition, elementwise, nothing touched beside it."""
+"""activation(gate) * up: the reference's definition, elementwise, nothing touched beside it."""
 
 from __future__ import annotations
+
+from typing import get_args
 
 import pytest
 import torch
 
+from quire_kernels.kernel_set import Activation
+from quire_kernels.reference.linear import activate
 from quire_kernels.triton import activation
 from support.guarded import between_guards, guarded
 from support.planted import noticed, planted
@@ -18,12 +22,13 @@ def _gate_up(num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _check(module, width: int, dtype: torch.dtype) -> None:
     gate_up = _gate_up(3, width, dtype)
-    with guarded():
-        result = module.silu_mul(gate_up)
     gate, up = gate_up.float().chunk(2, dim=-1)
-    expected = (gate / (1.0 + torch.exp(-gate)) * up).to(dtype)
-    assert torch.allclose(result.float(), expected.float(), rtol=1e-2 if dtype is torch.bfloat16 else 1.2e-3)
-    assert (result == expected).float().mean() > 0.99
+    for name in get_args(Activation):
+        with guarded():
+            result = module.gate_mul(gate_up, name)
+        expected = (activate(gate, name) * up).to(dtype)
+        assert torch.allclose(result.float(), expected.float(), rtol=1e-2 if dtype is torch.bfloat16 else 1.2e-3)
+        assert (result == expected).float().mean() > 0.99
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -34,10 +39,10 @@ def test_it_is_the_reference_activation(width, dtype):
 
 def test_a_row_does_not_depend_on_the_others():
     gate_up = _gate_up(3, 100, torch.bfloat16)
-    together = activation.silu_mul(gate_up)
+    together = activation.gate_mul(gate_up, "silu")
     for row in range(3):
-        assert torch.equal(activation.silu_mul(gate_up[row : row + 1]), together[row : row + 1])
-    assert activation.silu_mul(gate_up[:0]).shape == (0, 100)
+        assert torch.equal(activation.gate_mul(gate_up[row : row + 1], "silu"), together[row : row + 1])
+    assert activation.gate_mul(gate_up[:0], "silu").shape == (0, 100)
 
 
 @pytest.mark.parametrize(
@@ -45,8 +50,9 @@ def test_a_row_does_not_depend_on_the_others():
     [
         ("value.to(out.dtype.element_ty), mask=inside)", "value.to(out.dtype.element_ty))"),
         ("row * 2 * width + width + columns", "row * 2 * width + columns"),
+        ("if GELU:", "if not GELU:"),
     ],
-    ids=["unmasked store", "the gate for up"],
+    ids=["unmasked store", "the gate for up", "another activation"],
 )
 def test_planted_bugs_are_found(old, new, tmp_path):
     with pytest.raises(noticed()):

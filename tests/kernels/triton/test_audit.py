@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif("ttsem" in sys.modules, reason="nothing runs her
 # sm_80 has mma.sync alone; sm_90 takes warp group products, sm_100 those of the fifth generation.
 PREFILL_PRODUCT = {80: "HMMA.", 89: "HMMA.", 90: "HGMMA.", 100: "UTCHMMA", 120: "HMMA."}
 # What streams: most of what it loads comes 16 bytes at a time. The others look up positions, tables and a few sums.
-STREAMS = {"rms_norm_kernel", "silu_mul_kernel", "product_kernel", "peak_kernel", "prefill_tile", "decode_parts"}
+STREAMS = {"rms_norm_kernel", "gate_mul_kernel", "product_kernel", "peak_kernel", "prefill_tile", "decode_parts"}
 MATRIX_ROWS = 64  # of a tile from which the wide instructions are to be used
 # One value put aside before a loop and fetched behind it: so ptxas fits a further block on a multiprocessor, now and
 # then, another kernel with each release. Nothing is ever spilled in a loop, nor more than this.

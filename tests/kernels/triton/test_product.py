@@ -42,6 +42,10 @@ def _check(tiled, depth: int, columns: int, dtype: torch.dtype, num_rows: int = 
                 tiled.linear_add(x, w, between_guards(residual)),
                 exact + w.bias.double() + residual.double(),
             ),
+            "add a part": (
+                tiled.linear_add(x, plain, between_guards(residual), 0.22),
+                0.22 * exact + residual.double(),
+            ),
             "logits": (tiled.logits(x, plain), exact),
         }
     for name, (result, expected) in found.items():

@@ -96,7 +96,7 @@ def test_a_layer_takes_nine_launches(deterministic):
 
     model = _model(make_triton_set(deterministic=deterministic))
     with (
-        patch.object(type(activation.silu_mul_kernel), "run", note),
+        patch.object(type(activation.gate_mul_kernel), "run", note),
         patch.object(torch.nn.functional, "linear", _counted(launched, torch.nn.functional.linear)),
         patch.object(torch.Tensor, "addmm_", _counted(launched, torch.Tensor.addmm_)),
     ):

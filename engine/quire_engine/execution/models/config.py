@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import stat
+import textwrap
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,35 +18,114 @@ from quire_engine.errors import ModelLoadError
 from quire_engine.execution.models.families import FAMILIES, Bias, Family
 
 _MAX_BYTES = 64 << 20  # a config is kilobytes and the largest shard index a few megabytes
-# Options that change the arithmetic in ways this decoder does not compute, with the values that mean "off".
-_REFUSED: dict[str, tuple[object, ...]] = {
-    "quantization_config": (None,),
-    "compression_config": (None,),
-    "partial_rotary_factor": (None, 1, 1.0),
-    "rotary_pct": (None, 1, 1.0),
-    "rope_interleaved": (None, False),
-    "no_rope_layers": (None, []),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "logits_soft_cap": (None,),
-    "attention_sinks": (None, False, 0),
-    "attention_chunk_size": (None,),
-    "query_pre_attn_scalar": (None,),
-    "attention_multiplier": (None,),
-    "embedding_multiplier": (None, 1, 1.0),
-    "residual_multiplier": (None, 1, 1.0),
-    "logits_scaling": (None, 1, 1.0),
-    "logit_scale": (None, 1, 1.0),
-    "scale_emb": (None, 1, 1.0),
-    "use_qk_norm": (None, False),
-    "qk_layernorm": (None, False),
-    "use_mrope": (None, False),
-    "alibi": (None, False),
-    "is_encoder_decoder": (None, False),
-    "add_cross_attention": (None, False),
-    "num_local_experts": (None, 0),
-    "num_experts": (None, 0),
+# Options of other families, at the values that change nothing here. Exporters write them into every configuration.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "partial_rotary_factor": (1, 1.0),
+    "rotary_pct": (1, 1.0),
+    "rope_interleaved": (False,),
+    "no_rope_layers": ([],),
+    "attention_sinks": (False, 0),
+    "embedding_multiplier": (1, 1.0),
+    "residual_multiplier": (1, 1.0),
+    "logits_scaling": (1, 1.0),
+    "logit_scale": (1, 1.0),
+    "scale_emb": (1, 1.0),
+    "use_qk_norm": (False,),
+    "qk_layernorm": (False,),
+    "use_mrope": (False,),
+    "alibi": (False,),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (),
+    "is_decoder": (False, True),
+    "num_local_experts": (0,),
+    "num_experts": (0,),
+    "attention_bias": (False, True),  # of families whose reference does not read it
+    "mlp_bias": (False, True),
+    "pretraining_tp": (1,),  # the reference multiplies in slices, in the checkpoint's own dtype
 }
+# Keys that say nothing about the arithmetic of a forward pass: of the files, of training, of generation, of the
+# classes that wrote them. Any other key that no family reads is refused by name.
+_HARMLESS = frozenset(
+    [
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_attn_implementation_internal",
+        "_commit_hash",
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "auto_map",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "classifier_dropout",
+        "decoder_start_token_id",
+        "diversity_penalty",
+        "do_sample",
+        "dtype",
+        "early_stopping",
+        "embd_pdrop",
+        "encoder_no_repeat_ngram_size",
+        "eos_token_id",
+        "experiments_config",
+        "exponential_decay_length_penalty",
+        "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "generation_config",
+        "hidden_dropout",
+        "hidden_dropout_prob",
+        "hidden_size_key",
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "length_penalty",
+        "max_length",
+        "max_new_tokens",
+        "max_tokens",
+        "min_length",
+        "model_name",
+        "model_type",
+        "name_or_path",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_labels",
+        "num_return_sequences",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "output_scores",
+        "pad_token_id",
+        "prefix",
+        "problem_type",
+        "pruned_heads",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "resid_pdrop",
+        "return_dict",
+        "return_dict_in_generate",
+        "sep_token_id",
+        "suppress_tokens",
+        "task_specific_params",
+        "temperature",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
+        "tokenizer_class",
+        "top_k",
+        "top_p",
+        "torch_dtype",
+        "torchscript",
+        "transformers_version",
+        "typical_p",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_bfloat16",
+        "use_cache",
+    ]
+)
 _ROPE_KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
@@ -52,6 +133,7 @@ _ROPE_KEYS: dict[str, frozenset[str]] = {
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
     "yarn": frozenset({"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
 }
+_MOST_SHOWN = 60  # characters of a value in a message
 _MAX_LAYERS = 4096  # beyond any model; what follows takes time and memory in proportion
 _DTYPES = ("bfloat16", "float16", "float32")
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
@@ -99,15 +181,32 @@ class RopeConfig:
     mscale_all_dim: float = 0.0  # yarn; 0: absent
 
 
-def load_model_config(path: Path) -> ModelConfig:
-    """Read `path/config.json`. Raises ModelLoadError naming the file and what is wrong or unsupported."""
-    options = Options.read(path / "config.json")
+class NotNative(ModelLoadError):
+    """A configuration that may be right, but that no family here computes: an architecture, a key or a value."""
+
+
+def load_model_config(path: Path, ignored: Collection[str] = ()) -> ModelConfig:
+    """Read `path/config.json`, without the keys to be ignored.
+
+    Raises NotNative naming the file and what no family computes, ModelLoadError naming what is wrong.
+    """
+    options = Options.read(path / "config.json", ignored)
+    config = _model_config(options)
+    unknown = [
+        f"{key}={textwrap.shorten(repr(options.raw(key)), _MOST_SHOWN)}"
+        for key in sorted(options.unread() - _HARMLESS)
+        if options.given(key) and options.raw(key) not in _NEUTRAL.get(key, ())
+    ]
+    if unknown:
+        verb = "is" if len(unknown) == 1 else "are"
+        raise options.beyond(f"{', '.join(unknown)} {verb} not supported for {config.architecture}")
+    return config
+
+
+def _model_config(options: Options) -> ModelConfig:
     family = _family(options)
-    for key, neutral in _REFUSED.items():
-        if options.raw(key) not in neutral:
-            raise options.error(f"{key}={options.raw(key)!r} is not supported")
     if options.text("hidden_act", "silu") not in ("silu", "swish"):
-        raise options.error(f"hidden_act={options.text('hidden_act', 'silu')!r} is not supported; only silu is")
+        raise options.beyond(f"hidden_act={options.text('hidden_act', 'silu')!r} is not supported; only silu is")
 
     num_layers = options.integer("num_hidden_layers", most=_MAX_LAYERS)
     num_heads = options.integer("num_attention_heads")
@@ -146,7 +245,7 @@ def _family(options: Options) -> Family:
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise options.error(f"architectures={names!r} must name exactly one architecture")
     if names[0] not in FAMILIES:
-        raise options.error(f"architecture {names[0]!r} is not supported; supported: {', '.join(FAMILIES)}")
+        raise options.beyond(f"architecture {names[0]!r} is not supported; supported: {', '.join(FAMILIES)}")
     return FAMILIES[names[0]]
 
 
@@ -168,28 +267,24 @@ def _dtype(options: Options) -> str:
 def _windows(options: Options, family: Family, num_layers: int) -> tuple[int | None, ...]:
     """The sliding window of each layer, in tokens."""
     if family.window == "never":
-        if options.raw("sliding_window") is not None:
-            raise options.error(f"sliding_window is not supported for {family.architecture}")
         return (None,) * num_layers
     window = family.default_window
     if options.has("sliding_window"):  # null is an answer too: no window
         window = options.integer("sliding_window") if options.given("sliding_window") else None
     if family.window == "all_layers":
-        if options.raw("layer_types") is not None:
-            raise options.error(f"layer_types is not supported for {family.architecture}")
         return (window,) * num_layers
 
     if not options.boolean("use_sliding_window", False):
         window = None
     layer_types = options.raw("layer_types")
+    first = options.integer("max_window_layers", 28, least=0)  # says nothing where the types are listed
     if layer_types is None:
-        first = options.integer("max_window_layers", 28, least=0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise options.error(f"layer_types must list {num_layers} layers")
     for kind in layer_types:
         if kind not in ("full_attention", "sliding_attention"):
-            raise options.error(f"layer type {kind!r} is not supported")
+            raise options.beyond(f"layer type {kind!r} is not supported")
         if kind == "sliding_attention" and window is None:
             raise options.error(
                 "layer_types asks for sliding_attention, but use_sliding_window or sliding_window is off"
@@ -199,20 +294,20 @@ def _windows(options: Options, family: Family, num_layers: int) -> tuple[int | N
 
 def _rope(options: Options, max_positions: int) -> RopeConfig:
     """RoPE from `rope_scaling` (transformers 4) or `rope_parameters` (5), in which `rope_theta` may live too."""
-    rope = options.section("rope_scaling")
-    if not rope.keys():
-        rope = options.section("rope_parameters")
+    older, rope = options.section("rope_scaling"), options.section("rope_parameters")
+    if older.keys():
+        rope = older
     rope_type = rope.text("rope_type", "") or rope.text("type", "") or "default"
     if rope_type not in _ROPE_KEYS:
-        raise options.error(f"rope type {rope_type!r} is not supported; supported: {', '.join(_ROPE_KEYS)}")
+        raise options.beyond(f"rope type {rope_type!r} is not supported; supported: {', '.join(_ROPE_KEYS)}")
     if rope.raw("partial_rotary_factor") not in (None, 1, 1.0):
-        raise options.error(f"partial_rotary_factor={rope.raw('partial_rotary_factor')!r} is not supported")
+        raise options.beyond(f"partial_rotary_factor={rope.raw('partial_rotary_factor')!r} is not supported")
     common = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
     unknown = rope.keys() - common - _ROPE_KEYS[rope_type]
     # Other types' parameters at null are what some exporters write; anything else unknown would change the angles.
     unknown = {key for key in unknown if rope.raw(key) is not None}
     if unknown:
-        raise options.error(f"rope parameters {', '.join(sorted(unknown))} are not supported with type {rope_type!r}")
+        raise options.beyond(f"rope parameters {', '.join(sorted(unknown))} are not supported with type {rope_type!r}")
 
     theta = rope.number("rope_theta", options.number("rope_theta", 10000.0))
     if theta <= 1:
@@ -268,19 +363,29 @@ class Options:
     def __init__(self, values: dict[str, object], where: str) -> None:
         self._values = values
         self._where = where
+        self._read: set[str] = set()
 
     @classmethod
-    def read(cls, file: Path) -> Options:
-        return cls(read_json_object(file), str(file))
+    def read(cls, file: Path, ignored: Collection[str] = ()) -> Options:
+        values = read_json_object(file)
+        return cls({key: value for key, value in values.items() if key not in ignored}, str(file))
 
     def error(self, reason: str) -> ModelLoadError:
         return ModelLoadError(f"{self._where}: {reason}")
+
+    def beyond(self, reason: str) -> NotNative:
+        return NotNative(f"{self._where}: {reason}")
+
+    def unread(self) -> set[str]:
+        """The keys that were not asked for."""
+        return self._values.keys() - self._read
 
     def keys(self) -> set[str]:
         return set(self._values)
 
     def has(self, key: str) -> bool:
         """Whether the key is there, be it null."""
+        self._read.add(key)
         return key in self._values
 
     def given(self, key: str) -> bool:
@@ -288,11 +393,12 @@ class Options:
         return self._values.get(key) is not None
 
     def raw(self, key: str) -> object:
+        self._read.add(key)
         return self._values.get(key)
 
     def section(self, key: str) -> Options:
         """A nested object; empty if absent or null."""
-        value = self._values.get(key)
+        value = self.raw(key)
         if value is None:
             value = {}
         if not isinstance(value, dict):
@@ -328,7 +434,7 @@ class Options:
         return value
 
     def _present(self, key: str, default: object) -> object:
-        value = self._values.get(key)
+        value = self.raw(key)
         if value is None:
             value = default
         if value is None:

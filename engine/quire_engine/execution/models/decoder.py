@@ -1,4 +1,4 @@
-"""The model and its weights: embedding, layers, final norm and head, as a sequence of kernel-set ops."""
+"""The model and its weights: embedding, the program of its layers, final norm and head."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from quire_engine.execution.model_input import ModelInput
 from quire_engine.execution.models.config import ModelConfig
-from quire_kernels.kernel_set import AttentionInput, AttentionShape, BoundLayers, ChoiceRows, KernelSet, LinearWeight
+from quire_kernels.kernel_set import BoundLayers, ChoiceRows, KernelSet, LayerOp, LinearWeight, Norm
+from quire_kernels.layer_program import matrices, run_layers
 
 
 class Decoder:
@@ -22,7 +23,7 @@ class Decoder:
         self._kernels = kernels
         self._bound: BoundLayers | None = None
         if kernels.bind_layers is not None:
-            self._bound = kernels.bind_layers(weights.layers, weights.rope, config.norm_eps)
+            self._bound = kernels.bind_layers(weights.program)
 
     @property
     def packed_bytes(self) -> int | None:
@@ -30,30 +31,15 @@ class Decoder:
         size = self._kernels.packed_bytes
         if size is None:
             return None
-        layers = self._weights.layers
-        return size(self._weights.head) + sum(size(w) for x in layers for w in (x.qkv, x.o, x.gate_up, x.down))
+        return size(self._weights.head) + sum(map(size, matrices(self._weights.program)))
 
     @torch.inference_mode()
     def forward(self, step: ModelInput, kv: Tensor) -> Tensor:
         """The sample rows' last hidden states [S, H], before the final norm. Writes every row's K and V into `kv`."""
-        ops, eps = self._kernels, self.config.norm_eps
-        x = ops.embed(self._weights.embedding, step.input_ids)  # [T, H]
+        x = self._kernels.embed(self._weights.embedding, step.input_ids)  # [T, H]
         if self._bound is not None:
             return self._bound(x, kv, step)
-        last = len(self._weights.layers) - 1
-        rows: AttentionInput = step
-        for index, layer in enumerate(self._weights.layers):
-            qkv = ops.norm_linear(x, layer.attention_norm, eps, layer.qkv)  # [T, (Hq + 2 Hkv) * D]
-            q = ops.rope_write(qkv, self._weights.rope, layer.attention, kv, index, step)  # [T, Hq, D]
-            if index == last and step.sampled is not None:  # behind the last keys and values no other row is asked for
-                q, x, rows = q[step.sample_rows], x[step.sample_rows], step.sampled
-                if not len(x):
-                    break
-            mixed = ops.attention(q, layer.attention, kv, index, rows)  # [T, Hq * D]
-            x = ops.linear_add(mixed, layer.o, x)
-            gated = ops.norm_gate_up(x, layer.mlp_norm, eps, layer.gate_up)  # [T, I]
-            x = ops.linear_add(gated, layer.down, x)
-        return x
+        return run_layers(self._kernels, self._weights.program, x, kv, step)
 
     @torch.inference_mode()
     def normed(self, hidden: Tensor) -> Tensor:
@@ -68,13 +54,13 @@ class Decoder:
             half = width // 2
             sums = squares[:, :half] + squares[:, half : 2 * half]
             squares = torch.cat([sums, squares[:, 2 * half :]], dim=1) if width % 2 else sums
-        scale = torch.sqrt(squares / wide.shape[1] + self.config.norm_eps)
-        return wide / scale * self._weights.final_norm.to(torch.float64)
+        scale = torch.sqrt(squares / wide.shape[1] + self._weights.final_norm.eps)
+        return wide / scale * self._weights.final_norm.weight.to(torch.float64)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [S, H], as `forward` returns them, to float32 logits [S, V]."""
-        return self._kernels.logits(hidden, self._weights.final_norm, self.config.norm_eps, self._weights.head)
+        return self._kernels.logits(hidden, self._weights.final_norm, self._weights.head)
 
     @torch.inference_mode()
     def greedy(self, hidden: Tensor, allowed: Tensor | None = None) -> tuple[list[int], list[bool]] | None:
@@ -84,7 +70,7 @@ class Decoder:
         """
         if self._kernels.greedy is None:
             return None
-        return self._kernels.greedy(hidden, self._weights.final_norm, self.config.norm_eps, self._weights.head, allowed)
+        return self._kernels.greedy(hidden, self._weights.final_norm, self._weights.head, allowed)
 
     @torch.inference_mode()
     def choose(self, logits: Tensor, rows: ChoiceRows) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,20 +85,6 @@ class Weights:
     """A whole model. `head` shares memory with `embedding` if the kernel set keeps the matrix as it is."""
 
     embedding: Tensor  # [V, H]
-    layers: tuple[Layer, ...]
-    final_norm: Tensor  # [H]
+    program: tuple[LayerOp, ...]  # of all layers, in order
+    final_norm: Norm  # [H]
     head: LinearWeight  # H -> V
-    rope: Tensor  # [P, D] float32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    """One transformer layer. H hidden, D head_dim, I intermediate."""
-
-    attention_norm: Tensor  # [H]
-    qkv: LinearWeight  # H -> (Hq + 2 Hkv) * D
-    attention: AttentionShape
-    o: LinearWeight  # Hq * D -> H
-    mlp_norm: Tensor  # [H]
-    gate_up: LinearWeight  # H -> 2 I
-    down: LinearWeight  # I -> H

@@ -18,10 +18,22 @@ from torch import Tensor
 
 from quire_engine.execution.models.checkpoint import Checkpoint, open_checkpoint
 from quire_engine.execution.models.config import ModelConfig, RopeConfig
-from quire_engine.execution.models.decoder import Decoder, Layer, Weights
+from quire_engine.execution.models.decoder import Decoder, Weights
 from quire_engine.execution.packed.image import ALIGNMENT, Image, ImageWriter
 from quire_engine.execution.progress import Progress, Tell, tell_nobody
-from quire_kernels.kernel_set import AttentionShape, KernelSet, LinearWeight
+from quire_kernels.kernel_set import (
+    Attend,
+    AttentionShape,
+    KeepSampled,
+    KernelSet,
+    LayerOp,
+    LinearAdd,
+    LinearWeight,
+    Norm,
+    NormGateUp,
+    NormLinear,
+    RopeWrite,
+)
 from quire_kernels.packed_form import PackedForm
 
 _VALUES_AT_ONCE = 4 << 20  # that one thread converts
@@ -128,42 +140,46 @@ def assemble(source: WeightSource, config: ModelConfig, *, device: torch.device,
     embedding = source.tensor(_EMBEDDING)
     # The largest matrix comes while little else is in memory: what packing needs beside the weights is then a layer.
     head = source.head("head", _EMBEDDING if config.tie_word_embeddings else _HEAD, embedding)
+    rope = rope_table(config.rope, config.head_dim, max_model_len).to(device)
     return Weights(
         embedding=embedding,
-        layers=tuple(_layer(source, config, index) for index in range(config.num_layers)),
-        final_norm=source.tensor(_FINAL_NORM),
+        program=tuple(op for index in range(config.num_layers) for op in _layer(source, config, index, rope)),
+        final_norm=Norm(source.tensor(_FINAL_NORM), config.norm_eps),
         head=head,
-        rope=rope_table(config.rope, config.head_dim, max_model_len).to(device),
     )
 
 
-def _layer(source: WeightSource, config: ModelConfig, index: int) -> Layer:
-    prefix = f"model.layers.{index}."
+def _layer(source: WeightSource, config: ModelConfig, index: int, rope: Tensor) -> Iterator[LayerOp]:
+    """The ops of one layer; those behind the last layer's keys and values are for the sample rows alone."""
+    prefix, eps = f"model.layers.{index}.", config.norm_eps
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
     qkv = [attention + name for name in ("q_proj", "k_proj", "v_proj")]
-    return Layer(
-        attention_norm=source.tensor(prefix + "input_layernorm.weight"),
-        qkv=_matrix(source, prefix + "qkv", qkv, config.qkv_bias),
-        attention=AttentionShape(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
-            window=config.windows[index],
-            q_norm=source.tensor(attention + "q_norm.weight") if config.qk_norm else None,
-            k_norm=source.tensor(attention + "k_norm.weight") if config.qk_norm else None,
-            norm_eps=config.norm_eps,
-        ),
-        o=_matrix(source, prefix + "o", [attention + "o_proj"], config.o_bias),
-        mlp_norm=source.tensor(prefix + "post_attention_layernorm.weight"),
-        gate_up=source.gate_up(
-            prefix + "gate_up",
-            mlp + "gate_proj.weight",
-            mlp + "up_proj.weight",
-            [mlp + "gate_proj.bias", mlp + "up_proj.bias"] if config.mlp_bias else [],
-        ),
-        down=_matrix(source, prefix + "down", [mlp + "down_proj"], config.mlp_bias),
+    yield NormLinear(
+        norm=Norm(source.tensor(prefix + "input_layernorm.weight"), eps),
+        weight=_matrix(source, prefix + "qkv", qkv, config.qkv_bias),
     )
+    shape = AttentionShape(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        scale=config.head_dim**-0.5,
+        window=config.windows[index],
+        q_norm=source.tensor(attention + "q_norm.weight") if config.qk_norm else None,
+        k_norm=source.tensor(attention + "k_norm.weight") if config.qk_norm else None,
+        norm_eps=eps,
+    )
+    yield RopeWrite(shape=shape, rope=rope, layer=index)
+    if index == config.num_layers - 1:
+        yield KeepSampled()
+    yield Attend(shape=shape, layer=index)
+    yield LinearAdd(source="mixed", weight=_matrix(source, prefix + "o", [attention + "o_proj"], config.o_bias))
+    biases = [mlp + "gate_proj.bias", mlp + "up_proj.bias"] if config.mlp_bias else []
+    yield NormGateUp(
+        norm=Norm(source.tensor(prefix + "post_attention_layernorm.weight"), eps),
+        weight=source.gate_up(prefix + "gate_up", mlp + "gate_proj.weight", mlp + "up_proj.weight", biases),
+        activation="silu",
+    )
+    yield LinearAdd(source="wide", weight=_matrix(source, prefix + "down", [mlp + "down_proj"], config.mlp_bias))
 
 
 def _matrix(source: WeightSource, place: str, names: Sequence[str], bias: bool) -> LinearWeight:

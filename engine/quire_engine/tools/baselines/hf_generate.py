@@ -54,7 +54,7 @@ def load(config: EngineConfig) -> RunBatch:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - optional
 
     path = Path(config.model)
-    dtype = load_model_config(path).dtype if config.dtype == "auto" else config.dtype
+    dtype = load_model_config(path, config.ignore_config_keys).dtype if config.dtype == "auto" else config.dtype
     device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)

@@ -19,6 +19,7 @@ from quire_engine.execution.logit_rules import SampleRow, asks_for_masked_argmax
 from quire_engine.execution.runner import Runner
 from quire_engine.types import NO_CANDIDATE, NON_FINITE, SamplingParams, StopParams, ThinkingParams
 from quire_kernels.cpu.ops import cpu_kernel_set
+from quire_kernels.kernel_set import Norm
 from support.checkpoints import VOCAB_SIZE, write_tokenizer
 
 WIDTH = 32
@@ -60,13 +61,13 @@ class Head:
         return self.hidden[: len(step.sample_rows)]
 
     def logits(self, hidden):
-        return KERNELS.logits(hidden, NORM, 1e-6, self.head)
+        return KERNELS.logits(hidden, Norm(NORM, 1e-6), self.head)
 
     def greedy(self, hidden, allowed):
         if not self.fused:
             return None
         self.num_fused += 1
-        return KERNELS.greedy(hidden, NORM, 1e-6, self.head, allowed)
+        return KERNELS.greedy(hidden, Norm(NORM, 1e-6), self.head, allowed)
 
 
 class Blocks:

@@ -1,0 +1,123 @@
+"""Projections and norms through the C++ kernels.
+
+Promises: shapes and types are checked here, so that C++ gets valid pointers only; activations are bfloat16. Must not
+know: requests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from quire_kernels.cpu.context import Context
+from quire_kernels.cpu.packing import PackedLinear
+from quire_kernels.cpu.signatures import NormArgs
+from quire_kernels.kernel_set import Activation, Norm
+
+_BF16 = torch.bfloat16
+
+
+class Epilogue(IntEnum):
+    """`enum class Epilogue`, as far as an op names one."""
+
+    STORE = 0
+    STORE_FLOAT = 1
+    SILU_MUL = 3
+    GELU_MUL = 4
+
+
+GATES: dict[Activation, Epilogue] = {"silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL}
+
+
+class LinearOps:
+    """Projections, fused with the norm before them and the op after them."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context  # keeps the workers
+        self._handle = context.handle
+        self._norm_linear = context.library.quire_norm_linear
+        self._greedy = context.library.quire_greedy
+        self._linear_add = context.library.quire_linear_add
+        self._norm_add = context.library.quire_norm_add
+
+    def norm_linear(self, x: Tensor, norm: Norm | None, w: PackedLinear) -> Tensor:
+        return self._normed(x, norm, w, Epilogue.STORE)
+
+    def norm_gate_up(self, x: Tensor, norm: Norm | None, w: PackedLinear, activation: Activation) -> Tensor:
+        return self._normed(x, norm, w, GATES[activation])
+
+    def logits(self, x: Tensor, norm: Norm, w: PackedLinear) -> Tensor:
+        return self._normed(x, norm, w, Epilogue.STORE_FLOAT)
+
+    def greedy(
+        self, x: Tensor, norm: Norm, w: PackedLinear, allowed: Tensor | None = None
+    ) -> tuple[list[int], list[bool]]:
+        """The argmax of `logits`, without writing the logits to memory."""
+        x = _rows(x, w.num_inputs)
+        rows = x.shape[0]
+        columns, finite = (ctypes.c_int64 * rows)(), (ctypes.c_uint8 * rows)()
+        bits = None if allowed is None else _bits(allowed, rows, w.num_outputs)
+        arguments = byref(norm_args(norm, w.num_inputs))
+        if self._greedy(self._handle, w.address, x.data_ptr(), rows, arguments, bits, columns, finite):
+            raise MemoryError(f"multiplying {rows} rows")
+        return list(columns), [bool(value) for value in finite]
+
+    def linear_add(self, x: Tensor, w: PackedLinear, residual: Tensor, scale: float = 1.0) -> Tensor:
+        x = _rows(x, w.num_inputs)
+        residual = _rows(residual, w.num_outputs)
+        rows = x.shape[0]
+        if residual.shape[0] != rows:
+            raise ValueError(f"{rows} rows cannot be added to {residual.shape[0]}")
+        source, target = x.data_ptr(), residual.data_ptr()
+        if source == target and rows:  # in place, results would be read as inputs
+            raise ValueError("x and residual must not share memory")
+        if self._linear_add(self._handle, w.address, source, rows, scale, target, target):
+            raise MemoryError(f"multiplying {rows} rows")
+        return residual
+
+    def norm_add(self, y: Tensor, norm: Norm, residual: Tensor) -> Tensor:
+        width = y.shape[-1]
+        y, residual = _rows(y, width), _rows(residual, width)
+        if residual.shape[0] != y.shape[0]:
+            raise ValueError(f"{y.shape[0]} rows cannot be added to {residual.shape[0]}")
+        arguments = byref(norm_args(norm, width))
+        if self._norm_add(self._handle, y.data_ptr(), y.shape[0], width, arguments, residual.data_ptr()):
+            raise MemoryError(f"adding {y.shape[0]} rows")
+        return residual
+
+    def _normed(self, x: Tensor, norm: Norm | None, w: PackedLinear, epilogue: Epilogue) -> Tensor:
+        x = _rows(x, w.num_inputs)
+        if w.gate_up != (epilogue in GATES.values()):
+            raise ValueError("a gate-up pair has an activation, and no other matrix has one")
+        rows = x.shape[0]
+        dtype = torch.float32 if epilogue is Epilogue.STORE_FLOAT else _BF16
+        out = torch.empty(rows, w.num_outputs, dtype=dtype)
+        arguments = None if norm is None else byref(norm_args(norm, w.num_inputs))
+        if self._norm_linear(self._handle, w.address, x.data_ptr(), rows, arguments, out.data_ptr(), epilogue):
+            raise MemoryError(f"multiplying {rows} rows")
+        return out
+
+
+def norm_args(norm: Norm, width: int) -> NormArgs:
+    """The norm for C++, of rows of `width`; the weight is the caller's to keep."""
+    weight = norm.weight
+    if weight.dtype not in (_BF16, torch.float32) or weight.numel() != width or not weight.is_contiguous():
+        raise ValueError(f"norm must be bfloat16 or float32 [{width}], not {weight.dtype} {list(weight.shape)}")
+    return NormArgs(weight=weight.data_ptr(), eps=norm.eps, as_float=weight.dtype is torch.float32)
+
+
+def _bits(allowed: Tensor, rows: int, columns: int) -> int:
+    shape = (rows, -(-columns // 64))
+    if allowed.dtype is not torch.int64 or tuple(allowed.shape) != shape or not allowed.is_contiguous():
+        raise ValueError(f"allowed must be contiguous int64 {list(shape)}, not {allowed.dtype} {list(allowed.shape)}")
+    return allowed.data_ptr()
+
+
+def _rows(x: Tensor, width: int) -> Tensor:
+    if x.dtype is not _BF16 or x.dim() != 2 or x.shape[1] != width or not x.is_cpu:
+        raise ValueError(f"expected bfloat16 [rows, {width}] on the CPU, got {x.dtype} {list(x.shape)} on {x.device}")
+    return x if x.is_contiguous() else x.contiguous()

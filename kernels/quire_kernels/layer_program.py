@@ -1,0 +1,61 @@
+"""The interpreter of a layer program: a kernel set's ops, called in the order of its records.
+
+Promises: the specification of `KernelSet.bind_layers`. Must not know: the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import Tensor
+
+from quire_kernels.kernel_set import (
+    Attend,
+    AttentionInput,
+    KeepSampled,
+    KernelSet,
+    LayerOp,
+    LinearAdd,
+    LinearWeight,
+    NormAdd,
+    NormGateUp,
+    NormLinear,
+    Project,
+    RopeWrite,
+    Source,
+    StepInput,
+)
+
+
+def matrices(program: Iterable[LayerOp]) -> Iterator[LinearWeight]:
+    """All packed matrices of a program."""
+    return (op.weight for op in program if isinstance(op, NormLinear | NormGateUp | LinearAdd | Project))
+
+
+def run_layers(ops: KernelSet, program: Sequence[LayerOp], x: Tensor, kv: Tensor, step: StepInput) -> Tensor:
+    """x [T, H] -> the sample rows [S, H] after all layers. May reuse x's memory."""
+    rows: AttentionInput = step
+    q = y = x
+    source: dict[Source, Tensor] = {}
+    for op in program:
+        match op:
+            case NormLinear():
+                source["wide"] = ops.norm_linear(x, op.norm, op.weight)  # [T, N]
+            case RopeWrite():
+                q = ops.rope_write(source["wide"], op.rope, op.shape, kv, op.layer, rows)  # [T, Hq, D]
+            case KeepSampled():
+                if step.sampled is not None:
+                    q, x, rows = q[step.sample_rows], x[step.sample_rows], step.sampled
+                    if not len(x):
+                        break
+            case Attend():
+                source["mixed"] = ops.attention(q, op.shape, kv, op.layer, rows)  # [T, Hq * D]
+            case LinearAdd():
+                x = ops.linear_add(source[op.source], op.weight, x, op.scale)
+            case NormGateUp():
+                source["wide"] = ops.norm_gate_up(x, op.norm, op.weight, op.activation)  # [T, I]
+            case Project():
+                y = ops.norm_linear(source[op.source], None, op.weight)  # [T, H]
+            case NormAdd():
+                x = ops.norm_add(y, op.norm, x)
+    return x
