@@ -22,7 +22,27 @@ Quantization = Literal["int8", "int4"]
 KVCacheDType = Literal["auto", "int8", "fp8"]
 AsyncScheduling = Literal["auto", "on", "off"]
 # The supported `architectures` of a config.json, here because early checks must not import torch.
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "MinistralForCausalLM",
+    "Phi3ForCausalLM",
+    "GraniteForCausalLM",
+    "SmolLM3ForCausalLM",
+    "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
+    "Glm4ForCausalLM",
+    "GlmForCausalLM",
+    "SeedOssForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "Exaone4ForCausalLM",
+)
 
 # The points of fault injection: a step, the engine process, its start, or the server's text processing.
 FaultPoint = Literal[

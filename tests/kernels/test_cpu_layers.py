@@ -11,7 +11,7 @@ from quire_engine.execution.models.decoder import Decoder
 from quire_engine.execution.models.weights import load_decoder
 from quire_kernels.cpu.ops import cpu_kernel_set
 from quire_kernels.kernel_set import KernelSet, LinearAdd
-from support.checkpoints import shared_checkpoint
+from support.checkpoints import ALL_FAMILIES, shared_checkpoint
 from support.model_steps import Blocks, batch_of, input_of, random_ids, scheduled
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -21,7 +21,7 @@ LAST = {"wants_sample": True, "wants_prompt_logprobs": False}
 NONE = {"wants_sample": False, "wants_prompt_logprobs": False}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral"])
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_bound_layers_equal_the_ops_one_by_one(family: str, quantization: str | None) -> None:
     path = shared_checkpoint(family)

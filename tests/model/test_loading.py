@@ -207,14 +207,18 @@ def test_a_missing_config_is_named(path):
         ({"architectures": None}, "must name exactly one architecture"),
         ({"architectures": ["LlamaForCausalLM", "Qwen3ForCausalLM"]}, "must name exactly one architecture"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config="),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
-        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5 must be at most 1"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.3}}, "they come in pairs"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
         ({"attention_sinks": True}, "attention_sinks=True is not supported"),
         ({"num_experts": 8}, "num_experts=8 is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"dtype": "float64"}, "dtype='float64' is not supported"),
-        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, "rope type 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, "long_factor must be a list of numbers"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
+            "short_factor and long_factor must have 16 numbers",
+        ),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, "rope type 'mrope' is not supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor must be greater than 0"),
@@ -285,7 +289,7 @@ def test_family_defaults_stand_in_for_absent_options(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **required}))
         config = load_model_config(tmp_path)
         assert (config.num_kv_heads, config.head_dim, config.max_position_embeddings, config.windows) == values
-        assert config.rope.theta == 10000.0
+        assert config.ropes[0].theta == 10000.0
         assert config.dtype == "float32"
         assert not config.tie_word_embeddings
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # the most used, which the longest tests are about
+_BOTH = ["sliding_attention", "full_attention"]
 VOCAB_SIZE = 512
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
 EOS = "<|im_end|>"
@@ -53,7 +54,46 @@ _FAMILY_SHAPE: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2": {},
     "qwen3": {"head_dim": 32},
+    "gemma3": {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 37, "layer_types": _BOTH},
+    "phi3": {},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.15,
+        "logits_scaling": 4.0,
+    },
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 37, "layer_types": _BOTH},
+    "glm": {"head_dim": 32},
+    "glm4": {"head_dim": 32},
+    "seed_oss": {"head_dim": 32},
+    "ernie4_5": {"head_dim": 32},
+    "exaone4": {"sliding_window": 37, "layer_types": _BOTH},
+    "ministral": {"head_dim": 16, "sliding_window": 37, "layer_types": _BOTH},
 }
+# The names of transformers' classes.
+_CLASSES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "gemma3": "Gemma3",
+    "phi3": "Phi3",
+    "granite": "Granite",
+    "smollm3": "SmolLM3",
+    "olmo2": "Olmo2",
+    "olmo3": "Olmo3",
+    "glm": "Glm",
+    "glm4": "Glm4",
+    "seed_oss": "SeedOss",
+    "ernie4_5": "Ernie4_5",
+    "exaone4": "Exaone4",
+    "ministral": "Ministral",
+}
+
+
+ALL_FAMILIES = tuple(_CLASSES)
 
 
 def make_checkpoint(
@@ -79,13 +119,15 @@ def make_model(family: str, *, seed: int = 0, dtype: str = "float32", **override
     """A transformers model with random weights, norms and biases of a size that makes its choices clear-cut."""
     import transformers
 
-    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
-    config = getattr(transformers, f"{name}Config")(**{**_SHAPE, **_FAMILY_SHAPE[family], **overrides})
+    name = _CLASSES[family]
+    of_texts = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
+    config = of_texts(**{**_SHAPE, **_FAMILY_SHAPE[family], **overrides})
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(seed)
     for parameter_name, parameter in sorted(model.named_parameters()):
         if "norm" in parameter_name:
-            values = 1.0 + 0.2 * torch.randn(parameter.shape, generator=generator)
+            # Gemma's hold what is added to 1.
+            values = float(family != "gemma3") + 0.2 * torch.randn(parameter.shape, generator=generator)
         elif parameter.dim() == 1:
             values = 0.2 * torch.randn(parameter.shape, generator=generator)
         else:

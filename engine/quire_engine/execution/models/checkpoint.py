@@ -47,6 +47,7 @@ class _Entry(NamedTuple):
     path: Path
     file: _File
     pages: FilePages
+    stored: str  # the tensor's name in the file
 
 
 class Checkpoint:
@@ -68,8 +69,12 @@ class Checkpoint:
         return sum(self._size(name) for name in self._entries)
 
     def _size(self, name: str) -> int:
-        stored = self._entries[name].file.get_slice(name)
+        stored = self._slice(name)
         return math.prod(stored.get_shape()) * _STORED.get(stored.get_dtype(), 0)
+
+    def _slice(self, name: str) -> _Slice:
+        entry = self._entries[name]
+        return entry.file.get_slice(entry.stored)
 
     def is_done(self, name: str) -> bool:
         """Whether `done` was called for it."""
@@ -87,11 +92,16 @@ class Checkpoint:
             self._entries[name].pages.release(self._addresses[name], self._size(name))
 
     def error(self, name: str, reason: str) -> ModelLoadError:
-        return ModelLoadError(f"{self._entries[name].path}: tensor {name} {reason}")
+        entry = self._entries[name]
+        return ModelLoadError(f"{entry.path}: tensor {entry.stored} {reason}")
 
     def drop(self, unwanted: Callable[[str], bool]) -> None:
         """Forget tensors that are known to be redundant."""
         self._entries = {name: entry for name, entry in self._entries.items() if not unwanted(name)}
+
+    def rename(self, name_of: Callable[[str], str]) -> None:
+        """Know tensors by other names; messages keep those of the file."""
+        self._entries = {name_of(name): entry for name, entry in self._entries.items()}
 
     def require(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Check that exactly these tensors are there, in these shapes and a supported dtype."""
@@ -100,7 +110,7 @@ class Checkpoint:
         if leftover := self._entries.keys() - shapes.keys():
             raise ModelLoadError(f"{self._path}: tensors that this configuration does not use: {_listed(leftover)}")
         for name, shape in shapes.items():
-            stored = self._entries[name].file.get_slice(name)
+            stored = self._slice(name)
             if tuple(stored.get_shape()) != shape:
                 raise self.error(name, f"has shape {stored.get_shape()}, the configuration implies {list(shape)}")
             if stored.get_dtype() not in _STORED:
@@ -110,7 +120,7 @@ class Checkpoint:
         """A tensor as stored, on the CPU, possibly a view of the mapped file."""
         entry = self._entries[name]
         try:
-            tensor = entry.file.get_tensor(name)
+            tensor = entry.file.get_tensor(entry.stored)
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{entry.path}: cannot read {name}: {error}") from error
         self._addresses[name] = tensor.data_ptr()
@@ -138,7 +148,7 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
             for name in names:
                 if name in entries:
                     raise ModelLoadError(f"{file_path}: tensor {name} is also in {entries[name].path.name}")
-                entries[name] = _Entry(file_path, file, pages)
+                entries[name] = _Entry(file_path, file, pages, name)
         yield Checkpoint(path, entries)
 
 

@@ -7,9 +7,11 @@ checkpoint brings along (`auto_map`) is never looked at.
 from __future__ import annotations
 
 import json
+import math
+import re
 import stat
 import textwrap
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,7 +22,6 @@ from quire_engine.execution.models.families import FAMILIES, Bias, Family
 _MAX_BYTES = 64 << 20  # a config is kilobytes and the largest shard index a few megabytes
 # Options of other families, at the values that change nothing here. Exporters write them into every configuration.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "partial_rotary_factor": (1, 1.0),
     "rotary_pct": (1, 1.0),
     "rope_interleaved": (False,),
     "no_rope_layers": ([],),
@@ -40,6 +41,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "is_decoder": (False, True),
     "num_local_experts": (0,),
     "num_experts": (0,),
+    "use_bidirectional_attention": (False,),
     "attention_bias": (False, True),  # of families whose reference does not read it
     "mlp_bias": (False, True),
     "pretraining_tp": (1,),  # the reference multiplies in slices, in the checkpoint's own dtype
@@ -105,6 +107,7 @@ _HARMLESS = frozenset(
         "remove_invalid_values",
         "repetition_penalty",
         "resid_pdrop",
+        "residual_dropout",
         "return_dict",
         "return_dict_in_generate",
         "sep_token_id",
@@ -132,11 +135,24 @@ _ROPE_KEYS: dict[str, frozenset[str]] = {
     "dynamic": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
     "yarn": frozenset({"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
+    "longrope": frozenset({"factor", "attention_factor", "short_factor", "long_factor"}),
 }
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+# Of models that see too: what their other parts are made of, and the tokens that stand for images.
+_OF_OTHER_PARTS = re.compile(
+    "(vision|image|images|video|mm|boi|eoi|audio|multimodal|projector|spatial|downsample|deepstack)_.*"
+)
+_TEXT_TYPES = {
+    "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Mistral3ForConditionalGeneration": "mistral",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
+}
+_PATTERNS = ("_sliding_window_pattern", "sliding_window_pattern")  # each nth layer is without a window
 _MOST_SHOWN = 60  # characters of a value in a message
 _MAX_LAYERS = 4096  # beyond any model; what follows takes time and memory in proportion
 _DTYPES = ("bfloat16", "float16", "float32")
-RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,14 +169,25 @@ class ModelConfig:
     head_dim: int
     norm_eps: float
     max_position_embeddings: int
-    rope: RopeConfig
+    ropes: tuple[RopeConfig | None, ...]  # per layer; None: positions do not count
     tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool
     windows: tuple[int | None, ...]  # per layer; None: the whole context
     dtype: str  # "bfloat16", "float16" or "float32": what the checkpoint was saved as
+    family: Family
+    rotary_dim: int  # of a head's values, those that are rotated
+    activation: Activation = "silu"
+    attention_scale: float  # of queries with keys
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
+    logit_cap: float | None = None
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.family.qk_norm is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +206,8 @@ class RopeConfig:
     attention_factor: float | None = None  # yarn; None: derived from the factor
     mscale: float = 0.0  # yarn; 0: absent
     mscale_all_dim: float = 0.0  # yarn; 0: absent
+    short_factors: tuple[float, ...] = ()  # longrope, of each frequency
+    long_factors: tuple[float, ...] = ()
 
 
 class NotNative(ModelLoadError):
@@ -191,22 +220,28 @@ def load_model_config(path: Path, ignored: Collection[str] = ()) -> ModelConfig:
     Raises NotNative naming the file and what no family computes, ModelLoadError naming what is wrong.
     """
     options = Options.read(path / "config.json", ignored)
-    config = _model_config(options)
-    unknown = [
-        f"{key}={textwrap.shorten(repr(options.raw(key)), _MOST_SHOWN)}"
-        for key in sorted(options.unread() - _HARMLESS)
-        if options.given(key) and options.raw(key) not in _NEUTRAL.get(key, ())
-    ]
+    family = _family(options)
+    text = _text_of(options, family) if family.text_of else options
+    config = _model_config(text, family)
+    unknown = [*_unknown(options), *(_unknown(text) if text is not options else ())]
     if unknown:
         verb = "is" if len(unknown) == 1 else "are"
         raise options.beyond(f"{', '.join(unknown)} {verb} not supported for {config.architecture}")
     return config
 
 
-def _model_config(options: Options) -> ModelConfig:
-    family = _family(options)
-    if options.text("hidden_act", "silu") not in ("silu", "swish"):
-        raise options.beyond(f"hidden_act={options.text('hidden_act', 'silu')!r} is not supported; only silu is")
+def _unknown(options: Options) -> Iterator[str]:
+    """The keys that are neither read nor harmless, with their values."""
+    for key in sorted(options.unread() - _HARMLESS):
+        if options.given(key) and options.raw(key) not in _NEUTRAL.get(key, ()):
+            yield f"{key}={textwrap.shorten(repr(options.raw(key)), _MOST_SHOWN)}"
+
+
+def _model_config(options: Options, family: Family) -> ModelConfig:
+    activation = options.text(family.activation_key, family.default_activation)
+    if activation not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        raise options.beyond(f"{family.activation_key}={activation!r} is not supported; only {known} are")
 
     num_layers = options.integer("num_hidden_layers", most=_MAX_LAYERS)
     num_heads = options.integer("num_attention_heads")
@@ -214,10 +249,18 @@ def _model_config(options: Options) -> ModelConfig:
     num_kv_heads = options.integer("num_key_value_heads", family.default_kv_heads or num_heads)
     head_dim = options.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
     max_positions = options.integer("max_position_embeddings", family.default_max_positions)
-    if num_heads % num_kv_heads:
-        raise options.error(f"{num_heads} attention heads cannot share {num_kv_heads} key-value heads")
-    if head_dim % 2 or head_dim < 4:
-        raise options.error(f"head_dim={head_dim} must be even and at least 4 for rotary embeddings")
+    _check_heads(options, num_heads, num_kv_heads, head_dim)
+    windows = _windows(options, family, num_layers)
+    ropes, rotary_share = _ropes(options, family, windows, max_positions)
+    rotary_dim = int(head_dim * rotary_share)
+    if rotary_dim % 2:
+        raise options.beyond(
+            f"{rotary_dim} rotated values of {head_dim} in a head are not supported: they come in pairs"
+        )
+    _check_factors(options, ropes, rotary_dim // 2)
+    scales = family.scales
+    width = options.number(scales.attention_width, 256.0) if scales.attention_width else float(head_dim)
+    capped = scales.logit_cap is not None and options.given(scales.logit_cap)
     return ModelConfig(
         architecture=family.architecture,
         vocab_size=options.integer("vocab_size"),
@@ -227,17 +270,55 @@ def _model_config(options: Options) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        norm_eps=options.number("rms_norm_eps", 1e-6),
+        norm_eps=options.number("rms_norm_eps", family.default_eps),
         max_position_embeddings=max_positions,
-        rope=_rope(options, max_positions),
-        tie_word_embeddings=options.boolean("tie_word_embeddings", False),
+        ropes=ropes,
+        tie_word_embeddings=options.boolean("tie_word_embeddings", family.ties_embeddings),
         qkv_bias=_bias(options, family.qkv_bias),
         o_bias=_bias(options, family.o_bias),
         mlp_bias=_bias(options, family.mlp_bias),
-        qk_norm=family.qk_norm,
-        windows=_windows(options, family, num_layers),
+        windows=windows,
         dtype=_dtype(options),
+        family=family,
+        rotary_dim=rotary_dim,
+        activation=_ACTIVATIONS[activation],
+        attention_scale=_scale(options, scales.attention) if scales.attention else width**-0.5,
+        embedding_scale=hidden_size**0.5 if family.embeds_by_width else _scale(options, scales.embedding),
+        residual_scale=_scale(options, scales.residual),
+        logit_divisor=_scale(options, scales.logits),
+        logit_cap=options.number(scales.logit_cap) if scales.logit_cap is not None and capped else None,
     )
+
+
+def _check_heads(options: Options, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    if num_heads % num_kv_heads:
+        raise options.error(f"{num_heads} attention heads cannot share {num_kv_heads} key-value heads")
+    if head_dim % 2 or head_dim < 4:
+        raise options.error(f"head_dim={head_dim} must be even and at least 4 for rotary embeddings")
+
+
+def _check_factors(options: Options, ropes: tuple[RopeConfig | None, ...], count: int) -> None:
+    for rope in ropes:
+        factors = () if rope is None else (rope.short_factors, rope.long_factors)
+        if any(each and len(each) != count for each in factors):
+            raise options.error(f"short_factor and long_factor must have {count} numbers")
+
+
+def _scale(options: Options, key: str | None) -> float:
+    return 1.0 if key is None else options.number(key, 1.0)
+
+
+def _text_of(options: Options, family: Family) -> Options:
+    """The options of the text part. The head is the whole model's, so that its word on tied embeddings counts."""
+    text = options.section("text_config")
+    wanted, found = _TEXT_TYPES[family.architecture], text.text("model_type", "")
+    if found != wanted:
+        raise options.beyond(f"text_config.model_type={found!r} is not supported; only {wanted} is")
+    for key in ("tie_word_embeddings", "dtype", "torch_dtype"):
+        if options.given(key):
+            text.put(key, options.raw(key))
+    options.pass_over(_OF_OTHER_PARTS)
+    return text
 
 
 def _family(options: Options) -> Family:
@@ -250,10 +331,8 @@ def _family(options: Options) -> Family:
 
 
 def _bias(options: Options, bias: Bias) -> bool:
-    if bias in ("attention_bias", "mlp_bias"):
-        return options.boolean(bias, False)
     # A family without the option must not be given one: its reference implementation would not read it either.
-    return bias == "always"
+    return bias == "always" if bias in ("always", "never") else options.boolean(bias, False)
 
 
 def _dtype(options: Options) -> str:
@@ -274,12 +353,17 @@ def _windows(options: Options, family: Family, num_layers: int) -> tuple[int | N
     if family.window == "all_layers":
         return (window,) * num_layers
 
-    if not options.boolean("use_sliding_window", False):
+    qwen = family.window == "qwen"
+    if (qwen or options.has("use_sliding_window")) and not options.boolean("use_sliding_window", False):
         window = None
     layer_types = options.raw("layer_types")
-    first = options.integer("max_window_layers", 28, least=0)  # says nothing where the types are listed
     if layer_types is None:
-        return tuple(window if layer >= first else None for layer in range(num_layers))
+        return _windows_by_place(options, family, window, num_layers)
+    if qwen:
+        options.raw("max_window_layers")  # says nothing where the types are listed
+    else:
+        for key in _PATTERNS:
+            options.raw(key)
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise options.error(f"layer_types must list {num_layers} layers")
     for kind in layer_types:
@@ -292,32 +376,89 @@ def _windows(options: Options, family: Family, num_layers: int) -> tuple[int | N
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
-def _rope(options: Options, max_positions: int) -> RopeConfig:
-    """RoPE from `rope_scaling` (transformers 4) or `rope_parameters` (5), in which `rope_theta` may live too."""
+def _windows_by_place(options: Options, family: Family, window: int | None, num_layers: int) -> tuple[int | None, ...]:
+    """Of a checkpoint that lists no types: the upper layers have a window, or all but each nth."""
+    if family.window == "qwen":
+        first = options.integer("max_window_layers", 28, least=0)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    each = family.full_each
+    if each is not None:
+        for key in _PATTERNS:
+            each = options.integer(key, each)
+    return tuple(None if each and (layer + 1) % each == 0 else window for layer in range(num_layers))
+
+
+def _ropes(
+    options: Options, family: Family, windows: tuple[int | None, ...], max_positions: int
+) -> tuple[tuple[RopeConfig | None, ...], float]:
+    """The rotation of each layer, and the share of a head that is rotated."""
+    share = options.number("partial_rotary_factor", family.rotary_share)
     older, rope = options.section("rope_scaling"), options.section("rope_parameters")
-    if older.keys():
+    by_type = "full_attention" in rope.keys() | older.keys()
+    if older.keys() and not by_type:
         rope = older
+    if family.rotation != "own_table":
+        found, share = _rope(options, rope, family, max_positions, family.default_theta, share)
+        return _placed(options, family, windows, found), share
+    # Only the table of layers without a window is stretched.
+    local_theta = options.number("rope_local_base_freq", family.default_local_theta or family.default_theta)
+    if by_type:
+        full, local = rope.section("full_attention"), rope.section("sliding_attention")
+    else:
+        full, local = rope, Options({}, "rope")
+    everywhere, share = _rope(options, full, family, max_positions, family.default_theta, share)
+    if by_type:
+        windowed, _ = _rope(options, local, family, max_positions, local_theta, share)
+    else:
+        windowed = RopeConfig(rope_type="default", theta=local_theta)
+    return tuple(everywhere if window is None else windowed for window in windows), share
+
+
+def _placed(
+    options: Options, family: Family, windows: tuple[int | None, ...], rope: RopeConfig
+) -> tuple[RopeConfig | None, ...]:
+    """The layers that are rotated by the one table."""
+    if family.rotation == "windowed" and any(window is not None for window in windows):
+        return tuple(None if window is None else rope for window in windows)
+    if family.rotation != "listed":
+        return (rope,) * len(windows)
+    listed = options.raw("no_rope_layers")
+    each = options.integer("no_rope_layer_interval", 4)
+    if listed is None:
+        listed = [int((layer + 1) % each != 0) for layer in range(len(windows))]
+    if not isinstance(listed, list) or len(listed) != len(windows) or any(each not in (0, 1) for each in listed):
+        raise options.error(f"no_rope_layers must list {len(windows)} layers by 0 and 1")
+    return tuple(rope if rotated else None for rotated in listed)
+
+
+def _rope(  # noqa: PLR0917 - what rope depends on
+    options: Options, rope: Options, family: Family, max_positions: int, default_theta: float, share: float
+) -> tuple[RopeConfig, float]:
+    """RoPE from `rope_scaling` (transformers 4) or `rope_parameters` (5), in which `rope_theta` may live too."""
     rope_type = rope.text("rope_type", "") or rope.text("type", "") or "default"
+    if rope_type == "su":
+        rope_type = "longrope"  # its first name
     if rope_type not in _ROPE_KEYS:
         raise options.beyond(f"rope type {rope_type!r} is not supported; supported: {', '.join(_ROPE_KEYS)}")
-    if rope.raw("partial_rotary_factor") not in (None, 1, 1.0):
-        raise options.beyond(f"partial_rotary_factor={rope.raw('partial_rotary_factor')!r} is not supported")
+    share = rope.number("partial_rotary_factor", share)
+    if share > 1:
+        raise options.error(f"partial_rotary_factor={share} must be at most 1")
     common = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
-    unknown = rope.keys() - common - _ROPE_KEYS[rope_type]
+    unknown = rope.keys() - common - family.ignored_rope_keys - _ROPE_KEYS[rope_type]
     # Other types' parameters at null are what some exporters write; anything else unknown would change the angles.
     unknown = {key for key in unknown if rope.raw(key) is not None}
     if unknown:
         raise options.beyond(f"rope parameters {', '.join(sorted(unknown))} are not supported with type {rope_type!r}")
 
-    theta = rope.number("rope_theta", options.number("rope_theta", 10000.0))
+    theta = rope.number("rope_theta", options.number("rope_theta", default_theta))
     if theta <= 1:
         raise options.error(f"rope_theta={theta} must be greater than 1")
     original = options.integer(
         "original_max_position_embeddings", rope.integer("original_max_position_embeddings", max_positions)
     )
     if rope_type == "default":
-        return RopeConfig(rope_type="default", theta=theta)
-    return _scaled_rope(rope, rope_type, theta, original, max_positions)
+        return RopeConfig(rope_type="default", theta=theta), share
+    return _scaled_rope(rope, rope_type, theta, original, max_positions), share
 
 
 def _scaled_rope(rope: Options, rope_type: str, theta: float, original: int, max_positions: int) -> RopeConfig:
@@ -339,6 +480,17 @@ def _scaled_rope(rope: Options, rope_type: str, theta: float, original: int, max
             original_max_positions=original,
             low_freq_factor=rope.number("low_freq_factor"),
             high_freq_factor=rope.number("high_freq_factor"),
+        )
+    if rope_type == "longrope":
+        factor = rope.number("factor", max_positions / original)
+        amplitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        return RopeConfig(
+            rope_type="longrope",
+            theta=theta,
+            original_max_positions=original,
+            attention_factor=rope.number("attention_factor", amplitude),
+            short_factors=rope.numbers("short_factor"),
+            long_factors=rope.numbers("long_factor"),
         )
     return RopeConfig(
         rope_type="yarn",
@@ -380,6 +532,14 @@ class Options:
         """The keys that were not asked for."""
         return self._values.keys() - self._read
 
+    def put(self, key: str, value: object) -> None:
+        """A value in place of the key's own."""
+        self._values[key] = value
+
+    def pass_over(self, keys: re.Pattern[str]) -> None:
+        """Let these keys count as read."""
+        self._read |= {key for key in self._values if keys.fullmatch(key)}
+
     def keys(self) -> set[str]:
         return set(self._values)
 
@@ -420,6 +580,14 @@ class Options:
         if value == 0 and not zero:
             raise self.error(f"{key} must be greater than 0")
         return float(value)
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of positive numbers."""
+        values = self.raw(key)
+        if not isinstance(values, list) or not values:
+            raise self.error(f"{key} must be a list of numbers, not {values!r}")
+        items = Options({f"{key}[{place}]": value for place, value in enumerate(values)}, self._where)
+        return tuple(items.number(f"{key}[{place}]") for place in range(len(values)))
 
     def boolean(self, key: str, default: bool) -> bool:
         value = self._present(key, default)

@@ -21,6 +21,10 @@ class Decoder:
         self.num_parameters = num_parameters
         self._weights = weights
         self._kernels = kernels
+        # In the model's dtype, as the reference has it.
+        self._embedding_scale: Tensor | None = None
+        if config.embedding_scale != 1.0:
+            self._embedding_scale = torch.tensor(config.embedding_scale).to(weights.embedding)
         self._bound: BoundLayers | None = None
         if kernels.bind_layers is not None:
             self._bound = kernels.bind_layers(weights.program)
@@ -37,6 +41,8 @@ class Decoder:
     def forward(self, step: ModelInput, kv: Tensor) -> Tensor:
         """The sample rows' last hidden states [S, H], before the final norm. Writes every row's K and V into `kv`."""
         x = self._kernels.embed(self._weights.embedding, step.input_ids)  # [T, H]
+        if self._embedding_scale is not None:
+            x = x * self._embedding_scale
         if self._bound is not None:
             return self._bound(x, kv, step)
         return run_layers(self._kernels, self._weights.program, x, kv, step)
@@ -60,7 +66,14 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [S, H], as `forward` returns them, to float32 logits [S, V]."""
-        return self._kernels.logits(hidden, self._weights.final_norm, self._weights.head)
+        found = self._kernels.logits(hidden, self._weights.final_norm, self._weights.head)
+        config = self.config
+        if config.logit_divisor != 1.0:
+            found.div_(config.logit_divisor)
+        if config.logit_cap is not None:
+            for row in found:  # by itself: a vector's last elements are rounded differently by torch
+                row.div_(config.logit_cap).tanh_().mul_(config.logit_cap)
+        return found
 
     @torch.inference_mode()
     def greedy(self, hidden: Tensor, allowed: Tensor | None = None) -> tuple[list[int], list[bool]] | None:
@@ -68,7 +81,8 @@ class Decoder:
 
         Of the columns that have a bit in `allowed`, as `KernelSet.greedy` has it.
         """
-        if self._kernels.greedy is None:
+        scaled = self.config.logit_divisor != 1.0 or self.config.logit_cap is not None
+        if self._kernels.greedy is None or scaled:  # a rounding may make two logits equal
             return None
         return self._kernels.greedy(hidden, self._weights.final_norm, self._weights.head, allowed)
 

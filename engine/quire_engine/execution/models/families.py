@@ -1,18 +1,47 @@
 """The differences between supported architectures, as data and not as code paths.
 
-Promises: one `Family` per architecture name a checkpoint may declare; the decoder itself is the same for all. Must not
-know: torch.
+Promises: one `Family` per architecture; the decoder itself is the same for all. Must not know: torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-# Where a bias comes from: the family always has it, never has it, or a named option of the checkpoint says so.
-Bias = Literal["always", "never", "attention_bias", "mlp_bias"]
-# Which layers see a sliding window: none, all of them, or those that the Qwen options name.
-Window = Literal["never", "all_layers", "layer_types"]
+# Where a bias comes from: the family always has it, never has it, or the named option of the checkpoint says so.
+Bias = Literal["always", "never"] | str
+# Which layers see a sliding window: none, all of them, those that the Qwen options name, or those of `layer_types`,
+# else all but each nth.
+Window = Literal["never", "all_layers", "qwen", "by_type"]
+# Which layers are rotated: all by one table; windowed ones by a table of their own; windowed ones alone, if there are
+# any; or those that `no_rope_layers` does not leave out.
+Rotation = Literal["all", "own_table", "windowed", "listed"]
+# Where a head's rotated pairs lie: in its halves, or side by side.
+Pairs = Literal["halves", "neighbours"]
+# How a norm's weight multiplies: after a rounding, in float32, or in float32 as 1 + weight.
+NormForm = Literal["rounded", "wide", "offset"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norms:
+    """The names of a layer's norms; None: there is none at that place."""
+
+    attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scales:
+    """The options that scale a model's numbers."""
+
+    embedding: str | None = None
+    residual: str | None = None
+    attention: str | None = None  # the scale itself
+    attention_width: str | None = None  # its inverse square
+    logits: str | None = None  # which divides them
+    logit_cap: str | None = None  # of a tanh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,64 +49,217 @@ class Family:
     """An architecture: its biases, norms and windows, and the defaults of options that checkpoints may omit."""
 
     architecture: str
-    qkv_bias: Bias
-    o_bias: Bias
-    mlp_bias: Bias
-    qk_norm: bool
-    window: Window
-    default_kv_heads: int | None  # None: as many as query heads
-    default_head_dim: int | None  # None: hidden_size / num_attention_heads
-    default_max_positions: int
+    qkv_bias: Bias = "never"
+    o_bias: Bias = "never"
+    mlp_bias: Bias = "never"
+    qk_norm: Literal["head", "row"] | None = None
+    norms: Norms = Norms()
+    norm_form: NormForm = "rounded"
+    activation_key: str = "hidden_act"
+    default_activation: str = "silu"
+    scales: Scales = Scales()
+    embeds_by_width: bool = False  # embeddings are multiplied by the root of their width
+    window: Window = "never"
     default_window: int | None = None
+    full_each: int | None = None  # by_type without types: each nth layer has no window; None: all have it
+    rotation: Rotation = "all"
+    pairs: Pairs = "halves"
+    default_theta: float = 10000.0
+    default_local_theta: float | None = None  # of windowed layers; None: as the others
+    rotary_share: float = 1.0  # of a head, where the checkpoint does not say
+    fused: frozenset[str] = frozenset()  # which of qkv and gate_up is stored as one matrix
+    default_kv_heads: int | None = None  # None: as many as query heads
+    default_head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    default_max_positions: int = 2048
+    default_eps: float = 1e-6
+    ties_embeddings: bool = False
+    ignored_rope_keys: frozenset[str] = frozenset()  # that say nothing about texts
+    prefixes: tuple[str, ...] = ("model.",)  # of its tensors; the first that the checkpoint has
+    text_of: bool = False  # the text part of a model that sees too: its options lie in text_config
 
+
+_LLAMA = Family(
+    architecture="LlamaForCausalLM", qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"
+)
+_MISTRAL = Family(
+    architecture="MistralForCausalLM",
+    window="all_layers",
+    default_kv_heads=8,
+    default_max_positions=131072,
+    default_window=4096,
+)
+_QWEN3 = Family(
+    architecture="Qwen3ForCausalLM",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm="head",
+    window="qwen",
+    default_kv_heads=32,
+    default_head_dim=128,
+    default_max_positions=32768,
+    default_window=4096,
+)
+_SANDWICH = Norms(
+    after_attention="post_attention_layernorm", mlp="pre_feedforward_layernorm", after_mlp="post_feedforward_layernorm"
+)
+_BEHIND = Norms(
+    attention=None, after_attention="post_attention_layernorm", mlp=None, after_mlp="post_feedforward_layernorm"
+)
+_GEMMA3 = Family(
+    architecture="Gemma3ForCausalLM",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm="head",
+    norms=_SANDWICH,
+    norm_form="offset",
+    activation_key="hidden_activation",
+    default_activation="gelu_pytorch_tanh",
+    scales=Scales(attention_width="query_pre_attn_scalar", logit_cap="final_logit_softcapping"),
+    embeds_by_width=True,
+    window="by_type",
+    default_window=4096,
+    full_each=6,
+    rotation="own_table",
+    default_theta=1e6,
+    default_local_theta=1e4,
+    default_kv_heads=4,
+    default_head_dim=256,
+    default_max_positions=131072,
+    ties_embeddings=True,
+)
+_GLM4 = Family(
+    architecture="Glm4ForCausalLM",
+    qkv_bias="attention_bias",
+    norms=Norms(
+        after_attention="post_self_attn_layernorm", mlp="post_attention_layernorm", after_mlp="post_mlp_layernorm"
+    ),
+    pairs="neighbours",
+    rotary_share=0.5,
+    fused=frozenset({"gate_up"}),
+    default_kv_heads=2,
+    default_head_dim=128,
+    default_max_positions=131072,
+    default_eps=1.5625e-7,
+)
+_OLMO2 = Family(
+    architecture="Olmo2ForCausalLM",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm="row",
+    norms=_BEHIND,
+    norm_form="wide",
+    default_eps=1e-5,
+)
+_OF_WRAPPERS = ("model.language_model.", "language_model.model.")
 
 _FAMILIES = (
+    _LLAMA,
+    _MISTRAL,
     Family(
-        architecture="LlamaForCausalLM",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        mlp_bias="mlp_bias",
-        qk_norm=False,
+        architecture="Qwen2ForCausalLM",
+        qkv_bias="always",
+        window="qwen",
+        default_kv_heads=32,
+        default_max_positions=32768,
+        default_window=4096,
+    ),
+    _QWEN3,
+    _GEMMA3,
+    replace(_GEMMA3, architecture="Gemma3ForConditionalGeneration", prefixes=_OF_WRAPPERS, text_of=True),
+    replace(_MISTRAL, architecture="Mistral3ForConditionalGeneration", prefixes=_OF_WRAPPERS, text_of=True),
+    replace(
+        _QWEN3,
+        architecture="Qwen3VLForConditionalGeneration",
+        prefixes=_OF_WRAPPERS,
+        text_of=True,
         window="never",
-        default_kv_heads=None,
-        default_head_dim=None,
-        default_max_positions=2048,
+        default_theta=5e6,
+        default_max_positions=128000,
+        # The three axes of a position are equal where there are only texts.
+        ignored_rope_keys=frozenset({"mrope_section", "mrope_interleaved"}),
     ),
     Family(
-        architecture="MistralForCausalLM",
-        qkv_bias="never",
-        o_bias="never",
-        mlp_bias="never",
-        qk_norm=False,
-        window="all_layers",
+        architecture="MinistralForCausalLM",
+        window="by_type",
         default_kv_heads=8,
-        default_head_dim=None,
         default_max_positions=131072,
         default_window=4096,
     ),
     Family(
-        architecture="Qwen2ForCausalLM",
-        qkv_bias="always",
-        o_bias="never",
-        mlp_bias="never",
-        qk_norm=False,
-        window="layer_types",
-        default_kv_heads=32,
-        default_head_dim=None,
-        default_max_positions=32768,
-        default_window=4096,
+        architecture="Phi3ForCausalLM",
+        window="all_layers",
+        fused=frozenset({"qkv", "gate_up"}),
+        default_max_positions=4096,
+        default_eps=1e-5,
     ),
     Family(
-        architecture="Qwen3ForCausalLM",
+        architecture="GraniteForCausalLM",
         qkv_bias="attention_bias",
         o_bias="attention_bias",
-        mlp_bias="never",
-        qk_norm=True,
-        window="layer_types",
-        default_kv_heads=32,
-        default_head_dim=128,
+        mlp_bias="mlp_bias",
+        scales=Scales(
+            embedding="embedding_multiplier",
+            residual="residual_multiplier",
+            attention="attention_multiplier",
+            logits="logits_scaling",
+        ),
+    ),
+    Family(
+        architecture="SmolLM3ForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        window="by_type",
+        rotation="listed",
+        default_theta=2e6,
+        default_kv_heads=4,
         default_max_positions=32768,
+        ties_embeddings=True,
+    ),
+    _OLMO2,
+    replace(
+        _OLMO2,
+        architecture="Olmo3ForCausalLM",
+        window="by_type",
         default_window=4096,
+        full_each=4,
+        rotation="own_table",
+        default_theta=5e5,
+    ),
+    _GLM4,
+    replace(_GLM4, architecture="GlmForCausalLM", norms=Norms()),
+    Family(
+        architecture="SeedOssForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_out_bias",
+        mlp_bias="mlp_bias",
+        default_kv_heads=8,
+        default_head_dim=128,
+        default_max_positions=524288,
+    ),
+    Family(
+        architecture="Ernie4_5ForCausalLM",
+        qkv_bias="use_bias",
+        o_bias="use_bias",
+        mlp_bias="use_bias",
+        pairs="neighbours",
+        default_theta=5e5,
+        default_kv_heads=2,
+        default_head_dim=128,
+        default_max_positions=131072,
+        default_eps=1e-5,
+        ties_embeddings=True,
+    ),
+    Family(
+        architecture="Exaone4ForCausalLM",
+        qk_norm="head",
+        norms=_BEHIND,
+        window="by_type",
+        default_window=4096,
+        full_each=4,
+        rotation="windowed",
+        default_kv_heads=32,
+        default_eps=1e-5,
     ),
 )
 

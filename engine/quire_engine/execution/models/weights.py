@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -30,9 +30,12 @@ from quire_kernels.kernel_set import (
     LinearAdd,
     LinearWeight,
     Norm,
+    NormAdd,
     NormGateUp,
     NormLinear,
+    Project,
     RopeWrite,
+    Source,
 )
 from quire_kernels.packed_form import PackedForm
 
@@ -40,6 +43,11 @@ _VALUES_AT_ONCE = 4 << 20  # that one thread converts
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 _FINAL_NORM = "model.norm.weight"
+# Of models that see and hear too; what is left beside these and the text part is an error.
+_OTHER_PARTS = (
+    *("model.visual.", "visual.", "model.vision_tower.", "vision_tower.", "model.audio_tower.", "audio_tower."),
+    *("model.multi_modal_projector.", "multi_modal_projector.", "model.embed_vision.", "mtp."),
+)
 
 
 def load_decoder(
@@ -68,11 +76,23 @@ def load_decoder(
 def checked_checkpoint(path: Path, config: ModelConfig) -> Iterator[Checkpoint]:
     """The checkpoint's files, once they hold exactly what the configuration implies. Raises ModelLoadError."""
     with open_checkpoint(path) as checkpoint:
-        checkpoint.drop(lambda name: name.endswith(".rotary_emb.inv_freq"))  # derived, saved by old exporters
+        take_text(checkpoint, config)
         if config.tie_word_embeddings:
             _drop_tied_head(checkpoint)
         checkpoint.require(expected_shapes(config))
         yield checkpoint
+
+
+def take_text(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Give the tensors of the decoder the names that they have in a model of texts alone, and forget the others'."""
+    checkpoint.drop(lambda name: name.endswith(".rotary_emb.inv_freq"))  # derived, saved by old exporters
+    if not config.family.text_of:
+        return
+    checkpoint.drop(lambda name: name.startswith(_OTHER_PARTS))
+    prefix = next((each for each in config.family.prefixes if each + "norm.weight" in checkpoint.names), None)
+    if prefix is not None:
+        checkpoint.rename(lambda name: name.replace(prefix, "model.", 1) if name.startswith(prefix) else name)
+    checkpoint.rename(lambda name: _HEAD if name == "language_model." + _HEAD else name)
 
 
 def decoder_of(weights: Weights, config: ModelConfig, kernels: KernelSet) -> Decoder:
@@ -88,22 +108,30 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab_size, hidden), _FINAL_NORM: (hidden,)}
     if not config.tie_word_embeddings:
         shapes[_HEAD] = (config.vocab_size, hidden)
-    projections = (
-        ("self_attn.q_proj", q_width, hidden, config.qkv_bias),
-        ("self_attn.k_proj", kv_width, hidden, config.qkv_bias),
-        ("self_attn.v_proj", kv_width, hidden, config.qkv_bias),
+    family = config.family
+    row = family.qk_norm == "row"
+    projections = [
         ("self_attn.o_proj", hidden, q_width, config.o_bias),
-        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
-        ("mlp.up_proj", inner, hidden, config.mlp_bias),
         ("mlp.down_proj", hidden, inner, config.mlp_bias),
-    )
+    ]
+    if "qkv" in family.fused:
+        projections.append(("self_attn.qkv_proj", q_width + 2 * kv_width, hidden, config.qkv_bias))
+    else:
+        widths = (("q_proj", q_width), ("k_proj", kv_width), ("v_proj", kv_width))
+        projections += [("self_attn." + name, rows, hidden, config.qkv_bias) for name, rows in widths]
+    if "gate_up" in family.fused:
+        projections.append(("mlp.gate_up_proj", 2 * inner, hidden, config.mlp_bias))
+    else:
+        projections += [("mlp." + name, inner, hidden, config.mlp_bias) for name in ("gate_proj", "up_proj")]
+    norms = family.norms
     for index in range(config.num_layers):
         layer = f"model.layers.{index}."
-        shapes[layer + "input_layernorm.weight"] = (hidden,)
-        shapes[layer + "post_attention_layernorm.weight"] = (hidden,)
+        for norm in (norms.attention, norms.after_attention, norms.mlp, norms.after_mlp):
+            if norm is not None:
+                shapes[f"{layer}{norm}.weight"] = (hidden,)
         if config.qk_norm:
-            shapes[layer + "self_attn.q_norm.weight"] = (width,)
-            shapes[layer + "self_attn.k_norm.weight"] = (width,)
+            shapes[layer + "self_attn.q_norm.weight"] = (q_width if row else width,)
+            shapes[layer + "self_attn.k_norm.weight"] = (kv_width if row else width,)
         for name, rows, columns, bias in projections:
             shapes[f"{layer}{name}.weight"] = (rows, columns)
             if bias:
@@ -119,10 +147,10 @@ def most_image_bytes(config: ModelConfig, form: PackedForm, itemsize: int) -> in
     return total
 
 
-def matrices_after_attention(layer: int) -> tuple[str, ...]:
+def matrices_after_attention(config: ModelConfig, layer: int) -> tuple[str, ...]:
     """Names of a layer's matrices that are multiplied with what its attention gives."""
-    names = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-    return tuple(f"model.layers.{layer}.{name}.weight" for name in names)
+    mlp = ("mlp.gate_up_proj",) if "gate_up" in config.family.fused else ("mlp.gate_proj", "mlp.up_proj")
+    return tuple(f"model.layers.{layer}.{name}.weight" for name in ("self_attn.o_proj", *mlp, "mlp.down_proj"))
 
 
 def _drop_tied_head(checkpoint: Checkpoint) -> None:
@@ -140,51 +168,155 @@ def assemble(source: WeightSource, config: ModelConfig, *, device: torch.device,
     embedding = source.tensor(_EMBEDDING)
     # The largest matrix comes while little else is in memory: what packing needs beside the weights is then a layer.
     head = source.head("head", _EMBEDDING if config.tie_word_embeddings else _HEAD, embedding)
-    rope = rope_table(config.rope, config.head_dim, max_model_len).to(device)
+    layers = _Layers(source, config, device=device, max_model_len=max_model_len)
     return Weights(
         embedding=embedding,
-        program=tuple(op for index in range(config.num_layers) for op in _layer(source, config, index, rope)),
-        final_norm=Norm(source.tensor(_FINAL_NORM), config.norm_eps),
+        program=tuple(op for index in range(config.num_layers) for op in layers.ops(index)),
+        final_norm=layers.norm(_FINAL_NORM),
         head=head,
     )
 
 
-def _layer(source: WeightSource, config: ModelConfig, index: int, rope: Tensor) -> Iterator[LayerOp]:
-    """The ops of one layer; those behind the last layer's keys and values are for the sample rows alone."""
-    prefix, eps = f"model.layers.{index}.", config.norm_eps
-    attention, mlp = prefix + "self_attn.", prefix + "mlp."
-    qkv = [attention + name for name in ("q_proj", "k_proj", "v_proj")]
-    yield NormLinear(
-        norm=Norm(source.tensor(prefix + "input_layernorm.weight"), eps),
-        weight=_matrix(source, prefix + "qkv", qkv, config.qkv_bias),
-    )
-    shape = AttentionShape(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        scale=config.head_dim**-0.5,
-        window=config.windows[index],
-        q_norm=source.tensor(attention + "q_norm.weight") if config.qk_norm else None,
-        k_norm=source.tensor(attention + "k_norm.weight") if config.qk_norm else None,
-        norm_eps=eps,
-    )
-    yield RopeWrite(shape=shape, rope=rope, layer=index)
-    if index == config.num_layers - 1:
-        yield KeepSampled()
-    yield Attend(shape=shape, layer=index)
-    yield LinearAdd(source="mixed", weight=_matrix(source, prefix + "o", [attention + "o_proj"], config.o_bias))
-    biases = [mlp + "gate_proj.bias", mlp + "up_proj.bias"] if config.mlp_bias else []
-    yield NormGateUp(
-        norm=Norm(source.tensor(prefix + "post_attention_layernorm.weight"), eps),
-        weight=source.gate_up(prefix + "gate_up", mlp + "gate_proj.weight", mlp + "up_proj.weight", biases),
-        activation="silu",
-    )
-    yield LinearAdd(source="wide", weight=_matrix(source, prefix + "down", [mlp + "down_proj"], config.mlp_bias))
+class _Layers:
+    """Makes the ops of a model's layers from its configuration and its weights."""
+
+    def __init__(self, source: WeightSource, config: ModelConfig, *, device: torch.device, max_model_len: int) -> None:
+        self._source, self._config = source, config
+        self._order = pair_order(config)
+        self._tables = {
+            rope: rope_table(rope, config.head_dim, max_model_len, rotary_dim=config.rotary_dim).to(device)
+            for rope in dict.fromkeys(config.ropes)
+        }
+
+    def ops(self, index: int) -> Iterator[LayerOp]:
+        """Of one layer; those behind the last layer's keys and values are for the sample rows alone."""
+        config, norms = self._config, self._config.family.norms
+        prefix = f"model.layers.{index}."
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        yield NormLinear(norm=self._norm_at(prefix, norms.attention), weight=self._qkv(prefix))
+        shape = self._shape(index, attention)
+        yield RopeWrite(shape=shape, rope=self._tables[config.ropes[index]], layer=index)
+        if index == config.num_layers - 1:
+            yield KeepSampled()
+        yield Attend(shape=shape, layer=index)
+        o = self._matrix(prefix + "o", [Part(attention + "o_proj")], config.o_bias)
+        yield from self._add("mixed", o, self._norm_at(prefix, norms.after_attention))
+        yield NormGateUp(
+            norm=self._norm_at(prefix, norms.mlp), weight=self._gate_up(prefix), activation=config.activation
+        )
+        down = self._matrix(prefix + "down", [Part(mlp + "down_proj")], config.mlp_bias)
+        yield from self._add("wide", down, self._norm_at(prefix, norms.after_mlp))
+
+    def norm(self, name: str) -> Norm:
+        """A norm of rows, in the form in which the family multiplies."""
+        return Norm(self._norm_weight(name), self._config.norm_eps)
+
+    def _norm_weight(self, name: str) -> Tensor:
+        form = self._config.family.norm_form
+        if form == "rounded":
+            return self._source.tensor(name)
+        wide = self._source.tensor(name).float()
+        return wide + 1.0 if form == "offset" else wide
+
+    def _norm_at(self, prefix: str, name: str | None) -> Norm | None:
+        return None if name is None else self.norm(f"{prefix}{name}.weight")
+
+    def _add(self, source: Source, weight: LinearWeight, norm: Norm | None) -> Iterator[LayerOp]:
+        """The projection is added to the residual stream at once, or normed first."""
+        if norm is None:
+            yield LinearAdd(source=source, weight=weight, scale=self._config.residual_scale)
+        else:
+            yield Project(source=source, weight=weight)
+            yield NormAdd(norm=norm)
+
+    def _shape(self, index: int, attention: str) -> AttentionShape:
+        config = self._config
+        q_norm = k_norm = None
+        if config.qk_norm:
+            q_norm, k_norm = (self._head_norm(f"{attention}{name}.weight") for name in ("q_norm", "k_norm"))
+        return AttentionShape(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=config.attention_scale,
+            window=config.windows[index],
+            q_norm=q_norm,
+            k_norm=k_norm,
+            norm_eps=config.norm_eps,
+        )
+
+    def _head_norm(self, name: str) -> Tensor:
+        """[head_dim], or of a row of heads, in the order of the values that it multiplies."""
+        weight = self._norm_weight(name)
+        if self._order is None:
+            return weight
+        return weight.view(-1, self._config.head_dim)[:, self._order].flatten()
+
+    def _qkv(self, prefix: str) -> LinearWeight:
+        config, attention = self._config, prefix + "self_attn."
+        if "qkv" in config.family.fused:
+            parts = [Part(attention + "qkv_proj")]
+            if self._order is not None:
+                rotated = (config.num_heads + config.num_kv_heads) * config.head_dim
+                parts = [
+                    Part(attention + "qkv_proj", stop=rotated, head_order=self._order),
+                    Part(attention + "qkv_proj", start=rotated),
+                ]
+        else:
+            parts = [Part(attention + name, head_order=self._order) for name in ("q_proj", "k_proj")]
+            parts.append(Part(attention + "v_proj"))
+        return self._matrix(prefix + "qkv", parts, config.qkv_bias)
+
+    def _gate_up(self, prefix: str) -> LinearWeight:
+        config, mlp = self._config, prefix + "mlp."
+        gate, up = Part(mlp + "gate_proj"), Part(mlp + "up_proj")
+        if "gate_up" in config.family.fused:
+            inner = config.intermediate_size
+            gate, up = Part(mlp + "gate_up_proj", stop=inner), Part(mlp + "gate_up_proj", start=inner)
+        biases = [part.named(".bias") for part in (gate, up)] if config.mlp_bias else []
+        return self._source.gate_up(prefix + "gate_up", gate.named(".weight"), up.named(".weight"), biases)
+
+    def _matrix(self, place: str, parts: Sequence[Part], bias: bool) -> LinearWeight:
+        weights, biases = ([part.named(kind) for part in parts] for kind in (".weight", ".bias"))
+        return self._source.matrix(place, weights, biases if bias else [])
 
 
-def _matrix(source: WeightSource, place: str, names: Sequence[str], bias: bool) -> LinearWeight:
-    weights = [name + ".weight" for name in names]
-    return source.matrix(place, weights, [name + ".bias" for name in names] if bias else [])
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of a stored tensor, perhaps with the values of each head in another order."""
+
+    name: str
+    start: int = 0
+    stop: int | None = None
+    head_order: Tensor | None = None  # [head_dim]: the stored place of each
+
+    def named(self, kind: str) -> Part:
+        return replace(self, name=self.name + kind)
+
+    def of(self, stored: Tensor) -> Tensor:
+        rows = stored[self.start : self.stop]
+        if self.head_order is None:
+            return rows
+        return rows.view(-1, len(self.head_order), *rows.shape[1:])[:, self.head_order].flatten(0, 1)
+
+
+def pair_order(config: ModelConfig) -> Tensor | None:
+    """[head_dim]: the stored places of a head's values, so that what rotates together lies half a head apart.
+
+    None: they lie so. Values that do not rotate are paired with each other and meet angles of zero.
+    """
+    turned, width = config.rotary_dim, config.head_dim
+    if config.family.pairs == "halves" and turned == width:
+        return None
+    places = torch.arange(turned)
+    first, second = (
+        (places[: turned // 2], places[turned // 2 :])
+        if config.family.pairs == "halves"
+        else (places[0::2], places[1::2])
+    )
+    kept = torch.arange(turned, width)
+    half = len(kept) // 2
+    return torch.cat([first, kept[:half], second, kept[half:]])
 
 
 class WeightSource(Protocol):
@@ -195,11 +327,11 @@ class WeightSource(Protocol):
 
     def tensor(self, name: str) -> Tensor: ...
 
-    def matrix(self, place: str, weights: Sequence[str], biases: Sequence[str]) -> LinearWeight:
+    def matrix(self, place: str, weights: Sequence[Part], biases: Sequence[Part]) -> LinearWeight:
         """One projection made of the rows of several."""
         ...
 
-    def gate_up(self, place: str, gate: str, up: str, biases: Sequence[str]) -> LinearWeight: ...
+    def gate_up(self, place: str, gate: Part, up: Part, biases: Sequence[Part]) -> LinearWeight: ...
 
     def head(self, place: str, name: str, embedding: Tensor) -> LinearWeight:
         """The last projection; `embedding` is what `tensor` gave for it where both are one."""
@@ -248,32 +380,32 @@ class CheckpointSource:
         self._done(name)
         return value
 
-    def matrix(self, place: str, weights: Sequence[str], biases: Sequence[str]) -> LinearWeight:
+    def matrix(self, place: str, weights: Sequence[Part], biases: Sequence[Part]) -> LinearWeight:
         packed = self._pack_linear(self._rows(weights), self._bias(biases))
         return self._packed(place, packed, [*weights, *biases])
 
-    def gate_up(self, place: str, gate: str, up: str, biases: Sequence[str]) -> LinearWeight:
+    def gate_up(self, place: str, gate: Part, up: Part, biases: Sequence[Part]) -> LinearWeight:
         packed = self._pack_gate_up(self._rows([gate]), self._rows([up]), self._bias(biases))
         return self._packed(place, packed, [gate, up, *biases])
 
     def head(self, place: str, name: str, embedding: Tensor) -> LinearWeight:
         if self._checkpoint.is_done(name):
             return self._packed(place, self._pack_linear(embedding, None), [])
-        return self.matrix(place, [name], [])
+        return self.matrix(place, [Part(name)], [])
 
-    def _packed(self, place: str, packed: LinearWeight, names: Sequence[str]) -> LinearWeight:
+    def _packed(self, place: str, packed: LinearWeight, parts: Sequence[Part]) -> LinearWeight:
         if self._image is not None and self._form is not None:
             self._image.put_matrix(place, self._form.facts(packed), self._form.parts(packed))
-        for name in names:
+        for name in dict.fromkeys(part.name for part in parts):
             self._done(name)
         return packed
 
-    def _bias(self, names: Sequence[str]) -> Tensor | None:
-        return self._rows(names, may_be_kept=True) if names else None
+    def _bias(self, parts: Sequence[Part]) -> Tensor | None:
+        return self._rows(parts, may_be_kept=True) if parts else None
 
-    def _rows(self, names: Sequence[str], *, may_be_kept: bool = False) -> Tensor:
-        """The rows of one tensor or of several, one below the other."""
-        stored = [self._checkpoint.tensor(name) for name in names]
+    def _rows(self, parts: Sequence[Part], *, may_be_kept: bool = False) -> Tensor:
+        """The rows of one part of a tensor or of several, one below the other."""
+        stored = [part.of(self._checkpoint.tensor(part.name)) for part in parts]
         packs = self._form is not None and not may_be_kept
         if packs and len(stored) == 1 and stored[0].dtype is self._dtype:
             rows = stored[0]  # packing reads it and keeps nothing: no need for a copy
@@ -283,8 +415,8 @@ class CheckpointSource:
         else:
             moved = [part.to(device=self._device, dtype=self._dtype, copy=True) for part in stored]
             rows = torch.cat(moved) if len(moved) > 1 else moved[0]
-        for name, part in zip(names, torch.split(rows, [len(part) for part in stored]), strict=True):
-            self._check(name, part)
+        for part, values in zip(parts, torch.split(rows, [len(part) for part in stored]), strict=True):
+            self._check(part.name, values)
         return rows
 
     def _convert(self, stored: Sequence[Tensor], into: Tensor) -> None:
@@ -332,17 +464,17 @@ class ImageSource:
     def tensor(self, name: str) -> Tensor:
         return self._image.tensor(name, self._dtype)
 
-    def matrix(self, place: str, weights: Sequence[str], biases: Sequence[str]) -> LinearWeight:
+    def matrix(self, place: str, weights: Sequence[Part], biases: Sequence[Part]) -> LinearWeight:
         del weights, biases
         return self._form.restore(*self._image.matrix(place))
 
-    def gate_up(self, place: str, gate: str, up: str, biases: Sequence[str]) -> LinearWeight:
+    def gate_up(self, place: str, gate: Part, up: Part, biases: Sequence[Part]) -> LinearWeight:
         del gate, up
         return self.matrix(place, (), biases)
 
     def head(self, place: str, name: str, embedding: Tensor) -> LinearWeight:
         del embedding
-        return self.matrix(place, (name,), ())
+        return self.matrix(place, (Part(name),), ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,6 +516,7 @@ def count_parameters(path: Path, model: ModelConfig) -> Parameters:
     """
     shapes = expected_shapes(model)
     with open_checkpoint(path) as checkpoint:
+        take_text(checkpoint, model)
         checkpoint.drop(lambda name: name not in shapes)
         checkpoint.require(shapes)
     table = model.vocab_size * model.hidden_size
@@ -394,14 +527,17 @@ def count_parameters(path: Path, model: ModelConfig) -> Parameters:
         embedding=table,
         head=table,
         linear=matrices - tables,
-        tail=sum(math.prod(shapes[name]) for name in matrices_after_attention(model.num_layers - 1)),
+        tail=sum(math.prod(shapes[name]) for name in matrices_after_attention(model, model.num_layers - 1)),
         small=small,
         tied=model.tie_word_embeddings,
     )
 
 
-def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:
+def rope_table(rope: RopeConfig | None, head_dim: int, num_positions: int, *, rotary_dim: int | None = None) -> Tensor:
     """[num_positions, head_dim] float32: the cosines of a position's head_dim / 2 angles, then their sines.
+
+    Of `rotary_dim` values that are rotated, all by default; the others, and all of a layer without rope, have angles of
+    zero.
 
     The row of a position depends on that position alone, for every RoPE type. The types are as in transformers'
     `modeling_rope_utils`: default (Su et al. 2021, arXiv:2104.09864), linear (position interpolation), llama3, yarn
@@ -410,9 +546,15 @@ def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:
     the batch. Here the length that counts for position p is p + 1, which is what a model that decodes token by token
     with a KV cache sees, and which equals the reference up to the original length.
     """
-    positions = torch.arange(num_positions, dtype=torch.float32).unsqueeze(1)
-    angles = positions * _frequencies(rope, head_dim, positions)
-    return torch.cat([angles.cos(), angles.sin()], dim=1) * _amplitude(rope)
+    turned = head_dim if rotary_dim is None else rotary_dim
+    if rope is None:
+        turned, cosines, sines = 0, torch.empty(num_positions, 0), torch.empty(num_positions, 0)
+    else:
+        positions = torch.arange(num_positions, dtype=torch.float32).unsqueeze(1)
+        angles = positions * _frequencies(rope, turned, positions)
+        cosines, sines = angles.cos() * _amplitude(rope), angles.sin() * _amplitude(rope)
+    kept = torch.ones(num_positions, (head_dim - turned) // 2)
+    return torch.cat([cosines, kept, sines, 0.0 * kept], dim=1)
 
 
 def _frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
@@ -430,6 +572,10 @@ def _frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
         return _llama3(rope, plain)
     if rope.rope_type == "yarn":
         return _yarn(rope, head_dim, plain)
+    if rope.rope_type == "longrope":
+        # Ding et al. 2024, arXiv:2402.13753. One table for all served lengths: a row does not depend on others.
+        factors = rope.long_factors if len(positions) > rope.original_max_positions else rope.short_factors
+        return plain / torch.tensor(factors, dtype=torch.float32)
     return plain
 
 
@@ -458,7 +604,9 @@ def _yarn(rope: RopeConfig, head_dim: int, plain: Tensor) -> Tensor:
 
 
 def _amplitude(rope: RopeConfig) -> float:
-    """YaRN's attention factor, which multiplies cosines and sines; 1 for the other types."""
+    """The attention factor of YaRN and LongRoPE, which multiplies cosines and sines; 1 for the other types."""
+    if rope.rope_type == "longrope" and rope.attention_factor is not None:
+        return rope.attention_factor
     if rope.rope_type != "yarn":
         return 1.0
     if rope.attention_factor is not None:
