@@ -61,6 +61,7 @@ class SamplingNumbers:
 class SamplingOptions(SamplingNumbers):
     """How tokens are chosen, as asked for; not yet checked against the model."""
 
+    given: frozenset[str] = frozenset()  # the numbers that the request brings; the model's defaults fill in the others
     n: int = 1
     n_param: str = "n"
     seed: int | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from quire_engine.config import EnginePlan
@@ -27,13 +27,17 @@ class ModelLimits:
     num_token_ids: int  # smaller ids are in the tokenizer and have logits
     scheduler: SchedulerConfig
     max_logprobs: int
+    most_tokens: int | None = None  # new tokens of a choice, whatever a request asks for
 
     @classmethod
-    def of(cls, plan: EnginePlan, tokenizer: TextTokenizer, max_logprobs: int) -> ModelLimits:
+    def of(
+        cls, plan: EnginePlan, tokenizer: TextTokenizer, max_logprobs: int, most_tokens: int | None = None
+    ) -> ModelLimits:
         return cls(
             num_token_ids=min(plan.vocab_size, tokenizer.vocab_size),
             scheduler=plan.scheduler,
             max_logprobs=max_logprobs,
+            most_tokens=most_tokens,
         )
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
@@ -52,6 +56,23 @@ class ModelLimits:
                 f"{'' if is_exact else ' at least'} {least} tokens.",
                 param=param,
             )
+
+
+def with_defaults(
+    options: GenerationOptions, numbers: Mapping[str, float], max_tokens: int | None
+) -> GenerationOptions:
+    """The options with a model's own defaults, by the names of `SamplingNumbers`, for what the request leaves out.
+
+    A limit of the dialect, such as the 16 tokens of completions, goes before the model's. Beams are ranked by the
+    model's own log-probabilities, so they take no numbers.
+    """
+    taken = {} if options.beam else {name: numbers[name] for name in numbers if name not in options.sampling.given}
+    limit = options.stop.default_max_tokens or max_tokens
+    return replace(
+        options,
+        sampling=replace(options.sampling, **taken),
+        stop=replace(options.stop, default_max_tokens=limit),
+    )
 
 
 def resolve_sampling(options: GenerationOptions, *, tokenizer: TextTokenizer, limits: ModelLimits) -> SamplingParams:
@@ -98,8 +119,8 @@ def resolve_stop(
 ) -> StopParams:
     """The stop parameters of one prompt's choices.
 
-    The requested max_tokens is lowered to the context length, and refused if the pool can never hold it; a default is
-    lowered to both. Raises ContextLengthExceeded, BadRequest.
+    The requested max_tokens is lowered to the context length and the operator's limit, and refused if the pool can
+    never hold it; a default is lowered to all of them. Raises ContextLengthExceeded, BadRequest.
     """
     n, asked, default = options.num_sequences, options.stop.max_tokens, options.stop.default_max_tokens
     room = limits.scheduler.max_model_len - prompt_tokens
@@ -112,7 +133,7 @@ def resolve_stop(
         )
     largest = limits.scheduler.largest_max_tokens(num_prompt=prompt_tokens, n=n)
     wanted = asked if asked is not None else default
-    max_new_tokens = room if wanted is None else min(wanted, room)
+    max_new_tokens = min(each for each in (wanted, room, limits.most_tokens) if each is not None)
     if asked is None:
         max_new_tokens = min(max_new_tokens, largest)
     if largest < 0:

@@ -354,9 +354,9 @@ class SamplingFields(WireModel):
     repetition_penalty: RepetitionPenalty | None = None
 
     def given_numbers(self) -> dict[str, Any]:
-        """The numbers that are not null, by their names."""
+        """The numbers that are not null, by their names, and these names as `given`."""
         given = {name: value for name in SamplingFields.model_fields if (value := getattr(self, name)) is not None}
-        return given | ({"top_k": 0} if self.top_k == -1 else {})
+        return given | ({"top_k": 0} if self.top_k == -1 else {}) | {"given": frozenset(given)}
 
 
 class ServingFields(WireModel):

@@ -59,7 +59,7 @@ class EngineFields(BaseModel):
     )
     device: Device = option("auto", "Model", "where the model runs; auto takes a GPU where there is one")
     dtype: Annotated[DType, BeforeValidator(synonym_of("dtype"))] = option(
-        "auto", "Model", "type of weights and KV cache; auto is the checkpoint's own"
+        "auto", "Model", "type of weights and KV cache; auto is the checkpoint's own, on a CPU bfloat16 for float16"
     )
     kernels: KernelChoice = option("auto", "Model", "implementation of the model's operations")
     cpu_variant: CpuVariant | None = option(
@@ -90,6 +90,15 @@ class EngineFields(BaseModel):
     )
     max_logprobs: Annotated[int, Field(ge=0, le=20)] = option(
         20, "Model", "most alternatives per token a client may ask for"
+    )
+    generation_config: Annotated[str, BeforeValidator(synonym_of("generation_config"))] = option(
+        "auto",
+        "Model",
+        "where requests get the numbers from that they leave out: auto is the model's generation_config.json, none is"
+        " OpenAI's defaults; or another directory with such a file",
+    )
+    override_generation_config: JsonObject = option(
+        {}, "Model", "values that win over that file's, such as temperature and max_new_tokens; JSON object"
     )
     seed: int | None = option(
         None, "Model", "seed of requests that bring none: the same prompt gets the same answer; default: random"

@@ -107,6 +107,7 @@ def _parse_swap_space(value: object) -> object:
 # vLLM's names for some values.
 SYNONYMS: dict[str, dict[str, str]] = {
     "dtype": {"half": "float16", "float": "float32"},
+    "generation_config": {"vllm": "none"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
 }
 

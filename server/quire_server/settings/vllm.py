@@ -301,8 +301,6 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_any("ignore-patterns", "only what is needed is downloaded", "values"),
     *_only("model-loader-extra-config additional-config kernel-config", "{}", "there is nothing to configure", "json"),
     *_off("skip-tokenizer-init", "the tokenizer is always there; prompts may still be token ids"),
-    *_only("generation-config", "vllm", "what requests leave out is OpenAI's default, not the checkpoint's"),
-    *_only("override-generation-config", "{}", "what requests leave out is OpenAI's default", "json"),
     *_only("logprobs-mode", "raw_logprobs", "log-probabilities are those of the model, before any rule"),
     *_never("logits-processors logits-processor-pattern", _PLUGIN, "values"),
     *_never("io-processor-plugin tool-parser-plugin reasoning-parser-plugin worker-extension-cls", _PLUGIN),
