@@ -164,9 +164,7 @@ async def build_state(
     """
     credentials = Credentials(settings) if credentials is None else credentials
     usage = UsageBook(settings.model_names[0], file=settings.first_keys.tenants.usage_file)
-    defaults = generation_defaults(
-        settings.generation_config, settings.override_generation_config, settings.model_path
-    )
+    defaults = generation_defaults(settings.generation_config, settings.override_generation_config, settings.model_path)
     folder = Path(settings.tokenizer or settings.model_path)
     tokenizer = await asyncio.to_thread(
         TextTokenizer.load, folder, generation_config_file(settings.generation_config, folder)

@@ -106,7 +106,8 @@ def test_a_float16_checkpoint_gets_the_fast_kernels_of_a_cpu():
     assert (built.plan.dtype, built.plan.kernels) == ("bfloat16", "cpu")
     (line,) = (line for line in plan_text(built.plan).splitlines() if line.startswith("dtype "))
     assert line.split(None, 1)[1] == (
-        "float16 weights are computed in bfloat16 by the C++ kernels; set dtype to float16 to keep them, many times slower"
+        "float16 weights are computed in bfloat16 by the C++ kernels; set dtype to float16 to keep them, many times"
+        " slower"
     )
     assert generate(built, [request()])["a", 0].finish == "length"
     quantized = resolve_plan(config(model=path, quantization="int8"))

@@ -69,6 +69,7 @@ class SamplingOptions(SamplingNumbers):
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     bad_words: tuple[str, ...] = ()
     num_logprobs: int | None = None  # None: none; k: the chosen token and the k most likely
+    logprobs_param: str = "logprobs"  # the field's name in the dialect, for errors
     logprob_token_ids: tuple[int, ...] = ()  # also scored, whatever their rank; needs num_logprobs
     num_prompt_logprobs: int | None = None
 
@@ -146,6 +147,7 @@ class ReplyOptions:
     stream: bool = False
     keep_best: int | None = None  # return this many of each prompt's choices, by mean log-probability; None: all
     echo: bool = False  # the prompt is part of the text
+    begins_with: str = ""  # the text before the generated one: the message that a chat echoes
     skip_special_tokens: bool = True
     num_logprobs: int | None = None  # None: none; k: the chosen token and k alternatives
     num_prompt_logprobs: int | None = None

@@ -9,6 +9,7 @@ import hashlib
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from quire_engine.config import EnginePlan
 from quire_engine.limits import SchedulerConfig
@@ -17,6 +18,8 @@ from quire_server.answering.options import GenerationOptions, SamplingNumbers
 from quire_server.errors import BadRequest, ContextLengthExceeded
 from quire_server.text.tokenizer import TextTokenizer
 
+USUAL_LOGPROBS = 20  # alternatives of each token, as OpenAI has them; any number of tokens may have so many
+MOST_SCORES = 4 << 20  # log-probabilities of a reply with more alternatives, some 100 bytes each
 GREEDY_BELOW = 1e-5  # dividing logits by less overflows; the answer would be the greedy one anyway
 
 
@@ -66,7 +69,9 @@ def with_defaults(
     A limit of the dialect, such as the 16 tokens of completions, goes before the model's. Beams are ranked by the
     model's own log-probabilities, so they take no numbers.
     """
-    taken = {} if options.beam else {name: numbers[name] for name in numbers if name not in options.sampling.given}
+    taken: dict[str, Any] = {}
+    if options.beam is None:
+        taken = {name: value for name, value in numbers.items() if name not in options.sampling.given}
     limit = options.stop.default_max_tokens or max_tokens
     return replace(
         options,
@@ -81,7 +86,7 @@ def resolve_sampling(options: GenerationOptions, *, tokenizer: TextTokenizer, li
     max_choices = limits.scheduler.limits.max_choices
     if asked.n > max_choices:
         raise BadRequest(f"'{asked.n_param}' must be at most {max_choices} on this server.", param=asked.n_param)
-    for count, param in ((asked.num_logprobs, "logprobs"), (asked.num_prompt_logprobs, "prompt_logprobs")):
+    for count, param in ((asked.num_logprobs, asked.logprobs_param), (asked.num_prompt_logprobs, "prompt_logprobs")):
         if count is not None and count > limits.max_logprobs:
             raise BadRequest(f"'{param}' must be at most {limits.max_logprobs} on this server.", param=param)
     allowed = tuple(dict.fromkeys(asked.allowed_token_ids))
@@ -153,6 +158,8 @@ def resolve_stop(
             f"'min_tokens' is {sampling.min_tokens}, more than the {max_new_tokens} tokens that may be generated.",
             param="min_tokens",
         )
+    _check_scores(sampling.num_logprobs, n * max_new_tokens, options.sampling.logprobs_param)
+    _check_scores(sampling.num_prompt_logprobs, prompt_tokens, "prompt_logprobs")
     stop_ids = tuple(dict.fromkeys(options.stop.token_ids))
     limits.check_ids(stop_ids, "stop_token_ids")
     if not options.stop.ignore_eos:
@@ -165,6 +172,16 @@ def resolve_stop(
                 param="allowed_token_ids",
             )
     return StopParams(max_new_tokens=max_new_tokens, stop_token_ids=stop_ids)
+
+
+def _check_scores(count: int | None, num_tokens: int, param: str) -> None:
+    """Bound the memory of a reply with more alternatives than the usual ones. Raises BadRequest."""
+    if count is not None and count > USUAL_LOGPROBS and count * num_tokens > MOST_SCORES:
+        raise BadRequest(
+            f"'{param}' is {count}, which for {num_tokens} tokens is more than a reply may hold; ask for"
+            f" {max(USUAL_LOGPROBS, MOST_SCORES // num_tokens)} or for fewer tokens.",
+            param=param,
+        )
 
 
 def with_seed(

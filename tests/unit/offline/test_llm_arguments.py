@@ -43,7 +43,7 @@ def test_every_parameter_is_a_field_of_a_request() -> None:
         ({"n": 17}, "n: .* less than or equal to 16"),
         ({"max_tokens": 0}, "'max_tokens' must be at least 1"),
         ({"stop": ["a", ""]}, r"stop\[1\]: "),
-        ({"logprobs": 21}, "logprobs: .* less than or equal to 20"),
+        ({"logprobs": 257}, "logprobs: .* less than or equal to 256"),
         ({"prompt_logprobs": -1}, "prompt_logprobs: "),
         ({"logit_bias": {"the": 1.0}}, "token ids"),
         ({"logit_bias": {5: 101.0}}, "less than or equal to 100"),

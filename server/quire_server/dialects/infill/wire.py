@@ -55,10 +55,12 @@ class InfillRequest(WireModel):
     model: Annotated[str, Field(max_length=256)] | None = None
     stream: bool | None = None
     n_predict: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(None, description="-1: as many as fit")
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(None, description="0.8 by default, or the model's own")
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(None, description="40 by default, or the model's own; 0 is off")
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="0.95 by default, or the model's own")
-    min_p: Probability | None = Field(None, description="0.05 by default, or the model's own")
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(None, description="default: the model's, or 0.8")
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(
+        None, description="default: the model's, or 40; 0 is off"
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="default: the model's, or 0.95")
+    min_p: Probability | None = Field(None, description="default: the model's, or 0.05")
     seed: Int64 | None = Field(None, description="-1: a random one")
     repeat_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     presence_penalty: Penalty | None = None
@@ -88,11 +90,7 @@ class InfillRequest(WireModel):
             ),
             model=self.model,
             sampling=SamplingOptions(
-                given=frozenset(
-                    name
-                    for name, own in _NUMBERS.items()
-                    if getattr(self, own) is not None
-                ),
+                given=frozenset(name for name, own in _NUMBERS.items() if getattr(self, own) is not None),
                 temperature=0.8 if self.temperature is None else self.temperature,
                 top_k=40 if self.top_k is None else max(self.top_k, 0),
                 top_p=0.95 if self.top_p is None else self.top_p,

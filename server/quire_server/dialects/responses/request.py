@@ -451,6 +451,7 @@ class ResponseRequest(DecodingFields, ServingFields):
                 **self.given_numbers(),
                 logit_bias=tuple((int(key), value) for key, value in (self.logit_bias or {}).items()),
                 num_logprobs=num_logprobs,
+                logprobs_param="top_logprobs",
             ),
             stop=StopOptions(
                 max_tokens=self.max_output_tokens,

@@ -37,9 +37,9 @@ def test_there_are_few_settings() -> None:
 
     Two of them are words of an operator that nothing else can say: that programs of this machine may give orders, and
     that a dashboard still reads the names that vLLM has dropped. Two more say what requests leave out: from where it is
-    taken, and which values win.
+    taken, and which values win. One is for who bills by streams of clients that do not ask for their usage.
     """
-    assert len(Settings.model_fields) <= 86
+    assert len(Settings.model_fields) <= 87
 
 
 def test_what_is_gone_is_no_setting() -> None:
