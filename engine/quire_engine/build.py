@@ -19,7 +19,7 @@ from quire_engine.config import CpuVariant, EngineConfig, EnginePlan
 from quire_engine.engine import StepExecutor
 from quire_engine.errors import ConfigError
 from quire_engine.execution.constrained.grammars import Grammars
-from quire_engine.execution.device import resolve_device
+from quire_engine.execution.device import own_dtype, resolve_device
 from quire_engine.execution.executor import Executor, make_executor, runs_by_itself, spare_blocks, staging_blocks_for
 from quire_engine.execution.kernel_checks import checked, model_sizes
 from quire_engine.execution.kv_storage import KVStorage, block_bytes
@@ -332,15 +332,10 @@ def _torch_threads(weights_bytes: int) -> int:
 
 def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> tuple[torch.dtype, str]:
     """The type that the model is computed in, and the reason where it is neither asked for nor the checkpoint's."""
-    name, reason = model.dtype if config.dtype == "auto" else config.dtype, ""
+    name = own_dtype(model.dtype, device, config.kernels) if config.dtype == "auto" else config.dtype
     if name not in _DTYPES:
         raise ConfigError(f"dtype={name} is unknown; set dtype to auto, {', '.join(_DTYPES)}")
-    is_free = config.dtype == "auto" and config.kernels in {"auto", "cpu"}
-    if is_free and device.type == "cpu" and name == "float16":
-        # On a CPU only the reference kernels compute in float16.
-        name = "bfloat16"
-        reason = (
-            "float16 weights are computed in bfloat16 by the C++ kernels; set dtype to float16 to keep them, many times"
-            " slower"
-        )
-    return _DTYPES[name], reason
+    if config.dtype != "auto" or name == model.dtype:
+        return _DTYPES[name], ""
+    reason = f"{model.dtype} weights are computed in {name} by the C++ kernels; set dtype to {model.dtype} to keep them"
+    return _DTYPES[name], f"{reason}, many times slower"
