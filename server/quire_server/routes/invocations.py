@@ -10,7 +10,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import Discriminator, RootModel, Tag
+from pydantic import ConfigDict, Discriminator, RootModel, Tag
 
 from quire_server.dialects.chat.routes import create_chat_completion
 from quire_server.dialects.chat.wire import ChatCompletionRequest
@@ -55,6 +55,9 @@ class Invocation(
     ]
 ):
     """The body of one of these routes."""
+
+    # A body may have the fields of several.
+    model_config = ConfigDict(json_schema_extra=lambda schema: schema.update(anyOf=schema.pop("oneOf")))
 
 
 @router.post("/invocations", response_model=None)
