@@ -19,7 +19,7 @@ from quire_engine.config import CpuVariant, EngineConfig, EnginePlan
 from quire_engine.engine import StepExecutor
 from quire_engine.errors import ConfigError
 from quire_engine.execution.constrained.grammars import Grammars
-from quire_engine.execution.device import resolve_device
+from quire_engine.execution.device import own_dtype, resolve_device
 from quire_engine.execution.executor import Executor, make_executor, runs_by_itself, spare_blocks, staging_blocks_for
 from quire_engine.execution.kernel_checks import checked, model_sizes
 from quire_engine.execution.kv_storage import KVStorage, block_bytes
@@ -62,6 +62,7 @@ class Resolved:
     model: ModelConfig
     device: torch.device
     dtype: torch.dtype
+    why_dtype: str  # empty: as asked, or the checkpoint's own
     kernels: KernelSet
     replaced_ops: tuple[str, ...]
     num_threads: int
@@ -150,6 +151,7 @@ class Resolved:
             checkpoint=fingerprint(Path(asked.model)),
             cpu_variant=cast(CpuVariant, self.kernels.variant) if self.kernels.variant else None,
             why_cpu_variant=self.kernels.why_variant,
+            why_dtype=self.why_dtype,
             hidden_size=self.model.hidden_size,
             layer_parameters=self.parameters.linear - self.parameters.tail + self.parameters.small,
             sampled_parameters=self.parameters.tail + self.parameters.head,
@@ -229,7 +231,7 @@ def resolve(config: EngineConfig, *, check_kernels: bool = False, tell: Tell = t
     model = load_model_config(path, config.ignore_config_keys)
     check_model_len(config.max_model_len, model.max_position_embeddings)
     device = resolve_device(config.device)
-    dtype = _dtype(config.dtype, model)
+    dtype, why_dtype = _dtype(config, model, device)
     parameters = count_parameters(path, model)
     num_threads = config.num_threads or usable_cores()
     kernels = _select_kernels(config, model, device, dtype, num_threads, tell)
@@ -256,6 +258,7 @@ def resolve(config: EngineConfig, *, check_kernels: bool = False, tell: Tell = t
         model=model,
         device=device,
         dtype=dtype,
+        why_dtype=why_dtype,
         kernels=kernels,
         replaced_ops=replaced_ops,
         num_threads=num_threads,
@@ -327,8 +330,12 @@ def _torch_threads(weights_bytes: int) -> int:
     return min(usable_cores(), 1 + weights_bytes // (256 << 20))
 
 
-def _dtype(asked: str, model: ModelConfig) -> torch.dtype:
-    name = model.dtype if asked == "auto" else asked
+def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> tuple[torch.dtype, str]:
+    """The type that the model is computed in, and the reason where it is neither asked for nor the checkpoint's."""
+    name = own_dtype(model.dtype, device, config.kernels) if config.dtype == "auto" else config.dtype
     if name not in _DTYPES:
         raise ConfigError(f"dtype={name} is unknown; set dtype to auto, {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+    if config.dtype != "auto" or name == model.dtype:
+        return _DTYPES[name], ""
+    reason = f"{model.dtype} weights are computed in {name} by the C++ kernels; set dtype to {model.dtype} to keep them"
+    return _DTYPES[name], f"{reason}, many times slower"

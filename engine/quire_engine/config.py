@@ -146,6 +146,7 @@ class EnginePlan:
     checkpoint: str = ""  # changes when a file of the model does
     cpu_variant: CpuVariant | None = None  # of the C++ kernels; None with other kernels
     why_cpu_variant: str = ""  # a reason to show to the operator
+    why_dtype: str = ""  # the same, where the dtype is neither asked for nor the checkpoint's
     hidden_size: int = 0  # length of an embedding
     # The cost of a token; 0: unknown.
     layer_parameters: int = 0  # multiplied with every token

@@ -138,6 +138,7 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
             "device",
             f"{plan.device}, {plan.dtype}, {plan.kernels} kernels{without}, {plan.num_threads} threads{deterministic}",
         ),
+        *([("dtype", plan.why_dtype)] if plan.why_dtype else []),
         *_variant_lines(plan),
         ("weights", f"{bytes_text(plan.weights_bytes)}{quantized}{loaded}"),
         (

@@ -46,6 +46,9 @@ class ThinkingParams:
     max_tokens: int
 
 
+MAX_LOGPROBS = 256  # of `num_logprobs` and `num_prompt_logprobs`: they stand in the frames of every step
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one token is chosen from a row of logits. Resolved and validated by the server.

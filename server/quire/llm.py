@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from quire.batch import prepare_all, run_all
 from quire.beams import BeamSearchOutput, BeamSearchParams, beams_of, searches
@@ -107,10 +107,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue each prompt: one, or a list of texts, token ids or both. Outputs are in the order of the prompts.
 
-        `sampling_params`: for all prompts, or a list with one for each. `use_tqdm` shows a progress bar on stderr.
+        `sampling_params`: for all prompts, or a list with one for each; without them the model's own defaults hold.
+        `use_tqdm` shows a progress bar on stderr.
         """
         plain = prompt_list(prompts)
-        return self._run(completions(plain, params_for(len(plain), sampling_params)), use_tqdm=use_tqdm)
+        params = params_for(len(plain), sampling_params, self.get_default_sampling_params())
+        return self._run(completions(plain, params), use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -129,7 +131,7 @@ class LLM:
         if not self._work.can_chat:
             raise ValueError("this model has no chat template; use generate")
         conversations = conversation_list(messages)
-        params = params_for(len(conversations), sampling_params)
+        params = params_for(len(conversations), sampling_params, self.get_default_sampling_params())
         with _plain_errors():
             requests = chats(
                 conversations,
@@ -187,6 +189,13 @@ class LLM:
             embedded = self._thread.call(self._work.embed(options, self._ids, on_finished))
         return scored(embedded, len(left))
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of calls without any: the model's generation_config.json, as the settings change it.
+
+        Parameters that are given are taken as they are, with the defaults of `SamplingParams`.
+        """
+        return SamplingParams(**self._work.defaults)
+
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer, with its chat template."""
         return self._work.tokenizer
@@ -216,6 +225,7 @@ class _Work:
         self._turn = asyncio.Lock()
         self.can_chat = state.prompts is not None
         self.tokenizer = Tokenizer(state.tokenizer, state.prompts)
+        self.defaults: dict[str, Any] = state.defaults.shown
 
     async def run(
         self, requests: Sequence[GenerationOptions], ids: Iterator[int], on_finished: Callable[[RequestOutput], None]

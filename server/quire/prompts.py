@@ -84,10 +84,12 @@ def conversation_list(messages: Conversation | Sequence[Conversation]) -> list[C
     raise TypeError("messages are a list of {'role': ..., 'content': ...}, or a list of such lists")
 
 
-def params_for(num_prompts: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+def params_for(
+    num_prompts: int, params: SamplingParams | Sequence[SamplingParams] | None, default: SamplingParams
+) -> list[SamplingParams]:
     """The parameters of each prompt, from one for all or a list with one for each. Raises TypeError, ValueError."""
     if params is None:
-        params = SamplingParams()
+        params = default
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
     if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):

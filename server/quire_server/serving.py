@@ -231,6 +231,9 @@ def _greet(settings: Settings, state: ServerState, listening: Listening) -> None
     quality = quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype)
     for line in plan_text(plan, quality).splitlines():
         log.info("%s", line)
+    if state.defaults.source:
+        numbers = ", ".join(f"{name} {value:g}" for name, value in state.defaults.shown.items())
+        log.info("what requests leave out, by %s: %s", state.defaults.source, numbers)
     if settings.needs_key and not settings.admin_keys and not settings.allow_local_admin:
         log.info("no admin key is set, so /debug, /admin and the dashboard's data are closed; see --admin-api-key")
     log.info("try: %s", example(settings, state, listening))

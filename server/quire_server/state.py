@@ -34,6 +34,7 @@ from quire_server.metrics.usage import UsageBook
 from quire_server.settings import ServerLimits, Settings
 from quire_server.settings.keys import TenantEntry
 from quire_server.text.fault_points import plant
+from quire_server.text.generation_config import GenerationDefaults, generation_config_file, generation_defaults
 from quire_server.text.grammar_check import GrammarCheck
 from quire_server.text.parsing.formats import PLAIN, ModelFormats, model_formats
 from quire_server.text.pooling_method import PoolingMethod, pooling_method
@@ -73,6 +74,7 @@ class ServerState:
     metrics: Metrics
     model_names: tuple[str, ...]  # the first is the one that replies report
     pooling: PoolingMethod  # the pooling method for embeddings
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)  # of requests, as the model has them
     tenants: Tenants = field(default_factory=Tenants)
     formats: ModelFormats = PLAIN  # the model's formats of reasoning and tool calls
     engine_trouble: Callable[[], str | None] = _engine_serves  # called at each probe: why the engine cannot serve now
@@ -162,7 +164,11 @@ async def build_state(
     """
     credentials = Credentials(settings) if credentials is None else credentials
     usage = UsageBook(settings.model_names[0], file=settings.first_keys.tenants.usage_file)
-    tokenizer = await asyncio.to_thread(TextTokenizer.load, Path(settings.tokenizer or settings.model_path))
+    defaults = generation_defaults(settings.generation_config, settings.override_generation_config, settings.model_path)
+    folder = Path(settings.tokenizer or settings.model_path)
+    tokenizer = await asyncio.to_thread(
+        TextTokenizer.load, folder, generation_config_file(settings.generation_config, folder)
+    )
     source = tokenizer.chat_template if settings.chat_template is None else _template(settings.chat_template)
     formats = model_formats(settings.tool_call_parser, settings.reasoning_parser, tokenizer, source)
     prompts: ChatTemplate | None = None
@@ -196,6 +202,7 @@ async def build_state(
         metrics=metrics,
         model_names=names,
         formats=formats,
+        defaults=defaults,
         pooling=pooling_method(settings.pooling, settings.model_path),
         inspect=supervisor.inspect,
         control=supervisor.control,

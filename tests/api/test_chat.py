@@ -283,7 +283,6 @@ REFUSED = [
     ("top_logprobs", {"top_logprobs": 2}),
     ("top_logprobs", {"top_logprobs": 21, "logprobs": True}),
     ("logprobs", {"logprobs": 1}),
-    ("echo", {"echo": True}),
     ("n", {"n": 17}),
     ("prompt_logprobs", {"prompt_logprobs": 1, "stream": True}),
     ("continue_final_message", {"continue_final_message": True, "add_generation_prompt": True}),

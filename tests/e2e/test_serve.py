@@ -73,6 +73,22 @@ def test_it_says_what_it_serves_and_the_printed_call_works() -> None:
         assert json.loads(reply.stdout)["choices"][0]["message"]["content"]
 
 
+def test_what_requests_leave_out_is_named_and_holds() -> None:
+    own = {"temperature": 0, "top_k": 20, "max_new_tokens": 12}
+    with Served("--override-generation-config", json.dumps(own)) as server:
+        said = "what requests leave out, by --override-generation-config: temperature 0, top_k 20, max_tokens 12"
+        assert said in server.log()
+        (model,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert model["default_sampling_params"] == {"temperature": 0, "top_k": 20, "max_tokens": 12}
+        replies = []
+        for asked in ({}, {"temperature": 0}, {"max_completion_tokens": 30}):
+            body = {"messages": [{"role": "user", "content": "Tell me a long story."}], **asked}
+            reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
+            assert reply["usage"]["completion_tokens"] <= 12
+            replies.append(reply["choices"][0]["message"]["content"])
+        assert replies == replies[:1] * 3
+
+
 def test_work_longer_than_the_drain_ends_with_an_error_event() -> None:
     with Served("--drain-timeout", "0.5", "--kv-memory", "64MiB") as server:
         children = children_of(server)

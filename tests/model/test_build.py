@@ -93,11 +93,28 @@ def test_parameters_are_counted_as_transformers_counts_them():
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
 def test_the_dtype_is_the_checkpoints_unless_asked_otherwise(stored):
     path = str(shared_checkpoint("qwen2", dtype=stored))
-    assert resolve_plan(config(model=path)).dtype == stored
+    assert resolve_plan(config(model=path, kernels="reference")).dtype == stored
     for asked in ("float32", "bfloat16", "float16"):
         built = build(config(model=path, dtype=asked))
         assert built.plan.dtype == asked
         assert generate(built, [request()])["a", 0].finish == "length"
+
+
+def test_a_float16_checkpoint_gets_the_fast_kernels_of_a_cpu():
+    path = str(shared_checkpoint("qwen2", dtype="float16"))
+    built = build(config(model=path))
+    assert (built.plan.dtype, built.plan.kernels) == ("bfloat16", "cpu")
+    (line,) = (line for line in plan_text(built.plan).splitlines() if line.startswith("dtype "))
+    assert line.split(None, 1)[1] == (
+        "float16 weights are computed in bfloat16 by the C++ kernels; set dtype to float16 to keep them, many times"
+        " slower"
+    )
+    assert generate(built, [request()])["a", 0].finish == "length"
+    quantized = resolve_plan(config(model=path, quantization="int8"))
+    assert (quantized.dtype, quantized.kernels) == ("bfloat16", "cpu")
+    for changes in ({"dtype": "float16"}, {"kernels": "reference"}):
+        plan = resolve_plan(config(model=path, **changes))
+        assert (plan.dtype, plan.kernels, plan.why_dtype) == ("float16", "reference", "")
 
 
 def test_the_length_shrinks_to_what_the_memory_holds():

@@ -183,6 +183,27 @@ def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(tmp_path) -> No
     assert {thread for thread in threading.enumerate() if thread.name == "quire"} == threads
 
 
+def test_calls_without_parameters_take_the_models_own(tmp_path) -> None:
+    source = shared_checkpoint("llama")
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(source / name)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0, "top_k": 20, "max_new_tokens": 5}')
+    with LLM(tmp_path, override_generation_config={"repetition_penalty": 1.1}, **SETTINGS) as made:
+        own = SamplingParams(temperature=0, top_k=20, repetition_penalty=1.1, max_tokens=5)
+        assert made.get_default_sampling_params() == own
+        texts = [made.generate("a", each, use_tqdm=False)[0].outputs[0].token_ids for each in (None, own)]
+        assert texts[0] == texts[1]
+        chats = [made.chat([{"role": "user", "content": "a"}], each, use_tqdm=False) for each in (None, own)]
+        assert chats[0][0].outputs[0].token_ids == chats[1][0].outputs[0].token_ids
+        given = SamplingParams(temperature=0, max_tokens=3)
+        with LLM(tmp_path, generation_config="none", **SETTINGS) as plain:
+            assert plain.get_default_sampling_params() == SamplingParams()
+            both = [each.generate("a", given, use_tqdm=False)[0].outputs[0].token_ids for each in (made, plain)]
+        assert both[0] == both[1]
+    with pytest.raises(ValueError, match="override_generation_config: warmth is no default"):
+        LLM(tmp_path, override_generation_config={"warmth": 1}, **SETTINGS)
+
+
 def test_a_model_without_a_chat_template_says_what_works(tmp_path) -> None:
     source = shared_checkpoint("llama")
     for name in ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json"):

@@ -14,6 +14,7 @@ from quire_engine.config import EngineConfig
 from quire_engine.demo import demo_model_path
 from quire_engine.engine import Engine
 from quire_engine.errors import ConfigError
+from quire_engine.execution.device import own_dtype
 from quire_engine.execution.kernel_checks import model_sizes
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.tools.verify import __main__ as tool
@@ -146,6 +147,20 @@ def test_the_sizes_are_those_of_the_model_that_is_named(monkeypatch):
     assert (device, dtype, choice, threads) == (CPU, getattr(torch, load_model_config(path).dtype), "reference", 1)
     assert sizes == model_sizes(load_model_config(path), 16)
     assert report["model"] == str(path)
+
+
+def test_a_float16_model_is_checked_as_it_is_served(monkeypatch):
+    asked = []
+    monkeypatch.setattr(tool, "checked_sets", lambda *told, **_: asked.append(told[1]) or iter(()))
+    monkeypatch.setattr(
+        tool, "run_greedy", lambda *_, **__: GreedyResult(ok=True, kernels="", num_tokens=0, num_equal=0)
+    )
+    tool.report({**QUESTION, "kernels": "auto", "model": str(shared_checkpoint(dtype="float16"))})
+    assert asked == [torch.bfloat16]
+    cuda = torch.device("cuda")
+    assert [own_dtype("float16", CPU, kernels) for kernels in ("auto", "cpu")] == ["bfloat16"] * 2
+    assert own_dtype("float16", CPU, "reference") == own_dtype("float16", cuda, "auto") == "float16"
+    assert own_dtype("float32", CPU, "auto") == "float32"
 
 
 def test_a_report_on_what_is_right(few_checks):

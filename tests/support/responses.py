@@ -58,7 +58,7 @@ def renderer(kept: list[bytes] | None = None, **fields: object) -> ResponseRende
         SimpleNamespace(usage=usage),  # type: ignore[arg-type]
         tokenizer=load_tokenizer(),
         stem=STEM,
-        shown=request.shown() | {"store": True},
+        shown=request.shown({}) | {"store": True},
         keep=lambda raw, _: None if kept is None else kept.append(raw),
     )
 

@@ -1,4 +1,4 @@
-"""Chooses the device that a model runs on.
+"""Chooses the device that a model runs on, and the type that it is computed in there.
 
 Promises: where there is a GPU that cannot be used, the reason is logged or raised. Must not know: models.
 """
@@ -30,6 +30,11 @@ def resolve_device(asked: str) -> torch.device:
     if reason:
         _log.warning("computing on the CPU: %s", reason)
     return torch.device("cpu")
+
+
+def own_dtype(stored: str, device: torch.device, kernels: str) -> str:
+    """The type for a checkpoint's own, where none is asked for: on a CPU only the reference kernels have float16."""
+    return "bfloat16" if stored == "float16" and device.type == "cpu" and kernels != "reference" else stored
 
 
 def unused_gpu() -> str | None:

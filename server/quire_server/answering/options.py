@@ -61,6 +61,7 @@ class SamplingNumbers:
 class SamplingOptions(SamplingNumbers):
     """How tokens are chosen, as asked for; not yet checked against the model."""
 
+    given: frozenset[str] = frozenset()  # the numbers that the request brings; the model's defaults fill in the others
     n: int = 1
     n_param: str = "n"
     seed: int | None = None
@@ -68,6 +69,7 @@ class SamplingOptions(SamplingNumbers):
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     bad_words: tuple[str, ...] = ()
     num_logprobs: int | None = None  # None: none; k: the chosen token and the k most likely
+    logprobs_param: str = "logprobs"  # the field's name in the dialect, for errors
     logprob_token_ids: tuple[int, ...] = ()  # also scored, whatever their rank; needs num_logprobs
     num_prompt_logprobs: int | None = None
 
@@ -145,6 +147,7 @@ class ReplyOptions:
     stream: bool = False
     keep_best: int | None = None  # return this many of each prompt's choices, by mean log-probability; None: all
     echo: bool = False  # the prompt is part of the text
+    begins_with: str = ""  # the text before the generated one: the message that a chat echoes
     skip_special_tokens: bool = True
     num_logprobs: int | None = None  # None: none; k: the chosen token and k alternatives
     num_prompt_logprobs: int | None = None

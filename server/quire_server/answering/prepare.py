@@ -19,7 +19,7 @@ from quire_server.answering.choice import TextOptions
 from quire_server.answering.constraining.calls import reading_format
 from quire_server.answering.constraining.constraints import Thinking, constraint
 from quire_server.answering.options import BeamOptions, Conversation, GenerationOptions, Infill, SamplingNumbers
-from quire_server.answering.sampling import ModelLimits, resolve_sampling, resolve_stop, with_seed
+from quire_server.answering.sampling import ModelLimits, resolve_sampling, resolve_stop, with_defaults, with_seed
 from quire_server.errors import BadRequest, ModelNotFound, Unsupported
 from quire_server.state import ServerState
 from quire_server.text.infilling import Infilling, Parts
@@ -247,7 +247,11 @@ def admit(state: ServerState, model: str | None) -> None:
 
 async def prepare(state: ServerState, options: GenerationOptions, caller: Caller | None = None) -> Job:
     """Check prompts and parameters against the model and the pool. Raises BadRequest, ContextLengthExceeded."""
-    limits = ModelLimits.of(state.client.plan, state.tokenizer, state.settings.max_logprobs)
+    defaults = state.defaults
+    limits = ModelLimits.of(state.client.plan, state.tokenizer, state.settings.max_logprobs, defaults.most_tokens)
+    options = with_defaults(options, defaults.sampling, defaults.max_tokens)
+    if state.settings.enable_force_include_usage:
+        options = replace(options, reply=replace(options.reply, usage_at_end=True))
     source, parsing = options.prompt.source, None
     if isinstance(source, Conversation):
         rendered = await _render(state, source, options, on_turn=lambda: _refuse_if_full(state))

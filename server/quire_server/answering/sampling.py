@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from quire_engine.config import EnginePlan
 from quire_engine.limits import SchedulerConfig
@@ -17,6 +18,8 @@ from quire_server.answering.options import GenerationOptions, SamplingNumbers
 from quire_server.errors import BadRequest, ContextLengthExceeded
 from quire_server.text.tokenizer import TextTokenizer
 
+USUAL_LOGPROBS = 20  # alternatives of each token, as OpenAI has them; any number of tokens may have so many
+MOST_SCORES = 4 << 20  # log-probabilities of a reply with more alternatives, some 100 bytes each
 GREEDY_BELOW = 1e-5  # dividing logits by less overflows; the answer would be the greedy one anyway
 
 
@@ -27,13 +30,17 @@ class ModelLimits:
     num_token_ids: int  # smaller ids are in the tokenizer and have logits
     scheduler: SchedulerConfig
     max_logprobs: int
+    most_tokens: int | None = None  # new tokens of a choice, whatever a request asks for
 
     @classmethod
-    def of(cls, plan: EnginePlan, tokenizer: TextTokenizer, max_logprobs: int) -> ModelLimits:
+    def of(
+        cls, plan: EnginePlan, tokenizer: TextTokenizer, max_logprobs: int, most_tokens: int | None = None
+    ) -> ModelLimits:
         return cls(
             num_token_ids=min(plan.vocab_size, tokenizer.vocab_size),
             scheduler=plan.scheduler,
             max_logprobs=max_logprobs,
+            most_tokens=most_tokens,
         )
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
@@ -54,13 +61,32 @@ class ModelLimits:
             )
 
 
+def with_defaults(
+    options: GenerationOptions, numbers: Mapping[str, float], max_tokens: int | None
+) -> GenerationOptions:
+    """The options with a model's own defaults, by the names of `SamplingNumbers`, for what the request leaves out.
+
+    A limit of the dialect, such as the 16 tokens of completions, goes before the model's. Beams are ranked by the
+    model's own log-probabilities, so they take no numbers.
+    """
+    taken: dict[str, Any] = {}
+    if options.beam is None:
+        taken = {name: value for name, value in numbers.items() if name not in options.sampling.given}
+    limit = options.stop.default_max_tokens or max_tokens
+    return replace(
+        options,
+        sampling=replace(options.sampling, **taken),
+        stop=replace(options.stop, default_max_tokens=limit),
+    )
+
+
 def resolve_sampling(options: GenerationOptions, *, tokenizer: TextTokenizer, limits: ModelLimits) -> SamplingParams:
     """All sampling parameters except the seed, which `with_seed` sets per prompt. Raises BadRequest."""
     asked = options.sampling
     max_choices = limits.scheduler.limits.max_choices
     if asked.n > max_choices:
         raise BadRequest(f"'{asked.n_param}' must be at most {max_choices} on this server.", param=asked.n_param)
-    for count, param in ((asked.num_logprobs, "logprobs"), (asked.num_prompt_logprobs, "prompt_logprobs")):
+    for count, param in ((asked.num_logprobs, asked.logprobs_param), (asked.num_prompt_logprobs, "prompt_logprobs")):
         if count is not None and count > limits.max_logprobs:
             raise BadRequest(f"'{param}' must be at most {limits.max_logprobs} on this server.", param=param)
     allowed = tuple(dict.fromkeys(asked.allowed_token_ids))
@@ -98,8 +124,8 @@ def resolve_stop(
 ) -> StopParams:
     """The stop parameters of one prompt's choices.
 
-    The requested max_tokens is lowered to the context length, and refused if the pool can never hold it; a default is
-    lowered to both. Raises ContextLengthExceeded, BadRequest.
+    The requested max_tokens is lowered to the context length and the operator's limit, and refused if the pool can
+    never hold it; a default is lowered to all of them. Raises ContextLengthExceeded, BadRequest.
     """
     n, asked, default = options.num_sequences, options.stop.max_tokens, options.stop.default_max_tokens
     room = limits.scheduler.max_model_len - prompt_tokens
@@ -112,7 +138,7 @@ def resolve_stop(
         )
     largest = limits.scheduler.largest_max_tokens(num_prompt=prompt_tokens, n=n)
     wanted = asked if asked is not None else default
-    max_new_tokens = room if wanted is None else min(wanted, room)
+    max_new_tokens = min(each for each in (wanted, room, limits.most_tokens) if each is not None)
     if asked is None:
         max_new_tokens = min(max_new_tokens, largest)
     if largest < 0:
@@ -132,6 +158,8 @@ def resolve_stop(
             f"'min_tokens' is {sampling.min_tokens}, more than the {max_new_tokens} tokens that may be generated.",
             param="min_tokens",
         )
+    _check_scores(sampling.num_logprobs, n * max_new_tokens, options.sampling.logprobs_param)
+    _check_scores(sampling.num_prompt_logprobs, prompt_tokens, "prompt_logprobs")
     stop_ids = tuple(dict.fromkeys(options.stop.token_ids))
     limits.check_ids(stop_ids, "stop_token_ids")
     if not options.stop.ignore_eos:
@@ -144,6 +172,16 @@ def resolve_stop(
                 param="allowed_token_ids",
             )
     return StopParams(max_new_tokens=max_new_tokens, stop_token_ids=stop_ids)
+
+
+def _check_scores(count: int | None, num_tokens: int, param: str) -> None:
+    """Bound the memory of a reply with more alternatives than the usual ones. Raises BadRequest."""
+    if count is not None and count > USUAL_LOGPROBS and count * num_tokens > MOST_SCORES:
+        raise BadRequest(
+            f"'{param}' is {count}, which for {num_tokens} tokens is more than a reply may hold; ask for"
+            f" {max(USUAL_LOGPROBS, MOST_SCORES // num_tokens)} or for fewer tokens.",
+            param=param,
+        )
 
 
 def with_seed(

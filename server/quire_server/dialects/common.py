@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
+from quire_engine.types import MAX_LOGPROBS
 from quire_server.errors import Unsupported
 
 MAX_PARTS_IN_ALL = 8192
@@ -240,7 +241,6 @@ def _is_among(value: object, candidates: tuple[object, ...]) -> bool:
 MAX_CHOICES = 16
 MAX_PROMPTS = 64
 MAX_SEQUENCES = 64  # prompts times choices
-MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_BIASED_TOKENS = 1024
@@ -354,9 +354,9 @@ class SamplingFields(WireModel):
     repetition_penalty: RepetitionPenalty | None = None
 
     def given_numbers(self) -> dict[str, Any]:
-        """The numbers that are not null, by their names."""
+        """The numbers that are not null, by their names, and these names as `given`."""
         given = {name: value for name in SamplingFields.model_fields if (value := getattr(self, name)) is not None}
-        return given | ({"top_k": 0} if self.top_k == -1 else {})
+        return given | ({"top_k": 0} if self.top_k == -1 else {}) | {"given": frozenset(given)}
 
 
 class ServingFields(WireModel):

@@ -139,7 +139,8 @@ def _why_not_local(scope: Scope) -> str | None:
 
 
 ANY = "*"
-PROBES = frozenset({"/health", "/health/live", "/health/ready"})  # orchestrators use the address of a pod as the host
+# Orchestrators use the address of a pod as the host.
+PROBES = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 
 
 def checks_hosts(settings: Settings) -> bool:

@@ -36,7 +36,7 @@ PAGES = frozenset(
         *("/pages/dashboard.css", "/pages/dashboard.js", "/pages/charts.js", "/pages/requests.js"),
     }
 )
-PUBLIC_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/version", "/metrics"}) | PAGES
+PUBLIC_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/load", "/version", "/metrics"}) | PAGES
 ADMIN_PATHS = ("/debug", "/admin", "/dashboard/events")  # with all paths below them; `AdminAuth` guards them
 
 log = logging.getLogger("quire.http")

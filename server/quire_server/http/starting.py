@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 LOADING = "loading"
-_READY_PATHS = frozenset({"/health", "/health/ready"})
+_READY_PATHS = frozenset({"/health", "/health/ready", "/ping"})
 _SOON = 2.0  # seconds to wait where nothing is known
 
 

@@ -32,7 +32,7 @@ _ELSEWHERE = {
     ),
     **dict.fromkeys(("/v1/tokenize", "/api/tokenize", "/chat_tokenize"), "/tokenize"),
     **dict.fromkeys(("/v1/detokenize", "/api/detokenize"), "/detokenize"),
-    **dict.fromkeys(("/healthz", "/v1/health", "/ping", "/health_generate"), "/health"),
+    **dict.fromkeys(("/healthz", "/v1/health", "/health_generate"), "/health"),
     **dict.fromkeys(("/ready", "/readyz"), "/health/ready"),
     **dict.fromkeys(("/live", "/livez"), "/health/live"),
     **dict.fromkeys(("/api/version", "/v1/version"), "/version"),

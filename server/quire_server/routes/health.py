@@ -30,6 +30,10 @@ class DeepHealth(Health):
     seconds: float  # the engine's time for one token, including the wait
 
 
+class Load(BaseModel):
+    server_load: int  # requests
+
+
 class Version(BaseModel):
     version: str
 
@@ -43,6 +47,8 @@ async def live(request: Request) -> Health:
     return Health(status="live")
 
 
+@router.post("/ping", responses=_NOT_READY)
+@router.get("/ping", responses=_NOT_READY)
 @router.get("/health/ready", responses=_NOT_READY)
 @router.get("/health", responses=_NOT_READY)
 async def ready(request: Request) -> Health:
@@ -59,6 +65,12 @@ async def deep(request: Request) -> DeepHealth:
     """Computes one token, at most once at a time. Needs a key where requests do."""
     check: DeepCheck = request.app.state.deep_check
     return DeepHealth(status="computes", seconds=round(await check.seconds(), 4))
+
+
+@router.get("/load")
+async def load(request: Request) -> Load:
+    """The requests that are queued or running, as balancers for vLLM ask for them."""
+    return Load(server_load=state_of(request).client.in_flight)
 
 
 @router.get("/version")

@@ -23,6 +23,7 @@ class Model(BaseModel):
     root: str  # the first name of the same model
     parent: str | None = None
     max_model_len: int  # tokens of prompt and answer together
+    default_sampling_params: dict[str, float]  # of requests that bring none: the model's own
     # For Anthropic's clients:
     type: Literal["model"] = "model"
     display_name: str
@@ -61,6 +62,7 @@ def _model(state: ServerState, name: str) -> Model:
         created=started,
         root=state.model_names[0],
         max_model_len=state.max_model_len,
+        default_sampling_params=state.defaults.shown,
         display_name=name,
         created_at=datetime.fromtimestamp(started, UTC).isoformat().replace("+00:00", "Z"),
         max_input_tokens=state.max_model_len,

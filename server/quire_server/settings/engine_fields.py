@@ -22,10 +22,12 @@ from quire_engine.config import (
     Quantization,
 )
 from quire_engine.limits import LIMIT_NAMES, PolicyName, SchedulerLimits, VictimName, out_of_range
+from quire_engine.types import MAX_LOGPROBS
 from quire_server.settings.values import (
     BlockSize,
     Count,
     JsonObject,
+    LogprobLimit,
     Names,
     OptionalCount,
     Positive,
@@ -59,7 +61,7 @@ class EngineFields(BaseModel):
     )
     device: Device = option("auto", "Model", "where the model runs; auto takes a GPU where there is one")
     dtype: Annotated[DType, BeforeValidator(synonym_of("dtype"))] = option(
-        "auto", "Model", "type of weights and KV cache; auto is the checkpoint's own"
+        "auto", "Model", "type of weights and KV cache; auto is the checkpoint's own, on a CPU bfloat16 for float16"
     )
     ignore_config_keys: Names = option(
         (), "Model", "keys of config.json that do not matter, though the model's family does not know them"
@@ -91,9 +93,15 @@ class EngineFields(BaseModel):
     max_model_len: OptionalCount = option(
         None, "Model", "longest prompt + output; 8k is 8000, 8K is 8192; default: the model's own", "tokens"
     )
-    max_logprobs: Annotated[int, Field(ge=0, le=20)] = option(
-        20, "Model", "most alternatives per token a client may ask for"
+    max_logprobs: LogprobLimit = option(
+        20, "Model", f"most alternatives per token a client may ask for; at most {MAX_LOGPROBS}, which is also -1"
     )
+    generation_config: Annotated[str, BeforeValidator(synonym_of("generation_config"))] = option(
+        "auto",
+        "Model",
+        "what requests leave out: the model's generation_config.json (auto), OpenAI's (none) or a directory's file",
+    )
+    override_generation_config: JsonObject = option({}, "Model", "values that win over that file's; JSON object")
     seed: int | None = option(
         None, "Model", "seed of requests that bring none: the same prompt gets the same answer; default: random"
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from quire_server.settings.faults import FaultList
 from quire_server.settings.values import (
@@ -21,7 +21,10 @@ from quire_server.settings.values import (
     Seconds,
     Strings,
     option,
+    synonym_of,
 )
+
+LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(synonym_of("log_level"))]
 
 
 class ServerFields(BaseModel):
@@ -82,6 +85,7 @@ class ServerFields(BaseModel):
 
     # -- Streaming
     stream_interval: Positive = option(1, "Streaming", "tokens per streamed chunk; the first comes at once", "tokens")
+    enable_force_include_usage: bool = option(False, "Streaming", "every stream ends with its usage, asked for or not")
     sse_keep_alive_interval: Seconds = option(
         15.0, "Streaming", "a silent stream gets a comment line this often; 0 is never", "s"
     )
@@ -102,7 +106,9 @@ class ServerFields(BaseModel):
     )
 
     # -- Observing
-    log_level: Literal["debug", "info", "warning", "error"] = option("info", "Observing", "least level logged")
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(synonym_of("log_level"))] = (
+        option("info", "Observing", "least level logged")
+    )
     log_format: Literal["text", "json"] = option("text", "Observing", "json is one object per line")
     log_stats_interval: Seconds = option(
         10.0, "Observing", "a line with throughput, queue and cache this often when active; 0 is never", "s"

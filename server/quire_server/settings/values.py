@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.config import JsonDict
 from pydantic_settings import NoDecode
 
+from quire_engine.types import MAX_LOGPROBS
 from quire_server.settings.sources import SettingsError
 
 T = TypeVar("T")
@@ -58,7 +59,7 @@ def _parse_json(value: object) -> object:
 _COUNT_SUFFIX = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
-def _parse_count(value: object) -> object:
+def parse_count(value: object) -> object:
     """`8k` is 8000 and `8K` is 8192, as elsewhere; `auto` and -1 are None."""
     if value == -1:  # as vLLM writes auto
         return None
@@ -107,6 +108,11 @@ def _parse_swap_space(value: object) -> object:
 # vLLM's names for some values.
 SYNONYMS: dict[str, dict[str, str]] = {
     "dtype": {"half": "float16", "float": "float32"},
+    "generation_config": {"vllm": "none"},
+    "log_level": {
+        **{level.upper(): level for level in ("debug", "info", "warning", "error")},
+        **{"CRITICAL": "error", "NOTSET": "debug"},
+    },
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
 }
 
@@ -144,12 +150,15 @@ Networks = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list), Af
 RootPath = Annotated[str, AfterValidator(_check_root_path)]
 Names = Annotated[tuple[Annotated[str, AfterValidator(_check_name)], ...], NoDecode, BeforeValidator(_split_list)]
 JsonObject = Annotated[dict[str, object], NoDecode, BeforeValidator(_parse_json)]
-Count = Annotated[int, BeforeValidator(_parse_count)]
-OptionalCount = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_parse_count)]
+Count = Annotated[int, BeforeValidator(parse_count)]
+OptionalCount = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(parse_count)]
 Size = Annotated[int, BeforeValidator(_parse_size), Field(gt=0)]
 OptionalSize = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_parse_optional_size)]
 SwapSpace = Annotated[int, BeforeValidator(_parse_swap_space), Field(ge=0)]
 Positive = Annotated[int, Field(gt=0)]
+LogprobLimit = Annotated[
+    int, Field(ge=-1, le=MAX_LOGPROBS), AfterValidator(lambda most: MAX_LOGPROBS if most == -1 else most)
+]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 BlockSize = Annotated[int, AfterValidator(_check_block_size)]

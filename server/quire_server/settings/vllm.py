@@ -8,15 +8,16 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import wrap
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, cast
 
 from quire_server.settings.limits import REMOVED, removed_line
 from quire_server.settings.sources import SettingsError, read_config
+from quire_server.settings.values import parse_count
 
 _DEST = "vllm:"
 
@@ -59,10 +60,7 @@ def translate(given: dict[str, object]) -> tuple[dict[str, object], list[str]]:
     settings = {name: value for name, value in given.items() if name not in table}
     notes: list[str] = []
     problems: list[str] = []
-    for name, value in given.items():
-        if name not in table:
-            continue
-        flag = table[name]
+    for flag, value in _each(table, given, problems):
         words = _words(flag, value)
         if not _is_taken(flag, words):
             problems.append(_refusal(flag, words))
@@ -75,6 +73,32 @@ def translate(given: dict[str, object]) -> tuple[dict[str, object], list[str]]:
     if problems:
         raise SettingsError(*problems)
     return settings, notes
+
+
+def _each(
+    table: Mapping[str, VllmFlag], given: Mapping[str, object], problems: list[str]
+) -> Iterator[tuple[VllmFlag, object]]:
+    """The given flags of the table with their values, and the keys of their objects; others are `problems`."""
+    for name, value in given.items():
+        flag = table.get(name)
+        if flag is None or not flag.keys:
+            yield from [] if flag is None else [(flag, value)]
+            continue
+        found = _object(value)
+        known = {key.name.partition(".")[2]: key for key in flag.keys}
+        if found is None or not found.keys() <= known.keys():
+            problems.append(f"--{flag.name}: a JSON object with the keys {', '.join(known)} is expected")
+            continue
+        yield from ((known[key], each) for key, each in found.items() if each is not None)
+
+
+def _object(value: object) -> dict[str, object] | None:
+    """The JSON object that a flag's value is, as text or as a file has it."""
+    try:
+        decoded = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return None
+    return {str(key).replace("-", "_"): each for key, each in decoded.items()} if isinstance(decoded, dict) else None
 
 
 def read_settings_file(path: Path, ours: Collection[str]) -> tuple[dict[str, object], list[str]]:
@@ -110,6 +134,8 @@ def _fate(flag: VllmFlag) -> str:
         return f"{becomes}; {flag.text}" if flag.text else becomes
     if flag.only:
         return f"only {' or '.join(flag.only)}: {flag.text}"
+    if flag.keys:
+        return "; ".join(f"{key.name.partition('.')[2]} {_fate(key)}" for key in flag.keys)
     return f"taken, changes nothing: {flag.text}"
 
 
@@ -156,8 +182,18 @@ def _spelling(flag: VllmFlag, words: Sequence[str]) -> str:
 def _set(settings: dict[str, object], flag: VllmFlag, value: object, words: Sequence[str]) -> None:
     """Set a field unless our own flag has set it."""
     becomes = flag.values.get(words[0], value)
-    if becomes is not None:
+    if flag.least and flag.setting in settings:
+        settings[flag.setting] = min(settings[flag.setting], becomes, key=_count)
+    elif becomes is not None:
         settings.setdefault(flag.setting, becomes)
+
+
+def _count(value: object) -> float:
+    """A count's size; what is none is left to the setting's own check."""
+    try:
+        return cast(int, parse_count(value))
+    except ValueError:
+        return 0
 
 
 # Variables of vLLM that operators set, and their equivalents here. VLLM_API_KEY is supported itself.
@@ -207,6 +243,8 @@ class VllmFlag:
     values: Mapping[str, object | None] = field(default_factory=dict)  # to the setting's values; None sets nothing
     only: tuple[str, ...] = ()  # the accepted values
     refused: bool = False
+    least: bool = False  # a count of which the smaller holds, where our own setting is given too
+    keys: tuple[VllmFlag, ...] = ()  # of a JSON object whose keys are flags of their own
 
 
 def _names(names: str) -> list[tuple[str, tuple[str, ...]]]:
@@ -221,12 +259,20 @@ def _is(
     text: str = "",
     takes: Takes = "value",
     values: Mapping[str, object | None] = MappingProxyType({}),
+    *,
+    least: bool = False,
 ) -> list[VllmFlag]:
     """A setting of ours under another name; `values` translates values that have other names too."""
     return [
-        VllmFlag(name=name, short=short, takes=takes, text=text, setting=setting, values=values)
+        VllmFlag(name=name, short=short, takes=takes, text=text, setting=setting, values=values, least=least)
         for name, short in _names(name)
     ]
+
+
+def _keys(name: str, *keys: list[VllmFlag]) -> list[VllmFlag]:
+    """A JSON object whose keys are flags, each named `name.key`."""
+    listed = tuple(key for each in keys for key in each)
+    return [VllmFlag(name=name, short=(), takes="json", text="", keys=listed)]
 
 
 def _any(names: str, text: str, takes: Takes = "value") -> list[VllmFlag]:
@@ -248,6 +294,7 @@ def _never(names: str, text: str, takes: Takes = "value") -> list[VllmFlag]:
     return [VllmFlag(name=name, short=short, takes=takes, text=text, refused=True) for name, short in _names(names)]
 
 
+_SLEEP = "without --enable-sleep-mode it is unused"
 _ONE = "one process computes a model on one device"
 _TEXT = "models of text only: no images, audio or video are read"
 _EXPERTS = "models with experts are not served"
@@ -257,7 +304,9 @@ _LORA = "adapters (LoRA) are not served; merge them into the checkpoint"
 _SPECULATION = "tokens are not guessed ahead (speculative decoding)"
 _PLUGIN = "no code of others is loaded into the server"
 _OFFLOAD = "weights stay in the memory of the device"
+_MARKS = "the marks of thoughts are those of the chat template, or of --reasoning-parser"
 _TRACES = "traces are of requests, with --otlp-traces-endpoint; there are no finer ones"
+_RESTARTS = "an engine that ends is replaced, and its requests go on; --max-engine-restarts is how often"
 _REMOTE = "KV caches are not shared between servers"
 
 # A flag of `vllm serve` that is not a setting here is accepted only if it has no effect or if it is a setting of
@@ -271,11 +320,13 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_only("allowed-methods", "*", "browsers may use GET and POST", "json"),
     *_only("allowed-headers", "*", "browsers may send every header", "json"),
     *_off("allow-credentials", "keys come in headers, never in cookies"),
-    *_off("enable-ssl-refresh", "a new certificate needs a new start"),
+    *_off("enable-ssl-refresh", "SIGHUP or POST /admin/reload reads a new certificate"),
     *_never("ssl-ciphers", "the ciphers are those that Python's ssl module takes to be safe"),
     *_never("middleware", _PLUGIN, "values"),
     *_only("api-server-count,-asc", "1", "one process answers HTTP"),
     *_off("grpc", "HTTP only"),
+    *_never("grpc-port", "HTTP only"),
+    *_off("enable-scale-out", "/v1/completions takes and gives token ids; a template is rendered by /tokenize"),
     *_off("headless", _ONE),
     *_off("tokens-only", "all routes are served; /v1/completions takes and gives token ids"),
     *_off("disable-fastapi-docs", "/docs and /openapi.json are always there; with --api-key they need the key too"),
@@ -297,12 +348,11 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_only("config-format", "auto hf", "config.json is read"),
     *_only("model-impl", "auto vllm", "the implementations are our own"),
     *_any("safetensors-load-strategy pt-load-map-location", "how files are read changes no answer"),
+    *_any("safetensors-prefetch-block-size safetensors-prefetch-num-threads", "how files are read changes no answer"),
     *_any("use-tqdm-on-load", "how files are read changes no answer", "switch"),
     *_any("ignore-patterns", "only what is needed is downloaded", "values"),
     *_only("model-loader-extra-config additional-config kernel-config", "{}", "there is nothing to configure", "json"),
     *_off("skip-tokenizer-init", "the tokenizer is always there; prompts may still be token ids"),
-    *_only("generation-config", "vllm", "what requests leave out is OpenAI's default, not the checkpoint's"),
-    *_only("override-generation-config", "{}", "what requests leave out is OpenAI's default", "json"),
     *_only("logprobs-mode", "raw_logprobs", "log-probabilities are those of the model, before any rule"),
     *_never("logits-processors logits-processor-pattern", _PLUGIN, "values"),
     *_never("io-processor-plugin tool-parser-plugin reasoning-parser-plugin worker-extension-cls", _PLUGIN),
@@ -311,11 +361,19 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_never("pooler-config override-pooler-config", "how hidden states are pooled is not an operator's choice", "json"),
     *_never("override-attention-dtype", "attention computes in the model's dtype"),
     *_off("enable-sleep-mode", "stop the server to free its memory"),
+    *_any("enable-cumem-allocator enable-nccl-comm-suspend sleep-mode-offload-cudagraph", _SLEEP, "switch"),
+    *_any("sleep-preserve-parameter-names", _SLEEP, "values"),
+    *_off("enable-trace-replay", "the model says which tokens come, never a request"),
+    *_off("return-sampling-mask", "replies have the log-probabilities of tokens, not their masks"),
+    *_any("use-fp64-gumbel", "tokens are drawn in 64-bit integers", "switch"),
+    *_never("model-class-overrides", _PLUGIN, "json"),
+    *_never("quantization-config", "--quantization says how weights are held; there is nothing more to set", "json"),
     *_off("enable-prompt-embeds", "prompts are texts or token ids"),
     *_off("disable-sliding-window", "a model is computed as it was trained"),
     *_off("enable-return-routed-experts", _EXPERTS),
     *_any("allow-deprecated-quantization renderer-num-workers", "there is nothing to choose"),
     # -- Memory
+    *_is("device-memory-utilization", "gpu_memory_utilization"),
     *_is("kv-cache-memory-bytes", "kv_memory"),
     *_never("num-gpu-blocks-override", "--kv-memory gives the size of the KV cache"),
     *_is("kv-offloading-size", "swap_space"),
@@ -326,13 +384,22 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_only("offload-backend", "auto none", _OFFLOAD),
     *_never("cpu-offload-params offload-params", _OFFLOAD, "values"),
     *_any("prefix-caching-hash-algo", "the hash changes no answer; ours is SHA-256"),
+    *_any("prefix-cache-retention-interval prefix-match-unit", "prefixes are matched and kept by blocks"),
+    *_any("swa-bounded-replay", "prefixes are kept with all that a window needs", "switch"),
     *_any("calculate-kv-scales", "an fp8 cache always has a scale for every token and head", "switch"),
     *_never("kv-cache-dtype-skip-layers", "all layers have one type of KV cache", "values"),
     *_off("kv-sharing-fast-prefill", "layers do not share KV caches"),
     *_only("mamba-cache-dtype mamba-ssm-cache-dtype mamba-cache-mode", "auto none", _MAMBA),
-    *_any("mamba-block-size gdn-prefill-backend mamba-backend", _MAMBA),
+    *_any("mamba-block-size gdn-prefill-backend kda-prefill-backend mamba-backend mamba-ssu-algorithm", _MAMBA),
+    *_any("mamba-cache-philox-rounds replayssm-buffer-len kda-decode-backend", _MAMBA),
+    *_any("use-replayssm enable-mamba-cache-stochastic-rounding", _MAMBA, "switch"),
+    *_any("enable-mamba-shared-prefix-checkpoint enable-mamba-fine-grained-prefix-cache", _MAMBA, "switch"),
     # -- Scheduling
     *_is("long-prefill-token-threshold", "prefill_chunk", "0 is no limit", values={"0": None}),
+    *_is("max-num-scheduled-tokens", "max_num_batched_tokens", "the smaller of both", least=True),
+    *_is("max-num-active-seqs", "max_num_seqs", "the smaller of both", least=True),
+    *_any("long-prefill-token-threshold-adaptive", "a prompt's part of a step follows --itl-target", "switch"),
+    *_any("prefill-schedule-interval", _ONE),
     *_only("enable-chunked-prefill", "on", "prompts are always computed in chunks", "switch"),
     *_only("max-long-partial-prefills", "1", "--max-num-partial-prefills is for long and short prompts"),
     *_only("num-lookahead-slots", "0", _SPECULATION),
@@ -352,6 +419,10 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_any("optimization-level max-seq-len-to-capture max-cudagraph-capture-size", _GRAPHS),
     *_any("cudagraph-capture-sizes cuda-graph-sizes", _GRAPHS, "values"),
     *_any("enable-flashinfer-autotune", "flashinfer is not used", "switch"),
+    *_any("jit-monitor-mode", _GRAPHS),
+    *_any("jit-monitor-verbose enable-bf16x3-router-gemm", _GRAPHS, "switch"),
+    *_any("ir-op-priority", _GRAPHS, "json"),
+    *_only("linear-backend sparse-indexer-topk-backend", "auto", "--kernels chooses who computes products"),
     *_only("performance-mode", "balanced", "--itl-target weighs prompts against running streams"),
     *_is("attention-backend", "attention", values={"TRITON_ATTN": "triton", "FLASH_ATTN": "flash-attn"}),
     *_never("attention-config,-ac", "--attention chooses who computes attention", "json"),
@@ -360,6 +431,12 @@ FLAGS: tuple[VllmFlag, ...] = (
         "data-parallel-size-local,-dpl decode-context-parallel-size,-dcp prefill-context-parallel-size,-pcp", "1", _ONE
     ),
     *_only("node-rank,-r data-parallel-rank,-dpn data-parallel-start-rank,-dpr ubatch-size", "0", _ONE),
+    *_off("data-parallel-multi-port-external-lb,-dpm", _ONE),
+    *_any("data-parallel-supervisor-port dp-supervisor-probe-interval-s dp-supervisor-probe-timeout-s", _ONE),
+    *_any("dp-supervisor-probe-failure-threshold dp-sync-interval elastic-ep-max-dp-size", _ONE),
+    *_any("dcp-q-replicate enable-batch-sharded-sampling enable-hc-sp enable-shm-tensor-arena", _ONE, "switch"),
+    *_any("enable-fault-tolerance", _RESTARTS, "switch"),
+    *_any("fault-tolerance-config", _RESTARTS, "json"),
     *_never("data-parallel-address,-dpa data-parallel-rpc-port,-dpp data-parallel-backend,-dpb master-addr", _ONE),
     *_never("master-port cp-kv-cache-interleave-size dcp-kv-cache-interleave-size dcp-comm-backend", _ONE),
     *_never("dbo-decode-token-threshold dbo-prefill-token-threshold", _ONE),
@@ -382,15 +459,37 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_any("enable-auto-tool-choice", "tools are used where a request brings them", "switch"),
     *_off("exclude-tools-when-tool-choice-none", "templates are given the tools that a request brings"),
     *_any("enable-reasoning", "thoughts are told from answers where the model has them", "switch"),
-    *_never("reasoning-config", "the format of thoughts is found in the chat template", "json"),
+    *_only("tool-strict-level", "auto", 'arguments are held to a schema where a tool says "strict": true'),
+    *_only("anthropic-disabled-thinking-effort", "auto none", "thinking that a request disables is off"),
+    *_any("cohere-format", "there is no route of Cohere's chat"),
+    *_any("cohere-is-reasoning-model", "there is no route of Cohere's chat", "switch"),
+    *_keys(
+        "reasoning-config",
+        _is("reasoning-config.reasoning_parser", "reasoning_parser"),
+        _any("reasoning-config.reasoning_start_str reasoning-config.reasoning_end_str", _MARKS),
+        _any("reasoning-config.think_start_str reasoning-config.think_end_str", _MARKS),
+        _any("reasoning-config.enable_in_reasoning", _MARKS, "switch"),
+    ),
     *_any("guided-decoding-backend", "one library computes all masks"),
-    *_only("structured-outputs-config", "{}", "one library computes all masks, whatever the grammar", "json"),
+    *_keys(
+        "structured-outputs-config",
+        _any("structured-outputs-config.backend", "one library computes all masks"),
+        _any("structured-outputs-config.disable_fallback", "there is no fallback", "switch"),
+        _off("structured-outputs-config.disable_any_whitespace", "a schema's reply may have white space"),
+        _off("structured-outputs-config.disable_additional_properties", "a schema says what it allows"),
+        _off("structured-outputs-config.enable_in_reasoning", "thoughts are free text"),
+        _is("structured-outputs-config.reasoning_parser", "reasoning_parser"),
+        _never("structured-outputs-config.reasoning_parser_plugin", _PLUGIN),
+    ),
     *_off("guided-decoding-disable-any-whitespace", "a schema's reply may have white space"),
     *_any("guided-decoding-disable-fallback", "there is no fallback: what cannot be held to is refused", "switch"),
     # -- Media
     *_any("limit-mm-per-prompt mm-processor-kwargs media-io-kwargs mm-processor-cache-gb mm-encoder-tp-mode", _TEXT),
     *_any("mm-processor-cache-type mm-shm-cache-max-object-size-mb mm-encoder-attn-backend mm-tensor-ipc", _TEXT),
-    *_any("allowed-local-media-path video-pruning-rate", _TEXT),
+    *_any("allowed-local-media-path video-pruning-rate video-pruning-method mm-hasher-algorithm", _TEXT),
+    *_any("mm-encoder-attn-dtype mm-encoder-fp8-scale-path mm-encoder-fp8-scale-save-path", _TEXT),
+    *_any("mm-encoder-fp8-scale-save-margin mm-ipc-gpu-memory-gb mm-processor-device", _TEXT),
+    *_any("mm-device-do-normalize trust-request-mm-kwargs", _TEXT, "switch"),
     *_any("allowed-media-domains", _TEXT, "values"),
     *_any("language-model-only interleave-mm-strings skip-mm-profiling disable-mm-preprocessor-cache", _TEXT, "switch"),
     *_any("disable-chunked-mm-input", _TEXT, "switch"),
@@ -400,12 +499,20 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_never("lora-modules prompt-adapters lora-target-modules", _LORA, "values"),
     *_never("default-mm-loras qlora-adapter-name-or-path", _LORA),
     *_any(
-        "max-loras max-lora-rank max-cpu-loras lora-dtype lora-extra-vocab-size", "without --enable-lora it is unused"
+        "max-loras max-lora-rank max-cpu-loras lora-dtype lora-extra-vocab-size max-lora-cls-labels",
+        "without --enable-lora it is unused",
     ),
     *_any("fully-sharded-loras specialize-active-lora", "without --enable-lora it is unused", "switch"),
+    *_any("enable-mixed-moe-lora-format enable-moe-shared-loras", "without --enable-lora it is unused", "switch"),
     *_never("speculative-config,-sc", _SPECULATION, "json"),
     *_never("speculative-model num-speculative-tokens spec-method spec-model spec-tokens", _SPECULATION),
+    *_any("per-request-spec-decode-metrics", _SPECULATION),
+    *_never("diffusion-config,-dc", "models write one token after the other", "json"),
     *_never("kv-transfer-config kv-events-config ec-transfer-config weight-transfer-config", _REMOTE, "json"),
+    *_never("ec-manager-config", _REMOTE, "json"),
+    *_never("watermark-config", "texts are not marked", "json"),
+    *_never("engram-config", "models with tables of n-grams are not served", "json"),
+    *_never("aux-output-config", "replies have what the API documents", "json"),
     # -- Observing
     *_is("disable-log-stats", "log_stats_interval", "0 is never", "switch", {"on": "0", "off": None}),
     *_is("disable-log-requests", "enable_log_requests", takes="switch", values={"on": False, "off": True}),
@@ -413,11 +520,17 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_off("enable-log-outputs", "texts are never logged"),
     *_any("enable-log-deltas", "texts are never logged", "switch"),
     *_never("log-config-file", "--log-level and --log-format say what is logged"),
+    *_keys(
+        "logging-config",
+        _is("logging-config.log_level", "log_level"),
+        _is("logging-config.formatter", "log_format"),
+        _only("logging-config.configure_logging", "on", "--log-level and --log-format say what is logged", "switch"),
+        _never("logging-config.pylogging_config_file", "--log-level and --log-format say what is logged"),
+    ),
     *_off("log-error-stack", "what a client is told of an error is in the reply; our own faults are logged in full"),
-    *_off("enable-server-load-tracking", "quire_requests_running and quire_requests_waiting are in /metrics"),
+    *_any("enable-server-load-tracking", "/load is always there", "switch"),
     *_any("enable-prompt-tokens-details", "usage always has them", "switch"),
     *_off("enable-per-request-metrics", "replies carry no times; /metrics has them"),
-    *_off("enable-force-include-usage", 'clients ask for it: "stream_options": {"include_usage": true}'),
     *_any("enable-tokenizer-info-endpoint", "/tokenizer_info is always there", "switch"),
     *_only("fingerprint-mode", "full hash", "system_fingerprint is a hash of model and settings"),
     *_never("fingerprint-value", "system_fingerprint is a hash of model and settings"),
@@ -426,6 +539,8 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_never("profiler-config", _TRACES, "json"),
     *_off("kv-cache-metrics cudagraph-metrics enable-mfu-metrics", "/metrics has what there is"),
     *_any("kv-cache-metrics-sample", "/metrics has what there is"),
+    *_any("custom-histogram-buckets", "the buckets of /metrics are fixed, so that servers can be summed", "json"),
+    *_any("enable-flash-late-interaction", "texts are compared by one vector each", "switch"),
     *_any("show-hidden-metrics-for-version", "--vllm-old-metric-names, on by default, shows the older names"),
     *_any("aggregate-engine-logging", "there is one engine", "switch"),
     *_any("fail-on-environ-validation", "VLLM_ variables that would change something are named at the start", "switch"),

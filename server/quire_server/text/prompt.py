@@ -19,7 +19,7 @@ _SCRIPT = Path(__file__).with_name("template_worker.py")
 _MEMORY_BYTES = 512 * 2**20
 _NUM_PROCESSES = 2  # a render takes about a millisecond; the second process is for others during a slow render
 _RESERVED = frozenset({
-    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize",
+    "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize",
     "tokenizer", "tokenizer_kwargs", "conversation", "padding", "truncation", "max_length", "return_tensors",
     "return_dict", "return_assistant_tokens_mask", *SPECIAL_NAMES,
 })  # fmt: skip
@@ -141,11 +141,11 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] = (),
     ) -> str:
         variables = {
+            "documents": None,  # templates test whether there are any
             **kwargs,
             **self.tokenizer.special_tokens,
             "messages": chat,
-            "tools": list(tools) or None,  # templates test whether there are any
-            "documents": None,
+            "tools": list(tools) or None,  # as for documents
             "add_generation_prompt": add_generation_prompt,
         }
         try:

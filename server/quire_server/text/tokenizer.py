@@ -69,8 +69,8 @@ class TextTokenizer:
         self.special_ids: frozenset[int] = frozenset(flagged | named | _declared_special(config))
 
     @classmethod
-    def load(cls, path: Path) -> TextTokenizer:
-        """Read `tokenizer.json` and the configuration files beside it.
+    def load(cls, path: Path, generation_config: Path | None = None) -> TextTokenizer:
+        """Read `tokenizer.json` and the configuration files beside it; `generation_config` is read instead of its own.
 
         Raises ModelLoadError naming the file that is missing or wrong.
         """
@@ -97,7 +97,7 @@ class TextTokenizer:
             config=config,
             special_tokens=special_tokens,
             eos_token_ids=[
-                *_eos_ids(path / "generation_config.json"),
+                *_eos_ids(generation_config or path / "generation_config.json"),
                 *_eos_ids(path / "config.json"),
             ],
             chat_template=_chat_template(path, config),

@@ -13,7 +13,10 @@ from collections.abc import Iterator
 from hostile.case import Answer, Case, request
 from hostile.corpus.facts import MARK, Facts
 
-PUBLIC = {"/health", "/health/live", "/health/ready", "/version", "/metrics", "/", "/docs", "/dashboard"}
+PUBLIC = {
+    *("/health", "/health/live", "/health/ready", "/ping", "/load"),
+    *("/version", "/metrics", "/", "/docs", "/dashboard"),
+}
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE")
 NO_ENTRY = frozenset({400, 401, 403, 404, 405})
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")

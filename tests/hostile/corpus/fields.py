@@ -60,6 +60,12 @@ BODIES: dict[str, tuple[dict[str, Any], ...]] = {
     "/v1/embeddings": ({"input": [MARK]},),
     "/v1/score": ({"text_1": MARK, "text_2": [MARK]},),
     "/score": ({"queries": MARK, "documents": [MARK]},),
+    "/invocations": (
+        _CHAT,
+        {"prompt": MARK, "max_tokens": 4},
+        {"input": [MARK]},
+        {"queries": MARK, "documents": [MARK]},
+    ),
     "/infill": ({"input_prefix": MARK, "input_suffix": "a", "n_predict": 4},),
     "/tokenize": (
         {"prompt": MARK},
@@ -116,7 +122,7 @@ def cases(facts: Facts) -> Iterator[Case]:
         if path not in BODIES:
             raise LookupError(f"{path} is new: give a good body of it in {__name__}.BODIES")
         yield from _good(facts, path, validator)
-        for name, property_ in model["properties"].items():
+        for name, property_ in model.get("properties", {}).items():  # a choice of bodies has none of its own
             values = _values(property_, facts.document)
             for value in values if facts.thorough else _some(values, SOME, f"{path} {name}"):
                 yield _case(facts, path, {**BODIES[path][0], name: value}, f"{name} = {shown(value)}", validator)

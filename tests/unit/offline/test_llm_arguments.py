@@ -11,7 +11,7 @@ import pytest
 from quire import LLM, BeamSearchParams, GuidedDecodingParams, SamplingParams, StructuredOutputsParams
 from quire.llm import ARGUMENTS, engine_settings
 from quire.prompts import completions, conversation_list, params_for, prompt_list
-from quire_server.answering.options import BeamOptions, SamplingOptions
+from quire_server.answering.options import BeamOptions, SamplingNumbers, SamplingOptions
 from quire_server.dialects.completions.wire import CompletionRequest
 from quire_server.settings import Settings
 
@@ -22,7 +22,7 @@ def test_defaults_are_vllms() -> None:
     params = SamplingParams()
     assert (params.n, params.temperature, params.top_p, params.top_k, params.max_tokens) == (1, 1.0, 1.0, 0, 16)
     options = params.options()
-    assert options.sampling == SamplingOptions()
+    assert options.sampling == SamplingOptions(given=frozenset(field.name for field in fields(SamplingNumbers)))
     assert (options.stop.max_tokens, options.stop.default_max_tokens) == (16, None)
     assert SamplingParams(max_tokens=None).options().stop.max_tokens is None
 
@@ -43,7 +43,7 @@ def test_every_parameter_is_a_field_of_a_request() -> None:
         ({"n": 17}, "n: .* less than or equal to 16"),
         ({"max_tokens": 0}, "'max_tokens' must be at least 1"),
         ({"stop": ["a", ""]}, r"stop\[1\]: "),
-        ({"logprobs": 21}, "logprobs: .* less than or equal to 20"),
+        ({"logprobs": 257}, "logprobs: .* less than or equal to 256"),
         ({"prompt_logprobs": -1}, "prompt_logprobs: "),
         ({"logit_bias": {"the": 1.0}}, "token ids"),
         ({"logit_bias": {5: 101.0}}, "less than or equal to 100"),
@@ -119,13 +119,14 @@ def test_one_conversation_or_several() -> None:
 
 def test_parameters_for_all_or_for_each() -> None:
     one, other = SamplingParams(n=1), SamplingParams(n=2)
-    assert params_for(2, None) == [SamplingParams()] * 2
-    assert params_for(2, other) == [other, other]
-    assert params_for(2, [one, other]) == [one, other]
+    default = SamplingParams(temperature=0.6)
+    assert params_for(2, None, default) == [default, default]
+    assert params_for(2, other, default) == [other, other]
+    assert params_for(2, [one, other], default) == [one, other]
     with pytest.raises(ValueError, match="3 prompts and 2 sampling_params"):
-        params_for(3, [one, other])
+        params_for(3, [one, other], default)
     with pytest.raises(TypeError, match="SamplingParams"):
-        params_for(1, {"temperature": 0})
+        params_for(1, {"temperature": 0}, default)
 
 
 def test_arguments_are_settings() -> None:

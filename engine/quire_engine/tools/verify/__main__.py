@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from quire_engine.config import DType
 from quire_engine.demo import demo_model_path
 from quire_engine.errors import ConfigError
-from quire_engine.execution.device import resolve_device
+from quire_engine.execution.device import own_dtype, resolve_device
 from quire_engine.execution.kernel_checks import model_sizes
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.machine import usable_cores
@@ -31,7 +30,6 @@ from quire_engine.tools.verify.machine_facts import machine_facts
 from quire_engine.tools.verify.sets import CheckedSet, checked_sets
 from quire_kernels.verify.watch import run_checks
 
-_DTYPES: dict[str, DType] = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"}
 _BLOCK_SIZE = 16
 
 
@@ -47,7 +45,7 @@ def report(asked: dict[str, Any]) -> dict[str, Any]:
     device = resolve_device(asked["device"])
     model = load_model_config(Path(asked["model"]) if asked["model"] else demo_model_path())
     threads, patience = asked["num_threads"] or usable_cores(), asked["patience"]
-    dtype = getattr(torch, _DTYPES.get(model.dtype, "bfloat16"))
+    dtype = getattr(torch, own_dtype(model.dtype, device, asked["kernels"]))
     torch.set_num_threads(1)  # results are small: threads would spend more time on synchronization than on work
     found: list[dict[str, Any]] = []
     stopped = False

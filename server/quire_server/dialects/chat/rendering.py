@@ -54,9 +54,10 @@ class ChatRenderer:
             if delta.is_first:
                 if self._options.usage_always:
                     usage = usage_field(self._generation.usage, self._num_sent)
-                chunk += b'%b%d,"delta":{"role":"assistant","content":""}%b%b%b}\n\n' % (
+                chunk += b'%b%d,"delta":{"role":"assistant","content":%b}%b%b%b}\n\n' % (
                     self._prefix,
                     delta.index,
+                    encode(self._options.begins_with),
                     PLAIN_END,
                     usage,
                     self._prompt_ids(),
@@ -128,9 +129,10 @@ class ChatRenderer:
 
     def _message(self, delta: ChoiceDelta) -> dict[str, object]:
         calls = whole_calls(delta.calls)
-        message: dict[str, object] = {"role": "assistant", "content": delta.text, **_ABSENT_IN_MESSAGES}
+        text = self._options.begins_with + delta.text
+        message: dict[str, object] = {"role": "assistant", "content": text, **_ABSENT_IN_MESSAGES}
         if calls:
-            message["content"] = delta.text or None
+            message["content"] = text or None
             message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in calls

@@ -75,6 +75,12 @@ class Message(WireModel):
             raise Unsupported("Messages with 'audio' are not supported.", param="messages")
         return self
 
+    def said(self) -> str:
+        """The text of an assistant's message; empty for others."""
+        if self.role != "assistant" or self.content is None:
+            return ""
+        return self.content if isinstance(self.content, str) else "".join(part.text or "" for part in self.content)
+
     def for_template(self) -> dict[str, object]:
         """The message in the form that templates expect."""
         content: object = self.content
@@ -107,14 +113,15 @@ class ChatCompletionRequest(StructuredFields):
     )
     thinking_token_budget: TokenCount | None = Field(None, description="vLLM's name of max_reasoning_tokens")
     include_reasoning: bool | None = Field(None, description="false: the reply has no reasoning")
-    echo: bool | None = Field(None, description="not supported; null or false")
+    echo: bool | None = Field(None, description="true: the reply begins with the last message, if it is an assistant's")
+    documents: Annotated[list[dict[str, object]], Field(max_length=MAX_PARTS)] | None = Field(
+        None, description="texts to answer from, for chat templates that show them"
+    )
 
     @model_validator(mode="after")
     def _check_combinations(self) -> ChatCompletionRequest:
         if self.top_logprobs is not None and not self.logprobs and self.top_logprobs > 0:
             raise BadRequest("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
-        if self.echo:
-            raise Unsupported("'echo' is not supported in chat.", param="echo")
         if self.continue_final_message and self.add_generation_prompt:
             raise BadRequest(
                 "'continue_final_message' and 'add_generation_prompt' exclude each other.",
@@ -146,7 +153,8 @@ class ChatCompletionRequest(StructuredFields):
                 if self.add_generation_prompt is None
                 else self.add_generation_prompt,
                 continue_final_message=continues,
-                template_variables=self.chat_template_kwargs or {},
+                template_variables=(self.chat_template_kwargs or {})
+                | ({"documents": self.documents} if self.documents else {}),
                 tools=tuple(tool.for_template() for tool in self._shown_tools(tools)),
             ),
             reasoning=self._reasoning(),
@@ -159,7 +167,9 @@ class ChatCompletionRequest(StructuredFields):
             default_max_tokens=None,
             num_logprobs=(self.top_logprobs or 0) if self.logprobs or self.logprob_token_ids else None,
             num_prompt_logprobs=self.prompt_logprobs,
+            logprobs_param="top_logprobs",
             echo=False,
+            begins_with=self.messages[-1].said() if self.echo else "",
             ignored=ignored,
         )
 

@@ -39,14 +39,19 @@ from quire_server.text.tokenizer import TextTokenizer
 TOKENS_AT_ONCE = 64  # about 2 ms with 20 alternatives per token
 
 
+def _at_once(num_top: int) -> int:
+    """How many tokens make a piece: fewer where each has many alternatives."""
+    return max(1, TOKENS_AT_ONCE * 20 // max(20, num_top))
+
+
 def prompt_pieces(names: LogprobFormat, positions: Sequence[TokenLogprobs | None], num_top: int) -> Pieces:
     """The JSON of `LogprobFormat.prompt`, in pieces of a few tokens."""
-    return Pieces(pieces_of_list(positions, TOKENS_AT_ONCE, lambda some, _: names.prompt(some, num_top)))
+    return Pieces(pieces_of_list(positions, _at_once(num_top), lambda some, _: names.prompt(some, num_top)))
 
 
 def chat_pieces(names: LogprobFormat, positions: Sequence[TokenLogprobs], num_top: int) -> Pieces:
     """The JSON of `LogprobFormat.chat`, in pieces."""
-    content = pieces_of_list(positions, TOKENS_AT_ONCE, lambda some, _: names.chat(some, num_top)["content"])
+    content = pieces_of_list(positions, _at_once(num_top), lambda some, _: names.chat(some, num_top)["content"])
     return Pieces(pieces_of_object({"content": Pieces(content), "refusal": None}))
 
 
@@ -63,7 +68,7 @@ def completion_pieces(
             positions, TOKENS_AT_ONCE, lambda some, at: names.names(some, () if at else first_ids)
         ),
         "token_logprobs": pieces_of_list(positions, IDS_AT_ONCE, lambda some, _: chosen(some)),
-        "top_logprobs": pieces_of_list(positions, TOKENS_AT_ONCE, lambda some, _: names.tops(some, num_top)),
+        "top_logprobs": pieces_of_list(positions, _at_once(num_top), lambda some, _: names.tops(some, num_top)),
         "text_offset": _numbers(offsets),
     }
     return Pieces(pieces_of_object({name: Pieces(column) for name, column in columns.items()}))

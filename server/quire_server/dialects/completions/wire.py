@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 from quire_server.answering.options import GenerationOptions, Infill, ReasoningOptions
 from quire_server.dialects.common import (
     MAX_CHOICES,
-    MAX_LOGPROBS,
     MAX_PROMPTS,
     MAX_SEQUENCES,
     CompletionHead,
@@ -39,7 +38,7 @@ class CompletionRequest(StructuredFields):
     suffix: str | None = Field(None, description="the text after the middle, for models that can fill in the middle")
     echo: bool | None = Field(None, description="the prompt is part of the text, and of the logprobs")
     logprobs: LogprobCount | None = Field(
-        None, description=f"0: of the chosen token; k: and the k most likely ones; at most {MAX_LOGPROBS}"
+        None, description="0: of the chosen token; k: and the k most likely ones, at most 20 unless the server has more"
     )
 
     @model_validator(mode="after")

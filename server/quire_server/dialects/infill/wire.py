@@ -31,6 +31,12 @@ _OFF: dict[str, tuple[object, ...]] = {
     "json_schema": (),
 }
 
+# The neutral names of the numbers that a checkpoint may have defaults for, and this route's; those go before
+# llama-server's, as a GGUF's own do there.
+_NUMBERS = {name: name for name in ("temperature", "top_k", "top_p", "min_p")} | {
+    "repetition_penalty": "repeat_penalty"
+}
+
 
 class ExtraFile(WireModel):
     text: str
@@ -49,10 +55,12 @@ class InfillRequest(WireModel):
     model: Annotated[str, Field(max_length=256)] | None = None
     stream: bool | None = None
     n_predict: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(None, description="-1: as many as fit")
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(None, description="0.8 by default")
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(None, description="40 by default; 0 is off")
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="0.95 by default")
-    min_p: Probability | None = Field(None, description="0.05 by default")
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(None, description="default: the model's, or 0.8")
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(
+        None, description="default: the model's, or 40; 0 is off"
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="default: the model's, or 0.95")
+    min_p: Probability | None = Field(None, description="default: the model's, or 0.05")
     seed: Int64 | None = Field(None, description="-1: a random one")
     repeat_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     presence_penalty: Penalty | None = None
@@ -82,6 +90,7 @@ class InfillRequest(WireModel):
             ),
             model=self.model,
             sampling=SamplingOptions(
+                given=frozenset(name for name, own in _NUMBERS.items() if getattr(self, own) is not None),
                 temperature=0.8 if self.temperature is None else self.temperature,
                 top_k=40 if self.top_k is None else max(self.top_k, 0),
                 top_p=0.95 if self.top_p is None else self.top_p,

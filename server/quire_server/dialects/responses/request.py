@@ -398,8 +398,8 @@ class ResponseRequest(DecodingFields, ServingFields):
     def _effort(self) -> str | None:
         return None if self.reasoning is None else self.reasoning.effort
 
-    def shown(self) -> dict[str, Any]:
-        """The request's fields that the reply repeats, with the defaults that were used."""
+    def shown(self, defaults: Mapping[str, float]) -> dict[str, Any]:
+        """The request's fields that the reply repeats, with the defaults that were used: `defaults`, else OpenAI's."""
         text = self.text or TextOptions.model_validate({})
         return {
             "background": False,
@@ -413,7 +413,7 @@ class ResponseRequest(DecodingFields, ServingFields):
             "reasoning": {"effort": self._effort, "summary": None},
             "safety_identifier": self.safety_identifier,
             "service_tier": BATCH_TIER if self.service_tier == BATCH_TIER else "default",
-            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "temperature": defaults.get("temperature", 1.0) if self.temperature is None else self.temperature,
             "text": text.shown(),
             "tool_choice": "auto"
             if self.tool_choice is None
@@ -422,7 +422,7 @@ class ResponseRequest(DecodingFields, ServingFields):
             else self.tool_choice.model_dump(),
             "tools": [tool.shown() for tool in self.tools or ()],
             "top_logprobs": self.top_logprobs or 0,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_p": defaults.get("top_p", 1.0) if self.top_p is None else self.top_p,
             "truncation": self.truncation or "disabled",
             "user": self.user,
         }
@@ -451,6 +451,7 @@ class ResponseRequest(DecodingFields, ServingFields):
                 **self.given_numbers(),
                 logit_bias=tuple((int(key), value) for key, value in (self.logit_bias or {}).items()),
                 num_logprobs=num_logprobs,
+                logprobs_param="top_logprobs",
             ),
             stop=StopOptions(
                 max_tokens=self.max_output_tokens,

@@ -60,7 +60,8 @@ async def create_response(body: Body, request: Request) -> Response:
         )
         store.put(owner, response, weight=weight)
 
-    renderer = partial(ResponseRenderer, stem=stem, shown=body.shown() | {"store": keeps}, keep=keep)
+    shown = body.shown(state_of(request).defaults.sampling) | {"store": keeps}
+    renderer = partial(ResponseRenderer, stem=stem, shown=shown, keep=keep)
     return await answer(request, options, renderer, gather=in_order)
 
 

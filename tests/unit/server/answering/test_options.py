@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from quire_server.answering.options import Conversation, GenerationOptions, PromptOptions, StopOptions
+from quire_server.answering.options import (
+    Conversation,
+    GenerationOptions,
+    PromptOptions,
+    SamplingOptions,
+    StopOptions,
+)
 from quire_server.dialects.chat.wire import ChatCompletionRequest
 from quire_server.dialects.completions.wire import CompletionRequest
 
@@ -41,13 +47,14 @@ OWN: dict[Dialect, dict[str, object]] = {
         "top_logprobs": 2, "add_generation_prompt": False, "continue_final_message": True,
         "chat_template_kwargs": {"a": 1}, "reasoning_effort": "low", "add_special_tokens": True,
         "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False,
-        "max_reasoning_tokens": 5, "thinking_token_budget": 5, "include_reasoning": False,
+        "max_reasoning_tokens": 5, "thinking_token_budget": 5, "include_reasoning": False, "echo": True,
+        "documents": [{"title": "a", "text": "b"}],
     },
 }  # fmt: skip
-WITHOUT_EFFECT: dict[Dialect, set[str]] = {CompletionRequest: set(), ChatCompletionRequest: {"echo"}}
 NEEDS: dict[str, dict[str, object]] = {
     "stream_options": {"stream": True}, "top_logprobs": {"logprobs": True},
     **{name: {"use_beam_search": True} for name in ("beam_width", "length_penalty", "early_stopping")},
+    "echo": {"messages": [{"role": "assistant", "content": "a"}]},
     "tool_choice": {"tools": TOOLS}, "parallel_tool_calls": {"tools": TOOLS},
 }  # fmt: skip
 
@@ -61,7 +68,7 @@ def options(dialect: Dialect, **fields: object) -> GenerationOptions:
 @dialects
 def test_every_field_is_in_the_options(dialect: Dialect) -> None:
     others = OTHERS | OWN[dialect]
-    assert set(others) == set(dialect.model_fields) - WITHOUT_EFFECT[dialect]
+    assert set(others) == set(dialect.model_fields)
     for name, value in others.items():
         without = options(dialect, **NEEDS.get(name, {}))
         assert options(dialect, **NEEDS.get(name, {}), **{name: value}) != without, name
@@ -80,7 +87,8 @@ def test_a_dialects_defaults_are_in_its_options() -> None:
     assert options(ChatCompletionRequest) == GenerationOptions(
         prompt=PromptOptions(
             source=Conversation(messages=[{"role": "user", "content": "a"}]), param="messages", add_special_tokens=False
-        )
+        ),
+        sampling=SamplingOptions(logprobs_param="top_logprobs"),
     )
 
 

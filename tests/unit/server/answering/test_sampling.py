@@ -10,7 +10,14 @@ from quire_engine.errors import InfeasibleRequest
 from quire_engine.scheduling.gate import check_request
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from quire_server.answering.options import GenerationOptions
-from quire_server.answering.sampling import ModelLimits, banned_words, resolve_sampling, resolve_stop, with_seed
+from quire_server.answering.sampling import (
+    MOST_SCORES,
+    ModelLimits,
+    banned_words,
+    resolve_sampling,
+    resolve_stop,
+    with_seed,
+)
 from quire_server.dialects.completions.wire import CompletionRequest
 from quire_server.errors import BadRequest, ContextLengthExceeded
 from support.fake_tokenizer import load_tokenizer
@@ -40,7 +47,7 @@ def resolve(options: GenerationOptions, **changes: int) -> SamplingParams:
 def stop_of(options: GenerationOptions, *, prompt_tokens: int = 1, **changes: int) -> StopParams:
     return resolve_stop(
         options,
-        resolve(options),
+        resolve(options, **changes),
         prompt_tokens=prompt_tokens,
         tokenizer=load_tokenizer(),
         limits=limits(**changes),
@@ -63,6 +70,26 @@ def test_ids_must_have_logits_and_text() -> None:
 @pytest.mark.parametrize(("max_tokens", "used"), [(None, 16), (5, 5), (999, 411)])
 def test_max_tokens_is_lowered_to_the_context(max_tokens: int | None, used: int) -> None:
     assert stop_of(asked(max_tokens=max_tokens), prompt_tokens=101).max_new_tokens == used
+
+
+def test_more_alternatives_are_for_as_many_tokens_as_a_reply_may_hold() -> None:
+    wide = {"max_logprobs": 256, "max_model_len": 1 << 20, "num_blocks": 1 << 17}
+    longest = MOST_SCORES // 256
+    for fields, prompt_tokens in (
+        ({"logprobs": 256, "max_tokens": longest}, 1),
+        ({"logprobs": 20, "max_tokens": 20 * longest}, 1),
+        ({"prompt_logprobs": 256, "max_tokens": 1}, longest),
+        ({"prompt_logprobs": 20, "max_tokens": 1}, 20 * longest),
+    ):
+        stop_of(asked(**fields), prompt_tokens=prompt_tokens, **wide)
+    for fields, prompt_tokens, param in (
+        ({"logprobs": 256, "max_tokens": longest + 1}, 1, "logprobs"),
+        ({"logprobs": 256, "max_tokens": longest // 2, "n": 3}, 1, "logprobs"),
+        ({"prompt_logprobs": 256, "max_tokens": 1}, longest + 1, "prompt_logprobs"),
+    ):
+        with pytest.raises(BadRequest, match="more than a reply may hold") as caught:
+            stop_of(asked(**fields), prompt_tokens=prompt_tokens, **wide)
+        assert caught.value.param == param
 
 
 @pytest.mark.parametrize("prompt_tokens", [512, 513, 10**6])

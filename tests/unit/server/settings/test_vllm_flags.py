@@ -11,27 +11,17 @@ from quire_server.flags import build_parser, parse_command_line, parse_flags
 from quire_server.settings import Settings, SettingsError
 from quire_server.settings.vllm import FLAGS, flags_text, foreign
 
-# The flags of `vllm serve` that its users have in scripts; those that are settings here included.
-FLAGS_OF_VLLM = """
-host port uds root-path ssl-keyfile ssl-certfile ssl-ca-certs ssl-cert-reqs ssl-ciphers enable-ssl-refresh
-h11-max-incomplete-event-size h11-max-header-count api-server-count api-key allowed-origins allowed-methods
-allowed-headers allow-credentials middleware disable-fastapi-docs trust-request-chat-template model served-model-name
-tokenizer tokenizer-mode revision download-dir hf-overrides trust-remote-code load-format skip-tokenizer-init dtype
-quantization kv-cache-dtype max-model-len seed max-logprobs logprobs-mode generation-config override-generation-config
-gpu-memory-utilization kv-cache-memory-bytes num-gpu-blocks-override block-size enable-prefix-caching
-prefix-caching-hash-algo kv-offloading-size cpu-offload-gb max-num-seqs max-num-batched-tokens enable-chunked-prefill
-long-prefill-token-threshold scheduling-policy async-scheduling stream-interval max-num-queued-reqs
-max-num-queued-tokens scheduler-reserve-full-isl watermark enforce-eager performance-mode compilation-config
-tensor-parallel-size pipeline-parallel-size data-parallel-size device-ids distributed-executor-backend chat-template
-chat-template-content-format default-chat-template-kwargs response-role enable-auto-tool-choice tool-call-parser
-reasoning-parser structured-outputs-config return-tokens-as-token-ids enable-lora lora-modules max-loras max-lora-rank
-max-cpu-loras speculative-config uvicorn-log-level disable-uvicorn-access-log disable-access-log-for-endpoints
-enable-log-requests max-log-len disable-log-stats log-config-file enable-request-id-headers
-enable-server-load-tracking enable-prompt-tokens-details enable-per-request-metrics enable-force-include-usage
-otlp-traces-endpoint collect-detailed-traces kv-cache-metrics show-hidden-metrics-for-version shutdown-timeout
-sse-keep-alive-interval config enable-tokenizer-info-endpoint fingerprint-mode disable-log-requests swap-space
-max-num-partial-prefills
-"""
+# The flags of `vllm serve` as its own help lists them, and older ones; those that are settings here included.
+RECORDED = Path(__file__).with_name("vllm_flags.txt")
+OF_VLLM = [line for line in RECORDED.read_text().splitlines() if not line.startswith("#")]
+OLDER = [
+    "disable-log-requests",
+    "swap-space",
+    "max-num-partial-prefills",
+    "calculate-kv-scales",
+]
+
+PLAUSIBLE = {"max-num-scheduled-tokens": "700", "device-memory-utilization": "0.5"}
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +39,8 @@ def refusal(*argv: str) -> str:
 
 def test_every_flag_is_known():
     known = {word for action in build_parser("quire serve")._actions for word in action.option_strings}
-    assert {f"--{name}" for name in FLAGS_OF_VLLM.split()} - known == set()
+    assert {f"--{name}" for name in (*OF_VLLM, *OLDER)} - known == set()
+    assert len(OF_VLLM) == 317
 
 
 def test_the_table_says_each_thing_once_and_names_settings_that_there_are():
@@ -58,14 +49,22 @@ def test_the_table_says_each_thing_once_and_names_settings_that_there_are():
     assert len(FLAGS) > 180
     for flag in FLAGS:
         assert not flag.setting or flag.setting in Settings.model_fields, flag.name
-        assert flag.text or flag.setting, f"{flag.name} has no reason"
+        assert flag.text or flag.setting or flag.keys, f"{flag.name} has no reason"
+        for key in flag.keys:
+            assert key.name.startswith(f"{flag.name}."), key.name
+            assert not key.setting or key.setting in Settings.model_fields, key.name
+            assert key.text or key.setting, f"{key.name} has no reason"
         assert not (flag.refused and (flag.setting or flag.only)), flag.name
 
 
 @pytest.mark.parametrize("flag", foreign(Settings.model_fields), ids=lambda flag: flag.name)
 def test_each_flag_is_taken_with_a_note_or_a_setting_or_refused_with_its_reason(flag):
     """By the real parser, in the spelling that a script has."""
-    value = {"switch": [], "json": ['{"a": 1}']}.get(flag.takes, ["7"])
+    if flag.keys:
+        assert f"--{flag.name}: a JSON object with the keys" in refusal(f"--{flag.name}", '{"a": 1}')
+        assert parse_command_line([f"--{flag.name}", "{}"]).settings == Settings()
+        return
+    value = {"switch": [], "json": ['{"a": 1}']}.get(flag.takes, [PLAUSIBLE.get(flag.name, "7")])
     if flag.setting and flag.values:
         value = [] if flag.takes == "switch" else [next(iter(flag.values))]
     words = [f"--{flag.name}", *value]
@@ -173,6 +172,64 @@ def test_dotted_json():
     assert parse_flags(words.split()).default_chat_template_kwargs == expected
     assert "keep one" in refusal("--default-chat-template-kwargs", "{}", "--default-chat-template-kwargs.a", "1")
     assert "no object" in refusal("--default-chat-template-kwargs.a=1", "--default-chat-template-kwargs.a.b=1")
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        (
+            "--structured-outputs-config.backend xgrammar",
+            "--structured-outputs-config.backend changes nothing",
+        ),
+        ("--structured-outputs-config.disable_fallback true", "--structured-outputs-config.disable_fallback changes"),
+        ("--reasoning-config.reasoning_start_str <think>", "--reasoning-config.reasoning_start_str changes nothing"),
+        ('--reasoning-config {"reasoning_start_str":"<think>","reasoning_end_str":"</think>"}', "--reasoning-config."),
+    ],
+)
+def test_the_keys_of_an_object_are_flags(words: str, note: str):
+    given = parse_command_line(words.split())
+    assert given.settings == Settings()
+    assert all(line.startswith(note) for line in given.notes)
+    assert given.notes
+
+
+def test_the_keys_of_an_object_are_settings_or_refused(tmp_path: Path):
+    for name in ("structured-outputs-config", "reasoning-config"):
+        assert parse_flags([f"--{name}.reasoning_parser", "qwen3"]).reasoning_parser == "qwen3"
+    given = parse_flags(["--logging-config.log_level", "DEBUG", "--logging-config.formatter", "json"])
+    assert (given.log_level, given.log_format) == ("debug", "json")
+    assert parse_flags(["--log-level", "CRITICAL"]).log_level == "error"
+    message = refusal("--structured-outputs-config.disable_any_whitespace", "true", "-tp", "2")
+    assert "--structured-outputs-config.disable_any_whitespace: refused: a schema" in message
+    assert len(message.splitlines()) == 2
+    assert "the keys reasoning_parser, " in refusal("--reasoning-config", "qwen3")
+    file = tmp_path / "vllm.yaml"
+    file.write_text("structured-outputs-config:\n  backend: guidance\n  reasoning_parser: qwen3\n")
+    assert parse_flags(["--config", str(file)]).reasoning_parser == "qwen3"
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ("--max-num-active-seqs 96", 96),
+        ("--max-num-active-seqs 96 --max-num-seqs 128", 96),
+        ("--max-num-seqs 64 --max-num-active-seqs 96", 64),
+    ],
+)
+def test_of_two_counts_the_smaller_holds(words: str, value: int):
+    assert parse_flags(words.split()).max_num_seqs == value
+
+
+def test_of_two_counts_of_tokens_the_smaller_holds():
+    both = "--max-num-batched-tokens 8K --max-num-scheduled-tokens 8k"
+    assert parse_flags(both.split()).max_num_batched_tokens == 8000
+    assert "--max-num-batched-tokens: expected a number" in refusal(*both.replace("8k", "many").split())
+
+
+@pytest.mark.parametrize(("given", "most"), [("0", 0), ("50", 50), ("256", 256), ("-1", 256)])
+def test_the_limit_of_log_probabilities(given: str, most: int):
+    assert parse_flags(["--max-logprobs", given]).max_logprobs == most
+    assert "256" in refusal("--max-logprobs", "257")
 
 
 def test_our_own_flag_wins_over_its_other_name():

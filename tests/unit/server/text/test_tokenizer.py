@@ -104,6 +104,8 @@ def test_end_of_text_ids_are_the_union_of_all_files(tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [other, end, 10**6, -1]}))
     (folder / "config.json").write_text(json.dumps({"eos_token_id": 7}))
     assert TextTokenizer.load(folder).eos_token_ids == (end, other, 7)
+    (tmp_path / "another.json").write_text(json.dumps({"eos_token_id": 9}))
+    assert TextTokenizer.load(folder, tmp_path / "another.json").eos_token_ids == (end, 9, 7)
 
 
 def test_tokens_named_or_declared_special_are_skipped(tmp_path: Path) -> None:
