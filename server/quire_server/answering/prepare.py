@@ -67,11 +67,40 @@ def reply_parsing(state: ServerState, options: GenerationOptions, prompt: str) -
         shown_ids=formats.shown_ids(reads_calls=call_format is formats.calls),
         thinking=_budget(state, options, is_open=is_open),
         call_format=call_format,
-        # A block that the prompt has closed is not opened again.
-        thoughts=None
-        if marks is None or prompt.rstrip().endswith(marks.end)
-        else Thinking(marks=marks, is_open=is_open),
+        thoughts=_thoughts(state, options, prompt, is_open=is_open),
     )
+
+
+def _thoughts(state: ServerState, options: GenerationOptions, prompt: str, *, is_open: bool) -> Thinking | None:
+    """The block that may come before a constrained answer; None: the model is not to think."""
+    marks = state.formats.marks
+    if marks is None:
+        return None
+    is_asked = _asks_to_think(state, options)
+    # A block that the prompt has closed is not opened again.
+    if not is_open and (is_asked is False or prompt.rstrip().endswith(marks.end)):
+        return None
+    return Thinking(marks=marks, is_open=is_open, is_asked=is_asked is True)
+
+
+def _asks_to_think(state: ServerState, options: GenerationOptions) -> bool | None:
+    """Whether the request, or else a default of the server, switches thinking on or off; None: the model decides.
+
+    It is off by word alone, and on only by a variable that the template has.
+    """
+    effort, source = options.reasoning.effort, options.prompt.source
+    if options.reasoning.max_tokens == 0:
+        return False
+    wish = None
+    if effort is not None and (effort == "none" or effort_variables(state, effort)):
+        wish = effort != "none"
+    known = frozenset() if state.prompts is None else state.prompts.variables
+    own = source.template_variables if isinstance(source, Conversation) else {}
+    for variables in (own,) if wish is not None else (state.settings.default_chat_template_kwargs, own):
+        for name in _THINKING_SWITCHES:
+            if variables.get(name) is False or (variables.get(name) is True and name in known):
+                wish = bool(variables[name])
+    return wish
 
 
 def _is_open(options: GenerationOptions, prompt: str, start: str, end: str) -> bool:
@@ -260,7 +289,8 @@ async def prepare(state: ServerState, options: GenerationOptions, caller: Caller
     if parsing is not None:
         sampling = replace(sampling, thinking=parsing.thinking)
     caller = caller or Caller()
-    sampling = replace(sampling, grammar=await _grammar(state, options, parsing, caller.cache_scope))
+    grammar, opener = await _grammar(state, options, parsing, caller.cache_scope)
+    sampling = replace(sampling, grammar=grammar, thinking_opener=opener)
     beam = beam_params(options, sampling, limits)
     requests: list[GenerationRequest] = []
     for token_ids in prompts:
@@ -307,15 +337,19 @@ def _text_options(state: ServerState, options: GenerationOptions, parsing: Reply
     )
 
 
-async def _grammar(state: ServerState, options: GenerationOptions, parsing: ReplyParsing | None, scope: str) -> str:
-    """The grammar for the whole reply, checked by a compilation; empty: none. Raises BadRequest."""
+async def _grammar(
+    state: ServerState, options: GenerationOptions, parsing: ReplyParsing | None, scope: str
+) -> tuple[str, int | None]:
+    """The grammar for the whole reply, checked by a compilation, and its `opener`; empty: none. Raises BadRequest."""
     asked = constraint(
         options,
         tool_format=None if parsing is None else parsing.call_format,
         thinking=None if parsing is None else parsing.thoughts,
         token_id=state.tokenizer.token_id,
     )
-    return "" if asked is None else await state.grammars.accept(asked.grammar, param=asked.param, scope=scope)
+    if asked is None:
+        return "", None
+    return await state.grammars.accept(asked.grammar, param=asked.param, scope=scope), asked.opener
 
 
 async def count_prompt_tokens(state: ServerState, options: GenerationOptions) -> int:
