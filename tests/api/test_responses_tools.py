@@ -122,8 +122,10 @@ async def test_what_the_model_is_told() -> None:
         reply = await respond(client, tools=TOOLS, tool_choice=one)
         assert [tool["function"]["name"] for tool in json.loads(model.prompt().split("\n", 1)[0])] == ["get_time"]
         assert reply["tool_choice"] == one
+        await respond(client, tools=TOOLS)
+        before = model.prompt()
         await respond(client, tools=TOOLS, tool_choice="none")
-        assert model.prompt() == "[user]hi[assistant]"
+        assert model.prompt() == before
         await respond(client, tools=[], tool_choice="auto")
         assert model.prompt() == "[user]hi[assistant]"
 

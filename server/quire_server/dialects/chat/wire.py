@@ -164,8 +164,8 @@ class ChatCompletionRequest(StructuredFields):
         )
 
     def _shown_tools(self, options: ToolOptions | None) -> list[ToolDefinition]:
-        """The tools in the prompt: none where no call is allowed."""
-        if options is None or options.choice == "none":
+        """The tools in the prompt, also where no call is allowed: the prompt begins as in the turns before."""
+        if options is None:
             return []
         names = {tool.name for tool in options.tools}
         return [tool for tool in self.tools or () if tool.function is not None and tool.function.name in names]

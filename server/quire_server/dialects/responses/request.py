@@ -167,7 +167,8 @@ def offered(
 ) -> tuple[list[FunctionTool], ToolOptions | None]:
     """The tools in the prompt, and the options for calls. Raises BadRequest for an impossible choice.
 
-    With the choice "none" the prompt has no tools. The choice "auto" needs no tools: clients always send it.
+    The choice "none" leaves the tools in the prompt, which begins as in the turns before. The choice "auto" needs no
+    tools: clients always send it.
     """
     chosen: Any = choice
     if isinstance(choice, NamedFunction):
@@ -178,7 +179,7 @@ def offered(
     elif choice == "auto":
         chosen = None
     options = tool_options([tool.neutral() for tool in tools], chosen, parallel=parallel)
-    names = set() if options is None or options.choice == "none" else {tool.name for tool in options.tools}
+    names = set() if options is None else {tool.name for tool in options.tools}
     return [tool for tool in tools if tool.name in names], options
 
 
