@@ -404,7 +404,7 @@ class GenerationFields(DecodingFields, ServingFields):
     spaces_between_special_tokens: bool | None = Field(None, description="false is without effect, and reported")
     prompt_logprobs: LogprobCount | None = None
     logprob_token_ids: Annotated[TokenIds, Field(max_length=MAX_LOGPROB_IDS)] | None = Field(
-        None, description="tokens to score beside the most likely ones; implies logprobs"
+        None, description="tokens to score in place of the most likely ones; implies logprobs"
     )
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None

@@ -157,7 +157,7 @@ class ChatCompletionRequest(StructuredFields):
             max_tokens=max_tokens,
             max_tokens_param=max_tokens_param,
             default_max_tokens=None,
-            num_logprobs=(self.top_logprobs or 0) if self.logprobs or self.logprob_token_ids else None,
+            num_logprobs=0 if self.logprob_token_ids else (self.top_logprobs or 0) if self.logprobs else None,
             num_prompt_logprobs=self.prompt_logprobs,
             echo=False,
             ignored=ignored,
