@@ -17,6 +17,7 @@ from quire_server.answering.options import GenerationOptions, SamplingNumbers
 from quire_server.errors import BadRequest, ContextLengthExceeded
 from quire_server.text.tokenizer import TextTokenizer
 
+_MOST_NAMED = 1024  # wrong ids in an error: as many as a bias may have
 GREEDY_BELOW = 1e-5  # dividing logits by less overflows; the answer would be the greedy one anyway
 
 
@@ -38,9 +39,11 @@ class ModelLimits:
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         if ids and not 0 <= min(ids) <= max(ids) < self.num_token_ids:
-            wrong = next(token_id for token_id in ids if not 0 <= token_id < self.num_token_ids)
+            wrong = [token_id for token_id in ids if not 0 <= token_id < self.num_token_ids]
+            named = ", ".join(map(str, wrong[:_MOST_NAMED])) + (" and more" if len(wrong) > _MOST_NAMED else "")
+            start, verb = ("Token id", "is") if len(wrong) == 1 else ("Token ids", "are")
             raise BadRequest(
-                f"Token id {wrong} in '{param}' is outside the vocabulary of {self.num_token_ids} ids.", param=param
+                f"{start} {named} in '{param}' {verb} outside the vocabulary of {self.num_token_ids} ids.", param=param
             )
 
     def check_length(self, least: int, param: str, *, is_exact: bool) -> None:
