@@ -18,7 +18,14 @@ from quire_server.answering.caller import Caller
 from quire_server.answering.choice import TextOptions
 from quire_server.answering.constraining.calls import reading_format
 from quire_server.answering.constraining.constraints import Thinking, constraint
-from quire_server.answering.options import BeamOptions, Conversation, GenerationOptions, Infill, SamplingNumbers
+from quire_server.answering.options import (
+    BeamOptions,
+    Conversation,
+    GenerationOptions,
+    Infill,
+    SamplingNumbers,
+    ToolOptions,
+)
 from quire_server.answering.sampling import ModelLimits, resolve_sampling, resolve_stop, with_seed
 from quire_server.errors import BadRequest, ModelNotFound, Unsupported
 from quire_server.state import ServerState
@@ -49,9 +56,7 @@ def reply_parsing(state: ServerState, options: GenerationOptions, prompt: str) -
         return None
     is_open = marks is not None and _is_open(options, prompt, marks.start, marks.end)
     formats = state.formats
-    call_format = None
-    if may_call:  # a template without tools has the prompt describe plain JSON calls
-        call_format = reading_format(tools, formats.calls if state.shows_tools else FORCED)
+    call_format = _call_format(state, tools)
 
     def new_parser() -> ReplyParser:
         return ReplyParser(
@@ -69,6 +74,14 @@ def reply_parsing(state: ServerState, options: GenerationOptions, prompt: str) -
         call_format=call_format,
         thoughts=_thoughts(state, options, prompt, is_open=is_open),
     )
+
+
+def _call_format(state: ServerState, tools: ToolOptions | None) -> ToolFormat | None:
+    """The format in which calls are parsed; None: none are.
+
+    A template without tools has the prompt describe plain JSON calls.
+    """
+    return reading_format(tools, state.formats.calls if state.shows_tools else FORCED)
 
 
 def _thoughts(state: ServerState, options: GenerationOptions, prompt: str, *, is_open: bool) -> Thinking | None:
@@ -462,6 +475,10 @@ def _without_effect(state: ServerState, options: GenerationOptions) -> list[str]
         names.append("priority")
     if options.reasoning.effort is not None and not effort_variables(state, options.reasoning.effort):
         names.append(options.reasoning.effort_param)
+    if options.tools is not None and any(tool.input_grammar for tool in options.tools.tools):
+        form = _call_format(state, options.tools)
+        if form is not None and not form.writes_json:
+            names.append("tools.format")
     if options.reasoning.max_tokens is not None and state.formats.marks is None:
         names.append(options.reasoning.max_tokens_param)
     return names

@@ -60,7 +60,8 @@ async def create_response(body: Body, request: Request) -> Response:
         )
         store.put(owner, response, weight=weight)
 
-    renderer = partial(ResponseRenderer, stem=stem, shown=body.shown() | {"store": keeps}, keep=keep)
+    shown, tools = body.shown() | {"store": keeps}, body.offered()
+    renderer = partial(ResponseRenderer, stem=stem, shown=shown, tools=tools, keep=keep)
     return await answer(request, options, renderer, gather=in_order)
 
 
