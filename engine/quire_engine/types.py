@@ -71,6 +71,9 @@ class SamplingParams:
     banned_sequences: tuple[tuple[int, ...], ...] = ()  # two or more ids each: the last one is masked after the others
     min_tokens: int = 0  # stop token ids are masked before this many generated tokens
     grammar: str = ""  # Lark text of llguidance, which the whole output obeys; empty: none
+    # With a grammar: the token that opens thoughts. It may be the first one only if it is chosen without the grammar's
+    # mask; else the probability of all that the grammar forbids would fall on it. None: no such token.
+    thinking_opener: int | None = None
     thinking: ThinkingParams | None = None
     num_logprobs: int | None = None  # None: none; k: the chosen token and the k most likely
     logprob_token_ids: tuple[int, ...] = ()  # with num_logprobs: also scored, whatever their rank

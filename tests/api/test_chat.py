@@ -64,7 +64,7 @@ async def test_the_reply_has_openais_fields() -> None:
 async def test_the_end_of_the_turn_stops() -> None:
     choice = (await run(FakeEngine(replies=lambda request, choice: (*b"yes", IM_END))))["choices"][0]
     assert choice["message"]["content"] == "yes"
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", IM_END), "not the tokenizer's own end of text"
 
 
 async def test_parts_of_text_are_joined() -> None:

@@ -12,6 +12,7 @@ from quire_engine.types import GenerationRequest
 from quire_server.dialects.chat.wire import ChatCompletionChunk, ChatCompletionResponse
 from quire_server.text.parsing.formats import model_formats
 from quire_server.text.prompt import ChatTemplate
+from quire_server.text.tokenizer import TextTokenizer
 from support.events import parse_events
 from support.fake_engine import FakeEngine
 from support.fake_tokenizer import CHAT_TEMPLATE, EOS, load_tokenizer
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.anyio
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich", "days": [1, 2]}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
 HERMES = CHAT_TEMPLATE + "{% if tools %}{{ tools | tojson }}{% endif %}{# <tool_call> <think> </think> #}"
+SWITCHED = HERMES + "{% if enable_thinking %}{% endif %}"
 OPENING = HERMES.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
 TOOLS = [
     {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}},
@@ -125,13 +127,16 @@ async def test_whole_and_streamed_replies_have_the_same_calls(
     assert all(id_.startswith("call_") for id_ in ids)
 
 
-async def test_tools_reach_the_template_only_where_they_may_be_called():
-    model = Model("ok")
+@pytest.mark.parametrize("template", [HERMES, CHAT_TEMPLATE])
+async def test_the_prompt_is_the_same_where_no_tool_may_be_called(template: str):
+    """As in an agent's last turn, whose prefix is then the cached one of the turns before."""
+    model = Model("ok", template)
     try:
         await model.whole(tools=TOOLS)
-        assert '"get_weather"' in model.prompt
+        before = model.prompt
+        assert "get_weather" in before
         await model.whole(tools=TOOLS, tool_choice="none")
-        assert '"get_weather"' not in model.prompt
+        assert model.prompt == before
     finally:
         model.close()
 
@@ -202,6 +207,51 @@ async def test_the_engine_is_told_how_long_to_think():
         assert reply.headers["x-quire-ignored"] == "max_reasoning_tokens"
     finally:
         plain.close()
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "may_think"),
+    [
+        (SWITCHED, {}, False),  # the mark is no token here: the engine could not tell it from the answer
+        (SWITCHED, {"chat_template_kwargs": {"enable_thinking": True}}, True),
+        (SWITCHED, {"chat_template_kwargs": {"enable_thinking": False}}, False),
+        (SWITCHED, {"reasoning_effort": "high"}, True),
+        (SWITCHED, {"reasoning_effort": "none"}, False),
+        (SWITCHED, {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, False),
+        (HERMES, {"reasoning_effort": "high"}, False),  # without effect
+        (HERMES, {"chat_template_kwargs": {"enable_thinking": True}}, False),
+        (OPENING, {}, True),
+        (OPENING, {"chat_template_kwargs": {"enable_thinking": False}}, True),  # the prompt is open all the same
+    ],
+)
+async def test_a_constrained_answer_has_thoughts_before_it_where_they_are_asked_for(
+    template: str, fields: dict, may_think: bool
+):
+    model = Model("yes", template)
+    try:
+        await model.whole(guided_choice=["yes", "no"], **fields)
+        sampling = model.engine.submitted[-1].sampling
+    finally:
+        model.close()
+    assert ("thoughts" in sampling.grammar) == may_think
+    assert sampling.thinking_opener is None
+
+
+async def test_where_nothing_is_asked_the_engine_is_told_of_the_mark(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(TextTokenizer, "token_id", lambda _, text: {"<think>": 7, "</think>": 8}.get(text))
+    model = Model("yes", SWITCHED)
+    try:
+        await model.whole(tools=TOOLS, tool_choice="required")
+        sampling = model.engine.submitted[-1].sampling
+        assert (sampling.thinking_opener, "thoughts" in sampling.grammar) == (7, True)
+        for fields in ({"reasoning_effort": "none"}, {"max_reasoning_tokens": 0}):
+            await model.whole(tools=TOOLS, tool_choice="required", **fields)
+            sampling = model.engine.submitted[-1].sampling
+            assert (sampling.thinking_opener, "thoughts" in sampling.grammar) == (None, False)
+        await model.whole(tools=TOOLS)  # no grammar, nothing to be opened beside
+        assert model.engine.submitted[-1].sampling.thinking_opener is None
+    finally:
+        model.close()
 
 
 async def test_what_follows_a_stop_string_is_no_call():

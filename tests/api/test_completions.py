@@ -6,7 +6,7 @@ import pytest
 
 from support.completing import FOX, complete, run, script
 from support.fake_engine import FakeEngine
-from support.fake_tokenizer import EOS
+from support.fake_tokenizer import EOS, IM_END
 from support.fakes import connect, make_app
 
 pytestmark = pytest.mark.anyio
@@ -151,6 +151,12 @@ async def test_ignore_eos_goes_on() -> None:
     assert (choice["text"], choice["finish_reason"]) == ("ababa", "length")
     shown = await run(script("ab", EOS), ignore_eos=True, max_tokens=4, skip_special_tokens=False)
     assert shown["choices"][0]["text"] == "ab<|end|>a"
+
+
+@pytest.mark.parametrize(("stop_id", "reason"), [(EOS, None), (IM_END, IM_END)])
+async def test_an_end_that_is_not_the_tokenizer_s_own_is_named(stop_id: int, reason: int | None) -> None:
+    choice = (await run(script("ab", stop_id)))["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("ab", "stop", reason)
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "ab!")])

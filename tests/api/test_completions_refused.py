@@ -120,6 +120,8 @@ async def test_bad_values_name_the_field(engine_and_client, name: str, value: ob
         ({"": 1}, "''"),
         ({"x" * 999: 1}, f"'{'x' * 32}'"),
         ({"5": 1, "260": 1}, "260"),
+        ({"b": 1, "5": 1, "a": 1, "-2": 1}, "'b', 'a', '-2' are none"),
+        ({"260": 1, "5": 1, "300": 1}, "Token ids 260, 300 in"),
         ({"5": 1, "6": 101}, "logit_bias.6"),
     ],
     ids=lambda value: repr(value)[:20],

@@ -98,7 +98,7 @@ async def test_what_the_engine_is_told_of_thinking() -> None:
     [
         (TOOLS, None, ["get_weather", "get_time"]),
         (TOOLS, {"type": "tool", "name": "get_time"}, ["get_weather", "get_time"]),
-        (TOOLS, {"type": "none"}, []),
+        (TOOLS, {"type": "none"}, ["get_weather", "get_time"]),
         ([], {"type": "auto"}, []),
     ],
 )

@@ -46,7 +46,7 @@ class Model:
         self.engine = FakeEngine(replies=self._said)
 
     def app(self) -> Any:
-        state = make_state(engine=self.engine)
+        state = make_state(engine=self.engine, max_model_len=1500)
         state.prompts = state.text._prompts = self._template
         state.formats = model_formats("auto", "auto", load_tokenizer(), TEMPLATE)
         return make_app(state)
@@ -122,8 +122,10 @@ async def test_what_the_model_is_told() -> None:
         reply = await respond(client, tools=TOOLS, tool_choice=one)
         assert [tool["function"]["name"] for tool in json.loads(model.prompt().split("\n", 1)[0])] == ["get_time"]
         assert reply["tool_choice"] == one
+        await respond(client, tools=TOOLS)
+        before = model.prompt()
         await respond(client, tools=TOOLS, tool_choice="none")
-        assert model.prompt() == "[user]hi[assistant]"
+        assert model.prompt() == before
         await respond(client, tools=[], tool_choice="auto")
         assert model.prompt() == "[user]hi[assistant]"
 
@@ -144,6 +146,143 @@ async def test_a_call_that_is_cut_off() -> None:
         assert (reply["status"], call["status"]) == ("incomplete", "incomplete")
         assert call["arguments"].startswith('{"city"')
         assert not call["arguments"].endswith("}")
+
+
+PATCH = 'start: "*** " /[^\\n]+/ LF\n%import common.LF'
+NESTED: list[dict[str, Any]] = [
+    {"type": "namespace", "name": "agents", "description": "Of agents.", "tools": [TOOLS[0], {**TOOLS[1], "x": 1}]},
+    {
+        "type": "custom",
+        "name": "apply_patch",
+        "description": "Edits files.",
+        "format": {"type": "grammar", "syntax": "lark", "definition": PATCH},
+    },
+    {"type": "custom", "name": "say"},
+    {"type": "web_search", "external_web_access": False},
+]
+EDIT = '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "*** \\"é\\ud83d\\ude00\\"\\n"}}\n</tool_call>'
+AGENT = '<tool_call>\n{"name": "agents__get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+
+
+async def test_namespaces_and_custom_tools_are_functions_to_the_model() -> None:
+    model = Model(f"{AGENT}\n{EDIT}")
+    async with model.connected() as client:
+        raw = await client.post("/v1/responses", json={"input": "hi", "tools": NESTED})
+        assert raw.status_code == 200, raw.text
+        assert raw.headers["x-quire-ignored"] == "tools.x, tools.web_search"
+        told = {tool["function"]["name"]: tool["function"] for tool in json.loads(model.prompt().split("\n", 1)[0])}
+        assert list(told) == ["agents__get_weather", "agents__get_time", "apply_patch", "say"]
+        assert told["agents__get_weather"]["parameters"] == CITY
+        assert told["agents__get_weather"]["description"] == "Of agents.\n\nof a city"
+        assert "description" not in told["agents__get_time"]
+        assert (
+            told["apply_patch"]["description"] == f"Edits files.\n\nThe input is a text of this Lark grammar:\n{PATCH}"
+        )
+        assert told["say"]["parameters"]["required"] == ["input"]
+        assert "%lark" in model.engine.submitted[-1].sampling.grammar
+        reply = raw.json()
+        first, second = reply["output"]
+        assert (first["type"], first["namespace"], first["name"]) == ("function_call", "agents", "get_weather")
+        assert json.loads(first["arguments"]) == {"city": "Zürich"}
+        assert (second["type"], second["name"], second["input"]) == (
+            "custom_tool_call",
+            "apply_patch",
+            '*** "é\U0001f600"\n',
+        )
+        assert "namespace" not in second
+        assert [tool["type"] for tool in reply["tools"]] == ["namespace", "custom", "custom", "web_search"]
+        assert reply["tools"][2]["format"] == {"type": "text"}
+        streamed = await client.post("/v1/responses", json={"input": "hi", "tools": NESTED, "stream": True})
+        events = parse_events(streamed.text)
+        assert without_ids(rebuilt(events)) == without_ids(reply["output"])
+        deltas = [event["delta"] for event in events if event["type"] == "response.custom_tool_call_input.delta"]
+        assert len(deltas) > 5, "the input comes while it is written"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{ "input" : "a\\tb" }', "a\tb"),
+        ('{"input": "a\nb"}', "a\nb"),  # a line end that JSON would have escaped
+        ('{"input": "\\ud83d!"}', ""),
+        ('{"patch": "x"}', '{"patch": "x"}'),
+        ('{"input": 1}', '{"input": 1}'),
+        ('{"other": 1, "input": "x"}', "x"),
+    ],
+)
+async def test_an_input_however_it_is_written(arguments: str, text: str) -> None:
+    said = f'<tool_call>\n{{"name": "say", "arguments": {arguments}}}\n</tool_call>'
+    async with Model(said).connected() as client:
+        reply = await respond(client, tools=[NESTED[2]])
+        (call,) = reply["output"]
+        assert (call["type"], call["input"]) == ("custom_tool_call", text)
+        raw = await client.post("/v1/responses", json={"input": "hi", "tools": [NESTED[2]], "stream": True})
+        assert without_ids(rebuilt(parse_events(raw.text))) == without_ids(reply["output"])
+
+
+async def test_an_input_that_is_cut_off() -> None:
+    async with Model(EDIT).connected() as client:
+        reply = await respond(client, tools=NESTED, max_output_tokens=66)
+        (call,) = reply["output"]
+        assert (reply["status"], call["status"], call["input"]) == ("incomplete", "incomplete", '*** "')
+
+
+@pytest.mark.parametrize("by_id", [False, True])
+async def test_an_agent_sends_its_calls_and_their_outputs_back(by_id: bool) -> None:
+    model = Model(f"{AGENT}\n{EDIT}", "Done.")
+    async with model.connected() as client:
+        first = await respond(client, tools=NESTED, store=by_id)
+        outputs = [
+            {"type": "function_call_output", "call_id": first["output"][0]["call_id"], "output": "sunny"},
+            {
+                "type": "custom_tool_call_output",
+                "call_id": first["output"][1]["call_id"],
+                "name": "apply_patch",
+                "output": [{"type": "input_text", "text": "ok"}],
+            },
+        ]
+        if by_id:
+            await respond(client, input=outputs, tools=NESTED, previous_response_id=first["id"])
+        else:
+            history = [{"role": "user", "content": "hi"}, *first["output"], *outputs]
+            await respond(client, input=history, tools=NESTED, store=False)
+        assert model.prompt().split("\n", 1)[1] == (
+            "[user]hi[assistant]<tool_call>agents__get_weather Zürich</tool_call><tool_call>apply_patch </tool_call>"
+            "[tool]sunny[tool]ok[assistant]"
+        )
+
+
+async def test_a_custom_tool_that_must_be_called() -> None:
+    model = Model(EDIT)
+    async with model.connected() as client:
+        await respond(client, tools=NESTED, tool_choice={"type": "custom", "name": "apply_patch"})
+        assert "agents__" not in model.engine.submitted[-1].sampling.grammar
+        chosen = {"type": "function", "name": "get_time", "namespace": "agents"}
+        reply = await respond(client, tools=NESTED, tool_choice=chosen)
+        assert reply["tool_choice"] == chosen
+        assert "agents__get_time" in model.engine.submitted[-1].sampling.grammar
+
+
+@pytest.mark.parametrize(
+    ("tool", "words"),
+    [
+        ({"type": "web_search"}, "this server asks no other"),
+        ({"type": "web_search", "external_web_access": True}, "this server asks no other"),
+        ({"type": "mcp"}, "function, custom, namespace, web_search are"),
+        ({**NESTED[1], "format": {"type": "grammar", "syntax": "lark", "definition": "start: %json {}"}}, "%json"),
+        (
+            {**NESTED[1], "format": {"type": "grammar", "syntax": "lark", "definition": "start: x"}},
+            "cannot be enforced",
+        ),
+        ({"type": "namespace", "name": "a", "tools": [TOOLS[0], TOOLS[0]]}, "'a__get_weather'"),
+    ],
+)
+async def test_tools_that_are_refused(tool: dict[str, Any], words: str) -> None:
+    async with Model("x").connected() as client:
+        reply = await client.post("/v1/responses", json={"input": "hi", "tools": [tool]})
+    assert reply.status_code == 400
+    assert words in reply.json()["error"]["message"]
+    assert reply.json()["error"]["param"].startswith("tools")
 
 
 async def test_an_agent_without_and_with_the_store() -> None:

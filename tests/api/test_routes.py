@@ -27,6 +27,25 @@ async def test_models_are_listed_in_order() -> None:
         assert (await client.get("/v1/models/second")).json()["root"] == "org/first"
 
 
+async def test_a_path_is_a_name_like_any_other() -> None:
+    state = make_state(model_names=("tiny", "/models/tiny"))
+    async with connect(make_app(state)) as client:
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [(model["id"], model["root"]) for model in listed] == [("tiny", "tiny"), ("/models/tiny", "tiny")]
+        assert (await client.get("/v1/models//models/tiny")).json() == listed[1]
+        body = {"model": "/models/tiny", "max_tokens": 1}
+        chat = body | {"messages": [{"role": "user", "content": "a"}]}
+        for path, asked in (
+            ("/v1/completions", body | {"prompt": "a"}),
+            ("/v1/chat/completions", chat),
+            ("/v1/messages", chat),
+            ("/v1/responses", {"model": "/models/tiny", "input": "a"}),
+            ("/tokenize", {"model": "/models/tiny", "prompt": "a"}),
+        ):
+            reply = await client.post(path, json=asked)
+            assert reply.status_code == 200, reply.text
+
+
 @pytest.mark.parametrize("name", ["gpt-5", "../../etc/passwd", "a;id", "%2e%2e%2fx", "m" * 5000, "First"])
 async def test_an_unknown_model_is_404(name: str) -> None:
     async with connect(make_app(model_names=("first",))) as client:

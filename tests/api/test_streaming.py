@@ -56,6 +56,21 @@ async def test_headers_keep_proxies_from_buffering(path: str) -> None:
     assert "content-length" not in reply.headers
 
 
+LINE_ENDS = "a\u2028b\u2029c\u0085d\r\ne"
+
+
+@both
+async def test_line_ends_of_unicode_do_not_end_a_line_of_the_stream(path: str) -> None:
+    """Clients that split at every line end of Unicode, as Python's `splitlines` does, read whole events."""
+    engine = FakeEngine(replies=lambda *_: [*LINE_ENDS.encode(), EOS])
+    async with connect(make_app(engine=engine)) as client:
+        reply = await client.post(path, json=BODIES[path] | {"stream": True, "max_tokens": 40})
+    lines = [line for line in reply.text.splitlines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert "\\u0085" in reply.text
+    assert choice_texts([json.loads(line.removeprefix("data: ")) for line in lines[:-1]]) == {0: LINE_ENDS}
+
+
 async def test_completion_chunks() -> None:
     events = await run(COMPLETION, max_tokens=3)
     assert [event["choices"] for event in events] == [

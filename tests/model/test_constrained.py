@@ -34,6 +34,9 @@ WEATHER = {
     "additionalProperties": False,
 }
 THINKING = ThinkingParams(end_ids=(2,), is_open=True, max_tokens=9)
+OPENER, CLOSER = 6, 7  # the embedded model's marks around thoughts
+CHOICE = f'start: (<[{OPENER}]> /[a-z ]{{0,9}}/ <[{CLOSER}]>)? ("yes" | "no")'
+LIKELY = ((OPENER, 13.0),)
 Results = dict[tuple[str, int], Generated]
 
 
@@ -116,6 +119,17 @@ def requests() -> list[GenerationRequest]:
             thinking=replace(THINKING, end_ids=(1,)),
             grammar='start: /(.|\\n)*/ <[1]> "{\\"sky\\":" ("true" | "false") "}"',
         ),
+        asked("unasked", temperature=0.0, grammar=CHOICE, thinking_opener=OPENER),
+        asked(
+            "undecided",
+            temperature=1.0,
+            seed=8,
+            grammar=CHOICE,
+            thinking_opener=OPENER,
+            logit_bias=LIKELY,
+            n=4,
+            max_tokens=40,
+        ),
         asked("late", temperature=1.0, seed=7, grammar="start: /[a-z ]*/", min_tokens=20, max_tokens=30),
         *(
             asked(f"free {seed}", "Tell me a long story.", temperature=0.9, seed=seed, max_tokens=150)
@@ -157,6 +171,18 @@ def test_every_output_is_within_its_grammar():
     assert 1 in both[:10]
     assert text_of(found["both", 0]).split("<|im_start|>")[1] in ('{"sky":true}', '{"sky":false}')
     assert len(found["late", 0].token_ids) >= 20
+
+
+def test_a_grammar_does_not_make_the_model_think():
+    """It thinks where it would have begun to without the grammar: by the same draw of the same request."""
+    answers = ("yes", "no")
+    assert text_of(alone()["unasked", 0]) in answers
+    undecided = [alone()["undecided", choice] for choice in range(4)]
+    opened = [one.token_ids[0] == OPENER for one in undecided]
+    free = generate(engine(), [asked("undecided", temperature=1.0, seed=8, logit_bias=LIKELY, n=4, max_tokens=1)])
+    assert opened == [free["undecided", choice].token_ids[0] == OPENER for choice in range(4)]
+    assert {True, False} == set(opened)
+    assert all((text_of(one) in answers) != thinks for one, thinks in zip(undecided, opened, strict=True))
 
 
 @pytest.mark.parametrize(

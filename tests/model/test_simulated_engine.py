@@ -81,6 +81,9 @@ def on_a_gpu(
     return BuiltEngine(plan=built.plan, executor=executor, scheduler=scheduler, grammars=built.grammars), device
 
 
+OPENING = 'start: (<[1]> "fox " <[2]>)? ("the dog" | "quick")'
+
+
 def requests() -> list[GenerationRequest]:
     shared = random_ids(20, 99)
     sampling = [
@@ -94,6 +97,10 @@ def requests() -> list[GenerationRequest]:
         {"temperature": 1.1, "seed": 5, "grammar": 'start: "quick " /[a-z ]{8}/ " fox jumps"'},
         {"temperature": 0.9, "seed": 6, "thinking": ThinkingParams(end_ids=(7, 8), is_open=True, max_tokens=5)},
         {"temperature": 0.0, "grammar": "start: <[7]>"},  # one token, and a vocabulary's end behind it
+        *(
+            {"temperature": heat, "seed": 9, "grammar": OPENING, "thinking_opener": 1, "logit_bias": ((1, bias),)}
+            for heat, bias in ((0.0, 0.0), (0.0, 40.0), (0.9, 0.0), (0.9, 3.0))
+        ),
     ]
     return [
         GenerationRequest(

@@ -50,6 +50,18 @@ def test_outputs_at_temperature_1_are_valid(llm: LLM):
     assert outcomes["valid"] >= LEAST_WHOLE * outcomes.total(), outcomes
 
 
+@pytest.mark.parametrize("switches", [{}, {"enable_thinking": False}])
+def test_a_choice_is_answered_and_not_thought_about(llm: LLM, switches: dict[str, object]):
+    """The mark that opens thoughts does not get the probability of all that the choices forbid."""
+    bound = StructuredOutputsParams(choice=["yes", "no"])
+    for seed, question in enumerate(("Is water wet?", "Is Paris in Spain?")):
+        params = SamplingParams(max_tokens=5, n=16, seed=seed, structured_outputs=bound)
+        (output,) = llm.chat(
+            [{"role": "user", "content": question}], params, chat_template_kwargs=switches, use_tqdm=False
+        )
+        assert {choice.text for choice in output.outputs} <= {"yes", "no"}
+
+
 @pytest.mark.schemas
 @pytest.mark.timeout(3600)
 def test_500_outputs_at_temperature_1_are_valid(llm: LLM):

@@ -83,6 +83,7 @@ def make_state(
     from quire_server.text.pooling_method import pooling_method
 
     settings.setdefault("allowed_hosts", ("*",))  # clients of tests call it as they like
+    settings.setdefault("tokenizer", str(tokenizer_path()))  # as the processes that try grammars know it
     plan = make_plan(max_model_len=max_model_len)
     tokenizer = load_tokenizer()
     limits = {each.name: settings.pop(each.name) for each in fields(ServerLimits) if each.name in settings}

@@ -59,6 +59,7 @@ def renderer(kept: list[bytes] | None = None, **fields: object) -> ResponseRende
         tokenizer=load_tokenizer(),
         stem=STEM,
         shown=request.shown({}) | {"store": True},
+        tools=request.offered(),
         keep=lambda raw, _: None if kept is None else kept.append(raw),
     )
 
@@ -78,6 +79,13 @@ def parse_events(text: str) -> list[dict[str, Any]]:
     return events
 
 
+_GROWS = {"response.function_call_arguments.delta": "arguments", "response.custom_tool_call_input.delta": "input"}
+_WHOLES = {
+    "response.function_call_arguments.done": ("arguments", "name"),
+    "response.custom_tool_call_input.done": ("input",),
+}
+
+
 def rebuilt(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The output items, put together from the deltas alone; what the events say of wholes must agree."""
     items: list[dict[str, Any]] = []
@@ -94,16 +102,16 @@ def rebuilt(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         elif kind == "response.content_part.added":
             assert event["content_index"] == len(items[-1]["content"]) == 0
             items[-1]["content"].append(event["part"])
-        elif kind == "response.function_call_arguments.delta":
-            items[-1]["arguments"] += event["delta"]
+        elif kind in _GROWS:
+            items[-1][_GROWS[kind]] += event["delta"]
         elif kind.endswith("_text.delta"):
             items[-1]["content"][0]["text"] += event["delta"]
             if "logprobs" in event:
                 items[-1]["content"][0]["logprobs"] += event["logprobs"]
         elif kind.endswith("_text.done"):
             assert event["text"] == items[-1]["content"][0]["text"]
-        elif kind == "response.function_call_arguments.done":
-            assert (event["arguments"], event["name"]) == (items[-1]["arguments"], items[-1]["name"])
+        elif kind in _WHOLES:
+            assert all(event[name] == items[-1][name] for name in _WHOLES[kind])
         elif kind == "response.content_part.done":
             assert event["part"] == items[-1]["content"][0]
         elif kind == "response.output_item.done":

@@ -15,6 +15,7 @@ from torch import Tensor
 from quire_engine.batch import SampledToken, StepResult
 from quire_engine.execution import distribution
 from quire_engine.execution.constrained.constraints import Constraints
+from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.finishing import Finisher, HostSections, Span
 from quire_engine.execution.logit_rules import SampleRow
 from quire_engine.execution.sampler import Sampler
@@ -24,13 +25,17 @@ from support.model_steps import scheduled
 
 
 def sample(
-    logits: Tensor, rows: Sequence[SampleRow], *, slice_bytes: int = distribution.SLICE_BYTES
+    logits: Tensor,
+    rows: Sequence[SampleRow],
+    *,
+    slice_bytes: int = distribution.SLICE_BYTES,
+    grammars: Grammars | None = None,
 ) -> list[SampledToken]:
     """The next token of each of `rows`, from logits [S, V]."""
     step = StepTensors()
     for i, row in enumerate(rows):
         step.add_choice(row._replace(sequence_id=i), logits.shape[1])
-    result = _finished(step, logits, slice_bytes)
+    result = _finished(step, logits, slice_bytes, grammars)
     return [result.samples[i][0] for i in range(len(rows))]
 
 
@@ -47,7 +52,7 @@ def score(
     return found
 
 
-def _finished(step: StepTensors, logits: Tensor, slice_bytes: int) -> StepResult:
+def _finished(step: StepTensors, logits: Tensor, slice_bytes: int, grammars: Grammars | None = None) -> StepResult:
     vocab_size, everything = logits.shape[1], slice(0, len(logits))
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=vocab_size))
     span = Span(
@@ -57,7 +62,7 @@ def _finished(step: StepTensors, logits: Tensor, slice_bytes: int) -> StepResult
         scores=slice(0, len(step.score_rows)),
     )
     sections = HostSections(step.asked(), logits.device)
-    finisher = Finisher(model, step, sections, Constraints(None), slice_bytes=slice_bytes)  # type: ignore[arg-type]
+    finisher = Finisher(model, step, sections, Constraints(grammars), slice_bytes=slice_bytes)  # type: ignore[arg-type]
     ids = finite = possible = torch.empty(0)
     if step.choices:
         ruled = finisher.ruled(span)

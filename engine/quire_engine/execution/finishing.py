@@ -87,6 +87,32 @@ class Ruled(NamedTuple):
     rows: list[SampleRow]
     allowed: Allowed  # their masks, by index in `rows`
 
+    def opening(self) -> Opening | None:
+        """The choices that may open a block of thoughts, if there are any."""
+        found = [(at, row, row.opener) for at, row in zip(self.places, self.rows, strict=True)]
+        openers = [(at, row, opener) for at, row, opener in found if opener is not None]
+        if not openers:
+            return None
+        places, rows, ids = zip(*openers, strict=True)
+        return Opening(list(places), [row.without_mask() for row in rows], list(ids))
+
+
+class Opening(NamedTuple):
+    """Choices of a span which are made without their masks too: where that gives the opener, it stands."""
+
+    places: list[int]  # among the span's choices
+    rows: list[SampleRow]  # without their grammars
+    openers: list[int]
+
+    def keep(self, ids: Tensor, possible: Tensor, into: tuple[Tensor, Tensor]) -> None:
+        """`ids` and `possible` [n]: as chosen without masks. `into`: those of all of the span's choices, to change."""
+        all_ids, all_possible = into
+        at = torch.tensor(self.places, device=ids.device)
+        openers = torch.tensor(self.openers, device=ids.device)
+        opens = possible & (ids == openers)
+        all_ids.index_copy_(0, at, torch.where(opens, openers, all_ids.index_select(0, at)))
+        all_possible.index_copy_(0, at, opens | all_possible.index_select(0, at))
+
 
 class Finisher:
     """One step's: gathers columns of log-probabilities, scores and sums, span by span."""

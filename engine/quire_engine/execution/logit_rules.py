@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from quire_engine.batch import ScheduledSequence
 from quire_engine.types import SamplingParams, StopParams
 
 _MIN_TEMPERATURE = 1e-5
+SECOND_STREAM = 1 << 32  # more than there are choices
 
 
 class SampleRow(NamedTuple):
@@ -54,6 +55,24 @@ class SampleRow(NamedTuple):
     def is_constrained(self) -> bool:
         """Whether a grammar or a limit of thinking decides what the token may be."""
         return is_constrained(self.sampling)
+
+    @property
+    def opener(self) -> int | None:
+        """The token that may come here only if it is chosen without a mask; None where there is none."""
+        return self.sampling.thinking_opener if self.sampling.grammar and self.num_output == 0 else None
+
+    @property
+    def stream(self) -> int:
+        """The stream of random numbers for the choice.
+
+        A row with an `opener` is drawn from without its mask first. Behind another result of the same number the draw
+        within the mask would not be a fair one, so it has the second stream of the choice.
+        """
+        return self.choice if self.opener is None else self.choice + SECOND_STREAM
+
+    def without_mask(self) -> SampleRow:
+        """The same token to choose under the request's other rules alone."""
+        return self._replace(sampling=replace(self.sampling, grammar="", thinking_opener=None))
 
     @property
     def masks_stop_tokens(self) -> bool:
@@ -124,6 +143,7 @@ def id_error(row: SampleRow, vocab_size: int) -> str | None:
         ("banned_token_ids", sampling.banned_token_ids),
         ("banned_sequences", (sequence[-1] for sequence in sampling.banned_sequences)),
         ("logprob_token_ids", sampling.logprob_token_ids),
+        ("thinking_opener", () if sampling.thinking_opener is None else (sampling.thinking_opener,)),
     ]
     if sampling.repetition_penalty != 1.0:
         named.append(("the prompt", row.prompt_token_ids))

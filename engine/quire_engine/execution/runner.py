@@ -109,6 +109,8 @@ class Runner:
             # Two choices from one row follow a grammar each, and the kernel takes one mask a row.
             if not asks_for_masked_argmax(row.sampling) or row.logits_row in {*rows[i - 1 : i], *rows[i + 1 : i + 2]}:
                 return None
+            if row.opener is not None:  # the maxima with and without the mask are asked for, once in a request
+                return None
         ruled = finisher.ruled(Span.whole(step))
         allowed = None if ruled is None else ruled.allowed.words([row.logits_row for row in ruled.rows], len(hidden))
         found = self._decoder.greedy(hidden, allowed)

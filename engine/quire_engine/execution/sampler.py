@@ -6,7 +6,7 @@ copied back to the host. Must not know: sequences, blocks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,10 +46,28 @@ class Sampler:
 
         Order: the masks of grammars and thinking, then `apply_rules`, for the `ruled`; temperature (0: the maximum, of
         equals the lowest id); top-k; top-p; min-p; a draw with the one uniform number of (seed, choice, position). The
-        rules of `failed` rows, by index, are not looked at.
+        rules of `failed` rows, by index, are not looked at. A row with an `opener` gets it if it is the token without
+        the mask.
         """
-        size = distribution.rows_per_slice(logits.shape[1], self._slice_bytes)
         masks = {} if ruled is None else {at: ruled.allowed.masks.get(i) for i, at in enumerate(ruled.places)}
+        chosen = self._choose_sliced(logits, logits_rows, rows, masks, failed)
+        opening = None if ruled is None else ruled.opening()
+        if opening is not None:
+            wanted = [logits_rows[at] for at in opening.places]
+            free = self._choose_sliced(logits, wanted, opening.rows, dict.fromkeys(range(len(wanted))))
+            opening.keep(free.ids, free.possible, (chosen.ids, chosen.possible))
+        return chosen
+
+    def _choose_sliced(
+        self,
+        logits: Tensor,
+        logits_rows: Sequence[int],
+        rows: Sequence[SampleRow],
+        masks: Mapping[int, Mask | None],
+        failed: Collection[int] = (),
+    ) -> Chosen:
+        """`choose`; `masks`: those of the rows with rules, by index."""
+        size = distribution.rows_per_slice(logits.shape[1], self._slice_bytes)
         parts: list[Chosen] = []
         for start in range(0, len(rows), size):
             part = range(start, min(start + size, len(rows)))
@@ -135,4 +153,4 @@ def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor]:
         values = probabilities[index]
         keep = distribution.keep_min_p(values, [params[i].min_p for i in limited])
         probabilities[index] = values.masked_fill_(~keep, 0.0)
-    return distribution.draw(probabilities, [uniform(row.sampling.seed, row.choice, row.position) for row in rows])
+    return distribution.draw(probabilities, [uniform(row.sampling.seed, row.stream, row.position) for row in rows])

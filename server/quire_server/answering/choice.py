@@ -73,7 +73,7 @@ class ChoiceDelta:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token id, or empty
     offsets: list[int] = field(default_factory=list)  # with logprobs: characters of the choice's text before each token
     finish_reason: ChoiceFinish | None = None
-    stop_reason: str | int | None = None  # the stop string or token id; None for the end-of-text token
+    stop_reason: str | int | None = None  # the stop string or token id; None for the tokenizer's end-of-text token
     beam_score: float | None = None  # of a beam search hypothesis, in its last delta
     echoed: Sequence[TokenLogprobs | None] = ()  # scores of prompt tokens, if the text echoes a part of the prompt
 
@@ -94,7 +94,7 @@ class Choice:
         self._num_chars = 0
         self._min_tokens = options.min_tokens
         self._include_stop = options.include_stop
-        self._silent_stop_ids = frozenset(tokenizer.eos_token_ids)
+        self._eos_id = next(iter(tokenizer.eos_token_ids), None)
         self._detokenizer = Detokenizer(
             tokenizer,
             skip_special_tokens=options.skip_special_tokens,
@@ -193,7 +193,7 @@ class Choice:
         else:
             self._finish(
                 output.finish if output.finish in {"stop", "abort"} else "length",
-                None if stop_id in self._silent_stop_ids else stop_id,
+                None if stop_id == self._eos_id else stop_id,
             )
 
     def _finish(self, reason: ChoiceFinish, stop_reason: str | int | None) -> None:

@@ -106,6 +106,8 @@ class Tool:
     description: str = ""
     parameters: Mapping[str, object] | None = None  # a JSON schema; None: any arguments
     strict: bool = False  # the schema is enforced by a grammar
+    input_grammar: str = ""  # of the text that is the one argument `input`, and enforced where calls are JSON
+    input_syntax: Literal["lark", "regex"] = "lark"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,14 @@ from quire_server.answering.caller import Caller
 from quire_server.answering.choice import TextOptions
 from quire_server.answering.constraining.calls import reading_format
 from quire_server.answering.constraining.constraints import Thinking, constraint
-from quire_server.answering.options import BeamOptions, Conversation, GenerationOptions, Infill, SamplingNumbers
+from quire_server.answering.options import (
+    BeamOptions,
+    Conversation,
+    GenerationOptions,
+    Infill,
+    SamplingNumbers,
+    ToolOptions,
+)
 from quire_server.answering.sampling import ModelLimits, resolve_sampling, resolve_stop, with_defaults, with_seed
 from quire_server.errors import BadRequest, ModelNotFound, Unsupported
 from quire_server.state import ServerState
@@ -49,9 +56,7 @@ def reply_parsing(state: ServerState, options: GenerationOptions, prompt: str) -
         return None
     is_open = marks is not None and _is_open(options, prompt, marks.start, marks.end)
     formats = state.formats
-    call_format = None
-    if may_call:  # a template without tools has the prompt describe plain JSON calls
-        call_format = reading_format(tools, formats.calls if state.shows_tools else FORCED)
+    call_format = _call_format(state, tools)
 
     def new_parser() -> ReplyParser:
         return ReplyParser(
@@ -67,11 +72,48 @@ def reply_parsing(state: ServerState, options: GenerationOptions, prompt: str) -
         shown_ids=formats.shown_ids(reads_calls=call_format is formats.calls),
         thinking=_budget(state, options, is_open=is_open),
         call_format=call_format,
-        # A block that the prompt has closed is not opened again.
-        thoughts=None
-        if marks is None or prompt.rstrip().endswith(marks.end)
-        else Thinking(marks=marks, is_open=is_open),
+        thoughts=_thoughts(state, options, prompt, is_open=is_open),
     )
+
+
+def _call_format(state: ServerState, tools: ToolOptions | None) -> ToolFormat | None:
+    """The format in which calls are parsed; None: none are.
+
+    A template without tools has the prompt describe plain JSON calls.
+    """
+    return reading_format(tools, state.formats.calls if state.shows_tools else FORCED)
+
+
+def _thoughts(state: ServerState, options: GenerationOptions, prompt: str, *, is_open: bool) -> Thinking | None:
+    """The block that may come before a constrained answer; None: the model is not to think."""
+    marks = state.formats.marks
+    if marks is None:
+        return None
+    is_asked = _asks_to_think(state, options)
+    # A block that the prompt has closed is not opened again.
+    if not is_open and (is_asked is False or prompt.rstrip().endswith(marks.end)):
+        return None
+    return Thinking(marks=marks, is_open=is_open, is_asked=is_asked is True)
+
+
+def _asks_to_think(state: ServerState, options: GenerationOptions) -> bool | None:
+    """Whether the request, or else a default of the server, switches thinking on or off; None: the model decides.
+
+    It is off by word alone, and on only by a variable that the template has.
+    """
+    effort, source = options.reasoning.effort, options.prompt.source
+    if options.reasoning.max_tokens == 0:
+        return False
+    wish = None
+    if effort is not None and (effort == "none" or effort_variables(state, effort)):
+        wish = effort != "none"
+    known = frozenset() if state.prompts is None else state.prompts.variables
+    own = source.template_variables if isinstance(source, Conversation) else {}
+    for variables in (own,) if wish is not None else (state.settings.default_chat_template_kwargs, own):
+        for name in _THINKING_SWITCHES:
+            if variables.get(name) is False or (variables.get(name) is True and name in known):
+                wish = bool(variables[name])
+    return wish
 
 
 def _is_open(options: GenerationOptions, prompt: str, start: str, end: str) -> bool:
@@ -264,7 +306,8 @@ async def prepare(state: ServerState, options: GenerationOptions, caller: Caller
     if parsing is not None:
         sampling = replace(sampling, thinking=parsing.thinking)
     caller = caller or Caller()
-    sampling = replace(sampling, grammar=await _grammar(state, options, parsing, caller.cache_scope))
+    grammar, opener = await _grammar(state, options, parsing, caller.cache_scope)
+    sampling = replace(sampling, grammar=grammar, thinking_opener=opener)
     beam = beam_params(options, sampling, limits)
     requests: list[GenerationRequest] = []
     for token_ids in prompts:
@@ -311,15 +354,19 @@ def _text_options(state: ServerState, options: GenerationOptions, parsing: Reply
     )
 
 
-async def _grammar(state: ServerState, options: GenerationOptions, parsing: ReplyParsing | None, scope: str) -> str:
-    """The grammar for the whole reply, checked by a compilation; empty: none. Raises BadRequest."""
+async def _grammar(
+    state: ServerState, options: GenerationOptions, parsing: ReplyParsing | None, scope: str
+) -> tuple[str, int | None]:
+    """The grammar for the whole reply, checked by a compilation, and its `opener`; empty: none. Raises BadRequest."""
     asked = constraint(
         options,
         tool_format=None if parsing is None else parsing.call_format,
         thinking=None if parsing is None else parsing.thoughts,
         token_id=state.tokenizer.token_id,
     )
-    return "" if asked is None else await state.grammars.accept(asked.grammar, param=asked.param, scope=scope)
+    if asked is None:
+        return "", None
+    return await state.grammars.accept(asked.grammar, param=asked.param, scope=scope), asked.opener
 
 
 async def count_prompt_tokens(state: ServerState, options: GenerationOptions) -> int:
@@ -432,6 +479,10 @@ def _without_effect(state: ServerState, options: GenerationOptions) -> list[str]
         names.append("priority")
     if options.reasoning.effort is not None and not effort_variables(state, options.reasoning.effort):
         names.append(options.reasoning.effort_param)
+    if options.tools is not None and any(tool.input_grammar for tool in options.tools.tools):
+        form = _call_format(state, options.tools)
+        if form is not None and not form.writes_json:
+            names.append("tools.format")
     if options.reasoning.max_tokens is not None and state.formats.marks is None:
         names.append(options.reasoning.max_tokens_param)
     return names

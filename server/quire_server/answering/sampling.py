@@ -20,6 +20,7 @@ from quire_server.text.tokenizer import TextTokenizer
 
 USUAL_LOGPROBS = 20  # alternatives of each token, as OpenAI has them; any number of tokens may have so many
 MOST_SCORES = 4 << 20  # log-probabilities of a reply with more alternatives, some 100 bytes each
+_MOST_NAMED = 1024  # wrong ids in an error: as many as a bias may have
 GREEDY_BELOW = 1e-5  # dividing logits by less overflows; the answer would be the greedy one anyway
 
 
@@ -45,9 +46,11 @@ class ModelLimits:
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         if ids and not 0 <= min(ids) <= max(ids) < self.num_token_ids:
-            wrong = next(token_id for token_id in ids if not 0 <= token_id < self.num_token_ids)
+            wrong = [token_id for token_id in ids if not 0 <= token_id < self.num_token_ids]
+            named = ", ".join(map(str, wrong[:_MOST_NAMED])) + (" and more" if len(wrong) > _MOST_NAMED else "")
+            start, verb = ("Token id", "is") if len(wrong) == 1 else ("Token ids", "are")
             raise BadRequest(
-                f"Token id {wrong} in '{param}' is outside the vocabulary of {self.num_token_ids} ids.", param=param
+                f"{start} {named} in '{param}' {verb} outside the vocabulary of {self.num_token_ids} ids.", param=param
             )
 
     def check_length(self, least: int, param: str, *, is_exact: bool) -> None:

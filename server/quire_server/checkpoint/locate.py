@@ -31,7 +31,8 @@ def localized(settings: Settings) -> Settings:
         folder = checkpoint_directory(name, *where)
         check_checkpoint(folder)
         if not Path(settings.model).is_dir():
-            changed = {"model": str(folder), "served_model_name": settings.served_model_name or (name,)}
+            names = settings.served_model_name or tuple(dict.fromkeys((name, settings.model)))
+            changed = {"model": str(folder), "served_model_name": names}
     if settings.tokenizer is not None and not Path(settings.tokenizer).is_dir():
         folder = checkpoint_directory(settings.tokenizer, *where, setting="--tokenizer", weights=False)
         changed["tokenizer"] = str(folder)

@@ -267,9 +267,11 @@ def _check_bias(value: object) -> object:
         return value
     if len(value) > MAX_BIASED_TOKENS:
         raise ValueError(f"at most {MAX_BIASED_TOKENS} tokens may be biased")
-    for key in value:
-        if not isinstance(key, str) or not _TOKEN_KEY.fullmatch(key):
-            raise ValueError(f"the keys must be token ids written as decimal strings, and {str(key)[:32]!r} is none")
+    wrong = [key for key in value if not isinstance(key, str) or not _TOKEN_KEY.fullmatch(key)]
+    if wrong:
+        named = ", ".join(repr(str(key)[:32]) for key in wrong)
+        verb = "is" if len(wrong) == 1 else "are"
+        raise ValueError(f"the keys must be token ids written as decimal strings, and {named} {verb} none")
     return value
 
 
@@ -404,7 +406,7 @@ class GenerationFields(DecodingFields, ServingFields):
     spaces_between_special_tokens: bool | None = Field(None, description="false is without effect, and reported")
     prompt_logprobs: LogprobCount | None = None
     logprob_token_ids: Annotated[TokenIds, Field(max_length=MAX_LOGPROB_IDS)] | None = Field(
-        None, description="tokens to score beside the most likely ones; implies logprobs"
+        None, description="tokens to score in place of the most likely ones; implies logprobs"
     )
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None

@@ -118,8 +118,15 @@ class EventStream(Response, Generic[Item]):
                 await wire.write(self._keep_alive_frame)
 
 
+# Line ends of Unicode in UTF-8, which JSON allows in texts and some clients split a stream's lines at.
+_LINE_ENDS = {"\u0085".encode(): b"\\u0085", "\u2028".encode(): b"\\u2028", "\u2029".encode(): b"\\u2029"}
+
+
 class _Wire:
-    """The reply's `send`: starts the reply with the first write, and makes one write at a time."""
+    """The reply's `send`: starts the reply with the first write, and makes one write at a time.
+
+    Frames are JSON around ASCII, so a line end of Unicode is a part of a JSON string, and is escaped there.
+    """
 
     def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         self.is_started = False
@@ -143,6 +150,8 @@ class _Wire:
                 self.is_started = True
                 await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
             self.is_ended = is_last
+            for raw, escaped in _LINE_ENDS.items():
+                chunk = chunk.replace(raw, escaped)
             await self._send({"type": "http.response.body", "body": chunk, "more_body": not self.is_ended})
             self.changed_at = self._loop.time()
 

@@ -52,7 +52,8 @@ class EngineFields(BaseModel):
     served_model_name: Names = option(
         (),
         "Model",
-        "names clients may use, the first is reported; default: the model's directory name, or its name on the Hub",
+        "names clients may use, the first is reported; default: the model's directory name, or its name on the Hub, and"
+        " the model as it was given",
     )
     tokenizer: str | None = option(None, "Model", "directory or name of the tokenizer, when it is not the model's")
     revision: str | None = option(None, "Model", "branch, tag or commit of a model on the Hub")

@@ -125,10 +125,14 @@ class Settings(ServerFields, EngineFields, BaseSettings):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The names clients may use; replies carry the first one."""
-        if self.served_model_name:
-            return self.served_model_name
-        return (DEMO_MODEL if self.model == DEMO_MODEL else Path(self.model).resolve().name,)
+        """The names clients may use; replies carry the first one.
+
+        Without names of the operator's own the model is also called what it was given as, a path for example: clients
+        of vLLM name it so.
+        """
+        if self.served_model_name or self.model == DEMO_MODEL:
+            return self.served_model_name or (DEMO_MODEL,)
+        return tuple(dict.fromkeys((Path(self.model).resolve().name, self.model)))
 
     @property
     def model_path(self) -> Path:

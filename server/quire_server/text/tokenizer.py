@@ -63,7 +63,7 @@ class TextTokenizer:
         own_eos = [vocab[self.eos_token]] if self.eos_token in vocab else []
         # A config that several checkpoints share can name ids that this tokenizer does not have; they are ignored.
         known = [i for i in (*own_eos, *eos_token_ids) if 0 <= i < self.vocab_size]
-        self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(known))
+        self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(known))  # the tokenizer's own first
         flagged = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         named = {vocab[token] for token in self.special_tokens.values() if token in vocab}
         self.special_ids: frozenset[int] = frozenset(flagged | named | _declared_special(config))

@@ -68,6 +68,8 @@ class Constraints:
                 follower = self._follower(row)
                 if follower.fill(mask, address + at, size):
                     if row.sampling.grammar and not follower.ends_thinking:
+                        if row.opener is not None:
+                            clear_bits(octets[at : at + size], (row.opener,))
                         self._set_ends(follower, row, octets[at : at + size], vocab_size)
                     found.masks[i] = mask
                 else:

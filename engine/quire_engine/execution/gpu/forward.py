@@ -16,6 +16,7 @@ from quire_engine.execution.finishing import Ruled
 from quire_engine.execution.gpu.device import HostBuffer, Packed, aligned
 from quire_engine.execution.gpu.step_arrays import StepArrays, pad_slots
 from quire_engine.execution.gpu.tables import SlotTables
+from quire_engine.execution.logit_rules import SampleRow, apply_rules
 from quire_engine.execution.model_input import ModelInput
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.sampler import Chosen, Sampler
@@ -101,22 +102,17 @@ class Forward:
     def choose_ruled(self, ruled: Ruled, sampler: Sampler, logits: Tensor, rows: ChoiceRows, into: Chosen) -> None:
         """Choose again for the rows whose logits a request changes. Waits: what it changes is the host's to tell."""
         at = torch.tensor(ruled.places, device=logits.device)
-        values = logits.index_select(0, rows.logits_rows.index_select(0, at))
+        values, some = _rows_at(at, ruled.rows, logits, rows)
         sampler.change(values, ruled)
-        some = replace(
-            rows,
-            logits_rows=torch.arange(len(at), device=logits.device),
-            temperature=rows.temperature.index_select(0, at),
-            top_k=rows.top_k.index_select(0, at),
-            top_p=rows.top_p.index_select(0, at),
-            min_p=rows.min_p.index_select(0, at),
-            seed=rows.seed.index_select(0, at),
-            choice=rows.choice.index_select(0, at),
-            position=rows.position.index_select(0, at),
-        )
         chosen, _, any_left = self._model.choose(values, some)
         into.ids.index_copy_(0, at, chosen)
         into.possible.index_copy_(0, at, any_left)
+        opening = ruled.opening()
+        if opening is not None:
+            values, some = _rows_at(torch.tensor(opening.places, device=logits.device), opening.rows, logits, rows)
+            apply_rules(values, opening.rows)
+            chosen, _, any_left = self._model.choose(values, some)
+            opening.keep(chosen, any_left, (into.ids, into.possible))
 
     def decode(self, packed: Packed, num_rows: int, context: int, flags: int, into: Region) -> Tensor:
         """A step of `num_rows` decodes whose contexts are `context` at most: the logits, and a token of each row."""
@@ -127,6 +123,22 @@ class Forward:
         )
         self.choose(logits, rows, into.chosen(0, num_rows))
         return logits
+
+
+def _rows_at(at: Tensor, asked: Sequence[SampleRow], logits: Tensor, rows: ChoiceRows) -> tuple[Tensor, ChoiceRows]:
+    """The logits of some of `rows`, copied, and their parameters."""
+    some = replace(
+        rows,
+        logits_rows=torch.arange(len(at), device=logits.device),
+        temperature=rows.temperature.index_select(0, at),
+        top_k=rows.top_k.index_select(0, at),
+        top_p=rows.top_p.index_select(0, at),
+        min_p=rows.min_p.index_select(0, at),
+        seed=rows.seed.index_select(0, at),
+        choice=torch.tensor([row.stream for row in asked], device=logits.device),
+        position=rows.position.index_select(0, at),
+    )
+    return logits.index_select(0, rows.logits_rows.index_select(0, at)), some
 
 
 def _sampled(rows: AttentionRows, packed: Packed, counts: Sequence[int]) -> AttentionRows:

@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from quire_server.answering.constraining.lark_in_json import in_json
 from quire_server.answering.constraining.schemas import (
     SchemaRefused,
     check_size,
     ending_in,
+    expression,
     json_value,
+    literal,
     not_beginning_with,
     reviewed,
     without,
@@ -55,7 +58,9 @@ def written_calls(
     if tools is None or not tools.tools or tools.choice == "none":
         return None
     forced = tools.choice != "auto"
-    if not forced and structure is None and not any(tool.strict for tool in tools.tools):
+    is_strict = any(tool.strict for tool in tools.tools)
+    has_inputs = tool_format.writes_json and any(tool.input_grammar for tool in tools.tools)
+    if not forced and structure is None and not is_strict and not has_inputs:
         return None
     if not tool_format.writes_json:
         raise BadRequest(
@@ -123,10 +128,24 @@ class _Writer:
         return written(value, self._format.markers, self._token_id)
 
 
+def _input(tool: Tool) -> str:
+    """Arguments whose one text is of the tool's own grammar."""
+    lark = f"start: {expression(tool.input_grammar)}" if tool.input_syntax == "regex" else tool.input_grammar
+    try:
+        begin, end = literal('{"input": "'), literal('"}')
+        return f"{begin} %lark {{\n{in_json(lark)}\n}} {end}"
+    except SchemaRefused as refusal:
+        raise BadRequest(
+            f"The grammar of the tool {tool.name[:64]!r} cannot be enforced: {refusal}.", param="tools"
+        ) from None
+
+
 def _arguments(tool: Tool) -> str:
     """The right side of a tool's rule for arguments; without `strict`, as much of its schema as possible."""
     if tool.parameters is None:
         return json_value({"type": "object"})
+    if tool.input_grammar:
+        return _input(tool)
     try:
         as_text = json.dumps(tool.parameters)
         check_size(as_text)

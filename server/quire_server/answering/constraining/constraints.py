@@ -36,6 +36,7 @@ class Thinking:
 
     marks: ThinkingMarks
     is_open: bool
+    is_asked: bool = False  # the request switches thinking on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,7 @@ class Constraint:
 
     grammar: Grammar
     param: str
+    opener: int | None = None  # the mark that opens thoughts, where the model alone decides whether it thinks
 
 
 def constraint(
@@ -58,6 +60,11 @@ def constraint(
     calls = None if tool_format is None else written_calls(options.tools, tool_format, structure, token_id)
     if answer is None and calls is None:
         return None
+    opener = None
+    if thinking is not None and not thinking.is_open and not thinking.is_asked:
+        opener = token_id(thinking.marks.start)
+        if opener is None:  # beside a mark in words the engine cannot tell which of its tokens are the answer's
+            thinking = None
     rules = [f"start: {_start(answer, calls, thinking, token_id)}"]
     if thinking is not None:
         rules += _thoughts(thinking, token_id)
@@ -70,7 +77,7 @@ def constraint(
     if client and len(rules) == 2:
         rules = ["start: @client"]
     param = structure.param if structure is not None else "tools"
-    return Constraint(grammar=Grammar(rules="\n".join(rules), client=client), param=param)
+    return Constraint(grammar=Grammar(rules="\n".join(rules), client=client), param=param, opener=opener)
 
 
 def _start(answer: str | None, calls: Calls | None, thinking: Thinking | None, token_id: TokenId) -> str:

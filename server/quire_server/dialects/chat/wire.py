@@ -165,7 +165,7 @@ class ChatCompletionRequest(StructuredFields):
             max_tokens=max_tokens,
             max_tokens_param=max_tokens_param,
             default_max_tokens=None,
-            num_logprobs=(self.top_logprobs or 0) if self.logprobs or self.logprob_token_ids else None,
+            num_logprobs=0 if self.logprob_token_ids else (self.top_logprobs or 0) if self.logprobs else None,
             num_prompt_logprobs=self.prompt_logprobs,
             logprobs_param="top_logprobs",
             echo=False,
@@ -174,8 +174,8 @@ class ChatCompletionRequest(StructuredFields):
         )
 
     def _shown_tools(self, options: ToolOptions | None) -> list[ToolDefinition]:
-        """The tools in the prompt: none where no call is allowed."""
-        if options is None or options.choice == "none":
+        """The tools in the prompt, also where no call is allowed: the prompt begins as in the turns before."""
+        if options is None:
             return []
         names = {tool.name for tool in options.tools}
         return [tool for tool in self.tools or () if tool.function is not None and tool.function.name in names]

@@ -61,7 +61,7 @@ class CompletionRequest(StructuredFields):
         if self.max_tokens == 0 and not self.echo:
             raise BadRequest("'max_tokens' must be at least 1, unless 'echo' is true.", param="max_tokens")
         num_prompt_logprobs = self.prompt_logprobs
-        num_logprobs = 0 if self.logprobs is None and self.logprob_token_ids else self.logprobs
+        num_logprobs = 0 if self.logprob_token_ids else self.logprobs
         if self.echo and num_logprobs is not None:
             num_prompt_logprobs = max(num_logprobs, self.prompt_logprobs or 0)
         options = generation_options(

@@ -228,7 +228,8 @@ def offered(
 ) -> tuple[Sequence[ToolDefinition], ToolOptions | None]:
     """The tools in the prompt, and the options for calls. Raises BadRequest for an impossible choice.
 
-    With the type "none" the prompt has no tools. The type "auto" needs no tools: clients always send it.
+    The type "none" leaves the tools in the prompt, which begins as in the turns before. The type "auto" needs no
+    tools: clients always send it.
     """
     kind = "auto" if choice is None else choice.type
     parallel = choice is None or not choice.disable_parallel_tool_use
@@ -236,7 +237,7 @@ def offered(
         "none" if kind == "none" else "required" if kind in ("any", "tool") else None
     )
     options = tool_options([tool.neutral() for tool in tools], word, parallel=parallel)
-    if options is None or kind == "none":
+    if options is None:
         return (), options
     if choice is not None and choice.type == "tool":
         name = choice.name or ""

@@ -1,4 +1,4 @@
-"""The input items of a response: messages, function calls and their outputs, reasoning, references.
+"""The input items of a response: messages, calls and their outputs, reasoning, references.
 
 An item is text only, and its stored form validates again as the same item.
 """
@@ -98,6 +98,7 @@ class FunctionCallItem(WireModel):
     type: Literal["function_call"]
     call_id: Annotated[str, Field(min_length=1, max_length=256)]
     name: Annotated[str, Field(min_length=1, max_length=256)]
+    namespace: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     arguments: str
     id: ItemId | None = None
     status: ItemStatus | None = None
@@ -109,7 +110,33 @@ class FunctionCallItem(WireModel):
             "status": self.status or "completed",
             "call_id": self.call_id,
             "name": self.name,
+            **({} if self.namespace is None else {"namespace": self.namespace}),
             "arguments": self.arguments,
+        }
+
+
+class CustomCallItem(WireModel):
+    """A custom tool's call of an earlier response."""
+
+    prefix: ClassVar[str] = "ctc"  # of new ids
+
+    type: Literal["custom_tool_call"]
+    call_id: Annotated[str, Field(min_length=1, max_length=256)]
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    namespace: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    input: str
+    id: ItemId | None = None
+    status: ItemStatus | None = None
+
+    def stored(self, new_id: str) -> dict[str, object]:
+        return {
+            "type": "custom_tool_call",
+            "id": self.id or new_id,
+            "status": self.status or "completed",
+            "call_id": self.call_id,
+            "name": self.name,
+            **({} if self.namespace is None else {"namespace": self.namespace}),
+            "input": self.input,
         }
 
 
@@ -132,6 +159,18 @@ class FunctionOutputItem(WireModel):
             "call_id": self.call_id,
             "output": text_of(self.output),
         }
+
+
+class CustomOutputItem(FunctionOutputItem):
+    """The output of a custom tool; its call comes before it."""
+
+    prefix: ClassVar[str] = "ctco"  # of new ids
+
+    type: Literal["custom_tool_call_output"]  # type: ignore[assignment]
+    name: Annotated[str, Field(max_length=256)] | None = Field(None, description="without effect: the call has it")
+
+    def stored(self, new_id: str) -> dict[str, object]:
+        return {**super().stored(new_id), "type": self.type}
 
 
 class ReasoningItem(WireModel):
@@ -181,13 +220,23 @@ def _kind(value: object) -> str | None:
     return kind
 
 
-_KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+_KINDS = (
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "reasoning",
+    "item_reference",
+)
 
-ContentItem = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
+ContentItem = MessageItem | FunctionCallItem | FunctionOutputItem | CustomCallItem | CustomOutputItem | ReasoningItem
 Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionOutputItem, Tag("function_call_output")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call")]
+    | Annotated[CustomOutputItem, Tag("custom_tool_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[ItemReference, Tag("item_reference")],
     Discriminator(
@@ -204,6 +253,8 @@ _STORED: TypeAdapter[list[ContentItem]] = TypeAdapter(
             Annotated[MessageItem, Tag("message")]
             | Annotated[FunctionCallItem, Tag("function_call")]
             | Annotated[FunctionOutputItem, Tag("function_call_output")]
+            | Annotated[CustomCallItem, Tag("custom_tool_call")]
+            | Annotated[CustomOutputItem, Tag("custom_tool_call_output")]
             | Annotated[ReasoningItem, Tag("reasoning")],
             Discriminator(_kind),
         ]

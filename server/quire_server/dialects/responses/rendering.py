@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +16,7 @@ from quire_server.answering.choice import Answer, ChoiceDelta, Thought, pieces
 from quire_server.answering.generation import Generation, Usage
 from quire_server.answering.prepare import Job
 from quire_server.answering.rendering import ReplyHead
+from quire_server.dialects.responses.tools import Offered
 from quire_server.errors import ApiError, error_body
 from quire_server.text.logprobs import LogprobFormat
 from quire_server.text.parsing.calls import CallDelta
@@ -49,9 +52,11 @@ FormatLogprobs = Callable[[Sequence[TokenLogprobs]], Sequence[Any]]
 class Output:
     """The output items of one response. `items`: the complete ones, in their order."""
 
-    def __init__(self, stem: str, format_logprobs: FormatLogprobs) -> None:
+    def __init__(self, stem: str, format_logprobs: FormatLogprobs, tools: Mapping[str, Offered]) -> None:
+        """`tools`: by the names that the model knows them by."""
         self.items: list[Item] = []
         self._stem = stem
+        self._tools = tools
         self._format_logprobs = format_logprobs
         self._open: _Thought | _Message | _Call | None = None
         self._unseen: list[TokenLogprobs] = []  # log-probabilities of tokens whose text has not come yet
@@ -102,10 +107,14 @@ class Output:
 
     def _add_call(self, call: CallDelta) -> Iterator[Event]:
         if not isinstance(self._open, _Call) or self._open.index != call.index:
-            yield from self._begin(_Call(self._next_id("fc"), call))
+            tool = self._tools.get(call.name or "")
+            is_custom = tool is not None and tool.is_custom
+            new = _CustomCall(self._next_id("ctc"), call, tool) if is_custom else _Call(self._next_id("fc"), call, tool)
+            yield from self._begin(new)
         assert isinstance(self._open, _Call)
         if call.arguments:
-            yield self._event(self._open.grow(call.arguments))
+            for event in self._open.grow(call.arguments):
+                yield self._event(event)
 
     def _begin(self, item: _Thought | _Message | _Call) -> Iterator[Event]:
         yield from self._close("completed")
@@ -203,19 +212,20 @@ class _Message:
 
 
 class _Call:
-    def __init__(self, id: str, call: CallDelta) -> None:
+    def __init__(self, id: str, call: CallDelta, tool: Offered | None) -> None:
         self.index = call.index
         self._id = id
         self._call_id = call.id or f"call_{id.partition('_')[2]}"
-        self._name = call.name or ""
+        self._name = (call.name or "") if tool is None else tool.name
+        self._namespace = None if tool is None else tool.namespace
         self._arguments: list[str] = []
 
     def begun(self) -> list[Event]:
         return []
 
-    def grow(self, arguments: str) -> Event:
+    def grow(self, arguments: str) -> list[Event]:
         self._arguments.append(arguments)
-        return {"type": "response.function_call_arguments.delta", "item_id": self._id, "delta": arguments}
+        return [{"type": "response.function_call_arguments.delta", "item_id": self._id, "delta": arguments}]
 
     def ended(self) -> list[Event]:
         return [
@@ -228,14 +238,84 @@ class _Call:
         ]
 
     def item(self, status: ItemStatus) -> Item:
-        return {
-            "id": self._id,
-            "type": "function_call",
-            "status": status,
-            "call_id": self._call_id,
-            "name": self._name,
-            "arguments": "".join(self._arguments),
-        }
+        return self._item("function_call", status, arguments="".join(self._arguments))
+
+    def _item(self, kind: str, status: ItemStatus, **said: str) -> Item:
+        named = {} if self._namespace is None else {"namespace": self._namespace}
+        head = {"id": self._id, "type": kind, "status": status, "call_id": self._call_id, "name": self._name}
+        return {**head, **named, **said}
+
+
+class _CustomCall(_Call):
+    """A call whose input is the text of the one argument that the model wrote."""
+
+    def __init__(self, id: str, call: CallDelta, tool: Offered | None) -> None:
+        super().__init__(id, call, tool)
+        self._input = InputText()
+
+    def grow(self, arguments: str) -> list[Event]:
+        return self._deltas(self._input.push(arguments))
+
+    def ended(self) -> list[Event]:
+        events = self._deltas(self._input.finish())
+        kind = "response.custom_tool_call_input.done"
+        return [*events, {"type": kind, "item_id": self._id, "input": self._input.text}]
+
+    def item(self, status: ItemStatus) -> Item:
+        return self._item("custom_tool_call", status, input=self._input.text)
+
+    def _deltas(self, text: str) -> list[Event]:
+        event = {"type": "response.custom_tool_call_input.delta", "item_id": self._id, "delta": text}
+        return [event] if text else []
+
+
+class InputText:
+    """The text of the argument `input`, read from a call's JSON arguments while they come.
+
+    Arguments of another form are the input as they are: nothing that a model has written is lost.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._raw = ""
+        self._read: int | None = None  # characters of `_raw` that have been read; None: the text has not begun
+
+    def push(self, arguments: str) -> str:
+        """The text that is complete with these."""
+        self._raw += arguments
+        if self._read is None:
+            start = _INPUT_START.match(self._raw)
+            if start is None:
+                return ""
+            self._read = start.end()
+        whole = _INPUT_PIECES.match(self._raw, self._read)
+        assert whole is not None
+        self._read = whole.end()
+        return self._take(json.loads(f'"{whole[0]}"', strict=False))
+
+    def finish(self) -> str:
+        """The arguments are there, or will not come: the text that is left."""
+        if self._read is not None:
+            return ""
+        try:
+            found = json.loads(self._raw, strict=False)
+        except ValueError:
+            found = None
+        text = found.get("input") if isinstance(found, dict) else found
+        return self._take(text if isinstance(text, str) else self._raw)
+
+    def _take(self, text: str) -> str:
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        self.text += text
+        return text
+
+
+_INPUT_START = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+# What a string of JSON is made of, the halves of a character beyond 16 bits together.
+_INPUT_PIECES = re.compile(
+    r'(?:[^"\\]|\\["\\/bfnrt]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}'
+    r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*"
+)
 
 
 _encode = msgspec.json.Encoder().encode
@@ -246,7 +326,8 @@ _STOPPED = {"code": "server_error", "message": "The server was stopped before th
 
 
 class ResponseRenderer:
-    """Renders one response. `shown`: fields of the request that it repeats; `keep`: stores it at its end.
+    """Renders one response. `shown`: fields of the request that it repeats; `tools`: by the names that the model knows;
+    `keep`: stores it at its end.
 
     The object at a stream's end equals the whole reply. Events are numbered without a gap; after its first event a
     stream always ends with completed, incomplete or failed.
@@ -261,6 +342,7 @@ class ResponseRenderer:
         tokenizer: TextTokenizer,
         stem: str,
         shown: Mapping[str, Any],
+        tools: Mapping[str, Offered],
         keep: Keep,
     ) -> None:
         wanted = job.options.reply.num_logprobs
@@ -270,7 +352,7 @@ class ResponseRenderer:
         self._id = response_id(stem)
         self._shown = shown
         self._keep = keep
-        self._output = Output(stem, lambda some: [] if wanted is None else form.chat(some, wanted)["content"])
+        self._output = Output(stem, lambda some: [] if wanted is None else form.chat(some, wanted)["content"], tools)
         self._num_events = 0
 
     def frames(self, deltas: Sequence[ChoiceDelta]) -> bytes:

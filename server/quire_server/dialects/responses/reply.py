@@ -54,10 +54,21 @@ class FunctionCallOutput(ReplyModel):
     status: ItemStatus
     call_id: str
     name: str
+    namespace: str | None = Field(None, description="of a function of a namespace; other items lack it")
     arguments: str
 
 
-OutputItem = ReasoningOutput | MessageOutput | FunctionCallOutput
+class CustomCallOutput(ReplyModel):
+    id: str
+    type: Literal["custom_tool_call"]
+    status: ItemStatus
+    call_id: str
+    name: str
+    namespace: str | None = Field(None, description="of a tool of a namespace; other items lack it")
+    input: str
+
+
+OutputItem = ReasoningOutput | MessageOutput | FunctionCallOutput | CustomCallOutput
 
 
 class InputTokensDetails(ReplyModel):
@@ -202,6 +213,16 @@ class ArgumentsDone(OfItem):
     arguments: str
 
 
+class CustomInputDelta(OfItem):
+    type: Literal["response.custom_tool_call_input.delta"]
+    delta: str
+
+
+class CustomInputDone(OfItem):
+    type: Literal["response.custom_tool_call_input.done"]
+    input: str
+
+
 class ErrorEvent(NumberedEvent):
     type: Literal["error"]
     code: str | None
@@ -221,6 +242,8 @@ class ResponseEvent(
             | ReasoningDone
             | ArgumentsDelta
             | ArgumentsDone
+            | CustomInputDelta
+            | CustomInputDone
             | ErrorEvent,
             Field(discriminator="type"),
         ]

@@ -1,4 +1,4 @@
-"""The request of POST /v1/responses: text formats, tools, fields without effect, messages for the chat template.
+"""The request of POST /v1/responses: text formats, fields without effect, messages for the chat template.
 
 A field at OpenAI's default is never an error; fields without effect are reported.
 """
@@ -20,8 +20,6 @@ from quire_server.answering.options import (
     SamplingOptions,
     StopOptions,
     Structure,
-    Tool,
-    ToolOptions,
 )
 from quire_server.dialects.common import (
     BATCH_TIER,
@@ -35,6 +33,8 @@ from quire_server.dialects.common import (
 )
 from quire_server.dialects.responses.items import (
     ContentItem,
+    CustomCallItem,
+    CustomOutputItem,
     FunctionCallItem,
     FunctionOutputItem,
     Items,
@@ -42,7 +42,15 @@ from quire_server.dialects.responses.items import (
     ReasoningItem,
     text_of,
 )
-from quire_server.dialects.tools import MAX_TOOLS, ChosenTool, ToolName, template_tool, tool_options
+from quire_server.dialects.responses.tools import (
+    Choice,
+    Offered,
+    Tools,
+    all_offered,
+    flat_name,
+    input_arguments,
+    offered,
+)
 from quire_server.errors import BadRequest, Unsupported
 
 
@@ -88,98 +96,6 @@ class TextOptions(WireModel):
     def without_effect(self) -> list[str]:
         extras = {"verbosity": self.verbosity, **(self.model_extra or {})}
         return review_extras(extras)
-
-
-def _check_tool(value: object) -> object:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind != "function":
-        raise Unsupported(f"Tools of type '{kind[:64]}' are not supported; only 'function' is.", param="tools")
-    if isinstance(value, dict) and "name" not in value and isinstance(value.get("function"), dict):
-        raise ValueError("here a tool's name, description and parameters are its own fields, not those of 'function'")
-    return value
-
-
-class FunctionTool(WireModel):
-    type: Literal["function"]
-    name: ToolName
-    description: Annotated[str, Field(max_length=16_384)] | None = None
-    parameters: dict[str, Any] | None = Field(None, description="a JSON schema of the arguments")
-    strict: bool | None = Field(None, description="true: the arguments always follow the schema")
-
-    def neutral(self) -> Tool:
-        return Tool(
-            name=self.name,
-            description=self.description or "",
-            parameters=self.parameters,
-            strict=bool(self.strict),
-        )
-
-    def for_template(self) -> dict[str, object]:
-        return template_tool(self.name, self.description, self.parameters or {"type": "object", "properties": {}})
-
-    def shown(self) -> dict[str, object]:
-        """The tool as the reply repeats it."""
-        return {
-            "type": "function",
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.parameters,
-            "strict": bool(self.strict),
-        }
-
-
-Tools = Annotated[
-    list[Annotated[FunctionTool, BeforeValidator(_check_tool)]], Field(fail_fast=True, max_length=MAX_TOOLS)
-]
-
-
-class NamedFunction(WireModel):
-    type: Literal["function"]
-    name: ToolName
-
-
-class AllowedTools(WireModel):
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedFunction], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
-
-
-def _check_choice(value: object) -> object:
-    if not isinstance(value, dict) and value not in ("none", "auto", "required", None):
-        raise ValueError("expected 'none', 'auto', 'required' or an object")
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind not in ("function", "allowed_tools"):
-        raise Unsupported(
-            f"A 'tool_choice' of type '{kind[:64]}' is not supported; 'function' and 'allowed_tools' are.",
-            param="tool_choice",
-        )
-    return value
-
-
-Choice = Annotated[
-    Literal["none", "auto", "required"] | Annotated[NamedFunction | AllowedTools, Field(discriminator="type")],
-    BeforeValidator(_check_choice),
-]
-
-
-def offered(
-    tools: Sequence[FunctionTool], choice: str | NamedFunction | AllowedTools | None, *, parallel: bool | None
-) -> tuple[list[FunctionTool], ToolOptions | None]:
-    """The tools in the prompt, and the options for calls. Raises BadRequest for an impossible choice.
-
-    With the choice "none" the prompt has no tools. The choice "auto" needs no tools: clients always send it.
-    """
-    chosen: Any = choice
-    if isinstance(choice, NamedFunction):
-        chosen = ChosenTool.model_validate({"type": "function", "function": {"name": choice.name}})
-    elif isinstance(choice, AllowedTools):
-        allowed = {"mode": choice.mode, "tools": [{"name": tool.name} for tool in choice.tools]}
-        chosen = ChosenTool.model_validate({"type": "allowed_tools", "allowed_tools": allowed})
-    elif choice == "auto":
-        chosen = None
-    options = tool_options([tool.neutral() for tool in tools], chosen, parallel=parallel)
-    names = set() if options is None or options.choice == "none" else {tool.name for tool in options.tools}
-    return [tool for tool in tools if tool.name in names], options
 
 
 # Unsupported fields, with the values that turn them off and a hint.
@@ -273,8 +189,10 @@ class _Conversation:
             case MessageItem(role="assistant"):
                 self._add_text(text_of(item.content))
             case FunctionCallItem():
-                self._add_call(item)
-            case FunctionOutputItem():
+                self._add_call(item.call_id, flat_name(item.namespace, item.name), item.arguments)
+            case CustomCallItem():
+                self._add_call(item.call_id, flat_name(item.namespace, item.name), input_arguments(item.input))
+            case FunctionOutputItem() | CustomOutputItem():
                 self._add_output(item)
             case _:
                 self._turn = None
@@ -303,18 +221,18 @@ class _Conversation:
         # Text after a call stays in the call's turn: the call's output is expected right after that.
         turn["content"] = text if turn["content"] is None else f"{turn['content']}\n{text}"
 
-    def _add_call(self, item: FunctionCallItem) -> None:
+    def _add_call(self, call_id: str, name: str, arguments: str) -> None:
         calls = self._open().setdefault("tool_calls", [])
         assert isinstance(calls, list)
-        function = {"name": item.name, "arguments": item.arguments}
-        calls.append({"id": item.call_id, "type": "function", "function": function})
-        self._names[item.call_id] = item.name
+        function = {"name": name, "arguments": arguments}
+        calls.append({"id": call_id, "type": "function", "function": function})
+        self._names[call_id] = name
 
-    def _add_output(self, item: FunctionOutputItem) -> None:
+    def _add_output(self, item: FunctionOutputItem | CustomOutputItem) -> None:
         name = self._names.get(item.call_id)
         if name is None:
             raise BadRequest(
-                f"There is no function call with the call_id '{item.call_id[:96]}' before its output.", param="input"
+                f"There is no call with the call_id '{item.call_id[:96]}' before its output.", param="input"
             )
         self._turn = None
         self.messages.append(
@@ -348,7 +266,9 @@ class ResponseRequest(DecodingFields, ServingFields):
     previous_response_id: Annotated[str, Field(max_length=256)] | None = Field(
         None, description="a stored response that this one continues"
     )
-    tools: Tools | None = None
+    tools: Tools | None = Field(
+        None, description="functions, namespaces of them, and custom tools; web_search without access is of no effect"
+    )
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
     text: TextOptions | None = None
@@ -419,7 +339,7 @@ class ResponseRequest(DecodingFields, ServingFields):
             if self.tool_choice is None
             else self.tool_choice
             if isinstance(self.tool_choice, str)
-            else self.tool_choice.model_dump(),
+            else self.tool_choice.model_dump(exclude_none=True),
             "tools": [tool.shown() for tool in self.tools or ()],
             "top_logprobs": self.top_logprobs or 0,
             "top_p": defaults.get("top_p", 1.0) if self.top_p is None else self.top_p,
@@ -427,11 +347,15 @@ class ResponseRequest(DecodingFields, ServingFields):
             "user": self.user,
         }
 
+    def offered(self) -> dict[str, Offered]:
+        """The tools by the names that the model knows them by. Raises BadRequest for two of one name."""
+        return all_offered(self.tools or ())
+
     def options(self, items: Sequence[ContentItem]) -> GenerationOptions:
         """The neutral options for these items, with references resolved. Raises BadRequest for unsupported values."""
         ignored = self._review(items)
         num_logprobs = (self.top_logprobs or 0) if self._shows_logprobs else None
-        shown, tools = offered(self.tools or (), self.tool_choice, parallel=self.parallel_tool_calls)
+        shown, tools = offered(self.offered(), self.tool_choice, parallel=self.parallel_tool_calls)
         conversation = messages(self.instructions, items)
         if not conversation:
             raise BadRequest("'input' must have at least one item, or 'instructions' a text.", param="input")
@@ -493,7 +417,7 @@ class ResponseRequest(DecodingFields, ServingFields):
         if self.text is not None:
             ignored += [f"text.{name}" for name in self.text.without_effect()]
         for tool in self.tools or ():
-            ignored += [f"tools.{name}" for name in review_extras(tool.model_extra)]
+            ignored += [f"tools.{name}" for name in tool.without_effect()]
         for item in items:
             names = review_extras(item.model_extra)
             if isinstance(item, MessageItem) and not isinstance(item.content, str):

@@ -166,6 +166,21 @@ def test_who_asks_for_more_needs_logits(grammars, more):
     assert head.num_fused == 0
 
 
+@pytest.mark.parametrize("bias", [-1, 1])
+def test_the_mark_that_opens_thoughts_needs_logits_once(grammars, bias):
+    """And the maximum without the mask decides, where the kernels would find the one within it."""
+    sampling = SamplingParams(temperature=0.0, grammar='start: (<[1]> "the ")? "quick"', thinking_opener=1)
+    head = Head(torch.ones(1, WIDTH, dtype=torch.bfloat16), fused=True)
+    weight = torch.zeros(PADDED, WIDTH, dtype=torch.bfloat16)
+    weight[1], weight[40] = bias, 0.5
+    head.head = KERNELS.pack_linear(weight, None)
+    (token, *_) = computed(head, grammars, item(0, sampling, (), (EOS,))).samples[0]
+    assert head.num_fused == 0
+    assert (token.token_id == 1) == (bias > 0)
+    computed(head, grammars, item(0, sampling, (token.token_id,), (EOS,)))
+    assert head.num_fused == 1
+
+
 def test_forks_follow_grammars_of_their_own(grammars):
     sampling = SamplingParams(temperature=0.0, grammar=GRAMMARS["one word"])
     head = Head(torch.ones(1, WIDTH, dtype=torch.bfloat16), fused=True)

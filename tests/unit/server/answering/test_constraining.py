@@ -35,6 +35,7 @@ def grammar(
     *,
     form: ToolFormat | None = HERMES,
     thinks: bool | None = None,
+    asks: bool = True,
     vocabulary: Vocabulary = TOKENS,
 ) -> str | None:
     """The rules for such a request; `thinks`: whether the prompt has opened the block, None for no thoughts."""
@@ -44,11 +45,13 @@ def grammar(
         tool_format=reading_format(tools, form),
         thinking=None
         if thinks is None
-        else Thinking(marks=reasoning_format("qwen3").marks(vocabulary.token_id), is_open=thinks),
+        else Thinking(marks=reasoning_format("qwen3").marks(vocabulary.token_id), is_open=thinks, is_asked=asks),
         token_id=vocabulary.token_id,
     )
     if found is None:
         return None
+    unasked = thinks is False and not asks
+    assert found.opener == (vocabulary.token_id("<think>") if unasked else None)
     assert found.grammar.client == "" or "@client" in found.grammar.rules
     return found.grammar.rules
 
@@ -221,6 +224,13 @@ def test_thoughts_come_first(vocabulary: Vocabulary):
         wrong=("yes", "Hm\n", "Hm</think>no"),
         vocabulary=vocabulary,
     )
+
+
+def test_thoughts_that_are_not_asked_for_need_a_mark_that_is_a_token():
+    yes = Structure(kind="choice", value='["yes"]')
+    check(grammar(yes, thinks=False, asks=False), whole=("yes", "<think>Hm</think>yes"), wrong=("no",))
+    spelled = grammar(yes, thinks=False, asks=False, vocabulary=SPELLED)
+    check(spelled, whole=("yes",), wrong=("<think>Hm</think>yes",), vocabulary=SPELLED)
 
 
 def test_thoughts_before_calls():

@@ -35,8 +35,8 @@ def test_tools_reach_the_template_as_they_came():
     assert (asked.tools.choice, asked.tools.parallel) == ("auto", True)
 
 
-def test_what_may_not_be_called_is_not_shown():
-    assert shown(options(tools=[WEATHER, TIME], tool_choice="none")) == []
+def test_a_choice_of_some_tools_hides_the_others_and_of_none_hides_no_tool():
+    assert shown(options(tools=[WEATHER, TIME], tool_choice="none")) == ["get_weather", "get_time"]
     some = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [TIME]}}
     asked = options(tools=[WEATHER, TIME], tool_choice=some)
     assert shown(asked) == ["get_time"]

@@ -100,7 +100,8 @@ def test_a_model_is_downloaded_once_with_what_is_read(hub: LoopbackHub, tmp_path
     assert ask(hub, tmp_path, {"llm": "org/tiny", "revision": "main"})[0] == [first]
 
     (folder / "tokenizer.json").unlink()  # as an interrupted download leaves it
-    assert ask(hub, tmp_path, {"model": "https://huggingface.co/org/tiny"})[0] == [first]
+    page = "https://huggingface.co/org/tiny"
+    assert ask(hub, tmp_path, {"model": page})[0] == [[first[0], ["org/tiny", page], first[2]]]
     assert (folder / "tokenizer.json").is_file()
 
 
