@@ -45,12 +45,12 @@ def reply_parsing(state: ServerState, options: GenerationOptions, prompt: str) -
     tools = options.tools
     may_call = tools is not None and tools.choice != "none"
     marks = state.formats.marks
-    if not may_call and marks is None:
+    formats = state.formats
+    if not may_call and marks is None and not formats.calls.reads_thoughts:
         return None
     is_open = marks is not None and _is_open(options, prompt, marks.start, marks.end)
-    formats = state.formats
-    call_format = None
-    if may_call:  # a template without tools has the prompt describe plain JSON calls
+    call_format = formats.calls if formats.calls.reads_thoughts else None
+    if may_call and call_format is None:  # a template without tools has the prompt describe plain JSON calls
         call_format = reading_format(tools, formats.calls if state.shows_tools else FORCED)
 
     def new_parser() -> ReplyParser:
@@ -58,7 +58,7 @@ def reply_parsing(state: ServerState, options: GenerationOptions, prompt: str) -
             marks=marks,
             is_open=is_open,
             tool_format=call_format,
-            tools={tool.name: tool.parameters for tool in tools.tools} if tools is not None else {},
+            tools={tool.name: tool.parameters for tool in tools.tools} if tools is not None and may_call else {},
             parallel=tools is None or tools.parallel,
         )
 
