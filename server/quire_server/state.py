@@ -38,6 +38,7 @@ from quire_server.text.grammar_check import GrammarCheck
 from quire_server.text.parsing.formats import PLAIN, ModelFormats, model_formats
 from quire_server.text.pooling_method import PoolingMethod, pooling_method
 from quire_server.text.prompt import ChatTemplate
+from quire_server.text.scoring_method import COSINE, ScoringMethod, scoring_method
 from quire_server.text.text_threads import TextBudget, TextThreads
 from quire_server.text.tokenizer import TextTokenizer
 
@@ -73,6 +74,7 @@ class ServerState:
     metrics: Metrics
     model_names: tuple[str, ...]  # the first is the one that replies report
     pooling: PoolingMethod  # the pooling method for embeddings
+    scoring: ScoringMethod = COSINE  # how pairs of texts are scored
     tenants: Tenants = field(default_factory=Tenants)
     formats: ModelFormats = PLAIN  # the model's formats of reasoning and tool calls
     engine_trouble: Callable[[], str | None] = _engine_serves  # called at each probe: why the engine cannot serve now
@@ -165,6 +167,10 @@ async def build_state(
     tokenizer = await asyncio.to_thread(TextTokenizer.load, Path(settings.tokenizer or settings.model_path))
     source = tokenizer.chat_template if settings.chat_template is None else _template(settings.chat_template)
     formats = model_formats(settings.tool_call_parser, settings.reasoning_parser, tokenizer, source)
+    scoring = await asyncio.to_thread(scoring_method, settings.pooling, settings.model_path, tokenizer)
+    pooling = await asyncio.to_thread(pooling_method, settings.pooling, settings.model_path)
+    if scoring.classifier is not None:  # its head belongs to the last token's row
+        pooling = PoolingMethod(name="last")
     prompts: ChatTemplate | None = None
     if source is not None:
         try:
@@ -196,7 +202,8 @@ async def build_state(
         metrics=metrics,
         model_names=names,
         formats=formats,
-        pooling=pooling_method(settings.pooling, settings.model_path),
+        pooling=pooling,
+        scoring=scoring,
         inspect=supervisor.inspect,
         control=supervisor.control,
         overdue_seconds=lambda: supervisor.stuck_seconds() - supervisor.hang_seconds,

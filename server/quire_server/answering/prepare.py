@@ -247,6 +247,11 @@ def admit(state: ServerState, model: str | None) -> None:
 
 async def prepare(state: ServerState, options: GenerationOptions, caller: Caller | None = None) -> Job:
     """Check prompts and parameters against the model and the pool. Raises BadRequest, ContextLengthExceeded."""
+    if state.scoring.classifier is not None:
+        raise BadRequest(
+            "This model classifies texts and writes none; use /classify, /v1/score or /v1/rerank.",
+            code="generation_not_supported",
+        )
     limits = ModelLimits.of(state.client.plan, state.tokenizer, state.settings.max_logprobs)
     source, parsing = options.prompt.source, None
     if isinstance(source, Conversation):

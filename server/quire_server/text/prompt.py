@@ -72,6 +72,7 @@ class ChatTemplate:
         self._words = frozenset(words)
         self.variables: frozenset[str] = frozenset(n for n in names if n not in _RESERVED and not n.startswith("_"))
         self.shows_tools = "tools" in names
+        self.shows_pairs = {"query", "document"} <= self._words  # whether it makes a prompt of two texts to compare
         self._defaults = dict(default_kwargs or {})
         if unknown := self._defaults.keys() - self.variables:
             raise ConfigError(f"chat template defaults: the template has no variable {_listed(unknown)}")

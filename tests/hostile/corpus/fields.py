@@ -60,6 +60,10 @@ BODIES: dict[str, tuple[dict[str, Any], ...]] = {
     "/v1/embeddings": ({"input": [MARK]},),
     "/v1/score": ({"text_1": MARK, "text_2": [MARK]},),
     "/score": ({"queries": MARK, "documents": [MARK]},),
+    **dict.fromkeys(
+        ("/rerank", "/v1/rerank", "/v2/rerank"), ({"query": MARK, "documents": [MARK, {"text": MARK}], "top_n": 1},)
+    ),
+    **dict.fromkeys(("/classify", "/v1/classify"), ({"input": [MARK]},)),
     "/infill": ({"input_prefix": MARK, "input_suffix": "a", "n_predict": 4},),
     "/tokenize": (
         {"prompt": MARK},

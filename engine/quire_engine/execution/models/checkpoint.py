@@ -24,6 +24,7 @@ from quire_engine.execution.models.config import read_json_object
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _STORED = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of a value
+_BARE, _HEADS = "embed_tokens.weight", ("lm_head.", "score.")
 _MAX_LISTED = 8  # names in one error message
 _MAPS = Path("/proc/self/maps")
 _libc = ctypes.CDLL(None)
@@ -47,6 +48,7 @@ class _Entry(NamedTuple):
     path: Path
     file: _File
     pages: FilePages
+    name: str  # in the file
 
 
 class Checkpoint:
@@ -68,7 +70,8 @@ class Checkpoint:
         return sum(self._size(name) for name in self._entries)
 
     def _size(self, name: str) -> int:
-        stored = self._entries[name].file.get_slice(name)
+        entry = self._entries[name]
+        stored = entry.file.get_slice(entry.name)
         return math.prod(stored.get_shape()) * _STORED.get(stored.get_dtype(), 0)
 
     def is_done(self, name: str) -> bool:
@@ -100,7 +103,7 @@ class Checkpoint:
         if leftover := self._entries.keys() - shapes.keys():
             raise ModelLoadError(f"{self._path}: tensors that this configuration does not use: {_listed(leftover)}")
         for name, shape in shapes.items():
-            stored = self._entries[name].file.get_slice(name)
+            stored = self._entries[name].file.get_slice(self._entries[name].name)
             if tuple(stored.get_shape()) != shape:
                 raise self.error(name, f"has shape {stored.get_shape()}, the configuration implies {list(shape)}")
             if stored.get_dtype() not in _STORED:
@@ -110,7 +113,7 @@ class Checkpoint:
         """A tensor as stored, on the CPU, possibly a view of the mapped file."""
         entry = self._entries[name]
         try:
-            tensor = entry.file.get_tensor(name)
+            tensor = entry.file.get_tensor(entry.name)
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{entry.path}: cannot read {name}: {error}") from error
         self._addresses[name] = tensor.data_ptr()
@@ -138,8 +141,15 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
             for name in names:
                 if name in entries:
                     raise ModelLoadError(f"{file_path}: tensor {name} is also in {entries[name].path.name}")
-                entries[name] = _Entry(file_path, file, pages)
-        yield Checkpoint(path, entries)
+                entries[name] = _Entry(file_path, file, pages, name)
+        yield Checkpoint(path, _prefixed(entries))
+
+
+def _prefixed(entries: dict[str, _Entry]) -> dict[str, _Entry]:
+    """The tensors under the names of the whole model, also where only the part below its heads was saved."""
+    if _BARE not in entries:
+        return entries
+    return {name if name.startswith(_HEADS) else f"model.{name}": entry for name, entry in entries.items()}
 
 
 def _files(path: Path) -> dict[Path, set[str]]:

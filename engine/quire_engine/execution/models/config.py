@@ -7,6 +7,7 @@ checkpoint brings along (`auto_map`) is never looked at.
 from __future__ import annotations
 
 import json
+import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,7 @@ _ROPE_KEYS: dict[str, frozenset[str]] = {
     "yarn": frozenset({"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
 }
 _MAX_LAYERS = 4096  # beyond any model; what follows takes time and memory in proportion
+_HEADLESS = ("ForSequenceClassification", "Model")  # how the names of a family's other architectures end
 _DTYPES = ("bfloat16", "float16", "float32")
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
@@ -79,6 +81,7 @@ class ModelConfig:
     qk_norm: bool
     windows: tuple[int | None, ...]  # per layer; None: the whole context
     dtype: str  # "bfloat16", "float16" or "float32": what the checkpoint was saved as
+    headless: bool = False  # a classifier or a model of embeddings: its last projection is not used, be it there or not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +105,8 @@ class RopeConfig:
 def load_model_config(path: Path) -> ModelConfig:
     """Read `path/config.json`. Raises ModelLoadError naming the file and what is wrong or unsupported."""
     options = Options.read(path / "config.json")
-    family = _family(options)
+    family, headless = _family(options)
+    headless = headless or _makes_vectors(path)
     for key, neutral in _REFUSED.items():
         if options.raw(key) not in neutral:
             raise options.error(f"{key}={options.raw(key)!r} is not supported")
@@ -131,23 +135,39 @@ def load_model_config(path: Path) -> ModelConfig:
         norm_eps=options.number("rms_norm_eps", 1e-6),
         max_position_embeddings=max_positions,
         rope=_rope(options, max_positions),
-        tie_word_embeddings=options.boolean("tie_word_embeddings", False),
+        tie_word_embeddings=headless or options.boolean("tie_word_embeddings", False),
         qkv_bias=_bias(options, family.qkv_bias),
         o_bias=_bias(options, family.o_bias),
         mlp_bias=_bias(options, family.mlp_bias),
         qk_norm=family.qk_norm,
         windows=_windows(options, family, num_layers),
         dtype=_dtype(options),
+        headless=headless,
     )
 
 
-def _family(options: Options) -> Family:
+def _family(options: Options) -> tuple[Family, bool]:
+    """The family, and whether the architecture is the one without a head for tokens."""
     names = options.raw("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise options.error(f"architectures={names!r} must name exactly one architecture")
-    if names[0] not in FAMILIES:
+    name = re.sub(f"({'|'.join(_HEADLESS)})$", "ForCausalLM", names[0])
+    if name not in FAMILIES:
         raise options.error(f"architecture {names[0]!r} is not supported; supported: {', '.join(FAMILIES)}")
-    return FAMILIES[names[0]]
+    return FAMILIES[name], name != names[0]
+
+
+def _makes_vectors(path: Path) -> bool:
+    """Whether the checkpoint is one of sentence-transformers that pools the last layer's rows."""
+    file = path / "modules.json"
+    if not file.is_file() or file.stat().st_size > _MAX_BYTES:
+        return False
+    try:
+        modules = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    kinds = [module.get("type") for module in modules if isinstance(module, dict)] if isinstance(modules, list) else []
+    return any(isinstance(kind, str) and kind.endswith(".Pooling") for kind in kinds)
 
 
 def _bias(options: Options, bias: Bias) -> bool:

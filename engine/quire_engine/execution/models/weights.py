@@ -26,6 +26,7 @@ from quire_kernels.packed_form import PackedForm
 
 _VALUES_AT_ONCE = 4 << 20  # that one thread converts
 _HEAD = "lm_head.weight"
+_HEADS = (_HEAD, "score.weight")  # the second one is a classifier's, which the server computes
 _EMBEDDING = "model.embed_tokens.weight"
 _FINAL_NORM = "model.norm.weight"
 
@@ -57,7 +58,9 @@ def checked_checkpoint(path: Path, config: ModelConfig) -> Iterator[Checkpoint]:
     """The checkpoint's files, once they hold exactly what the configuration implies. Raises ModelLoadError."""
     with open_checkpoint(path) as checkpoint:
         checkpoint.drop(lambda name: name.endswith(".rotary_emb.inv_freq"))  # derived, saved by old exporters
-        if config.tie_word_embeddings:
+        if config.headless:
+            checkpoint.drop(lambda name: name in _HEADS)
+        elif config.tie_word_embeddings:
             _drop_tied_head(checkpoint)
         checkpoint.require(expected_shapes(config))
         yield checkpoint
