@@ -221,7 +221,9 @@ class ChatTemplate:
         if reasoning is not None:  # templates and clients disagree on the name
             plain["reasoning_content"] = plain["reasoning"] = reasoning
         calls = message.get("tool_calls")
-        if isinstance(calls, list) and self._takes_objects:
+        if not calls:  # some templates ask only whether the field is there
+            plain.pop("tool_calls", None)
+        elif isinstance(calls, list) and self._takes_objects:
             plain["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
         if self._has_channels and reasoning is not None:
             content = plain["content"]

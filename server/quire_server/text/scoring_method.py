@@ -69,8 +69,8 @@ COSINE = ScoringMethod()
 
 
 def scoring_method(asked: PoolingChoice, model: Path, tokenizer: TextTokenizer) -> ScoringMethod:
-    """A classifier's head, whatever is asked; the answers, also for `auto` where the model is called a Qwen3 reranker;
-    else the cosine.
+    """A classifier's head, whatever is asked; the answers, also for `auto` where the checkpoint's modules name them or
+    the model is called a Qwen3 reranker; else the cosine.
 
     Raises ConfigError for a tokenizer without the tokens, ModelLoadError for a classifier without its head.
     """
@@ -78,6 +78,9 @@ def scoring_method(asked: PoolingChoice, model: Path, tokenizer: TextTokenizer) 
     names = config.get("architectures")
     if isinstance(names, list) and names and str(names[0]).endswith(_CLASSIFIER):
         return ScoringMethod(classifier=_classifier(model, config))
+    answers = _answers_of_modules(model) if asked in ("auto", "yes-no") else None
+    if answers is not None:
+        return ScoringMethod(answers=answers)
     is_reranker = "qwen3-reranker" in model.resolve().as_posix().lower()
     if asked != "yes-no" and not (asked == "auto" and is_reranker):
         return COSINE
@@ -100,6 +103,22 @@ def share_of_yes(no: float, yes: float, *, activates: bool = True) -> float:
 
 def sigmoid(value: float) -> float:
     return 1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value))
+
+
+def _answers_of_modules(model: Path) -> tuple[int, int] | None:
+    """The tokens that sentence-transformers' module for such models names, if the checkpoint has it."""
+    try:
+        modules = json.loads((model / "modules.json").read_bytes())
+        for module in modules:
+            if str(module["type"]).endswith(".LogitScore"):
+                folder = (model / str(module["path"])).resolve()
+                config = _read(folder / "config.json") if folder.is_relative_to(model.resolve()) else {}
+                no, yes = config.get("false_token_id"), config.get("true_token_id")
+                if isinstance(no, int) and isinstance(yes, int):
+                    return no, yes
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, ModelLoadError):
+        pass
+    return None
 
 
 def _classifier(model: Path, config: dict[str, object]) -> Classifier:

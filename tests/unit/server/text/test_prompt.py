@@ -139,6 +139,12 @@ def test_a_calls_arguments_come_as_the_template_can_show_them(make, arguments: s
     assert template.render([with_calls()]) == shown
 
 
+@pytest.mark.parametrize("calls", [None, []])
+def test_no_calls_are_no_field(make, calls: object) -> None:
+    template = make("{% for m in messages %}{{ 'tool_calls' in m }}{% endfor %}")
+    assert template.render([{"role": "assistant", "content": "x", "tool_calls": calls}]) == "False"
+
+
 def test_thoughts_reach_a_template_of_channels_which_shows_one_text_before_a_call(make) -> None:
     template = make(
         "{% for m in messages %}{% if m.content and m.thinking and m.tool_calls %}{{ raise_exception('both') }}"
