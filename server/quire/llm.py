@@ -24,9 +24,10 @@ from quire.progress import progress
 from quire.prompts import Conversation, Prompt, chats, completions, conversation_list, params_for, prompt_list
 from quire.sampling_params import SamplingParams
 from quire.tokenizer import Tokenizer
-from quire.vectors import EmbeddingRequestOutput, ScoringRequestOutput, embed_all, scored, vector_options
+from quire.vectors import EmbeddingRequestOutput, ScoringRequestOutput, embed_all, score_all, scored, vector_options
 from quire_engine.errors import ConfigError, ModelLoadError, QuireError
 from quire_server.answering.options import GenerationOptions
+from quire_server.answering.ranking import PairOptions
 from quire_server.answering.vectors import VectorOptions
 from quire_server.checkpoint.locate import localized
 from quire_server.errors import ApiError, BadRequest
@@ -180,11 +181,15 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:
-        """The cosine similarities of texts: one against each of many, or pair by pair."""
+        """How alike texts are, one against each of many, or pair by pair: by the model's own scores, or the cosine."""
         left, right = prompt_list(data_1), prompt_list(data_2)
         if not left or len(left) not in {1, len(right)}:
             raise ValueError(f"there are {len(left)} and {len(right)} texts; give one, or as many on both sides")
         options = vector_options([*left, *right], truncate_prompt_tokens=truncate_prompt_tokens)
+        if self._work.reads_pairs:
+            pairs = PairOptions(texts=options, num_left=len(left))
+            with _plain_errors(), progress(len(right), shown=use_tqdm) as on_finished:
+                return self._thread.call(self._work.score(pairs, self._ids, on_finished))
         with _plain_errors(), progress(len(options.inputs), shown=use_tqdm) as on_finished:
             embedded = self._thread.call(self._work.embed(options, self._ids, on_finished))
         return scored(embedded, len(left))
@@ -224,6 +229,7 @@ class _Work:
         self._state = state
         self._turn = asyncio.Lock()
         self.can_chat = state.prompts is not None
+        self.reads_pairs = not state.scoring.is_cosine
         self.tokenizer = Tokenizer(state.tokenizer, state.prompts)
         self.defaults: dict[str, Any] = state.defaults.shown
 
@@ -239,6 +245,12 @@ class _Work:
     ) -> list[EmbeddingRequestOutput]:
         async with self._turn:
             return await embed_all(self._state, options, ids, on_finished)
+
+    async def score(
+        self, options: PairOptions, ids: Iterator[int], on_finished: Callable[[None], None]
+    ) -> list[ScoringRequestOutput]:
+        async with self._turn:
+            return await score_all(self._state, options, ids, on_finished)
 
 
 @contextmanager

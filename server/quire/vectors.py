@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from quire_engine.types import GenerationRequest
-from quire_server.answering.vectors import TextInput, VectorOptions, compute_vectors, cosine, prepare_vectors, shaped
+from quire_server.answering.ranking import PairOptions, asked_texts, compute_scores, cosine
+from quire_server.answering.vectors import TextInput, VectorOptions, compute_vectors, prepare_vectors, shaped
 from quire_server.state import ServerState
 
 
@@ -36,7 +37,7 @@ class EmbeddingRequestOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringOutput:
-    """The cosine similarity of two texts, -1 to 1."""
+    """The score of two texts: a probability, or their cosine similarity, -1 to 1."""
 
     score: float
 
@@ -82,7 +83,7 @@ async def embed_all(
     vectors: list[list[float]] = [[]] * len(requests)
 
     def take(number: int, values: tuple[float, ...]) -> None:
-        vectors[number] = shaped(values, options)
+        vectors[number] = shaped(values, options, state.pooling)
         on_finished(None)
 
     await compute_vectors(requests, take, client=state.client, metrics=state.metrics)
@@ -93,6 +94,25 @@ async def embed_all(
             outputs=EmbeddingOutput(embedding=vector),
         )
         for request, vector in zip(requests, vectors, strict=True)
+    ]
+
+
+async def score_all(
+    state: ServerState, options: PairOptions, ids: Iterator[int], on_finished: Callable[[None], None]
+) -> list[ScoringRequestOutput]:
+    """The scores of pairs that the model reads as one prompt each. Raises as `embed_all`."""
+    asked = await asked_texts(state, options)
+    requests = await prepare_vectors(state, asked)
+    scores, _ = await compute_scores(state, options, asked, requests)
+    for _ in requests:
+        on_finished(None)
+    return [
+        ScoringRequestOutput(
+            request_id=str(next(ids)),
+            prompt_token_ids=list(request.prompt_token_ids),
+            outputs=ScoringOutput(score=score),
+        )
+        for request, score in zip(requests, scores, strict=True)
     ]
 
 

@@ -39,6 +39,7 @@ from quire_server.text.grammar_check import GrammarCheck
 from quire_server.text.parsing.formats import PLAIN, ModelFormats, model_formats
 from quire_server.text.pooling_method import PoolingMethod, pooling_method
 from quire_server.text.prompt import ChatTemplate
+from quire_server.text.scoring_method import COSINE, ScoringMethod, scoring_method
 from quire_server.text.text_threads import TextBudget, TextThreads
 from quire_server.text.tokenizer import TextTokenizer
 
@@ -75,6 +76,7 @@ class ServerState:
     model_names: tuple[str, ...]  # the first is the one that replies report
     pooling: PoolingMethod  # the pooling method for embeddings
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)  # of requests, as the model has them
+    scoring: ScoringMethod = COSINE  # how pairs of texts are scored
     tenants: Tenants = field(default_factory=Tenants)
     formats: ModelFormats = PLAIN  # the model's formats of reasoning and tool calls
     engine_trouble: Callable[[], str | None] = _engine_serves  # called at each probe: why the engine cannot serve now
@@ -171,6 +173,10 @@ async def build_state(
     )
     source = tokenizer.chat_template if settings.chat_template is None else _template(settings.chat_template)
     formats = model_formats(settings.tool_call_parser, settings.reasoning_parser, tokenizer, source)
+    scoring = await asyncio.to_thread(scoring_method, settings.pooling, settings.model_path, tokenizer)
+    pooling = await asyncio.to_thread(pooling_method, settings.pooling, settings.model_path)
+    if scoring.classifier is not None:  # its head belongs to the last token's row
+        pooling = PoolingMethod(name="last")
     prompts: ChatTemplate | None = None
     if source is not None:
         try:
@@ -179,11 +185,7 @@ async def build_state(
             raise ModelLoadError(f"{settings.chat_template or settings.model_path}: {error}") from None
     try:
         plan = await starting
-        if tokenizer.vocab_size > plan.vocab_size:
-            raise ModelLoadError(
-                f"{settings.tokenizer or settings.model_path}: the tokenizer knows {tokenizer.vocab_size} tokens, the"
-                f" model computes {plan.vocab_size}; they do not belong together"
-            )
+        _check_vocabulary(settings, tokenizer, plan)
     except BaseException:
         if prompts is not None:  # otherwise its processes would live as long as the error's traceback
             prompts.close()
@@ -203,13 +205,22 @@ async def build_state(
         model_names=names,
         formats=formats,
         defaults=defaults,
-        pooling=pooling_method(settings.pooling, settings.model_path),
+        pooling=pooling,
+        scoring=scoring,
         inspect=supervisor.inspect,
         control=supervisor.control,
         overdue_seconds=lambda: supervisor.stuck_seconds() - supervisor.hang_seconds,
         load_ratio=supervisor.load_ratio,
         engine_trouble=lambda: "engine stuck" if supervisor.is_stuck else _TROUBLE[supervisor.state],
     )
+
+
+def _check_vocabulary(settings: Settings, tokenizer: TextTokenizer, plan: EnginePlan) -> None:
+    if tokenizer.vocab_size > plan.vocab_size:
+        raise ModelLoadError(
+            f"{settings.tokenizer or settings.model_path}: the tokenizer knows {tokenizer.vocab_size} tokens, the"
+            f" model computes {plan.vocab_size}; they do not belong together"
+        )
 
 
 def _template(file: Path) -> str:

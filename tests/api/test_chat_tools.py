@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import httpx
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
 from quire_engine.types import GenerationRequest
 from quire_server.dialects.chat.wire import ChatCompletionChunk, ChatCompletionResponse
-from quire_server.text.parsing.formats import model_formats
+from quire_server.text.parsing.formats import TOOL_FORMATS, model_formats
 from quire_server.text.prompt import ChatTemplate
 from quire_server.text.tokenizer import TextTokenizer
 from support.events import parse_events
 from support.fake_engine import FakeEngine
-from support.fake_tokenizer import CHAT_TEMPLATE, EOS, load_tokenizer
+from support.fake_tokenizer import CHAT_TEMPLATE, EOS, load_tokenizer, write_tokenizer
 from support.fakes import connect, make_app, make_state
 
 pytestmark = pytest.mark.anyio
@@ -34,13 +36,15 @@ CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "tempe
 class Model:
     """A model that says `text`, with a template that may show tools."""
 
-    def __init__(self, text: str, template: str = HERMES) -> None:
+    def __init__(self, text: str, template: str = HERMES, tokenizer: TextTokenizer | None = None) -> None:
         self.engine = FakeEngine(replies=self.said)
-        self._ids = [*text.encode(), EOS]
-        self._template = ChatTemplate(template, load_tokenizer())
+        known = tokenizer or load_tokenizer()
+        self._ids = [*known.encode(text, add_special_tokens=False), EOS]
+        self._template = ChatTemplate(template, known)
         state = make_state(engine=self.engine)
+        state.tokenizer = known
         state.prompts = state.text._prompts = self._template
-        state.formats = model_formats("auto", "auto", load_tokenizer(), template)
+        state.formats = model_formats("auto", "auto", known, template)
         self._app = make_app(state)
 
     def said(self, _: GenerationRequest, __: int) -> Sequence[int]:
@@ -125,6 +129,47 @@ async def test_whole_and_streamed_replies_have_the_same_calls(
     ids = [call["id"] for call in whole["message"]["tool_calls"] or ()]
     assert len(set(ids)) == len(calls)
     assert all(id_.startswith("call_") for id_ in ids)
+
+
+GPT_OSS = HERMES.replace("{# <tool_call> <think> </think> #}", "{# <|channel|>analysis<|message|> #}")
+GEMMA = HERMES.replace("{# <tool_call> <think> </think> #}", "{# <|tool_call>call: <|channel> <channel|> #}")
+IN_CHANNELS = (
+    "<|channel|>analysis<|message|>Hm.<|call|><|start|>assistant<|channel|>commentary<|message|>I look.<|call|>"
+    '<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Zürich", '
+    '"days": [1, 2]}'
+)
+IN_GEMMA = "<|channel>thought\nHm.\n<channel|>I look."
+IN_GEMMA += '<|tool_call>call:get_weather{city:<|"|>Zürich<|"|>,days:[1,2]}<tool_call|>'
+
+
+@pytest.mark.parametrize(
+    ("said", "template", "form"),
+    [(IN_CHANNELS, GPT_OSS, "openai"), (IN_GEMMA, GEMMA, "gemma4")],
+    ids=["gpt-oss", "gemma"],
+)
+async def test_marks_that_are_special_tokens_reach_the_parser_and_no_client(
+    said: str, template: str, form: str, tmp_path: Path
+):
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    marks = [*TOOL_FORMATS[form].markers, "<|channel>", "<channel|>"]
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    model = Model(said, template, TextTokenizer.load(tmp_path))
+    try:
+        whole = (await model.whole(tools=TOOLS))["choices"][0]
+        streamed = await model.streamed(tools=TOOLS)
+        plain = (await model.whole())["choices"][0]["message"]
+    finally:
+        model.close()
+    for message in (whole["message"], streamed["message"]):
+        assert (message["reasoning"], message["content"], calls_of(message)) == ("Hm.", "I look.", [WEATHER])
+    assert (whole["finish_reason"], streamed["finish_reason"]) == ("tool_calls", "tool_calls")
+    assert streamed["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+    # No tools were offered: what is written to one is no call, and is not shown with marks.
+    assert plain["content"].startswith("I look.")
+    assert not plain["tool_calls"]
+    assert "<|" not in plain["content"]
 
 
 @pytest.mark.parametrize("template", [HERMES, CHAT_TEMPLATE])

@@ -84,12 +84,6 @@ async def test_there_are_no_batches_and_what_to_do_instead_is_said(path: str) ->
             assert "send the requests themselves" in str(error["message"])
 
 
-async def test_who_wants_to_rerank_is_told_of_scores() -> None:
-    async with connect(make_app()) as client:
-        for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-            assert "/v1/score" in str(check_envelope(await client.post(path, json={}), 404, "not_found")["message"])
-
-
 async def test_a_base_url_with_v1_twice_is_told() -> None:
     async with connect(make_app()) as client:
         error = check_envelope(await client.post("/v1/v1/chat/completions", json={}), 404, "not_found")

@@ -22,6 +22,7 @@ ASKED: dict[str, dict[str, object]] = {
     "/v1/messages": {"messages": CHAT, "max_tokens": 1},
     "/v1/embeddings": {"input": "a"},
     "/v1/score": {"text_1": "a", "text_2": "b"},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
 }
 PLAIN, SALTED = {}, {"cache_salt": "x"}
 

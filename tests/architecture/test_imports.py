@@ -32,7 +32,7 @@ ONLY_IN = {
     "triton": ("quire_kernels",),
     "flash_attn": ("quire_kernels.flash",),
     "flash_attn_interface": ("quire_kernels.flash",),
-    "numpy": ("quire_engine.execution.constrained",),
+    "numpy": ("quire_engine.execution.constrained", "quire_server.text.matrices"),
     "opentelemetry": ("quire_server.logs.tracing",),
     "llguidance": ("quire_engine.execution.constrained", "quire_server.text.grammar_worker"),
     "typing_extensions": ("quire_server",),

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from quire_server.text.parsing import harmony
 from quire_server.text.parsing.formats import TOOL_FORMATS, tool_format
 from quire_server.text.parsing.reasoning import ThinkingMarks
-from support.parsed import Parsed, cut, parse
+from support.parsed import Parsed, cut, parse, written
 
 TEXTS_PER_FORMAT = 1_000  # each at four cuts
 FORMATS = sorted({form.name for form in TOOL_FORMATS.values()})
@@ -30,6 +32,21 @@ CALLS = [
     '<function=get_weather>\n<parameter=city>\nPar"is\n\n</parameter>\n<parameter=days>3</parameter>\n</function>',
     'get_weather[ARGS]{"city": "Paris"}',
     'get_time[CALL_ID]abc{"a": 1}',
+    '<invoke name="get_weather">\n<parameter name="city">Par\nis</parameter>\n</invoke>',
+    '<｜DSML｜invoke name="get_weather"><｜DSML｜parameter name="city" string="true">a"b</｜DSML｜parameter>'
+    '<｜DSML｜parameter name="days" string="false">[3]</｜DSML｜parameter></｜DSML｜invoke>',
+    "get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>",
+    '<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{"city": "Paris"}\n```<｜tool▁call▁end｜>',
+    '<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Paris"}<｜tool▁call▁end｜>',
+    '<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": "Paris"}<|tool_call_end|>',
+    "[get_weather(city='P\\x61ris', days=[1, (2.5, None)], place={'x': True}), get_time()]",
+    'get_weather(city="Par\\"is")\nget_time()',
+    'call:get_weather{city:<|"|>Par"is<|"|>,days:3,place:{x:[<|"|>a<|"|>,true]}}',
+    "call:get_weather{city:<escape>Paris<escape>}",
+    '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>',
+    "<|start|>assistant to=functions.get_time<|channel|>commentary<|message|>{}<|end|>",
+    "<|channel|>analysis<|message|>Hm.<|end|>",
+    "<|channel|>final<|message|>So.<|return|>",
 ]
 OPENERS = ["<tool_call>\n", "<|python_tag|>", "[TOOL_CALLS]", "\n", ""]
 MARKERS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function=", "<parameter=", "</parameter>"]
@@ -51,6 +68,7 @@ MARKERS += [
     "<",
     ">",
 ]
+MARKERS += sorted({marker for form in TOOL_FORMATS.values() for marker in form.markers} - set(MARKERS))
 OTHERS = [
     "\n",
     " ",
@@ -67,14 +85,25 @@ OTHERS = [
 ]
 
 
-def random_text(rng: random.Random) -> str:
-    """Calls, parts of calls and text between them."""
+@cache
+def own_calls(form: str) -> list[str]:
+    """Calls in this format, between its outer marks where it has any."""
+    marks = tool_format(form).markers[:2]
+    outer = [("", ""), ("\n", "\n"), *([(marks[0], marks[1])] if len(marks) == 2 else [(mark, "") for mark in marks])]
+    texts = [f"{opener}{call}{closer}" for call in CALLS for opener, closer in outer]
+    return [text for text in texts if parse([text], form).calls]
+
+
+def random_text(rng: random.Random, form: str) -> str:
+    """Calls, parts of calls and text between them; some are in this format."""
     fragments = []
     for _ in range(rng.randint(1, 8)):
         kind = rng.random()
         fragment = rng.choice(CALLS if kind < 0.5 else MARKERS if kind < 0.8 else OTHERS)
         if kind < 0.3:
             fragment = f"{rng.choice(OPENERS)}{fragment}\n</tool_call>"
+        elif kind < 0.5:
+            fragment = rng.choice(own_calls(form))
         fragments.append(fragment[: rng.randint(0, len(fragment))] if rng.random() < 0.2 else fragment)
     return "".join(fragments)
 
@@ -82,9 +111,10 @@ def random_text(rng: random.Random) -> str:
 @pytest.mark.parametrize("form", sorted({form.read: form.name for form in TOOL_FORMATS.values()}.values()))
 def test_any_cut_gives_the_reply_of_the_whole_text(form: str) -> None:
     num_calls = 0
+    is_whole = tool_format(form).reads_thoughts  # its marks are no content
     for number in range(TEXTS_PER_FORMAT):
         rng = random.Random(f"{form} {number}")
-        text = random_text(rng)
+        text = random_text(rng, form)
         marks, is_open, parallel = rng.choice([None, THOUGHTS]), rng.random() < 0.3, rng.random() < 0.7
 
         def read(
@@ -103,7 +133,7 @@ def test_any_cut_gives_the_reply_of_the_whole_text(form: str) -> None:
         assert parallel or len(whole.calls) <= 1
         num_calls += len(whole.calls)
         # Nothing gets lost: without calls and thoughts the text is the content, to the last character.
-        assert whole.calls or marks is not None or whole.content == text, text
+        assert whole.calls or marks is not None or is_whole or whole.content == text, text
     assert num_calls > TEXTS_PER_FORMAT / 10, "the texts hardly have calls"
 
 
@@ -115,23 +145,6 @@ values = st.recursive(
     max_leaves=8,
 )
 objects = st.dictionaries(st.text(max_size=8) | st.just("name"), values, max_size=4)
-
-
-def write(form: str, calls: list[tuple[str, str]]) -> str:
-    """The calls as a grammar makes a model write them."""
-    pieces = tool_format(form)
-    return (
-        pieces.begin
-        + pieces.separator.join(
-            pieces.before_name
-            + (name if pieces.bare_name else json.dumps(name))
-            + pieces.between_name_and_arguments
-            + arguments
-            + pieces.after_call
-            for name, arguments in calls
-        )
-        + pieces.end
-    )
 
 
 @pytest.mark.parametrize("form", [form for form in FORMATS if tool_format(form).writes_json])
@@ -149,10 +162,11 @@ def test_what_is_written_is_read_back(
     thought: str,
     places: list[int],
 ) -> None:
-    written = [(name, json.dumps(arguments, **style)) for name, arguments in calls]
-    text = thought + write(form, written)
+    called = [(name, json.dumps(arguments, **style)) for name, arguments in calls]
+    thought = thought and f"{harmony.THOUGHTS}Hm.{harmony.END_OF_THOUGHTS}" if form == "openai" else thought
+    text = thought + written(tool_format(form), called)
     parsed = parse(cut(text, places), form, tools=dict.fromkeys(name for name, _ in calls), marks=THOUGHTS)
-    assert parsed.calls == tuple(written)
+    assert parsed.calls == tuple(called)
     assert (parsed.content, parsed.reasoning, parsed.error) == ("", "Hm." if thought else "", None)
 
 

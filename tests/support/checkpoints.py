@@ -97,11 +97,20 @@ ALL_FAMILIES = tuple(_CLASSES)
 
 
 def make_checkpoint(
-    path: Path | str, family: str = "qwen3", *, seed: int = 0, dtype: str = "float32", **overrides: Any
+    path: Path | str,
+    family: str = "qwen3",
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    kind: str = "ForCausalLM",
+    **overrides: Any,
 ) -> Path:
-    """Write a checkpoint directory and return it. `overrides` are options of the family's transformers config."""
+    """Write a checkpoint directory and return it. `overrides` are options of the family's transformers config.
+
+    `kind`: how the name of the family's class ends.
+    """
     path = Path(path)
-    model = make_model(family, seed=seed, dtype=dtype, **overrides)
+    model = make_model(family, seed=seed, dtype=dtype, kind=kind, **overrides)
     model.save_pretrained(path)
     write_tokenizer(path)
     return path
@@ -115,14 +124,16 @@ def shared_checkpoint(family: str = "qwen3", **overrides: Any) -> Path:
     return make_checkpoint(path, family, **overrides)
 
 
-def make_model(family: str, *, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Any:
+def make_model(
+    family: str, *, seed: int = 0, dtype: str = "float32", kind: str = "ForCausalLM", **overrides: Any
+) -> Any:
     """A transformers model with random weights, norms and biases of a size that makes its choices clear-cut."""
     import transformers
 
     name = _CLASSES[family]
     of_texts = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
     config = of_texts(**{**_SHAPE, **_FAMILY_SHAPE[family], **overrides})
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model = getattr(transformers, f"{name}{kind}")(config)
     generator = torch.Generator().manual_seed(seed)
     for parameter_name, parameter in sorted(model.named_parameters()):
         if "norm" in parameter_name:

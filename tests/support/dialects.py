@@ -20,6 +20,7 @@ DIALECTS: dict[str, tuple[str, Callable[[str], Body]]] = {
     "messages": ("/v1/messages", lambda text: {"messages": [{"role": "user", "content": text}], "max_tokens": 1}),
     "responses": ("/v1/responses", lambda text: {"input": text, "max_output_tokens": 16, "store": False}),
     "embeddings": ("/v1/embeddings", lambda text: {"input": text}),
+    "rerank": ("/v1/rerank", lambda text: {"query": text, "documents": ["a"]}),
     "score": ("/v1/score", lambda text: {"text_1": text, "text_2": "a"}),
 }
 

@@ -5,6 +5,7 @@ Must not know: torch, the engine.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ from quire_server.text.parsing.formats import tool_format
 from quire_server.text.parsing.parsed_reply import Schemas, whole_calls
 from quire_server.text.parsing.reasoning import ThinkingMarks
 from quire_server.text.parsing.reply_parser import ReplyParser
+from quire_server.text.parsing.tool_format import ToolFormat
 
 TOOLS: Schemas = {
     "get_weather": {
@@ -76,6 +78,20 @@ def parse(
         error=parser.call_error,
         num_reasoning_tokens=parser.num_reasoning_tokens,
     )
+
+
+def written(form: ToolFormat, calls: Iterable[tuple[str, str]]) -> str:
+    """The calls, each a name and arguments in JSON, as a grammar makes a model write them."""
+    texts = [
+        form.before_name
+        + (name if form.bare_name else json.dumps(name))
+        + (f":{number}" if form.numbers_calls else "")
+        + form.between_name_and_arguments
+        + arguments
+        + form.after_call
+        for number, (name, arguments) in enumerate(calls)
+    ]
+    return form.begin + form.separator.join(texts) + form.end
 
 
 def cut(text: str, places: Iterable[int]) -> list[str]:

@@ -52,10 +52,10 @@ def reply_parsing(state: ServerState, options: GenerationOptions, prompt: str) -
     tools = options.tools
     may_call = tools is not None and tools.choice != "none"
     marks = state.formats.marks
-    if not may_call and marks is None:
+    formats = state.formats
+    if not may_call and marks is None and not formats.calls.reads_thoughts:
         return None
     is_open = marks is not None and _is_open(options, prompt, marks.start, marks.end)
-    formats = state.formats
     call_format = _call_format(state, tools)
 
     def new_parser() -> ReplyParser:
@@ -63,7 +63,7 @@ def reply_parsing(state: ServerState, options: GenerationOptions, prompt: str) -
             marks=marks,
             is_open=is_open,
             tool_format=call_format,
-            tools={tool.name: tool.parameters for tool in tools.tools} if tools is not None else {},
+            tools={tool.name: tool.parameters for tool in tools.tools} if tools is not None and may_call else {},
             parallel=tools is None or tools.parallel,
         )
 
@@ -79,8 +79,11 @@ def reply_parsing(state: ServerState, options: GenerationOptions, prompt: str) -
 def _call_format(state: ServerState, tools: ToolOptions | None) -> ToolFormat | None:
     """The format in which calls are parsed; None: none are.
 
-    A template without tools has the prompt describe plain JSON calls.
+    A template without tools has the prompt describe plain JSON calls. A format that reads thoughts too is read in every
+    reply.
     """
+    if state.formats.calls.reads_thoughts:
+        return state.formats.calls
     return reading_format(tools, state.formats.calls if state.shows_tools else FORCED)
 
 
@@ -289,6 +292,7 @@ def admit(state: ServerState, model: str | None) -> None:
 
 async def prepare(state: ServerState, options: GenerationOptions, caller: Caller | None = None) -> Job:
     """Check prompts and parameters against the model and the pool. Raises BadRequest, ContextLengthExceeded."""
+    _refuse_classifier(state)
     defaults = state.defaults
     limits = ModelLimits.of(state.client.plan, state.tokenizer, state.settings.max_logprobs, defaults.most_tokens)
     options = with_defaults(options, defaults.sampling, defaults.max_tokens)
@@ -336,6 +340,14 @@ async def prepare(state: ServerState, options: GenerationOptions, caller: Caller
         text=_text_options(state, options, parsing),
         headers=_headers(state, options, min(request.stop.max_new_tokens for request in requests)),
     )
+
+
+def _refuse_classifier(state: ServerState) -> None:
+    if state.scoring.classifier is not None:
+        raise BadRequest(
+            "This model classifies texts and writes none; use /classify, /v1/score or /v1/rerank.",
+            code="generation_not_supported",
+        )
 
 
 def _text_options(state: ServerState, options: GenerationOptions, parsing: ReplyParsing | None) -> TextOptions:

@@ -15,7 +15,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import mul
 
 import msgspec
 from fastapi import Request
@@ -35,6 +34,7 @@ from quire_server.http.overload import has_arrived
 from quire_server.metrics.metrics import Metrics
 from quire_server.metrics.request_record import RequestRecord
 from quire_server.state import ServerState, state_of
+from quire_server.text.pooling_method import PoolingMethod
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,9 @@ class VectorOptions:
     keep_tokens: int | None = None  # most tokens of each text; -1: the context length
     keep_start: bool = True  # keep the start of a text that is cut, else its end
     dimensions: int | None = None  # length to cut vectors to, for models trained for that (Matryoshka)
-    normalize: bool = True  # to L2 norm 1
+    normalize: bool | None = None  # to L2 norm 1; None: as the checkpoint says
+    prompt_name: str | None = None  # the checkpoint's prompt that is put before each text; None: its default one
+    answers: tuple[int, ...] = ()  # instead of a vector: the log-probabilities of these tokens after the text
     priority: int = 0  # lower is earlier, under the priority policy
     timeout: float | None = None  # seconds; None: no limit
     is_batch: bool = False  # service class batch
@@ -65,7 +67,6 @@ class VectorOptions:
 
 
 _encode = msgspec.json.Encoder().encode
-_AT_ONCE = 16  # scores between two yields to the event loop
 _NUMBER_BYTES = 22  # JSON bytes per number of a vector
 _TEXT_BYTES = 6  # base64 bytes per number
 
@@ -76,46 +77,25 @@ async def answer_embeddings(request: Request, options: VectorOptions, *, as_text
     Raises BadRequest, ContextLengthExceeded, QueueFull, EngineFailed, ClientGone.
     """
     state = state_of(request)
-    headers = _notes(state, options)
-    requests = await _prepared(request, options)
-    size = state.client.plan.hidden_size if options.dimensions is None else options.dimensions
+    headers = vector_notes(state, options)
+    requests = await prepared(request, options)
+    method = state.pooling
+    size = options.dimensions or method.size(state.client.plan.hidden_size)
     held = state.replies.hold()
     held.grow(len(requests) * size * (_TEXT_BYTES if as_text else _NUMBER_BYTES))
     entries = [b""] * len(requests)
 
     def take(number: int, values: Sequence[float]) -> None:
-        single = array("f", shaped(values, options))
+        single = array("f", shaped(values, options, method))
         shown = _encode(_base64(single) if as_text else single.tolist())
         entries[number] = b'{"object":"embedding","index":%d,"embedding":%b}' % (number, shown)
 
     work = compute_vectors(requests, take, client=state.client, metrics=state.metrics)
     usage = await unless_client_gone(request, work)
-    return _reply(request, options, entries, usage, prefix="embd-", headers=headers, held=held)
+    return vector_reply(request, options, entries, usage, prefix="embd-", headers=headers, held=held)
 
 
-async def answer_scores(request: Request, options: VectorOptions, *, num_left: int) -> Response:
-    """The cosine similarities of the first `num_left` texts with the others. Raises as `answer_embeddings`."""
-    state = state_of(request)
-    headers = _notes(state, options)
-    requests = await _prepared(request, options)
-    vectors: list[array[float]] = [array("d")] * len(requests)
-
-    def take(number: int, values: Sequence[float]) -> None:
-        vectors[number] = array("d", shaped(values, options))
-
-    work = compute_vectors(requests, take, client=state.client, metrics=state.metrics)
-    usage = await unless_client_gone(request, work)
-    entries = []
-    left, right = vectors[:num_left], vectors[num_left:]
-    for number, other in enumerate(right):
-        score = cosine(left[number if num_left > 1 else 0], other)
-        entries.append(_encode({"object": "score", "index": number, "score": score}))
-        if number % _AT_ONCE == 0:
-            await asyncio.sleep(0)
-    return _reply(request, options, entries, usage, prefix="score-", headers=headers)
-
-
-async def _prepared(request: Request, options: VectorOptions) -> list[GenerationRequest]:
+async def prepared(request: Request, options: VectorOptions) -> list[GenerationRequest]:
     """The checked engine requests, registered under the client's names. Raises ClientGone beside the rest."""
     state = state_of(request)
     requests = await unless_client_gone(request, _checked(request, options))
@@ -130,12 +110,6 @@ async def _checked(request: Request, options: VectorOptions) -> list[GenerationR
     return requests
 
 
-def cosine(one: Sequence[float], other: Sequence[float]) -> float:
-    """The cosine similarity of two vectors of length 1, clamped against rounding."""
-    product: float = sum(map(mul, one, other))
-    return max(-1.0, min(1.0, product))
-
-
 def _base64(values: array[float]) -> str:
     if sys.byteorder == "big":
         values = array("f", values)
@@ -143,14 +117,14 @@ def _base64(values: array[float]) -> str:
     return base64.b64encode(values.tobytes()).decode("ascii")
 
 
-def _notes(state: ServerState, options: VectorOptions) -> dict[str, str]:
+def vector_notes(state: ServerState, options: VectorOptions) -> dict[str, str]:
     without_effect = list(options.ignored)
     if options.priority and state.client.plan.scheduler.limits.scheduling_policy != "priority":
         without_effect.append("priority")
     return notes(state, without_effect)
 
 
-def _reply(
+def vector_reply(
     request: Request,
     options: VectorOptions,
     entries: list[bytes],
@@ -159,6 +133,7 @@ def _reply(
     prefix: str,
     headers: dict[str, str],
     held: HeldReply | None = None,
+    name: str = "data",
 ) -> Response:
     """The reply, encoded piece by piece, so that streams run meanwhile."""
     head = {
@@ -173,7 +148,7 @@ def _reply(
         "total_tokens": usage.prompt_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
-    fields = {**head, "data": Pieces(_list_of(entries)), "usage": tokens}
+    fields = {**head, name: Pieces(_list_of(entries)), "usage": tokens}
     return PiecedReply(pieces_of_object(fields), held=held, headers=headers)
 
 
@@ -199,10 +174,12 @@ class VectorUsage:
     cached_tokens: int
 
 
-def shaped(values: Sequence[float], options: VectorOptions) -> list[float]:
-    """The vector cut to the requested length, then normalised unless it is all zeros."""
+def shaped(values: Sequence[float], options: VectorOptions, method: PoolingMethod) -> list[float]:
+    """The vector of a pooled row, cut to the requested length, then normalised unless it is all zeros."""
+    values = method.project(values)
     kept = values if options.dimensions is None else values[: options.dimensions]
-    length = math.hypot(*kept) if options.normalize else 0.0
+    normalizes = method.normalizes if options.normalize is None else options.normalize
+    length = math.hypot(*kept) if normalizes else 0.0
     return [value / length for value in kept] if length else list(kept)
 
 
@@ -211,9 +188,9 @@ async def prepare_vectors(
 ) -> list[GenerationRequest]:
     """An engine request for each text. Raises BadRequest, ContextLengthExceeded."""
     method = state.pooling
-    if method.name == "none":
+    if method.name == "none" and not options.answers:
         raise BadRequest(f"This server makes no embeddings: {method.reason}.", code="embeddings_not_supported")
-    size = state.client.plan.hidden_size
+    size = method.size(state.client.plan.hidden_size)
     if options.dimensions is not None and options.dimensions > size:
         raise BadRequest(f"'dimensions' is at most {size} for this model.", param="dimensions")
     limits = ModelLimits.of(state.client.plan, state.tokenizer, state.settings.max_logprobs)
@@ -221,7 +198,13 @@ async def prepare_vectors(
     requests: list[GenerationRequest] = []
     caller = caller or Caller()
     total = 0
+    prompt = _prompt(method, options)
+    asked = SamplingParams(temperature=0.0)
+    if options.answers:
+        asked = replace(asked, num_logprobs=0, logprob_token_ids=options.answers)
     for each in options.inputs:
+        if prompt and isinstance(each.source, str):
+            each = replace(each, source=prompt + each.source)  # noqa: PLW2901
         token_ids = await _token_ids(state, each, options, limits)
         total += len(token_ids)
         if total > MAX_INPUT_TOKENS:
@@ -229,15 +212,25 @@ async def prepare_vectors(
         request = GenerationRequest(
             request_id=secrets.token_hex(12),
             prompt_token_ids=tuple(token_ids),
-            sampling=SamplingParams(temperature=0.0),
-            stop=StopParams(max_new_tokens=0),
+            sampling=asked,
+            stop=StopParams(max_new_tokens=1 if options.answers else 0),
             priority=options.priority if by_priority else 0,
             cache_salt=options.cache_salt,
-            pooling=method.name,
+            pooling="" if options.answers or method.name == "none" else method.name,
         )
         requests.append(caller.claim(request, timeout=options.timeout, is_batch=options.is_batch))
         await asyncio.sleep(0)  # let streams run between thousands of short texts
     return requests
+
+
+def _prompt(method: PoolingMethod, options: VectorOptions) -> str:
+    """The text before each of the request's texts. Raises BadRequest."""
+    if options.prompt_name is None:
+        return method.default_prompt
+    if options.prompt_name not in method.prompts:
+        known = ", ".join(sorted(method.prompts)) or "none"
+        raise BadRequest(f"The checkpoint has no prompt of this name; it has {known}.", param="prompt_name")
+    return method.prompts[options.prompt_name]
 
 
 async def compute_vectors(
@@ -308,15 +301,18 @@ def _feed(
 
 
 def _ended(output: TokenOutput, record: RequestRecord) -> tuple[float, ...]:
-    """The vector of a request's only output."""
+    """The vector of a request's only output, or the log-probabilities that were asked for."""
     if output.timing is not None:
         record.timing(output.timing)
-    if output.embedding is None:
+    found = output.embedding
+    if found is None and output.logprobs:
+        found = output.logprobs[0].asked_logprobs
+    if found is None:
         record.finish("error")
         raise error_of(output)
     record.cached(output.num_cached_tokens)
     record.finish("stop")
-    return output.embedding
+    return found
 
 
 async def _token_ids(state: ServerState, each: TextInput, options: VectorOptions, limits: ModelLimits) -> Sequence[int]:
@@ -337,7 +333,8 @@ async def _token_ids(state: ServerState, each: TextInput, options: VectorOptions
     if not token_ids:
         raise BadRequest("The text is empty: it has no tokens.", param=each.param)
     most = limits.scheduler.max_model_len
-    if len(token_ids) > most or limits.scheduler.largest_max_tokens(num_prompt=len(token_ids), n=1) < 0:
+    least = 1 if options.answers else 0
+    if len(token_ids) + least > most or limits.scheduler.largest_max_tokens(num_prompt=len(token_ids), n=1) < least:
         most = min(most, limits.scheduler.num_slots)
         raise _too_long(most, str(len(token_ids)), each.param)
     return token_ids

@@ -18,7 +18,12 @@ PROMPTS = 64  # most prompts of one completion
 INPUT_TOKENS = 1 << 20  # most tokens of all texts of one embedding or score
 OTHER_VALUES = 1 << 18  # values of a body besides the ids of full contexts, such as ids of a prompt that will be cut
 VALUE_BYTES = 4  # bytes of an id on average, if the operator has set the limit in bytes
-MANY_INPUTS = frozenset({"/v1/embeddings", "/v1/score", "/score", "/invocations"})
+MANY_INPUTS = frozenset(
+    {
+        *("/v1/embeddings", "/v1/score", "/score", "/invocations"),
+        *("/v1/rerank", "/v2/rerank", "/rerank", "/classify", "/v1/classify"),
+    }
+)
 FREE_BYTES = 16 << 10  # bytes of each body that are not counted; connections are limited too
 BUSY_SECONDS = 2.0  # Retry-After: a body is held while it arrives and is parsed
 _HOLD = "body_hold"

@@ -33,6 +33,11 @@ _OPERATIONS = {  # operations of the semantic conventions for generative models,
     "/v1/embeddings": "embeddings",
     "/v1/score": "embeddings",
     "/score": "embeddings",
+    "/rerank": "embeddings",
+    "/v1/rerank": "embeddings",
+    "/v2/rerank": "embeddings",
+    "/classify": "embeddings",
+    "/v1/classify": "embeddings",
 }
 
 log = logging.getLogger("quire.tracing")

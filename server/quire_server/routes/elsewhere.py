@@ -46,7 +46,6 @@ _PATTERNS = (
     (re.compile(r"(/v1)?/engines/[^/]+/chat/completions|/openai/deployments/[^/]+/chat/completions"), CHAT),
 )
 _BATCHES = re.compile(r"(/v1)?/(batches|files|uploads)(/.*)?")  # OpenAI's offline work
-_RERANK = re.compile(r"(/v[12])?/rerank")
 # A base URL with /v1 to which a client adds another /v1.
 _DOUBLED = re.compile(r"(/v1){2,}(/.*)?")
 
@@ -61,8 +60,6 @@ def advice(path: str) -> str | None:
             "This server has no batch endpoint and keeps no files: send the requests themselves, as many at once as"
             " there are; they are computed together, and the queue is bounded by --max-num-queued-reqs."
         )
-    if _RERANK.fullmatch(name):
-        return "This server does not rerank: /v1/score says how alike a query and each of many documents are."
     route = _ELSEWHERE.get(name)
     if route is None:
         route = next((route for pattern, route in _PATTERNS if pattern.fullmatch(name)), None)

@@ -116,11 +116,10 @@ class EngineFields(BaseModel):
     reasoning_parser: str = option(
         "auto", "Model", "how the model marks its thoughts; auto: by its chat template; none: they are text"
     )
-    pooling: Literal["auto", "last", "mean", "none"] = option(
+    pooling: Literal["auto", "last", "mean", "yes-no", "none"] = option(
         "auto",
         "Model",
-        "what makes a text's vector: its last token or the mean of all, none refuses; auto: as the checkpoint says,"
-        " else last",
+        "what makes vectors; yes-no scores pairs; auto: the checkpoint's, else last",
     )
 
     # -- Memory

@@ -333,9 +333,9 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_any("enable-offline-docs", "/docs needs no network", "switch"),
     *_any("enable-request-id-headers", "every reply has x-request-id", "switch"),
     # -- Names and the model
-    *_only("task", "auto generate", "text is generated"),
-    *_only("runner", "auto generate", "text is generated"),
-    *_only("convert", "auto none", "a checkpoint is what its config.json says"),
+    *_only("task", "auto generate embed embedding score classify", "a checkpoint is what its config.json says"),
+    *_only("runner", "auto generate pooling", "a checkpoint is what its config.json says"),
+    *_only("convert", "auto none embed", "a checkpoint is what its config.json says"),
     *_only("tokenizer-mode", "auto hf fast", "tokenizer.json is read"),
     *_never("tokenizer-revision", "--revision is for the model and its tokenizer"),
     *_any("code-revision", "no code is read from a checkpoint"),

@@ -26,6 +26,7 @@ _RESERVED = frozenset({
 _USUAL_ROLES = frozenset({"system", "user", "assistant"})
 _OPTIONAL_FIELDS = ("tool_calls", "function_call")  # fields of messages that a template may not show
 _PROBE = "Xq7probe"
+_PROBE_ID = f"{_PROBE}1"  # nine letters and digits, which some templates want
 
 
 class ChatTemplate:
@@ -71,10 +72,13 @@ class ChatTemplate:
         self._words = frozenset(words)
         self.variables: frozenset[str] = frozenset(n for n in names if n not in _RESERVED and not n.startswith("_"))
         self.shows_tools = "tools" in names
+        self.shows_pairs = {"query", "document"} <= self._words  # whether it makes a prompt of two texts to compare
         self._defaults = dict(default_kwargs or {})
         if unknown := self._defaults.keys() - self.variables:
             raise ConfigError(f"chat template defaults: the template has no variable {_listed(unknown)}")
         self._takes_text, self._takes_parts = self._probe()
+        self._takes_objects = not self.shows_tools or "tool_calls" not in self._words or self._shows_objects()
+        self._has_channels = "<|channel|>analysis" in source
 
     def render(
         self,
@@ -188,6 +192,23 @@ class ChatTemplate:
         takes_parts = _PROBE in parts and not printed_as_object
         return _PROBE in text or not takes_parts, takes_parts
 
+    def _shows_objects(self) -> bool:
+        """Whether the template can show a call's arguments as an object; some only join them as text."""
+
+        def shown(arguments: object) -> str:
+            call = {"id": _PROBE_ID, "type": "function", "function": {"name": _PROBE, "arguments": arguments}}
+            content = _PROBE if self._takes_text else [_part(_PROBE)]
+            chat: list[dict[str, object]] = [
+                {"role": "user", "content": content},
+                {"role": "assistant", "content": "" if self._takes_text else [], "tool_calls": [call]},
+            ]
+            try:
+                return self._run(chat, False, self._defaults)
+            except BadRequest:
+                return ""
+
+        return f"'{_PROBE}': " not in (text := shown({_PROBE: 1})) and (text != "" or not shown("{}"))
+
     def _plain(self, message: Mapping[str, object], index: int) -> dict[str, object]:
         """A copy of the message in the form for this template."""
         plain = {**message, "role": self._role(message)}
@@ -200,8 +221,15 @@ class ChatTemplate:
         if reasoning is not None:  # templates and clients disagree on the name
             plain["reasoning_content"] = plain["reasoning"] = reasoning
         calls = message.get("tool_calls")
-        if isinstance(calls, list):
+        if not calls:  # some templates ask only whether the field is there
+            plain.pop("tool_calls", None)
+        elif isinstance(calls, list) and self._takes_objects:
             plain["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
+        if self._has_channels and reasoning is not None:
+            content = plain["content"]
+            if calls and content and isinstance(content, str):  # the template has room for one text before a call
+                plain["content"], reasoning = "", f"{reasoning}\n{content}"
+            plain["thinking"] = reasoning
         return plain
 
     def _role(self, message: Mapping[str, object]) -> object:

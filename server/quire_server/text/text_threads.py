@@ -80,6 +80,15 @@ class TextThreads:
                 lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens),
             )
 
+    async def encode_pair(self, one: str, other: str, *, add_special_tokens: bool) -> Sequence[int]:
+        """Like `TextTokenizer.encode_pair`. Raises NotReady if too much text waits."""
+        size = len(one) + len(other)
+        work = partial(self._tokenizer.encode_pair, one, other, add_special_tokens=add_special_tokens)
+        if size <= INLINE_CHARS:
+            return work()
+        with self._budget.hold(size):
+            return await self._in_thread(self._tokenizing, size, work)
+
     async def encode_each(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Sequence[int]]:
         """`encode` of each of a request's texts. Many short ones are as much work as a long one, which has a thread.
 

@@ -134,6 +134,15 @@ class TextTokenizer:
             raise BadRequest("The text is not valid Unicode: it has a lone surrogate.") from exc
         return ids
 
+    def encode_pair(self, one: str, other: str, *, add_special_tokens: bool) -> list[int]:
+        """Like `encode`, of two texts that belong together, as the post-processor joins them."""
+        try:
+            (encoding,) = self._tokenizer.encode_batch_fast([(one, other)], add_special_tokens=add_special_tokens)
+            ids: list[int] = encoding.ids
+        except (TypeError, UnicodeEncodeError) as exc:
+            raise BadRequest("The text is not valid Unicode: it has a lone surrogate.") from exc
+        return ids
+
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence. Ids outside the vocabulary have no text."""
         skipped = self.special_ids if skip_special_tokens else frozenset()

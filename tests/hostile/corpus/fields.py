@@ -66,6 +66,10 @@ BODIES: dict[str, tuple[dict[str, Any], ...]] = {
         {"input": [MARK]},
         {"queries": MARK, "documents": [MARK]},
     ),
+    **dict.fromkeys(
+        ("/rerank", "/v1/rerank", "/v2/rerank"), ({"query": MARK, "documents": [MARK, {"text": MARK}], "top_n": 1},)
+    ),
+    **dict.fromkeys(("/classify", "/v1/classify"), ({"input": [MARK]},)),
     "/infill": ({"input_prefix": MARK, "input_suffix": "a", "n_predict": 4},),
     "/tokenize": (
         {"prompt": MARK},

@@ -150,6 +150,7 @@ _TEXT_TYPES = {
 _PATTERNS = ("_sliding_window_pattern", "sliding_window_pattern")  # each nth layer is without a window
 _MOST_SHOWN = 60  # characters of a value in a message
 _MAX_LAYERS = 4096  # beyond any model; what follows takes time and memory in proportion
+_HEADLESS = ("ForSequenceClassification", "Model")  # how the names of a family's other architectures end
 _DTYPES = ("bfloat16", "float16", "float32")
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 Activation = Literal["silu", "gelu_tanh"]
@@ -184,6 +185,8 @@ class ModelConfig:
     residual_scale: float = 1.0
     logit_divisor: float = 1.0
     logit_cap: float | None = None
+
+    headless: bool = False  # a classifier or a model of embeddings: its last projection is not used, be it there or not
 
     @property
     def qk_norm(self) -> bool:
@@ -220,9 +223,9 @@ def load_model_config(path: Path, ignored: Collection[str] = ()) -> ModelConfig:
     Raises NotNative naming the file and what no family computes, ModelLoadError naming what is wrong.
     """
     options = Options.read(path / "config.json", ignored)
-    family = _family(options)
+    family, headless = _family(options)
     text = _text_of(options, family) if family.text_of else options
-    config = _model_config(text, family)
+    config = _model_config(text, family, headless=headless or _makes_vectors(path))
     unknown = [*_unknown(options), *(_unknown(text) if text is not options else ())]
     if unknown:
         verb = "is" if len(unknown) == 1 else "are"
@@ -237,12 +240,7 @@ def _unknown(options: Options) -> Iterator[str]:
             yield f"{key}={textwrap.shorten(repr(options.raw(key)), _MOST_SHOWN)}"
 
 
-def _model_config(options: Options, family: Family) -> ModelConfig:
-    activation = options.text(family.activation_key, family.default_activation)
-    if activation not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
-        raise options.beyond(f"{family.activation_key}={activation!r} is not supported; only {known} are")
-
+def _model_config(options: Options, family: Family, *, headless: bool) -> ModelConfig:
     num_layers = options.integer("num_hidden_layers", most=_MAX_LAYERS)
     num_heads = options.integer("num_attention_heads")
     hidden_size = options.integer("hidden_size")
@@ -273,7 +271,7 @@ def _model_config(options: Options, family: Family) -> ModelConfig:
         norm_eps=options.number("rms_norm_eps", family.default_eps),
         max_position_embeddings=max_positions,
         ropes=ropes,
-        tie_word_embeddings=options.boolean("tie_word_embeddings", family.ties_embeddings),
+        tie_word_embeddings=headless or options.boolean("tie_word_embeddings", family.ties_embeddings),
         qkv_bias=_bias(options, family.qkv_bias),
         o_bias=_bias(options, family.o_bias),
         mlp_bias=_bias(options, family.mlp_bias),
@@ -281,13 +279,21 @@ def _model_config(options: Options, family: Family) -> ModelConfig:
         dtype=_dtype(options),
         family=family,
         rotary_dim=rotary_dim,
-        activation=_ACTIVATIONS[activation],
+        activation=_activation(options, family),
         attention_scale=_scale(options, scales.attention) if scales.attention else width**-0.5,
         embedding_scale=hidden_size**0.5 if family.embeds_by_width else _scale(options, scales.embedding),
         residual_scale=_scale(options, scales.residual),
         logit_divisor=_scale(options, scales.logits),
         logit_cap=options.number(scales.logit_cap) if scales.logit_cap is not None and capped else None,
+        headless=headless,
     )
+
+
+def _activation(options: Options, family: Family) -> Activation:
+    name = options.text(family.activation_key, family.default_activation)
+    if name not in _ACTIVATIONS:
+        raise options.beyond(f"{family.activation_key}={name!r} is not supported; only {', '.join(_ACTIVATIONS)} are")
+    return _ACTIVATIONS[name]
 
 
 def _check_heads(options: Options, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
@@ -321,13 +327,28 @@ def _text_of(options: Options, family: Family) -> Options:
     return text
 
 
-def _family(options: Options) -> Family:
+def _family(options: Options) -> tuple[Family, bool]:
+    """The family, and whether the architecture is the one without a head for tokens."""
     names = options.raw("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise options.error(f"architectures={names!r} must name exactly one architecture")
-    if names[0] not in FAMILIES:
+    name = re.sub(f"({'|'.join(_HEADLESS)})$", "ForCausalLM", names[0])
+    if name not in FAMILIES:
         raise options.beyond(f"architecture {names[0]!r} is not supported; supported: {', '.join(FAMILIES)}")
-    return FAMILIES[names[0]]
+    return FAMILIES[name], name != names[0]
+
+
+def _makes_vectors(path: Path) -> bool:
+    """Whether the checkpoint is one of sentence-transformers that pools the last layer's rows."""
+    file = path / "modules.json"
+    if not file.is_file() or file.stat().st_size > _MAX_BYTES:
+        return False
+    try:
+        modules = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    kinds = [module.get("type") for module in modules if isinstance(module, dict)] if isinstance(modules, list) else []
+    return any(isinstance(kind, str) and kind.endswith(".Pooling") for kind in kinds)
 
 
 def _bias(options: Options, bias: Bias) -> bool:

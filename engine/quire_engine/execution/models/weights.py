@@ -41,6 +41,7 @@ from quire_kernels.packed_form import PackedForm
 
 _VALUES_AT_ONCE = 4 << 20  # that one thread converts
 _HEAD = "lm_head.weight"
+_HEADS = (_HEAD, "score.weight")  # the second one is a classifier's, which the server computes
 _EMBEDDING = "model.embed_tokens.weight"
 _FINAL_NORM = "model.norm.weight"
 # Of models that see and hear too; what is left beside these and the text part is an error.
@@ -77,7 +78,9 @@ def checked_checkpoint(path: Path, config: ModelConfig) -> Iterator[Checkpoint]:
     """The checkpoint's files, once they hold exactly what the configuration implies. Raises ModelLoadError."""
     with open_checkpoint(path) as checkpoint:
         take_text(checkpoint, config)
-        if config.tie_word_embeddings:
+        if config.headless:
+            checkpoint.drop(lambda name: name in _HEADS)
+        elif config.tie_word_embeddings:
             _drop_tied_head(checkpoint)
         checkpoint.require(expected_shapes(config))
         yield checkpoint

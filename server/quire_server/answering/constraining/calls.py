@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from quire_server.answering.constraining.lark_in_json import in_json
 from quire_server.answering.constraining.schemas import (
+    ANY_TEXT,
     SchemaRefused,
     check_size,
     ending_in,
@@ -28,6 +29,7 @@ from quire_server.text.parsing.reasoning import TokenId
 from quire_server.text.parsing.tool_format import ToolFormat
 
 MAX_RULES_CHARS = 131_072  # of all tools' schemas, without descriptions
+_NUMBER = "/:[0-9]{1,4}/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +86,7 @@ class _Writer:
         self._tools = tools.tools
         if tools.choice == "function":
             self._tools = tuple(tool for tool in tools.tools if tool.name == tools.function)
-        self._is_one = tools.choice == "function" or not tools.parallel
+        self._is_one = tools.choice == "function" or not tools.parallel or tool_format.one_call
         self._forced = tools.choice != "auto"
 
     def calls(self, *, free_text: bool) -> Calls:
@@ -100,7 +102,10 @@ class _Writer:
         rules.append(f"calls: first{more} {end}".rstrip())
         start = "calls"
         if not self._forced and free_text:
-            if not opener:
+            if self._format.before_answer:
+                start = f"({self._written(self._format.before_answer)} TEXT? | calls)"
+                rules.append(f"TEXT: {ANY_TEXT}")
+            elif not opener:
                 start = "(TEXT? | calls)"
                 first = (begin + self._format.before_name)[0]
                 rules.append(f"TEXT: {not_beginning_with(first + '{')}")
@@ -120,8 +125,12 @@ class _Writer:
         variants = []
         for i, tool in enumerate(self._tools):
             name = tool.name if form.bare_name else json.dumps(tool.name, ensure_ascii=False)
-            before = f"{begin}{form.before_name}{name}{form.between_name_and_arguments}".removeprefix(without)
-            variants.append(f"{self._written(before)} arguments_{i}")
+            named = f"{begin}{form.before_name}{name}".removeprefix(without)
+            if form.numbers_calls:
+                before = f"{self._written(named)} {_NUMBER} {self._written(form.between_name_and_arguments)}"
+            else:
+                before = self._written(named + form.between_name_and_arguments)
+            variants.append(f"{before} arguments_{i}")
         return f"({' | '.join(variants)}) {self._written(form.after_call)}".rstrip()
 
     def _written(self, value: str) -> str:

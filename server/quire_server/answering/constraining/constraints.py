@@ -81,18 +81,22 @@ def constraint(
 
 
 def _start(answer: str | None, calls: Calls | None, thinking: Thinking | None, token_id: TokenId) -> str:
+    marks = None if thinking is None else thinking.marks
+    free = "answer"
+    if marks is not None and marks.before_answer:
+        free = f"{written(marks.before_answer, marks.markers, token_id)} answer"
     if calls is None:
-        reply = "answer"
+        reply = free
     elif answer is None or calls.forced:
         reply = calls.start
     else:
-        reply = f"(answer | {calls.start})"
-    if thinking is None:
+        reply = f"({free} | {calls.start})"
+    if thinking is None or marks is None:
         return reply
+    after = written(marks.after, marks.markers, token_id) if marks.after else "SPACE?"
     if thinking.is_open:
-        return f"thoughts SPACE? {reply}"
-    opened = written(thinking.marks.start, [thinking.marks.start], token_id)
-    return f"({opened} thoughts SPACE?)? {reply}"
+        return f"thoughts {after} {reply}"
+    return f"({written(marks.start, marks.markers, token_id)} thoughts {after})? {reply}"
 
 
 def _thoughts(thinking: Thinking, token_id: TokenId) -> Sequence[str]:
@@ -101,7 +105,7 @@ def _thoughts(thinking: Thinking, token_id: TokenId) -> Sequence[str]:
     space = f"SPACE: {_SPACE_AFTER_THOUGHTS}"
     if token_id(end) is None:
         return [f"thoughts[lazy]: {ending_in(end)}", space]
-    closed = written(end, [end], token_id)
+    closed = written(end, thinking.marks.markers, token_id)
     return [f"thoughts: THOUGHTS? {closed}", f"THOUGHTS: {without(end)}", space]
 
 

@@ -16,7 +16,7 @@ from quire_server.text.parsing.reasoning import TokenId
 # Whitespace between the parts of a JSON value: a space, or a line break and an indentation. It is bounded, since models
 # may write unbounded whitespace for ever.
 _WHITESPACE = r" |\r?\n[ \t]{0,16}"
-_ANY_TEXT = "/(?s:.*)/"
+ANY_TEXT = "/(?s:.*)/"
 
 
 def literal(value: str) -> str:
@@ -45,7 +45,7 @@ def ending_in(mark: str) -> str:
 
 def without(mark: str) -> str:
     """A text without `mark`; for terminals."""
-    return f"{_ANY_TEXT} & ~{expression(f'(?s:.*){_plain(mark)}(?s:.*)')}"
+    return f"{ANY_TEXT} & ~{expression(f'(?s:.*){_plain(mark)}(?s:.*)')}"
 
 
 def not_beginning_with(characters: str) -> str:

@@ -1,4 +1,4 @@
-"""The wire models of POST /v1/embeddings and /v1/score."""
+"""The wire models of embeddings, scores, ranks and classes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from quire_server.answering.ranking import PairOptions
 from quire_server.answering.vectors import TextInput, VectorOptions
 from quire_server.dialects.common import (
     BATCH_TIER,
@@ -17,6 +18,7 @@ from quire_server.dialects.common import (
     ServiceTier,
     ServingFields,
     UsageInfo,
+    WireModel,
     one_or_many,
     review_extras,
 )
@@ -34,7 +36,7 @@ Texts = Annotated[_ListedTexts, BeforeValidator(_listed, json_schema_input_type=
 
 
 class VectorFields(ServingFields):
-    """The fields of both endpoints."""
+    """The fields of all these endpoints."""
 
     user: Annotated[str, Field(max_length=256)] | None = Field(None, description="without effect")
     add_special_tokens: bool | None = None
@@ -46,7 +48,12 @@ class VectorFields(ServingFields):
     request_id: RequestName | None = None
 
     def _options(
-        self, inputs: Sequence[TextInput], *, dimensions: int | None = None, normalize: bool = True
+        self,
+        inputs: Sequence[TextInput],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = True,
+        prompt_name: str | None = None,
     ) -> VectorOptions:
         return VectorOptions(
             inputs=inputs,
@@ -57,6 +64,7 @@ class VectorFields(ServingFields):
             keep_start=self.truncation_side != "left",
             dimensions=dimensions,
             normalize=normalize,
+            prompt_name=prompt_name,
             priority=self.priority or 0,
             timeout=self.timeout,
             is_batch=self.service_tier == BATCH_TIER,
@@ -68,6 +76,12 @@ class VectorFields(ServingFields):
 _check_input, _input_schema = one_or_many(MAX_TEXTS, "inputs")
 
 
+def _named(sources: Sequence[str | Sequence[int]]) -> list[TextInput]:
+    """The texts of the field `input`."""
+    names = ["input"] if len(sources) == 1 else [f"input[{i}]" for i in range(len(sources))]
+    return [TextInput(source=source, param=name) for source, name in zip(sources, names, strict=True)]
+
+
 class EmbeddingRequest(VectorFields):
     input: Annotated[Prompts, _check_input, _input_schema]
     encoding_format: Literal["float", "base64"] | None = Field(
@@ -76,17 +90,46 @@ class EmbeddingRequest(VectorFields):
     dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
         None, description="length to cut vectors to, for models that were trained for it"
     )
-    normalize: bool | None = Field(None, description="false: not normalised; else of length 1")
+    normalize: bool | None = Field(
+        None, description="whether vectors get length 1; as the checkpoint says by default, which is yes for most"
+    )
+    prompt_name: Annotated[str, Field(max_length=256)] | None = Field(
+        None, description="the checkpoint's prompt that is put before each text, such as query"
+    )
 
     def options(self) -> VectorOptions:
         """The neutral options. Raises BadRequest for unsupported values."""
-        names = ["input"] if len(self.input) == 1 else [f"input[{i}]" for i in range(len(self.input))]
-        sources: Sequence[str | Sequence[int]] = self.input
-        inputs = [TextInput(source=source, param=name) for source, name in zip(sources, names, strict=True)]
-        return self._options(inputs, dimensions=self.dimensions, normalize=self.normalize is not False)
+        return self._options(
+            _named(self.input), dimensions=self.dimensions, normalize=self.normalize, prompt_name=self.prompt_name
+        )
 
 
-class ScoreRequest(VectorFields):
+class PairFields(VectorFields):
+    """The fields of requests that compare texts."""
+
+    instruction: Annotated[str, Field(max_length=65536)] | None = Field(
+        None, description="the task, for models that are asked in words; others ignore it"
+    )
+    use_activation: bool | None = Field(None, description="false: logits instead of probabilities, where there are any")
+
+    def _pairs(
+        self, left: list[str], right: list[str], names: tuple[str, str], *, right_tokens: int | None = None
+    ) -> PairOptions:
+        inputs = [
+            TextInput(source=text, param=name if len(side) == 1 else f"{name}[{i}]")
+            for name, side in zip(names, (left, right), strict=True)
+            for i, text in enumerate(side)
+        ]
+        return PairOptions(
+            texts=self._options(inputs),
+            num_left=len(left),
+            instruction=self.instruction,
+            activates=self.use_activation is not False,
+            right_tokens=right_tokens,
+        )
+
+
+class ScoreRequest(PairFields):
     """`text_1` and `text_2`, or the same under the names `queries` and `documents`."""
 
     text_1: Texts = None
@@ -118,15 +161,45 @@ class ScoreRequest(VectorFields):
         """Left and right texts: one left text, or as many as right ones."""
         return self.text_1 or self.queries or [], self.text_2 or self.documents or []
 
-    def options(self) -> VectorOptions:
-        """The neutral options: the left texts, then the right ones."""
+    def options(self) -> PairOptions:
+        """The neutral options."""
         names = ("text_1", "text_2") if self.text_1 is not None else ("queries", "documents")
-        inputs = [
-            TextInput(source=text, param=name if len(side) == 1 else f"{name}[{i}]")
-            for name, side in zip(names, self.texts, strict=True)
-            for i, text in enumerate(side)
-        ]
-        return self._options(inputs)
+        return self._pairs(*self.texts, names)
+
+
+class RerankDocument(WireModel):
+    """A document as an object, as Jina and Cohere have it; other fields are not read."""
+
+    text: str
+
+
+_Documents = Annotated[list[str | RerankDocument], Field(fail_fast=True, min_length=1, max_length=MAX_TEXTS - 1)]
+
+
+class RerankRequest(PairFields):
+    """Cohere's and Jina's fields; both give texts, or objects with a text, as documents."""
+
+    query: str
+    documents: _Documents
+    top_n: Annotated[int, Field(ge=0)] | None = Field(None, description="most results; 0 and none: all documents")
+    return_documents: bool | None = Field(
+        None, description="whether results have the documents' texts; by default all do but those of /v2/rerank"
+    )
+    max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = Field(None, description="most tokens of each document")
+
+    def options(self) -> PairOptions:
+        """The neutral options."""
+        texts = [each if isinstance(each, str) else each.text for each in self.documents]
+        return self._pairs([self.query], texts, ("query", "documents"), right_tokens=self.max_tokens_per_doc)
+
+
+class ClassifyRequest(VectorFields):
+    input: Annotated[Prompts, _check_input, _input_schema]
+    use_activation: bool | None = Field(None, description="false: logits instead of probabilities")
+
+    def options(self) -> VectorOptions:
+        """The neutral options."""
+        return self._options(_named(self.input))
 
 
 class Embedding(ReplyModel):
@@ -147,7 +220,7 @@ class EmbeddingResponse(ReplyModel):
 class Score(ReplyModel):
     object: Literal["score"]
     index: int
-    score: float = Field(description="cosine of the two vectors' angle: -1 to 1")
+    score: float = Field(description="a probability, or the cosine of the two vectors' angle: -1 to 1")
 
 
 class ScoreResponse(ReplyModel):
@@ -156,4 +229,39 @@ class ScoreResponse(ReplyModel):
     created: int
     model: str
     data: list[Score]
+    usage: UsageInfo
+
+
+class RerankedText(ReplyModel):
+    text: str
+
+
+class RerankResult(ReplyModel):
+    index: int = Field(description="of the document in the request")
+    relevance_score: float
+    document: RerankedText | None = None
+
+
+class RerankResponse(ReplyModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    results: list[RerankResult] = Field(description="the most relevant first")
+    usage: UsageInfo
+
+
+class Classification(ReplyModel):
+    index: int
+    label: str = Field(description="of the most likely class")
+    probs: list[float] = Field(description="of each class; logits where the request asks for them")
+    num_classes: int
+
+
+class ClassificationResponse(ReplyModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Classification]
     usage: UsageInfo

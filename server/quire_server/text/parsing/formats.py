@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from quire_engine.errors import ConfigError
+from quire_server.text.parsing.coded import FUNCTION_GEMMA, GEMMA_4, OLMO, PYTHONIC
+from quire_server.text.parsing.harmony import HARMONY
 from quire_server.text.parsing.json_call import read_call, read_calls, read_value
+from quire_server.text.parsing.marked import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    GRANITE,
+    GRANITE_20B,
+    JAMBA,
+    KIMI_K2,
+    MINIMAX,
+)
 from quire_server.text.parsing.parsed_reply import ParsedReply
-from quire_server.text.parsing.qwen_xml import QWEN_XML
 from quire_server.text.parsing.reasoning import ThinkingMarks, detect_reasoning, reasoning_format
 from quire_server.text.parsing.source import Markers, Source, Steps
+from quire_server.text.parsing.tagged import DEEPSEEK_V4, DEEPSEEK_V32, GLM, MINIMAX_M2, QWEN_XML, SEED_OSS
 from quire_server.text.parsing.tool_format import ToolFormat, mistral_id
 from quire_server.text.tokenizer import TextTokenizer
 
@@ -239,19 +251,39 @@ def model_formats(calls: str, reasoning: str, tokenizer: TextTokenizer, template
     elif reasoning != NONE:
         marks = reasoning_format(reasoning).marks(tokenizer.token_id)
     form = form or FORCED
-    found_ids = (tokenizer.token_id(marker) for marker in form.markers)
+    if marks is not None and marks.before_answer and calls == AUTO:
+        form = HARMONY
+    elif form is HARMONY and reasoning == AUTO:
+        marks = reasoning_format("openai_gptoss").marks(tokenizer.token_id)
     return ModelFormats(
         calls=form,
         marks=marks,
-        calls_markers=frozenset(token_id for token_id in found_ids if token_id is not None),
-        marks_ids=frozenset(i for i in (marks.start_id, marks.end_id) if i is not None) if marks else frozenset(),
+        calls_markers=_ids(form.markers, tokenizer),
+        marks_ids=_ids(marks.markers, tokenizer) if marks is not None else frozenset(),
     )
 
 
+def _ids(markers: Iterable[str], tokenizer: TextTokenizer) -> frozenset[int]:
+    found_ids = (tokenizer.token_id(marker) for marker in markers)
+    return frozenset(token_id for token_id in found_ids if token_id is not None)
+
+
+_FORMATS = (
+    HERMES, QWEN_XML, LLAMA, MISTRAL, MISTRAL_ARGS, FORCED, HARMONY, GEMMA_4, FUNCTION_GEMMA, GLM, DEEPSEEK_V3,
+    DEEPSEEK_V31, DEEPSEEK_V32, DEEPSEEK_V4, KIMI_K2, GRANITE, GRANITE_20B, PYTHONIC, OLMO, MINIMAX, MINIMAX_M2,
+    SEED_OSS, JAMBA,
+)  # fmt: skip
 TOOL_FORMATS = {
-    **{tool_format.name: tool_format for tool_format in (HERMES, QWEN_XML, LLAMA, MISTRAL, MISTRAL_ARGS, FORCED)},
+    **{form.name: form for form in _FORMATS},
     "qwen": HERMES,
+    "granite4": HERMES,
     "llama4_json": LLAMA,
+    "llama4_pythonic": PYTHONIC,
+    "qwen3_xml": QWEN_XML,
+    "mimo": QWEN_XML,
+    "step3p5": QWEN_XML,
+    "glm47": GLM,
+    "hunyuan_a13b": JAMBA,
 }
 
 
@@ -264,16 +296,37 @@ def tool_format(name: str) -> ToolFormat:
 
 def detect_tool_format(template: str) -> ToolFormat | None:
     """The format that the chat template shows the model; None if it has none, or an unknown one."""
+    if "<|channel|>analysis" in template:  # the whole reply's format, with tools or without
+        return HARMONY
     if "tools" not in template:
         return None
     for is_taught, form in (
+        ("<seed:tool_call>" in template, SEED_OSS),
+        ("<minimax:tool_call>" in template, MINIMAX_M2),
         ("<function=" in template, QWEN_XML),
-        ("<tool_call>" in template and "<arg_key>" not in template, HERMES),  # with it: GLM's own
+        ("<arg_key>" in template, GLM),
+        ("｜DSML｜" in template and "function_calls>" in template, DEEPSEEK_V32),
+        ("｜DSML｜" in template, DEEPSEEK_V4),
+        ("<｜tool▁calls▁begin｜>" in template and "```json" in template, DEEPSEEK_V3),
+        ("<｜tool▁calls▁begin｜>" in template, DEEPSEEK_V31),
+        ("<|tool_calls_section_begin|>" in template, KIMI_K2),
+        ("<|tool_call>call:" in template, GEMMA_4),
+        ("<start_function_call>call:" in template, FUNCTION_GEMMA),
+        ("<function_calls>" in template, OLMO),
+        ("<tool_call>" in template, HERMES),
+        ("<tool_calls>" in template and "[{" not in template, MINIMAX),
+        ("<tool_calls>" in template, JAMBA),
+        ("<|tool_call|>" in template, GRANITE),
+        ("<function_call>" in template, GRANITE_20B),
         ("[TOOL_CALLS]" in template and "[ARGS]" in template, MISTRAL_ARGS),
         ("[TOOL_CALLS] [" in template, replace(MISTRAL, begin="[TOOL_CALLS] [")),
         ("[TOOL_CALLS]" in template, MISTRAL),
-        ("python_tag" in template or ('"parameters": ' in template and "<|eot_id|>" in template), LLAMA),
+        (_SHOWS_PYTHON.search(template) is not None, PYTHONIC),
+        ("python_tag" in template or ('"parameters": ' in template and "<|eot" in template), LLAMA),
     ):
         if is_taught:
             return form
     return None
+
+
+_SHOWS_PYTHON = re.compile(r"\[func\w*\(param\w*=")  # as in [func_name1(params_name1=params_value1)]

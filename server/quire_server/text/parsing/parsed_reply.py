@@ -1,4 +1,4 @@
-"""The parsed part of a reply's text: content and calls.
+"""The parsed part of a reply's text: content, calls, and thoughts where the format of calls has them too.
 
 Owns the calls' numbers and ids. Promises: whitespace before the first call, between calls and after the last one is not
 content; every other character is.
@@ -18,14 +18,20 @@ _SPACE = " \t\r\n"
 class ParsedReply:
     """Filled by a format's reader, emptied by `take_content` and `take_calls`."""
 
-    def __init__(self, tools: Schemas, *, new_id: Callable[[], str], parallel: bool = True) -> None:
-        """`parallel` False: only the first call is kept."""
+    def __init__(
+        self, tools: Schemas, *, new_id: Callable[[], str], parallel: bool = True, parts_thoughts: bool = True
+    ) -> None:
+        """`parallel` False: only the first call is kept. `parts_thoughts` False: thoughts are content."""
         self.tools = tools
         self.num_calls = 0
+        self.is_thinking = False  # whether the text is within thoughts
         self.error: str | None = None  # the first error in a call
         self._new_id = new_id
         self._parallel = parallel
+        self._parts_thoughts = parts_thoughts
         self._content: list[str] = []
+        self._thoughts: list[str] = []
+        self._ids: set[str] = set()
         self._space: list[str] | None = []  # whitespace that is content if text follows; None within text
         self._calls: list[CallDelta] = []
         self._pieces: list[str] = []  # new arguments of the last of `_calls`
@@ -42,14 +48,26 @@ class ParsedReply:
             self._space, text = None, body
         self._content.append(text)
 
-    def begin_call(self, name: str) -> None:
-        """The name need not be a known tool's: the client decides on that."""
+    def think(self, text: str) -> None:
+        if self._parts_thoughts:
+            self._thoughts.append(text)
+        else:
+            self.content(text)
+
+    def begin_call(self, name: str, call_id: str = "") -> None:
+        """The name need not be a known tool's: the client decides on that. `call_id`: the model's own, if it has one.
+
+        The model's id is replaced where the reply has used it.
+        """
         self._space = []
         self._arguments = []
         self._is_dropped = self.num_calls > 0 and not self._parallel
         if not self._is_dropped:
             self._settle()
-            self._calls.append(CallDelta(index=self.num_calls, id=self._new_id(), name=name))
+            if not call_id or call_id in self._ids:
+                call_id = self._new_id()
+            self._ids.add(call_id)
+            self._calls.append(CallDelta(index=self.num_calls, id=call_id, name=name))
             self.num_calls += 1
 
     def arguments(self, text: str) -> None:
@@ -79,6 +97,10 @@ class ParsedReply:
     def take_content(self) -> str:
         content, self._content = self._content, []
         return "".join(content)
+
+    def take_thoughts(self) -> str:
+        thoughts, self._thoughts = self._thoughts, []
+        return "".join(thoughts)
 
     def take_calls(self) -> list[CallDelta]:
         """The new pieces, at most one for each call."""

@@ -29,23 +29,29 @@ class ReplyParser:
         parallel: bool = True,
         new_id: Callable[[], str] | None = None,
     ) -> None:
-        """`marks` None: reasoning is not parsed. `is_open`: the prompt's end has opened the block of reasoning.
+        """`marks` None: reasoning is content. `is_open`: the prompt's end has opened the block of reasoning.
 
         `tool_format` None: calls are not parsed. `parallel` False: only the first call is kept. `new_id`: makes the
         calls' ids instead of the format.
         """
         self.reasoning = ""
         self.calls: list[CallDelta] = []
-        self._splitter = ThinkingSplitter(marks, is_open=is_open) if marks is not None else None
+        self._reads_thoughts = tool_format is not None and tool_format.reads_thoughts
+        is_split = marks is not None and not self._reads_thoughts
+        self._splitter = ThinkingSplitter(marks, is_open=is_open) if marks is not None and is_split else None
+        self._num_thought = 0  # tokens of thoughts that the format itself parsed
         self._reply = ParsedReply(
-            tools or {}, new_id=new_id or (tool_format.new_id if tool_format is not None else str), parallel=parallel
+            tools or {},
+            new_id=new_id or (tool_format.new_id if tool_format is not None else str),
+            parallel=parallel,
+            parts_thoughts=marks is not None,
         )
         self._call_parser = CallParser(tool_format, self._reply) if tool_format is not None else None
 
     @property
     def num_reasoning_tokens(self) -> int:
         """Tokens inside the block of reasoning so far."""
-        return self._splitter.num_tokens if self._splitter is not None else 0
+        return self._splitter.num_tokens if self._splitter is not None else self._num_thought
 
     @property
     def is_over(self) -> bool:
@@ -66,7 +72,12 @@ class ReplyParser:
         """The content that is complete with this token."""
         if self._splitter is not None:
             piece = self._splitter.push(token_id, piece)
-        return self._parse(piece)
+        if not self._reads_thoughts:
+            return self._parse(piece)
+        was_thinking = self._reply.is_thinking
+        content = self._parse(piece)
+        self._num_thought += was_thinking and self._reply.is_thinking
+        return content
 
     def finish(self, piece: str = "") -> str:
         """The held-back content, when the choice ends. `piece`: the rest of an incomplete character."""
@@ -76,6 +87,7 @@ class ReplyParser:
         if self._call_parser is not None:
             content += self._call_parser.finish()
             self.calls += self._reply.take_calls()
+            self.reasoning += self._reply.take_thoughts()
         return content
 
     def _parse(self, text: str) -> str:
@@ -86,6 +98,7 @@ class ReplyParser:
             return text
         content = self._call_parser.push(text)
         self.calls += self._reply.take_calls()
+        self.reasoning += self._reply.take_thoughts()
         return content
 
 

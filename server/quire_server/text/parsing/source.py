@@ -7,7 +7,7 @@ result does not depend on how the text was cut, if a parser uses only the method
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -99,6 +99,13 @@ class Source:
             if self._ended or not text.startswith(here):
                 return False
             yield
+
+    def closing(self, texts: Sequence[str], show: Show) -> Steps[None]:
+        """Consume those of `texts` that come next, in this order; whitespace that none of them follows is shown."""
+        for text in texts:
+            space = yield from self.space()
+            if not (yield from self.literal(text)) and space:
+                show(space)
 
     def until(self, markers: Markers, show: Show) -> Steps[str]:
         """Show the text before the first marker; returns the marker, which is consumed, or "" at the text's end."""

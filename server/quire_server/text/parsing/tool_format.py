@@ -1,8 +1,8 @@
 """A format of tool calls: how to read them, and how to write them.
 
 Promises: calls are written as `begin`, the calls with `separator` between them, `end`; a call as `before_name`, its
-name as JSON (or bare, if `bare_name`), `between_name_and_arguments`, its arguments as JSON, `after_call`. A grammar
-forces this form, and the reader parses it.
+name as JSON (or bare, if `bare_name`), `:` and a number (if `numbers_calls`), `between_name_and_arguments`, its
+arguments as JSON, `after_call`. A grammar forces this form, and the reader parses it.
 """
 
 from __future__ import annotations
@@ -36,15 +36,19 @@ class ToolFormat:
     markers: tuple[str, ...] = ()  # the reader needs them, also if they are special tokens
     opener: str = ""  # the text with which every call and no answer begins; "": calls are recognised by their content
     new_id: Callable[[], str] = field(default=openai_id)
+    reads_thoughts: bool = False  # whether the reader parses the whole reply, with its thoughts
+    before_answer: str = ""  # the text with which every answer begins
     # How calls are written; unused if arguments are not written as JSON.
     writes_json: bool = True
     begin: str = ""
     before_name: str = ""
     bare_name: bool = False
+    numbers_calls: bool = False
     between_name_and_arguments: str = ""
     after_call: str = ""
     separator: str = ""
     end: str = ""
+    one_call: bool = False  # a reply ends with its first call
 
 
 class CallParser:

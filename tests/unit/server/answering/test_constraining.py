@@ -14,6 +14,7 @@ from quire_server.text.parsing.formats import FORCED, TOOL_FORMATS
 from quire_server.text.parsing.reasoning import reasoning_format
 from quire_server.text.parsing.tool_format import ToolFormat
 from support.grammars import SPELLED, TOKENS, Vocabulary, verdict
+from support.parsed import written
 
 HERMES = TOOL_FORMATS["hermes"]
 CITY = {
@@ -36,6 +37,7 @@ def grammar(
     form: ToolFormat | None = HERMES,
     thinks: bool | None = None,
     asks: bool = True,
+    thoughts: str = "qwen3",
     vocabulary: Vocabulary = TOKENS,
 ) -> str | None:
     """The rules for such a request; `thinks`: whether the prompt has opened the block, None for no thoughts."""
@@ -45,7 +47,7 @@ def grammar(
         tool_format=reading_format(tools, form),
         thinking=None
         if thinks is None
-        else Thinking(marks=reasoning_format("qwen3").marks(vocabulary.token_id), is_open=thinks, is_asked=asks),
+        else Thinking(marks=reasoning_format(thoughts).marks(vocabulary.token_id), is_open=thinks, is_asked=asks),
         token_id=vocabulary.token_id,
     )
     if found is None:
@@ -192,12 +194,8 @@ def test_every_format_writes_what_it_reads(name: str):
     form = reading_format(required(*BOTH), TOOL_FORMATS[name])
     assert form is not None
     calls = [("weather", '{"city":"Paris"}'), ("sum", '{"a":1}')]
-    names = [called if form.bare_name else json.dumps(called) for called, _ in calls]
-    text = form.begin + form.separator.join(
-        form.before_name + called + form.between_name_and_arguments + arguments + form.after_call
-        for called, (_, arguments) in zip(names, calls, strict=True)
-    )
-    check(grammar(tools=required(*BOTH), form=TOOL_FORMATS[name]), whole=(text + form.end,), wrong=(text[:-1], "x"))
+    text = written(form, calls[:1] if form.one_call else calls)
+    check(grammar(tools=required(*BOTH), form=TOOL_FORMATS[name]), whole=(text,), wrong=(text[:-1], "x"))
 
 
 def test_a_format_that_is_not_json_forces_plain_json():
@@ -235,6 +233,75 @@ def test_thoughts_that_are_not_asked_for_need_a_mark_that_is_a_token():
 
 def test_thoughts_before_calls():
     check(grammar(tools=required(*BOTH), thinks=True), whole=(f"Hm\n</think>\n\n{CALL}",), wrong=(CALL,))
+
+
+HARMONY_CALL = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Paris"}'
+HARMONY_THOUGHT = "<|channel|>analysis<|message|>Hm\n{}<|end|><|start|>assistant"
+CHANNELS = Vocabulary(marks=TOOL_FORMATS["openai"].markers)
+
+
+@pytest.mark.parametrize("vocabulary", [CHANNELS, SPELLED], ids=["tokens", "spelled"])
+def test_a_reply_in_channels(vocabulary: Vocabulary):
+    harmony, answer = TOOL_FORMATS["openai"], "<|channel|>final<|message|>"
+    yes = grammar(
+        Structure(kind="choice", value='["yes"]'), thinks=False, thoughts="openai_gptoss", vocabulary=vocabulary
+    )
+    check(
+        yes,
+        whole=(f"{answer}yes", f"{HARMONY_THOUGHT}{answer}yes"),
+        wrong=("yes", f"{answer}no", f"{HARMONY_THOUGHT}yes", f"{HARMONY_THOUGHT}{HARMONY_THOUGHT}{answer}yes"),
+        vocabulary=vocabulary,
+    )
+    check(
+        grammar(tools=required(*BOTH), form=harmony, thinks=False, thoughts="openai_gptoss", vocabulary=vocabulary),
+        whole=(HARMONY_CALL, HARMONY_THOUGHT + HARMONY_CALL),
+        wrong=(f"{answer}Hello", HARMONY_CALL.replace("city", "town"), HARMONY_CALL * 2),
+        vocabulary=vocabulary,
+    )
+    check(
+        grammar(
+            tools=ToolOptions(tools=BOTH), form=harmony, thinks=False, thoughts="openai_gptoss", vocabulary=vocabulary
+        ),
+        whole=(HARMONY_CALL, HARMONY_THOUGHT + HARMONY_CALL, f"{answer}Hello", f"{HARMONY_THOUGHT}{answer}Hello"),
+        wrong=("Hello", HARMONY_CALL.replace("city", "town")),
+        vocabulary=vocabulary,
+    )
+    check(
+        grammar(
+            schema({"type": "integer"}),
+            ToolOptions(tools=BOTH),
+            form=harmony,
+            thinks=False,
+            thoughts="openai_gptoss",
+            vocabulary=vocabulary,
+        ),
+        whole=(f"{answer}12", HARMONY_CALL),
+        wrong=("12", f"{answer}x"),
+        vocabulary=vocabulary,
+    )
+
+
+def test_marks_of_thoughts_with_more_than_one_token():
+    vocabulary = Vocabulary(marks=("<|channel>", "<channel|>"))
+    check(
+        grammar(Structure(kind="choice", value='["yes"]'), thinks=False, thoughts="gemma4", vocabulary=vocabulary),
+        whole=("yes", "<|channel>thought\nHm\n<channel|>yes"),
+        wrong=("<|channel>yes", "<|channel>thought\nHm"),
+        vocabulary=vocabulary,
+    )
+
+
+def test_calls_are_numbered_where_the_format_does():
+    call = '<|tool_calls_section_begin|><|tool_call_begin|>functions.sum:12<|tool_call_argument_begin|>{"a": 1}'
+    call += "<|tool_call_end|><|tool_calls_section_end|>"
+    kimi = TOOL_FORMATS["kimi_k2"]
+    for vocabulary in (Vocabulary(marks=kimi.markers), SPELLED):
+        check(
+            grammar(tools=ToolOptions(tools=BOTH), form=kimi, vocabulary=vocabulary),
+            whole=("Hello", call, f"Hello {call}"),
+            wrong=(call.replace(":12", ""), call.replace('"a"', '"b"'), f"{call} x"),
+            vocabulary=vocabulary,
+        )
 
 
 def test_tools_that_are_not_strict_keep_what_can_be_kept():

@@ -116,6 +116,46 @@ def test_reasoning_reaches_the_template_under_both_names(make) -> None:
     assert template.render([{"role": "assistant", "content": "", "reasoning_content": "b"}]) == "bb"
 
 
+def with_calls(**fields: object) -> dict:
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": "b"}'}}
+    return {"role": "assistant", "content": "", "tool_calls": [call], **fields}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ("call.function.arguments | tojson", '{"a": "b"}'),
+        ("'x' + call.function.arguments", 'x{"a": "b"}'),
+        ("'x' ~ call.function.arguments", 'x{"a": "b"}'),
+        ("call.function.arguments.a", "b"),
+    ],
+)
+def test_a_calls_arguments_come_as_the_template_can_show_them(make, arguments: str, shown: str) -> None:
+    template = make(
+        "{% if tools %}{% endif %}{% for m in messages %}{% for call in m.tool_calls or [] %}{{ "
+        + arguments
+        + " }}{% endfor %}{% endfor %}"
+    )
+    assert template.render([with_calls()]) == shown
+
+
+@pytest.mark.parametrize("calls", [None, []])
+def test_no_calls_are_no_field(make, calls: object) -> None:
+    template = make("{% for m in messages %}{{ 'tool_calls' in m }}{% endfor %}")
+    assert template.render([{"role": "assistant", "content": "x", "tool_calls": calls}]) == "False"
+
+
+def test_thoughts_reach_a_template_of_channels_which_shows_one_text_before_a_call(make) -> None:
+    template = make(
+        "{% for m in messages %}{% if m.content and m.thinking and m.tool_calls %}{{ raise_exception('both') }}"
+        "{% endif %}"
+        "<|channel|>analysis<|message|>{{ m.thinking }}|{{ m.content }}{% endfor %}"
+    )
+    header = "<|channel|>analysis<|message|>"
+    assert template.render([with_calls(reasoning="Hm.", content="I look.")]) == f"{header}Hm.\nI look.|"
+    assert template.render([{"role": "assistant", "content": "x", "reasoning": "y"}]) == f"{header}y|x"
+
+
 @pytest.mark.parametrize("content", ["{{7*7}}{% raw %}{{ cycler.__init__.__globals__ }}", "{# x #}{% endfor %}", "{{"])
 def test_message_text_is_never_template(make, content: str) -> None:
     assert content in make(CHATML).render([{"role": "user", "content": content}])

@@ -121,9 +121,17 @@ def test_marks_in_words_are_read_as_well() -> None:
     assert (parsed.reasoning, parsed.content) == ("I add.", "4")
 
 
+def test_marks_of_several_tokens_are_read_as_text_and_each_of_their_tokens_is_needed() -> None:
+    marks = reasoning_format("gemma4").marks({"<|channel>": 1, "<channel|>": 2}.get)
+    assert marks.markers == ("<|channel>", "<channel|>")
+    tokens = [(1, "<|channel>"), (5, "thought"), (6, "\nHm.\n"), (2, "<channel|>"), (7, "4")]
+    parsed = parse(tokens, marks=marks)
+    assert (parsed.reasoning, parsed.content) == ("Hm.", "4")
+
+
 def test_formats_by_name() -> None:
     assert reasoning_format("deepseek_r1") == reasoning_format("qwen3")
-    with pytest.raises(ConfigError, match=r"'gpt_oss' is unknown; known are cohere, deepseek_r1,"):
+    with pytest.raises(ConfigError, match=r"'gpt_oss' is unknown; known are cohere, cohere_command3,"):
         reasoning_format("gpt_oss")
 
 
@@ -135,6 +143,9 @@ def test_formats_by_name() -> None:
         ("[THINK]{{ thoughts }}[/THINK]", {"<think>": 1, "</think>": 2}, "magistral"),
         ("", {"<seed:think>": 1, "</seed:think>": 2}, "seed_oss"),
         ("", {"<think>": 1}, None),
+        ("<|channel>thought{{ thoughts }}<channel|>", {}, "gemma4"),
+        ("<|start|>assistant<|channel|>analysis<|message|>", {"<think>": 1, "</think>": 2}, "openai_gptoss"),
+        ("<|assistant|>{{ content }}<|end|>", {}, None),
         ("You may <think> first.", {}, None),
         ("", {}, None),
     ],

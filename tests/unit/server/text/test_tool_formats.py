@@ -20,8 +20,8 @@ def test_ids_are_unique_and_of_the_shape_that_clients_and_templates_expect() -> 
 
 
 def test_an_unknown_format_is_refused_with_all_that_are_known() -> None:
-    with pytest.raises(ConfigError, match="'pythonic' is unknown; known are hermes, json, llama3_json,"):
-        tool_format("pythonic")
+    with pytest.raises(ConfigError, match="'xlam' is unknown; known are deepseek_v3, deepseek_v31,"):
+        tool_format("xlam")
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,24 @@ def test_an_unknown_format_is_refused_with_all_that_are_known() -> None:
         ('{% if tools %}{"name": function name, "parameters": dictionary}<|python_tag|><|eot_id|>', "llama3_json"),
         ("{% if tools %}{{ '[TOOL_CALLS]' + name + '[ARGS]' }}", "mistral_args"),
         ("{% if tools %}{{ '[TOOL_CALLS] [' }}", "mistral"),
-        ("{% if tools %}<tool_call>name<arg_key>", None),
+        ("{% if tools %}<tool_call>name<arg_key>", "glm45"),
+        ("<|start|>assistant<|channel|>analysis<|message|>", "openai"),
+        ("{% if tools %}<minimax:tool_call><invoke name=", "minimax_m2"),
+        ("{% if tools %}<seed:tool_call><function=", "seed_oss"),
+        ("{% if tools %}<{{ '｜DSML｜' }}function_calls>", "deepseek_v32"),
+        ("{% if tools %}<｜DSML｜tool_calls>", "deepseek_v4"),
+        ("{% if tools %}<｜tool▁calls▁begin｜>{{ type }}<｜tool▁sep｜>{{ name }}\n```json", "deepseek_v3"),
+        ("{% if tools %}<｜tool▁calls▁begin｜>{{ name }}<｜tool▁sep｜>", "deepseek_v31"),
+        ("{% if tools %}<|tool_calls_section_begin|>", "kimi_k2"),
+        ("{% if tools %}{{ '<|tool_call>call:' + name }}", "gemma4"),
+        ("{% if tools %}<start_function_call>call:", "functiongemma"),
+        ("{% if tools %}<function_calls>\nf(a=1)", "olmo3"),
+        ('{% if tools %}<tool_calls>\n{"name": ', "minimax"),
+        ('{% if tools %}<tool_calls>[{"name": ', "jamba"),
+        ("{% if tools %}respond only with <|tool_call|> followed by a JSON list", "granite"),
+        ("{% if tools %}output <function_call> {...}", "granite-20b-fc"),
+        ("{% if tools %}[func_name1(params_name1=params_value1)]", "pythonic"),
+        ('{% if tools %}{"name": function name, "parameters": dictionary}<|eot|>', "llama3_json"),
         ("{% for message in messages %}<tool_call>", None),
         ("", None),
     ],
@@ -66,6 +83,25 @@ BOMBS = [
     ("json", "", '[{"parameters": '),
     ("qwen3_coder", "<function=get_weather>", "<parameter=city>\n\n\n</parameter>"),
     ("qwen3_coder", "<function=get_weather><parameter=days>", "1 "),
+    ("glm45", "<tool_call>get_weather<arg_key>", "a</arg_key><arg_value>1</arg_value><arg_key>"),
+    ("glm45", "", "<tool_call>x "),
+    ("minimax_m2", "", '<invoke name="'),
+    ("deepseek_v32", '<｜DSML｜invoke name="f">', '<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>'),
+    ("deepseek_v3", "", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>"),
+    ("deepseek_v31", "<｜tool▁call▁begin｜>", "x"),
+    ("kimi_k2", "", "<|tool_call_begin|>functions.f:0"),
+    ("granite", "", "<|tool_call|>[{"),
+    ("minimax", "<tool_calls>", '{"name": "f"}'),
+    ("pythonic", "", "\n[get_time("),
+    ("pythonic", "[get_time(a=", "[{'a': ("),
+    ("pythonic", "[get_time(a='", "\\x4"),
+    ("pythonic", "[", "get_time(), "),
+    ("olmo3", "<function_calls>", "get_time()\n"),
+    ("gemma4", "<|tool_call>call:f{a:", "[{x:"),
+    ("gemma4", '<|tool_call>call:f{a:<|"|>', "<|"),
+    ("openai", "", "<|channel|>"),
+    ("openai", "<|channel|>analysis<|message|>", "<|x"),
+    ("openai", "", "to="),
 ]
 
 
