@@ -19,7 +19,7 @@ HELP := \
   "format         format the code" \
   "bench          the host's cost of a step" \
   "headline       against transformers' generate and static batches; an hour" \
-  "client-test    SDKs and frameworks that people use; installs them" \
+  "client-test    SDKs, frameworks and coding agents that people use; installs them" \
   "schema-test    500 outputs under real JSON schemas" \
   "schedule-test  the scheduler under random calls, at length; half an hour" \
   "emulated-test  the kernels for instruction sets that this CPU lacks" \
@@ -54,16 +54,16 @@ test-e2e: $(VENV)/.dev
 	PYTHON=$(BIN)/python tests/e2e/peers.sh
 	$(BIN)/python -m pytest -m e2e tests/e2e $(ARGS)
 
-# The SDKs and frameworks that people use, unmodified and newest, against the embedded model; installs them.
+# The SDKs, frameworks and coding agents that people use, unmodified and newest, against the embedded model; installs them.
 client-test: $(VENV)/.serve .venv-clients/.complete
 	SERVER_PYTHON=$(CURDIR)/$(BIN)/python .venv-clients/bin/python -m pytest tests/clients $(ARGS)
 
-.venv-clients/.complete: tests/clients/requirements.txt
+.venv-clients/.complete: tests/clients/requirements.txt Makefile
 	$(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check uv
 	.venv-clients/bin/uv pip install --quiet --python .venv-clients/bin/python -r tests/clients/requirements.txt
 	npm install --prefix tests/clients --no-save --no-package-lock --no-audit --no-fund --loglevel=error \
-	  openai ai @ai-sdk/openai-compatible @anthropic-ai/sdk zod
+	  openai ai @ai-sdk/openai-compatible @anthropic-ai/sdk zod @anthropic-ai/claude-code @openai/codex opencode-ai
 	touch $@
 
 HOSTILE_ROWS ?= many-prompts many-texts many-strings stopped-tokenizer killed-template killed-spare \

@@ -267,7 +267,7 @@ async def test_a_custom_tool_that_must_be_called() -> None:
     ("tool", "words"),
     [
         ({"type": "web_search"}, "this server asks no other"),
-        ({"type": "web_search", "external_web_access": True}, "this server asks no other"),
+        ({"type": "web_search", "external_web_access": 1}, "external_web_access"),
         ({"type": "mcp"}, "function, custom, namespace, web_search are"),
         ({**NESTED[1], "format": {"type": "grammar", "syntax": "lark", "definition": "start: %json {}"}}, "%json"),
         (

@@ -267,7 +267,8 @@ class ResponseRequest(DecodingFields, ServingFields):
         None, description="a stored response that this one continues"
     )
     tools: Tools | None = Field(
-        None, description="functions, namespaces of them, and custom tools; web_search without access is of no effect"
+        None,
+        description="functions, namespaces of them, custom tools; web_search with external_web_access has no effect",
     )
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call")

@@ -146,8 +146,10 @@ class NamespaceTool(WireModel):
 
 
 class WebSearchTool(WireModel):
+    """Codex's search, which it offers in every request, with access to the web or without: there is none here."""
+
     type: Literal["web_search"]
-    external_web_access: Literal[False]
+    external_web_access: bool
 
     def offered(self) -> list[Offered]:
         return []
@@ -164,10 +166,10 @@ def _kind(value: object) -> str | None:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     if not isinstance(kind, str):
         return None
-    if kind == "web_search" and isinstance(value, dict) and value.get("external_web_access") is not False:
+    if kind == "web_search" and isinstance(value, dict) and "external_web_access" not in value:
         raise Unsupported(
-            "Tools of type 'web_search' are not supported: this server asks no other. With"
-            " 'external_web_access': false the tool is accepted, and the model is not told of it.",
+            "Tools of type 'web_search' are not supported: this server asks no other. With 'external_web_access', as"
+            " Codex sends it, the tool is accepted without effect.",
             param="tools",
         )
     if kind not in _KINDS:
