@@ -1,4 +1,4 @@
-"""gpt-oss's channels, Kimi's numbered calls and GLM's tags, with their special tokens, through a server and its grammar engine."""
+"""Channels of gpt-oss, numbered calls of Kimi and tags of GLM, with special tokens, through a server and grammars."""
 
 from __future__ import annotations
 
