@@ -170,12 +170,13 @@ def test_what_is_written_is_read_back(
     assert (parsed.content, parsed.reasoning, parsed.error) == ("", "Hm." if thought else "", None)
 
 
+@pytest.mark.parametrize("form", [form for form in FORMATS if tool_format(form).parameters is not None])
 @thorough
 @given(name=names, values=st.dictionaries(names, st.text(), max_size=4), places=places)
 @example(name="f", values={"a": "\n\n", "b": "", "c": '\\"\x00'}, places=[])
-def test_texts_between_tags_are_read_back(name: str, values: dict[str, str], places: list[int]) -> None:
+def test_texts_between_tags_are_read_back(form: str, name: str, values: dict[str, str], places: list[int]) -> None:
     tools = {name: {"properties": {key: {"type": "string"} for key in values}}}
-    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
-    text = f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
-    ((called, arguments),) = parse(cut(text, places), "qwen3_coder", tools=tools).calls
-    assert (called, json.loads(arguments)) == (name, values)
+    text = written(tool_format(form), [(name, json.dumps(values))])
+    parsed = parse(cut(text, places), form, tools=tools)
+    ((called, arguments),) = parsed.calls
+    assert (called, json.loads(arguments), parsed.content) == (name, values, "")

@@ -13,7 +13,7 @@ from quire_server.text.parsing.formats import tool_format
 from quire_server.text.parsing.parsed_reply import Schemas, whole_calls
 from quire_server.text.parsing.reasoning import ThinkingMarks
 from quire_server.text.parsing.reply_parser import ReplyParser
-from quire_server.text.parsing.tool_format import ToolFormat
+from quire_server.text.parsing.tool_format import Parameters, ToolFormat
 
 TOOLS: Schemas = {
     "get_weather": {
@@ -87,11 +87,20 @@ def written(form: ToolFormat, calls: Iterable[tuple[str, str]]) -> str:
         + (name if form.bare_name else json.dumps(name))
         + (f":{number}" if form.numbers_calls else "")
         + form.between_name_and_arguments
-        + arguments
+        + (arguments if form.parameters is None else _one_by_one(form.parameters, json.loads(arguments)))
         + form.after_call
         for number, (name, arguments) in enumerate(calls)
     ]
     return form.begin + form.separator.join(texts) + form.end
+
+
+def _one_by_one(style: Parameters, arguments: dict[str, object]) -> str:
+    return "".join(
+        style.opening(name, is_text=isinstance(value, str))
+        + (value if isinstance(value, str) else json.dumps(value))
+        + style.after
+        for name, value in arguments.items()
+    )
 
 
 def cut(text: str, places: Iterable[int]) -> list[str]:

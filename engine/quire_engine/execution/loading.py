@@ -59,6 +59,8 @@ class Wanted:
     def key(self, form: PackedForm) -> str:
         """Everything that packed bytes depend on and that is known without reading the checkpoint."""
         facts = {"checkpoint": fingerprint(self.path), "dtype": str(self.dtype), "form": form.name}
+        if self.model.headless:  # which another file than the checkpoint's may say
+            facts["head"] = "embedding"
         return json.dumps(facts, sort_keys=True)
 
 

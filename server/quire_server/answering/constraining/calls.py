@@ -6,11 +6,13 @@ A reply that obeys the rules parses as calls of the offered tools with valid arg
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quire_server.answering.constraining.lark_in_json import in_json
 from quire_server.answering.constraining.schemas import (
     ANY_TEXT,
+    Schema,
     SchemaRefused,
     check_size,
     ending_in,
@@ -26,10 +28,13 @@ from quire_server.answering.options import Structure, Tool, ToolOptions
 from quire_server.errors import BadRequest
 from quire_server.text.parsing.formats import FORCED
 from quire_server.text.parsing.reasoning import TokenId
-from quire_server.text.parsing.tool_format import ToolFormat
+from quire_server.text.parsing.tagged import kinds_of_schema
+from quire_server.text.parsing.tool_format import Parameters, ToolFormat
 
 MAX_RULES_CHARS = 131_072  # of all tools' schemas, without descriptions
 _NUMBER = "/:[0-9]{1,4}/"
+_NAME = "/[A-Za-z0-9_-]{1,64}/"
+_NARROWING = ("pattern", "format", "minLength", "maxLength")  # of strings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +53,7 @@ def reading_format(tools: ToolOptions | None, model_format: ToolFormat | None) -
     """
     if tools is None or not tools.tools or tools.choice == "none":
         return None
-    if tools.choice == "auto" or (model_format is not None and model_format.writes_json):
+    if tools.choice == "auto" or (model_format is not None and model_format.can_be_forced):
         return model_format
     return FORCED
 
@@ -64,7 +69,7 @@ def written_calls(
     has_inputs = tool_format.writes_json and any(tool.input_grammar for tool in tools.tools)
     if not forced and structure is None and not is_strict and not has_inputs:
         return None
-    if not tool_format.writes_json:
+    if not tool_format.can_be_forced:
         raise BadRequest(
             "Strict tools, and tools beside a structured answer, cannot be enforced in the format in which this model"
             " writes calls; leave out 'strict', or require a call with 'tool_choice'.",
@@ -90,7 +95,12 @@ class _Writer:
         self._forced = tools.choice != "auto"
 
     def calls(self, *, free_text: bool) -> Calls:
-        rules = [f"arguments_{i}: {_arguments(tool)}" for i, tool in enumerate(self._tools)]
+        style = self._format.parameters
+        if style is None:
+            rules = [f"arguments_{i}: {_arguments(tool)}" for i, tool in enumerate(self._tools)]
+        else:
+            rules = [rule for i, tool in enumerate(self._tools) for rule in self._parameters(i, tool, style)]
+            rules += self._free_value(style)
         if sum(map(len, rules)) > MAX_RULES_CHARS:
             raise BadRequest(f"The tools' parameters have more than {MAX_RULES_CHARS} characters.", param="tools")
         begin, opener = self._format.begin, self._format.opener
@@ -133,6 +143,61 @@ class _Writer:
             variants.append(f"{before} arguments_{i}")
         return f"({' | '.join(variants)}) {self._written(form.after_call)}".rstrip()
 
+    def _parameters(self, i: int, tool: Tool, style: Parameters) -> list[str]:
+        """Rules for one tool's arguments, each on its own, in the order of its schema."""
+        if tool.input_grammar:
+            raise BadRequest(
+                f"The grammar of the tool {tool.name[:64]!r} cannot be enforced in the format in which this model writes"
+                " calls; leave out its 'format'.",
+                param="tools",
+            )
+        schema = _schema(tool) if tool.parameters is not None else {}
+        properties = schema.get("properties")
+        if not isinstance(properties, Mapping) or not properties:
+            if schema.get("additionalProperties") is False:
+                return [f'arguments_{i}: ""']
+            return [f"arguments_{i}: ({self._written(style.before)} {_NAME} {self._written(style.named)} free_value)*"]
+        required, parts, rules = schema.get("required"), [], []
+        for j, (name, property_schema) in enumerate(properties.items()):
+            value, is_text = self._value(tool, property_schema, schema)
+            if value == "free_value":
+                written_value = value
+            else:
+                rules.append(f"value_{i}_{j}: {value}")
+                written_value = f"value_{i}_{j} {self._written(style.after)}"
+            part = f"{self._written(style.opening(name, is_text=is_text))} {written_value}"
+            is_required = isinstance(required, list) and name in required
+            parts.append(part if is_required else f"({part})?")
+        return [*rules, f"arguments_{i}: {' '.join(parts)}"]
+
+    def _value(self, tool: Tool, schema: object, root: Schema) -> tuple[str, bool]:
+        """The right side of a value's rule, or `free_value`; and whether it is a string. Raises BadRequest."""
+        kinds = kinds_of_schema(schema)
+        known = schema if isinstance(schema, Mapping) else {}
+        constants = [known["const"]] if "const" in known else known.get("enum")
+        if isinstance(constants, list) and constants and "string" in kinds:
+            shown = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in constants]
+            return " | ".join(map(literal, shown)), kinds == {"string"}
+        if "string" not in kinds and known:
+            definitions: Schema = {name: root[name] for name in ("$defs", "definitions") if name in root}
+            return json_value({**known, **definitions}, lenient=not tool.strict), False
+        if tool.strict and (narrowed := next((name for name in _NARROWING if name in known), None)):
+            raise BadRequest(
+                f"The parameters of the tool {tool.name[:64]!r} cannot be enforced: in the format in which this model"
+                f" writes calls, {narrowed!r} of a string is not supported.",
+                param="tools",
+            )
+        return "free_value", kinds == {"string"} or not known
+
+    def _free_value(self, style: Parameters) -> list[str]:
+        """Rules for a value that is any text, with what follows it."""
+        end = style.after.rstrip("\n")
+        rest = self._written(style.after[len(end) :])
+        if end in self._format.markers and self._token_id(end) is not None:
+            closed = written(end, [end], self._token_id)
+            return [f"free_value: FREE? {closed} {rest}", f"FREE: {without(end)}"]
+        return [f"free_value: free_text {rest}", f"free_text[lazy]: {ending_in(end)}"]
+
     def _written(self, value: str) -> str:
         return written(value, self._format.markers, self._token_id)
 
@@ -155,6 +220,11 @@ def _arguments(tool: Tool) -> str:
         return json_value({"type": "object"})
     if tool.input_grammar:
         return _input(tool)
+    return json_value(_schema(tool), lenient=not tool.strict)
+
+
+def _schema(tool: Tool) -> Schema:
+    """The schema of a tool's arguments. Raises BadRequest."""
     try:
         as_text = json.dumps(tool.parameters)
         check_size(as_text)
@@ -165,4 +235,4 @@ def _arguments(tool: Tool) -> str:
         raise BadRequest(
             f"The parameters of the tool {tool.name[:64]!r} cannot be enforced: {refusal}.", param="tools"
         ) from None
-    return json_value(schema, lenient=not tool.strict)
+    return schema

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from quire_server.text.parsing.parsed_reply import ParsedReply, read_json
 from quire_server.text.parsing.source import Markers, Show, Source, Steps
-from quire_server.text.parsing.tool_format import ToolFormat
+from quire_server.text.parsing.tool_format import Parameters, ToolFormat
 
 _NAME = re.compile(r"[^<>\s\"]+")
 _PARAMETER_NAME = re.compile(r"[^<>\"]+")
@@ -31,6 +31,7 @@ class _Tags:
     named: tuple[str, ...]  # the tags between a parameter's name and its value
     end_parameter: str
     says_type: bool = False  # whether "true" or "false" and '">' follow: whether the value is a string
+    holds_several: bool = False  # whether several calls are written between the outer tags
     pads: bool = False  # whether values have a line break on each side that is not part of them
 
     @cached_property
@@ -83,7 +84,7 @@ def _read_arguments(source: Source, reply: ParsedReply, tool: str, tags: _Tags) 
             kinds = {"string"} if (yield from source.run(_NAME)) == "true" else set()
             yield from source.literal('">')
         else:
-            kinds = _kinds(_schema(reply, tool, name))
+            kinds = kinds_of_schema(_schema(reply, tool, name))
         if not (yield from _read_value(source, reply.arguments, kinds, tags)):
             return
     if marker:
@@ -154,7 +155,7 @@ def _schema(reply: ParsedReply, tool: str, parameter: str) -> object:
     return properties.get(parameter) if isinstance(properties, Mapping) else None
 
 
-def _kinds(schema: object, depth: int = 3) -> set[str]:
+def kinds_of_schema(schema: object, depth: int = 3) -> set[str]:
     """The JSON types that a schema names; empty if it names none."""
     if not isinstance(schema, Mapping):
         return set()
@@ -164,7 +165,7 @@ def _kinds(schema: object, depth: int = 3) -> set[str]:
     for value in [*(enum if isinstance(enum, list) else []), *([schema["const"]] if "const" in schema else [])]:
         kinds |= _kinds_of(value)
     for other in (branch for branches in others if isinstance(branches, list) and depth for branch in branches):
-        kinds |= _kinds(other, depth - 1)
+        kinds |= kinds_of_schema(other, depth - 1)
     return kinds
 
 
@@ -176,14 +177,24 @@ def _ignore(text: str) -> None:
     """Drops text between parameters."""
 
 
-def _tagged(name: str, tags: _Tags, *, markers: tuple[str, ...] = ()) -> ToolFormat:
-    return ToolFormat(
+def _tagged(name: str, tags: _Tags, parameters: Parameters, *, markers: tuple[str, ...] = ()) -> ToolFormat:
+    outer, end_outer = tags.outer
+    before_name, after_name, after_call = tags.call
+    form = ToolFormat(
         name=name,
         read=partial(_read, tags=tags),
         markers=(*tags.outer, *markers),
-        opener=tags.outer[0],
+        opener=outer,
         writes_json=False,
+        parameters=parameters,
+        bare_name=True,
+        between_name_and_arguments=f"{after_name}\n",
     )
+    if tags.holds_several:
+        return replace(form, begin=f"{outer}\n", before_name=before_name, after_call=f"{after_call}\n", end=end_outer)
+    before = f"{outer}\n{before_name}" if before_name else outer
+    after = f"{after_call}\n{end_outer}" if after_call else end_outer
+    return replace(form, before_name=before, after_call=after, separator="\n")
 
 
 def _qwen(name: str, outer: tuple[str, str]) -> ToolFormat:
@@ -197,6 +208,7 @@ def _qwen(name: str, outer: tuple[str, str]) -> ToolFormat:
             end_parameter="</parameter>",
             pads=True,
         ),
+        Parameters(before="<parameter=", named=">\n", after="\n</parameter>\n"),
     )
 
 
@@ -211,6 +223,13 @@ def _dsml(name: str, outer: str) -> ToolFormat:
             named=('" string="',),
             end_parameter="</｜DSML｜parameter>",
             says_type=True,
+            holds_several=True,
+        ),
+        Parameters(
+            before='<｜DSML｜parameter name="',
+            named='" string="true">',
+            named_other='" string="false">',
+            after="</｜DSML｜parameter>\n",
         ),
         markers=("｜DSML｜",),
     )
@@ -227,6 +246,7 @@ GLM = _tagged(
         named=("</arg_key>", "<arg_value>"),
         end_parameter="</arg_value>",
     ),
+    Parameters(before="<arg_key>", named="</arg_key>\n<arg_value>", after="</arg_value>\n"),
     markers=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
 )
 MINIMAX_M2 = _tagged(
@@ -237,7 +257,9 @@ MINIMAX_M2 = _tagged(
         parameter='<parameter name="',
         named=('">',),
         end_parameter="</parameter>",
+        holds_several=True,
     ),
+    Parameters(before='<parameter name="', named='">', after="</parameter>\n"),
 )
 DEEPSEEK_V32 = _dsml("deepseek_v32", "function_calls")
 DEEPSEEK_V4 = _dsml("deepseek_v4", "tool_calls")

@@ -2,7 +2,7 @@
 
 Promises: calls are written as `begin`, the calls with `separator` between them, `end`; a call as `before_name`, its
 name as JSON (or bare, if `bare_name`), `:` and a number (if `numbers_calls`), `between_name_and_arguments`, its
-arguments as JSON, `after_call`. A grammar forces this form, and the reader parses it.
+arguments as JSON or as `parameters` says, `after_call`. A grammar forces this form, and the reader parses it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,23 @@ def mistral_id() -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """How arguments are written one by one: `before`, the name, `named`, the value, `after`.
+
+    A value that is a string stands as it is, any other one as JSON.
+    """
+
+    before: str
+    named: str
+    after: str
+    named_other: str = ""  # instead of `named` before a value that is no string; "": the same
+
+    def opening(self, name: str, *, is_text: bool) -> str:
+        """The text before a value."""
+        return self.before + name + (self.named if is_text else self.named_other or self.named)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
     """One format. Its written form is exactly what such models were trained on."""
 
@@ -38,8 +55,9 @@ class ToolFormat:
     new_id: Callable[[], str] = field(default=openai_id)
     reads_thoughts: bool = False  # whether the reader parses the whole reply, with its thoughts
     before_answer: str = ""  # the text with which every answer begins
-    # How calls are written; unused if arguments are not written as JSON.
+    # How calls are written; unused if arguments are written neither as JSON nor one by one.
     writes_json: bool = True
+    parameters: Parameters | None = None
     begin: str = ""
     before_name: str = ""
     bare_name: bool = False
@@ -49,6 +67,11 @@ class ToolFormat:
     separator: str = ""
     end: str = ""
     one_call: bool = False  # a reply ends with its first call
+
+    @property
+    def can_be_forced(self) -> bool:
+        """Whether a grammar can make a model write calls in this format."""
+        return self.writes_json or self.parameters is not None
 
 
 class CallParser:

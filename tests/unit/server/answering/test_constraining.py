@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -199,11 +200,73 @@ def test_every_format_writes_what_it_reads(name: str):
 
 
 def test_a_format_that_is_not_json_forces_plain_json():
-    xml = TOOL_FORMATS["qwen3_coder"]
-    assert reading_format(required(SUM), xml) is FORCED
-    assert reading_format(ToolOptions(tools=BOTH), xml) is xml
+    gemma = TOOL_FORMATS["gemma4"]
+    assert reading_format(required(SUM), gemma) is FORCED
+    assert reading_format(ToolOptions(tools=BOTH), gemma) is gemma
     with pytest.raises(BadRequest, match="cannot be enforced in the format"):
-        grammar(tools=ToolOptions(tools=BOTH), form=xml)
+        grammar(tools=ToolOptions(tools=BOTH), form=gemma)
+
+
+PLACE = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "unit": {"enum": ["C", "F"]},
+        "days": {"type": "integer"},
+        "where": {"$ref": "#/$defs/spot"},
+    },
+    "required": ["city", "days"],
+    "$defs": {"spot": {"type": "object", "properties": {"x": {"type": "number"}}, "additionalProperties": False}},
+}
+ONE_BY_ONE = sorted({form.name for form in TOOL_FORMATS.values() if form.parameters is not None})
+
+
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+@pytest.mark.parametrize("spelled", [False, True], ids=["tokens", "spelled"])
+def test_arguments_one_by_one(name: str, spelled: bool):
+    form = TOOL_FORMATS[name]
+    vocabulary = SPELLED if spelled else Vocabulary(marks=form.markers)
+    tools = ToolOptions(tools=(Tool(name="look", parameters=PLACE, strict=True), Tool(name="any", parameters=None)))
+
+    def calls(*arguments: dict[str, object], tool: str = "look") -> str:
+        return written(form, [(tool, json.dumps(each)) for each in arguments])
+
+    full = {"city": "Pa\n<x> ris", "unit": "C", "days": 3, "where": {"x": 1.5}}
+    check(
+        grammar(tools=tools, form=form, vocabulary=vocabulary),
+        whole=(
+            "",
+            "Hello <x>",
+            calls(full),
+            f"So.\n{calls({'city': '', 'days': -1}, full)}",
+            calls({"a": "b", "c": "d"}, tool="any"),
+            calls({}, tool="any"),
+        ),
+        wrong=(
+            calls({"city": "Rome"}),
+            calls({"city": "Rome", "days": "three"}),
+            calls({"city": "Rome", "unit": "K", "days": 3}),
+            calls({"city": "Rome", "days": 3, "where": {"y": 1}}),
+            calls({"town": "Rome", "days": 3}),
+            calls(full, tool="other"),
+            f"{calls(full)} and",
+        ),
+        vocabulary=vocabulary,
+    )
+    check(
+        grammar(tools=replace(tools, choice="required", parallel=False), form=form, vocabulary=vocabulary),
+        whole=(calls(full),),
+        wrong=("", "Hello", calls(full, full)),
+        vocabulary=vocabulary,
+    )
+
+
+def test_what_cannot_be_enforced_in_a_tag_is_refused():
+    narrow = {"type": "object", "properties": {"zip": {"type": "string", "pattern": "[0-9]+"}}}
+    form = TOOL_FORMATS["qwen3_coder"]
+    assert grammar(tools=required(Tool(name="f", parameters=narrow)), form=form) is not None
+    with pytest.raises(BadRequest, match="'pattern' of a string is not supported"):
+        grammar(tools=required(Tool(name="f", parameters=narrow, strict=True)), form=form)
 
 
 @pytest.mark.parametrize("vocabulary", [TOKENS, SPELLED], ids=["tokens", "spelled"])

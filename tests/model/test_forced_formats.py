@@ -1,4 +1,4 @@
-"""gpt-oss's channels and Kimi's numbered calls, with their special tokens, through a server and its grammar engine."""
+"""Channels of gpt-oss, numbered calls of Kimi and tags of GLM, with special tokens, through a server and grammars."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 200, "tem
 TEMPLATES = {
     "openai": "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
     "{% if tools %}{{ tools | tojson }}{% endif %}{# <|channel|>analysis<|message|> #}<|start|>assistant",
+    "glm45": "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}<tool_call><arg_key>{% endif %}",
     "kimi_k2": "{% for m in messages %}{{ m.content }}{% endfor %}"
     "{% if tools %}<|tool_calls_section_begin|>{% endif %}",
 }
