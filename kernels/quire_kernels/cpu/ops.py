@@ -55,6 +55,7 @@ def cpu_kernel_set(
         norm_linear=linear.norm_linear,
         norm_gate_up=linear.norm_linear,
         linear_add=linear.linear_add,
+        linear=linear.linear,
         rope_write=attention.rope_write,
         attention=attention.attention,
         logits=linear.logits,
@@ -85,6 +86,9 @@ class LinearOps:
         """Also for a gate-up pair, whose packed matrix says so."""
         return self._normed(x, norm, eps, w, torch.bfloat16)
 
+    def linear(self, x: Tensor, w: PackedLinear, wide: bool) -> Tensor:
+        return self._normed(x, None, 0.0, w, torch.float32 if wide else torch.bfloat16)
+
     def logits(self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear) -> Tensor:
         return self._normed(x, norm, eps, w, torch.float32)
 
@@ -114,13 +118,14 @@ class LinearOps:
             raise MemoryError(f"multiplying {rows} rows")
         return residual
 
-    def _normed(self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear, dtype: torch.dtype) -> Tensor:
+    def _normed(self, x: Tensor, norm: Tensor | None, eps: float, w: PackedLinear, dtype: torch.dtype) -> Tensor:
         x = _rows(x, w.num_inputs)
-        _check_norm(norm, w.num_inputs)
+        if norm is not None:
+            _check_norm(norm, w.num_inputs)
         rows = x.shape[0]
         out = torch.empty(rows, w.num_outputs, dtype=dtype)
         as_float = dtype is torch.float32
-        arguments = (x.data_ptr(), rows, norm.data_ptr(), eps, out.data_ptr(), as_float)
+        arguments = (x.data_ptr(), rows, None if norm is None else norm.data_ptr(), eps, out.data_ptr(), as_float)
         if self._norm_linear(self._handle, w.address, *arguments):
             raise MemoryError(f"multiplying {rows} rows")
         return out

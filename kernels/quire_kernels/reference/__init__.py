@@ -17,6 +17,7 @@ REFERENCE = KernelSet(
     norm_linear=linear.norm_linear,
     norm_gate_up=linear.norm_gate_up,
     linear_add=linear.linear_add,
+    linear=linear.linear,
     rope_write=rope.rope_write,
     attention=attention.attention,
     logits=linear.logits,

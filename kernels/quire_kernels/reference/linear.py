@@ -69,6 +69,11 @@ def linear_add(x: Tensor, w: Linear, residual: Tensor) -> Tensor:
     return residual.add_(_by_tiles(lambda rows: _project(rows, w), x))
 
 
+def linear(x: Tensor, w: Linear, wide: bool) -> Tensor:
+    out = _by_tiles(lambda rows: _project(rows, w), x)
+    return out.float() if wide else out
+
+
 def logits(x: Tensor, norm: Tensor, eps: float, w: Linear) -> Tensor:
     return norm_linear(x, norm, eps, w).float()
 

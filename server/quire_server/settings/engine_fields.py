@@ -19,6 +19,7 @@ from quire_engine.config import (
     DType,
     KernelChoice,
     KVCacheDType,
+    ModelImplementation,
     Quantization,
 )
 from quire_engine.limits import LIMIT_NAMES, PolicyName, SchedulerLimits, VictimName, out_of_range
@@ -60,6 +61,9 @@ class EngineFields(BaseModel):
     device: Device = option("auto", "Model", "where the model runs; auto takes a GPU where there is one")
     dtype: Annotated[DType, BeforeValidator(synonym_of("dtype"))] = option(
         "auto", "Model", "type of weights and KV cache; auto is the checkpoint's own"
+    )
+    model_impl: Annotated[ModelImplementation, BeforeValidator(synonym_of("model_impl"))] = option(
+        "auto", "Model", "whose code computes the model: native is ours, auto ours where it can"
     )
     kernels: KernelChoice = option("auto", "Model", "implementation of the model's operations")
     cpu_variant: CpuVariant | None = option(

@@ -108,6 +108,7 @@ def _parse_swap_space(value: object) -> object:
 SYNONYMS: dict[str, dict[str, str]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "model_impl": {"vllm": "native"},
 }
 
 

@@ -49,6 +49,18 @@ class _Entry(NamedTuple):
     pages: FilePages
 
 
+class StoredTensors(Protocol):
+    """The part of `Checkpoint` that reads tensors, also of one whose tensors are converted."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    def __contains__(self, name: str) -> bool: ...
+    def tensor(self, name: str) -> Tensor: ...
+    def is_done(self, name: str) -> bool: ...
+    def done(self, name: str) -> int: ...
+    def error(self, name: str, reason: str) -> ModelLoadError: ...
+
+
 class Checkpoint:
     """Tensors by name over all files. Valid while `open_checkpoint`'s block runs."""
 
@@ -61,6 +73,9 @@ class Checkpoint:
     @property
     def names(self) -> set[str]:
         return set(self._entries)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
 
     @property
     def num_bytes(self) -> int:

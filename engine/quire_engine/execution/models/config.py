@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from quire_engine.errors import ModelLoadError
+from quire_engine.errors import ModelLoadError, NotNative
 from quire_engine.execution.models.families import FAMILIES, Bias, Family
 
 _MAX_BYTES = 64 << 20  # a config is kilobytes and the largest shard index a few megabytes
@@ -105,9 +105,9 @@ def load_model_config(path: Path) -> ModelConfig:
     family = _family(options)
     for key, neutral in _REFUSED.items():
         if options.raw(key) not in neutral:
-            raise options.error(f"{key}={options.raw(key)!r} is not supported")
+            raise options.not_native(f"{key}={options.raw(key)!r} is not supported")
     if options.text("hidden_act", "silu") not in ("silu", "swish"):
-        raise options.error(f"hidden_act={options.text('hidden_act', 'silu')!r} is not supported; only silu is")
+        raise options.not_native(f"hidden_act={options.text('hidden_act', 'silu')!r} is not supported; only silu is")
 
     num_layers = options.integer("num_hidden_layers", most=_MAX_LAYERS)
     num_heads = options.integer("num_attention_heads")
@@ -146,7 +146,7 @@ def _family(options: Options) -> Family:
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise options.error(f"architectures={names!r} must name exactly one architecture")
     if names[0] not in FAMILIES:
-        raise options.error(f"architecture {names[0]!r} is not supported; supported: {', '.join(FAMILIES)}")
+        raise options.not_native(f"architecture {names[0]!r} is not supported; supported: {', '.join(FAMILIES)}")
     return FAMILIES[names[0]]
 
 
@@ -169,14 +169,14 @@ def _windows(options: Options, family: Family, num_layers: int) -> tuple[int | N
     """The sliding window of each layer, in tokens."""
     if family.window == "never":
         if options.raw("sliding_window") is not None:
-            raise options.error(f"sliding_window is not supported for {family.architecture}")
+            raise options.not_native(f"sliding_window is not supported for {family.architecture}")
         return (None,) * num_layers
     window = family.default_window
     if options.has("sliding_window"):  # null is an answer too: no window
         window = options.integer("sliding_window") if options.given("sliding_window") else None
     if family.window == "all_layers":
         if options.raw("layer_types") is not None:
-            raise options.error(f"layer_types is not supported for {family.architecture}")
+            raise options.not_native(f"layer_types is not supported for {family.architecture}")
         return (window,) * num_layers
 
     if not options.boolean("use_sliding_window", False):
@@ -189,7 +189,7 @@ def _windows(options: Options, family: Family, num_layers: int) -> tuple[int | N
         raise options.error(f"layer_types must list {num_layers} layers")
     for kind in layer_types:
         if kind not in ("full_attention", "sliding_attention"):
-            raise options.error(f"layer type {kind!r} is not supported")
+            raise options.not_native(f"layer type {kind!r} is not supported")
         if kind == "sliding_attention" and window is None:
             raise options.error(
                 "layer_types asks for sliding_attention, but use_sliding_window or sliding_window is off"
@@ -204,15 +204,17 @@ def _rope(options: Options, max_positions: int) -> RopeConfig:
         rope = options.section("rope_parameters")
     rope_type = rope.text("rope_type", "") or rope.text("type", "") or "default"
     if rope_type not in _ROPE_KEYS:
-        raise options.error(f"rope type {rope_type!r} is not supported; supported: {', '.join(_ROPE_KEYS)}")
+        raise options.not_native(f"rope type {rope_type!r} is not supported; supported: {', '.join(_ROPE_KEYS)}")
     if rope.raw("partial_rotary_factor") not in (None, 1, 1.0):
-        raise options.error(f"partial_rotary_factor={rope.raw('partial_rotary_factor')!r} is not supported")
+        raise options.not_native(f"partial_rotary_factor={rope.raw('partial_rotary_factor')!r} is not supported")
     common = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
     unknown = rope.keys() - common - _ROPE_KEYS[rope_type]
     # Other types' parameters at null are what some exporters write; anything else unknown would change the angles.
     unknown = {key for key in unknown if rope.raw(key) is not None}
     if unknown:
-        raise options.error(f"rope parameters {', '.join(sorted(unknown))} are not supported with type {rope_type!r}")
+        raise options.not_native(
+            f"rope parameters {', '.join(sorted(unknown))} are not supported with type {rope_type!r}"
+        )
 
     theta = rope.number("rope_theta", options.number("rope_theta", 10000.0))
     if theta <= 1:
@@ -275,6 +277,9 @@ class Options:
 
     def error(self, reason: str) -> ModelLoadError:
         return ModelLoadError(f"{self._where}: {reason}")
+
+    def not_native(self, reason: str) -> NotNative:
+        return NotNative(f"{self._where}: {reason}")
 
     def keys(self) -> set[str]:
         return set(self._values)
