@@ -147,6 +147,7 @@ class Resolved:
                 plans_ahead=self.plans_ahead,
                 num_host_blocks=self.num_host_blocks,
                 swap_seconds=swap_seconds,
+                has_states=bool(self.kept_bytes),
                 limits=asked.limits,
             ),
             quantization=asked.quantization,

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -18,16 +19,18 @@ import transformers
 from quire_engine.build import build, resolve, resolve_plan
 from quire_engine.config import EngineConfig
 from quire_engine.demo import demo_model_path
-from quire_engine.errors import ConfigError, ModelLoadError, NotNative
+from quire_engine.errors import ConfigError, InfeasibleRequest, ModelLoadError, NotNative
 from quire_engine.execution import loading
 from quire_engine.execution.models.fallback import proof
 from quire_engine.execution.models.fallback.interface import _attend
 from quire_engine.execution.models.fallback.model_class import OURS, ModelClass, model_class
-from quire_engine.execution.models.fallback.states import States
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams
+from quire_engine.execution.models.fallback.states import COPIES, States
+from quire_engine.scheduling.gate import check_request
+from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, StopParams
 from support.checkpoints import make_checkpoint, shared_checkpoint
 from support.fallback_steps import FallbackSteps
 from support.limits import engine_config
+from support.model_steps import scheduled
 from support.offline import generate
 from sweep.__main__ import LENGTHS, RESULT, SCHEDULE, TABLE, held_against_plain, save_random, tiny, written
 
@@ -286,6 +289,14 @@ class TestEngine:
         assert len({tuple(three["b", choice].token_ids) for choice in range(3)}) > 1
         assert all(three["b", choice].finish == "length" for choice in range(3))
 
+    def test_beams_of_a_recurrent_model_are_refused(self):
+        built = build(config(checkpoint("qwen3_5_text")))
+        asked = replace(request("b", range(5, 30)), beam=BeamParams(width=2))
+        with pytest.raises(InfeasibleRequest, match="recurrent state"):
+            check_request(built.plan.scheduler, asked)
+        plain = build(config(checkpoint("gemma2")))
+        assert generate(plain, [asked])["b", 0].token_ids
+
     def test_embeddings_are_the_rows_behind_the_final_norm(self):
         built = build(config(checkpoint("gemma2")))
         vectors = [
@@ -323,49 +334,86 @@ class TestStates:
 
     def test_a_sequence_without_its_state_cannot_go_on(self):
         states = States(tiny("qwen3_5_text").without_parameters(torch.float32), (), most=2)
-        with pytest.raises(ValueError, match="position 4 needs the recurrent state before it, and there is none"):
-            states.begin([1], [4], [1])
-        states.begin([1], [0], [4])
-        with pytest.raises(ValueError, match="-1 tokens"):  # the step failed
+        with pytest.raises(ValueError, match="position 4 needs the recurrent state before it; there are states of no"):
             states.begin([1], [4], [1])
         states.begin([1], [0], [4])
         states.end([1], [4], [(2,)])
         states.begin([1, 2], [4, 4], [1, 1])
+        states.end([1, 2], [5, 5], [(), ()])
+        with pytest.raises(ValueError, match="states of 5, 4 tokens"):
+            states.begin([1], [6], [1])
+
+    @torch.inference_mode()
+    def test_a_step_can_be_computed_again(self):
+        steps = FallbackSteps(checkpoint("qwen3_5_text"), dtype="bfloat16")
+        ids, table = prompts()[1], steps.blocks().take(26)
+
+        def at(start: int, count: int) -> torch.Tensor:
+            return steps.step(replace(scheduled(ids, table, start, count), sequence_id=1))[0]
+
+        at(0, 20)
+        first = at(20, 2)
+        assert torch.equal(at(20, 2), first), "as after a failure behind the model"
+        third = at(22, 1)
+        assert torch.equal(at(22, 1), third)
+        assert torch.equal(torch.cat([first, third]), steps.run({3: ids}, [[(3, 26)]])[3][20:23])
 
     def test_a_state_is_counted(self):
         resolved = resolve(config(checkpoint("qwen3_5_text"), max_num_seqs=8))
         steps = FallbackSteps(checkpoint("qwen3_5_text"), dtype="bfloat16")
         steps.run({1: [5, 6, 7]}, [[(1, 3)]])
         (state,) = steps.model._states._of.values()
-        assert resolved.kept_bytes == 8 * state.num_bytes > 0
+        assert resolved.kept_bytes == 8 * COPIES * state.num_bytes > 0
 
     def test_swapping_is_refused(self):
         with pytest.raises(ConfigError, match="swap_space"):
             resolve_plan(config(checkpoint("qwen3_5_text"), swap_space=1 << 24))
 
 
-def test_the_text_of_a_vision_model_is_served_without_its_tower(tmp_path: Path):
-    text = {
-        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "sliding_window": 6,
-    }  # fmt: skip
-    vision = {
-        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
-        "patch_size": 14,
-    }  # fmt: skip
-    made = transformers.Gemma3Config(
-        text_config=text,
-        vision_config=vision,
-        mm_tokens_per_image=4,
-        image_token_index=1,
-        boi_token_index=0,
-        eoi_token_index=2,
-    )
-    found = held_against_plain(ModelClass(transformers.Gemma3ForConditionalGeneration, made), tmp_path)
-    assert found["difference"] < 1e-5
+TEXT: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
+}  # fmt: skip
+QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+QWEN_IDS = {"image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 0, "vision_end_token_id": 0}
+SIGLIP = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "rest"),
+    [
+        (
+            "Gemma3",
+            {"sliding_window": 6},
+            {"vision_config": SIGLIP, "mm_tokens_per_image": 4, "image_token_index": 1, "boi_token_index": 0},
+        ),
+        (
+            "Qwen3VL",
+            {"rope_parameters": SECTIONS},
+            {"vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0]}, **QWEN_IDS},
+        ),
+        (
+            "Qwen3_5",
+            {"layer_types": ["linear_attention", "full_attention"]},
+            {"vision_config": QWEN_VISION, **QWEN_IDS},
+        ),
+    ],
+)
+def test_the_text_of_a_vision_model_is_served_without_its_tower(
+    name: str, text: dict[str, Any], rest: dict[str, Any], tmp_path: Path
+):
+    made = getattr(transformers, f"{name}Config")(text_config={**TEXT, **text}, **rest)
+    kind = getattr(transformers, f"{name}ForConditionalGeneration")
+    assert held_against_plain(ModelClass(kind, made), tmp_path)["difference"] < 1e-5
+    assert model_class(tmp_path).name == kind.__name__
     steps = FallbackSteps(tmp_path)
     assert steps.resolved.model.idle
-    assert model_class(tmp_path).name == "Gemma3ForConditionalGeneration"
+    loaded = steps.model._model.named_parameters()
+    assert all(value.device.type == "meta" for name, value in loaded if "vision" in name or "visual" in name)
 
 
 def test_the_table_of_models_is_that_of_the_last_sweep():

@@ -17,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire_engine.execution.model_input import ModelInput
 from quire_engine.execution.models.fallback.attention import PagedAttention
-from quire_engine.execution.models.fallback.facts import Facts, step_arguments
+from quire_engine.execution.models.fallback.facts import Facts, StepArguments
 from quire_engine.execution.models.fallback.interface import AttentionCall, attach, set_interfaces
 from quire_engine.execution.models.fallback.states import States
 from quire_engine.execution.models.fallback.weights import Loaded, Sources
@@ -90,6 +90,7 @@ class FallbackDecoder:
         attach(model, self._steps)
         self._steps.know(model)
         self._states = States(model, facts.mixers, max_num_seqs) if facts.mixers else None
+        self._arguments = StepArguments(model.forward)
         body = model.get_submodule(facts.body)
         self._body_forward = body.forward
         self._hidden: Tensor | None = None
@@ -116,7 +117,7 @@ class FallbackDecoder:
         ids, positions = (F.pad(x, (0, padded - count))[None] for x in (step.input_ids, step.positions))
         self._steps.begin(step, kv, padded)
         try:
-            self._model(**step_arguments(self._model.forward, ids, positions))
+            self._model(**self._arguments(ids, positions))
             raise RuntimeError("the model's decoder was not called")
         except _Computed as computed:
             hidden = computed.hidden
@@ -142,7 +143,7 @@ class FallbackDecoder:
         self._steps.rows(count, padded)
         ids = torch.zeros(1, padded, dtype=torch.int64)
         try:
-            found = self._model(**step_arguments(self._model.forward, ids, ids)).logits
+            found = self._model(**self._arguments(ids, ids)).logits
         finally:
             self._hidden = None
             self._steps.end()

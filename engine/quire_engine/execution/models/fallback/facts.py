@@ -188,7 +188,7 @@ class _Probe(TorchFunctionMode):
         ids = torch.zeros(1, _ROWS, dtype=torch.int64, device="meta")
         try:
             with torch.inference_mode(), self:
-                return model(**step_arguments(model.forward, ids, ids)).logits  # type: ignore[no-any-return]
+                return model(**StepArguments(model.forward)(ids, ids)).logits  # type: ignore[no-any-return]
         finally:
             for handle in handles:
                 handle.remove()
@@ -280,16 +280,19 @@ _VALUES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def step_arguments(forward: Callable[..., Any], ids: Tensor, positions: Tensor) -> dict[str, Any]:
-    """The arguments of one flat step, [1, T] both, by the names that a module's forward takes."""
-    names = inspect.signature(forward).parameters
-    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in names.values())
-    given: dict[str, Any] = {"input_ids": ids}
-    if "position_ids" in names or takes_any:
-        given["position_ids"] = positions
-    if "use_cache" in names or takes_any:
-        given["use_cache"] = False
-    return given
+class StepArguments:
+    """The arguments of one flat step by the names that a model's forward takes."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        names = inspect.signature(forward).parameters
+        takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in names.values())
+        self._takes_positions = takes_any or "position_ids" in names
+        self._plain: dict[str, Any] = {"use_cache": False} if takes_any or "use_cache" in names else {}
+
+    def __call__(self, ids: Tensor, positions: Tensor) -> dict[str, Any]:
+        """ids and positions are [1, T]."""
+        given = {**self._plain, "input_ids": ids}
+        return {**given, "position_ids": positions} if self._takes_positions else given
 
 
 def _mixers(model: Any, probe: _Probe) -> list[str]:

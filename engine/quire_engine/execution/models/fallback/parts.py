@@ -20,6 +20,7 @@ from quire_engine.execution.models.fallback.decoder import FallbackDecoder
 from quire_engine.execution.models.fallback.facts import Facts, learn_facts
 from quire_engine.execution.models.fallback.model_class import IMPLEMENTATION, model_class
 from quire_engine.execution.models.fallback.proof import prove
+from quire_engine.execution.models.fallback.states import COPIES
 from quire_engine.execution.models.fallback.weights import ConvertedCheckpoint, fits_image, most_image_bytes
 from quire_engine.execution.models.served import SourceOf, Wanted
 from quire_engine.execution.models.weights import Parameters
@@ -44,7 +45,7 @@ class FallbackModel:
 
     @property
     def state_bytes(self) -> int:
-        return self.facts.state_bytes
+        return COPIES * self.facts.state_bytes
 
     def over(self, kernels: KernelSet) -> KernelSet:
         return kernels if self._by_kernels else with_plain_pool(kernels, self.facts)

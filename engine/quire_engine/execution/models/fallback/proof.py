@@ -26,7 +26,7 @@ from quire_engine.errors import ModelLoadError
 from quire_engine.execution.model_input import ModelInput
 from quire_engine.execution.models.fallback.attention import uses_kernels, with_plain_pool
 from quire_engine.execution.models.fallback.decoder import FallbackDecoder
-from quire_engine.execution.models.fallback.facts import Facts, learn_facts, step_arguments
+from quire_engine.execution.models.fallback.facts import Facts, StepArguments, learn_facts
 from quire_engine.execution.models.fallback.model_class import IMPLEMENTATION, ModelClass
 from quire_engine.execution.models.fallback.weights import parameters, part_of
 from quire_kernels.kernel_set import KernelSet, LinearWeight
@@ -295,7 +295,7 @@ def _plainly(model: Any, body: nn.Module, ids: Sequence[Tensor]) -> tuple[list[T
     for tokens in ids:
         outputs: dict[str, Tensor] = {}
         handles = _watch(body, outputs)
-        arguments = step_arguments(model.forward, tokens[None], torch.arange(len(tokens))[None])
+        arguments = StepArguments(model.forward)(tokens[None], torch.arange(len(tokens))[None])
         found.append(model(**arguments).logits[0].float())
         layers.append(outputs)
         for handle in handles:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
+COPIES = 2  # of a sequence's state, at most
 _CACHES = ("cache_params", "past_key_values", "past_key_value", "cache")
 
 
@@ -59,6 +60,7 @@ class States:
         """`most`: sequences that run at once."""
         self._config, self._most = model.config, most
         self._of: OrderedDict[int, SequenceState] = OrderedDict()  # the least recently computed first
+        self._before: dict[int, SequenceState] = {}  # the same before the present step
         self._rows: list[tuple[SequenceState, int]] = []  # of the present step
         for name in mixers:
             self._wrap(model.get_submodule(name))
@@ -69,19 +71,30 @@ class States:
     def begin(self, ids: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
         """A step computes `counts` rows of each sequence from position `starts` on.
 
+        A step that fails may be computed again, whole or in parts: the states before it are kept until the next one.
         Raises ValueError for a sequence whose state is not there: it must begin anew.
         """
-        for sequence, start in zip(ids, starts, strict=True):
-            if start == 0:
-                self._of[sequence] = SequenceState(self._config)
-            state = self._of.get(sequence)
-            if state is None or state.position != start:
-                held = "none" if state is None else f"one of {state.position} tokens"
-                raise ValueError(f"position {start} needs the recurrent state before it, and there is {held}")
+        now = [self._at(sequence, start) for sequence, start in zip(ids, starts, strict=True)]
+        for sequence, state in zip(ids, now, strict=True):
+            if state.position:
+                self._before[sequence] = copy.deepcopy(state)
+            state.position = -1  # until the step is computed
+            self._of[sequence] = state
             self._of.move_to_end(sequence)
-        self._rows = [(self._of[sequence], count) for sequence, count in zip(ids, counts, strict=True)]
-        for state, _ in self._rows:
-            state.position = -1  # until the step is computed: one that fails leaves no state
+        self._rows = list(zip(now, counts, strict=True))
+
+    def _at(self, sequence: int, position: int) -> SequenceState:
+        """The state behind the sequence's first `position` tokens."""
+        if position == 0:
+            return SequenceState(self._config)
+        held = [each for each in (self._of.get(sequence), self._before.get(sequence)) if each is not None]
+        for state in held:
+            if state.position == position:
+                return state
+        raise ValueError(
+            f"position {position} needs the recurrent state before it; there are states of"
+            f" {', '.join(str(state.position) for state in held) or 'no'} tokens"
+        )
 
     def end(self, ids: Sequence[int], ends: Sequence[int], forks: Sequence[Sequence[int]]) -> None:
         """The step is computed: the states are those of position `ends`, also of the sequences forked from them."""
@@ -90,12 +103,13 @@ class States:
             for child in children:
                 self._of[child] = copy.deepcopy(self._of[sequence])
         while len(self._of) > 2 * self._most:  # what was never given back: a backstop
-            self._of.popitem(last=False)
+            self._before.pop(self._of.popitem(last=False)[0], None)
 
     def forget(self, ids: Sequence[int]) -> None:
         """These sequences ended or were preempted."""
         for sequence in ids:
             self._of.pop(sequence, None)
+            self._before.pop(sequence, None)
 
     def _wrap(self, module: nn.Module) -> None:
         original, cache = module.forward, cache_parameter(module)
