@@ -32,7 +32,7 @@ from support.fallback_steps import FallbackSteps
 from support.limits import engine_config
 from support.model_steps import scheduled
 from support.offline import generate
-from sweep.__main__ import LENGTHS, RESULT, SCHEDULE, TABLE, held_against_plain, save_random, tiny, written
+from sweep.__main__ import LENGTHS, RESULT, SCHEDULE, TABLE, held_against_plain, plain, save_random, tiny, written
 
 # One of each kind: softcaps, sinks, experts, latent attention, heads of two widths, recurrent layers, LayerNorm.
 FAMILIES = ("gemma2", "gpt_oss", "qwen3_moe", "deepseek_v3", "gemma4_text", "qwen3_5_text", "gpt2")
@@ -63,6 +63,23 @@ def test_a_checkpoint_answers_as_transformers_does(model_type: str, tmp_path: Pa
     found = held_against_plain(tiny(model_type), tmp_path)
     assert found["difference"] < 1e-5
     assert found["greedy"] == 48
+
+
+@pytest.mark.parametrize(("model_type", "options"), [("gemma2", {"sliding_window": 60}), ("deepseek_v3", {})])
+def test_attention_in_torch_is_right_over_many_chunks_of_keys(model_type: str, options: dict[str, int], tmp_path: Path):
+    model = save_random(tiny(model_type, max_position_embeddings=512, **options), tmp_path)
+    steps = FallbackSteps(tmp_path, max_model_len=512)
+    source = torch.Generator().manual_seed(1)
+    ids = {
+        key: torch.randint(3, 120, (length,), generator=source).tolist() for key, length in enumerate((300, 170, 40))
+    }
+    mixed = steps.run(ids, [[(0, 150), (1, 64)], [(0, 100), (1, 105), (2, 39)], [(0, 49), (1, 1), (2, 1)], [(0, 1)]])
+    for key, tokens in ids.items():
+        pieces = [(key, min(37, len(tokens) - start)) for start in range(0, len(tokens), 37)]
+        assert torch.equal(steps.run({key: tokens}, [[piece] for piece in pieces])[key], mixed[key])
+        with torch.inference_mode():
+            wanted = plain(model, tokens)
+        assert (mixed[key] - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("quantization", [None, "int4"])
@@ -227,8 +244,8 @@ class TestPackedWeights:
         for _ in range(2):
             built = build(config(checkpoint(model_type), tmp_path / "packed", quantization="int8"))
             texts.append(generate(built, [request("a", range(3, 40))])["a", 0].token_ids)
-        plain = build(config(checkpoint(model_type), quantization="int8"))
-        texts.append(generate(plain, [request("a", range(3, 40))])["a", 0].token_ids)
+        unkept = build(config(checkpoint(model_type), quantization="int8"))
+        texts.append(generate(unkept, [request("a", range(3, 40))])["a", 0].token_ids)
         assert texts[0] == texts[1] == texts[2]
         assert len(list((tmp_path / "packed").glob("*.packed"))) == 1
         assert len(list((tmp_path / "packed").glob("*.proof"))) == 1
@@ -294,8 +311,8 @@ class TestEngine:
         asked = replace(request("b", range(5, 30)), beam=BeamParams(width=2))
         with pytest.raises(InfeasibleRequest, match="recurrent state"):
             check_request(built.plan.scheduler, asked)
-        plain = build(config(checkpoint("gemma2")))
-        assert generate(plain, [asked])["b", 0].token_ids
+        other = build(config(checkpoint("gemma2")))
+        assert generate(other, [asked])["b", 0].token_ids
 
     def test_embeddings_are_the_rows_behind_the_final_norm(self):
         built = build(config(checkpoint("gemma2")))

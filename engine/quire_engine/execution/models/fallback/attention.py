@@ -9,9 +9,8 @@ product has one shape, so a row's bits depend on its query and its sequence's ke
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +24,7 @@ from quire_kernels.kernel_set import AttentionShape, KernelSet
 
 _CHUNK = 128  # positions of one step of the softmax
 _PRODUCT_ROWS = 8  # rows of one product: query rows times the heads that share a key head
+_AT_ONCE = 8  # sequences of one tile that share their products
 _LANES = 64  # see `facts`
 PLAIN_HEAD_DIM = 64  # any width that every kernel set takes: their attention is not used with the plain pool
 
@@ -128,15 +128,26 @@ class PagedAttention:
         keys[blocks, :, offsets] = key.to(kv.dtype)
         values[blocks, :, offsets] = value.to(kv.dtype)
         out = query.new_empty(len(query), place.facts.num_heads, place.facts.value_dim)
-        first = 0
+        tile, first, short = tile_rows(place.facts), 0, []
         for sequence, (count, length) in enumerate(zip(step.query_lens, step.kv_lens, strict=True)):
-            if count == 0:
-                continue
-            table = step.block_tables[sequence, : -(-length // size)].long()
-            read = partial(_read, keys, values, table, size)
-            part = slice(first, first + count)
-            out[part] = attend(query[part], read, length, place.facts, call.sinks).to(out.dtype)
+            if count > tile:
+                rows_of = (
+                    torch.arange(first, first + -(-count // tile) * tile).clamp_(max=first + count - 1).view(-1, tile)
+                )
+                pool = SequencePool(keys, values, step.block_tables[sequence : sequence + 1], [length], size)
+                out[rows_of] = attend(query[rows_of], step.positions[rows_of], pool, place.facts, call.sinks).to(
+                    out.dtype
+                )
+            elif count:
+                short.append((length, sequence, [first + min(row, count - 1) for row in range(tile)]))
             first += count
+        # Sequences of one tile share their products, the longest first.
+        short.sort(reverse=True)
+        for start in range(0, len(short), _AT_ONCE):
+            lengths, sequences, tiles = zip(*short[start : start + _AT_ONCE], strict=True)
+            rows_of = torch.tensor(tiles)
+            pool = SequencePool(keys, values, step.block_tables[list(sequences)], list(lengths), size)
+            out[rows_of] = attend(query[rows_of], step.positions[rows_of], pool, place.facts, call.sinks).to(out.dtype)
         return out
 
 
@@ -150,61 +161,82 @@ def _shape(layer: AttentionFacts) -> AttentionShape:
     )
 
 
-def _read(  # noqa: PLR0917 - a layer's pool, a sequence's blocks, and a range
-    keys: Tensor, values: Tensor, table: Tensor, size: int, start: int, end: int
-) -> tuple[Tensor, Tensor]:
-    """Positions start .. end - 1 of a sequence, float32 [Hkv, n, D] each."""
-    blocks = table[start // size : -(-end // size)]
-    part = slice(start % size, start % size + end - start)
-    held, weighed = (x[blocks].transpose(0, 1).flatten(1, 2)[:, part].float() for x in (keys, values))
-    return held, weighed
+class SequencePool:
+    """One layer's keys and values of some sequences, the longest first."""
+
+    def __init__(self, keys: Tensor, values: Tensor, tables: Tensor, lengths: list[int], size: int) -> None:
+        """`keys`, `values` [blocks, heads, size, D]; `tables` [n, blocks]."""
+        self.lengths = lengths
+        self.chunk = max(_CHUNK, size)
+        self._keys, self._values, self._size = keys, values, size
+        self._tables = F.pad(tables.long(), (0, -tables.shape[1] % (self.chunk // size)))
+
+    def read(self, start: int) -> tuple[Tensor, Tensor]:
+        """A chunk of those that are longer than `start`: float32 [n, heads, chunk, D] each, zeros past an end."""
+        active = sum(length > start for length in self.lengths)
+        tables = self._tables[:active, start // self._size : (start + self.chunk) // self._size]
+        past = torch.arange(start, start + self.chunk) >= torch.tensor(self.lengths[:active])[:, None]
+        found = []
+        for held in (self._keys, self._values):
+            blocks = held[tables].transpose(1, 2).flatten(2, 3).float()  # [n, heads, chunk, D]
+            found.append(blocks.masked_fill_(past[:, None, :, None], 0.0) if bool(past.any()) else blocks)
+        return found[0], found[1]
 
 
-Read = Callable[[int, int], tuple[Tensor, Tensor]]  # positions start .. end - 1: float32 [Hkv, n, D] each
+def tile_rows(layer: AttentionFacts) -> int:
+    """The number of rows that are computed together."""
+    return max(1, _PRODUCT_ROWS // (layer.num_heads // layer.num_kv_heads))
 
 
-def attend(query: Tensor, read: Read, length: int, layer: AttentionFacts, sinks: Tensor | None) -> Tensor:
-    """The last rows of a sequence of `length` tokens, query [n, Hq, Dk]: float32 [n, Hq, Dv].
+def attend(query: Tensor, positions: Tensor, pool: SequencePool, layer: AttentionFacts, sinks: Tensor | None) -> Tensor:
+    """Tiles of rows, query [n, tile, Hq, Dk] at `positions` [n, tile]: float32 [n, tile, Hq, Dv].
 
-    Rows are computed in tiles of a fixed number, keys in chunks at fixed positions, with one online softmax.
+    The tiles are all of one sequence, or each of its own. Keys are read in chunks at fixed positions, with one online
+    softmax.
     """
-    count, heads, group = len(query), layer.num_kv_heads, layer.num_heads // layer.num_kv_heads
-    tile = max(1, _PRODUCT_ROWS // group)
-    tiles = -(-count // tile)
-    rows = torch.arange(tiles * tile).clamp_(max=count - 1)  # the last tile repeats its last row
-    positions = (rows + length - count).view(tiles, 1, tile, 1, 1)
-    queries = query[rows].float() * layer.scale
-    queries = queries.view(tiles, tile, heads, group, -1).transpose(1, 2).reshape(tiles * heads, tile * group, -1)
-    peak = queries.new_full((tiles, heads, tile * group, 1), -math.inf)
-    total = torch.zeros_like(peak)
-    result = queries.new_zeros(tiles * heads, tile * group, layer.value_dim)
-    oldest = 0 if layer.window is None else max(0, length - count - layer.window + 1)
-    for start in range(oldest // _CHUNK * _CHUNK, length, _CHUNK):
-        end = min(start + _CHUNK, length)
-        keys, values = (F.pad(x, (0, 0, 0, _CHUNK - (end - start))) for x in read(start, end))
-        scores = torch.bmm(queries, keys.transpose(1, 2).repeat(tiles, 1, 1))  # [tiles * Hkv, M, C]
+    tiles, tile, heads = len(query), query.shape[1], layer.num_kv_heads
+    group, chunk = layer.num_heads // heads, pool.chunk
+    queries = (query.float() * layer.scale).view(tiles, tile, heads, group, -1)
+    queries = queries.permute(2, 0, 1, 3, 4).reshape(heads, tiles, tile * group, -1)
+    peak = queries.new_full((heads, tiles, tile * group, 1), -math.inf)
+    total, result = torch.zeros_like(peak), queries.new_zeros(heads, tiles, tile * group, layer.value_dim)
+    oldest = 0 if layer.window is None else max(0, int(positions.min()) - layer.window + 1)
+    for start in range(oldest // chunk * chunk, pool.lengths[0], chunk):
+        keys, values = pool.read(start)
+        active = tiles if len(pool.lengths) == 1 else len(keys)
+        scores = _products(queries[:, :active], keys.transpose(2, 3))  # [Hkv, n, tile * G, C]
         if layer.softcap is not None:
             scores = layer.softcap * torch.tanh(scores / layer.softcap)
-        at = torch.arange(start, start + _CHUNK)
-        hidden = at > positions
+        distance = positions[:active, :, None] - torch.arange(start, start + chunk)
+        hidden = distance < 0
         if layer.window is not None:
-            hidden |= at <= positions - layer.window
-        scores = scores.view(tiles, heads, tile, group, _CHUNK).masked_fill(hidden, -math.inf)
-        scores = scores.view(tiles, heads, tile * group, _CHUNK)
-        higher = torch.maximum(peak, scores.amax(dim=-1, keepdim=True))
+            hidden |= distance >= layer.window
+        by_row = scores.view(heads, active, tile, group, chunk)
+        scores = by_row.masked_fill(hidden[:, :, None], -math.inf).view_as(scores)
+        before = peak[:, :active]
+        higher = torch.maximum(before, scores.amax(dim=-1, keepdim=True))
         base = higher.masked_fill(higher == -math.inf, 0.0)  # no position is visible yet: weights are exactly 0
-        weights, fade = torch.exp(scores - base), _exp(peak - base)
-        total = total * fade + weights.sum(dim=-1, keepdim=True)
-        seen = torch.bmm(weights.flatten(0, 1), values.repeat(tiles, 1, 1))
-        result = result * fade.flatten(0, 1) + seen
-        peak = higher
+        weights, fade = torch.exp(scores - base), _exp(before - base)
+        total[:, :active] = total[:, :active] * fade + weights.sum(dim=-1, keepdim=True)
+        result[:, :active] = result[:, :active] * fade + _products(weights, values)
+        peak[:, :active] = higher
     if sinks is not None:
-        sink = sinks.float().view(1, heads, 1, group, 1).expand(tiles, heads, tile, group, 1).reshape(peak.shape)
+        sink = sinks.float().view(heads, 1, 1, group, 1).expand(heads, tiles, tile, group, 1).reshape(peak.shape)
         higher = torch.maximum(peak, sink)
         fade = _exp(peak - higher)
-        total, result = total * fade + _exp(sink - higher), result * fade.flatten(0, 1)
-    found = (result / total.flatten(0, 1)).view(tiles, heads, tile, group, -1).transpose(1, 2)
-    return found.reshape(tiles * tile, layer.num_heads, -1)[:count]
+        total, result = total * fade + _exp(sink - higher), result * fade
+    found = (result / total).view(heads, tiles, tile, group, -1).permute(1, 2, 0, 3, 4)
+    return found.reshape(tiles, tile, layer.num_heads, -1)
+
+
+def _products(left: Tensor, right: Tensor) -> Tensor:
+    """left [H, n, M, K] times right [n, H, K, N], or [1, H, K, N] for all n: [H, n, M, N] by products of one shape."""
+    heads, tiles = left.shape[:2]
+    if len(right) == 1 and tiles > 1:
+        each = [torch.bmm(left[head], right[0, head].expand(tiles, -1, -1)) for head in range(heads)]
+        return torch.stack(each)
+    both = torch.bmm(left.flatten(0, 1), right.transpose(0, 1).flatten(0, 1))
+    return both.view(heads, tiles, *both.shape[1:])
 
 
 def _exp(x: Tensor) -> Tensor:
