@@ -8,7 +8,7 @@ JOBS ?= 2
 CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 
 .PHONY: help serve test kernel-test schema-test test-e2e client-test image-test gpu-test gpu-bench kernel-sim schedule-test \
-  emulated-test hostile soak api-fuzz audit lock sbom check format bench headline clean
+  emulated-test model-sweep hostile soak api-fuzz audit lock sbom check format bench headline clean
 
 HELP := \
   "serve          serve the embedded model, or ARGS=\"/models/X --port 9000\"" \
@@ -19,6 +19,7 @@ HELP := \
   "format         format the code" \
   "bench          the host's cost of a step" \
   "headline       against transformers' generate and static batches; an hour" \
+  "model-sweep    every architecture of transformers, tiny and random, through the fallback; a quarter of an hour" \
   "client-test    SDKs, frameworks and coding agents that people use; installs them" \
   "schema-test    500 outputs under real JSON schemas" \
   "schedule-test  the scheduler under random calls, at length; half an hour" \
@@ -65,6 +66,10 @@ client-test: $(VENV)/.serve .venv-clients/.complete
 	npm install --prefix tests/clients --no-save --no-package-lock --no-audit --no-fund --loglevel=error \
 	  openai ai @ai-sdk/openai-compatible @anthropic-ai/sdk zod @anthropic-ai/claude-code @openai/codex opencode-ai
 	touch $@
+
+# Every architecture of transformers, tiny and random, served by its code and held against it; writes docs/models.md.
+model-sweep: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -m sweep $(ARGS)
 
 HOSTILE_ROWS ?= many-prompts many-texts many-strings stopped-tokenizer killed-template killed-spare \
   pipelined-garbage planted-modules early-signals stored-flood

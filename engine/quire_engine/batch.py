@@ -88,6 +88,7 @@ class Batch:
     swap_in: tuple[tuple[int, int], ...] = ()
     swap_keys: tuple[bytes, ...] = ()  # for each `swap_out`: the content's hash, empty for private blocks
     copies: tuple[tuple[int, int], ...] = ()
+    released: tuple[int, ...] = ()  # sequences that have lost their blocks since the batch before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

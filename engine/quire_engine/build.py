@@ -6,28 +6,29 @@ Promises: every setting is resolved before the weights are read, every refusal n
 
 from __future__ import annotations
 
+import logging
 import platform
 import time
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 
 from quire_engine.config import CpuVariant, EngineConfig, EnginePlan
 from quire_engine.engine import StepExecutor
-from quire_engine.errors import ConfigError
+from quire_engine.errors import ConfigError, ModelLoadError, NotNative
 from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.device import own_dtype, resolve_device
 from quire_engine.execution.executor import Executor, make_executor, runs_by_itself, spare_blocks, staging_blocks_for
 from quire_engine.execution.kernel_checks import checked, model_sizes
 from quire_engine.execution.kv_storage import KVStorage, block_bytes
-from quire_engine.execution.loading import Loading, Wanted
+from quire_engine.execution.loading import Loading
 from quire_engine.execution.memory import PoolMemory, pool_memory
 from quire_engine.execution.models.checkpoint import fingerprint
 from quire_engine.execution.models.config import ModelConfig, load_model_config
-from quire_engine.execution.models.decoder import Decoder
+from quire_engine.execution.models.served import ModelFacts, ServedModel, Wanted
 from quire_engine.execution.models.weights import Parameters, WeightMemory, count_parameters
 from quire_engine.execution.progress import Tell, tell_nobody
 from quire_engine.limits import SchedulerConfig
@@ -41,6 +42,7 @@ from quire_kernels.verify.findings import Subject
 
 __all__ = ["BuiltEngine", "build", "plan_text", "resolve", "resolve_plan"]
 
+_log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -59,7 +61,8 @@ class Resolved:
     """Everything that is known without reading a weight."""
 
     asked: EngineConfig
-    model: ModelConfig
+    model: ModelFacts
+    implementation: str  # whose code computes the model; empty: ours
     device: torch.device
     dtype: torch.dtype
     why_dtype: str  # empty: as asked, or the checkpoint's own
@@ -68,6 +71,7 @@ class Resolved:
     num_threads: int
     parameters: Parameters
     weights: WeightMemory
+    kept_bytes: int  # of what the model keeps for running sequences outside of the pool
     memory: PoolMemory
     bytes_per_block: int
     num_host_blocks: int
@@ -89,6 +93,7 @@ class Resolved:
             self.bytes_per_block,
             self.asked.quantization,
             self.asked.kv_cache_dtype,
+            self.implementation,
             self.kernels.name,
             self.kernels.variant,
             self.replaced_ops,
@@ -143,11 +148,13 @@ class Resolved:
                 plans_ahead=self.plans_ahead,
                 num_host_blocks=self.num_host_blocks,
                 swap_seconds=swap_seconds,
+                has_states=bool(self.kept_bytes),
                 limits=asked.limits,
             ),
             quantization=asked.quantization,
             kv_cache_dtype=asked.kv_cache_dtype,
             deterministic=asked.deterministic or self.device.type == "cpu",
+            implementation=self.implementation,
             checkpoint=fingerprint(Path(asked.model)),
             cpu_variant=cast(CpuVariant, self.kernels.variant) if self.kernels.variant else None,
             why_cpu_variant=self.kernels.why_variant,
@@ -167,7 +174,7 @@ def resolve_plan(config: EngineConfig) -> EnginePlan:
     On a GPU the workspace of a step is estimated here and measured by `build`, so the pools differ a little.
     """
     resolved = resolve(config)
-    return resolved.plan(resolved.pool(resolved.memory.before_load(resolved.weights.total)))
+    return resolved.plan(resolved.pool(resolved.memory.before_load(resolved.weights.total + resolved.kept_bytes)))
 
 
 def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = tell_nobody) -> BuiltEngine:
@@ -180,10 +187,14 @@ def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = te
     tell("preparing", 0, 0)
     resolved = resolve(config, check_kernels=True, tell=tell)
     memory = resolved.memory
-    torch.set_num_threads(1 if resolved.kernels.own_threads else resolved.num_threads)
+    # Beside workers of the kernels' own, torch's threads would only wait for each other; and where torch computes a
+    # model's rows by itself, two threads would cut its sums by the number of rows.
+    alone = resolved.kernels.own_threads or bool(resolved.implementation)
+    torch.set_num_threads(1 if alone else resolved.num_threads)
     loading = Loading(resolved.wanted(), memory_fd, tell)
     # Weights that the engine process before left are in memory already, so they do not count as free.
-    pool = resolved.pool(memory.before_load(max(0, resolved.weights.total - loading.held_bytes)))
+    to_come = max(0, resolved.weights.total - loading.held_bytes) + resolved.kept_bytes
+    pool = resolved.pool(memory.before_load(to_come))
     decoder = loading.load(memory.positions(pool))
     loaded = resolved.parameters.memory(resolved.dtype.itemsize, resolved.kernels.packed_bits, decoder.packed_bytes)
     resolved = replace(resolved, weights=loaded)
@@ -198,7 +209,7 @@ def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = te
 
 
 def _make_executor(
-    resolved: Resolved, decoder: Decoder, pool: PoolSize, grammars: Grammars
+    resolved: Resolved, decoder: ServedModel, pool: PoolSize, grammars: Grammars
 ) -> tuple[Executor, float, tuple[bytes, ...]]:
     """The executor, what a block's copy to the host or from it takes there, and what host blocks hold from before."""
     kernels, device, limits = resolved.kernels, resolved.device, resolved.asked.limits
@@ -228,17 +239,18 @@ def resolve(config: EngineConfig, *, check_kernels: bool = False, tell: Tell = t
     """Everything that is known without the weights. `check_kernels`: check a GPU's kernels on it first."""
     config.limits.check()
     path = Path(config.model)
-    model = load_model_config(path, config.ignore_config_keys)
+    found = _find_model(config)
+    model, config = found.facts, found.asked
     check_model_len(config.max_model_len, model.max_position_embeddings)
     device = resolve_device(config.device)
     dtype, why_dtype = _dtype(config, model, device)
-    parameters = count_parameters(path, model)
+    parameters = found.parameters(path)
     num_threads = config.num_threads or usable_cores()
-    kernels = _select_kernels(config, model, device, dtype, num_threads, tell)
+    kernels = found.over(_select_kernels(config, found.head_dim, device, dtype, num_threads, tell))
     if config.async_scheduling == "on":
         _check_planning_ahead(kernels, device)
     replaced_ops: tuple[str, ...] = ()
-    if check_kernels and device.type == "cuda" and kernels.name != REFERENCE.name:
+    if check_kernels and device.type == "cuda" and kernels.name != REFERENCE.name and isinstance(model, ModelConfig):
         kernels, replaced_ops = _checked_kernels(config, model, kernels, device, dtype)
     weights = parameters.memory(dtype.itemsize, kernels.packed_bits)
     if device.type == "cpu" and not kernels.own_threads and config.num_threads is None:
@@ -256,6 +268,7 @@ def resolve(config: EngineConfig, *, check_kernels: bool = False, tell: Tell = t
     return Resolved(
         asked=config,
         model=model,
+        implementation=found.implementation,
         device=device,
         dtype=dtype,
         why_dtype=why_dtype,
@@ -264,6 +277,7 @@ def resolve(config: EngineConfig, *, check_kernels: bool = False, tell: Tell = t
         num_threads=num_threads,
         parameters=parameters,
         weights=weights,
+        kept_bytes=found.state_bytes * config.limits.max_num_seqs,
         memory=pool_memory(
             config, model, kernels, dtype=dtype, device=device, staging_bytes=num_staging_blocks * bytes_per_block
         ),
@@ -273,8 +287,73 @@ def resolve(config: EngineConfig, *, check_kernels: bool = False, tell: Tell = t
     )
 
 
+class FoundModel(Protocol):
+    """A model and what follows from its implementation."""
+
+    @property
+    def implementation(self) -> str: ...  # empty: ours
+    @property
+    def facts(self) -> ModelFacts: ...
+    @property
+    def asked(self) -> EngineConfig: ...  # with the settings that the model needs
+    @property
+    def head_dim(self) -> int: ...  # of the kernels' pool
+    @property
+    def state_bytes(self) -> int: ...  # that a sequence takes outside of the pool
+    def over(self, kernels: KernelSet) -> KernelSet:
+        """The kernels with the model's own pool, where it has one."""
+        ...
+
+    def parameters(self, path: Path) -> Parameters:
+        """The counts by use. Raises ModelLoadError where the files' headers are wrong."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NativeModel:
+    """See `FoundModel`: an entry of ours."""
+
+    facts: ModelConfig
+    asked: EngineConfig
+    implementation: str = ""
+    state_bytes: int = 0
+
+    @property
+    def head_dim(self) -> int:
+        return self.facts.head_dim
+
+    def over(self, kernels: KernelSet) -> KernelSet:
+        return kernels
+
+    def parameters(self, path: Path) -> Parameters:
+        return count_parameters(path, self.facts)
+
+
+def _find_model(config: EngineConfig) -> FoundModel:
+    """The model by an entry of ours, or by transformers' code. Raises ConfigError, ModelLoadError."""
+    reason = ""
+    if config.model_impl != "transformers":
+        try:
+            return NativeModel(load_model_config(Path(config.model), config.ignore_config_keys), config)
+        except NotNative as error:
+            if config.model_impl == "native":
+                raise
+            reason = str(error)
+    # Imported here: transformers takes seconds to import, and most models do without.
+    from quire_engine.execution.models.fallback.parts import find_model  # noqa: PLC0415
+
+    if not reason:
+        return find_model(config)
+    try:
+        found = find_model(config)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{reason}; nor can transformers' code compute it: {error}") from error
+    _log.warning("the model is computed by transformers' code, since it has no entry of ours: %s", reason)
+    return found
+
+
 def _select_kernels(  # noqa: PLR0917 - the inputs of the choice
-    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, num_threads: int, tell: Tell
+    config: EngineConfig, head_dim: int, device: torch.device, dtype: torch.dtype, num_threads: int, tell: Tell
 ) -> KernelSet:
     """The kernel set that the settings name, or the best one for the machine. Raises ConfigError."""
     try:
@@ -282,7 +361,7 @@ def _select_kernels(  # noqa: PLR0917 - the inputs of the choice
             device,
             dtype,
             config.kernels,
-            kv=KVFormat(head_dim=model.head_dim, block_size=config.limits.block_size, kv_type=config.kv_cache_dtype),
+            kv=KVFormat(head_dim=head_dim, block_size=config.limits.block_size, kv_type=config.kv_cache_dtype),
             quantization=config.quantization,
             deterministic=config.deterministic,
             attention=config.attention,
@@ -330,7 +409,7 @@ def _torch_threads(weights_bytes: int) -> int:
     return min(usable_cores(), 1 + weights_bytes // (256 << 20))
 
 
-def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> tuple[torch.dtype, str]:
+def _dtype(config: EngineConfig, model: ModelFacts, device: torch.device) -> tuple[torch.dtype, str]:
     """The type that the model is computed in, and the reason where it is neither asked for nor the checkpoint's."""
     name = own_dtype(model.dtype, device, config.kernels) if config.dtype == "auto" else config.dtype
     if name not in _DTYPES:

@@ -14,6 +14,7 @@ from quire_engine.limits import SchedulerConfig, SchedulerLimits
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
+ModelImplementation = Literal["auto", "native", "transformers"]
 KernelChoice = Literal["auto", "reference", "cpu", "triton"]
 # The instruction sets that the C++ kernels are compiled for; the kernels have the same list.
 CpuVariant = Literal["amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "neon_bf16", "portable"]
@@ -92,6 +93,7 @@ class EngineConfig:
     ignore_config_keys: tuple[str, ...] = ()  # of config.json, that no family knows
     device: Device = "auto"
     dtype: DType = "auto"
+    model_impl: ModelImplementation = "auto"  # auto: transformers' own code for models that have no entry of ours
     kernels: KernelChoice = "auto"
     cpu_variant: CpuVariant | None = None  # instruction set of the C++ kernels; None: the fastest, measured
     attention: AttentionChoice = "auto"  # on a GPU; auto: the kernels' own
@@ -143,6 +145,7 @@ class EnginePlan:
     kv_cache_dtype: KVCacheDType = "auto"
     deterministic: bool = False  # a row's bits do not depend on its batch
     replaced_ops: tuple[str, ...] = ()  # ops that failed their check at start and run on the reference
+    implementation: str = ""  # whose code computes the model, where it is not ours
     checkpoint: str = ""  # changes when a file of the model does
     cpu_variant: CpuVariant | None = None  # of the C++ kernels; None with other kernels
     why_cpu_variant: str = ""  # a reason to show to the operator

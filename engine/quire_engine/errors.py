@@ -3,6 +3,7 @@
 QuireError                    everything we raise on purpose; the text is one line, fit for an operator
 ├── ConfigError               an impossible setting; names the fix
 ├── ModelLoadError            a checkpoint that cannot be served; names the file
+│   └── NotNative             no entry of ours describes it
 ├── InfeasibleRequest         can never fit the pool or the limits, even alone
 ├── Unanswerable              a question about the engine's state that has no answer
 ├── EngineDead                the engine process is gone and will not come back
@@ -23,6 +24,10 @@ class ConfigError(QuireError):
 
 class ModelLoadError(QuireError):
     """A checkpoint that is missing, malformed or of an unsupported architecture."""
+
+
+class NotNative(ModelLoadError):
+    """A checkpoint that no entry of ours describes; another implementation may serve it."""
 
 
 class InfeasibleRequest(QuireError):

@@ -125,6 +125,7 @@ class SchedulerConfig:
     plans_ahead: bool = False  # a step is planned before the results of the one before it are known
     num_host_blocks: int = 0  # blocks of host memory, for swapped sequences and evicted prefixes
     swap_seconds: float = 0.0  # duration of one block's copy, to the host or from it
+    has_states: bool = False  # the model keeps more of a sequence than its blocks, which no other sequence can share
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
 
     @property

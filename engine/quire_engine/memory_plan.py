@@ -132,8 +132,9 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
     without = f" without {', '.join(plan.replaced_ops)} (failed their check)" if plan.replaced_ops else ""
     deterministic = ", deterministic" if plan.deterministic else ""
     pace = f" about {limits.itl_target:g} s beside running streams;" if limits.itl_target else ""
+    by = f" by {plan.implementation}" if plan.implementation else ""
     lines = [
-        ("model", f"{plan.model} ({plan.architecture}, {plan.num_parameters:,} parameters)"),
+        ("model", f"{plan.model} ({plan.architecture}{by}, {plan.num_parameters:,} parameters)"),
         (
             "device",
             f"{plan.device}, {plan.dtype}, {plan.kernels} kernels{without}, {plan.num_threads} threads{deterministic}",

@@ -238,6 +238,8 @@ class KernelSet:
         cos(0..D/2) then sin(0..D/2), half-split "neox" pairing), writes K and V to the row's slot, returns q.
     attention(q [T, Hq, D], shape, kv, layer, step) -> [T, Hq * D]
         Causal attention of every row over its sequence's positions in the paged pool.
+    linear(x [T, K], w, wide) -> [T, N], or None
+        The projection with its bias alone, float32 where `wide`, else in x's dtype. None: `linear_add` to zeros.
     attention_scratch(num_sequences, max_context_len, num_heads, head_dim) -> int, or None
         Maximum size in bytes of an attention call's temporary memory, for the memory plan. None: negligible next to a
         step's activations.
@@ -286,6 +288,7 @@ class KernelSet:
     packed_bytes: Callable[[LinearWeight], int] | None = None  # bytes of one matrix; set with `packed_bits`
     packed_form: PackedForm | None = None  # matrices are plain memory, which may outlive the process
     greedy: Callable[[Tensor, Norm, LinearWeight, Tensor | None], tuple[list[int], list[bool]]] | None = None
+    linear: Callable[[Tensor, LinearWeight, bool], Tensor] | None = None
     choose: Callable[[Tensor, ChoiceRows], tuple[Tensor, Tensor, Tensor]] | None = None
     attention_scratch: Callable[[int, int, int, int], int] | None = None
     copy_blocks: Callable[[Tensor, Sequence[tuple[int, int]]], None] | None = None

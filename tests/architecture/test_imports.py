@@ -24,7 +24,7 @@ ONLY_IN = {
     "yaml": ("quire_server.settings.sources",),
     "prometheus_client": ("quire_server.metrics",),
     "tokenizers": ("quire_server.text",),
-    "transformers": ("quire_engine.tools",),
+    "transformers": ("quire_engine.tools", "quire_engine.execution.models.fallback"),
     "jinja2": ("quire_server.text",),
     "msgspec": ("quire_server", "quire_bench", "quire_engine.process"),
     "torch": ("quire_engine.execution", "quire_engine.tools", "quire_engine.build", "quire_kernels"),

@@ -137,7 +137,7 @@ BROKEN: dict[str, tuple[Break, str, str]] = {  # by what is wrong: how, the file
     "a config that is a pipe": (a_pipe(CONFIG), CONFIG, "not a plain file"),
     "no architecture": (option(architectures=...), CONFIG, "must name exactly one architecture"),
     "an architecture that is a number": (option(architectures=[7]), CONFIG, "must name exactly one architecture"),
-    "an architecture of others": (option(architectures=["GPT9"]), "", "architecture GPT9 are not served"),
+    "an architecture of others": (option(architectures=["GPT9"]), CONFIG, "has no GPT9"),
     "a size that is text": (option(hidden_size="64"), CONFIG, "hidden_size must be an integer"),
     "a size that is true": (option(hidden_size=True), CONFIG, "hidden_size must be an integer"),
     "a size below zero": (option(intermediate_size=-96), CONFIG, "intermediate_size must be an integer"),

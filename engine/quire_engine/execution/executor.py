@@ -23,7 +23,7 @@ from quire_engine.execution.gpu.graphs import MOST_MIXED_ROWS
 from quire_engine.execution.gpu.runner import GpuRunner, RunnerLimits
 from quire_engine.execution.gpu.swaps import StreamedKV, staging_blocks
 from quire_engine.execution.kv_storage import HostBlocks, HostKV, KVBlocks, KVStorage
-from quire_engine.execution.models.decoder import Decoder
+from quire_engine.execution.models.served import ServedModel
 from quire_engine.execution.runner import Computed, Runner
 from quire_engine.execution.step_recovery import recover
 from quire_engine.limits import SchedulerLimits
@@ -164,7 +164,7 @@ def staging_blocks_for(kernels: KernelSet, device: torch.device, bytes_per_block
 
 
 def make_executor(
-    decoder: Decoder,
+    decoder: ServedModel,
     kernels: KernelSet,
     kv: KVStorage,
     limits: SchedulerLimits,

@@ -20,7 +20,7 @@ from quire_engine.execution import distribution
 from quire_engine.execution.constrained.constraints import Allowed, Constraints
 from quire_engine.execution.logit_rules import SampleRow
 from quire_engine.execution.model_input import host_tensor
-from quire_engine.execution.models.config import ModelConfig
+from quire_engine.execution.models.served import ModelFacts
 from quire_engine.execution.step_tensors import StepTensors
 from quire_engine.types import NO_CANDIDATE, NON_FINITE, TokenLogprobs
 
@@ -33,7 +33,7 @@ class Model(Protocol):
     """The part of `models.decoder.Decoder` that finishing uses."""
 
     @property
-    def config(self) -> ModelConfig: ...
+    def config(self) -> ModelFacts: ...
     def normed(self, hidden: Tensor) -> Tensor: ...
 
 

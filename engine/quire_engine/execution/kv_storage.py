@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quire_engine.errors import ConfigError
-from quire_engine.execution.models.config import ModelConfig
+from quire_engine.execution.models.served import ModelFacts
 from quire_kernels.kernel_set import KernelSet
 from quire_kernels.trusted_folder import open_trusted, trusted
 
@@ -34,7 +34,7 @@ _NAME = re.compile(r"[0-9a-f]{64}\.kv")
 _MOST_WAITING = 256  # blocks to write; more are left out
 
 
-def block_bytes(kernels: KernelSet, config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+def block_bytes(kernels: KernelSet, config: ModelFacts, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block over all layers."""
     return kernels.kv_block_bytes(config.num_layers, config.num_kv_heads, block_size, config.head_dim, dtype)
 
@@ -48,7 +48,7 @@ class KVStorage:
     def __init__(  # noqa: PLR0917 - what a pool is made of
         self,
         kernels: KernelSet,
-        config: ModelConfig,
+        config: ModelFacts,
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,

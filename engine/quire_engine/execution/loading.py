@@ -6,33 +6,29 @@ be used cost a log line and the time to pack again. Must not know: requests.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import torch
 
-from quire_engine.config import EngineConfig
 from quire_engine.errors import ModelLoadError
-from quire_engine.execution.models.checkpoint import fingerprint
+from quire_engine.execution.models.checkpoint import StoredTensors
 from quire_engine.execution.models.config import ModelConfig
-from quire_engine.execution.models.decoder import Decoder
+from quire_engine.execution.models.served import Parts, ServedModel, SourceOf, Wanted
 from quire_engine.execution.models.weights import (
     CheckpointSource,
     ImageSource,
+    WeightSource,
     assemble,
     checked_checkpoint,
     decoder_of,
-    load_decoder,
     most_image_bytes,
 )
 from quire_engine.execution.packed.folder import FileWriter, PackedFolder, Refused, open_folder, read_image, say
 from quire_engine.execution.packed.image import BadHeader, Image, ImageWriter, is_sealed, new_memory, open_image
-from quire_engine.execution.progress import Tell
-from quire_kernels.kernel_set import KernelSet
+from quire_engine.execution.progress import Tell, tell_nobody
 from quire_kernels.packed_form import PackedForm
 
 # Weights that pack in about a second are not worth a file.
@@ -41,27 +37,75 @@ LEAST_BYTES = 32 << 20
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """The model to load, and the kernels that will compute it."""
+def parts_of(wanted: Wanted) -> Parts:
+    """How a model is put together."""
+    if isinstance(wanted.model, ModelConfig):
+        return NativeParts(wanted, wanted.model)
+    # Imported here: transformers takes seconds to import, and most models do without.
+    from quire_engine.execution.models.fallback.parts import FallbackParts  # noqa: PLC0415
 
-    asked: EngineConfig
-    model: ModelConfig
-    kernels: KernelSet
-    dtype: torch.dtype
-    device: torch.device
-    threads: int
+    return FallbackParts(wanted)
 
-    @property
-    def path(self) -> Path:
-        return Path(self.asked.model)
 
-    def key(self, form: PackedForm) -> str:
-        """Everything that packed bytes depend on and that is known without reading the checkpoint."""
-        facts = {"checkpoint": fingerprint(self.path), "dtype": str(self.dtype), "form": form.name}
-        if self.model.headless:  # which another file than the checkpoint's may say
-            facts["head"] = "embedding"
-        return json.dumps(facts, sort_keys=True)
+class NativeParts:
+    """See `Parts`: an entry of ours."""
+
+    name = ""
+
+    def __init__(self, wanted: Wanted, model: ModelConfig) -> None:
+        self._wanted, self._model = wanted, model
+
+    def check(self) -> None:
+        """The entry is the proof."""
+
+    def most_image_bytes(self, form: PackedForm) -> int:
+        return most_image_bytes(self._model, form, self._wanted.dtype.itemsize)
+
+    def opened(self) -> AbstractContextManager[StoredTensors]:
+        return checked_checkpoint(self._wanted.path, self._model)
+
+    def assemble(self, source_of: SourceOf, *, device: torch.device, max_model_len: int) -> ServedModel:
+        source = source_of(self._wanted.dtype)
+        weights = assemble(source, self._model, device=device, max_model_len=max_model_len)
+        return decoder_of(weights, self._model, self._wanted.kernels)
+
+
+class FromCheckpoint:
+    """See `SourceOf`: files, perhaps on the way into an image."""
+
+    def __init__(self, checkpoint: StoredTensors, wanted: Wanted, tell: Tell, image: ImageWriter | None = None) -> None:
+        self._checkpoint, self._wanted, self._tell, self._image = checkpoint, wanted, tell, image
+        self._sources: dict[torch.dtype, CheckpointSource] = {}
+
+    def __call__(self, dtype: torch.dtype) -> WeightSource:
+        if dtype not in self._sources:
+            wanted = self._wanted
+            self._sources[dtype] = CheckpointSource(
+                self._checkpoint,
+                wanted.kernels,
+                dtype,
+                wanted.device,
+                tell=self._tell if dtype is wanted.dtype else tell_nobody,
+                image=self._image,
+                threads=wanted.threads,
+            )
+        return self._sources[dtype]
+
+    def has(self, name: str) -> bool:
+        return name in self._checkpoint
+
+
+class FromImage:
+    """See `SourceOf`: an image."""
+
+    def __init__(self, image: Image, form: PackedForm) -> None:
+        self._image, self._form = image, form
+
+    def __call__(self, dtype: torch.dtype) -> WeightSource:
+        return ImageSource(self._image, self._form, dtype)
+
+    def has(self, name: str) -> bool:
+        return name in self._image.header.tensors
 
 
 class Loading:
@@ -70,8 +114,10 @@ class Loading:
     def __init__(self, wanted: Wanted, memory_fd: int | None, tell: Tell) -> None:
         """`memory_fd`: a memfd that outlives this process; empty, or with the previous engine's weights."""
         self._wanted, self._tell = wanted, tell
-        self._form = wanted.kernels.packed_form
-        self._key = "" if self._form is None else wanted.key(self._form)
+        self._form, self._parts = wanted.kernels.packed_form, parts_of(wanted)
+        if self._form is not None and self._parts.most_image_bytes(self._form) is None:
+            self._form = None
+        self._key = "" if self._form is None else wanted.key(self._form, self._parts.name)
         self._fd = memory_fd
         self._image: Image | None = None
         if memory_fd is not None and self._form is not None:
@@ -85,8 +131,9 @@ class Loading:
     def held_bytes(self) -> int:
         return 0 if self._image is None else self._image.num_bytes
 
-    def load(self, max_model_len: int, *, keep_any: bool = False) -> Decoder:
-        """The decoder. With `keep_any` even small weights are kept in a file. Raises ModelLoadError."""
+    def load(self, max_model_len: int, *, keep_any: bool = False) -> ServedModel:
+        """The model. With `keep_any` even small weights are kept in a file. Raises ModelLoadError."""
+        self._parts.check()
         asked, form = self._wanted.asked, self._form
         if form is None or (self._fd is None and not asked.packed_cache):
             return self._load_plainly(max_model_len)
@@ -114,23 +161,16 @@ class Loading:
         return open_folder(asked.packed_cache_dir, asked.packed_cache_size)
 
     def _most_bytes(self, form: PackedForm) -> int:
-        return most_image_bytes(self._wanted.model, form, self._wanted.dtype.itemsize)
+        return self._parts.most_image_bytes(form) or 0
 
-    def _load_plainly(self, max_model_len: int) -> Decoder:
+    def _load_plainly(self, max_model_len: int) -> ServedModel:
         """Load into memory of this process alone."""
-        wanted = self._wanted
-        return load_decoder(
-            wanted.path,
-            wanted.model,
-            kernels=wanted.kernels,
-            dtype=wanted.dtype,
-            device=wanted.device,
-            max_model_len=max_model_len,
-            tell=self._tell,
-            threads=wanted.threads,
-        )
+        wanted, parts = self._wanted, self._parts
+        with parts.opened() as checkpoint:
+            source_of = FromCheckpoint(checkpoint, wanted, self._tell)
+            return parts.assemble(source_of, device=wanted.device, max_model_len=max_model_len)
 
-    def _load_image(self, fd: int, form: PackedForm, folder: PackedFolder | None, max_model_len: int) -> Decoder:
+    def _load_image(self, fd: int, form: PackedForm, folder: PackedFolder | None, max_model_len: int) -> ServedModel:
         image, wanted = self._image, self._wanted
         if image is None and folder is not None:
             image = self._read(folder, fd, form)
@@ -140,16 +180,14 @@ class Loading:
             self._writer = FileWriter(folder, self._key, fd, image.num_bytes)  # the engine before did not get so far
             self._writer.finish(image.num_bytes)
         self._tell("mapping weights", image.num_bytes, image.num_bytes)
-        source = ImageSource(image, form, wanted.dtype)
         try:
-            weights = assemble(source, wanted.model, device=_CPU, max_model_len=max_model_len)
+            return self._parts.assemble(FromImage(image, form), device=_CPU, max_model_len=max_model_len)
         except (BadHeader, KeyError, ValueError) as error:
             # Its checksums passed when it was read, so the image itself is wrong.
             with suppress(OSError):
                 if folder is not None:
                     folder.file(self._key).unlink()
             raise ModelLoadError(f"{wanted.path}: its packed weights cannot be used: {error}; start again") from None
-        return decoder_of(weights, wanted.model, wanted.kernels)
 
     def _read(self, folder: PackedFolder, fd: int, form: PackedForm) -> Image | None:
         """Read the file of an earlier start. None: there is none that can be used."""
@@ -175,18 +213,10 @@ class Loading:
             on_filled = self._writer.advance
         writer = ImageWriter(fd, self._key, most_bytes, on_filled)
         try:
-            with checked_checkpoint(wanted.path, wanted.model) as checkpoint:
-                source = CheckpointSource(
-                    checkpoint,
-                    wanted.kernels,
-                    wanted.dtype,
-                    _CPU,
-                    tell=self._tell,
-                    image=writer,
-                    threads=wanted.threads,
-                )
-                assemble(source, wanted.model, device=_CPU, max_model_len=1)
-            if wanted.key(form) != self._key:
+            with self._parts.opened() as checkpoint:
+                source_of = FromCheckpoint(checkpoint, wanted, self._tell, writer)
+                self._parts.assemble(source_of, device=_CPU, max_model_len=1)
+            if wanted.key(form, self._parts.name) != self._key:
                 raise ModelLoadError(f"{wanted.path}: its files changed while they were read; start again")
             header = writer.seal(form.checksum if folder is not None else None, wanted.threads)
         except BaseException:

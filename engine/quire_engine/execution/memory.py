@@ -17,8 +17,7 @@ from quire_engine.errors import ConfigError
 from quire_engine.execution.executor import Executor, make_executor, runs_by_itself, spare_blocks
 from quire_engine.execution.gpu.graphs import GRAPH_BYTES, MOST_GRAPHS, MOST_MIXED_ROWS
 from quire_engine.execution.kv_storage import KVStorage, block_bytes
-from quire_engine.execution.models.config import ModelConfig
-from quire_engine.execution.models.decoder import Decoder
+from quire_engine.execution.models.served import ModelFacts, ServedModel
 from quire_engine.execution.runner import LOGITS_BYTES
 from quire_engine.machine import available_memory
 from quire_engine.memory_plan import PoolSize, bytes_text, cpu_pool_bytes, gpu_pool_bytes
@@ -41,14 +40,14 @@ class PoolMemory(Protocol):
         """The longest sequence that the model must be prepared for; `planned` is the pool that `before_load` gave."""
         ...
 
-    def after_load(self, decoder: Decoder) -> int | None:
+    def after_load(self, decoder: ServedModel) -> int | None:
         """Bytes for the pool beside the loaded weights; None: those planned before. Raises ConfigError."""
         ...
 
 
 def pool_memory(
     asked: EngineConfig,
-    model: ModelConfig,
+    model: ModelFacts,
     kernels: KernelSet,
     *,
     dtype: torch.dtype,
@@ -84,7 +83,7 @@ class CpuMemory:
     def positions(self, planned: PoolSize) -> int:
         return planned.max_model_len
 
-    def after_load(self, decoder: Decoder) -> None:
+    def after_load(self, decoder: ServedModel) -> None:
         del decoder
 
 
@@ -96,7 +95,7 @@ class GpuMemory:
     def __init__(
         self,
         asked: EngineConfig,
-        model: ModelConfig,
+        model: ModelFacts,
         kernels: KernelSet,
         *,
         dtype: torch.dtype,
@@ -119,7 +118,7 @@ class GpuMemory:
         del planned
         return self._asked.max_model_len or self._model.max_position_embeddings
 
-    def after_load(self, decoder: Decoder) -> int:
+    def after_load(self, decoder: ServedModel) -> int:
         workspace = measure_workspace(decoder, self._kernels, self._asked, dtype=self._dtype, device=self._device)
         _log.info("a step takes up to %s of GPU memory beside the weights", bytes_text(workspace))
         return self._pool_bytes(0, workspace)
@@ -135,7 +134,7 @@ class GpuMemory:
         )
 
 
-def estimate_workspace(model: ModelConfig, kernels: KernelSet, config: EngineConfig) -> int:
+def estimate_workspace(model: ModelFacts, kernels: KernelSet, config: EngineConfig) -> int:
     """Bytes: a step's widest activations in float32 a few times over, the logits with the sampler's copies, scratch,
     graphs.
     """
@@ -154,7 +153,7 @@ def estimate_workspace(model: ModelConfig, kernels: KernelSet, config: EngineCon
 
 
 def measure_workspace(
-    decoder: Decoder, kernels: KernelSet, config: EngineConfig, *, dtype: torch.dtype, device: torch.device
+    decoder: ServedModel, kernels: KernelSet, config: EngineConfig, *, dtype: torch.dtype, device: torch.device
 ) -> int:
     """Bytes beside weights and pool, at the peak of steps of `config`'s limits. Its max_model_len must be set.
 

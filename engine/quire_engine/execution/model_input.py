@@ -25,6 +25,10 @@ class ModelInput(AttentionRows):
     input_ids: Tensor  # [T] int64
     sample_rows: Tensor  # [S] int64, ascending: rows whose logits are needed
     sampled: AttentionRows | None  # the same sequences with those rows alone; None: they are all rows
+    # For a model that keeps a state of its own for each sequence.
+    sequence_ids: tuple[int, ...] = ()  # B
+    forks: tuple[tuple[int, ...], ...] = ()  # B, sequences that go on from each one's last row
+    released: tuple[int, ...] = ()  # sequences that ended or must begin anew
 
 
 def model_input(step: StepTensors, block_size: int, device: torch.device) -> ModelInput:
@@ -50,6 +54,9 @@ def model_input(step: StepTensors, block_size: int, device: torch.device) -> Mod
         max_context_len=most,
         sample_rows=host_tensor(step.sample_rows, device),
         sampled=None,
+        sequence_ids=tuple([item.sequence_id for item in step.items]),
+        forks=tuple([tuple([fork.sequence_id for fork in item.forks]) for item in step.items]),
+        released=step.released,
     )
     return replace(found, sampled=_sampled(found, step)) if len(step.sample_rows) < step.num_rows else found
 

@@ -20,7 +20,7 @@ from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.finishing import Finisher, HostSections, Span, spans
 from quire_engine.execution.logit_rules import asks_for_masked_argmax
 from quire_engine.execution.model_input import ModelInput, host_tensor, model_input
-from quire_engine.execution.models.config import ModelConfig
+from quire_engine.execution.models.served import ModelFacts
 from quire_engine.execution.sampler import Chosen, Sampler
 from quire_engine.execution.step_tensors import StepTensors, step_tensors
 
@@ -32,7 +32,7 @@ class Model(Protocol):
     """The part of `models.decoder.Decoder` that a step uses."""
 
     @property
-    def config(self) -> ModelConfig: ...
+    def config(self) -> ModelFacts: ...
     def forward(self, step: ModelInput, kv: Tensor) -> Tensor: ...
     def normed(self, hidden: Tensor) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...

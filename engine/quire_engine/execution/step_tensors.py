@@ -33,6 +33,7 @@ class StepTensors:
     """
 
     items: tuple[ScheduledSequence, ...] = ()  # [B]
+    released: tuple[int, ...] = ()  # sequences that need nothing any more of what the model keeps for them
     # Of the rows.
     ids: array[int] = field(default_factory=_wide)  # [T]; 0 where the token is pending
     pending: dict[int, int] = field(default_factory=dict)  # by row: the sequence whose token the step before samples
@@ -110,7 +111,7 @@ def step_tensors(batch: Batch, block_size: int, vocab_size: int) -> StepTensors:
     one that wants a sample or is pooled at its end has its last row, else none. Raises ValueError for a token id
     outside the vocabulary: a GPU answers an index out of range by ending the process.
     """
-    step = StepTensors(items=batch.items)
+    step = StepTensors(items=batch.items, released=batch.released)
     for item in batch.items:
         start, num_tokens = item.start, len(item.token_ids)
         if num_tokens == 1:  # a decode: most items of most steps

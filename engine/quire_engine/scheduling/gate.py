@@ -21,6 +21,8 @@ def check_request(config: SchedulerConfig, request: GenerationRequest) -> None:
     if max_new < 0:
         raise InfeasibleRequest(f"max_tokens is {max_new}, must be at least 0")
     if request.beam is not None:
+        if config.has_states:
+            raise InfeasibleRequest("beam search is not possible: this model keeps a recurrent state for each sequence")
         _check_beams(request)
     _check_resumed(request)
     if request.pooling and (max_new or n > 1 or request.sampling.num_prompt_logprobs is not None):

@@ -36,6 +36,7 @@ class KVAllocator:
         self._promises = Promises(block_size)
         self._pinned: list[int] = []  # sources of this plan's copies, which must not be reused before they are read
         self._caching = enable_prefix_caching
+        self._released: list[int] = []  # since the last batch
 
     @property
     def num_blocks(self) -> int:
@@ -189,6 +190,7 @@ class KVAllocator:
         if sequence.kv.copies_from is not None:
             self._drop(sequence.kv.copies_from)
             sequence.kv.copies_from = None
+        self._released.append(sequence.sequence_id)
         for block in reversed(sequence.kv.table.clear()):
             self._drop(block)
         sequence.kv.num_computed = sequence.kv.num_reserved = sequence.kv.num_certain = 0
@@ -206,6 +208,12 @@ class KVAllocator:
     def take_moves(self) -> Moves:
         """The copies to and from host memory for the next step; none without a host pool."""
         return NO_MOVES
+
+    def take_released(self) -> tuple[int, ...]:
+        """The ids of the sequences that were released since the last call."""
+        released = tuple(self._released)
+        self._released.clear()
+        return released
 
     def is_writable(self, block: int) -> bool:
         """Whether exactly one table holds the block and its content cannot be matched."""

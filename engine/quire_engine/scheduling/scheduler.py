@@ -198,7 +198,7 @@ class Scheduler:
         plan = self._planner.plan(self._step, now)
         if self._roster.total_preemptions:
             self._roster.total_recomputed_tokens += plan.num_recomputed
-        batch = plan.batch(self._step, self._kv.take_moves()) if plan.slices else None
+        batch = plan.batch(self._step, self._kv.take_moves(), self._kv.take_released()) if plan.slices else None
         if self._log is not None:
             self._log.planned(self._step, plan, batch, self._kv.num_blocks - self._kv.num_available, now)
         if batch is None:

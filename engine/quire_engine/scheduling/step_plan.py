@@ -85,7 +85,7 @@ class StepPlan:
         """Tokens that were assigned to the group."""
         return sum(self.slices.get(sequence, 0) for sequence in group.computing)
 
-    def batch(self, step_id: int, moves: Moves = NO_MOVES) -> Batch:
+    def batch(self, step_id: int, moves: Moves = NO_MOVES, released: tuple[int, ...] = ()) -> Batch:
         """The plan as a `Batch` for the executor."""
         items = tuple([_item(sequence, num_tokens) for sequence, num_tokens in self.slices.items()])
         return Batch(
@@ -97,6 +97,7 @@ class StepPlan:
             swap_in=moves.swap_in,
             swap_keys=moves.swap_keys,
             copies=tuple(self._copies.values()),
+            released=released,
         )
 
 

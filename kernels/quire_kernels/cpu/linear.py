@@ -47,6 +47,9 @@ class LinearOps:
     def norm_linear(self, x: Tensor, norm: Norm | None, w: PackedLinear) -> Tensor:
         return self._normed(x, norm, w, Epilogue.STORE)
 
+    def linear(self, x: Tensor, w: PackedLinear, wide: bool) -> Tensor:
+        return self._normed(x, None, w, Epilogue.STORE_FLOAT if wide else Epilogue.STORE)
+
     def norm_gate_up(self, x: Tensor, norm: Norm | None, w: PackedLinear, activation: Activation) -> Tensor:
         return self._normed(x, norm, w, GATES[activation])
 

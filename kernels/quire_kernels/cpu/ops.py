@@ -48,6 +48,7 @@ def cpu_kernel_set(
         norm_gate_up=linear.norm_gate_up,
         linear_add=linear.linear_add,
         norm_add=linear.norm_add,
+        linear=linear.linear,
         rope_write=attention.rope_write,
         attention=attention.attention,
         logits=linear.logits,

@@ -18,6 +18,7 @@ REFERENCE = KernelSet(
     norm_gate_up=linear.norm_gate_up,
     linear_add=linear.linear_add,
     norm_add=linear.norm_add,
+    linear=linear.linear,
     rope_write=rope.rope_write,
     attention=attention.attention,
     logits=linear.logits,

@@ -86,6 +86,11 @@ def norm_add(y: Tensor, norm: Norm, residual: Tensor) -> Tensor:
     return residual.add_(by_tiles(lambda rows: _normed(rows, norm), y))
 
 
+def linear(x: Tensor, w: Linear, wide: bool) -> Tensor:
+    out = norm_linear(x, None, w)
+    return out.float() if wide else out
+
+
 def logits(x: Tensor, norm: Norm, w: Linear) -> Tensor:
     return norm_linear(x, norm, w).float()
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from quire_engine.config import ARCHITECTURES
+from quire_engine.config import ARCHITECTURES, ModelImplementation
 from quire_engine.errors import ModelLoadError
 
 _GGUF = "GGUF files are not read; use the repository with the same model as safetensors"
@@ -27,15 +27,19 @@ def check_name(name: str, path: Path) -> None:
         )
 
 
-def check_checkpoint(folder: Path) -> None:
-    """Raises ModelLoadError for a directory that is not a checkpoint that can be served."""
+def check_checkpoint(folder: Path, model_impl: ModelImplementation = "auto") -> None:
+    """Raises ModelLoadError for a directory that is not a checkpoint that can be served.
+
+    Architectures that have no entry of ours are left to the engine, except with "native".
+    """
     names = {path.name for path in folder.iterdir()}
     if reason := trouble_of_files(names):
         raise ModelLoadError(f"{folder}: {reason}")
     architecture = _architecture(folder / "config.json")
-    if architecture is not None and architecture not in ARCHITECTURES:
+    if model_impl == "native" and architecture is not None and architecture not in ARCHITECTURES:
         raise ModelLoadError(
-            f"{folder}: models of architecture {architecture} are not served; served are {', '.join(ARCHITECTURES)}"
+            f"{folder}: models of architecture {architecture} have no entry of ours; those are"
+            f" {', '.join(ARCHITECTURES)}; set model_impl to auto to have it computed by transformers"
         )
 
 

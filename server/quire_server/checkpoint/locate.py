@@ -29,7 +29,7 @@ def localized(settings: Settings) -> Settings:
     if settings.model != DEMO_MODEL:
         name = _PAGE.sub("", settings.model)
         folder = checkpoint_directory(name, *where)
-        check_checkpoint(folder)
+        check_checkpoint(folder, settings.model_impl)
         if not Path(settings.model).is_dir():
             names = settings.served_model_name or tuple(dict.fromkeys((name, settings.model)))
             changed = {"model": str(folder), "served_model_name": names}

@@ -19,6 +19,7 @@ from quire_engine.config import (
     DType,
     KernelChoice,
     KVCacheDType,
+    ModelImplementation,
     Quantization,
 )
 from quire_engine.limits import LIMIT_NAMES, PolicyName, SchedulerLimits, VictimName, out_of_range
@@ -66,6 +67,9 @@ class EngineFields(BaseModel):
     )
     ignore_config_keys: Names = option(
         (), "Model", "keys of config.json that do not matter, though the model's family does not know them"
+    )
+    model_impl: Annotated[ModelImplementation, BeforeValidator(synonym_of("model_impl"))] = option(
+        "auto", "Model", "whose code computes the model: native is ours, auto ours where it can"
     )
     kernels: KernelChoice = option("auto", "Model", "implementation of the model's operations")
     cpu_variant: CpuVariant | None = option(

@@ -114,6 +114,7 @@ SYNONYMS: dict[str, dict[str, str]] = {
         **{"CRITICAL": "error", "NOTSET": "debug"},
     },
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "model_impl": {"vllm": "native"},
 }
 
 

@@ -346,7 +346,6 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_never("rope-scaling rope-theta", "change config.json"),
     *_only("load-format", "auto hf safetensors", "weights are read from safetensors files"),
     *_only("config-format", "auto hf", "config.json is read"),
-    *_only("model-impl", "auto vllm", "the implementations are our own"),
     *_any("safetensors-load-strategy pt-load-map-location", "how files are read changes no answer"),
     *_any("safetensors-prefetch-block-size safetensors-prefetch-num-threads", "how files are read changes no answer"),
     *_any("use-tqdm-on-load", "how files are read changes no answer", "switch"),

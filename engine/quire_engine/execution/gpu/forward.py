@@ -18,7 +18,7 @@ from quire_engine.execution.gpu.step_arrays import StepArrays, pad_slots
 from quire_engine.execution.gpu.tables import SlotTables
 from quire_engine.execution.logit_rules import SampleRow, apply_rules
 from quire_engine.execution.model_input import ModelInput
-from quire_engine.execution.models.config import ModelConfig
+from quire_engine.execution.models.served import ModelFacts
 from quire_engine.execution.sampler import Chosen, Sampler
 from quire_kernels.kernel_set import AttentionRows, ChoiceRows
 
@@ -29,7 +29,7 @@ class Model(Protocol):
     """The part of `models.decoder.Decoder` that a step uses."""
 
     @property
-    def config(self) -> ModelConfig: ...
+    def config(self) -> ModelFacts: ...
     def forward(self, step: ModelInput, kv: Tensor) -> Tensor: ...
     def normed(self, hidden: Tensor) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...

@@ -51,6 +51,18 @@ class _Entry(NamedTuple):
     stored: str  # the tensor's name in the file
 
 
+class StoredTensors(Protocol):
+    """The part of `Checkpoint` that reads tensors, also of one whose tensors are converted."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    def __contains__(self, name: str) -> bool: ...
+    def tensor(self, name: str) -> Tensor: ...
+    def is_done(self, name: str) -> bool: ...
+    def done(self, name: str) -> int: ...
+    def error(self, name: str, reason: str) -> ModelLoadError: ...
+
+
 class Checkpoint:
     """Tensors by name over all files. Valid while `open_checkpoint`'s block runs."""
 
@@ -63,6 +75,9 @@ class Checkpoint:
     @property
     def names(self) -> set[str]:
         return set(self._entries)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
 
     @property
     def num_bytes(self) -> int:

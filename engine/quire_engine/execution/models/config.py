@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from quire_engine.errors import ModelLoadError
+from quire_engine.errors import ModelLoadError, NotNative
 from quire_engine.execution.models.families import FAMILIES, Bias, Family
 
 _MAX_BYTES = 64 << 20  # a config is kilobytes and the largest shard index a few megabytes
@@ -211,10 +211,6 @@ class RopeConfig:
     mscale_all_dim: float = 0.0  # yarn; 0: absent
     short_factors: tuple[float, ...] = ()  # longrope, of each frequency
     long_factors: tuple[float, ...] = ()
-
-
-class NotNative(ModelLoadError):
-    """A configuration that may be right, but that no family here computes: an architecture, a key or a value."""
 
 
 def load_model_config(path: Path, ignored: Collection[str] = ()) -> ModelConfig:

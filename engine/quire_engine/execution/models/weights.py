@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire_engine.execution.models.checkpoint import Checkpoint, open_checkpoint
+from quire_engine.execution.models.checkpoint import Checkpoint, StoredTensors, open_checkpoint
 from quire_engine.execution.models.config import ModelConfig, RopeConfig
 from quire_engine.execution.models.decoder import Decoder, Weights
 from quire_engine.execution.packed.image import ALIGNMENT, Image, ImageWriter
@@ -350,7 +350,7 @@ class CheckpointSource:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: StoredTensors,
         kernels: KernelSet,
         dtype: torch.dtype,
         device: torch.device,
@@ -424,6 +424,9 @@ class CheckpointSource:
 
     def _convert(self, stored: Sequence[Tensor], into: Tensor) -> None:
         """One below the other, by several threads: of torch's own there are few where kernels have theirs."""
+        if into.dim() == 0:
+            into.copy_(stored[0])
+            return
         pieces: list[tuple[Tensor, Tensor]] = []
         step = max(1, _VALUES_AT_ONCE // max(1, into[0].numel()))
         at = 0
@@ -444,7 +447,7 @@ class CheckpointSource:
                 pass
 
     def _check(self, name: str, value: Tensor) -> None:
-        if self._form is not None:
+        if self._form is not None and value.dtype is torch.bfloat16:
             finite = self._form.all_finite(value)
         else:
             finite = all(bool(torch.isfinite(bound)) for bound in torch.aminmax(value))  # NaN is both bounds

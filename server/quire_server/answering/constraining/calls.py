@@ -147,7 +147,7 @@ class _Writer:
         """Rules for one tool's arguments, each on its own, in the order of its schema."""
         if tool.input_grammar:
             raise BadRequest(
-                f"The grammar of the tool {tool.name[:64]!r} cannot be enforced in the format in which this model writes"
+                f"The grammar of the tool {tool.name[:64]!r} cannot be enforced in the format of this model's"
                 " calls; leave out its 'format'.",
                 param="tools",
             )

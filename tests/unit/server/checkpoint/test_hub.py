@@ -169,10 +169,6 @@ def test_names_that_are_none_on_the_hub(name: str, words: str):
         ({"config.json": "{}", "pytorch_model.bin": ""}, "pickled"),
         ({"config.json": "{}"}, "no weights"),
         ({}, "config.json: the file is missing"),
-        (
-            {"config.json": '{"architectures": ["GptOssForCausalLM"]}', "model.safetensors": ""},
-            "architecture GptOssForCausalLM are not served; served are LlamaForCausalLM",
-        ),
     ],
 )
 def test_directories_that_cannot_be_served_are_called_by_their_names(tmp_path: Path, files: dict[str, str], words: str):
@@ -180,6 +176,14 @@ def test_directories_that_cannot_be_served_are_called_by_their_names(tmp_path: P
         (tmp_path / name).write_text(text)
     with pytest.raises(ModelLoadError, match=words.replace("(", r"\(")):
         localized(Settings(model=str(tmp_path)))
+
+
+def test_an_architecture_without_an_entry_is_left_to_the_engine_unless_native_is_asked_for(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"architectures": ["GptOssForCausalLM"]}')
+    (tmp_path / "model.safetensors").write_text("")
+    assert localized(Settings(model=str(tmp_path)))
+    with pytest.raises(ModelLoadError, match="GptOssForCausalLM have no entry of ours; those are LlamaForCausalLM"):
+        localized(Settings(model=str(tmp_path), model_impl="native"))
 
 
 def test_directories_are_taken_as_they_are():

@@ -1,0 +1,99 @@
+"""Models that transformers' code computes, over HTTP: streams, cached prefixes, preemption, `kill -9`, int4, images."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from e2e.served import Served
+from e2e.streams import Streamed, client, stream
+from quire_engine.build import resolve_plan
+from support.checkpoints import VOCAB_SIZE, write_tokenizer
+from support.limits import engine_config
+from sweep.__main__ import save_random, tiny
+
+pytestmark = pytest.mark.e2e
+
+FAMILIES = ("gemma3_text", "gpt_oss", "qwen3_moe", "qwen3_5_text", "phi3", "granite")
+RECURRENT = {"qwen3_5_text"}
+TOKENS, STREAMS, BLOCKS = 80, 4, 16
+
+
+def bodies() -> list[dict[str, Any]]:
+    return [
+        {
+            "prompt": f"{i}: The quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 2,
+            "max_tokens": TOKENS,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "temperature": 0.0 if i % 2 else 0.9,
+            "seed": 1000 + i,
+        }
+        for i in range(STREAMS)
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_served_as_our_own_are(family: str, tmp_path: Path):
+    folder, packed = tmp_path / family, tmp_path / "packed"
+    save_random(tiny(family, vocab_size=VOCAB_SIZE), folder, torch.bfloat16)
+    write_tokenizer(folder)
+    plan = resolve_plan(engine_config(model=str(folder), device="cpu", quantization="int4", max_model_len=256))
+    flags = ("--quantization", "int4", "--max-model-len", "256", "--packed-cache-dir", str(packed), "--device", "cpu")
+
+    async def body(server: Served) -> None:
+        async with client(server.url) as http:
+            alone = [await stream(http, request) for request in bodies()]
+            assert all(each.done and len(each.token_ids) == TOKENS for each in alone)
+            before = server.metric("quire_engine_restarts_total")
+            seen = [0] * STREAMS
+
+            def watch(i: int) -> Any:
+                def on_chunk(streamed: Streamed) -> None:
+                    seen[i] = len(streamed.token_ids)
+
+                return on_chunk
+
+            tasks = [asyncio.create_task(stream(http, r, on_chunk=watch(i))) for i, r in enumerate(bodies())]
+            async with asyncio.timeout(60):
+                while max(seen) < TOKENS // 3:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            os.kill(server.engine().pid, signal.SIGKILL)
+            together = await asyncio.gather(*tasks)
+            assert server.metric("quire_engine_restarts_total") == before + 1
+        for one, other in zip(alone, together, strict=True):
+            assert other.errors == []
+            assert (other.token_ids, other.text, other.done) == (one.token_ids, one.text, True)
+        assert server.metric("quire_preemptions_total") > 0
+        server.wait_idle()
+
+    size = str(BLOCKS * plan.bytes_per_block)
+    with Served(str(folder), "--kv-memory", size, *flags, limits="admission=prompt") as server:
+        assert "by transformers" in server.log()
+        assert (cached_tokens(server) > 0) == (family not in RECURRENT)
+        asyncio.run(body(server))
+        refused = httpx.post(
+            server.url + "/v1/chat/completions",
+            json={"model": family, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        )
+        assert refused.status_code == 400
+        assert "image_url" in refused.json()["error"]["message"]
+
+
+def cached_tokens(server: Served) -> int:
+    """Of a prompt that is asked for a second time."""
+    body = {
+        "prompt": "A quire is four sheets of paper folded into eight leaves; a ream is twenty quires.",
+        "max_tokens": 2,
+    }
+    for _ in range(2):
+        reply = httpx.post(server.url + "/v1/completions", json=body, timeout=60).json()
+    found = reply["usage"]["prompt_tokens_details"]
+    return found["cached_tokens"] if found else 0
