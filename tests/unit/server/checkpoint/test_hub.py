@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -195,3 +196,5 @@ def test_directories_are_taken_as_they_are():
 
 def test_the_architectures_that_are_named_are_those_that_are_built():
     assert tuple(FAMILIES) == ARCHITECTURES
+    document = (Path(__file__).parents[4] / "docs" / "models.md").read_text()
+    assert tuple(re.findall(r"^\| `(\w+)` \|", document.split("\n## ")[1], re.MULTILINE)) == ARCHITECTURES
