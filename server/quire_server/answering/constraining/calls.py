@@ -145,12 +145,6 @@ class _Writer:
 
     def _parameters(self, i: int, tool: Tool, style: Parameters) -> list[str]:
         """Rules for one tool's arguments, each on its own, in the order of its schema."""
-        if tool.input_grammar:
-            raise BadRequest(
-                f"The grammar of the tool {tool.name[:64]!r} cannot be enforced in the format of this model's"
-                " calls; leave out its 'format'.",
-                param="tools",
-            )
         schema = _schema(tool) if tool.parameters is not None else {}
         properties = schema.get("properties")
         if not isinstance(properties, Mapping) or not properties:
