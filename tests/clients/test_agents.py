@@ -6,6 +6,7 @@ the tests are about, and the conversation.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -13,10 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import claude_agent_sdk
 import pytest
 
 from clients.conftest import KEY, MODEL
-from clients.weather import QUESTION
+from clients.weather import DESCRIPTION, QUESTION, SCHEMA, get_weather
 from e2e.served import Served
 
 HERE = Path(__file__).parent
@@ -103,6 +105,48 @@ def test_codex(short: Served, tmp_path: Path) -> None:
 
 
 def test_claude_code(short: Served, tmp_path: Path) -> None:
+    """By its SDK, which can leave out the prefix that Claude Code puts before names that the model knows."""
+    tool = claude_agent_sdk.tool("get_weather", DESCRIPTION, SCHEMA)(_weather)
+    options = claude_agent_sdk.ClaudeAgentOptions(
+        model=MODEL,
+        mcp_servers={"weather": claude_agent_sdk.create_sdk_mcp_server("weather", tools=[tool])},
+        allowed_tools=["get_weather", "mcp__weather__get_weather"],
+        cwd=tmp_path,
+        cli_path=PROGRAMS / "claude",
+        include_partial_messages=True,
+        env=claude_variables(short, tmp_path) | {"CLAUDE_AGENT_SDK_MCP_NO_PREFIX": "1"},
+    )
+
+    async def said() -> list[Any]:
+        return [message async for message in claude_agent_sdk.query(prompt=QUESTION, options=options)]
+
+    messages = asyncio.run(said())
+    parts = [part for message in messages if hasattr(message, "content") for part in message.content]
+    call, outcome, answer = parts
+    assert (call.name, call.input) == ("get_weather", {"city": "Paris"})
+    assert (outcome.tool_use_id, outcome.is_error) == (call.id, None)
+    assert "18" in answer.text
+    assert sum(isinstance(message, claude_agent_sdk.StreamEvent) for message in messages) > 10
+    assert messages[-1].usage["cache_read_input_tokens"] > MOST_OF_A_TURN
+
+
+async def _weather(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"content": [{"type": "text", "text": get_weather(arguments["city"])}]}
+
+
+def claude_variables(server: Served, folder: Path) -> dict[str, str]:
+    return {
+        "HOME": str(folder),
+        "ANTHROPIC_BASE_URL": server.url,
+        "ANTHROPIC_AUTH_TOKEN": KEY,
+        "ANTHROPIC_API_KEY": "",
+        "ANTHROPIC_MODEL": MODEL,
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": MODEL,
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+
+
+def test_claude_code_alone(short: Served, tmp_path: Path) -> None:
     """The model says `get_weather` where the tool is `mcp__weather__get_weather`: the program answers that itself."""
     servers = {"mcpServers": {"weather": {"command": "node", "args": [WEATHER]}}}
     (tmp_path / "mcp.json").write_text(json.dumps(servers))
@@ -112,12 +156,7 @@ def test_claude_code(short: Served, tmp_path: Path) -> None:
         *("-p", QUESTION, "--output-format", "stream-json", "--include-partial-messages", "--verbose"),
         *("--model", MODEL, "--mcp-config", "mcp.json", "--strict-mcp-config"),
         *("--allowedTools", "mcp__weather__get_weather"),
-        ANTHROPIC_BASE_URL=short.url,
-        ANTHROPIC_AUTH_TOKEN=KEY,
-        ANTHROPIC_API_KEY="",
-        ANTHROPIC_MODEL=MODEL,
-        ANTHROPIC_DEFAULT_HAIKU_MODEL=MODEL,
-        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+        **claude_variables(short, tmp_path),
     )
     said = [part for event in events if event["type"] == "assistant" for part in event["message"]["content"]]
     results = [part for event in events if event["type"] == "user" for part in event["message"]["content"]]

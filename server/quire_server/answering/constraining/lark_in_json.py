@@ -10,6 +10,9 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from collections.abc import Iterator
+from functools import lru_cache
+from graphlib import CycleError, TopologicalSorter
 
 from quire_server.answering.constraining.schemas import SchemaRefused
 
@@ -34,6 +37,8 @@ _ATOM = re.compile(
 )
 _SHORT = {"\b": "\\b", "\f": "\\f", "\n": "\\n", "\r": "\\r", "\t": "\\t", '"': '\\"', "\\": "\\\\"}
 _SPECIAL = [*(chr(code) for code in range(0x20)), '"', "\\"]
+_LONG = "0[0-7be-f]|1[0-9a-f]"  # those that have no short escape
+_NUM_LONG = len(_SPECIAL) - len(_SHORT)
 _PLAIN = r'[^"\\\x00-\x1f]'  # what JSON has as it is
 _CLASSES = "dDwWsSpP"
 _CONTROLS = {"a": "\a", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
@@ -55,7 +60,7 @@ def in_json(grammar: str) -> str:
     Where no rule refers to itself all rules become terminals, and so one expression: a lexer that looks one byte ahead
     could not tell an escape that goes on with a text from one that ends it.
     """
-    pieces = list(_PIECE.finditer(grammar.replace("\r\n", "\n")))
+    pieces = list(_pieces(grammar.replace("\r\n", "\n")))
     written = [_rewritten(found) for found in pieces]
     references = _references(pieces)
     if "%ignore" not in grammar and not _has_circle(references):
@@ -74,6 +79,13 @@ def in_json(grammar: str) -> str:
     return "".join(written)
 
 
+def _pieces(grammar: str) -> Iterator[re.Match[str]]:
+    for found in _PIECE.finditer(grammar):
+        if found[0] in ('"', "/"):  # at once: to look for more of them would take the square of the grammar's length
+            raise SchemaRefused(f"the text or expression that begins with {grammar[found.start() :][:32]} has no end")
+        yield found
+
+
 def _references(pieces: list[re.Match[str]]) -> dict[str, set[str]]:
     """The names that each definition refers to."""
     found: dict[str, set[str]] = {}
@@ -87,13 +99,10 @@ def _references(pieces: list[re.Match[str]]) -> dict[str, set[str]]:
 
 
 def _has_circle(references: dict[str, set[str]]) -> bool:
-    left = dict(references)
-    while left:
-        ends = [name for name, others in left.items() if others.isdisjoint(left)]
-        if not ends:
-            return True
-        for name in ends:
-            del left[name]
+    try:
+        TopologicalSorter(references).prepare()
+    except CycleError:
+        return True
     return False
 
 
@@ -143,12 +152,14 @@ def expression_in_json(pattern: str, flags: str = "") -> str:
     """The regular expression of the JSON strings, without quotes, of the texts that match `pattern`."""
     if re.search(r"\(\?(?!:)", pattern):
         raise SchemaRefused("groups of expressions with options are not supported in the grammar of a tool")
-    return "".join(_atom(atom, dot_all="s" in flags) for atom in _ATOM.findall(pattern))
+    return "".join(_atom(found[0], dot_all="s" in flags) for found in _ATOM.finditer(pattern))
 
 
 def _atom(atom: str, *, dot_all: bool) -> str:
     if atom == ".":
         return _class(r"[\s\S]" if dot_all else r"[^\n]")
+    if atom == "[":
+        raise SchemaRefused("a class of characters has no end")
     if atom[0] == "[":
         return _class(atom)
     if atom[0] == "\\" and len(atom) > 1:
@@ -170,6 +181,7 @@ def _one(character: str, *, otherwise: str = "") -> str:
     return otherwise or f"\\x{{{ord(character):x}}}"
 
 
+@lru_cache(maxsize=64)
 def _class(written: str) -> str:
     """A class of characters: those that JSON has as they are, and the escapes of its others."""
     try:
@@ -180,7 +192,11 @@ def _class(written: str) -> str:
         raise SchemaRefused(
             f"the class of characters {written[:64]} is not supported in the grammar of a tool"
         ) from None
-    escapes = [re.escape(_escaped(each)) for each in _SPECIAL if known.fullmatch(each)]
+    members = [each for each in _SPECIAL if known.fullmatch(each)]
+    escapes = [re.escape(_escaped(each)) for each in members if each in _SHORT]
+    others = [f"{ord(each):02x}" for each in members if each not in _SHORT]
+    if others:
+        escapes.append(rf"\\u00(?:{'|'.join(others) if len(others) < _NUM_LONG else _LONG})")
     return f"(?:{'|'.join([f'[{written}&&{_PLAIN}]', *escapes])})"
 
 

@@ -277,25 +277,25 @@ class InputText:
 
     def __init__(self) -> None:
         self.text = ""
-        self._raw = ""
-        self._read: int | None = None  # characters of `_raw` that have been read; None: the text has not begun
+        self._raw = ""  # what has not been read yet
+        self._has_begun = False
 
     def push(self, arguments: str) -> str:
         """The text that is complete with these."""
         self._raw += arguments
-        if self._read is None:
+        if not self._has_begun:
             start = _INPUT_START.match(self._raw)
             if start is None:
                 return ""
-            self._read = start.end()
-        whole = _INPUT_PIECES.match(self._raw, self._read)
+            self._has_begun, self._raw = True, self._raw[start.end() :]
+        whole = _INPUT_PIECES.match(self._raw)
         assert whole is not None
-        self._read = whole.end()
+        self._raw = self._raw[whole.end() :]
         return self._take(json.loads(f'"{whole[0]}"', strict=False))
 
     def finish(self) -> str:
         """The arguments are there, or will not come: the text that is left."""
-        if self._read is not None:
+        if self._has_begun:
             return ""
         try:
             found = json.loads(self._raw, strict=False)

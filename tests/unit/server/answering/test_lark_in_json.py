@@ -105,6 +105,9 @@ def test_where_calls_are_not_json_the_grammar_is_not_enforced():
         ("start: /./ \n%ignore /[ ]+/", "ignores"),
         ("%import common.SQL_COMMENT\nstart: SQL_COMMENT", "SQL_COMMENT"),
         ("start: /[a-z&&[^x]]/", "class of characters"),
+        ("start: /" + "[" * 60_000 + "/", "has no end"),
+        ('start: "' + r"\"" * 30_000, "has no end"),
+        ("start: /" + r"\/" * 30_000, "has no end"),
     ],
 )
 def test_what_cannot_be_written_in_json_is_refused(grammar: str, words: str):
