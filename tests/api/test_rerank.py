@@ -152,6 +152,12 @@ async def test_a_chat_template_with_a_place_for_both_texts_makes_the_prompt() ->
     assert prompts == ["Find: q|d|"]
 
 
+async def test_all_pairs_together_have_a_bound() -> None:
+    fields: dict[str, Any] = {"query": "q" * 4000, "documents": ["d"] * 400}
+    error = (await post("/rerank", 400, scoring=ONE, **fields))["error"]
+    assert "1048576 tokens in all pairs" in error["message"]
+
+
 async def test_a_long_document_is_cut_and_the_prompt_stays_whole() -> None:
     most = len(load_tokenizer().encode(question("q", "", None), add_special_tokens=False)) + 10
     _, prompts = await posted(

@@ -18,6 +18,7 @@ from fastapi.responses import Response
 
 from quire_engine.types import GenerationRequest
 from quire_server.answering.vectors import (
+    MAX_INPUT_TOKENS,
     TextInput,
     VectorOptions,
     VectorUsage,
@@ -122,7 +123,14 @@ async def asked_texts(state: ServerState, options: PairOptions) -> VectorOptions
         options = replace(options, texts=texts)
     if method.is_cosine:
         return replace(texts, normalize=True)
-    inputs = [await _joined(state, left, right, options) for left, right in options.pairs]
+    inputs: list[TextInput] = []
+    total = 0
+    for one, other in options.pairs:
+        inputs.append(await _joined(state, one, other, options))
+        total += len(inputs[-1].source)
+        if total > MAX_INPUT_TOKENS:  # at once: the left text is a part of every pair
+            raise BadRequest(f"A request may have {MAX_INPUT_TOKENS} tokens in all pairs.", param=other.param)
+        await asyncio.sleep(0)  # let streams run between thousands of short pairs
     return replace(texts, inputs=inputs, keep_tokens=None, answers=method.answers or ())
 
 
@@ -227,5 +235,6 @@ async def _shortened(state: ServerState, source: str | Sequence[int], most: int)
     """At most so many tokens of a text."""
     if not isinstance(source, str):
         return source[:most]
+    await asyncio.sleep(0)
     ids = await state.text.encode(source, add_special_tokens=False)
     return source if len(ids) <= most else await state.text.decode(ids[:most])
