@@ -32,7 +32,7 @@ from support.fallback_steps import FallbackSteps
 from support.limits import engine_config
 from support.model_steps import scheduled
 from support.offline import generate
-from sweep.__main__ import LENGTHS, RESULT, SCHEDULE, TABLE, held_against_plain, plain, save_random, tiny, written
+from sweep.__main__ import RESULT, SCHEDULE, TABLE, held_against_plain, plain, prompts, save_random, tiny, written
 
 # One of each kind: softcaps, sinks, experts, latent attention, heads of two widths, recurrent layers, LayerNorm.
 FAMILIES = ("gemma2", "gpt_oss", "qwen3_moe", "deepseek_v3", "gemma4_text", "qwen3_5_text", "gpt2")
@@ -51,11 +51,6 @@ def checkpoint(model_type: str, dtype: torch.dtype = torch.bfloat16) -> Path:
     folder = Path(mkdtemp(prefix="quire-fallback-"))
     save_random(tiny(model_type), folder, dtype)
     return folder
-
-
-def prompts() -> dict[int, list[int]]:
-    source = torch.Generator().manual_seed(1)
-    return {key: torch.randint(3, 120, (length,), generator=source).tolist() for key, length in LENGTHS.items()}
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -232,6 +227,55 @@ class TestProof:
         assert small.sliding_window == 6
         assert small.hidden_size == 64
         assert proof.shrunk(ModelClass(transformers.Gemma3ForCausalLM, config), 64).config.sliding_window > 1000
+
+
+_FACTORS = {"short_factor": [1.0] * 48, "long_factor": [float(i + 1) for i in range(48)]}
+_LONGROPE = {"original_max_position_embeddings": 4096, "rope_scaling": {"type": "longrope", **_FACTORS}}
+_YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn"}
+# Numbers of published models, where they differ from the defaults of their classes.
+PUBLISHED: dict[str, tuple[str, dict[str, Any], int]] = {
+    "Phi3Config": (
+        "Phi3ForCausalLM",
+        {
+            **{"hidden_size": 3072, "num_attention_heads": 24, "num_key_value_heads": 8, "vocab_size": 200064},
+            **{"partial_rotary_factor": 0.75, "max_position_embeddings": 131072, "sliding_window": 262144, **_LONGROPE},
+        },
+        131072,
+    ),
+    "GptOssConfig": ("GptOssForCausalLM", {}, 131072),
+    "DeepseekV3Config": (
+        "DeepseekV3ForCausalLM",
+        {"rope_scaling": {**_YARN, "original_max_position_embeddings": 4096}},
+        4096,
+    ),
+    "Qwen3_5MoeConfig": ("Qwen3_5MoeForConditionalGeneration", {}, 262144),
+    "Qwen3NextConfig": ("Qwen3NextForCausalLM", {}, 262144),
+    "Gemma4Config": ("Gemma4ForConditionalGeneration", {}, 131072),
+    "Gemma4TextConfig": (
+        "Gemma4ForCausalLM",
+        {"num_kv_shared_layers": 20, "num_hidden_layers": 35, "use_double_wide_mlp": True},
+        32768,
+    ),
+    "Gemma3nTextConfig": ("Gemma3nForCausalLM", {}, 32768),
+    "GraniteMoeHybridConfig": (
+        "GraniteMoeHybridForCausalLM",
+        {
+            **{"layer_types": (["mamba"] * 5 + ["attention"]) * 4, "num_hidden_layers": 24, "hidden_size": 2048},
+            **{"mamba_n_heads": 64, "mamba_d_head": 64, "mamba_expand": 2},
+        },
+        32768,
+    ),
+    "NemotronHConfig": ("NemotronHForCausalLM", {}, 32768),
+    "BambaConfig": ("BambaForCausalLM", {"attn_layer_indices": [9, 18, 27]}, 32768),
+    "Llama4Config": ("Llama4ForConditionalGeneration", {}, 4096),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_models_of_published_shapes_are_proven(name: str):
+    kind, options, longest = PUBLISHED[name]
+    made = getattr(transformers, name)(**options)
+    proof.prove(ModelClass(getattr(transformers, kind), type(made).from_dict(made.to_dict())), longest, None)
 
 
 class TestPackedWeights:

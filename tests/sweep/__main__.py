@@ -4,12 +4,14 @@
     python -m sweep qwen3_moe gemma2     these alone, printed
 
 Each is saved as a checkpoint, loaded as a user's would be, proof included, and held against transformers' own forward
-pass in float32: logits of three sequences in mixed, chunked steps, then 48 greedy tokens.
+pass in float32: logits of three sequences in mixed, chunked steps, then 48 greedy tokens. In bfloat16 its rows must
+have the same bits in any batch and in any chunks.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import tempfile
@@ -122,9 +124,7 @@ def save_random(made: ModelClass, folder: Path, dtype: torch.dtype = torch.float
 def held_against_plain(made: ModelClass, folder: Path) -> dict[str, Any]:
     """The relative difference of the logits, and how many greedy tokens are equal."""
     model = save_random(made, folder)
-    generator = torch.Generator().manual_seed(1)
-    ids = {key: torch.randint(3, 120, (length,), generator=generator).tolist() for key, length in LENGTHS.items()}
-    steps = FallbackSteps(folder)
+    ids, steps = prompts(), FallbackSteps(folder)
     got = steps.run(ids, SCHEDULE)
     wanted = {key: plain(model, tokens) for key, tokens in ids.items()}
     largest = max(logits.abs().max().item() for logits in wanted.values())
@@ -144,6 +144,24 @@ def held_against_plain(made: ModelClass, folder: Path) -> dict[str, Any]:
         "layers": facts.num_layers,
         "recurrent": bool(getattr(facts, "mixers", ())),
     }
+
+
+@torch.inference_mode()
+def has_same_bits(folder: Path) -> bool:
+    """Whether a row's bits in bfloat16 are those of its sequence alone: whole, token by token and by threes."""
+    ids, steps = prompts(), FallbackSteps(folder, dtype="bfloat16")
+    mixed = steps.run(ids, SCHEDULE)
+    for key, tokens in ids.items():
+        by_threes = [min(3, len(tokens) - start) for start in range(0, len(tokens), 3)]
+        for counts in ([len(tokens)], [1] * len(tokens), by_threes):
+            if not torch.equal(mixed[key], steps.run({key: tokens}, [[(key, count)] for count in counts])[key]):
+                return False
+    return True
+
+
+def prompts() -> dict[int, list[int]]:
+    source = torch.Generator().manual_seed(1)
+    return {key: torch.randint(3, 120, (length,), generator=source).tolist() for key, length in LENGTHS.items()}
 
 
 def continued(steps: FallbackSteps, tokens: list[int], start: int) -> torch.Tensor:
@@ -166,12 +184,13 @@ def result(model_type: str) -> dict[str, Any]:
             if total > MOST_PARAMETERS:
                 raise ValueError(f"its configuration does not shrink: {total:,} parameters")
             found = held_against_plain(made, Path(folder))
-        passed = found["difference"] <= TOLERANCE and found["greedy"] == NUM_GREEDY
+            found["same_bits"] = has_same_bits(Path(folder))
+        passed = found["difference"] <= TOLERANCE and found["greedy"] == NUM_GREEDY and found["same_bits"]
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         refused = isinstance(error, ModelLoadError)
-        text = " ".join(str(error).split())
+        text = re.sub(r"\S+/config\.json: ", "", " ".join(str(error).split()))
         found, passed = {"refused" if refused else "error": f"{type(error).__name__}: {text[:300]}"}, False
     took = round(time.perf_counter() - started, 1)
     print(f"{model_type}: {took} s", file=sys.stderr)
@@ -181,13 +200,14 @@ def result(model_type: str) -> dict[str, Any]:
 def table(recorded: dict[str, Any]) -> str:
     """The architectures that passed, as the documents list them."""
     passed = [each for each in recorded["models"] if each["passed"]]
-    attends = sorted(each["architecture"] for each in passed if not each["recurrent"])
-    recurs = sorted(each["architecture"] for each in passed if each["recurrent"])
+    attends = sorted({each["architecture"] for each in passed if not each["recurrent"]})
+    recurs = sorted({each["architecture"] for each in passed if each["recurrent"]})
     worst = max(each["difference"] for each in passed)
     implementation, total = recorded["implementation"], len(recorded["models"])
     return (
-        f"{len(passed)} of the {total} architectures that {implementation} lists for text give its logits in float32,"
-        f" at most\n{worst:.0e} of the largest apart, and {NUM_GREEDY} of {NUM_GREEDY} of its greedy tokens:\n\n"
+        f"{len(passed)} of the {total} model types that {implementation} lists for text give its logits in float32,"
+        f" at most\n{worst:.0e} of the largest apart, and {NUM_GREEDY} of {NUM_GREEDY} of its greedy tokens."
+        " In bfloat16 their\nrows have the same bits alone, in any batch and in any chunks.\n\n"
         f"| layers | architectures |\n| --- | --- |\n| attention | {', '.join(attends)} |\n"
         f"| recurrent ones among them | {', '.join(recurs)} |\n"
     )

@@ -18,21 +18,22 @@ import torch
 from torch import Tensor
 
 from quire_engine.batch import Batch, ScheduledSequence
-from quire_engine.config import KVCacheDType, Quantization
+from quire_engine.build import Resolved, resolve
+from quire_engine.config import EngineConfig, KVCacheDType, Quantization
 from quire_engine.errors import ConfigError
 from quire_engine.execution.kv_storage import KVStorage
+from quire_engine.execution.loading import Loading
 from quire_engine.execution.model_input import model_input
 from quire_engine.execution.models.checkpoint import fingerprint
-from quire_engine.execution.models.config import ModelConfig, load_model_config
-from quire_engine.execution.models.weights import load_decoder
+from quire_engine.execution.models.served import ModelFacts
+from quire_engine.execution.progress import tell_nobody
 from quire_engine.execution.step_tensors import step_tensors
+from quire_engine.limits import SchedulerLimits
 from quire_engine.machine import usable_cores
 from quire_engine.quality_store import Quality, store_quality
 from quire_engine.tools.json_child import converse
 from quire_engine.tools.logit_comparison import Comparison, Prompts, equal_share
 from quire_engine.types import SamplingParams, StopParams
-from quire_kernels.kernel_set import KVFormat
-from quire_kernels.select import select
 
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
@@ -63,19 +64,19 @@ def measure(
 
     A continuation ends after one of `end_token_ids`. Raises ConfigError, ModelLoadError.
     """
-    config = load_model_config(path)
+    threads, ends = num_threads or usable_cores(), frozenset(end_token_ids)
+    config = _resolved(path, Variant(), threads).model
     kind = "random ids" if prompts is None else "text"
     prompts = bounded(random_prompts(config.vocab_size) if prompts is None else prompts, config)
-    threads, ends = num_threads or usable_cores(), frozenset(end_token_ids)
     checkpoint = fingerprint(path)
     reference: list[Tensor] = []
-    continued = ask(path, config, Variant(), prompts, ends, threads, reference.append)
+    continued = ask(_resolved(path, Variant(), threads), Variant(), prompts, ends, reference.append)
     for variant in variants:
         comparison = Comparison(prompts, reference)
         shares = [
             equal_share(ours, theirs)
             for ours, theirs in zip(
-                continued, ask(path, config, variant, prompts, ends, threads, comparison.add), strict=True
+                continued, ask(_resolved(path, variant, threads), variant, prompts, ends, comparison.add), strict=True
             )
         ]
         yield Quality(
@@ -100,7 +101,7 @@ def random_prompts(vocab_size: int) -> Prompts:
     return [[source.randrange(vocab_size) for _ in range(_RANDOM_PROMPT_TOKENS)] for _ in range(_RANDOM_PROMPTS)]
 
 
-def bounded(prompts: Prompts, config: ModelConfig) -> Prompts:
+def bounded(prompts: Prompts, config: ModelFacts) -> Prompts:
     """The prompts cut to the context length and the memory for logits. Raises ConfigError for unusable prompts."""
     affordable = _LOGITS_BYTES // (4 * config.vocab_size * max(1, len(prompts)))
     longest = max(0, min(MAX_PROMPT_TOKENS, config.max_position_embeddings - CONTINUATION_TOKENS, affordable))
@@ -115,15 +116,26 @@ def bounded(prompts: Prompts, config: ModelConfig) -> Prompts:
     return cut
 
 
+def _resolved(path: Path, variant: Variant, threads: int) -> Resolved:
+    """The model with its kernels, not loaded yet. Raises ConfigError, ModelLoadError."""
+    return resolve(
+        EngineConfig(
+            model=str(path),
+            device="cpu",
+            dtype="bfloat16",
+            kernels="cpu",
+            quantization=variant.quantization,
+            kv_cache_dtype=variant.kv_cache_dtype,
+            num_threads=threads,
+            packed_cache=False,
+            limits=SchedulerLimits(block_size=_BLOCK_SIZE),
+        )
+    )
+
+
 @torch.inference_mode()
-def ask(  # noqa: PLR0917
-    path: Path,
-    config: ModelConfig,
-    variant: Variant,
-    prompts: Prompts,
-    ends: frozenset[int],
-    threads: int,
-    on_logits: Callable[[Tensor], None],
+def ask(
+    resolved: Resolved, variant: Variant, prompts: Prompts, ends: frozenset[int], on_logits: Callable[[Tensor], None]
 ) -> list[list[int]]:
     """Load the model, pass each prompt's logits to `on_logits`, return the greedy continuations, free the model.
 
@@ -131,26 +143,10 @@ def ask(  # noqa: PLR0917
     """
     _log.info("computing with %s weights and a KV cache of %s", *_names(variant))
     blocks_each = [-(-(len(prompt) + CONTINUATION_TOKENS) // _BLOCK_SIZE) for prompt in prompts]
-    try:
-        kernels = select(
-            _CPU,
-            torch.bfloat16,
-            "cpu",
-            kv=KVFormat(head_dim=config.head_dim, block_size=_BLOCK_SIZE, kv_type=variant.kv_cache_dtype),
-            quantization=variant.quantization,
-            threads=threads,
-        )
-        kv = KVStorage(kernels, config, sum(blocks_each), _BLOCK_SIZE, torch.bfloat16, _CPU)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    decoder = load_decoder(
-        path,
-        config,
-        kernels=kernels,
-        dtype=torch.bfloat16,
-        device=_CPU,
-        max_model_len=max(len(prompt) for prompt in prompts) + CONTINUATION_TOKENS,
-    )
+    config = resolved.model
+    kv = KVStorage(resolved.kernels, config, sum(blocks_each), _BLOCK_SIZE, torch.bfloat16, _CPU)
+    longest = max(len(prompt) for prompt in prompts) + CONTINUATION_TOKENS
+    decoder = Loading(resolved.wanted(), None, tell_nobody).load(longest)
 
     def compute(*items: ScheduledSequence) -> Tensor:
         batch = Batch(step_id=0, items=items, num_tokens=sum(item.num_tokens for item in items))
@@ -182,7 +178,7 @@ def _names(variant: Variant) -> tuple[str, str]:
 def _slice(token_ids: Sequence[int], blocks: Sequence[int], start: int) -> ScheduledSequence:
     """The tokens from `start` on, with logits for every row."""
     return ScheduledSequence(
-        sequence_id=0,
+        sequence_id=blocks[0],
         choice=0,
         prompt_token_ids=tuple(token_ids),
         output_token_ids=(),

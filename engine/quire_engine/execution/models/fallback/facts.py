@@ -24,6 +24,7 @@ from quire_engine.execution.models.weights import Parameters
 
 _ROWS = 5  # of the probe: a number that no width is a multiple of by chance
 _LANES = 64  # values that torch computes at once: two vectors of sixteen floats, or of 32 bf16
+_EXACT_POWERS = (2, 3, 0.5, -0.5)  # computed by products and roots, whose results are rounded in one way
 # Single-number functions whose vector form rounds other than their scalar form, which torch takes for an array's end.
 _ROUNDED = frozenset(
     f"{name}{end}"
@@ -133,6 +134,8 @@ def learn_facts(made: ModelClass, dtype: torch.dtype) -> Facts:
         raise ModelLoadError(f"{made.name} of {IMPLEMENTATION} computes its attention by code of its own")
     mixers = _mixers(model, probe)
     config, body = made.text_config, probe.body()
+    # The rows of a recurrent module are computed one by one, in any step.
+    widths = {width for width, names in probe.widths.items() if not all(_is_in(name, mixers) for name in names)}
     hidden_size = probe.outputs[body].shape[-1]
     idle = _idle(model, probe.called)
     return Facts(
@@ -147,7 +150,7 @@ def learn_facts(made: ModelClass, dtype: torch.dtype) -> Facts:
         attention=tuple(probe.attention.values()),
         mixers=tuple(mixers),
         state_bytes=_state_bytes(model, mixers, made),
-        row_multiple=_multiple(probe.widths),
+        row_multiple=_multiple(widths),
         inner_multiple=_multiple(probe.inner_widths),
         read=tuple(sorted(probe.read)),
         idle=idle,
@@ -166,7 +169,7 @@ class _Probe(TorchFunctionMode):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.attention: dict[str, AttentionFacts] = {}
-        self.widths: set[int] = set()
+        self.widths: dict[int, set[str]] = {}  # with the modules where they occur
         self.inner_widths: set[int] = set()
         self.called: dict[nn.Module, None] = {}  # in order
         self.outputs: dict[str, Tensor] = {}
@@ -220,8 +223,8 @@ class _Probe(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         subject = args[0] if args and isinstance(args[0], Tensor) else None
         if subject is not None and subject.device.type == "meta":
-            if name in _ROUNDED and subject.numel() % _ROWS == 0:
-                (self.inner_widths if self._inside else self.widths).add(subject.numel() // _ROWS)
+            if name in _ROUNDED and subject.numel() % _ROWS == 0 and not (name == "pow" and args[1] in _EXACT_POWERS):
+                self._note(subject.numel() // _ROWS)
             if name in _VALUES:
                 return _VALUES[name](subject)
             if name == "split" and isinstance(args[1], list):  # by numbers that were not known
@@ -234,6 +237,12 @@ class _Probe(TorchFunctionMode):
                 if owner is not None and owner is not self._running[-1]:
                     self.read.add(self._names[owner])
         return result
+
+    def _note(self, width: int) -> None:
+        if self._inside:
+            self.inner_widths.add(width)
+        else:
+            self.widths.setdefault(width, set()).add(self._names[self._running[-1]])
 
     def attend(self, call: AttentionCall) -> Tensor:
         """See `interface.Computes`."""
@@ -336,6 +345,10 @@ def _state_bytes(model: Any, mixers: list[str], made: ModelClass) -> int:
         for handle in handles:
             handle.remove()
     return state.num_bytes
+
+
+def _is_in(name: str, modules: list[str]) -> bool:
+    return any(name == module or name.startswith(module + ".") for module in modules)
 
 
 def _multiple(widths: set[int]) -> int:

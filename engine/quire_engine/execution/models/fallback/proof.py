@@ -86,6 +86,7 @@ SIZES = {
 _KEY_HEADS = ("num_key_value_heads", "num_global_key_value_heads", "swa_num_key_value_heads", "num_kv_heads")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 _WINDOWS = ("sliding_window", "attention_chunk_size", "index_topk", "sliding_window_size", "window_size")
+_SHARED = "num_kv_shared_layers"
 _LEAST_LAYERS = 4
 _MOST_PARAMETERS = 60_000_000  # of a shrunken model: a second or two of work
 
@@ -134,7 +135,7 @@ def _shrunk_number(key: str, values: Mapping[str, Any], few: int, max_model_len:
         return SIZES[key]
     if key.endswith("_token_id") and value >= SIZES["vocab_size"]:
         return 0
-    return min(value, few // 2) if key in ("num_kv_shared_layers", "max_window_layers") else value
+    return min(value, few // 2) if key in (_SHARED, "max_window_layers") else value
 
 
 def _agree(values: Mapping[str, Any], found: dict[str, Any]) -> None:
@@ -145,6 +146,8 @@ def _agree(values: Mapping[str, Any], found: dict[str, Any]) -> None:
         found["qk_head_dim"] = found["qk_nope_head_dim"] + found["qk_rope_head_dim"]
     if values.get("global_head_dim") and values["global_head_dim"] != values.get("head_dim"):
         found["global_head_dim"] = 32
+    if values.get("attn_layer_indices"):
+        found["attn_layer_indices"] = [1, 3]
     if isinstance(values.get("eos_token_id"), list):
         found["eos_token_id"] = 2
 
@@ -159,7 +162,8 @@ def _few_layers(values: Mapping[str, Any], layers: int) -> int:
     for value in values.values():
         if isinstance(value, list) and len(value) == layers and all(isinstance(each, str) for each in value):
             few = max(few, *(value.index(each) + 1 for each in value))
-    return few
+    # Layers that read the keys of others need one of their kind before them.
+    return 2 * few if values.get(_SHARED) else few
 
 
 def _shrunk_rope(rope: dict[str, Any]) -> dict[str, Any]:
