@@ -1,4 +1,4 @@
-"""Channels of gpt-oss, numbered calls of Kimi and tags of GLM, with special tokens, through a server and grammars."""
+"""Forced calls and answers of gpt-oss, Kimi, GLM and OLMo, with their special tokens, through a server."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ TEMPLATES = {
     "openai": "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
     "{% if tools %}{{ tools | tojson }}{% endif %}{# <|channel|>analysis<|message|> #}<|start|>assistant",
     "glm45": "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}<tool_call><arg_key>{% endif %}",
+    "olmo3": "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}<function_calls>{% endif %}",
     "kimi_k2": "{% for m in messages %}{{ m.content }}{% endfor %}"
     "{% if tools %}<|tool_calls_section_begin|>{% endif %}",
 }

@@ -174,7 +174,9 @@ def test_what_is_written_is_read_back(
 @thorough
 @given(name=names, values=st.dictionaries(names, st.text(), max_size=4), places=places)
 @example(name="f", values={"a": "\n\n", "b": "", "c": '\\"\x00'}, places=[])
-def test_texts_between_tags_are_read_back(form: str, name: str, values: dict[str, str], places: list[int]) -> None:
+def test_texts_of_single_arguments_are_read_back(
+    form: str, name: str, values: dict[str, str], places: list[int]
+) -> None:
     tools = {name: {"properties": {key: {"type": "string"} for key in values}}}
     text = written(tool_format(form), [(name, json.dumps(values))])
     parsed = parse(cut(text, places), form, tools=tools)

@@ -95,11 +95,13 @@ def written(form: ToolFormat, calls: Iterable[tuple[str, str]]) -> str:
 
 
 def _one_by_one(style: Parameters, arguments: dict[str, object]) -> str:
-    return "".join(
-        style.opening(name, is_text=isinstance(value, str))
-        + (value if isinstance(value, str) else json.dumps(value))
-        + style.after
-        for name, value in arguments.items()
+    texts = [
+        (name, value) if isinstance(value, str) else (name, json.dumps(value)) for name, value in arguments.items()
+    ]
+    if style.quotes:
+        texts = [(name, json.dumps(value)) for name, value in arguments.items()]
+    return style.separator.join(
+        style.opening(name, is_text=isinstance(arguments[name], str)) + text + style.after for name, text in texts
     )
 
 

@@ -150,30 +150,52 @@ class _Writer:
         if not isinstance(properties, Mapping) or not properties:
             if schema.get("additionalProperties") is False:
                 return [f'arguments_{i}: ""']
-            return [f"arguments_{i}: ({self._written(style.before)} {_NAME} {self._written(style.named)} free_value)*"]
-        required, parts, rules = schema.get("required"), [], []
-        for j, (name, property_schema) in enumerate(properties.items()):
-            value, is_text = self._value(tool, property_schema, schema)
+            part = f"{self._written(style.before)} {_NAME} {self._written(style.named)} free_value".lstrip()
+            more = f"({self._written(style.separator)} {part})*"
+            return [f"arguments_{i}: ({part} {more})?" if style.separator else f"arguments_{i}: ({part})*"]
+        required = schema.get("required")
+        names = [name for name in properties if isinstance(required, list) and name in required]
+        needed = len(names)
+        names += [name for name in properties if name not in names]
+        rules: list[str] = []
+        for j, name in enumerate(names):
+            value, is_text = self._value(tool, properties[name], schema, style)
+            opening = self._written(style.opening(name, is_text=is_text))
             if value == "free_value":
-                written_value = value
+                rules.append(f"part_{i}_{j}: {opening} free_value")
             else:
                 rules.append(f"value_{i}_{j}: {value}")
-                written_value = f"value_{i}_{j} {self._written(style.after)}"
-            part = f"{self._written(style.opening(name, is_text=is_text))} {written_value}"
-            is_required = isinstance(required, list) and name in required
-            parts.append(part if is_required else f"({part})?")
-        return [*rules, f"arguments_{i}: {' '.join(parts)}"]
+                rules.append(f"part_{i}_{j}: {opening} value_{i}_{j} {self._written(style.after)}".rstrip())
+        if style.separator:
+            return [*rules, *self._separated(i, len(names), needed, style.separator)]
+        parts = {name: f"part_{i}_{j}" if j < needed else f"part_{i}_{j}?" for j, name in enumerate(names)}
+        return [*rules, f"arguments_{i}: {' '.join(parts[name] for name in properties)}"]
 
-    def _value(self, tool: Tool, schema: object, root: Schema) -> tuple[str, bool]:
+    def _separated(self, i: int, count: int, needed: int, separator: str) -> list[str]:
+        """Rules for the parts of one tool with a separator between them; the first ones must be there."""
+        rules = []
+        for j in range(1, count):
+            part = f"({self._written(separator)} part_{i}_{j}){'' if j < needed else '?'}"
+            rules.append(f"more_{i}_{j}: {part} {f'more_{i}_{j + 1}' if j + 1 < count else ''}".rstrip())
+        firsts = [
+            f"part_{i}_{j} {f'more_{i}_{j + 1}' if j + 1 < count else ''}".rstrip()
+            for j in range(1 if needed else count)
+        ]
+        start = firsts[0] if needed else f"({' | '.join(firsts)})?"
+        return [*rules, f"arguments_{i}: {start}"]
+
+    def _value(self, tool: Tool, schema: object, root: Schema, style: Parameters) -> tuple[str, bool]:
         """The right side of a value's rule, or `free_value`; and whether it is a string. Raises BadRequest."""
         kinds = kinds_of_schema(schema)
         known = schema if isinstance(schema, Mapping) else {}
+        definitions: Schema = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        if style.quotes:
+            return json_value({**known, **definitions}, lenient=not tool.strict), False
         constants = [known["const"]] if "const" in known else known.get("enum")
         if isinstance(constants, list) and constants and "string" in kinds:
             shown = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in constants]
             return " | ".join(map(literal, shown)), kinds == {"string"}
         if "string" not in kinds and known:
-            definitions: Schema = {name: root[name] for name in ("$defs", "definitions") if name in root}
             return json_value({**known, **definitions}, lenient=not tool.strict), False
         if tool.strict and (narrowed := next((name for name in _NARROWING if name in known), None)):
             raise BadRequest(
@@ -185,6 +207,8 @@ class _Writer:
 
     def _free_value(self, style: Parameters) -> list[str]:
         """Rules for a value that is any text, with what follows it."""
+        if style.quotes:
+            return [f"free_value: {json_value({})}"]
         end = style.after.rstrip("\n")
         rest = self._written(style.after[len(end) :])
         if end in self._format.markers and self._token_id(end) is not None:

@@ -14,7 +14,7 @@ from quire_server.text.parsing.json_call import Outcome
 from quire_server.text.parsing.literals import PYTHON, Notation, delimited, read_literal
 from quire_server.text.parsing.parsed_reply import ParsedReply
 from quire_server.text.parsing.source import Markers, Source, Steps
-from quire_server.text.parsing.tool_format import ToolFormat
+from quire_server.text.parsing.tool_format import Parameters, ToolFormat
 
 _NAME = re.compile(r"[\w.-]+")
 _BAD_CALL = "A call is not written as calls are."
@@ -103,7 +103,20 @@ def _read_python_list(source: Source, reply: ParsedReply, before: str) -> Steps[
             return
 
 
-PYTHONIC = ToolFormat(name="pythonic", read=_read_pythonic, markers=(_PYTHON_START, _PYTHON_END), writes_json=False)
+_KEYWORDS = Parameters(named="=", separator=", ", quotes=True)
+PYTHONIC = ToolFormat(
+    name="pythonic",
+    read=_read_pythonic,
+    markers=(_PYTHON_START, _PYTHON_END),
+    writes_json=False,
+    parameters=_KEYWORDS,
+    begin="[",
+    bare_name=True,
+    between_name_and_arguments="(",
+    after_call=")",
+    separator=", ",
+    end="]",
+)
 
 
 _CALLS, _END_CALLS = "<function_calls>", "</function_calls>"
@@ -122,7 +135,20 @@ def _read_olmo(source: Source, reply: ParsedReply) -> Steps[None]:
             yield from source.until(_CALLS_CLOSED, _ignore)
 
 
-OLMO = ToolFormat(name="olmo3", read=_read_olmo, markers=(_CALLS, _END_CALLS), opener=_CALLS, writes_json=False)
+OLMO = ToolFormat(
+    name="olmo3",
+    read=_read_olmo,
+    markers=(_CALLS, _END_CALLS),
+    opener=_CALLS,
+    writes_json=False,
+    parameters=_KEYWORDS,
+    begin=f"{_CALLS}\n",
+    bare_name=True,
+    between_name_and_arguments="(",
+    after_call=")",
+    separator="\n",
+    end=f"\n{_END_CALLS}",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

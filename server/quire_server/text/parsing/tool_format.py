@@ -29,14 +29,16 @@ def mistral_id() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """How arguments are written one by one: `before`, the name, `named`, the value, `after`.
+    """How arguments are written one by one: `before`, the name, `named`, the value, `after`; `separator` between them.
 
-    A value that is a string stands as it is, any other one as JSON.
+    A value that is a string stands as it is, any other one as JSON; with `quotes` every value is JSON.
     """
 
-    before: str
+    before: str = ""
     named: str
-    after: str
+    after: str = ""
+    separator: str = ""  # if there is one, required arguments come first
+    quotes: bool = False
     named_other: str = ""  # instead of `named` before a value that is no string; "": the same
 
     def opening(self, name: str, *, is_text: bool) -> str:

@@ -232,6 +232,8 @@ def test_arguments_one_by_one(name: str, spelled: bool):
         return written(form, [(tool, json.dumps(each)) for each in arguments])
 
     full = {"city": "Pa\n<x> ris", "unit": "C", "days": 3, "where": {"x": 1.5}}
+    if form.parameters is not None and form.parameters.separator:  # required ones come first
+        full = {name: full[name] for name in ("city", "days", "unit", "where")}
     check(
         grammar(tools=tools, form=form, vocabulary=vocabulary),
         whole=(
@@ -258,6 +260,16 @@ def test_arguments_one_by_one(name: str, spelled: bool):
         whole=(calls(full),),
         wrong=("", "Hello", calls(full, full)),
         vocabulary=vocabulary,
+    )
+
+
+def test_arguments_of_which_none_is_required():
+    form = TOOL_FORMATS["pythonic"]
+    schema = {"type": "object", "properties": {name: {"type": "integer"} for name in "abc"}}
+    check(
+        grammar(tools=required(Tool(name="f", parameters=schema)), form=form),
+        whole=("[f()]", "[f(a=1)]", "[f(b=2, c=3)]", "[f(a=1, c=3), f(c=1)]"),
+        wrong=("[f(a=1 b=2)]", "[f(, a=1)]", "[f(a=1,)]", "[f(d=1)]", "[f(c=3, a=1)]"),
     )
 
 
