@@ -271,6 +271,68 @@ def test_a_key_that_no_family_knows_is_refused_by_name_and_may_be_ignored(path):
     assert load_model_config(path, ("attention_temperature", "mixes")) == before
 
 
+# As they are published, without what every configuration has; each is served by an entry of ours.
+PUBLISHED = {
+    "Qwen3ForCausalLM": {"max_window_layers": 28, "rope_scaling": None, "sliding_window": None, "use_mrope": False},
+    "LlamaForCausalLM": {"pretraining_tp": 1, "mlp_bias": False, "is_llama_config": None, "max_sequence_length": 2048},
+    "Gemma3ForCausalLM": {
+        "attn_logit_softcapping": None,
+        "cache_implementation": "hybrid",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 10000,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+    },
+    "Phi3ForCausalLM": {
+        "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+        "embd_pdrop": 0.0,
+        "full_attn_mod": 1,
+        "interpolate_factor": 1,
+        "lm_head_bias": False,
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.75,
+        "sliding_window": 262144,
+    },
+    "SmolLM3ForCausalLM": {
+        "max_window_layers": 28,
+        "no_rope_layer_interval": 4,
+        "pretraining_tp": 2,
+        "use_sliding_window": False,
+    },
+}
+
+
+@pytest.mark.parametrize("architecture", PUBLISHED)
+def test_published_configurations_are_read(architecture, tmp_path):
+    sizes = {"hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
+    plain = {"architectures": [architecture], "vocab_size": 512, "num_key_value_heads": 2, "head_dim": 64, **sizes}
+    if architecture == "Phi3ForCausalLM":
+        del plain["head_dim"]
+    (tmp_path / "config.json").write_text(json.dumps(plain | PUBLISHED[architecture]))
+    assert load_model_config(tmp_path).architecture == architecture
+
+
+def test_the_smallest_text_part_that_is_published_is_read(tmp_path):
+    """Gemma 3 4B's leaves out heads and vocabulary."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "mm_tokens_per_image": 256, "vision_config": {"a": 1}}
+    (tmp_path / "config.json").write_text(json.dumps({**whole, "text_config": text, "boi_token_index": 255999}))
+    config = load_model_config(tmp_path)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
+    assert config.windows[:6] == (1024,) * 5 + (None,)
+    assert (config.ropes[0].factor, config.ropes[5].factor, config.ropes[5].theta) == (1.0, 8.0, 1e6)
+    assert config.tie_word_embeddings
+
+
 def test_family_defaults_stand_in_for_absent_options(tmp_path):
     required = {
         "vocab_size": 512,

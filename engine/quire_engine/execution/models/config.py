@@ -44,7 +44,9 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "use_bidirectional_attention": (False,),
     "attention_bias": (False, True),  # of families whose reference does not read it
     "mlp_bias": (False, True),
-    "pretraining_tp": (1,),  # the reference multiplies in slices, in the checkpoint's own dtype
+    "full_attn_mod": (1,),
+    "interpolate_factor": (1, 1.0),
+    "lm_head_bias": (False,),
 }
 # Keys that say nothing about the arithmetic of a forward pass: of the files, of training, of generation, of the
 # classes that wrote them. Any other key that no family reads is refused by name.
@@ -61,6 +63,7 @@ _HARMLESS = frozenset(
         "bad_words_ids",
         "begin_suppress_tokens",
         "bos_token_id",
+        "cache_implementation",
         "chunk_size_feed_forward",
         "classifier_dropout",
         "decoder_start_token_id",
@@ -86,7 +89,9 @@ _HARMLESS = frozenset(
         "length_penalty",
         "max_length",
         "max_new_tokens",
+        "max_sequence_length",
         "max_tokens",
+        "max_window_layers",
         "min_length",
         "model_name",
         "model_type",
@@ -102,6 +107,7 @@ _HARMLESS = frozenset(
         "output_scores",
         "pad_token_id",
         "prefix",
+        "pretraining_tp",
         "problem_type",
         "pruned_heads",
         "remove_invalid_values",
@@ -238,7 +244,7 @@ def _unknown(options: Options) -> Iterator[str]:
 
 def _model_config(options: Options, family: Family, *, headless: bool) -> ModelConfig:
     num_layers = options.integer("num_hidden_layers", most=_MAX_LAYERS)
-    num_heads = options.integer("num_attention_heads")
+    num_heads = options.integer("num_attention_heads", family.default_heads)
     hidden_size = options.integer("hidden_size")
     num_kv_heads = options.integer("num_key_value_heads", family.default_kv_heads or num_heads)
     head_dim = options.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
@@ -257,7 +263,7 @@ def _model_config(options: Options, family: Family, *, headless: bool) -> ModelC
     capped = scales.logit_cap is not None and options.given(scales.logit_cap)
     return ModelConfig(
         architecture=family.architecture,
-        vocab_size=options.integer("vocab_size"),
+        vocab_size=options.integer("vocab_size", family.default_vocab_size),
         hidden_size=hidden_size,
         intermediate_size=options.integer("intermediate_size"),
         num_layers=num_layers,
@@ -401,6 +407,8 @@ def _windows_by_place(options: Options, family: Family, window: int | None, num_
     each = family.full_each
     if each is not None:
         for key in _PATTERNS:
+            if isinstance(options.raw(key), str):
+                raise options.beyond(f"{key}={options.raw(key)!r} without layer_types is not supported")
             each = options.integer(key, each)
     return tuple(None if each and (layer + 1) % each == 0 else window for layer in range(num_layers))
 

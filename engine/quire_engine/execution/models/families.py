@@ -68,6 +68,8 @@ class Family:
     default_local_theta: float | None = None  # of windowed layers; None: as the others
     rotary_share: float = 1.0  # of a head, where the checkpoint does not say
     fused: frozenset[str] = frozenset()  # which of qkv and gate_up is stored as one matrix
+    default_vocab_size: int | None = None  # None: the checkpoint has to say
+    default_heads: int | None = None
     default_kv_heads: int | None = None  # None: as many as query heads
     default_head_dim: int | None = None  # None: hidden_size / num_attention_heads
     default_max_positions: int = 2048
@@ -122,6 +124,8 @@ _GEMMA3 = Family(
     rotation="own_table",
     default_theta=1e6,
     default_local_theta=1e4,
+    default_vocab_size=262208,
+    default_heads=8,
     default_kv_heads=4,
     default_head_dim=256,
     default_max_positions=131072,
