@@ -23,12 +23,12 @@ struct Context;
 // One op of a layer program. The rows that ops read and write: x, the residual stream; wide, the last projection from
 // x; q, the rotated queries; mixed, attention's output; y, a projection that is normed before it is added to x.
 enum class LayerOpKind : int32_t {
-  kNormLinear = 0,   // wide = weight of the normed x; a gate-up pair with its activation
-  kRopeWrite = 1,    // q from wide; keys and values to the pool
-  kKeepSampled = 2,  // from here on q and x are the sample rows alone
-  kAttend = 3,       // mixed from q
-  kAddMixed = 4,     // x += scale * weight of mixed
-  kAddWide = 5,      // x += scale * weight of wide
+  kNormLinear = 0,    // wide = weight of the normed x; a gate-up pair with its activation
+  kRopeWrite = 1,     // q from wide; keys and values to the pool
+  kKeepSampled = 2,   // from here on q and x are the sample rows alone
+  kAttend = 3,        // mixed from q
+  kAddMixed = 4,      // x += scale * weight of mixed
+  kAddWide = 5,       // x += scale * weight of wide
   kProjectMixed = 6,  // y = weight of mixed
   kProjectWide = 7,   // y = weight of wide
   kNormAdd = 8,       // x += the normed y
@@ -114,8 +114,8 @@ QUIRE_API int32_t quire_attention(Context* context, const AttentionShape* shape,
                                   const AttentionStep* step, const bf16* q, bf16* out);
 
 // Runs the ops of all layers: x [rows, H] -> the same in place, or with kKeepSampled where `sampled` is given its rows
-// alone, as the first rows of x, whose places in the step are `sample_rows`, rising. The first result that is not 0 ends
-// the call and leaves x undefined.
+// alone, as the first rows of x, whose places in the step are `sample_rows`, rising. The first result that is not 0
+// ends the call and leaves x undefined.
 QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t count, const KvPool* pool,
                                const AttentionStep* step, const AttentionStep* sampled, const int64_t* sample_rows,
                                bf16* x);

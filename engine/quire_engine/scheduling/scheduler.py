@@ -112,7 +112,9 @@ class Scheduler:
             return False
         if self._log is not None:
             self._log.ends(request_id, "abort")
-        self._roster.end_all(group)
+        for sequence in self._roster.end_all(group):
+            if sequence.num_output_tokens:  # as most do that end by a stop string, which is not the engine's to see
+                self._planner.admission.note_end(sequence)
         return True
 
     def fail(self, request_id: str, message: str) -> list[TokenOutput]:

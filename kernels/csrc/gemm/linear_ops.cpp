@@ -91,9 +91,8 @@ void project(Context& context, const Linear& w, const Input& in, const Output& o
 
 QUIRE_API int32_t quire_norm_linear(Context* context, const Linear* w, const bf16* x, int64_t m, const Norm* norm,
                                     void* out, Epilogue epilogue) {
-  return guarded(context, [&] {
-    project(*context, *w, {x, m, norm}, {epilogue, out, w->gate_up ? w->n / 2 : w->n, nullptr});
-  });
+  return guarded(context,
+                 [&] { project(*context, *w, {x, m, norm}, {epilogue, out, w->gate_up ? w->n / 2 : w->n, nullptr}); });
 }
 
 QUIRE_API int32_t quire_linear_add(Context* context, const Linear* w, const bf16* x, int64_t m, float scale,

@@ -81,9 +81,7 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t cou
         failed = quire_norm_linear(context, op->weight, source, rows, nullptr, y, Epilogue::kStore);
         break;
       }
-      case LayerOpKind::kNormAdd:
-        failed = quire_norm_add(context, y, rows, hidden, op->norm, x);
-        break;
+      case LayerOpKind::kNormAdd: failed = quire_norm_add(context, y, rows, hidden, op->norm, x); break;
     }
   }
   return failed;

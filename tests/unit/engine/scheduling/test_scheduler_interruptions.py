@@ -196,3 +196,21 @@ def test_a_group_that_the_device_never_has_memory_for_ends_with_an_error() -> No
     run.executor.starved.clear()
     run.to_end()
     assert produced_alone(run, b)
+
+
+def test_the_lengths_of_aborted_outputs_are_learned() -> None:
+    """The server ends a request by an abort when it finds a stop string."""
+
+    def entered(num_aborted: int) -> int:
+        run = new_run(num_blocks=40, max_num_seqs=16, admission="expected", enable_prefix_caching=False)
+        for i in range(num_aborted):
+            run.add(request(f"short{i}", 20, 400, stop=(10**6,)))
+            for _ in range(4):
+                run.one_step()
+            run.scheduler.abort(f"short{i}")
+        run.add(*(request(f"r{i}", 20, 400, stop=(10**6,)) for i in range(8)))
+        for _ in range(3):
+            run.one_step()
+        return run.scheduler.stats().running
+
+    assert entered(0) < entered(8) == 8
