@@ -93,15 +93,17 @@ class LinearOps:
         return self._normed(x, norm, eps, w, torch.float32)
 
     def greedy(
-        self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear, allowed: Tensor | None = None
+        self, x: Tensor, norm: Tensor | None, eps: float, w: PackedLinear, allowed: Tensor | None = None
     ) -> tuple[list[int], list[bool]]:
-        """The argmax of `logits`, without writing the logits to memory."""
+        """The argmax of `logits`, or of `linear`, without writing them to memory."""
         x = _rows(x, w.num_inputs)
-        _check_norm(norm, w.num_inputs)
+        if norm is not None:
+            _check_norm(norm, w.num_inputs)
         rows = x.shape[0]
         columns, finite = (ctypes.c_int64 * rows)(), (ctypes.c_uint8 * rows)()
         bits = None if allowed is None else _bits(allowed, rows, w.num_outputs)
-        if self._greedy(self._handle, w.address, x.data_ptr(), rows, norm.data_ptr(), eps, bits, columns, finite):
+        scale = None if norm is None else norm.data_ptr()
+        if self._greedy(self._handle, w.address, x.data_ptr(), rows, scale, eps, bits, columns, finite):
             raise MemoryError(f"multiplying {rows} rows")
         return list(columns), [bool(value) for value in finite]
 

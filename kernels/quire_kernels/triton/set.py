@@ -86,9 +86,11 @@ class LinearOps:
         return self._product.logits(rms_norm(x, norm, eps), w)
 
     def greedy(
-        self, x: Tensor, norm: Tensor, eps: float, w: Linear, allowed: Tensor | None = None
+        self, x: Tensor, norm: Tensor | None, eps: float, w: Linear, allowed: Tensor | None = None
     ) -> tuple[list[int], list[bool]]:
         """The argmax of each row; one copy to the host."""
+        if norm is None:
+            raise ValueError("the Triton kernels have no product without a norm")
         logits, rows = self.logits(x, norm, eps, w), _greatest(len(x), x.device)
         ids, finite, _ = choose(logits, rows)
         if allowed is not None:
