@@ -255,7 +255,8 @@ class KernelSet:
         Bytes of one block of that pool.
     greedy(x [S, K], norm, w, allowed) -> (S ids, S bools), or None
         The argmax of each row of `logits`, the lowest id among equals, and whether the row was finite: for an
-        implementation that computes it without storing the logits. `allowed` is None, or on the host int64
+        implementation that computes it without storing the logits. With norm None, where there is a `linear`, of that
+        op's rows. `allowed` is None, or on the host int64
         [S, ceil(V / 64)], contiguous: column i is allowed if bit i % 64 of word i // 64 is set. The finite flags do
         not depend on it; the id is -1 if no column is allowed.
     choose(logits [S, V] float32, rows) -> (ids [R] int64, finite [R] bool, possible [R] bool), or None
@@ -287,7 +288,7 @@ class KernelSet:
     packed_bits: float | None = None
     packed_bytes: Callable[[LinearWeight], int] | None = None  # bytes of one matrix; set with `packed_bits`
     packed_form: PackedForm | None = None  # matrices are plain memory, which may outlive the process
-    greedy: Callable[[Tensor, Norm, LinearWeight, Tensor | None], tuple[list[int], list[bool]]] | None = None
+    greedy: Callable[[Tensor, Norm | None, LinearWeight, Tensor | None], tuple[list[int], list[bool]]] | None = None
     linear: Callable[[Tensor, LinearWeight, bool], Tensor] | None = None
     choose: Callable[[Tensor, ChoiceRows], tuple[Tensor, Tensor, Tensor]] | None = None
     attention_scratch: Callable[[int, int, int, int], int] | None = None

@@ -90,6 +90,17 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_chunks(model_type: str,
         assert torch.equal(whole, one_by_one), "whole, token by token"
 
 
+@pytest.mark.parametrize(("model_type", "is_plain"), [("qwen3_moe", True), ("gemma2", False), ("granite", False)])
+def test_the_greatest_logit_is_found_without_the_logits(model_type: str, is_plain: bool):
+    steps = FallbackSteps(checkpoint(model_type), dtype="bfloat16")
+    steps.run({0: [5, 6]}, [[(0, 2)]])
+    hidden = torch.randn(20, steps.resolved.model.hidden_size, generator=torch.Generator().manual_seed(2)).bfloat16()
+    found = steps.model.greedy(hidden, None)
+    assert (found is not None) == is_plain
+    if found is not None:
+        assert found[0] == steps.model.logits(hidden).argmax(dim=-1).tolist()
+
+
 def test_quantized_experts_take_a_quarter(tmp_path: Path):
     sizes = [
         FallbackSteps(checkpoint("qwen3_moe"), dtype="bfloat16", quantization=kind).model.packed_bytes or 0

@@ -57,14 +57,14 @@ class LinearOps:
         return self._normed(x, norm, w, Epilogue.STORE_FLOAT)
 
     def greedy(
-        self, x: Tensor, norm: Norm, w: PackedLinear, allowed: Tensor | None = None
+        self, x: Tensor, norm: Norm | None, w: PackedLinear, allowed: Tensor | None = None
     ) -> tuple[list[int], list[bool]]:
-        """The argmax of `logits`, without writing the logits to memory."""
+        """The argmax of `logits`, or of `linear`, without writing them to memory."""
         x = _rows(x, w.num_inputs)
         rows = x.shape[0]
         columns, finite = (ctypes.c_int64 * rows)(), (ctypes.c_uint8 * rows)()
         bits = None if allowed is None else _bits(allowed, rows, w.num_outputs)
-        arguments = byref(norm_args(norm, w.num_inputs))
+        arguments = None if norm is None else byref(norm_args(norm, w.num_inputs))
         if self._greedy(self._handle, w.address, x.data_ptr(), rows, arguments, bits, columns, finite):
             raise MemoryError(f"multiplying {rows} rows")
         return list(columns), [bool(value) for value in finite]

@@ -86,9 +86,12 @@ class LinearOps:
     def logits(self, x: Tensor, norm: Norm, w: Linear) -> Tensor:
         return self._product.logits(rms_norm(x, norm), w)
 
-    def greedy(self, x: Tensor, norm: Norm, w: Linear, allowed: Tensor | None = None) -> tuple[list[int], list[bool]]:
+    def greedy(
+        self, x: Tensor, norm: Norm | None, w: Linear, allowed: Tensor | None = None
+    ) -> tuple[list[int], list[bool]]:
         """The argmax of each row; one copy to the host."""
-        logits, rows = self.logits(x, norm, w), _greatest(len(x), x.device)
+        rows = _greatest(len(x), x.device)
+        logits = self._product.logits(x if norm is None else rms_norm(x, norm), w)
         ids, finite, _ = choose(logits, rows)
         if allowed is not None:
             octets = allowed.to(x.device).view(torch.uint8).unsqueeze(2)

@@ -19,6 +19,7 @@ from quire_engine.execution.model_input import ModelInput
 from quire_engine.execution.models.fallback.attention import PagedAttention
 from quire_engine.execution.models.fallback.facts import Facts, StepArguments
 from quire_engine.execution.models.fallback.interface import AttentionCall, attach, set_interfaces
+from quire_engine.execution.models.fallback.products import PackedLinear
 from quire_engine.execution.models.fallback.states import States
 from quire_engine.execution.models.fallback.weights import Loaded, Sources
 from quire_kernels.kernel_set import ChoiceRows, KernelSet
@@ -88,13 +89,15 @@ class FallbackDecoder:
         for module in model.modules():
             _fix_angles(module, max_model_len)
         attach(model, self._steps)
+        head = model.get_output_embeddings()
+        self._head = head if facts.plain_head and isinstance(head, PackedLinear) else None
         self._steps.know(model)
         self._states = States(model, facts.mixers, max_num_seqs) if facts.mixers else None
         self._arguments = StepArguments(model.forward)
         body = model.get_submodule(facts.body)
         self._body_forward = body.forward
         self._hidden: Tensor | None = None
-        self._output: Any = None
+        self._output: Any = None  # the type of the decoder's output: logits are only asked for behind a step
         body.forward = self._body
 
     @property
@@ -149,9 +152,12 @@ class FallbackDecoder:
             self._steps.end()
         return found[0, :count].float()  # type: ignore[no-any-return]
 
-    def greedy(self, hidden: Tensor, allowed: Tensor | None = None) -> None:
-        """The maxima are taken from the logits, which a head may scale and cap."""
-        del hidden, allowed
+    @torch.inference_mode()
+    def greedy(self, hidden: Tensor, allowed: Tensor | None = None) -> tuple[list[int], list[bool]] | None:
+        """As `KernelSet.greedy`; None where the kernels have none, or the head scales or caps its logits."""
+        if self._kernels.greedy is None or self._kernels.linear is None or self._head is None:
+            return None
+        return self._kernels.greedy(hidden, None, self._head.packed, allowed)
 
     def choose(self, logits: Tensor, rows: ChoiceRows) -> tuple[Tensor, Tensor, Tensor]:
         del logits, rows

@@ -81,6 +81,7 @@ class Facts:
     state_bytes: int  # of one sequence
     row_multiple: int  # a step is computed with a multiple of so many rows, see `_Probe`
     inner_multiple: int  # the same for rows inside an expert
+    plain_head: bool  # logits are what the last linear module gives, unscaled
     read: tuple[str, ...]  # linear modules whose weights others read: they stay plain
     idle: tuple[str, ...]  # modules that text does not pass, such as vision towers: they are not loaded
     parameters: Parameters
@@ -152,6 +153,7 @@ def learn_facts(made: ModelClass, dtype: torch.dtype) -> Facts:
         state_bytes=_state_bytes(model, mixers, made),
         row_multiple=_multiple(widths),
         inner_multiple=_multiple(probe.inner_widths),
+        plain_head=logits is probe.head_output,
         read=tuple(sorted(probe.read)),
         idle=idle,
         parameters=_parameters(model, idle),
@@ -176,6 +178,8 @@ class _Probe(TorchFunctionMode):
         self._model = model
         self._names = {module: name for name, module in model.named_modules()}
         self.read: set[str] = set()
+        self.head_output: Tensor | None = None
+        self._head = model.get_output_embeddings()
         self._inside = 0  # experts
         self._running: list[nn.Module] = []
         self._owners = {id(module.weight): module for module in model.modules() if isinstance(module, nn.Linear)}
@@ -212,6 +216,8 @@ class _Probe(TorchFunctionMode):
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         del args
         self._running.pop()
+        if module is self._head:
+            self.head_output = output
         hidden = getattr(output, "last_hidden_state", None)
         if isinstance(hidden, Tensor):
             self.outputs[self._names[module]] = hidden
