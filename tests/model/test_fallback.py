@@ -361,6 +361,14 @@ class TestEngine:
         assert len({tuple(three["b", choice].token_ids) for choice in range(3)}) > 1
         assert all(three["b", choice].finish == "length" for choice in range(3))
 
+    def test_states_of_requests_that_ended_are_given_back(self):
+        built = build(config(checkpoint("qwen3_5_text"), max_num_seqs=16))
+        states = built.executor._runner._decoder._states
+        generate(built, [request(f"r{i}", range(5, 20 + i), num_tokens=4) for i in range(12)])
+        generate(built, [request("last", range(5, 30), num_tokens=4)])
+        assert len(states) == 1
+        assert len(states._before) <= 1
+
     def test_beams_of_a_recurrent_model_are_refused(self):
         built = build(config(checkpoint("qwen3_5_text")))
         asked = replace(request("b", range(5, 30)), beam=BeamParams(width=2))

@@ -28,6 +28,7 @@ from quire_kernels.kernel_set import KernelSet, LinearWeight
 from quire_kernels.packed_form import PackedForm
 
 _MOST_INPUTS = 65536  # of a packed matrix
+_LINEAR = (nn.Linear, Conv1D)
 _PART = re.compile(r"(?P<name>.+?)(?:\[(?P<index>\d+)])?(?P<transposed>\.T)?")
 _LOOKED_UP = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # modules whose matrices are used as they are
 _EXPERT_BYTES = 320  # of an image's header for one expert's matrices, at most
@@ -208,6 +209,14 @@ def parameters(model: Any, facts: Facts) -> Iterator[tuple[list[str], nn.Paramet
     yield from names.values()
 
 
+def keeps_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
+    """Whether transformers insists on float32 for a parameter of a model of this type."""
+    kept = [*(model._keep_in_fp32_modules_strict or ())]
+    if dtype is torch.float16:
+        kept += model._keep_in_fp32_modules or ()
+    return any(re.search(each.replace("*", ".*"), name) for each in kept)
+
+
 class Sources(Protocol):
     """Where weights come from, for each type in which they are kept."""
 
@@ -251,13 +260,11 @@ class Loaded:
         return self._dtype_of(value) is self._dtype and value.shape[-1] <= _MOST_INPUTS
 
     def _is_packed(self, module: nn.Module) -> bool:
-        return type(module) in (nn.Linear, Conv1D) and self._packs(module.weight)  # type: ignore[arg-type]
+        return type(module) in _LINEAR and self._packs(module.weight)  # type: ignore[arg-type]
 
     def _dtype_of(self, value: Tensor) -> torch.dtype:
         """The type that a parameter is kept in: the model's, but float32 where transformers insists on it."""
-        name, strict = self._name[id(value)], self._model._keep_in_fp32_modules_strict or ()
-        kept = [*strict, *((self._model._keep_in_fp32_modules or ()) if self._dtype is torch.float16 else ())]
-        if any(re.search(each.replace("*", ".*"), name) for each in kept):
+        if keeps_float32(self._model, self._name[id(value)], self._dtype):
             return torch.float32
         return value.dtype if value.dtype is torch.float32 else self._dtype
 
@@ -343,14 +350,24 @@ class Loaded:
 
 def most_image_bytes(model: Any, facts: Facts, form: PackedForm, alignment: int) -> int:
     """An upper bound on the bytes of the image of a model's packed weights."""
+    packed = {
+        id(value)
+        for name, module in model.named_modules()
+        if (type(module) in _LINEAR and name not in facts.read) or is_experts(module)
+        for value in module._parameters.values()
+        if value is not None and value.dim() > 1
+    }
+    embedding = model.get_input_embeddings().weight
     total = 0
-    for _, value in parameters(model, facts):
-        if value.dim() >= 2:
-            matrices = value.numel() // (value.shape[-1] * value.shape[-2])
-            most = max(form.most_bytes(*value.shape[-2:]), form.most_bytes(*value.shape[-2:][::-1]))
-            total += matrices * most + value.numel() * 4 + alignment
-        else:
-            total += value.numel() * 4 + alignment
+    for names, value in parameters(model, facts):
+        if id(value) in packed:
+            rows, columns = value.shape[-2:]
+            most = max(form.most_bytes(rows, columns), form.most_bytes(columns, rows))
+            total += value.numel() // (rows * columns) * most
+        if value is embedding:
+            total += value.nbytes + alignment
+        elif id(value) not in packed or keeps_float32(model, names[0], torch.float16):
+            total += 4 * value.numel() + alignment
     for value in model.buffers():
         total += value.nbytes + alignment
     return total
