@@ -273,7 +273,7 @@ def _model_config(options: Options, family: Family, *, headless: bool) -> ModelC
         norm_eps=options.number("rms_norm_eps", family.default_eps),
         max_position_embeddings=max_positions,
         ropes=ropes,
-        tie_word_embeddings=headless or options.boolean("tie_word_embeddings", family.ties_embeddings),
+        tie_word_embeddings=options.boolean("tie_word_embeddings", family.ties_embeddings) or headless,
         qkv_bias=_bias(options, family.qkv_bias),
         o_bias=_bias(options, family.o_bias),
         mlp_bias=_bias(options, family.mlp_bias),
