@@ -295,8 +295,8 @@ async def test_a_later_error_is_an_event_and_then_the_end(path: str) -> None:
 async def test_silence_is_filled_with_comments(path: str) -> None:
     engine = FakeEngine()
     engine.hold()
-    asyncio.get_running_loop().call_later(0.2, engine.release)
     async with connect(make_app(engine=engine, sse_keep_alive_interval=0.05)) as client:
+        asyncio.get_running_loop().call_later(0.5, engine.release)
         reply = await client.post(path, json=BODIES[path] | {"stream": True})
     assert reply.text.startswith(": keep-alive\n\n")
     assert choice_texts(parse_events(reply.text)) == {0: "The quick br"}

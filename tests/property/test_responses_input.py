@@ -65,7 +65,7 @@ def test_anything_is_a_request_or_refused(body: dict[str, Any], given_input: obj
         options = request.options(items)
     except BadRequest:
         return
-    json.dumps(request.shown())
+    json.dumps(request.shown({}))
     assert options.prompt.param == "input"
 
 
