@@ -85,6 +85,9 @@ def test_the_reference_agrees(variant, n, k):
             roundings = 2 * result.abs()
             if name == "norm_gate_up":  # |silu'| <= 1.1
                 roundings += (1.1 * gate.abs() + (gate * torch.sigmoid(gate)).abs()) * up.abs()
+            elif name == "norm_gate_up_gelu":  # |gelu'| <= 1.13
+                gelu = torch.nn.functional.gelu(gate, approximate="tanh")
+                roundings += (1.13 * gate.abs() + gelu.abs()) * up.abs()
             elif name.startswith("linear_add"):
                 roundings += (result - given.residual.double()).abs()
             # By rows: where float32 sums of squares differ, single normed values may round the other way.
@@ -166,7 +169,9 @@ def test_a_poisoned_row_stays_alone(variant, kind, poison):
     given = clean._replace(x=x, residual=residual).rows(slice(1, 79))
     for name, rows in apply_ops(kernels, given, *packed).items():
         assert torch.equal(rows[~sick[1:79]], expected[name]), name
-        assert not torch.isfinite(rows[sick[1:79]]).any(), name
+        finite = torch.isfinite(rows[sick[1:79]])
+        # Where nothing is multiplied, an infinity spoils its own column, and makes the others zero.
+        assert not (finite.all(dim=1) if name.startswith("norm_add") else finite).any(), name
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -128,12 +128,19 @@ def test_a_packed_matrix_owns_its_memory(variant, kind):
     kernels, given = kernel_set(variant, kind), operands(130, 100, 3)
     weight, bias = given.weight.clone(), given.bias.clone()
     matrices = [kernels.pack_linear(weight, bias), kernels.pack_gate_up(*weight.chunk(2), bias)]
-    before = [kernels.norm_linear(given.x, Norm(given.norm, EPS), w) for w in matrices]
+    norm = Norm(given.norm, EPS)
+
+    def computed() -> list[torch.Tensor]:
+        return [
+            kernels.norm_linear(given.x, norm, matrices[0]),
+            kernels.norm_gate_up(given.x, norm, matrices[1], "silu"),
+        ]
+
+    before = computed()
     weight.fill_(float("nan"))
     bias.fill_(float("nan"))
     more = kernels.pack_linear(given.weight[:64] * 3, None)
-    for w, expected in zip(matrices, before, strict=True):
-        assert torch.equal(kernels.norm_linear(given.x, Norm(given.norm, EPS), w), expected)
+    assert all(map(torch.equal, computed(), before))
     spans = sorted((w.args.packed, w.args.packed + w.parts["packed"].nbytes) for w in [*matrices, more])
     assert all(start % 64 == 0 for start, _ in spans)
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))

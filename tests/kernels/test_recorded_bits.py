@@ -67,9 +67,9 @@ def checkpoint(path: Path, architecture: str) -> Path:
     return path
 
 
-def coarse_table(rope: object, head_dim: int, num_positions: int) -> torch.Tensor:
+def coarse_table(rope: object, head_dim: int, num_positions: int, *, rotary_dim: int) -> torch.Tensor:
     """Angles from rational numbers in place of cosines, which libraries round each in their way."""
-    del rope
+    del rope, rotary_dim
     turns = torch.arange(num_positions).unsqueeze(1) * (3 + torch.arange(head_dim // 2)) % 64
     return torch.cat([(turns - 32) / 32, (turns % 16 - 8) / 8], dim=1).to(torch.float32)
 

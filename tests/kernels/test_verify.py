@@ -230,7 +230,7 @@ def test_what_is_not_promised_is_told_and_no_fault():
     assert all(each.ok for each in found)
     assert {each.op for each in found if each.alone is False} == {"norm_linear"}
     assert {each.op for each in found if each.alone} == {
-        *("norm_gate_up", "linear_add", "logits", "rope_write", "attention")
+        *("norm_gate_up", "linear_add", "norm_add", "logits", "rope_write", "attention")
     }
 
 
