@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from quire_engine.errors import ModelLoadError
 from quire_engine.execution.models.fallback.interface import AttentionCall, attach, set_interfaces
-from quire_engine.execution.models.fallback.model_class import IMPLEMENTATION, ModelClass
+from quire_engine.execution.models.fallback.model_class import IMPLEMENTATION, ModelClass, in_steps
 from quire_engine.execution.models.fallback.states import SequenceState, cache_parameter
 from quire_engine.execution.models.weights import Parameters
 
@@ -120,17 +120,10 @@ class Facts:
 
 def learn_facts(made: ModelClass, dtype: torch.dtype) -> Facts:
     """Raises ModelLoadError for a model that cannot be computed this way, with the reason."""
-    try:
+    with in_steps(made):
         model = made.on_meta(dtype)
         probe = _Probe(model)
         logits = probe.run()
-    except ModelLoadError:
-        raise
-    except Exception as error:
-        line = " ".join(str(error).split())[:300]
-        raise ModelLoadError(
-            f"{made.name} of {IMPLEMENTATION} cannot be computed step by step: {type(error).__name__}: {line}"
-        ) from error
     if not probe.attention:
         raise ModelLoadError(f"{made.name} of {IMPLEMENTATION} computes its attention by code of its own")
     mixers = _mixers(model, probe)

@@ -33,6 +33,20 @@ transformers.logging.set_verbosity(logging.ERROR)
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
+@contextmanager
+def in_steps(made: ModelClass) -> Iterator[None]:
+    """While a model is computed step by step: whatever its code raises is a ModelLoadError that names the class."""
+    try:
+        yield
+    except ModelLoadError:
+        raise
+    except Exception as error:
+        line = " ".join(str(error).split())[:300]
+        raise ModelLoadError(
+            f"{made.name} of {IMPLEMENTATION} cannot be computed step by step: {type(error).__name__}: {line}"
+        ) from error
+
+
 class ModelClass:
     """A class of transformers and a configuration for it."""
 

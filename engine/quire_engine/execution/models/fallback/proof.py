@@ -27,7 +27,7 @@ from quire_engine.execution.model_input import ModelInput
 from quire_engine.execution.models.fallback.attention import uses_kernels, with_plain_pool
 from quire_engine.execution.models.fallback.decoder import FallbackDecoder
 from quire_engine.execution.models.fallback.facts import Facts, StepArguments, learn_facts
-from quire_engine.execution.models.fallback.model_class import IMPLEMENTATION, ModelClass
+from quire_engine.execution.models.fallback.model_class import IMPLEMENTATION, ModelClass, in_steps
 from quire_engine.execution.models.fallback.weights import parameters, part_of
 from quire_engine.execution.models.weights import Part
 from quire_kernels.kernel_set import KernelSet, LinearWeight
@@ -189,15 +189,8 @@ def prove(made: ModelClass, max_model_len: int, folder: Path | None) -> None:
     if folder is not None and _is_proven(folder, key):
         return
     _log.info("proving that %s can be computed in steps", made.name)
-    try:
+    with in_steps(made):
         difference, layer = compare(small)
-    except ModelLoadError:
-        raise
-    except Exception as error:
-        line = " ".join(str(error).split())[:300]
-        raise ModelLoadError(
-            f"{made.name} of {IMPLEMENTATION} cannot be computed step by step: {type(error).__name__}: {line}"
-        ) from error
     if not difference <= TOLERANCE:
         raise ModelLoadError(
             f"{made.name} of {IMPLEMENTATION} cannot be served: a small model of its kind, computed in steps over"
