@@ -24,7 +24,6 @@ from quire_engine.execution.models.config import read_json_object
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _STORED = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of a value
-_BARE, _HEADS = "embed_tokens.weight", ("lm_head.", "score.")
 _MAX_LISTED = 8  # names in one error message
 _MAPS = Path("/proc/self/maps")
 _libc = ctypes.CDLL(None)
@@ -165,14 +164,7 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
                 if name in entries:
                     raise ModelLoadError(f"{file_path}: tensor {name} is also in {entries[name].path.name}")
                 entries[name] = _Entry(file_path, file, pages, name)
-        yield Checkpoint(path, _prefixed(entries))
-
-
-def _prefixed(entries: dict[str, _Entry]) -> dict[str, _Entry]:
-    """The tensors under the names of the whole model, also where only the part below its heads was saved."""
-    if _BARE not in entries:
-        return entries
-    return {name if name.startswith(_HEADS) else f"model.{name}": entry for name, entry in entries.items()}
+        yield Checkpoint(path, entries)
 
 
 def _files(path: Path) -> dict[Path, set[str]]:

@@ -148,11 +148,6 @@ _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_py
 _OF_OTHER_PARTS = re.compile(
     "(vision|image|images|video|mm|boi|eoi|audio|multimodal|projector|spatial|downsample|deepstack)_.*"
 )
-_TEXT_TYPES = {
-    "Gemma3ForConditionalGeneration": "gemma3_text",
-    "Mistral3ForConditionalGeneration": "mistral",
-    "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
-}
 _PATTERNS = ("_sliding_window_pattern", "sliding_window_pattern")  # each nth layer is without a window
 _MOST_SHOWN = 60  # characters of a value in a message
 _MAX_LAYERS = 4096  # beyond any model; what follows takes time and memory in proportion
@@ -226,7 +221,7 @@ def load_model_config(path: Path, ignored: Collection[str] = ()) -> ModelConfig:
     """
     options = Options.read(path / "config.json", ignored)
     family, headless = _family(options)
-    text = _text_of(options, family) if family.text_of else options
+    text = options if family.text_type is None else _text_of(options, family.text_type)
     config = _model_config(text, family, headless=headless or _makes_vectors(path))
     unknown = [*_unknown(options), *(_unknown(text) if text is not options else ())]
     if unknown:
@@ -316,10 +311,10 @@ def _scale(options: Options, key: str | None) -> float:
     return 1.0 if key is None else options.number(key, 1.0)
 
 
-def _text_of(options: Options, family: Family) -> Options:
+def _text_of(options: Options, wanted: str) -> Options:
     """The options of the text part. The head is the whole model's, so that its word on tied embeddings counts."""
     text = options.section("text_config")
-    wanted, found = _TEXT_TYPES[family.architecture], text.text("model_type", "")
+    found = text.text("model_type", "")
     if found != wanted:
         raise options.beyond(f"text_config.model_type={found!r} is not supported; only {wanted} is")
     for key in ("tie_word_embeddings", "dtype", "torch_dtype"):

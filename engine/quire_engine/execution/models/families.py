@@ -77,7 +77,7 @@ class Family:
     ties_embeddings: bool = False
     ignored_rope_keys: frozenset[str] = frozenset()  # that say nothing about texts
     prefixes: tuple[str, ...] = ("model.",)  # of its tensors; the first that the checkpoint has
-    text_of: bool = False  # the text part of a model that sees too: its options lie in text_config
+    text_type: str | None = None  # of a model that sees too: model_type of its text_config, in which the options lie
 
 
 _LLAMA = Family(
@@ -169,13 +169,13 @@ _FAMILIES = (
     ),
     _QWEN3,
     _GEMMA3,
-    replace(_GEMMA3, architecture="Gemma3ForConditionalGeneration", prefixes=_OF_WRAPPERS, text_of=True),
-    replace(_MISTRAL, architecture="Mistral3ForConditionalGeneration", prefixes=_OF_WRAPPERS, text_of=True),
+    replace(_GEMMA3, architecture="Gemma3ForConditionalGeneration", prefixes=_OF_WRAPPERS, text_type="gemma3_text"),
+    replace(_MISTRAL, architecture="Mistral3ForConditionalGeneration", prefixes=_OF_WRAPPERS, text_type="mistral"),
     replace(
         _QWEN3,
         architecture="Qwen3VLForConditionalGeneration",
         prefixes=_OF_WRAPPERS,
-        text_of=True,
+        text_type="qwen3_vl_text",
         window="never",
         default_theta=5e6,
         default_max_positions=128000,

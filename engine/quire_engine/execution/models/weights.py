@@ -89,7 +89,9 @@ def checked_checkpoint(path: Path, config: ModelConfig) -> Iterator[Checkpoint]:
 def take_text(checkpoint: Checkpoint, config: ModelConfig) -> None:
     """Give the tensors of the decoder the names that they have in a model of texts alone, and forget the others'."""
     checkpoint.drop(lambda name: name.endswith(".rotary_emb.inv_freq"))  # derived, saved by old exporters
-    if not config.family.text_of:
+    if "embed_tokens.weight" in checkpoint.names:  # only the part below the heads was saved
+        checkpoint.rename(lambda name: name if name.startswith(("lm_head.", "score.")) else f"model.{name}")
+    if config.family.text_type is None:
         return
     checkpoint.drop(lambda name: name.startswith(_OTHER_PARTS))
     prefix = next((each for each in config.family.prefixes if each + "norm.weight" in checkpoint.names), None)
@@ -558,7 +560,8 @@ def rope_table(rope: RopeConfig | None, head_dim: int, num_positions: int, *, ro
     else:
         positions = torch.arange(num_positions, dtype=torch.float32).unsqueeze(1)
         angles = positions * _frequencies(rope, turned, positions)
-        cosines, sines = angles.cos() * _amplitude(rope), angles.sin() * _amplitude(rope)
+        amplitude = _amplitude(rope)
+        cosines, sines = angles.cos() * amplitude, angles.sin() * amplitude
     kept = torch.ones(num_positions, (head_dim - turned) // 2)
     return torch.cat([cosines, kept, sines, 0.0 * kept], dim=1)
 
@@ -611,12 +614,10 @@ def _yarn(rope: RopeConfig, head_dim: int, plain: Tensor) -> Tensor:
 
 def _amplitude(rope: RopeConfig) -> float:
     """The attention factor of YaRN and LongRoPE, which multiplies cosines and sines; 1 for the other types."""
-    if rope.rope_type == "longrope" and rope.attention_factor is not None:
+    if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.rope_type != "yarn":
         return 1.0
-    if rope.attention_factor is not None:
-        return rope.attention_factor
 
     def scale(mscale: float) -> float:
         return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
