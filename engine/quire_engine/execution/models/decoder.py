@@ -71,7 +71,8 @@ class Decoder:
         if config.logit_divisor != 1.0:
             found.div_(config.logit_divisor)
         if config.logit_cap is not None:
-            for row in found:  # by itself: a vector's last elements are rounded differently by torch
+            # On a CPU torch rounds the last elements of an array differently, so each row is one.
+            for row in found if found.device.type == "cpu" else [found]:
                 row.div_(config.logit_cap).tanh_().mul_(config.logit_cap)
         return found
 
