@@ -150,7 +150,7 @@ kernel-sim: $(VENV)/.dev .venv-oldest/.complete
 
 # The scheduler under random calls and against adversaries, at length: 300,000 steps and 40,000 runs, half an hour.
 schedule-test: $(VENV)/.dev
-	PYTHONPATH=tests $(BIN)/python -m pytest -p support.at_length --times 16 --timeout 3600 tests/property/test_*schedul*.py \
+	PYTHONPATH=tests $(BIN)/python -m pytest -p support.at_length --times 32 --timeout 3600 tests/property/test_*schedul*.py \
 	  tests/property/test_elder_bound.py tests/property/test_fair_machine.py tests/property/test_block_pool_machine.py \
 	  tests/property/test_cache_shares.py tests/property/test_swapping.py \
 	  tests/unit/engine/scheduling/test_forecast.py tests/unit/engine/scheduling/test_tenant_shares.py $(ARGS)

@@ -79,7 +79,7 @@ def _sequence(prompt: Prompt) -> Sequence:
         group=Group(request=request, arrival=0, added_step=0),
         token_ids=list(prompt.blocks),
         num_prompt_tokens=len(prompt.blocks),
-        kv=SequenceKV(table=PageTable(1)),
+        kv=SequenceKV(tables=(PageTable(1),)),
     )
 
 

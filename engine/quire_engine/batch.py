@@ -27,7 +27,8 @@ class Fork:
 class ScheduledSequence:
     """A slice of one sequence to compute: the `token_ids` at positions start .. end - 1.
 
-    Position p lives in block `block_ids[p // block_size]` at offset `p % block_size`. All tuples are values of this
+    Position p lives in block `block_ids[p // block_size]` at offset `p % block_size`, for the pool's first group of
+    layers; `other_block_ids` has the same for each of the others. All tuples are values of this
     step alone: they stay as they are when the sequence grows, is preempted or ends. The prompt is the request's own
     tuple and costs nothing. The output is copied only where the executor reads it, so that a step's cost does not grow
     with the length of the outputs. A step that is launched before the previous step's tokens are known has PENDING for
@@ -42,6 +43,7 @@ class ScheduledSequence:
     token_ids: tuple[int, ...]  # the slice's tokens, from prompt and output
     start: int
     block_ids: tuple[int, ...]
+    other_block_ids: tuple[tuple[int, ...], ...] = ()
     wants_sample: bool  # the slice ends at the last known token: sample the next one
     wants_prompt_logprobs: bool  # the slice's rows are scored against the prompt's next tokens
     forks: tuple[Fork, ...]  # with wants_sample: choices that sample from the same row

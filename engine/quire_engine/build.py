@@ -31,6 +31,7 @@ from quire_engine.execution.models.config import ModelConfig, load_model_config
 from quire_engine.execution.models.served import ModelFacts, ServedModel, Wanted
 from quire_engine.execution.models.weights import Parameters, WeightMemory, count_parameters
 from quire_engine.execution.progress import Tell, tell_nobody
+from quire_engine.kv_groups import KVLayout, kv_groups, kv_layout, most_blocks, one_group
 from quire_engine.limits import SchedulerConfig
 from quire_engine.machine import available_memory, usable_cores
 from quire_engine.memory_plan import PoolSize, check_model_len, host_blocks, plan_text, size_pool
@@ -73,6 +74,7 @@ class Resolved:
     weights: WeightMemory
     kept_bytes: int  # of what the model keeps for running sequences outside of the pool
     memory: PoolMemory
+    layout: KVLayout
     bytes_per_block: int
     num_host_blocks: int
     num_staging_blocks: int  # of the pool, for swaps
@@ -114,13 +116,20 @@ class Resolved:
             dtype=self.dtype,
             device=self.device,
             threads=self.num_threads,
+            layout=self.layout,
         )
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that a sequence holds at most."""
+        limits = self.asked.limits
+        groups = kv_groups(self.layout.windows, limits.max_num_batched_tokens, plans_ahead=self.plans_ahead)
+        return most_blocks(groups, num_tokens, limits.block_size)
 
     def pool(self, pool_bytes: int) -> PoolSize:
         return size_pool(
             pool_bytes=pool_bytes,
             bytes_per_block=self.bytes_per_block,
-            block_size=self.asked.limits.block_size,
+            num_blocks_for=self._num_blocks_for,
             max_model_len=self.asked.max_model_len,
             positions=self.model.max_position_embeddings,
             max_useful_seqs=self.memory.max_useful_seqs,
@@ -149,6 +158,7 @@ class Resolved:
                 num_host_blocks=self.num_host_blocks,
                 swap_seconds=swap_seconds,
                 has_states=bool(self.kept_bytes),
+                windows=self.layout.windows,
                 limits=asked.limits,
             ),
             quantization=asked.quantization,
@@ -217,7 +227,15 @@ def _make_executor(
     executor = make_executor(
         decoder,
         kernels,
-        KVStorage(kernels, resolved.model, num_blocks, limits.block_size, resolved.dtype, device),
+        KVStorage(
+            kernels,
+            resolved.model,
+            num_blocks,
+            limits.block_size,
+            resolved.dtype,
+            device,
+            num_layers=resolved.layout.layers_per_block,
+        ),
         limits,
         max_model_len=pool.max_model_len,
         num_blocks=pool.num_blocks,
@@ -255,7 +273,8 @@ def resolve(config: EngineConfig, *, check_kernels: bool = False, tell: Tell = t
     weights = parameters.memory(dtype.itemsize, kernels.packed_bits)
     if device.type == "cpu" and not kernels.own_threads and config.num_threads is None:
         num_threads = _torch_threads(weights.total)
-    bytes_per_block = block_bytes(kernels, model, config.limits.block_size, dtype)
+    layout = _layout(config, model, device)
+    bytes_per_block = block_bytes(kernels, model, config.limits.block_size, dtype, layout.layers_per_block)
     num_host_blocks = host_blocks(
         config.swap_space,
         bytes_per_block=bytes_per_block,
@@ -281,10 +300,18 @@ def resolve(config: EngineConfig, *, check_kernels: bool = False, tell: Tell = t
         memory=pool_memory(
             config, model, kernels, dtype=dtype, device=device, staging_bytes=num_staging_blocks * bytes_per_block
         ),
+        layout=layout,
         bytes_per_block=bytes_per_block,
         num_host_blocks=num_host_blocks,
         num_staging_blocks=num_staging_blocks,
     )
+
+
+def _layout(config: EngineConfig, model: ModelFacts, device: torch.device) -> KVLayout:
+    """On a CPU windows let go of blocks. Swaps copy whole sequences, and a GPU's graphs have one table of blocks."""
+    if device.type != "cpu" or config.swap_space:
+        return one_group(model.num_layers)
+    return kv_layout(model.windows, model.max_position_embeddings)
 
 
 class FoundModel(Protocol):

@@ -7,10 +7,12 @@ Must not know: torch, flags.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from quire_engine.errors import ConfigError
+from quire_engine.kv_groups import KVGroup, Window, kv_groups, most_blocks
 
 PolicyName = Literal["fcfs", "priority", "wfq", "lpm", "dlpm"]
 AdmissionName = Literal["expected", "prompt"]
@@ -79,11 +81,11 @@ class SchedulerLimits:
             )
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens of one sequence."""
+        """Blocks of one group of layers that hold `num_tokens` tokens of one sequence."""
         return -(-num_tokens // self.block_size)
 
     def footprint(self, *, num_prompt: int, max_new_tokens: int, n: int) -> int:
-        """Blocks that a request holds at most: its prompt's full blocks once, the rest once per choice.
+        """Blocks of one group that a request holds at most: its prompt's full blocks once, the rest once per choice.
 
         The last token of a choice is never computed, so it needs no slot.
         """
@@ -126,12 +128,38 @@ class SchedulerConfig:
     num_host_blocks: int = 0  # blocks of host memory, for swapped sequences and evicted prefixes
     swap_seconds: float = 0.0  # duration of one block's copy, to the host or from it
     has_states: bool = False  # the model keeps more of a sequence than its blocks, which no other sequence can share
+    windows: tuple[Window, ...] = (None,)  # of each group of layers in the pool, the widest first
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the pool holds."""
-        return self.num_blocks * self.limits.block_size
+        """Tokens that the pool holds; where windows let go of blocks, in sequences of the full length."""
+        if self.windows == (None,):
+            return self.num_blocks * self.limits.block_size
+        return self.num_blocks * self.max_model_len // self.num_blocks_for(self.max_model_len)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that the pool holds, within the context length."""
+        return bisect_right(range(1, self.max_model_len + 1), self.num_blocks, key=self.num_blocks_for)
+
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """The groups of layers."""
+        return kv_groups(self.windows, self.limits.max_num_batched_tokens, plans_ahead=self.plans_ahead)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that a sequence holds at most on its way to `num_tokens` tokens."""
+        return most_blocks(self.kv_groups, num_tokens, self.limits.block_size)
+
+    def footprint(self, *, num_prompt: int, max_new_tokens: int, n: int) -> int:
+        """Blocks that a request holds at most, in all groups."""
+        whole = self.limits.footprint(num_prompt=num_prompt, max_new_tokens=max_new_tokens, n=n)
+        if self.windows == (None,):
+            return whole
+        tokens, size = num_prompt + max(max_new_tokens - 1, 0), self.limits.block_size
+        choices = n if max_new_tokens > 1 else 1
+        return sum(min(whole, choices * group.most_blocks(tokens, size)) for group in self.kv_groups)
 
     def work(self, *, num_prompt: int, max_new_tokens: int, n: int) -> int:
         """`SchedulerLimits.work`, plus one step with `plans_ahead`, where a request's end is seen one step later."""
@@ -144,13 +172,16 @@ class SchedulerConfig:
                 raise ConfigError(f"{name} is {value}, must be at least 1")
         if self.num_host_blocks < 0:
             raise ConfigError(f"num_host_blocks is {self.num_host_blocks}, must be at least 0")
+        if self.num_host_blocks and self.windows != (None,):
+            raise ConfigError("num_host_blocks is not 0, but windows let go of blocks that a swap would need")
         self.limits.check()
 
     def largest_max_tokens(self, *, num_prompt: int, n: int) -> int:
         """The largest max_new_tokens that fits such a request; -1 if not even 0 does."""
-        limits = self.limits
-        if num_prompt > self.max_model_len or limits.num_blocks_for(num_prompt) > self.num_blocks:
+        if num_prompt > self.max_model_len:
             return -1
-        full, partial = divmod(num_prompt, limits.block_size)
-        by_blocks = max(1, (self.num_blocks - full) // n * limits.block_size - partial + 1)
-        return min(by_blocks, self.max_model_len - num_prompt)
+        lengths = range(self.max_model_len - num_prompt + 1)
+        fitting = bisect_right(
+            lengths, self.num_blocks, key=lambda most: self.footprint(num_prompt=num_prompt, max_new_tokens=most, n=n)
+        )
+        return fitting - 1

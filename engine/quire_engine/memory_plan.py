@@ -6,6 +6,8 @@ know: torch, devices.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire_engine.config import EnginePlan
@@ -96,19 +98,20 @@ def size_pool(
     *,
     pool_bytes: int,
     bytes_per_block: int,
-    block_size: int,
+    num_blocks_for: Callable[[int], int],
     max_model_len: int | None,
     positions: int,
     max_useful_seqs: int | None,
 ) -> PoolSize:
     """Turn bytes into blocks. The default of `max_model_len` is the model's, or what the pool holds if less.
 
-    `max_useful_seqs` caps the pool at that many sequences of full length. Raises ConfigError.
+    `num_blocks_for`: the blocks that a sequence of so many tokens holds at most; `max_useful_seqs` caps the pool at
+    that many sequences of full length. Raises ConfigError.
     """
     num_blocks = pool_bytes // bytes_per_block
-    holds = num_blocks * block_size
-    length = min(positions, holds) if max_model_len is None else max_model_len
-    needed = -(-max(length, 1) // block_size) * bytes_per_block
+    holds = bisect_right(range(1, positions + 1), num_blocks, key=num_blocks_for)
+    length = holds if max_model_len is None else max_model_len
+    needed = num_blocks_for(max(length, 1)) * bytes_per_block
     if num_blocks * bytes_per_block < needed:
         shorter = f"max_model_len to {holds} or less, or " if holds else ""
         raise ConfigError(
@@ -116,14 +119,14 @@ def size_pool(
             f" {bytes_text(pool_bytes)} are available; set {shorter}kv_memory to {needed} or more"
         )
     if max_useful_seqs is not None:
-        num_blocks = min(num_blocks, max_useful_seqs * -(-length // block_size))
+        num_blocks = min(num_blocks, max_useful_seqs * num_blocks_for(length))
     return PoolSize(num_blocks=num_blocks, max_model_len=length)
 
 
 def plan_text(plan: EnginePlan, quality: str = "") -> str:
     """The plan in a few lines, for the start and --dry-run. `quality`: the measured loss by quantisation, if known."""
     scheduler, limits = plan.scheduler, plan.scheduler.limits
-    bytes_per_token = plan.bytes_per_block // limits.block_size
+    bytes_per_token = len(scheduler.windows) * plan.bytes_per_block // limits.block_size
     fits = [f"{_num_fitting(plan, scheduler.max_model_len):,} sequences of {scheduler.max_model_len:,} tokens"]
     if scheduler.max_model_len > 1024:
         fits.append(f"{_num_fitting(plan, 1024):,} of 1,024 tokens")
@@ -145,7 +148,7 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
         (
             "KV cache",
             f"{bytes_text(plan.kv_bytes)} = {scheduler.num_blocks:,} blocks of {bytes_text(plan.bytes_per_block)}"
-            f" = {plan.kv_tokens:,} tokens of {bytes_text(bytes_per_token)}",
+            f" = {plan.kv_tokens:,} tokens of {bytes_text(bytes_per_token)}{_window_text(scheduler)}",
         ),
         *_swap_lines(plan),
         ("fits", f"{' or '.join(fits)}; at most {limits.max_num_seqs} run at once"),
@@ -179,13 +182,22 @@ def _swap_lines(plan: EnginePlan) -> list[tuple[str, str]]:
     return [("swap space", f"{size} of host memory = {scheduler.num_host_blocks:,} blocks{seconds}")]
 
 
+def _window_text(scheduler: SchedulerConfig) -> str:
+    """The groups of layers that let go of tokens, where there are some."""
+    windows = [window for window in scheduler.windows if window is not None]
+    if not windows:
+        return ""
+    named = " or ".join(f"{window:,}" for window in sorted(set(windows)))
+    return f"; {len(windows)} of {len(scheduler.windows)} groups of layers keep the last {named}"
+
+
 def _live_text(plan: EnginePlan) -> str:
     """The memory that typical sequences hold as they grow, beside a reservation of their full length."""
     scheduler, limits = plan.scheduler, plan.scheduler.limits
     tokens = max(1, sum(_typical_request(scheduler)))
     count = min(limits.max_num_seqs, _num_fitting(plan, tokens))
     live, reserved = (
-        count * limits.num_blocks_for(length) * plan.bytes_per_block for length in (tokens, scheduler.max_model_len)
+        count * scheduler.num_blocks_for(length) * plan.bytes_per_block for length in (tokens, scheduler.max_model_len)
     )
     return (
         f"{count:,} sequences of {tokens:,} tokens hold {bytes_text(live)};"
@@ -212,7 +224,7 @@ def _wait_text(config: SchedulerConfig) -> str:
 
 
 def _num_fitting(plan: EnginePlan, length: int) -> int:
-    return plan.scheduler.num_blocks // plan.scheduler.limits.num_blocks_for(length)
+    return plan.scheduler.num_blocks // plan.scheduler.num_blocks_for(length)
 
 
 def bytes_text(count: int) -> str:

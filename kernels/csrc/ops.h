@@ -38,7 +38,8 @@ struct LayerOp {
   LayerOpKind kind;
   Epilogue epilogue;  // of kNormLinear
   float scale;        // of an addition
-  int64_t layer;      // of the pool
+  int32_t group;      // of layers, in the pool
+  int64_t layer;      // of the group's blocks
   const Linear* weight;
   const Norm* norm;
   const AttentionShape* attention;
@@ -117,7 +118,7 @@ QUIRE_API int32_t quire_attention(Context* context, const AttentionShape* shape,
 // alone, as the first rows of x, whose places in the step are `sample_rows`, rising. The first result that is not 0
 // ends the call and leaves x undefined.
 QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t count, const KvPool* pool,
-                               const AttentionStep* step, const AttentionStep* sampled, const int64_t* sample_rows,
+                               const AttentionStep* steps, const AttentionStep* sampled, const int64_t* sample_rows,
                                bf16* x);
 
 // Operations per second (a multiply and an add are two) of fp32 (0), bf16 (1) or int8 (2) multiply-adds into `result`;

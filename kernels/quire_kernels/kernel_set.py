@@ -56,7 +56,7 @@ class AttentionInput(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRows:
-    """An `AttentionInput` made of values."""
+    """An `AttentionInput` made of values, for the layers of the pool's first group and for the others."""
 
     positions: Tensor
     kv_slots: Tensor
@@ -67,15 +67,34 @@ class AttentionRows:
     kv_lens: tuple[int, ...]
     max_query_len: int
     max_context_len: int
+    others: tuple[AttentionRows, ...] = ()  # the same rows in the other groups' blocks: other slots, other tables
+
+    @property
+    def num_groups(self) -> int:
+        return 1 + len(self.others)
+
+    def in_group(self, group: int) -> AttentionRows:
+        """The rows as the layers of one group see them."""
+        return self.others[group - 1] if group else self
 
 
-class StepInput(AttentionInput, Protocol):
+class GroupedInput(AttentionInput, Protocol):
+    """The rows of a step for all layers. The keys and values of each group of layers lie in blocks of their own."""
+
+    @property
+    def num_groups(self) -> int: ...
+    def in_group(self, group: int) -> AttentionInput:
+        """The rows as the layers of one group see them; the first group's are the input itself."""
+        ...
+
+
+class StepInput(GroupedInput, Protocol):
     """A step, and the S of its T rows whose output of the last layer is needed."""
 
     @property
     def sample_rows(self) -> Tensor: ...  # [S] int64, ascending
     @property
-    def sampled(self) -> AttentionInput | None: ...  # the same B sequences with those rows alone; None: with all T
+    def sampled(self) -> GroupedInput | None: ...  # the same B sequences with those rows alone; None: with all T
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +164,8 @@ class RopeWrite:
 
     shape: AttentionShape
     rope: Tensor  # [P, D] float32
-    layer: int  # of the pool
+    layer: int  # of the group's blocks
+    group: int = 0  # of layers, in the pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +179,7 @@ class Attend:
 
     shape: AttentionShape
     layer: int
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire_kernels.kernel_set import (
     Attend,
-    AttentionInput,
+    GroupedInput,
     KeepSampled,
     KernelSet,
     LayerOp,
@@ -34,7 +34,7 @@ def matrices(program: Iterable[LayerOp]) -> Iterator[LinearWeight]:
 
 def run_layers(ops: KernelSet, program: Sequence[LayerOp], x: Tensor, kv: Tensor, step: StepInput) -> Tensor:
     """x [T, H] -> the sample rows [S, H] after all layers. May reuse x's memory."""
-    rows: AttentionInput = step
+    rows: GroupedInput = step
     q = y = x
     source: dict[Source, Tensor] = {}
     for op in program:
@@ -42,14 +42,16 @@ def run_layers(ops: KernelSet, program: Sequence[LayerOp], x: Tensor, kv: Tensor
             case NormLinear():
                 source["wide"] = ops.norm_linear(x, op.norm, op.weight)  # [T, N]
             case RopeWrite():
-                q = ops.rope_write(source["wide"], op.rope, op.shape, kv, op.layer, rows)  # [T, Hq, D]
+                q = ops.rope_write(
+                    source["wide"], op.rope, op.shape, kv, op.layer, rows.in_group(op.group)
+                )  # [T, Hq, D]
             case KeepSampled():
                 if step.sampled is not None:
                     q, x, rows = q[step.sample_rows], x[step.sample_rows], step.sampled
                     if not len(x):
                         break
             case Attend():
-                source["mixed"] = ops.attention(q, op.shape, kv, op.layer, rows)  # [T, Hq * D]
+                source["mixed"] = ops.attention(q, op.shape, kv, op.layer, rows.in_group(op.group))  # [T, Hq * D]
             case LinearAdd():
                 x = ops.linear_add(source[op.source], op.weight, x, op.scale)
             case NormGateUp():

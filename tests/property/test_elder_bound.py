@@ -20,7 +20,7 @@ from quire_engine.scheduling.sequence import Group
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from support.limits import scheduler_config
 
-NUM_RUNS = 2500  # `make schedule-test` does many times as many
+NUM_RUNS = 1000  # `make schedule-test` does many times as many
 
 
 class AnyVictim:

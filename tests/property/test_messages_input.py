@@ -45,7 +45,7 @@ _MESSAGE = st.one_of(
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.dictionaries(st.sampled_from(_FIELDS), _ANY, max_size=4), st.lists(_ANY, max_size=3))
 def test_junk_is_refused_or_makes_a_request(fields: dict[str, Any], content: list[Any]) -> None:
     for body in (_ASK | fields, _ASK | {"messages": [{"role": "user", "content": content}]} | fields):

@@ -56,7 +56,7 @@ _ITEM = st.one_of(
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.dictionaries(st.sampled_from([*ResponseRequest.model_fields, "frob", "messages"]), _ANY, max_size=8), _ANY)
 def test_anything_is_a_request_or_refused(body: dict[str, Any], given_input: object) -> None:
     try:

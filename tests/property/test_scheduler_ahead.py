@@ -24,7 +24,7 @@ from support.fake_executor import CorruptKV, FakeExecutor, Run, expected_tokens,
 from support.limits import scheduler_config
 from support.scheduler_model import check_prompt_logprobs, policies, shrunk_to_fit, truly_resumed
 
-NUM_RUNS = 2500  # `make schedule-test` does many times as many
+NUM_RUNS = 1200  # `make schedule-test` does many times as many
 
 
 class Ahead:
@@ -36,7 +36,9 @@ class Ahead:
         self.dice = random.Random(seed)
         config = self.config = self.draw_config()
         size = config.limits.block_size
-        self.executor = FakeExecutor(size, max_in_flight=2) if executor is None else executor(size)
+        self.executor = (
+            FakeExecutor(size, max_in_flight=2, windows=config.windows) if executor is None else executor(size)
+        )
         self.run = Run(scheduler=Scheduler(config, policies=policies(config.limits)), executor=self.executor)
         self.engine = Engine(self.run.scheduler, self.executor, check_invariants=True, clock=lambda: float(self.steps))
         self.engine.on_step = self.take

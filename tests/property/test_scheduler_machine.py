@@ -34,7 +34,7 @@ from support.scheduler_model import (
     work_left,
 )
 
-NUM_EXAMPLES = 300  # `make schedule-test` draws many times as many
+NUM_EXAMPLES = 150  # `make schedule-test` draws many times as many
 NUM_STEPS = 50
 
 
@@ -47,7 +47,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.run, self.twin = (
             Run(
                 scheduler=Scheduler(config, policies=policies(config.limits)),
-                executor=FakeExecutor(config.limits.block_size),
+                executor=FakeExecutor(config.limits.block_size, windows=config.windows),
             )
             for _ in range(2)
         )
@@ -144,7 +144,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert set(roster.live) == set(self.unfinished)
         filled = filled_slots(roster, self.config.limits.block_size)
         assert stats.blocks_used == len(filled)
-        held = Counter(block for s in roster.sequences.values() for block in s.kv.table.block_ids)
+        held = Counter(block for s in roster.sequences.values() for table in s.kv.tables for block in table.held)
         assert stats.blocks_shared == sum(tables > 1 for tables in held.values())
         assert stats.blocks_unshared == sum(tables == 1 for tables in held.values())
         assert stats.blocks_saved == sum(held.values()) - len(held)

@@ -31,7 +31,10 @@ NUM_RUNS = 300
 
 
 def swapping(config: SchedulerConfig, num_host_blocks: int, seconds: float) -> SchedulerConfig:
-    return dataclasses.replace(config, num_host_blocks=num_host_blocks, swap_seconds=seconds)
+    num_blocks = config.num_blocks // len(config.windows)  # there is one group of layers where blocks are swapped
+    return dataclasses.replace(
+        config, num_blocks=num_blocks, windows=(None,), num_host_blocks=num_host_blocks, swap_seconds=seconds
+    )
 
 
 class SwappingMachine(SchedulerMachine):

@@ -90,10 +90,14 @@ def expected_embedding(wanted: GenerationRequest) -> tuple[float, ...] | None:
 
 
 class FakeExecutor:
-    """Executes batches against a pretended KV pool: slot (block, offset) holds the hash of all tokens up to there."""
+    """Executes batches against a pretended KV pool: slot (block, offset) holds the hash of all tokens up to there.
 
-    def __init__(self, block_size: int, *, max_in_flight: int = 1) -> None:
+    Each group of layers has slots of its own, and reads those that its window lets it see.
+    """
+
+    def __init__(self, block_size: int, *, max_in_flight: int = 1, windows: tuple[int | None, ...] = (None,)) -> None:
         self.max_in_flight = max_in_flight
+        self._windows = windows
         self.log: list[Batch] = []  # all that were launched
         self._launched: deque[Batch] = deque()  # computed when they are collected: as late as can be
         self._sampled: dict[int, int] = {}  # by sequence id, in the last step
@@ -161,7 +165,8 @@ class FakeExecutor:
 
     def _spoil(self, item: ScheduledSequence, result: StepResult) -> None:
         for position in range(item.start, item.end):
-            self._slots.pop(self._slot(item, position), None)
+            for slot in self._slots_of(item, position):
+                self._slots.pop(slot, None)
         if item.wants_prompt_logprobs:
             result.prompt_logprobs[item.sequence_id] = ()
         if item.pooling:
@@ -206,21 +211,32 @@ class FakeExecutor:
             chain.append(extend(chain[-1], item.token_ids[position - item.start] if inside else _at(item, position)))
         return chain
 
-    def _slot(self, item: ScheduledSequence, position: int) -> tuple[int, int]:
-        return item.block_ids[position // self._block_size], position % self._block_size
+    def _slots_of(self, item: ScheduledSequence, position: int) -> list[tuple[int, int]]:
+        """The position's slot in each group of layers."""
+        index, offset = divmod(position, self._block_size)
+        return [(blocks[index], offset) for blocks in (item.block_ids, *item.other_block_ids)]
 
     def _write(self, item: ScheduledSequence) -> None:
         chain = self._chain(item)
         for position in range(item.start, item.end):
             if position < item.num_prompt_tokens or item.output_token_ids:
                 assert item.token_ids[position - item.start] == _at(item, position)
-            self._slots[self._slot(item, position)] = chain[position + 1]
+            for group, slot in enumerate(self._slots_of(item, position)):
+                self._slots[slot] = _content(chain[position + 1], group)
 
     def _read(self, item: ScheduledSequence) -> None:
         chain = self._chain(item)
         for position in range(item.end):
-            if self._slots.get(self._slot(item, position)) != chain[position + 1]:
-                raise CorruptKV(f"sequence {item.sequence_id}, position {position} of {item.end}")
+            slots = self._slots_of(item, position)
+            for group, (slot, window) in enumerate(zip(slots, self._windows, strict=True)):
+                is_seen = window is None or position > item.start - window
+                if is_seen and self._slots.get(slot) != _content(chain[position + 1], group):
+                    raise CorruptKV(f"sequence {item.sequence_id}, position {position} of {item.end}, group {group}")
+
+
+def _content(chain: int, group: int) -> int:
+    """What a slot holds: no two groups the same."""
+    return chain if group == 0 else (chain, group).__hash__()
 
 
 def _run(item: ScheduledSequence) -> tuple[int, int]:

@@ -19,12 +19,17 @@ from quire_engine.types import BeamParams, GenerationRequest, Pooling, SamplingP
 from support.fake_executor import expected_tokens
 from support.limits import scheduler_config
 
+# Groups of layers by their windows; most models have one group that keeps every position.
+WINDOWS: tuple[tuple[int | None, ...], ...] = ((None,), (None,), (None,), (None, 3), (5,), (None, 4, 4), (7, 2))
+
 
 @st.composite
 def configs(draw: st.DrawFn) -> SchedulerConfig:
     min_chunk, max_num_seqs = draw(st.integers(1, 6)), draw(st.integers(2, 6))
+    windows = draw(st.sampled_from(WINDOWS))
     return scheduler_config(
-        num_blocks=draw(st.integers(5, 24)),
+        num_blocks=draw(st.integers(5, 24)) * len(windows),
+        windows=windows,
         block_size=draw(st.integers(1, 5)),
         max_model_len=draw(st.integers(24, 48)),
         max_num_seqs=max_num_seqs,
@@ -47,9 +52,11 @@ def policies(limits: SchedulerLimits) -> Policies:
 
 
 def fits(config: SchedulerConfig, prompt: int, max_tokens: int, n: int) -> bool:
-    """I9's model: blocks of the shared prompt and of every choice, counted one by one."""
+    """I9's model: blocks of the shared prompt and of every choice, counted one by one where no window is passed."""
     if prompt == 0 or prompt + max_tokens > config.max_model_len or n > config.limits.max_choices:
         return False
+    if config.windows != (None,):
+        return config.footprint(num_prompt=prompt, max_new_tokens=max_tokens, n=n) <= config.num_blocks
     computed = prompt + max(0, max_tokens - 1)
     blocks = {
         (
@@ -171,9 +178,10 @@ def filled_slots(roster: Roster, block_size: int) -> dict[int, int]:
     """By block id: how many of its slots hold something, counted in the tables of all sequences."""
     filled: dict[int, int] = {}
     for sequence in roster.sequences.values():
-        for index, block in enumerate(sequence.kv.table.block_ids):
-            inside = min(block_size, max(0, sequence.kv.num_computed - index * block_size))
-            filled[block] = max(inside, filled.get(block, 0))
+        for table in sequence.kv.tables:
+            for index, block in enumerate(table.held, table.num_passed):
+                inside = min(block_size, max(0, sequence.kv.num_computed - index * block_size))
+                filled[block] = max(inside, filled.get(block, 0))
     return filled
 
 

@@ -34,9 +34,12 @@ _NAME = re.compile(r"[0-9a-f]{64}\.kv")
 _MOST_WAITING = 256  # blocks to write; more are left out
 
 
-def block_bytes(kernels: KernelSet, config: ModelFacts, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers."""
-    return kernels.kv_block_bytes(config.num_layers, config.num_kv_heads, block_size, config.head_dim, dtype)
+def block_bytes(
+    kernels: KernelSet, config: ModelFacts, block_size: int, dtype: torch.dtype, num_layers: int | None = None
+) -> int:
+    """Bytes of one block of so many layers, or of all."""
+    layers = config.num_layers if num_layers is None else num_layers
+    return kernels.kv_block_bytes(layers, config.num_kv_heads, block_size, config.head_dim, dtype)
 
 
 class KVStorage:
@@ -53,10 +56,14 @@ class KVStorage:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        num_layers: int | None = None,
     ) -> None:
+        """`num_layers`: of a block; None: all of the model."""
         self._copy = kernels.copy_blocks
+        layers = config.num_layers if num_layers is None else num_layers
         self.tensor = kernels.new_kv(
-            num_blocks, config.num_layers, config.num_kv_heads, block_size, config.head_dim, dtype, device
+            num_blocks, layers, config.num_kv_heads, block_size, config.head_dim, dtype, device
         )
 
     @torch.inference_mode()

@@ -7,7 +7,7 @@ sampling.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import sub
 
@@ -35,19 +35,13 @@ def model_input(step: StepTensors, block_size: int, device: torch.device) -> Mod
     """The tensors of a step, none of whose tokens is pending."""
     query_lens, kv_lens = lengths(step.query_starts), tuple(step.context_lens)
     most = max(kv_lens, default=0)
-    width = -(-most // block_size)
-    tables = array("i")
-    for item, kv_len in zip(step.items, kv_lens, strict=True):
-        used = -(-kv_len // block_size)
-        tables.extend(item.block_ids[:used])
-        tables.extend((0,) * (width - used))
     found = ModelInput(
         input_ids=host_tensor(step.ids, device),
         positions=host_tensor(step.positions, device),
         kv_slots=host_tensor(step.kv_slots, device),
         query_starts=host_tensor(step.query_starts, device),
         context_lens=host_tensor(step.context_lens, device),
-        block_tables=host_tensor(tables, device).view(len(kv_lens), width),
+        block_tables=_tables([item.block_ids for item in step.items], kv_lens, block_size, device),
         query_lens=query_lens,
         kv_lens=kv_lens,
         max_query_len=max(query_lens, default=0),
@@ -58,15 +52,51 @@ def model_input(step: StepTensors, block_size: int, device: torch.device) -> Mod
         forks=tuple([tuple([fork.sequence_id for fork in item.forks]) for item in step.items]),
         released=step.released,
     )
-    return replace(found, sampled=_sampled(found, step)) if len(step.sample_rows) < step.num_rows else found
+    if step.other_slots:
+        found = replace(found, others=tuple(_others(found, step, block_size)))
+    return (
+        replace(found, sampled=_sampled(found, step, found.sample_rows))
+        if len(step.sample_rows) < step.num_rows
+        else found
+    )
 
 
-def _sampled(found: ModelInput, step: StepTensors) -> AttentionRows:
+def _tables(blocks: Sequence[tuple[int, ...]], kv_lens: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+    """[B, M] int32: the blocks of each sequence that its step reads or writes, padded with 0."""
+    width = -(-max(kv_lens, default=0) // size)
+    tables = array("i")
+    for block_ids, kv_len in zip(blocks, kv_lens, strict=True):
+        used = -(-kv_len // size)
+        tables.extend(block_ids[:used])
+        tables.extend((0,) * (width - used))
+    return host_tensor(tables, device).view(len(kv_lens), width)
+
+
+def _others(found: ModelInput, step: StepTensors, block_size: int) -> Iterator[AttentionRows]:
+    """The rows in the blocks of the other groups of layers."""
+    device = found.positions.device
+    for group, slots in enumerate(step.other_slots):
+        blocks = [item.other_block_ids[group] for item in step.items]
+        yield AttentionRows(
+            positions=found.positions,
+            kv_slots=host_tensor(slots, device),
+            query_starts=found.query_starts,
+            context_lens=found.context_lens,
+            block_tables=_tables(blocks, found.kv_lens, block_size, device),
+            query_lens=found.query_lens,
+            kv_lens=found.kv_lens,
+            max_query_len=found.max_query_len,
+            max_context_len=found.max_context_len,
+        )
+
+
+def _sampled(found: AttentionRows, step: StepTensors, rows: Tensor) -> AttentionRows:
     """The step's sample rows alone, which are the last ones of each sequence."""
     counts = lengths(step.sampled_starts)
     return AttentionRows(
-        positions=found.positions[found.sample_rows],
-        kv_slots=found.kv_slots[found.sample_rows],
+        others=tuple([_sampled(other, step, rows) for other in found.others]),
+        positions=found.positions[rows],
+        kv_slots=found.kv_slots[rows],
         query_starts=host_tensor(step.sampled_starts, found.positions.device),
         context_lens=found.context_lens,
         block_tables=found.block_tables,

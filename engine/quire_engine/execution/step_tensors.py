@@ -39,6 +39,7 @@ class StepTensors:
     pending: dict[int, int] = field(default_factory=dict)  # by row: the sequence whose token the step before samples
     positions: array[int] = field(default_factory=_wide)  # [T]
     kv_slots: array[int] = field(default_factory=_wide)  # [T], block_id * block_size + offset
+    other_slots: tuple[array[int], ...] = ()  # [T] each, of the pool's groups of layers after the first
     sample_rows: array[int] = field(default_factory=_wide)  # [S], ascending
     # Of the sequences.
     query_starts: array[int] = field(default_factory=lambda: array("i", [0]))  # [B + 1]
@@ -111,7 +112,8 @@ def step_tensors(batch: Batch, block_size: int, vocab_size: int) -> StepTensors:
     one that wants a sample or is pooled at its end has its last row, else none. Raises ValueError for a token id
     outside the vocabulary: a GPU answers an index out of range by ending the process.
     """
-    step = StepTensors(items=batch.items, released=batch.released)
+    others = batch.items[0].other_block_ids if batch.items else ()
+    step = StepTensors(items=batch.items, released=batch.released, other_slots=tuple(_wide() for _ in others))
     for item in batch.items:
         start, num_tokens = item.start, len(item.token_ids)
         if num_tokens == 1:  # a decode: most items of most steps
@@ -151,6 +153,8 @@ def _add_row(step: StepTensors, item: ScheduledSequence, start: int, block_size:
     step.positions.append(start)
     index, offset = divmod(start, block_size)
     step.kv_slots.append(item.block_ids[index] * block_size + offset)
+    for slots, block_ids in zip(step.other_slots, item.other_block_ids, strict=True):
+        slots.append(block_ids[index] * block_size + offset)
 
 
 def _add_rows(step: StepTensors, item: ScheduledSequence, block_size: int, vocab_size: int) -> None:
@@ -159,10 +163,13 @@ def _add_rows(step: StepTensors, item: ScheduledSequence, block_size: int, vocab
     step.ids.extend(ids)
     step.positions.extend(range(start, end))
     for index in range(start // block_size, -(-end // block_size)):
-        base = item.block_ids[index] * block_size
         low = max(start - index * block_size, 0)
         high = min(end - index * block_size, block_size)
+        base = item.block_ids[index] * block_size
         step.kv_slots.extend(range(base + low, base + high))
+        for slots, block_ids in zip(step.other_slots, item.other_block_ids, strict=True):
+            base = block_ids[index] * block_size
+            slots.extend(range(base + low, base + high))
 
 
 def _add_scores(step: StepTensors, item: ScheduledSequence, vocab_size: int) -> None:

@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from quire_engine.kv_groups import WHOLE, KVGroup
 from quire_engine.scheduling.cache_shares import Owner
+
+PASSED = 0  # in entries that hold no block, because every position in them lies behind the window; never read
 
 
 class PageTable:
-    """The physical blocks of one sequence: position p is in entry p // block_size at offset p % block_size.
+    """The physical blocks of one sequence in one group of layers.
 
-    A tuple that `block_ids` returned never changes.
+    Position p is in entry p // block_size at offset p % block_size. Where the layers have a window, the first entries
+    are `PASSED` as soon as it has left them. A tuple that `block_ids` returned never changes.
     """
 
-    __slots__ = ("_blocks", "_known", "block_size")
+    __slots__ = ("_blocks", "_known", "block_size", "group", "num_passed")
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, group: KVGroup = WHOLE) -> None:
         self.block_size = block_size
+        self.group = group
+        self.num_passed = 0  # leading entries without a block
         self._blocks: list[int] = []
         self._known: tuple[int, ...] | None = ()  # `_blocks` as a value; None: changed since
 
@@ -26,15 +32,28 @@ class PageTable:
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """The blocks. The tuple is made anew only after a change, which a decode makes once in `block_size` steps."""
+        """The entries. The tuple is made anew only after a change, which a decode makes once in `block_size` steps."""
         if self._known is None:
             self._known = tuple(self._blocks)
         return self._known
 
     @property
+    def held(self) -> tuple[int, ...]:
+        """The blocks, without passed entries."""
+        return self.block_ids[self.num_passed :] if self.num_passed else self.block_ids
+
+    @property
+    def num_held(self) -> int:
+        return len(self._blocks) - self.num_passed
+
+    @property
     def num_slots(self) -> int:
-        """Token slots in the table's blocks."""
+        """Token slots in the table's entries."""
         return len(self._blocks) * self.block_size
+
+    def first_seen(self, num_tokens: int) -> int:
+        """The first entry that rows behind `num_tokens` tokens see."""
+        return self.group.first_seen(num_tokens) // self.block_size
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
@@ -63,10 +82,23 @@ class PageTable:
         self._blocks[index] = block
         self._known = None
 
+    def extend_passed(self, entries: tuple[int, ...], num_passed: int) -> tuple[int, ...]:
+        """Fill an empty table with these entries, the first of which are passed; returns the blocks it holds then."""
+        self._blocks = [PASSED] * num_passed + list(entries[num_passed:])
+        self._known, self.num_passed = None, num_passed
+        return self.held
+
+    def give_back(self, num_passed: int) -> tuple[int, ...]:
+        """The first `num_passed` entries are passed; returns the blocks that they held."""
+        given = tuple(self._blocks[self.num_passed : num_passed])
+        self._blocks[self.num_passed : num_passed] = [PASSED] * len(given)
+        self._known, self.num_passed = None, num_passed
+        return given
+
     def clear(self) -> tuple[int, ...]:
         """Empty the table and return its blocks."""
-        held = self.block_ids
-        self._blocks, self._known = [], ()
+        held = self.held
+        self._blocks, self._known, self.num_passed = [], (), 0
         return held
 
 
@@ -74,13 +106,15 @@ class PageTable:
 class PrefixMatch:
     """The part of a request's tokens whose KV blocks are already cached, as of the next change of the pool.
 
-    The blocks hold the first tokens of the prompt, in the order of their positions.
+    The blocks hold the first tokens of the prompt, in the order of their positions, for the first group of layers and
+    the others; entries that a group's window has passed are `PASSED`.
     """
 
     blocks: tuple[int, ...] = ()
     num_tokens: int = 0  # in them, and in the tail or in `restored`
     tail: tuple[int, int] | None = None  # (block to copy, its first tokens that match)
     restored: tuple[int, ...] = ()  # host blocks with the tokens that follow; there is no tail then
+    others: tuple[tuple[int, ...], ...] = ()  # of the further groups, as many as `blocks` each
 
     def without_tail(self, block_size: int) -> PrefixMatch:
         """The match in whole blocks alone."""
@@ -121,7 +155,7 @@ NO_MOVES = Moves()
 class SequenceKV:
     """The computed part of a sequence and the blocks that hold it. The allocator alone writes it."""
 
-    table: PageTable
+    tables: tuple[PageTable, ...]  # of each group of layers, the one that sees farthest first
     owner: Owner[int] | None = None  # of the blocks that it takes, by its request's scope; set when it enters
     num_computed: int = 0
     num_reserved: int = 0  # tokens for which blocks are reserved
@@ -133,3 +167,13 @@ class SequenceKV:
     shares_tail: bool = False  # another choice may hold its last block too: copy on write
     num_settled: int = 0  # computed tokens with applied results; counted where there is a host pool
     swapped: Swapped | None = None  # its swapped-out blocks; None: there are none, or it runs
+
+    @property
+    def table(self) -> PageTable:
+        """The first group's, which has an entry for every reserved token."""
+        return self.tables[0]
+
+    @property
+    def num_held(self) -> int:
+        """Blocks in all tables."""
+        return sum([table.num_held for table in self.tables])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Sequence as Values
+from itertools import chain
 from typing import Protocol
 
 from quire_engine.scheduling.kv_allocator import KVAllocator
@@ -66,8 +67,9 @@ class ByExpectedPeak:
     The paper draws expected lengths at random from past ones; here they are a quantile of the past lengths that exceed
     what a choice has already, so that equal calls give equal plans.
 
-    Blocks that several tables hold are counted by the pool's present share of them, and blocks to come by the share
-    that was merged with equal ones lately.
+    Windows hold no more blocks at some point, so what they will need counts at once. Blocks that several tables hold
+    are counted by the pool's present share of them, and blocks to come by the share that was merged with equal ones
+    lately.
     """
 
     def __init__(self) -> None:
@@ -78,16 +80,20 @@ class ByExpectedPeak:
         if not running or group.footprint + sum([other.footprint for other in running]) <= kv.num_blocks:
             return True  # the pool holds all of them at their longest
         size, half = kv.block_size, kv.block_size // 2
-        left = self._lengths.left
         # (tokens to come, slots without a token, blocks that are free at its end) of each sequence
-        ends = [(left(each), each.num_spare_slots, need / len(group.sequences)) for each in group.sequences]
-        for other in running:
-            ends += [(left(each), each.num_spare_slots, len(each.kv.table)) for each in other.sequences]
+        ends: list[tuple[int, int, float]] = []
+        growth = 0
+        for each in chain(group.sequences, *(other.sequences for other in running)):
+            left = self._lengths.left(each)
+            windows = each.window_growth(left) if kv.by_window else 0
+            growth += windows
+            held = need / len(group.sequences) if each.group is group else each.kv.num_held
+            ends.append((left, each.num_spare_slots, held + windows))
         ends.sort()
-        held = kv.num_blocks - kv.num_available
-        own = held / (held + kv.num_saved) if held else 1.0  # the part of a table that no other table holds
-        new = (1.0 - kv.merged_share) / size
-        room = kv.num_available - need - self._margin.at(step) * kv.num_blocks
+        used = kv.num_blocks - kv.num_available
+        own = used / (used + kv.num_saved) if used else 1.0  # the part of a table that no other table holds
+        new = (1.0 - kv.merged_share) / size * kv.num_whole_groups
+        room = kv.num_available - need - growth - self._margin.at(step) * kv.num_blocks
         # Between two ends every sequence grows by a token a step: its spare slots first, then half a block on average.
         count, spare = len(ends), sum([slots - half for _, slots, _ in ends])
         worth = WORTH * len(group.leader.token_ids)

@@ -33,7 +33,7 @@ def check_request(config: SchedulerConfig, request: GenerationRequest) -> None:
         raise InfeasibleRequest(
             f"needs {num_prompt + max_new} tokens, the context has {config.max_model_len}; {remedy}"
         )
-    needed = config.limits.footprint(num_prompt=num_prompt, max_new_tokens=max_new, n=n)
+    needed = config.footprint(num_prompt=num_prompt, max_new_tokens=max_new, n=n)
     if needed > config.num_blocks:
         raise InfeasibleRequest(f"needs {needed} blocks, pool has {config.num_blocks}; {remedy}")
 

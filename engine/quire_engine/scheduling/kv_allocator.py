@@ -6,13 +6,15 @@ A block that two tables hold, or that can be matched, is never handed out for wr
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Collection, Iterable, Iterator, Set
+from itertools import chain, repeat
 
 from quire_engine.invariants import require
+from quire_engine.kv_groups import WHOLE, KVGroup
 from quire_engine.scheduling.block_pool import BlockPool
-from quire_engine.scheduling.blocks import NO_MATCH, NO_MOVES, Moves, PrefixMatch
+from quire_engine.scheduling.blocks import NO_MATCH, NO_MOVES, Moves, PageTable, PrefixMatch
 from quire_engine.scheduling.cache_shares import Owner
-from quire_engine.scheduling.prefix_cache import PrefixCache, Tails, block_hash, num_common, root_hash
+from quire_engine.scheduling.prefix_cache import GroupCaches, PrefixCache, Tails, block_hash, num_common, root_hash
 from quire_engine.scheduling.sequence import Content, Promise, Sequence
 
 Copy = tuple[int, int]  # (source block, target block)
@@ -24,15 +26,24 @@ class KVAllocator:
 
     The caller of a method that takes blocks must have found its cost in `num_available` first. Running out is a bug and
     raises InvariantViolation.
+
+    Each group of layers has a page table of every sequence, and blocks that are matched by its own contents; all groups
+    take their blocks from one pool. A window's blocks are given back when their sequence has results behind them.
+    Partial blocks are matched only where one group keeps every position.
     """
 
-    def __init__(self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool, groups: tuple[KVGroup, ...] = (WHOLE,)
+    ) -> None:
         self.block_size = block_size
+        self.groups = groups
         self.total_evictions = self.total_taken = 0
         self.merged_share = 0.0  # of the outputs' last full blocks, in a moving average: merged with equal ones
         self._pool = BlockPool(num_blocks)
-        self._cache = PrefixCache()
-        self._tails = Tails(block_size)
+        self._caches = GroupCaches(groups, block_size)
+        self._cache = self._caches.first  # whose contents name a block, where there is one group
+        self.by_window = len(groups) > 1 or groups[0].window is not None
+        self._tails = Tails(block_size, finds=not self.by_window)
         self._promises = Promises(block_size)
         self._pinned: list[int] = []  # sources of this plan's copies, which must not be reused before they are read
         self._caching = enable_prefix_caching
@@ -41,6 +52,11 @@ class KVAllocator:
     @property
     def num_blocks(self) -> int:
         return self._pool.num_blocks
+
+    @property
+    def num_whole_groups(self) -> int:
+        """Groups of layers that keep every position."""
+        return sum(group.window is None for group in self.groups)
 
     @property
     def num_available(self) -> int:
@@ -62,12 +78,19 @@ class KVAllocator:
         """Further blocks that the tables would need without sharing."""
         return self._pool.num_saved
 
+    def new_tables(self) -> tuple[PageTable, ...]:
+        """The tables of a sequence without blocks."""
+        return tuple([PageTable(self.block_size, group) for group in self.groups])
+
     def match(self, sequence: Sequence, max_tokens: int) -> PrefixMatch:
         """The longest cached prefix of at most `max_tokens` tokens. Changes no block."""
         if not self._caching:
             return NO_MATCH
         size, count = self.block_size, max_tokens // self.block_size
         self._extend_hashes(sequence, count)
+        if self.by_window:
+            found = self._caches.longest_match(sequence.kv.block_hashes[:count])
+            return PrefixMatch(found[0], len(found[0]) * size, others=found[1:])
         blocks = tuple(self._cache.longest_match(sequence.kv.block_hashes[:count]))
         start = len(blocks) * size
         rest = sequence.token_ids[start : min(start + size, max_tokens)]
@@ -91,58 +114,73 @@ class KVAllocator:
 
     def seat_cost(self, sequence: Sequence, match: PrefixMatch) -> int:
         """Available blocks that `seat` would use up; the source of a tail's copy counts until the step is planned."""
-        revived = sum(1 for block in match.blocks if self._pool.refs(block) == 0)
         pinned = int(match.tail is not None and self._pool.refs(match.tail[0]) == 0)
-        return sequence.blocks_for_known - len(match.blocks) + revived + pinned
+        if not self.by_window:
+            revived = sum(1 for block in match.blocks if self._pool.refs(block) == 0)
+            return sequence.blocks_for_known - len(match.blocks) + revived + pinned
+        cost, known = pinned, len(sequence.token_ids)
+        for table, entries in self._matched(sequence, match):
+            passed = table.first_seen(match.num_tokens)
+            cost += table.num_blocks_for(table.group.entry_end(match.num_tokens, known)) - len(entries)
+            cost += sum(1 for block in entries[passed:] if self._pool.refs(block) == 0)
+        return cost
 
     def seat(self, sequence: Sequence, match: PrefixMatch) -> None:
         """Give an empty sequence its matched prefix, and new blocks for the rest of its known tokens.
 
-        A matched tail is copied into the first new block, just before the sequence writes there (`reserve`).
+        A window gets blocks for the next tokens alone. A matched tail is copied into the first new block, just before
+        the sequence writes there (`reserve`).
         """
         self._own([sequence])
-        for block in match.blocks:
-            self._hold(block)
-        sequence.kv.table.extend(match.blocks)
+        known = len(sequence.token_ids)
+        matched = self._matched(sequence, match)
+        for table, entries in matched:  # all of them, before the first new block evicts one
+            for block in table.extend_passed(entries, table.first_seen(match.num_tokens)):
+                self._hold(block)
         sequence.kv.num_committed = len(match.blocks)
         sequence.kv.num_computed = match.num_tokens
         sequence.kv.num_certain = len(match.blocks) * self.block_size
         if match.tail is not None:
             sequence.kv.copies_from = match.tail[0]
             self._hold(match.tail[0])
-        self._grow(sequence, len(sequence.token_ids))
+        for table, _ in matched:
+            self._extend(sequence, table, table.group.entry_end(match.num_tokens, known))
+        sequence.kv.num_reserved = self.groups[0].entry_end(match.num_tokens, known)
         if self._caching:
-            self._extend_hashes(sequence, len(sequence.token_ids) // self.block_size)
-            sequence.kv.num_promised = len(sequence.token_ids)
+            self._extend_hashes(sequence, known // self.block_size)
+            sequence.kv.num_promised = known
             self._promises.make(sequence, len(match.blocks), self._parent(sequence, len(match.blocks)), self._tails)
 
     def reserve_cost(self, sequence: Sequence, end: int) -> int:
         """Available blocks that `reserve` up to position `end` would use up."""
-        table = sequence.kv.table
-        growth = table.num_blocks_for(end) - len(table) if end > table.num_slots else 0
-        return growth + 1 if sequence.kv.shares_tail and self._must_copy(sequence) else growth
+        growth = 0
+        for table in sequence.kv.tables:
+            if end > table.num_slots:
+                growth += table.num_blocks_for(end) - len(table)
+        return growth + len(self.groups) if sequence.kv.shares_tail and self._must_copy(sequence) else growth
 
-    def reserve(self, sequence: Sequence, end: int) -> Copy | None:
-        """Make positions num_computed .. end - 1 writable; returns the copy to make first, if one is needed.
+    def reserve(self, sequence: Sequence, end: int) -> tuple[Copy, ...]:
+        """Make positions num_computed .. end - 1 writable; returns the copies to make first, if some are needed.
 
         Copy on write: of n owners of a shared block the last one to write keeps it, so n owners cost n - 1 copies.
         """
-        copy = None
+        copies: tuple[Copy, ...] = ()
         if sequence.kv.copies_from is not None:
-            copy = sequence.kv.copies_from, sequence.kv.table.block_ids[sequence.kv.num_computed // self.block_size]
+            target = sequence.kv.table.block_ids[sequence.kv.num_computed // self.block_size]
+            copies = ((sequence.kv.copies_from, target),)
             self._pinned.append(sequence.kv.copies_from)
             sequence.kv.copies_from = None
         if sequence.kv.shares_tail:
-            copy = self._copy_tail(sequence) if self._must_copy(sequence) else None
+            copies = tuple(self._copy_tails(sequence)) if self._must_copy(sequence) else ()
             sequence.kv.shares_tail = False
         self._grow(sequence, end)
-        return copy
+        return copies
 
     def cancel_copies(self, sequences: Iterable[Sequence], targets: Set[int]) -> None:
         """The copies into these blocks will not be made: their content must not be matched."""
         for sequence in sequences:
             full = sequence.kv.num_certain // self.block_size
-            if not targets.isdisjoint(sequence.kv.table.block_ids[full : full + 1]):
+            if any(not targets.isdisjoint(table.block_ids[full : full + 1]) for table in sequence.kv.tables):
                 sequence.kv.num_certain = full * self.block_size
 
     def unpin(self) -> None:
@@ -155,26 +193,30 @@ class KVAllocator:
         sequence.kv.num_computed = end
 
     def commit(self, sequence: Sequence, num_computed: int) -> None:
-        """The first `num_computed` tokens have applied results: make the blocks that they fill matchable."""
+        """The first `num_computed` tokens have applied results: make the blocks that they fill matchable.
+
+        Blocks that a window has passed are given back. Steps in flight may still read such a block: any step that
+        writes to it comes after them.
+        """
         before, sequence.kv.num_certain = sequence.kv.num_certain, num_computed
-        if not self._caching:
-            return
-        full = num_computed // self.block_size
-        if full > sequence.kv.num_committed:
-            self._commit_blocks(sequence, full)
-        if before < sequence.kv.num_promised:
-            self._promises.fulfil(sequence, num_computed)
-            if num_computed >= sequence.kv.num_promised:
-                self._offer_tail(sequence)
+        if self._caching:
+            full = num_computed // self.block_size
+            if full > sequence.kv.num_committed:
+                self._commit_blocks(sequence, full)
+            if before < sequence.kv.num_promised:
+                self._promises.fulfil(sequence, num_computed)
+                if num_computed >= sequence.kv.num_promised:
+                    self._offer_tail(sequence)
+        if self.by_window:
+            self._give_back(sequence, num_computed)
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let an empty child share the parent's blocks of the first `num_tokens` tokens, a partial one included."""
         full, partial = divmod(num_tokens, self.block_size)
-        shared = parent.kv.table.block_ids[: full + (1 if partial else 0)]
-        for block in shared:
-            self._pool.share(block)
+        for table, source in zip(child.kv.tables, parent.kv.tables, strict=True):
+            for block in table.extend_passed(source.block_ids[: full + (1 if partial else 0)], source.num_passed):
+                self._pool.share(block)
         child.kv.owner = parent.kv.owner
-        child.kv.table.extend(shared)
         child.kv.num_computed = child.kv.num_reserved = num_tokens
         child.kv.block_hashes = parent.kv.block_hashes[:full]
         child.kv.num_committed = min(parent.kv.num_committed, full)
@@ -191,8 +233,9 @@ class KVAllocator:
             self._drop(sequence.kv.copies_from)
             sequence.kv.copies_from = None
         self._released.append(sequence.sequence_id)
-        for block in reversed(sequence.kv.table.clear()):
-            self._drop(block)
+        for table in sequence.kv.tables:
+            for block in reversed(table.clear()):
+                self._drop(block)
         sequence.kv.num_computed = sequence.kv.num_reserved = sequence.kv.num_certain = 0
         sequence.kv.num_committed = sequence.kv.num_promised = 0
         sequence.kv.shares_tail = False
@@ -201,9 +244,8 @@ class KVAllocator:
         """These sequences' blocks hold wrong values: they must not be matched, neither now nor after their release."""
         for sequence in sequences:
             sequence.kv.num_certain = 0
-            for block in sequence.kv.table.block_ids:
-                self._cache.forget(block)
-                self._tails.forget(block)
+            for block in _held(sequence):
+                self._forget(block)
 
     def take_moves(self) -> Moves:
         """The copies to and from host memory for the next step; none without a host pool."""
@@ -217,11 +259,11 @@ class KVAllocator:
 
     def is_writable(self, block: int) -> bool:
         """Whether exactly one table holds the block and its content cannot be matched."""
-        return self._pool.refs(block) == 1 and not self._cache.holds(block)
+        return self._pool.refs(block) == 1 and not self._caches.holds(block)
 
     def forget_cached(self, kept: Collection[bytes] = ()) -> tuple[int, tuple[int, ...]]:
         """Empty the prefix cache except for `kept`; returns (number of unreferenced blocks, host blocks) forgotten."""
-        self._cache.keep_only(kept)
+        self._caches.keep_only(kept)
         self._tails.clear()
         return self._pool.keep_only(self._is_known), ()
 
@@ -231,10 +273,10 @@ class KVAllocator:
         The blocks of a table also have its request's scope, and those that are cached are those that can be matched.
         """
         self._pool.check()
-        self._cache.check()
+        self._caches.check()
         self._tails.check()
         sequences = list(sequences)
-        held = Counter(block for sequence in sequences for block in sequence.kv.table.block_ids)
+        held = Counter(block for sequence in sequences for block in _held(sequence))
         held.update(sequence.kv.copies_from for sequence in sequences if sequence.kv.copies_from is not None)
         held.update(self._pinned)
         for block in range(self.num_blocks):
@@ -242,17 +284,32 @@ class KVAllocator:
             require(refs == held[block], f"block {block} has {refs} references and is in {held[block]} tables")
         for sequence in sequences:
             scope = sequence.group.request.cache_scope
-            for owner in map(self._pool.owner, sequence.kv.table.block_ids):
+            for owner in map(self._pool.owner, _held(sequence)):
                 require(owner is not None and owner.scope == scope, "a sequence holds a block of another scope")
         known = {block for block in self._pool.free_blocks() if self._is_known(block)}
         require(known == set(self._pool.shares.cached()), "the cached blocks are not those that can be matched")
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> None:
-        table = sequence.kv.table
-        if num_tokens > table.num_slots:
-            count = table.num_blocks_for(num_tokens) - len(table)
-            table.extend([self._take(sequence.kv.owner) for _ in range(count)])
+        for table in sequence.kv.tables:
+            if num_tokens > table.num_slots:
+                self._extend(sequence, table, num_tokens)
         sequence.kv.num_reserved = max(sequence.kv.num_reserved, num_tokens)
+
+    def _extend(self, sequence: Sequence, table: PageTable, num_tokens: int) -> None:
+        """Take blocks for one table, so that it has slots for `num_tokens` tokens."""
+        count = table.num_blocks_for(num_tokens) - len(table)
+        table.extend([self._take(sequence.kv.owner) for _ in range(count)])
+
+    def _give_back(self, sequence: Sequence, num_computed: int) -> None:
+        for table in sequence.kv.tables:
+            first = table.first_seen(num_computed)
+            if first > table.num_passed:
+                for block in table.give_back(first):
+                    self._drop(block)
+
+    def _matched(self, sequence: Sequence, match: PrefixMatch) -> list[tuple[PageTable, tuple[int, ...]]]:
+        """Each table of the sequence with the entries that the match has for it."""
+        return list(zip(sequence.kv.tables, chain((match.blocks,), match.others, repeat(())), strict=False))
 
     def _own(self, sequences: Iterable[Sequence]) -> None:
         """See that the blocks that these sequences of one request take are of its scope and weight."""
@@ -267,15 +324,19 @@ class KVAllocator:
         if self._pool.is_full:
             block, loser = self._pool.evict(owner)
             self.total_evictions += 1
-            self._tails.forget(block)
-            content = self._cache.forget(block)
+            content = self._forget(block)
             if content is not None:
                 self._evict(content, block, loser)
         self.total_taken += 1
         return self._pool.take(owner)
 
     def _is_known(self, block: int) -> bool:
-        return self._cache.holds(block) or self._tails.holds(block)
+        return self._caches.holds(block) or self._tails.holds(block)
+
+    def _forget(self, block: int) -> bytes | None:
+        """The block's content must not be matched any more; returns its hash, if it was registered."""
+        self._tails.forget(block)
+        return self._caches.forget(block)
 
     def _hold(self, block: int) -> None:
         self._pool.share(block)
@@ -292,10 +353,12 @@ class KVAllocator:
         self._extend_hashes(sequence, full)
         size, tokens = self.block_size, sequence.token_ids
         for index in range(sequence.kv.num_committed, full):
-            block = sequence.kv.table.block_ids[index]
-            content = sequence.kv.block_hashes[index]
-            is_new = self._cache.register(content, block)
-            is_merged = not is_new and self._merge(sequence, index, content)
+            content, is_new, is_merged = sequence.kv.block_hashes[index], False, False
+            for table, cache in zip(reversed(sequence.kv.tables), reversed(self._caches.each), strict=True):
+                if index >= table.num_passed:  # the first group's answer counts, which has passed the fewest
+                    block = table.block_ids[index]
+                    is_new = cache.register(content, block)
+                    is_merged = not is_new and self._merge(table, cache, index, content)
             if index * size >= sequence.num_prompt_tokens:
                 self.merged_share += _WEIGHT * (is_merged - self.merged_share)
             # Requests diverge inside prompts and hardly ever inside outputs, whose blocks would be many.
@@ -303,19 +366,19 @@ class KVAllocator:
                 self._offer(block, self._parent(sequence, index), tokens[index * size : (index + 1) * size])
         sequence.kv.num_committed = full
 
-    def _merge(self, sequence: Sequence, index: int, content: bytes) -> bool:
+    def _merge(self, table: PageTable, cache: PrefixCache, index: int, content: bytes) -> bool:
         """Hold the block that has the same content already, and free the sequence's own; False if it is that block.
 
         Requests with equal tokens that run side by side so hold one block for all, wherever their beginnings were
         computed. Steps in flight may still read the freed block: any step that writes to it comes after them.
         """
-        own, other = sequence.kv.table.block_ids[index], self._cache.block(content)
+        own, other = table.block_ids[index], cache.block(content)
         if other is None or other == own:
             return False
         if self._pool.refs(other) == 0 and self._pool.refs(own) > 1:
             return False  # other choices hold its own too: a block would be taken and none be freed
         self._hold(other)
-        sequence.kv.table.replace(index, other)
+        table.replace(index, other)
         self._drop(own)
         return True
 
@@ -328,7 +391,7 @@ class KVAllocator:
 
     def _offer(self, block: int, parent: bytes, tokens: list[int]) -> None:
         displaced = self._tails.offer(block, parent, tokens)
-        if displaced is not None and self._pool.refs(displaced) == 0 and not self._cache.holds(displaced):
+        if displaced is not None and self._pool.refs(displaced) == 0 and not self._is_known(displaced):
             self._pool.forget(displaced)
 
     def _parent(self, sequence: Sequence, index: int) -> bytes:
@@ -342,19 +405,25 @@ class KVAllocator:
         """Whether another choice still holds the block that the sequence writes to next."""
         return self._pool.refs(sequence.kv.table.block_ids[sequence.kv.num_computed // self.block_size]) > 1
 
-    def _copy_tail(self, sequence: Sequence) -> Copy:
+    def _copy_tails(self, sequence: Sequence) -> Iterator[Copy]:
         index = sequence.kv.num_computed // self.block_size
-        source = sequence.kv.table.block_ids[index]
-        target = self._take(sequence.kv.owner)
-        self._pool.drop(source)  # never the last reference: another choice holds it
-        sequence.kv.table.replace(index, target)
-        return source, target
+        for table in sequence.kv.tables:  # choices share the blocks of all groups or of none
+            source = table.block_ids[index]
+            target = self._take(sequence.kv.owner)
+            self._pool.drop(source)  # never the last reference: another choice holds it
+            table.replace(index, target)
+            yield source, target
 
     def _extend_hashes(self, sequence: Sequence, count: int) -> None:
         hashes, size = sequence.kv.block_hashes, self.block_size
         for index in range(len(hashes), count):
             tokens = sequence.token_ids[index * size : (index + 1) * size]
             hashes.append(block_hash(self._parent(sequence, index), tokens))
+
+
+def _held(sequence: Sequence) -> Iterator[int]:
+    """The blocks in all tables of a sequence."""
+    return (block for table in sequence.kv.tables for block in table.held)
 
 
 class Promises:

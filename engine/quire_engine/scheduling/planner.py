@@ -295,7 +295,7 @@ class Admission:
         if not victims:
             return False
         seats = self._limits.max_num_seqs - self._roster.num_running + sum(len(each.sequences) for each in victims)
-        blocks = self._kv.num_available + sum(len(s.kv.table) for each in victims for s in each.sequences)
+        blocks = self._kv.num_available + sum(s.kv.num_held for each in victims for s in each.sequences)
         if seats < len(group.sequences) or not has_room(group, need=need, available=blocks):
             return False  # a preemption would not help
         self._preemptor.preempt_for_waiting(victims, cause, plan, by=group)

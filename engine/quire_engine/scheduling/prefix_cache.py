@@ -6,10 +6,12 @@ A hash covers the block's tokens, all tokens before them and the cache salt.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from hashlib import sha256
 
 from quire_engine.invariants import require
+from quire_engine.kv_groups import KVGroup
+from quire_engine.scheduling.blocks import PASSED
 
 
 class PrefixCache:
@@ -77,6 +79,62 @@ class PrefixCache:
             require(self._hash_of.get(block) == content, f"block {block} and its hash do not name each other")
 
 
+class GroupCaches:
+    """The prefix cache of each group of layers: a block belongs to one of them, by the same hashes."""
+
+    def __init__(self, groups: tuple[KVGroup, ...], block_size: int) -> None:
+        self.each = tuple([PrefixCache() for _ in groups])
+        self.first = self.each[0]
+        self._groups, self._block_size = groups, block_size
+
+    def holds(self, block: int) -> bool:
+        """Whether the block's content can be matched."""
+        return any(cache.holds(block) for cache in self.each)
+
+    def longest_match(self, hashes: list[bytes]) -> tuple[tuple[int, ...], ...]:
+        """The longest prefix of which every group has all blocks that its layers will see: its entries by group."""
+        count = len(hashes)
+        for group, cache in zip(self._groups, self.each, strict=True):
+            if group.window is None:
+                count = len(cache.longest_match(hashes[:count]))
+        while count and (missing := self._missing(hashes, count)) is not None:
+            count = missing  # every longer prefix sees that block too, or ends in it
+        return tuple(
+            [(PASSED,) * first + tuple(cache.longest_match(hashes[first:count])) for first, cache in self._seen(count)]
+        )
+
+    def forget(self, block: int) -> bytes | None:
+        """Remove a block before it is reused; returns its hash, or None if it was not registered."""
+        for cache in self.each:
+            content = cache.forget(block)
+            if content is not None:
+                return content
+        return None
+
+    def keep_only(self, contents: Collection[bytes]) -> None:
+        """Remove every content except these."""
+        for cache in self.each:
+            cache.keep_only(contents)
+
+    def check(self) -> None:
+        """Raise InvariantViolation unless the maps of every group mirror each other."""
+        for cache in self.each:
+            cache.check()
+
+    def _missing(self, hashes: list[bytes], count: int) -> int | None:
+        """The last of `count` blocks that the rows behind them see and some group has not; None: all are there."""
+        for first, cache in self._seen(count):
+            for index in range(count - 1, first - 1, -1):
+                if cache.block(hashes[index]) is None:
+                    return index
+        return None
+
+    def _seen(self, count: int) -> Iterator[tuple[int, PrefixCache]]:
+        """For each group the first of `count` blocks that rows behind them see."""
+        for group, cache in zip(self._groups, self.each, strict=True):
+            yield group.first_seen(count * self._block_size) // self._block_size, cache
+
+
 def root_hash(salt: str) -> bytes:
     """The parent of every first block: requests with different salts share no hash."""
     return sha256(b"quire prefix root\0" + salt.encode("utf-8", "surrogatepass")).digest()
@@ -100,8 +158,8 @@ class Tails:
 
     __slots__ = ("_blocks", "_known", "least")
 
-    def __init__(self, block_size: int) -> None:
-        self.least = least_tail(block_size)
+    def __init__(self, block_size: int, *, finds: bool = True) -> None:
+        self.least = least_tail(block_size) if finds else block_size + 1  # more tokens than any block has
         self._known: dict[int, tuple[Beginning, tuple[int, ...]]] = {}  # by block: its key, its computed tokens
         self._blocks: dict[Beginning, list[int]] = {}
 

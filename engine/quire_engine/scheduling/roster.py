@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from itertools import count
 
 from quire_engine.invariants import require
-from quire_engine.scheduling.blocks import PageTable, PrefixMatch, SequenceKV
+from quire_engine.scheduling.blocks import PrefixMatch, SequenceKV
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.policies import OrderPolicy
 from quire_engine.scheduling.sequence import Group, Sequence
@@ -56,7 +56,7 @@ class Roster:
                     group=group,
                     token_ids=[*request.prompt_token_ids, *resumed[choice]],
                     num_prompt_tokens=len(request.prompt_token_ids),
-                    kv=SequenceKV(table=PageTable(self._kv.block_size)),
+                    kv=SequenceKV(tables=self._kv.new_tables()),
                 )
                 group.add_choice(sequence)
                 self.sequences[sequence.sequence_id] = sequence
@@ -162,6 +162,12 @@ def _check_sequence(sequence: Sequence) -> None:
     known, computed, reserved = len(sequence.token_ids), sequence.kv.num_computed, sequence.kv.num_reserved
     blocks = sequence.kv.table.num_blocks_for(reserved)
     require(len(sequence.kv.table) == blocks, f"{name}: {len(sequence.kv.table)} blocks for {reserved} tokens")
+    for table in sequence.kv.tables:
+        first, needed = table.first_seen(computed), table.num_blocks_for(computed)
+        require(table.num_passed <= first, f"{name}: position {first * table.block_size} has lost its block")
+        require(needed <= len(table) <= blocks, f"{name}: {len(table)} blocks of one group, {blocks} of the first")
+        most = table.group.most_blocks(known, table.block_size)
+        require(table.num_held <= most, f"{name}: {table.num_held} blocks of one group, which needs {most}")
     require(computed <= reserved <= known, f"{name}: {computed} tokens computed, {reserved} reserved, {known} known")
     require(computed < known or sequence.is_launched, f"{name}: nothing left to compute")
     if group.state != "running" or (sequence not in group.computing and not sequence.is_launched):

@@ -87,7 +87,7 @@ class Scheduler:
         work = self._config.work(**size)
         bound = limits.wait_bound(work, sum(group.work for group in self._roster.live.values()))
         group = self._roster.join(
-            request, step=self._step, work=work, wait_bound=bound, footprint=limits.footprint(**size)
+            request, step=self._step, work=work, wait_bound=bound, footprint=self._config.footprint(**size)
         )
         self._planner.accept(group)
         self._deadlines.add(request, self._roster.live)

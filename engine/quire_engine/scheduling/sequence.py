@@ -71,6 +71,15 @@ class Sequence:
         """Blocks that hold every known token."""
         return self.kv.table.num_blocks_for(len(self.token_ids))
 
+    def window_growth(self, num_tokens: int) -> int:
+        """Blocks beyond those it holds, or enters with, that windows will need after `num_tokens` further tokens."""
+        known, growth = len(self.token_ids), 0
+        for table in self.kv.tables:
+            if table.group.window is not None:
+                held = table.num_held or table.num_blocks_for(table.group.entry_end(0, known))
+                growth += max(table.group.settled_blocks(known + num_tokens, table.block_size) - held, 0)
+        return growth
+
     @property
     def num_spare_slots(self) -> int:
         """Token slots without a known token in the last one of its blocks; without blocks, of those that it needs."""
@@ -183,10 +192,11 @@ class Group:
     @property
     def num_held_blocks(self) -> int:
         """About the blocks that its preemption would free: without its cached prefix, and a common prompt once."""
-        tables = [len(sequence.kv.table) for sequence in self.sequences]
-        size = self.leader.kv.table.block_size
-        common = self.num_prompt_tokens // size * (len(tables) - 1) if self.prompt_shared else 0
-        return max(sum(tables) - common - self.num_cached_tokens // size, 0)
+        tables = self.leader.kv.tables
+        size, others = tables[0].block_size, len(self.sequences) - 1
+        full, cached = self.num_prompt_tokens // size if self.prompt_shared else 0, self.num_cached_tokens // size
+        kept = sum([max(full - table.num_passed, 0) * others + max(cached - table.num_passed, 0) for table in tables])
+        return max(sum([sequence.kv.num_held for sequence in self.sequences]) - kept, 0)
 
     def followers(self) -> list[Sequence]:
         """The sequences that wait for the leader's prompt."""
@@ -203,8 +213,14 @@ class Group:
         if self.prompt_shared:  # swapped groups: the leader's cost has all
             return 0
         leader = self.leader
-        shared = self.num_prompt_tokens // leader.kv.table.block_size
-        return sum(s.blocks_for_known - shared for s in self.sequences if s is not leader)
+        size = leader.kv.table.block_size
+        shared = self.num_prompt_tokens // size
+        return sum(
+            min(s.blocks_for_known - shared, table.group.most_blocks(len(s.token_ids), size))
+            for s in self.sequences
+            if s is not leader
+            for table in s.kv.tables
+        )
 
     # ---- transitions ----------------------------------------------------------------------------------------------
 

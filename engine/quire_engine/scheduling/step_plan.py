@@ -6,6 +6,7 @@ The budget is never exceeded. A preempted group loses all its slices. Each decis
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from quire_engine.batch import Batch, Fork, ScheduledSequence
@@ -38,14 +39,14 @@ class StepPlan:
         self.decisions: list[Decision] = []
         self.slices: dict[Sequence, int] = {}
         self.num_preempted = 0
-        self._copies: dict[Sequence, tuple[int, int]] = {}
+        self._copies: dict[Sequence, tuple[tuple[int, int], ...]] = {}
 
-    def assign(self, sequence: Sequence, num_tokens: int, copy: tuple[int, int] | None = None) -> None:
+    def assign(self, sequence: Sequence, num_tokens: int, copies: tuple[tuple[int, int], ...] = ()) -> None:
         """Add tokens to a sequence's slice."""
         self.slices[sequence] = self.slices.get(sequence, 0) + num_tokens
         self.budget -= num_tokens
-        if copy is not None:
-            self._copies[sequence] = copy
+        if copies:
+            self._copies[sequence] = copies
 
     def note(self, kind: DecisionKind, group: Group, *, reason: str = "", num_tokens: int = 0, by: str = "") -> None:
         """Record a decision for the step log."""
@@ -62,9 +63,8 @@ class StepPlan:
         copied_from: dict[int, int] = {}
         for sequence in group.sequences:
             self.budget += self.slices.pop(sequence, 0)
-            copy = self._copies.pop(sequence, None)
-            if copy is not None:
-                copied_from[copy[1]] = copy[0]
+            for source, target in self._copies.pop(sequence, ()):
+                copied_from[target] = source
         return copied_from
 
     @property
@@ -96,7 +96,7 @@ class StepPlan:
             swap_out=moves.swap_out,
             swap_in=moves.swap_in,
             swap_keys=moves.swap_keys,
-            copies=tuple(self._copies.values()),
+            copies=tuple(chain.from_iterable(self._copies.values())),
             released=released,
         )
 
@@ -114,6 +114,7 @@ def _item(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
         token_ids=tuple(sequence.token_ids[start : start + num_tokens]),
         start=start,
         block_ids=sequence.kv.table.block_ids,
+        other_block_ids=tuple([table.block_ids for table in sequence.kv.tables[1:]]),
         wants_sample=wants_sample,
         wants_prompt_logprobs=group.prompt_logprobs_due and start < sequence.num_prompt_tokens - 1,
         forks=_forks(group) if wants_sample and not group.prompt_shared else (),

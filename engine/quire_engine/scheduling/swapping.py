@@ -17,7 +17,10 @@ from quire_engine.types import EngineStats
 
 
 def allocator_for(config: SchedulerConfig, stored: Iterable[bytes] = ()) -> tuple[KVAllocator, Swapping | None]:
-    """The allocator; with host memory it swaps, and `Swapping` decides for which victims."""
+    """The allocator; with host memory it swaps, and `Swapping` decides for which victims.
+
+    Blocks are swapped of one group of layers that keeps every position.
+    """
     limits = config.limits
     if config.num_host_blocks == 0:
         return (
@@ -25,6 +28,7 @@ def allocator_for(config: SchedulerConfig, stored: Iterable[bytes] = ()) -> tupl
                 num_blocks=config.num_blocks,
                 block_size=limits.block_size,
                 enable_prefix_caching=limits.enable_prefix_caching,
+                groups=config.kv_groups,
             ),
             None,
         )

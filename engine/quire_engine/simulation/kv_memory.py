@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.errors import ModelLoadError
+from quire_engine.kv_groups import KVGroup, KVLayout, Window, kv_layout
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float8_e4m3fn": 1, "int8": 1}
 # Names of the same size in different model families.
@@ -34,6 +35,13 @@ class KVShape:
     bytes_per_value: int
     values_per_token: int = 0  # per layer, where keys and values are stored together (MLA); 0: 2 * heads * head_dim
     max_len: int = 0  # positions; 0: unknown
+    windows: tuple[Window, ...] = ()  # of each layer; empty: none has one
+
+    @property
+    def layout(self) -> KVLayout:
+        """The pool's groups of layers."""
+        windows = self.windows or (None,) * self.layers
+        return kv_layout(windows, self.max_len or 1 << 20)
 
     @property
     def layer_bytes_per_token(self) -> int:
@@ -44,7 +52,11 @@ class KVShape:
         return self.layers * self.layer_bytes_per_token
 
     def bytes_per_block(self, block_size: int) -> int:
-        return block_size * self.bytes_per_token
+        return block_size * self.layout.layers_per_block * self.layer_bytes_per_token
+
+    def blocks_for(self, tokens: int, block_size: int) -> int:
+        """Blocks that a sequence of `tokens` tokens holds while it decodes."""
+        return sum(KVGroup(window).settled_blocks(tokens, block_size) for window in self.layout.windows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +66,7 @@ class SequenceMemory:
     tokens: int
     max_len: int
     blocks: int
-    slack: int  # empty token slots of its last block
+    slack: int  # token slots of its blocks, in all groups of layers, that hold no token that is seen
     live_bytes: int
     paged_bytes: int
     reserved_bytes: int
@@ -114,7 +126,27 @@ def _shape(plain: Mapping[str, Any], file: Path) -> KVShape:
         bytes_per_value=_BYTES[name],
         values_per_token=lora + _number(plain, ("qk_rope_head_dim",), file, 0) if lora else 0,
         max_len=_number(plain, _LENGTH, file, 0),
+        windows=_windows(plain, layers),
     )
+
+
+def _windows(plain: Mapping[str, Any], layers: int) -> tuple[Window, ...]:
+    """The sliding window of each layer, by the types of the layers, or by the places of those without one."""
+    window = plain.get("sliding_window")
+    if (
+        isinstance(window, bool)
+        or not isinstance(window, int)
+        or window < 1
+        or plain.get("use_sliding_window") is False
+    ):
+        return ()
+    types, first = plain.get("layer_types"), plain.get("max_window_layers", 0)
+    if isinstance(types, list) and len(types) == layers:
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+    each = plain.get("sliding_window_pattern") or plain.get("_sliding_window_pattern")
+    if isinstance(each, int) and each > 0:
+        return tuple(None if (layer + 1) % each == 0 else window for layer in range(layers))
+    return tuple(window if not isinstance(first, int) or layer >= first else None for layer in range(layers))
 
 
 def _number(plain: Mapping[str, Any], names: tuple[str, ...], file: Path, default: int | None = None) -> int:
@@ -132,13 +164,16 @@ def sequence_memory(shape: KVShape, *, tokens: int, max_len: int, block_size: in
     >>> found.blocks, found.slack, found.paged_bytes, found.live_bytes, found.reserved_bytes
     (32, 12, 268435456, 262144000, 2147483648)
     """
-    blocks = -(-tokens // block_size)
+    blocks = shape.blocks_for(tokens, block_size)
+    seen = [min(tokens, window or tokens) for window in shape.layout.windows]
     return SequenceMemory(
         tokens=tokens,
         max_len=max_len,
         blocks=blocks,
-        slack=blocks * block_size - tokens,
-        live_bytes=tokens * shape.bytes_per_token,
+        slack=blocks * block_size - sum(seen),
+        live_bytes=sum(min(tokens, window or tokens) for window in shape.windows) * shape.layer_bytes_per_token
+        if shape.windows
+        else tokens * shape.bytes_per_token,
         paged_bytes=blocks * shape.bytes_per_block(block_size),
         reserved_bytes=max_len * shape.bytes_per_token,
     )

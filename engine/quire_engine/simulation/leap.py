@@ -72,9 +72,12 @@ def leap(scheduler: Scheduler, cost: CostModel, now: float, due: float, num_left
 
 
 def _decoding(scheduler: Scheduler) -> list[Sequence]:
-    """The running sequences in the order of service if the next step gives each of them one token; otherwise empty."""
+    """The running sequences in the order of service if the next step gives each of them one token; otherwise empty.
+
+    Where windows let go of blocks, steps differ in more than the blocks that they take.
+    """
     roster, limits = scheduler._roster, scheduler._config.limits
-    if limits.scheduling_policy not in _SIMPLE or not roster.running:
+    if limits.scheduling_policy not in _SIMPLE or not roster.running or scheduler._kv.by_window:
         return []
     if roster.waiting and roster.num_running < limits.max_num_seqs:
         return []

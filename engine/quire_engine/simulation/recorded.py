@@ -138,6 +138,7 @@ def _config(plain: Mapping[str, Any], path: Path) -> tuple[SchedulerConfig, tupl
         config = SchedulerConfig(
             **{name: plain[name] for name in ("num_blocks", "max_model_len")},
             **{name: plain[name] for name in ("plans_ahead", "num_host_blocks", "swap_seconds") if name in plain},
+            windows=tuple(plain.get("windows", (None,))),
             limits=SchedulerLimits(**{name: value for name, value in limits.items() if name in known}),
         )
         config.check()

@@ -14,7 +14,7 @@ from quire_engine.errors import ConfigError
 from quire_engine.limits import LIMIT_NAMES, PolicyName, SchedulerConfig, SchedulerLimits, first_claim
 from quire_engine.simulation.cost_model import UNIT_STEPS, CostModel
 
-_POOL_NAMES = ("num_blocks", "max_model_len", "plans_ahead")
+_POOL_NAMES = ("num_blocks", "max_model_len", "plans_ahead", "windows")
 _QUEUE_NAMES = ("max_num_queued_reqs", "max_num_queued_tokens")
 CHANGEABLE = (*LIMIT_NAMES, *_POOL_NAMES, *_QUEUE_NAMES)
 
@@ -90,8 +90,22 @@ def _served_claim(limits: SchedulerLimits) -> int:
     return first_claim(limits.max_num_batched_tokens, limits.max_num_seqs, limits.prefill_chunk)
 
 
+def _windows(name: str, value: object) -> tuple[int | None, ...]:
+    """From a list, or a text such as none,512,512."""
+    parts = value.split(",") if isinstance(value, str) else value
+    try:
+        found = tuple(None if part in {None, "none"} else int(part) for part in parts)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        found = ()
+    if not found or any(window is not None and window < 1 for window in found):
+        raise ConfigError(f"{name} is {value!r}, must be the window of each group of layers, such as none,512,512")
+    return found
+
+
 def _typed(name: str, value: object, like: object) -> object:
     """The value in the type of the setting. Raises ConfigError."""
+    if isinstance(like, tuple):
+        return _windows(name, value)
     if not isinstance(value, str):
         return value
     try:

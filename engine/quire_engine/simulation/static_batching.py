@@ -45,10 +45,10 @@ def simulate_static(setup: Setup, rows: Sequence[TraceRow], *, speed: float = 1.
 
 def _run_batch(members: list[Served], setup: Setup, made: StaticOutcome, now: float) -> float:
     """One step for the prompts, padded to the longest; then a step for each token of the longest answer."""
-    cost, outcome, limits = setup.cost, made.outcome, setup.scheduler.limits
+    cost, outcome = setup.cost, made.outcome
     width = max(one.row.input_tokens for one in members)
     longest = max(one.row.output_tokens for one in members)
-    blocks = len(members) * limits.num_blocks_for(width + longest - 1)
+    blocks = len(members) * setup.scheduler.num_blocks_for(width + longest - 1)
     began = now
     for step in range(longest):
         now += (

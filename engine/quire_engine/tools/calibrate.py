@@ -99,7 +99,7 @@ class Grid:
         points = {(1, length) for length in (*lengths, *_CONTEXTS) if length <= most}
         for width in _sizes(limits.max_num_seqs):
             for length in _CONTEXTS:
-                if length <= most and width * limits.num_blocks_for(length + _DECODES) <= config.num_blocks:
+                if length <= most and width * config.num_blocks_for(length + _DECODES) <= config.num_blocks:
                     points.add((width, length))
         return sorted(points, key=lambda point: (point[0] * point[1], point))
 
@@ -134,7 +134,7 @@ def calibrate(config: EngineConfig, seconds: float) -> dict[str, Any]:
     plan = built.plan
     facts = machine(plan)
     scheduler = plan.scheduler
-    pool = {name: getattr(scheduler, name) for name in ("num_blocks", "max_model_len", "plans_ahead")}
+    pool = {name: getattr(scheduler, name) for name in ("num_blocks", "max_model_len", "plans_ahead", "windows")}
     return {
         "cost": {**cost.as_plain(), "origin": facts},
         "fit_error": error.as_plain(),

@@ -21,7 +21,7 @@ void keep_rows(bf16* x, int64_t width, const int64_t* chosen, int64_t count) {
 }  // namespace
 
 QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t count, const KvPool* pool,
-                               const AttentionStep* step, const AttentionStep* sampled, const int64_t* sample_rows,
+                               const AttentionStep* steps, const AttentionStep* sampled, const int64_t* sample_rows,
                                bf16* x) {
   int64_t widest = 0, heads = 0, hidden = 0;
   bool projects = false;
@@ -34,7 +34,7 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t cou
     }
     projects = projects || op->kind == LayerOpKind::kNormAdd;
   }
-  int64_t rows = step->rows;
+  int64_t rows = steps->rows;
   const int64_t wide_bytes = aligned(rows * widest * 2), head_bytes = aligned(rows * heads * 2);
   const int64_t y_bytes = projects ? aligned(rows * hidden * 2) : 0;
   try {
@@ -56,7 +56,8 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t cou
         break;
       case LayerOpKind::kRopeWrite:
         q_width = int64_t{op->attention->num_heads} * op->attention->head_dim;
-        failed = quire_rope_write(context, op->attention, pool, op->layer, step, wide, op->rope, op->rope_rows, q);
+        failed = quire_rope_write(context, op->attention, pool, op->layer, steps + op->group, wide, op->rope,
+                                  op->rope_rows, q);
         break;
       case LayerOpKind::kKeepSampled:
         if (sampled == nullptr) break;
@@ -64,10 +65,10 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t cou
         if (rows == 0) return 0;
         keep_rows(q, q_width, sample_rows, rows);
         keep_rows(x, hidden, sample_rows, rows);
-        step = sampled;
+        steps = sampled;
         break;
       case LayerOpKind::kAttend:
-        failed = quire_attention(context, op->attention, pool, op->layer, step, q, mixed);
+        failed = quire_attention(context, op->attention, pool, op->layer, steps + op->group, q, mixed);
         break;
       case LayerOpKind::kAddMixed:
       case LayerOpKind::kAddWide: {

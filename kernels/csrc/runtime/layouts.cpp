@@ -70,6 +70,7 @@ constexpr Layout kLayouts[] = {
     QUIRE_FIELD(LayerOp, kind),
     QUIRE_FIELD(LayerOp, epilogue),
     QUIRE_FIELD(LayerOp, scale),
+    QUIRE_FIELD(LayerOp, group),
     QUIRE_FIELD(LayerOp, layer),
     QUIRE_FIELD(LayerOp, weight),
     QUIRE_FIELD(LayerOp, norm),

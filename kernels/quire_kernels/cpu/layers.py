@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from ctypes import byref
+from ctypes import Array
 from enum import IntEnum
 
 import torch
@@ -17,9 +17,10 @@ from torch import Tensor
 from quire_kernels.cpu.attention import CpuAttention, describe, raise_for
 from quire_kernels.cpu.context import Context
 from quire_kernels.cpu.linear import GATES, Epilogue, norm_args
-from quire_kernels.cpu.signatures import LayerOpArgs, NormArgs
+from quire_kernels.cpu.signatures import LayerOpArgs, NormArgs, StepArgs
 from quire_kernels.kernel_set import (
     Attend,
+    GroupedInput,
     KeepSampled,
     LayerOp,
     LinearAdd,
@@ -61,6 +62,7 @@ class CpuLayers:
         self._run = context.library.quire_layers
         self._width = _check(self._program)
         self._last = next(op for op in reversed(self._program) if isinstance(op, Attend))
+        self._num_groups = 1 + max(op.group for op in self._program if isinstance(op, Attend))
         shapes = [op.shape for op in self._program if isinstance(op, RopeWrite | Attend)]
         self._shapes = {id(shape): attention.shape_args(shape) for shape in shapes}  # kept as the program is
         self._norms: list[NormArgs] = []  # kept as the program is
@@ -70,22 +72,31 @@ class CpuLayers:
         """x [T, H] -> the sampled rows [S, H] after all layers; x's memory is reused."""
         if x.dtype != torch.bfloat16 or x.shape != (step.positions.shape[0], self._width) or not x.is_contiguous():
             raise ValueError(f"x must be contiguous bfloat16 [{step.positions.shape[0]}, {self._width}]")
-        sampled = None if step.sampled is None else describe(step.sampled)
+        sampled = None if step.sampled is None else self._describe(step.sampled)
         if sampled is not None:
-            _check_rows(step.sample_rows, sampled.rows, x.shape[0])
+            _check_rows(step.sample_rows, sampled[0].rows, x.shape[0])
         pool = self._attention.pool_args(kv, self._last.shape, self._last.layer)
         failed = self._run(
             self._context.handle,
             self._args,
             len(self._program),
             pool,
-            byref(describe(step)),
-            None if sampled is None else byref(sampled),
+            self._describe(step),
+            sampled,
             None if sampled is None else step.sample_rows.data_ptr(),
             x.data_ptr(),
         )
         raise_for(failed)
-        return x if sampled is None else x[: sampled.rows]
+        return x if sampled is None else x[: sampled[0].rows]
+
+    def _describe(self, step: GroupedInput) -> Array[StepArgs]:
+        """The step as each group of layers sees it."""
+        if step.num_groups != self._num_groups:
+            raise ValueError(f"the step has tables of {step.num_groups} groups of layers, not {self._num_groups}")
+        found = [describe(step.in_group(group)) for group in range(self._num_groups)]
+        steps = (StepArgs * self._num_groups)(*found)
+        steps.kept = found  # type: ignore[attr-defined] # their tensors
+        return steps
 
     def _arguments(self, op: LayerOp) -> LayerOpArgs:
         args: dict[str, object] = {}
@@ -96,13 +107,13 @@ class CpuLayers:
                 args = {"kind": _Kind.NORM_LINEAR, "epilogue": epilogue, "weight": op.weight.address, "norm": norm}
             case RopeWrite():
                 shape, rope = ctypes.addressof(self._shapes[id(op.shape)]), op.rope
-                args = {"kind": _Kind.ROPE_WRITE, "layer": op.layer, "attention": shape}
+                args = {"kind": _Kind.ROPE_WRITE, "group": op.group, "layer": op.layer, "attention": shape}
                 args |= {"rope": rope.data_ptr(), "rope_rows": rope.shape[0]}
             case KeepSampled():
                 args = {"kind": _Kind.KEEP_SAMPLED}
             case Attend():
                 shape = ctypes.addressof(self._shapes[id(op.shape)])
-                args = {"kind": _Kind.ATTEND, "layer": op.layer, "attention": shape}
+                args = {"kind": _Kind.ATTEND, "group": op.group, "layer": op.layer, "attention": shape}
             case LinearAdd():
                 args = {"kind": _ADDS[op.source], "weight": op.weight.address, "scale": op.scale}
             case Project():

@@ -87,6 +87,7 @@ class LayerOpArgs(ctypes.Structure):
         ("kind", c_int32),
         ("epilogue", c_int32),
         ("scale", c_float),
+        ("group", c_int32),
         ("layer", c_int64),
         ("weight", c_void_p),
         ("norm", c_void_p),

@@ -210,10 +210,15 @@ class _Walk:
         return seen if window is None else seen & (distance < window)
 
     def _read(self, tables: Tensor, start: int, slices: list[_Slice]) -> tuple[Tensor, Tensor]:
-        """The chunk's keys and values. Values past a sequence's end are zeroed: 0 times stale NaN is not 0."""
+        """The chunk's keys and values. Values that no row sees are zeroed: 0 times stale NaN is not 0.
+
+        They lie past a sequence's end, or before its rows' windows, where there may be no block any more.
+        """
         first = start // self._chunk * self._chunk_blocks
         keys, values = read_kv(self._kv, self._layer, tables[:, first : first + self._chunk_blocks])
         for i, s in enumerate(slices):
             if s.kv_len < start + self._chunk:
                 values[i, :, s.kv_len - start :].zero_()
+            if self._shape.window is not None and (seen := s.position - self._shape.window + 1) > start:
+                values[i, :, : seen - start].zero_()
         return keys, values

@@ -146,8 +146,7 @@ def resolve_stop(
         max_new_tokens = min(max_new_tokens, largest)
     if largest < 0:
         raise ContextLengthExceeded(
-            f"The prompt has {prompt_tokens} tokens, but the server's KV cache holds only"
-            f" {limits.scheduler.num_slots}.",
+            f"The prompt has {prompt_tokens} tokens, but the server's KV cache holds only {limits.scheduler.longest}.",
             param=options.prompt.param,
         )
     if max_new_tokens > largest:

@@ -335,7 +335,7 @@ async def _token_ids(state: ServerState, each: TextInput, options: VectorOptions
     most = limits.scheduler.max_model_len
     least = 1 if options.answers else 0
     if len(token_ids) + least > most or limits.scheduler.largest_max_tokens(num_prompt=len(token_ids), n=1) < least:
-        most = min(most, limits.scheduler.num_slots)
+        most = min(most, limits.scheduler.longest)
         raise _too_long(most, str(len(token_ids)), each.param)
     return token_ids
 

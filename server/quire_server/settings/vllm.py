@@ -409,7 +409,8 @@ FLAGS: tuple[VllmFlag, ...] = (
         "admission is by blocks; every accepted request has a bound on its waiting",
         "switch",
     ),
-    *_any("use-v2-block-manager disable-hybrid-kv-cache-manager disable-cascade-attn", "there is one kind", "switch"),
+    *_any("use-v2-block-manager disable-cascade-attn", "there is one kind", "switch"),
+    *_any("disable-hybrid-kv-cache-manager", "layers with a window give their blocks back", "switch"),
     *_any("multi-step-stream-outputs disable-async-output-proc", "tokens are sent as they come", "switch"),
     *_any("disable-frontend-multiprocessing", "the engine is always a process of its own", "switch"),
     # -- Execution

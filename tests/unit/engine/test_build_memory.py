@@ -115,7 +115,7 @@ def sized(pool_bytes, **changes):
     arguments = {
         "pool_bytes": pool_bytes,
         "bytes_per_block": 1000,
-        "block_size": 16,
+        "num_blocks_for": lambda tokens: -(-tokens // 16),
         "max_model_len": None,
         "positions": 2048,
         "max_useful_seqs": None,

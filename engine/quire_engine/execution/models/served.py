@@ -19,6 +19,7 @@ from quire_engine.execution.model_input import ModelInput
 from quire_engine.execution.models.checkpoint import StoredTensors, fingerprint
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.weights import WeightSource
+from quire_engine.kv_groups import KVLayout
 from quire_kernels.kernel_set import ChoiceRows, KernelSet
 from quire_kernels.packed_form import PackedForm
 
@@ -46,6 +47,8 @@ class ModelFacts(Protocol):
     def max_position_embeddings(self) -> int: ...
     @property
     def dtype(self) -> str: ...
+    @property
+    def windows(self) -> tuple[int | None, ...]: ...  # of each layer; none where layers cannot have blocks of their own
 
 
 class ServedModel(Protocol):
@@ -72,6 +75,7 @@ class Wanted:
     dtype: torch.dtype
     device: torch.device
     threads: int
+    layout: KVLayout  # of the pool
 
     @property
     def path(self) -> Path:

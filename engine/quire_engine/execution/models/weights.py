@@ -21,6 +21,7 @@ from quire_engine.execution.models.config import ModelConfig, RopeConfig
 from quire_engine.execution.models.decoder import Decoder, Weights
 from quire_engine.execution.packed.image import ALIGNMENT, Image, ImageWriter
 from quire_engine.execution.progress import Progress, Tell, tell_nobody
+from quire_engine.kv_groups import KVLayout, one_group
 from quire_kernels.kernel_set import (
     Attend,
     AttentionShape,
@@ -69,7 +70,8 @@ def load_decoder(
     """
     with checked_checkpoint(path, config) as checkpoint:
         source = CheckpointSource(checkpoint, kernels, dtype, device, tell=tell, threads=threads)
-        weights = assemble(source, config, device=device, max_model_len=max_model_len)
+        layout = one_group(config.num_layers)
+        weights = assemble(source, config, layout=layout, device=device, max_model_len=max_model_len)
     return decoder_of(weights, config, kernels)
 
 
@@ -168,12 +170,14 @@ def _drop_tied_head(checkpoint: Checkpoint) -> None:
     checkpoint.drop(lambda name: name == _HEAD)
 
 
-def assemble(source: WeightSource, config: ModelConfig, *, device: torch.device, max_model_len: int) -> Weights:
-    """The decoder's weights from wherever they come."""
+def assemble(
+    source: WeightSource, config: ModelConfig, *, layout: KVLayout, device: torch.device, max_model_len: int
+) -> Weights:
+    """The decoder's weights from wherever they come, for a pool of this layout."""
     embedding = source.tensor(_EMBEDDING)
     # The largest matrix comes while little else is in memory: what packing needs beside the weights is then a layer.
     head = source.head("head", _EMBEDDING if config.tie_word_embeddings else _HEAD, embedding)
-    layers = _Layers(source, config, device=device, max_model_len=max_model_len)
+    layers = _Layers(source, config, layout, device=device, max_model_len=max_model_len)
     return Weights(
         embedding=embedding,
         program=tuple(op for index in range(config.num_layers) for op in layers.ops(index)),
@@ -185,8 +189,10 @@ def assemble(source: WeightSource, config: ModelConfig, *, device: torch.device,
 class _Layers:
     """Makes the ops of a model's layers from its configuration and its weights."""
 
-    def __init__(self, source: WeightSource, config: ModelConfig, *, device: torch.device, max_model_len: int) -> None:
-        self._source, self._config = source, config
+    def __init__(
+        self, source: WeightSource, config: ModelConfig, layout: KVLayout, *, device: torch.device, max_model_len: int
+    ) -> None:
+        self._source, self._config, self._layout = source, config, layout
         self._order = pair_order(config)
         self._tables = {
             rope: rope_table(rope, config.head_dim, max_model_len, rotary_dim=config.rotary_dim).to(device)
@@ -199,11 +205,11 @@ class _Layers:
         prefix = f"model.layers.{index}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         yield NormLinear(norm=self._norm_at(prefix, norms.attention), weight=self._qkv(prefix))
-        shape = self._shape(index, attention)
-        yield RopeWrite(shape=shape, rope=self._tables[config.ropes[index]], layer=index)
+        shape, (group, layer) = self._shape(index, attention), self._layout.places[index]
+        yield RopeWrite(shape=shape, rope=self._tables[config.ropes[index]], layer=layer, group=group)
         if index == config.num_layers - 1:
             yield KeepSampled()
-        yield Attend(shape=shape, layer=index)
+        yield Attend(shape=shape, layer=layer, group=group)
         o = self._matrix(prefix + "o", [Part(attention + "o_proj")], config.o_bias)
         yield from self._add("mixed", o, self._norm_at(prefix, norms.after_attention))
         yield NormGateUp(

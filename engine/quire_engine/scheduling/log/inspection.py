@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
+from itertools import chain
 from typing import Any
 
 from quire_engine.errors import Unanswerable
@@ -130,9 +131,9 @@ class Inspection:
                 " sequence.",
             },
             "tables": [
-                {"request_id": s.group.request.request_id, "choice": s.choice, "blocks": len(s.kv.table)}
+                {"request_id": s.group.request.request_id, "choice": s.choice, "blocks": s.kv.num_held}
                 for s in list(self._roster.sequences.values())[:MOST_REQUESTS]
-                if len(s.kv.table)
+                if s.kv.num_held
             ],
         }
 
@@ -172,7 +173,8 @@ class Inspection:
 
     def _held(self) -> Counter[int]:
         """The number of tables that hold each used block."""
-        return Counter(block for s in self._roster.sequences.values() for block in s.kv.table.block_ids)
+        tables = chain.from_iterable(sequence.kv.tables for sequence in self._roster.sequences.values())
+        return Counter(block for table in tables for block in table.held)
 
     def _record(self, log: StepLog, step: Step) -> StepRecord:
         return StepRecord(
@@ -216,16 +218,23 @@ def _table(sequence: Sequence, pos: object) -> dict[str, object]:
         "choice": sequence.choice,
         "num_tokens": len(sequence.token_ids),
         "num_computed": sequence.kv.num_computed,
-        "num_blocks": len(table),
+        "num_blocks": sequence.kv.num_held,
         "slack": table.num_slots - sequence.kv.num_computed,
     }
+    if len(sequence.kv.tables) > 1 or table.group.window is not None:
+        answer["groups"] = [
+            {"window": each.group.window, "num_passed": each.num_passed, "blocks": each.held}
+            for each in sequence.kv.tables
+        ]
     if pos is None:
-        answer["blocks"] = table.block_ids
+        answer["blocks"] = table.held
         return answer
     position = int(str(pos))
     if not 0 <= position < table.num_slots:
         raise Unanswerable(f"position {position} has no block: there are {len(table)}, for {table.num_slots} positions")
     index, offset = table.position_to_block(position)
+    if index < table.num_passed:
+        raise Unanswerable(f"position {position} has no block any more: every window has passed it")
     answer |= {"position": position, "block_index": index, "offset": offset, "block": table.block_ids[index]}
     return answer
 
@@ -282,11 +291,12 @@ def num_unused_slots(sequences: Iterable[Sequence], block_size: int) -> int:
     """Token slots in the sequences' blocks that hold no token; a shared block counts once."""
     unused, shared = 0, set[int]()
     for sequence in sequences:
-        spare = sequence.kv.table.num_slots - sequence.kv.num_computed
-        if sequence.kv.shares_tail and spare:
-            tail = sequence.kv.table.block_ids[sequence.kv.num_computed // block_size]
-            if tail in shared:
-                spare -= block_size - sequence.kv.num_computed % block_size
-            shared.add(tail)
-        unused += spare
+        for table in sequence.kv.tables:
+            spare = table.num_slots - sequence.kv.num_computed
+            if sequence.kv.shares_tail and spare:
+                tail = table.block_ids[sequence.kv.num_computed // block_size]
+                if tail in shared:
+                    spare -= block_size - sequence.kv.num_computed % block_size
+                shared.add(tail)
+            unused += spare
     return unused

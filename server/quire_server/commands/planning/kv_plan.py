@@ -94,7 +94,8 @@ def _given_shape(text: str) -> KVShape:
         numbers = []
     if len(numbers) != len(_SHAPE) or min(numbers) < 1:
         raise ConfigError(f"--shape is {text!r}, must be four numbers such as 32,8,128,2")
-    return KVShape(**dict(zip(_SHAPE, numbers, strict=True)))
+    layers, kv_heads, head_dim, bytes_per_value = numbers
+    return KVShape(layers=layers, kv_heads=kv_heads, head_dim=head_dim, bytes_per_value=bytes_per_value)
 
 
 def _decimal(count: int) -> str:

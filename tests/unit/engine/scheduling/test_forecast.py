@@ -33,7 +33,7 @@ def choice(
         group=group,
         token_ids=tokens,
         num_prompt_tokens=prompt,
-        kv=SequenceKV(table=PageTable(SIZE)),
+        kv=SequenceKV(tables=(PageTable(SIZE),)),
     )
     group.add_choice(one)
     return one

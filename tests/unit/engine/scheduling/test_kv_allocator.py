@@ -24,7 +24,7 @@ def sequence(tokens: list[int], salt: str = "") -> Sequence:
         group=group,
         token_ids=tokens,
         num_prompt_tokens=len(tokens),
-        kv=SequenceKV(table=PageTable(4)),
+        kv=SequenceKV(tables=(PageTable(4),)),
     )
 
 
@@ -134,7 +134,7 @@ def test_fork_shares_everything_and_the_last_owner_writes_in_place() -> None:
         costs.append(kv.reserve_cost(one, 7))
         copies.append(kv.reserve(one, 7))
     assert costs == [1, 1, 0]
-    assert [copy[0] if copy else None for copy in copies] == [tail, tail, None]
+    assert [[source for source, _ in each] for each in copies] == [[tail], [tail], []]
     assert children[1].kv.table.block_ids[1] == tail
     assert len({one.kv.table.block_ids[1] for one in family}) == 3
     kv.check(family)
@@ -145,9 +145,9 @@ def test_what_is_reserved_costs_nothing_to_reserve_again() -> None:
     one = computed(kv, list(range(6)))
     assert (kv.reserve_cost(one, 8), kv.reserve_cost(one, 9)) == (0, 1)
     assert kv.num_available == 6, "asking takes nothing"
-    assert kv.reserve(one, 9) is None
+    assert kv.reserve(one, 9) == ()
     assert (kv.reserve_cost(one, 9), kv.reserve_cost(one, 6), one.kv.num_reserved) == (0, 0, 9)
-    assert kv.reserve(one, 7) is None
+    assert kv.reserve(one, 7) == ()
     assert (kv.num_available, one.kv.num_reserved) == (5, 9)
 
 
@@ -155,8 +155,8 @@ def test_fork_at_a_block_boundary_copies_nothing() -> None:
     kv = allocator()
     parent, child = computed(kv, list(range(8))), sequence(list(range(8)))
     kv.fork(parent, child, 8)
-    assert kv.reserve(child, 9) is None
-    assert kv.reserve(parent, 9) is None
+    assert kv.reserve(child, 9) == ()
+    assert kv.reserve(parent, 9) == ()
     assert parent.kv.table.block_ids[:2] == child.kv.table.block_ids[:2]
     assert parent.kv.table.block_ids[2] != child.kv.table.block_ids[2]
 
@@ -169,7 +169,7 @@ def test_fork_of_a_longer_parent_shares_the_prompt_only() -> None:
     kv.commit(parent, 6)
     kv.fork(parent, child, 6)
     assert child.kv.table.block_ids == parent.kv.table.block_ids[:2]
-    assert kv.reserve(parent, 14) is not None, "the parent writes where the child still reads"
+    assert kv.reserve(parent, 14), "the parent writes where the child still reads"
     kv.check([parent, child])
 
 
@@ -187,9 +187,7 @@ def test_a_block_into_which_nothing_was_copied_is_not_matched() -> None:
     first = computed(kv, list(range(7)))
     second = sequence(list(range(7)))
     kv.fork(first, second, 7)
-    copy = kv.reserve(second, 8)
-    assert copy is not None
-    source, target = copy
+    ((source, target),) = kv.reserve(second, 8)
     kv.cancel_copies([first, second], {target})
     kv.release(first)
     kv.release(second)  # of two that hold as much the last is matched

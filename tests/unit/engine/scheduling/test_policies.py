@@ -45,7 +45,7 @@ def group(
             group=one,
             token_ids=tokens,
             num_prompt_tokens=len(tokens),
-            kv=SequenceKV(table=PageTable(4)),
+            kv=SequenceKV(tables=(PageTable(4),)),
         )
     )
     return one

@@ -22,7 +22,7 @@ def group(first_id: int, choices: int, **sampling: float) -> Group:
                 group=one,
                 token_ids=list(range(8)),
                 num_prompt_tokens=8,
-                kv=SequenceKV(table=PageTable(4)),
+                kv=SequenceKV(tables=(PageTable(4),)),
             )
         )
     one.enter(1.0)
@@ -46,9 +46,9 @@ def test_a_slice_grows_in_its_place() -> None:
 
 def test_a_preempted_group_gives_back_tokens_and_copies() -> None:
     plan, family, other = StepPlan(1, 20), group(0, 2), group(5, 1)
-    plan.assign(family.sequences[0], 1, (3, 4))
+    plan.assign(family.sequences[0], 1, ((3, 4),))
     plan.assign(family.sequences[1], 1)
-    plan.assign(other.sequences[0], 2, (6, 7))
+    plan.assign(other.sequences[0], 2, ((6, 7),))
     plan.take_back(family)
     batch = plan.batch(step_id=1)
     assert [item.sequence_id for item in batch.items] == [5]

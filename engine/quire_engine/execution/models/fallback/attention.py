@@ -19,8 +19,9 @@ from torch import Tensor
 from quire_engine.execution.model_input import ModelInput
 from quire_engine.execution.models.fallback.facts import AttentionFacts, Facts
 from quire_engine.execution.models.fallback.interface import AttentionCall
+from quire_engine.kv_groups import KVLayout
 from quire_kernels.cpu.kv_layout import unsupported
-from quire_kernels.kernel_set import AttentionShape, KernelSet
+from quire_kernels.kernel_set import AttentionRows, AttentionShape, KernelSet
 
 _CHUNK = 128  # positions of one step of the softmax
 _PRODUCT_ROWS = 8  # rows of one product: query rows times the heads that share a key head
@@ -37,8 +38,8 @@ def uses_kernels(facts: Facts, block_size: int) -> bool:
 def with_plain_pool(kernels: KernelSet, facts: Facts) -> KernelSet:
     """The same kernels over the plain pool: one row of values a block, layer after layer, keys before values."""
 
-    def values_of_block(block_size: int) -> int:
-        return PlainPool(facts.attention, block_size).num_values
+    def values_of_block(layers: int, block_size: int) -> int:
+        return PlainPool(facts.attention[:layers], block_size).num_values
 
     def new_kv(  # noqa: PLR0917 - the op's contract
         num_blocks: int,
@@ -49,18 +50,21 @@ def with_plain_pool(kernels: KernelSet, facts: Facts) -> KernelSet:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
-        del layers, heads, head_dim
-        return torch.zeros(num_blocks, values_of_block(block_size), dtype=dtype, device=device)
+        del heads, head_dim
+        return torch.zeros(num_blocks, values_of_block(layers, block_size), dtype=dtype, device=device)
 
     def kv_block_bytes(layers: int, heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> int:
-        del layers, heads, head_dim
-        return values_of_block(block_size) * dtype.itemsize
+        del heads, head_dim
+        return values_of_block(layers, block_size) * dtype.itemsize
 
     return replace(kernels, new_kv=new_kv, kv_block_bytes=kv_block_bytes, copy_blocks=None)
 
 
 class PlainPool:
-    """Where each layer's keys [heads, block, Dk] and values [heads, block, Dv] lie in a block's row of values."""
+    """Where each layer's keys [heads, block, Dk] and values [heads, block, Dv] lie in a block's row of values.
+
+    `layers`: all; or as many as a block has, where they are all of one size.
+    """
 
     def __init__(self, layers: Sequence[AttentionFacts], block_size: int) -> None:
         self.block_size = block_size
@@ -85,8 +89,9 @@ class PlainPool:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A layer's index in the pool, its facts, and its shape for the kernels."""
+    """A layer's group and its place in the group's blocks, its facts, and its shape for the kernels."""
 
+    group: int
     index: int
     facts: AttentionFacts
     shape: AttentionShape | None
@@ -95,23 +100,27 @@ class _Place:
 class PagedAttention:
     """The attention of one model's layers in a step."""
 
-    def __init__(self, facts: Facts, kernels: KernelSet, block_size: int, positions: int) -> None:
+    def __init__(self, facts: Facts, kernels: KernelSet, block_size: int, positions: int, layout: KVLayout) -> None:
         """`positions`: those of the longest sequence."""
         self._kernels = kernels
         self._by_kernels = uses_kernels(facts, block_size)
-        self._pool = PlainPool(facts.attention, block_size)
+        self._pool = PlainPool(facts.attention[: layout.layers_per_block], block_size)
         self._still = torch.empty(0)
         if self._by_kernels:
             half = facts.head_dim // 2
             self._still = torch.cat([torch.ones(positions, half), torch.zeros(positions, half)], dim=1)
         self._places = {
-            layer.name: _Place(index, layer, _shape(layer) if self._by_kernels else None)
-            for index, layer in enumerate(facts.attention)
+            layer.name: _Place(*place, layer, _shape(layer) if self._by_kernels else None)
+            for layer, place in zip(facts.attention, layout.places, strict=True)
         }
 
     def compute(self, name: str, call: AttentionCall, step: ModelInput, kv: Tensor) -> Tensor:
         """[T, heads, Dv] of the step's T rows; rows of the call behind them are padding."""
-        place, rows = self._places[name], len(step.positions)
+        place = self._places[name]
+        return self._compute(place, call, step.in_group(place.group), kv)
+
+    def _compute(self, place: _Place, call: AttentionCall, step: AttentionRows, kv: Tensor) -> Tensor:
+        rows = len(step.positions)
         query, key, value = (x[0, :, :rows].transpose(0, 1) for x in (call.query, call.key, call.value))  # [T, H, D]
         if place.shape is not None:
             qkv = torch.cat([query, key, value], dim=1).reshape(rows, -1)
@@ -120,7 +129,7 @@ class PagedAttention:
         return self._plainly(place, call, step, kv, (query, key, value))
 
     def _plainly(
-        self, place: _Place, call: AttentionCall, step: ModelInput, kv: Tensor, rows: tuple[Tensor, Tensor, Tensor]
+        self, place: _Place, call: AttentionCall, step: AttentionRows, kv: Tensor, rows: tuple[Tensor, Tensor, Tensor]
     ) -> Tensor:
         size, (query, key, value) = self._pool.block_size, rows
         keys, values = self._pool.views(kv, place.index)
@@ -171,11 +180,17 @@ class SequencePool:
         self._keys, self._values, self._size = keys, values, size
         self._tables = F.pad(tables.long(), (0, -tables.shape[1] % (self.chunk // size)))
 
-    def read(self, start: int) -> tuple[Tensor, Tensor]:
-        """A chunk of those that are longer than `start`: float32 [n, heads, chunk, D] each, zeros past an end."""
+    def read(self, start: int, oldest: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """A chunk of those that are longer than `start`: float32 [n, heads, chunk, D] each.
+
+        Zeros past an end, and before the `oldest` position that some row of a sequence sees: there may be no block.
+        """
         active = sum(length > start for length in self.lengths)
         tables = self._tables[:active, start // self._size : (start + self.chunk) // self._size]
-        past = torch.arange(start, start + self.chunk) >= torch.tensor(self.lengths[:active])[:, None]
+        positions = torch.arange(start, start + self.chunk)
+        past = positions >= torch.tensor(self.lengths[:active])[:, None]
+        if max(oldest) > start:
+            past |= positions < torch.tensor(oldest[:active])[:, None]
         found = []
         for held in (self._keys, self._values):
             blocks = held[tables].transpose(1, 2).flatten(2, 3).float()  # [n, heads, chunk, D]
@@ -200,9 +215,12 @@ def attend(query: Tensor, positions: Tensor, pool: SequencePool, layer: Attentio
     queries = queries.permute(2, 0, 1, 3, 4).reshape(heads, tiles, tile * group, -1)
     peak = queries.new_full((heads, tiles, tile * group, 1), -math.inf)
     total, result = torch.zeros_like(peak), queries.new_zeros(heads, tiles, tile * group, layer.value_dim)
-    oldest = 0 if layer.window is None else max(0, int(positions.min()) - layer.window + 1)
-    for start in range(oldest // chunk * chunk, pool.lengths[0], chunk):
-        keys, values = pool.read(start)
+    oldest = [0] * len(pool.lengths)
+    if layer.window is not None:
+        first = positions.view(len(oldest), -1).amin(dim=1)  # of each sequence
+        oldest = (first - layer.window + 1).clamp_(min=0).tolist()
+    for start in range(min(oldest) // chunk * chunk, pool.lengths[0], chunk):
+        keys, values = pool.read(start, oldest)
         active = tiles if len(pool.lengths) == 1 else len(keys)
         scores = _products(queries[:, :active], keys.transpose(2, 3))  # [Hkv, n, tile * G, C]
         if layer.softcap is not None:

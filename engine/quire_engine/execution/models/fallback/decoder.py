@@ -22,6 +22,7 @@ from quire_engine.execution.models.fallback.interface import AttentionCall, atta
 from quire_engine.execution.models.fallback.products import PackedLinear
 from quire_engine.execution.models.fallback.states import States
 from quire_engine.execution.models.fallback.weights import Loaded, Sources
+from quire_engine.kv_groups import KVLayout
 from quire_kernels.kernel_set import ChoiceRows, KernelSet
 
 
@@ -71,6 +72,7 @@ class FallbackDecoder:
         model: Any,
         kernels: KernelSet,
         *,
+        layout: KVLayout,
         dtype: torch.dtype,
         block_size: int,
         max_model_len: int,
@@ -81,7 +83,7 @@ class FallbackDecoder:
         """`model`: with parameters on the meta device, which `sources` has. `has_buffer`: it has such a buffer too."""
         self.config = facts
         self._kernels, self._model = kernels, model
-        self._steps = Steps(PagedAttention(facts, kernels, block_size, max_model_len))
+        self._steps = Steps(PagedAttention(facts, kernels, block_size, max_model_len, layout))
         set_interfaces(model)
         loaded = Loaded(model, facts, kernels, dtype, rows=self._steps, sources=sources)
         loaded.fill(has_buffer)

@@ -107,6 +107,12 @@ class Facts:
         return bool(self.mixers)
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer; none where their keys and values differ in size, since all blocks of the pool are equal."""
+        kinds = {(layer.num_kv_heads, layer.key_dim, layer.value_dim) for layer in self.attention}
+        return tuple([layer.window if len(kinds) == 1 else None for layer in self.attention])
+
+    @property
     def is_uniform(self) -> bool:
         """Whether one pool of equal heads, and attention without additions, hold for every layer."""
         kinds = {(layer.num_kv_heads, layer.key_dim, layer.value_dim) for layer in self.attention}

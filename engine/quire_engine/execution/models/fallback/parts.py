@@ -130,6 +130,7 @@ class FallbackParts:
             self._facts,
             model,
             wanted.kernels,
+            layout=wanted.layout,
             dtype=wanted.dtype,
             block_size=limits.block_size,
             max_model_len=max_model_len,

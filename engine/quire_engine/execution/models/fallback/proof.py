@@ -30,6 +30,7 @@ from quire_engine.execution.models.fallback.facts import Facts, StepArguments, l
 from quire_engine.execution.models.fallback.model_class import IMPLEMENTATION, ModelClass, in_steps
 from quire_engine.execution.models.fallback.weights import parameters, part_of
 from quire_engine.execution.models.weights import Part
+from quire_engine.kv_groups import one_group
 from quire_kernels.kernel_set import KernelSet, LinearWeight
 from quire_kernels.reference import REFERENCE
 from quire_kernels.trusted_folder import open_trusted, trusted
@@ -226,6 +227,7 @@ def compare(made: ModelClass) -> tuple[float, str]:
         facts,
         stepped,
         kernels,
+        layout=one_group(facts.num_layers),
         dtype=dtype,
         block_size=_BLOCK,
         max_model_len=_POSITIONS,
