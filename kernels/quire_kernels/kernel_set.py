@@ -109,6 +109,8 @@ class AttentionShape:
     q_norm: Tensor | None = None  # [head_dim], RMS norm of each query head; [num_heads * head_dim]: of all together
     k_norm: Tensor | None = None  # [head_dim], or [num_kv_heads * head_dim]
     norm_eps: float = 1e-6
+    softcap: float | None = None  # scores s, already scaled, become softcap * tanh(s / softcap)
+    sinks: Tensor | None = None  # [num_heads] float32, of each query head one more score, whose value is zero
 
     @property
     def row_norms(self) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from quire_kernels.kernel_set import AttentionShape
 from quire_kernels.reference import REFERENCE
+from support.cpu_attention import textbook_weights
 from support.model_steps import DEVICES, Blocks, batch_of, input_of, scheduled, step_at
 
 NUM_LAYERS, LAYER = 3, 1
@@ -72,7 +74,7 @@ class _Sequences:
         distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
         visible = (distance >= 0) & (distance < (self.shape.window or len(q)))
         scores = torch.einsum("qhd,khd->hqk", q, k) * self.shape.scale
-        weights = scores.masked_fill(~visible.to(scores.device), -torch.inf).softmax(-1)
+        weights = textbook_weights(scores, visible.to(scores.device), self.shape)
         return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
 
 
@@ -101,6 +103,22 @@ def test_attention_computes_its_definition(*, heads, kv_heads, head_dim, window,
         expected = sequences.expected(sequence)[start:]
         error = (rows.double() - expected).abs().max() / expected.abs().max()
         assert error < TOLERANCE[dtype], f"sequence {sequence}: {error}"
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("softcap", [None, 0.7, 50.0])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([-3.0, 0.5, 4.0, 60.0])], ids=["no sinks", "sinks"])
+def test_softcaps_and_sinks_are_their_definition_and_keep_a_rows_bits(window, softcap, sinks):
+    shape = replace(_shape(window=window), softcap=softcap, sinks=sinks)
+    lengths = [1, 9, 300, 131]
+    sequences = _Sequences(lengths, shape)
+    slices = [(0, 0, 1), (1, 8, 1), (2, 0, 300), (3, 100, 31)]
+    for slice_, rows in zip(slices, sequences.attend(slices), strict=True):
+        sequence, start, count = slice_
+        expected = sequences.expected(sequence)[start:]
+        assert (rows.double() - expected).abs().max() < 1e-5 * expected.abs().max()
+        assert torch.equal(sequences.attend([slice_])[0], rows)
+        assert torch.equal(sequences.attend([(sequence, start + count - 1, 1)], seed=3)[0], rows[-1:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -57,6 +57,34 @@ def test_attention_computes_its_definition(*, kernels, heads, kv_heads, head_dim
         assert error.square().mean().sqrt() <= 2 * rounding.square().mean().sqrt() + 1e-9
 
 
+SINKS = torch.tensor([-3.0, 0.0, 1.5, 4.0, 80.0, -90.0, 2.0, 0.5])
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize(
+    "added", [{"softcap": 0.7}, {"softcap": 50.0}, {"sinks": SINKS}, {"softcap": 2.0, "sinks": SINKS}], ids=str
+)
+def test_softcaps_and_sinks_are_their_definition_and_keep_a_rows_bits(kernels, two_threads, added, window):
+    lengths = [1, 9, 300, 131, 577, 64]
+    sequences = Sequences(lengths, shape_of(8, 2, 64, window, **added), spread=3.0)
+    starts = [0, 8, 0, 130, 490, 37]
+    slices = [(i, start, lengths[i] - start) for i, start in enumerate(starts)]
+    together = sequences.attend(kernels, slices)
+    for slice_, rows in zip(slices, together, strict=True):
+        sequence, start, count = slice_
+        exact = sequences.exact(sequence, kernels.kv_type)[start:]
+        error, rounding = (rows.double() - exact), (exact.bfloat16().double() - exact)
+        assert error.abs().max() <= 1.5 * ROUNDING * exact.abs().max() + 1e-6
+        assert error.square().mean().sqrt() <= 2 * rounding.square().mean().sqrt() + 1e-6
+        (alone,) = sequences.attend(two_threads, [slice_])
+        pieces = [(sequence, at, min(13, start + count - at)) for at in range(start, start + count, 13)]
+        assert torch.equal(alone, rows)
+        assert torch.equal(
+            torch.cat([sequences.attend(kernels, [piece])[0] for piece in pieces[-3:]]),
+            rows[pieces[-3:][0][1] - start :],
+        )
+
+
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 def test_every_length_is_right(kernels, head_dim):
     length = 200

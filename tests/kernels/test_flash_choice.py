@@ -216,7 +216,7 @@ def test_a_version_that_splits_contexts_unasked_is_told_not_to():
 
     newer.__signature__ = taken_by.replace(parameters=[*taken_by.parameters.values(), splits])
     batch = paged_batch([(9, 9)], shape_of(2, 1, 64), page=256)
-    ops = FlashAttention(flash_attn_2.loaded(newer, libraries.with_kvcache_of_2(), version=""))
+    ops = FlashAttention(flash_attn_2.loaded(newer, libraries.with_kvcache_of_2(), version=""), REFERENCE.attention)
     ops.attention(batch.q, batch.shape, batch.kv, LAYER, batch.step)
     assert told == [1]
 

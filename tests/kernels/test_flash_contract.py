@@ -13,6 +13,7 @@ from quire_kernels.flash.flash_attn_3 import FlashAttn3
 from quire_kernels.flash.library import Loaded
 from quire_kernels.flash.part import parts_of
 from quire_kernels.kernel_set import KVFormat
+from quire_kernels.reference import REFERENCE
 from support import flash_libraries as libraries
 from support.flash_libraries import added, changed, exchanged, faulty, without
 from support.paged_batches import LAYER, PagedBatch, paged_batch, shape_of
@@ -40,7 +41,7 @@ SHAPES = [(16, 1, 64, 100), (1, 1, 128, None), (3, 3, 80, 7), (2, 1, 256, 1), (4
 
 
 def attend(loaded: Loaded, batch: PagedBatch) -> torch.Tensor:
-    return FlashAttention(loaded).attention(batch.q, batch.shape, batch.kv, LAYER, batch.step)
+    return FlashAttention(loaded, REFERENCE.attention).attention(batch.q, batch.shape, batch.kv, LAYER, batch.step)
 
 
 def is_close(found: torch.Tensor, batch: PagedBatch) -> bool:
@@ -270,7 +271,7 @@ def test_told_of_one_row_flash_attn_2_does_not_look_at_the_offsets():
 
 def test_a_pool_of_another_model_is_refused():
     batch = paged_batch([(5, 5)], shape_of(4, 2, 64), page=256)
-    ops = FlashAttention(libraries.load_2())
+    ops = FlashAttention(libraries.load_2(), REFERENCE.attention)
     for shape in (shape_of(4, 4, 64), shape_of(4, 2, 32)):
         with pytest.raises(ValueError, match="made for another model"):
             ops.attention(batch.q, shape, batch.kv, LAYER, batch.step)

@@ -119,12 +119,12 @@ def test_the_plain_start_does_not_import_transformers():
 
 
 def test_native_refuses_what_auto_computes_by_transformers(caplog: pytest.LogCaptureFixture):
-    path = str(checkpoint("gemma2"))
-    with pytest.raises(NotNative, match="Gemma2ForCausalLM"):
+    path = str(checkpoint("gpt_oss"))
+    with pytest.raises(NotNative, match="GptOssForCausalLM"):
         resolve_plan(EngineConfig(model=path, device="cpu", model_impl="native"))
     plan = resolve_plan(EngineConfig(model=path, device="cpu"))
     assert plan.implementation == f"transformers {transformers.__version__}"
-    assert "Gemma2ForCausalLM" in caplog.text
+    assert "GptOssForCausalLM" in caplog.text
     ours = str(shared_checkpoint("qwen3"))
     assert resolve_plan(EngineConfig(model=ours, device="cpu")).implementation == ""
     assert resolve_plan(EngineConfig(model=ours, device="cpu", model_impl="transformers")).implementation
@@ -314,7 +314,7 @@ def config(path: Path, folder: Path | None = None, **changes: Any) -> EngineConf
         num_threads=2,
         packed_cache=folder is not None,
         packed_cache_dir=str(folder),
-        **{"kv_memory": 1 << 22, "max_model_len": 128, **changes},
+        **{"kv_memory": 1 << 22, "max_model_len": 128, "model_impl": "transformers", **changes},
     )
 
 
@@ -336,7 +336,8 @@ class TestEngine:
         requests = [request(str(i), [(7 * i + j) % 110 + 5 for j in range(30 + i)]) for i in range(6)]
         roomy = build(config(path))
         alone = {i: generate(roomy, [each])[each.request_id, 0].token_ids for i, each in enumerate(requests)}
-        narrow = build(config(path, kv_memory=9 * roomy.plan.bytes_per_block, max_num_seqs=6))
+        fewest = 1 + roomy.plan.scheduler.num_blocks_for(128)
+        narrow = build(config(path, kv_memory=fewest * roomy.plan.bytes_per_block, max_num_seqs=6))
         found = generate(narrow, requests)
         assert sum(each.num_preemptions for each in found.values())
         assert {i: found[each.request_id, 0].token_ids for i, each in enumerate(requests)} == alone
@@ -517,4 +518,4 @@ def test_the_table_of_models_is_that_of_the_last_sweep():
 def test_no_gpu_is_used(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match="set device to cpu"):
-        resolve_plan(EngineConfig(model=str(checkpoint("gemma2")), device="cuda"))
+        resolve_plan(EngineConfig(model=str(checkpoint("gpt_oss")), device="cuda"))

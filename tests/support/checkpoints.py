@@ -54,6 +54,7 @@ _FAMILY_SHAPE: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2": {},
     "qwen3": {"head_dim": 32},
+    "gemma2": {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 37, "layer_types": _BOTH},
     "gemma3": {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 37, "layer_types": _BOTH},
     "phi3": {},
     "granite": {
@@ -78,6 +79,7 @@ _CLASSES = {
     "mistral": "Mistral",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
+    "gemma2": "Gemma2",
     "gemma3": "Gemma3",
     "phi3": "Phi3",
     "granite": "Granite",
@@ -138,7 +140,7 @@ def make_model(
     for parameter_name, parameter in sorted(model.named_parameters()):
         if "norm" in parameter_name:
             # Gemma's hold what is added to 1.
-            values = float(family != "gemma3") + 0.2 * torch.randn(parameter.shape, generator=generator)
+            values = float(family not in {"gemma2", "gemma3"}) + 0.2 * torch.randn(parameter.shape, generator=generator)
         elif parameter.dim() == 1:
             values = 0.2 * torch.randn(parameter.shape, generator=generator)
         else:

@@ -99,8 +99,19 @@ class Sequences:
         distance = queries[:, None] - positions
         visible = (distance >= 0) & (distance < (self.shape.window or len(k)))
         scores = torch.einsum("qhd,khd->hqk", q[queries], k) * self.shape.scale
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        weights = textbook_weights(scores, visible, self.shape)
         return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+
+
+def textbook_weights(scores: torch.Tensor, visible: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
+    """Of scaled scores [H, Q, K] in float64: with the layer's cap, and beside its sinks."""
+    if shape.softcap is not None:
+        scores = shape.softcap * torch.tanh(scores / shape.softcap)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if shape.sinks is None:
+        return scores.softmax(-1)
+    sinks = shape.sinks.to(scores).view(-1, 1, 1).expand(-1, scores.shape[1], 1)
+    return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
 
 
 def as_int8(x: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from quire_engine.execution.loading import Loading
 from quire_engine.execution.model_input import lengths, model_input
 from quire_engine.execution.progress import tell_nobody
 from quire_engine.execution.step_tensors import step_tensors
+from quire_engine.kv_groups import one_group
 from support.model_steps import CPU, Blocks, batch_of, scheduled
 
 
@@ -27,6 +28,7 @@ class FallbackSteps:
             model=str(path), device="cpu", model_impl="transformers", num_threads=2, packed_cache=False
         )
         resolved = resolve(replace(config, **asked))  # type: ignore[arg-type]
+        resolved = replace(resolved, layout=one_group(resolved.model.num_layers))  # as the tables below
         torch.set_num_threads(1)
         self.resolved, self.num_blocks = resolved, num_blocks
         self.block_size = resolved.asked.limits.block_size

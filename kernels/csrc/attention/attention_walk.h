@@ -133,6 +133,7 @@ class Walk {
     }
   }
 
+  // The rows' results: once for each row, so that a sink counts once, whatever segments there are.
   void write(const Task& task, const Heads& heads, const float* total, bf16* out) const {
     const int64_t d = shape_.head_dim, stride = state_stride(d);
     const float* row = total;
@@ -140,7 +141,7 @@ class Walk {
       for (int64_t i = 0; i < task.queries; ++i) {
         bf16* to = out + ((task.first_row + i) * shape_.num_heads + head * group_heads_) * d;
         for (int64_t g = 0; g < group_heads_; ++g, row += stride, to += d) {
-          const Vec inverse = vset(1.0f / lane_sum(vload(row + kTotals)));
+          const Vec inverse = vset(share(row[0], lane_sum(vload(row + kTotals)), head * group_heads_ + g));
           for (int64_t c = 0; c < d; c += kLanes) {
             const Vec value = vmul(vload(row + kValues + c), inverse);
             vstore_bf16(to + c, Kv::kSignedZeros ? value : vadd(value, vzero()));
@@ -178,6 +179,25 @@ class Walk {
       tile->units[u] = unit_address(pool_, block, layer_, head, unit % pool_.units);
     }
     return true;
+  }
+
+  // What a row's weighted values are multiplied by in the end.
+  float share(float peak, float total, int64_t query_head) const {
+    if (shape_.sinks == nullptr) return 1.0f / total;
+    const float sink = shape_.sinks[query_head] * kLog2E, most = std::max(peak, sink);
+    const float fade = lane_max(vexp2(vset(peak - most)));
+    return fade / (total * fade + lane_max(vexp2(vset(sink - most))));
+  }
+
+  // The scores of whole units, in powers of two, under the layer's cap: tanh x = 1 - 2 / (1 + e^2x), to 1e-6 of it.
+  template <int kUnits>
+  void cap_scores(float* s) const {
+    const Vec cap = vset(shape_.softcap * kLog2E), double_inverse = vset(2.0f / shape_.softcap);
+    for (int u = 0; u < kUnits; ++u) {
+      const Vec power = vexp2(vmul(vload(s + u * kUnit), double_inverse));
+      const Vec rest = vdiv(vset(2.0f), vadd(vset(1.0f), power));
+      vstore(s + u * kUnit, vmul(cap, vsub(vset(1.0f), rest)));
+    }
   }
 
   // What each row of a head sees of the tile.
@@ -224,6 +244,7 @@ class Walk {
     float before[kFactors] = {}, peaks[kFactors] = {};
     for (int r = 0; r < group.rows; ++r) {
       float* s = scores_ + r * kTile;
+      if (shape_.softcap > 0) cap_scores<kUnits>(s + first * kUnit);
       for (int i = first * kUnit; i < group.low; ++i) s[i] = lowest;
       for (int i = group.high[r]; i < (first + kUnits) * kUnit; ++i) s[i] = lowest;
       Vec best = vload(s + first * kUnit);

@@ -51,10 +51,12 @@ constexpr Layout kLayouts[] = {
     QUIRE_FIELD(AttentionShape, head_dim),
     QUIRE_FIELD(AttentionShape, scale),
     QUIRE_FIELD(AttentionShape, norm_eps),
+    QUIRE_FIELD(AttentionShape, softcap),
     QUIRE_FIELD(AttentionShape, row_norms),
     QUIRE_FIELD(AttentionShape, window),
     QUIRE_FIELD(AttentionShape, q_norm),
     QUIRE_FIELD(AttentionShape, k_norm),
+    QUIRE_FIELD(AttentionShape, sinks),
 
     QUIRE_STRUCTURE(AttentionStep),
     QUIRE_FIELD(AttentionStep, rows),

@@ -127,18 +127,23 @@ class CpuAttention:
                 if norm is not None:
                     width = shape.head_dim * (heads if shape.row_norms else 1)
                     _require(norm, (width,), torch.float32, "a norm of heads")
+            sinks = None if shape.sinks is None else shape.sinks.to(torch.float32).contiguous()
+            if sinks is not None:
+                _require(sinks, (shape.num_heads,), torch.float32, "sinks")
             arguments = ShapeArgs(
                 num_heads=shape.num_heads,
                 num_kv_heads=shape.num_kv_heads,
                 head_dim=shape.head_dim,
                 scale=shape.scale,
                 norm_eps=shape.norm_eps,
+                softcap=shape.softcap or 0.0,
                 row_norms=shape.row_norms,
                 window=shape.window or 0,
                 q_norm=None if norms[0] is None else norms[0].data_ptr(),
                 k_norm=None if norms[1] is None else norms[1].data_ptr(),
+                sinks=None if sinks is None else sinks.data_ptr(),
             )
-            arguments.kept = norms
+            arguments.kept = norms, sinks
             found = self._shapes[id(shape)] = shape, arguments
         return found[1]
 

@@ -56,10 +56,12 @@ class ShapeArgs(ctypes.Structure):
         ("head_dim", c_int32),
         ("scale", c_float),
         ("norm_eps", c_float),
+        ("softcap", c_float),
         ("row_norms", c_int32),
         ("window", c_int64),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
+        ("sinks", c_void_p),
     )
     kept: tuple[object, ...]  # keeps the memory at the addresses alive
 

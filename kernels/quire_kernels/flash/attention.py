@@ -9,6 +9,8 @@ with the longest contexts and the most rows of any replay.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,13 +19,14 @@ from quire_kernels.flash.part import Part, parts_of
 from quire_kernels.kernel_set import AttentionInput, AttentionShape
 
 _POOL_DIMS = 6
+Attention = Callable[[Tensor, AttentionShape, Tensor, int, AttentionInput], Tensor]  # as `KernelSet` has it
 
 
 class FlashAttention:
-    """Attention of one model by a library."""
+    """Attention of one model by a library, and of layers with softcaps or sinks by the kernels' own."""
 
-    def __init__(self, library: Loaded) -> None:
-        self._library = library
+    def __init__(self, library: Loaded, own: Attention) -> None:
+        self._library, self._own = library, own
         self._step: tuple[AttentionInput, tuple[Part, ...]] | None = None
 
     def attention(self, q: Tensor, shape: AttentionShape, kv: Tensor, layer: int, step: AttentionInput) -> Tensor:
@@ -34,6 +37,8 @@ class FlashAttention:
             raise ValueError(f"kv holds {kv.dtype}, the rows are {q.dtype}")
         if not 0 <= layer < kv.shape[1]:  # a negative one would be taken for another layer
             raise ValueError(f"kv has {kv.shape[1]} layers, there is no layer {layer}")
+        if shape.softcap is not None or shape.sinks is not None:
+            return self._own(q, shape, kv, layer, step)
         keys, values = (kv[:, layer, half].transpose(1, 2) for half in (0, 1))  # [blocks, page, Hkv, D]
         found = [
             self._library.attend(q[part.first_row : part.first_row + part.num_rows], keys, values, shape, part)

@@ -53,7 +53,7 @@ def with_flash_attention(
             else:
                 if reason is None:
                     _log.info("attention is computed by %s (version %s)", library.name, loaded.version)
-                    ops = FlashAttention(loaded)
+                    ops = FlashAttention(loaded, kernels.attention)
                     name = f"{kernels.name}+{library.name}"
                     # The calls of a step depend on the lengths of its sequences.
                     return replace(kernels, attention=ops.attention, bounded_attention=False, name=name)

@@ -51,7 +51,11 @@ def why_it_fails(loaded: Loaded, *, device: torch.device, dtype: torch.dtype, kv
         )
         wanted = REFERENCE.attention(q.float(), shape, pool.float(), _LAYER, ours)
         try:
-            found = FlashAttention(loaded).attention(q.to(device), shape, pool.to(device), _LAYER, step).cpu()
+            found = (
+                FlashAttention(loaded, REFERENCE.attention)
+                .attention(q.to(device), shape, pool.to(device), _LAYER, step)
+                .cpu()
+            )
         except Exception as error:  # from the library, the driver, or the lack of memory
             return f"fails here: {(str(error).splitlines() or [type(error).__name__])[0]}"
         if not torch.allclose(found.float(), wanted, atol=_TOLERANCE, rtol=_TOLERANCE):

@@ -100,8 +100,13 @@ class _Softmax:
         self.peak.copy_(peak)
         return weights
 
-    def result(self) -> Tensor:
-        return self.values / self.total
+    def result(self, sinks: Tensor | None) -> Tensor:
+        """The values' mean. `sinks`: a score for each row, whose value is zero."""
+        if sinks is None:
+            return self.values / self.total
+        peak = torch.maximum(self.peak, sinks)
+        fade = torch.exp(self.peak - peak)
+        return self.values * fade / (self.total * fade + torch.exp(sinks - peak))
 
 
 class _Walk:
@@ -145,14 +150,14 @@ class _Walk:
             n = sum(s.kv_len > start for s in slices)
             keys, values = self._read(tables[:n], start, slices[:n])  # [n, Hkv, C, D]
             scores = torch.bmm(queries[:n].flatten(0, 1), keys.flatten(0, 1).transpose(1, 2))
-            scores = scores.view(n, heads, -1, self._chunk)
+            scores = self._capped(scores.view(n, heads, -1, self._chunk))
             visible = self._visible(positions[:n], start, earliest)
             if visible is not None:  # [n, tile, C] for all heads
                 self._by_row(scores).masked_fill_(~visible[:, None, :, None], -math.inf)
             part = state.narrow(0, 0, n)
             weights = part.weigh(scores)
             part.values.add_(torch.bmm(weights.flatten(0, 1), values.flatten(0, 1)).view_as(part.values))
-        result = self._by_row(state.result()).permute(0, 2, 1, 3, 4)  # [n, tile, Hkv, G, D]
+        result = self._by_row(state.result(self._sinks())).permute(0, 2, 1, 3, 4)  # [n, tile, Hkv, G, D]
         self._out[rows] = result.flatten(2, 3).to(self._out.dtype)
 
     def one_long(self, s: _Slice) -> None:
@@ -175,6 +180,7 @@ class _Walk:
             scores = seeing.new_empty(*seeing.shape[:-1], self._chunk)
             for head in range(heads):
                 torch.bmm(seeing[head], keys[head].expand(high - low, -1, -1), out=scores[head])
+            scores = self._capped(scores)
             visible = self._visible(positions[low:high], start, s.position + low * tile)
             if visible is not None:
                 self._by_row(scores).masked_fill_(~visible[None, :, :, None], -math.inf)
@@ -182,13 +188,30 @@ class _Walk:
             weights = part.weigh(scores)
             for head in range(heads):
                 part.values[head] += torch.bmm(weights[head], values[head].expand(high - low, -1, -1))
-        result = self._by_row(state.result()).permute(1, 2, 0, 3, 4)  # [tiles, tile, Hkv, G, D]
+        sinks = self._sinks()
+        found = state.result(None if sinks is None else sinks[:, None])
+        result = self._by_row(found).permute(1, 2, 0, 3, 4)  # [tiles, tile, Hkv, G, D]
         self._out[rows] = result.flatten(2, 3).to(self._out.dtype)
 
     def _queries(self, rows: Tensor) -> Tensor:
         """Scaled float32 queries of [n, tile] rows: [n, tile, Hkv, G, D]."""
         found = self._q[rows].float() * self._shape.scale
         return found.view(*rows.shape, self._shape.num_kv_heads, -1, self._shape.head_dim)
+
+    def _capped(self, scores: Tensor) -> Tensor:
+        """The scores under the layer's cap: tanh x = 1 - 2 / (1 + e^2x)."""
+        cap = self._shape.softcap
+        if cap is None:
+            return scores
+        return scores.mul_(2 / cap).exp_().add_(1).reciprocal_().mul_(-2 * cap).add_(cap)
+
+    def _sinks(self) -> Tensor | None:
+        """Each row's sink: [Hkv, tile * G, 1]."""
+        sinks, heads = self._shape.sinks, self._shape.num_kv_heads
+        if sinks is None:
+            return None
+        by_head = sinks.to(self._q.device, torch.float32).view(heads, 1, -1)
+        return by_head.expand(-1, self._tile, -1).reshape(heads, -1, 1)
 
     def _by_row(self, x: Tensor) -> Tensor:
         """View [a, b, tile * G, X] as [a, b, tile, G, X]."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire_kernels.kernel_set import AttentionInput, AttentionShape
 from quire_kernels.triton.pool import PoolSizes
-from quire_kernels.triton.softmax import LOG2_E, SPLIT, join_parts, walk_keys
+from quire_kernels.triton.softmax import LOG2_E, SPLIT, join_parts, walk_keys, with_sinks
 from quire_kernels.triton.tiling import Tiling, block_d
 
 # Arguments that change from step to step: no specialized kernels are compiled for their values.
@@ -35,6 +35,7 @@ def decode_parts(  # noqa: PLR0917
     block_tables,  # [B, table_stride]
     part_values,  # [sequences, heads, max_parts, HEAD_DIM] float32
     part_sums,  # [2 (peak, total), sequences, heads, max_parts] float32
+    sinks,  # [KV_HEADS * GROUP] float32, or None
     layer,
     table_stride,
     first_sequence,  # the first sequence of this launch
@@ -45,6 +46,8 @@ def decode_parts(  # noqa: PLR0917
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
@@ -77,15 +80,15 @@ def decode_parts(  # noqa: PLR0917
     held = (members < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     place = row.to(tl.int64) * (KV_HEADS * GROUP * HEAD_DIM) + heads[:, None] * HEAD_DIM + dims[None, :]
     query = tl.load(q + place, mask=held, other=0.0)
-    at_head = layer.to(tl.int64) * KV_LAYER + head * KV_HEAD
     peak, total, values = walk_keys(
         query,
         tl.where(members < GROUP, length - 1, -1),
-        kv + at_head,
+        kv + layer.to(tl.int64) * KV_LAYER + head * KV_HEAD,
         block_tables + sequence.to(tl.int64) * table_stride,
         tl.maximum(begin, part * SPLIT),
         tl.minimum(length, part * SPLIT + SPLIT),
         scale,
+        SOFTCAP,
         ROWS,
         TILE,
         WINDOW,
@@ -97,6 +100,8 @@ def decode_parts(  # noqa: PLR0917
         FP8,
     )
     if (first + 1) * SPLIT >= length:  # the only part
+        if SINKS:
+            total, values = with_sinks(peak, total, values, tl.load(sinks + heads, mask=members < GROUP, other=0.0))
         tl.store(out + place, (values / total[:, None]).to(out.dtype.element_ty), mask=held)
     else:
         kept = (local.to(tl.int64) * (KV_HEADS * GROUP) + heads) * max_parts + slot
@@ -113,6 +118,7 @@ def decode_join(  # noqa: PLR0917
     context_lens,
     part_values,
     part_sums,
+    sinks,  # [HEADS] float32, or None
     first_sequence,
     max_parts,
     HEADS: tl.constexpr,
@@ -120,6 +126,7 @@ def decode_join(  # noqa: PLR0917
     BLOCK_D: tl.constexpr,
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Join the parts of one sequence's row and one head. Programs: (sequences, HEADS)."""
     local, head = tl.program_id(0), tl.program_id(1)
@@ -146,6 +153,8 @@ def decode_join(  # noqa: PLR0917
         part_peak = tl.load(part_sums + at)
         part_total = tl.load(part_sums + totals + at)
         peak, total, values = join_parts(peak, total, values, part_peak, part_total, part[None, :])
+    if SINKS:
+        total, values = with_sinks(peak, total, values, tl.load(sinks + head + tl.arange(0, 1)))
     result = (values / total[:, None]).to(out.dtype.element_ty)
     place = row.to(tl.int64) * (HEADS * HEAD_DIM) + head * HEAD_DIM + dims
     tl.store(out + place[None, :], result, mask=held[None, :])
@@ -159,6 +168,7 @@ def _join_constants(shape: AttentionShape) -> dict[str, Any]:
         "BLOCK_D": block_d(shape),
         "SPLIT": SPLIT,
         "WINDOW": shape.window or 0,
+        "SINKS": shape.sinks is not None,
         "num_warps": 1,
     }
 
@@ -208,6 +218,7 @@ def attend_decode(  # noqa: PLR0917
             step.block_tables,
             values,
             sums,
+            shape.sinks,
             layer,
             step.block_tables.stride(0),
             first,
@@ -218,5 +229,5 @@ def attend_decode(  # noqa: PLR0917
         )
         if max_parts > 1:
             decode_join[served, shape.num_heads](
-                out, step.query_starts, step.context_lens, values, sums, first, max_parts, **joining
+                out, step.query_starts, step.context_lens, values, sums, shape.sinks, first, max_parts, **joining
             )

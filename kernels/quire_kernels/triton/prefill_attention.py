@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire_kernels.kernel_set import AttentionInput, AttentionShape
 from quire_kernels.triton.pool import PoolSizes
-from quire_kernels.triton.softmax import LOG2_E, SPLIT, join_parts, walk_keys
+from quire_kernels.triton.softmax import LOG2_E, SPLIT, join_parts, walk_keys, with_sinks
 from quire_kernels.triton.tiling import Tiling
 
 _VARYING = ("layer", "table_stride", "num_sequences")
@@ -27,6 +27,7 @@ def prefill_tile(  # noqa: PLR0917
     query_starts,  # [B + 1]
     context_lens,  # [B]
     block_tables,  # [B, table_stride]
+    sinks,  # [KV_HEADS * GROUP] float32, or None
     layer,
     table_stride,
     num_sequences,
@@ -37,6 +38,8 @@ def prefill_tile(  # noqa: PLR0917
     SPLIT: tl.constexpr,
     JOINED: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
@@ -94,6 +97,7 @@ def prefill_tile(  # noqa: PLR0917
                 tl.maximum(begin, at),
                 tl.minimum(end, at + SPLIT),
                 scale,
+                SOFTCAP,
                 ROWS,
                 TILE,
                 WINDOW,
@@ -114,6 +118,7 @@ def prefill_tile(  # noqa: PLR0917
             begin,
             end,
             scale,
+            SOFTCAP,
             ROWS,
             TILE,
             WINDOW,
@@ -124,6 +129,8 @@ def prefill_tile(  # noqa: PLR0917
             KV_BLOCK,
             FP8,
         )
+    if SINKS:
+        total, values = with_sinks(peak, total, values, tl.load(sinks + heads))
     tl.store(out + place, (values / total[:, None]).to(out.dtype.element_ty), mask=held)
 
 
@@ -149,6 +156,7 @@ def attend_prefill(  # noqa: PLR0917
         step.query_starts,
         step.context_lens,
         step.block_tables,
+        shape.sinks,
         layer,
         step.block_tables.stride(0),
         num_sequences,

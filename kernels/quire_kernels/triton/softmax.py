@@ -18,6 +18,7 @@ from quire_kernels.triton.e4m3 import DECODED, decode_e4m3
 SPLIT = 256
 LOG2_E = 1.4426950408889634
 _DECODED = tl.constexpr(DECODED)
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
@@ -29,6 +30,7 @@ def walk_keys(  # noqa: PLR0917
     begin,  # first position, a multiple of TILE
     end,  # one past the last position; all positions before it are in the pool
     scale,  # factor of the scores, which are exponents of two
+    SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -67,6 +69,9 @@ def walk_keys(  # noqa: PLR0917
         scores = tl.dot(query, tl.trans(k)) * scale
         if FP8:
             scores = scores * k_scale[None, :]
+        if SOFTCAP > 0:  # tanh x = 1 - 2 / (1 + e^2x); the exponents' bound keeps the power finite
+            power = tl.exp2(tl.minimum(scores * (2.0 / SOFTCAP), 126.0))
+            scores = (SOFTCAP * _LOG2_E) * (1.0 - 2.0 / (1.0 + power))
         distance = seen[:, None] - positions[None, :]
         visible = distance >= 0
         if WINDOW > 0:
@@ -94,3 +99,12 @@ def join_parts(peak, total, values, part_peak, part_total, part_values):  # noqa
     total = tl.fma(part_total, gain, total * fade)
     values = tl.fma(part_values, gain[:, None], values * fade[:, None])
     return highest, total, values
+
+
+@triton.jit
+def with_sinks(peak, total, values, sinks):
+    """The total and the values of finished rows beside one more score each, whose value is zero."""
+    sinks = sinks * _LOG2_E
+    highest = tl.maximum(peak, sinks)
+    fade = tl.exp2(peak - highest)
+    return tl.fma(total, fade, tl.exp2(sinks - highest)), values * fade[:, None]

@@ -21,13 +21,15 @@ class Tiling:
     warps: int
     stages: int = 3
 
-    def constants(self, shape: AttentionShape, sizes: PoolSizes) -> dict[str, int | bool]:
+    def constants(self, shape: AttentionShape, sizes: PoolSizes) -> dict[str, int | float | bool]:
         """Compile-time constants and launch options of a kernel that calls `walk_keys`."""
         return {
             "GROUP": shape.num_heads // shape.num_kv_heads,
             "ROWS": self.rows,
             "TILE": self.keys,
             "WINDOW": shape.window or 0,
+            "SOFTCAP": shape.softcap or 0.0,
+            "SINKS": shape.sinks is not None,
             "BLOCK_D": block_d(shape),
             **sizes.constants(),
             "num_warps": self.warps,

@@ -35,6 +35,21 @@ def test_prefill_from_an_fp8_pool(dtype, deterministic):
     sequences.check([(0, 0, 70), (1, 280, 20)], fp8=True, deterministic=deterministic)
 
 
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("softcap", [None, 0.7, 50.0])
+def test_softcaps_and_sinks(window, softcap):
+    """With decode rows of one part and of several; deterministic: the same bits in chunks."""
+    sinks = torch.tensor([-3.0, 0.5, 4.0, 60.0], device=DEVICE)
+    sequences = Sequences([150, 90, 700], replace(shape_of(window=window), softcap=softcap, sinks=sinks))
+    slices = [(0, 0, 150), (1, 89, 1), (2, 699, 1)]
+    sequences.check(slices)
+    (whole,) = sequences.attend([(2, 0, 700)], deterministic=True)
+    sequences.check([(2, 640, 60)], deterministic=True)
+    for start, rows in ((600, 100), (699, 1)):
+        (chunk,) = sequences.attend([(2, start, rows)], deterministic=True, seed=start)
+        assert torch.equal(chunk, whole[start : start + rows])
+
+
 def test_many_sequences_find_their_tiles():
     """More sequences than one look at the row offsets covers; all but the first and the last are without rows."""
     sequences = Sequences([20, 30], shape_of(2, 1, 32))

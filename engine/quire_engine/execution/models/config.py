@@ -186,7 +186,7 @@ class ModelConfig:
     residual_scale: float = 1.0
     logit_divisor: float = 1.0
     logit_cap: float | None = None
-
+    score_cap: float | None = None  # of attention's scores
     headless: bool = False  # a classifier or a model of embeddings: its last projection is not used, be it there or not
 
     @property
@@ -255,7 +255,6 @@ def _model_config(options: Options, family: Family, *, headless: bool) -> ModelC
     _check_factors(options, ropes, rotary_dim // 2)
     scales = family.scales
     width = options.number(scales.attention_width, 256.0) if scales.attention_width else float(head_dim)
-    capped = scales.logit_cap is not None and options.given(scales.logit_cap)
     return ModelConfig(
         architecture=family.architecture,
         vocab_size=options.integer("vocab_size", family.default_vocab_size),
@@ -281,7 +280,8 @@ def _model_config(options: Options, family: Family, *, headless: bool) -> ModelC
         embedding_scale=hidden_size**0.5 if family.embeds_by_width else _scale(options, scales.embedding),
         residual_scale=_scale(options, scales.residual),
         logit_divisor=_scale(options, scales.logits),
-        logit_cap=options.number(scales.logit_cap) if scales.logit_cap is not None and capped else None,
+        logit_cap=_cap(options, scales.logit_cap),
+        score_cap=_cap(options, scales.score_cap),
         headless=headless,
     )
 
@@ -309,6 +309,10 @@ def _check_factors(options: Options, ropes: tuple[RopeConfig | None, ...], count
 
 def _scale(options: Options, key: str | None) -> float:
     return 1.0 if key is None else options.number(key, 1.0)
+
+
+def _cap(options: Options, key: str | None) -> float | None:
+    return options.number(key) if key is not None and options.given(key) else None
 
 
 def _text_of(options: Options, wanted: str) -> Options:

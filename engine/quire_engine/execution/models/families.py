@@ -42,6 +42,7 @@ class Scales:
     attention_width: str | None = None  # its inverse square
     logits: str | None = None  # which divides them
     logit_cap: str | None = None  # of a tanh
+    score_cap: str | None = None  # of attention's scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +132,18 @@ _GEMMA3 = Family(
     default_max_positions=131072,
     ties_embeddings=True,
 )
+_GEMMA2 = replace(
+    _GEMMA3,
+    architecture="Gemma2ForCausalLM",
+    qk_norm=None,
+    scales=replace(_GEMMA3.scales, score_cap="attn_logit_softcapping"),
+    full_each=2,
+    rotation="all",
+    default_theta=1e4,
+    default_local_theta=None,
+    default_vocab_size=256000,
+    default_max_positions=8192,
+)
 _GLM4 = Family(
     architecture="Glm4ForCausalLM",
     qkv_bias="attention_bias",
@@ -168,6 +181,7 @@ _FAMILIES = (
         default_window=4096,
     ),
     _QWEN3,
+    _GEMMA2,
     _GEMMA3,
     replace(_GEMMA3, architecture="Gemma3ForConditionalGeneration", prefixes=_OF_WRAPPERS, text_type="gemma3_text"),
     replace(_MISTRAL, architecture="Mistral3ForConditionalGeneration", prefixes=_OF_WRAPPERS, text_type="mistral"),

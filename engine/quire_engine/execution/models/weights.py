@@ -254,6 +254,7 @@ class _Layers:
             q_norm=q_norm,
             k_norm=k_norm,
             norm_eps=config.norm_eps,
+            softcap=config.score_cap,
         )
 
     def _head_norm(self, name: str) -> Tensor:

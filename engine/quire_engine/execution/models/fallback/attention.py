@@ -1,9 +1,9 @@
 """Attention over the paged pool for the layers of a transformers model, by the kernels or by plain torch.
 
 Where all layers have equal heads, the kernels' own pool and attention compute them: the model has rotated its keys
-already, so the write op gets angles of zero. Other layers, with softcaps, sinks, values of another width than keys or
-wider heads than the kernels take, lie in a plain pool and are computed by `attend`, in the way of the reference: every
-product has one shape, so a row's bits depend on its query and its sequence's keys and values alone.
+already, so the write op gets angles of zero. Other layers, with values of another width than keys or wider heads than
+the kernels take, lie in a plain pool and are computed by `attend`, in the way of the reference: every product has one
+shape, so a row's bits depend on its query and its sequence's keys and values alone.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -123,10 +124,19 @@ class PagedAttention:
         rows = len(step.positions)
         query, key, value = (x[0, :, :rows].transpose(0, 1) for x in (call.query, call.key, call.value))  # [T, H, D]
         if place.shape is not None:
+            shape = self._shape(place, call)
             qkv = torch.cat([query, key, value], dim=1).reshape(rows, -1)
-            q = self._kernels.rope_write(qkv, self._still, place.shape, kv, place.index, step)
-            return self._kernels.attention(q, place.shape, kv, place.index, step).view_as(query)
+            q = self._kernels.rope_write(qkv, self._still, shape, kv, place.index, step)
+            return self._kernels.attention(q, shape, kv, place.index, step).view_as(query)
         return self._plainly(place, call, step, kv, (query, key, value))
+
+    def _shape(self, place: _Place, call: AttentionCall) -> AttentionShape:
+        """The layer's shape for the kernels; its sinks are weights, which the first step shows."""
+        if call.sinks is None or place.shape is None or place.shape.sinks is not None:
+            return cast(AttentionShape, place.shape)
+        shape = replace(place.shape, sinks=call.sinks.detach().float().contiguous())
+        self._places[place.facts.name] = replace(place, shape=shape)
+        return shape
 
     def _plainly(
         self, place: _Place, call: AttentionCall, step: AttentionRows, kv: Tensor, rows: tuple[Tensor, Tensor, Tensor]
@@ -167,6 +177,7 @@ def _shape(layer: AttentionFacts) -> AttentionShape:
         head_dim=layer.key_dim,
         scale=layer.scale,
         window=layer.window,
+        softcap=layer.softcap,
     )
 
 

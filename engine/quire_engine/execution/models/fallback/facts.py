@@ -114,12 +114,11 @@ class Facts:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether one pool of equal heads, and attention without additions, hold for every layer."""
+        """Whether all layers have heads of one width, for keys and values, which one pool holds."""
         kinds = {(layer.num_kv_heads, layer.key_dim, layer.value_dim) for layer in self.attention}
         return (
             len(kinds) == 1
             and all(layer.key_dim == layer.value_dim for layer in self.attention)
-            and all(layer.softcap is None and not layer.sinks for layer in self.attention)
             and all(layer.num_heads % layer.num_kv_heads == 0 for layer in self.attention)
         )
 
