@@ -12,8 +12,10 @@ import contextlib
 import statistics
 import sys
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
+from collections.abc import Sequence as Values
 
 import httpx
 import psutil
@@ -29,6 +31,7 @@ from hostile.traffic import Traffic
 CLIENTS = 6
 LOOK_EVERY = 5.0  # seconds
 PROBE_EVERY = 1.0
+PACE_AROUND = 15.0
 SAY_EVERY = 60.0
 PARDON = 15.0  # seconds after a kill in which a 503 that says when to come back is right
 ENGINE_WARM_UP = 0.2  # of the run, in which an engine's logs fill up to their limits
@@ -53,6 +56,7 @@ class Soak:
         self.samples: list[Sample] = []
         self.engine: dict[int, list[Sample]] = {}  # by process id
         self.times: list[tuple[float, float]] = []
+        self.pace: list[tuple[float, float]] = []  # CPU seconds of a fixed computation: how fast the host is
 
     async def run(self) -> list[str]:
         """What is wrong, in words."""
@@ -73,7 +77,7 @@ class Soak:
                 group.create_task(self._look(clock))
                 group.create_task(self._kill(clock))
                 group.create_task(self._say(clock))
-        faults = list(judge(self.samples, self.times, warm_up=self._warm_up))
+        faults = list(judge(self.samples, self._paced_times(), warm_up=self._warm_up))
         faults += self._engine_faults()
         faults += list(unexplained(self.answers, self.kills, pardon=PARDON))[:MOST_FAULTS]
         await asyncio.to_thread(self._rest, faults)
@@ -98,6 +102,7 @@ class Soak:
         while clock() < self._seconds:
             engine = await asyncio.to_thread(self._server.engine)
             self.samples.append(look(self._process, clock(), without=[engine.pid]))
+            self.pace.append((clock(), await asyncio.to_thread(_fixed_work)))
             with contextlib.suppress(psutil.NoSuchProcess):  # killed a moment ago
                 self.engine.setdefault(engine.pid, []).append(look(engine, clock()))
             await asyncio.sleep(LOOK_EVERY)
@@ -119,6 +124,18 @@ class Soak:
                 f" {last.threads} threads, {len(self.kills)} kills",
                 flush=True,
             )
+
+    def _paced_times(self) -> list[tuple[float, float]]:
+        """The probes' seconds as on a host that is always as fast as it was at its median: others may use it too."""
+        usual = statistics.median(seconds for _, seconds in self.pace)
+        ats = [at for at, _ in self.pace]
+
+        def pace(at: float) -> float:
+            """Of the half minute around that time."""
+            near = self.pace[bisect_left(ats, at - PACE_AROUND) : bisect_left(ats, at + PACE_AROUND)]
+            return statistics.median(seconds for _, seconds in near) if near else usual
+
+        return [(at, seconds * usual / pace(at)) for at, seconds in self.times]
 
     def _engine_faults(self) -> list[str]:
         """The engine's memory grows within its life, once it is warm."""
@@ -142,8 +159,10 @@ class Soak:
 
     def figures(self) -> str:
         warm = [sample for sample in self.samples if sample.at >= self._warm_up]
-        timed = [seconds for at, seconds in self.times if at >= self._warm_up]
-        quarter = max(1, len(timed) // 4)
+        timed, paced, work = (
+            [seconds * 1000 for at, seconds in found if at >= self._warm_up]
+            for found in (self.times, self._paced_times(), self.pace)
+        )
         counts = Counter(answer.kind for answer in self.answers)
         statuses = Counter(answer.status for answer in self.answers)
         return "\n".join(
@@ -153,11 +172,25 @@ class Soak:
                 f"memory {warm[0].rss / _MIB:.0f} -> {warm[-1].rss / _MIB:.0f} MiB,"
                 f" {slope([(each.at, each.rss) for each in warm]) / _MIB:+.3f} MiB a minute",
                 f"descriptors {warm[0].fds} -> {warm[-1].fds}, threads {warm[0].threads} -> {warm[-1].threads}",
-                f"median answer {statistics.median(timed[:quarter]) * 1000:.1f} ->"
-                f" {statistics.median(timed[-quarter:]) * 1000:.1f} ms",
+                f"median answer {_ends(timed)} ms, by the host's pace {_ends(paced)} ms;"
+                f" a fixed computation {_ends(work)} ms",
                 f"engine killed {len(self.kills)} times",
             ]
         )
+
+
+def _ends(values: Values[float]) -> str:
+    """The medians of the first and the last quarter."""
+    quarter = max(1, len(values) // 4)
+    return f"{statistics.median(values[:quarter]):.1f} -> {statistics.median(values[-quarter:]):.1f}"
+
+
+def _fixed_work() -> float:
+    """CPU seconds of a computation that is always the same."""
+    started, total = time.thread_time(), 0
+    for number in range(100_000):
+        total += number & 7
+    return time.thread_time() - started
 
 
 def main() -> int:

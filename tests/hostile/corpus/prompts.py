@@ -36,7 +36,7 @@ def _templates(facts: Facts) -> Iterator[Case]:
             {"chat_template_kwargs": kwargs}
             for kwargs in ({"tokenizer": 1}, {"messages": []}, {"__class__": 1}, [], "a")
         ),
-        {"documents": [{"text": "a"}]},
+        *({"documents": documents} for documents in (["a"], [[]], {"text": "a"}, "a", 1)),
     ]
     for changes in refused:
         yield facts.chat("templates", shown(changes), changes, REFUSED)
@@ -198,7 +198,7 @@ def _names(facts: Facts) -> Iterator[Case]:
         "/load_lora_adapter",
     ):
         yield facts.case("names", "a folder", path, {"lora_name": "a", "lora_path": "../.."}, {404})
-    for path in ("/invocations", "/pause", "/sleep", "/collective_rpc", "/start_profile", "/api/pull", "/api/generate"):
+    for path in ("/pause", "/sleep", "/collective_rpc", "/start_profile", "/api/pull", "/api/generate"):
         yield facts.case("names", "routes of others", path, {}, {404, 405})
 
 
