@@ -43,6 +43,8 @@ ARCHITECTURES = (
     "GlmForCausalLM",
     "SeedOssForCausalLM",
     "Ernie4_5ForCausalLM",
+    "CohereForCausalLM",
+    "Cohere2ForCausalLM",
     "Exaone4ForCausalLM",
 )
 

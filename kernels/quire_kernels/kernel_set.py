@@ -123,14 +123,15 @@ Activation = Literal["silu", "gelu_tanh"]
 
 
 class Norm(NamedTuple):
-    """An RMS norm: x / sqrt(mean(x^2) + eps) * weight.
+    """An RMS norm, x / sqrt(mean(x^2) + eps) * weight; or with `centred` a layer norm, of x - mean(x).
 
     A weight of x's dtype multiplies the rounded quotient (Llama, Qwen); a float32 weight multiplies before the only
-    rounding (Gemma, whose checkpoints hold weight - 1, and OLMo).
+    rounding (Gemma, whose checkpoints hold weight - 1, OLMo, and Cohere, whose norms are centred).
     """
 
     weight: Tensor  # [H]
     eps: float
+    centred: bool = False
 
 
 # A weight matrix in the implementation's form (packed, quantised, or unchanged). Opaque to the model.

@@ -45,6 +45,20 @@ def test_rows_are_normed_as_defined(variant, n, k):
     assert_within(normed_rows(variant, given), exact, bound)
 
 
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_rows_are_centred_and_normed_as_defined(variant, n, k):
+    given = operands(n, k, 5)
+    given = given._replace(x=given.x + 3)
+    wide, weight = given.x.double(), given.norm.float()
+    exact = torch.nn.functional.layer_norm(wide, (k,), weight.double(), eps=EPS)
+    # The mean is a float32 sum of k values of about 3, and its error moves every value.
+    moved = (k + 4) * FLOAT32_ROUNDING * wide.abs().mean(dim=-1, keepdim=True) * weight.double().abs()
+    bound = ((1 + BF16_ROUNDING) * (1 + (k + 4) * FLOAT32_ROUNDING) - 1) * exact.abs() + 4 * moved
+    assert_within(normed_rows(variant, given, Norm(weight, EPS, True)), exact, bound)
+    with pytest.raises(ValueError, match="centred norm must be float32"):
+        normed_rows(variant, given, Norm(given.norm, EPS, True))
+
+
 @pytest.mark.parametrize("m", [1, 2, 3, 5, 6, 7, 13, 70])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_products_are_as_exact_as_float32_sums(variant, n, k, m):

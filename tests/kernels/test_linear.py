@@ -44,6 +44,7 @@ def _ops(columns: int, rows: int, dtype: torch.dtype):
         "linear_add": lambda x, residual: REFERENCE.linear_add(x, plain, residual.clone()),
         "norm_gate_up by gelu": lambda x, _: REFERENCE.norm_gate_up(x, Norm(norm, EPS), gate_up, "gelu_tanh"),
         "norm_linear by a wide norm": lambda x, _: REFERENCE.norm_linear(x, Norm(norm.float(), EPS), biased),
+        "norm_linear by a centred norm": lambda x, _: REFERENCE.norm_linear(x, Norm(norm.float(), EPS, True), biased),
         "norm_add": lambda x, _: REFERENCE.norm_add(x, Norm(norm, EPS), x.clone()),
         "logits": lambda x, _: REFERENCE.logits(x, Norm(norm, EPS), plain),
     }
@@ -73,6 +74,10 @@ def test_each_op_computes_its_definition(dtype, device):
         "norm_linear by a wide norm": (
             REFERENCE.norm_linear(x, Norm(norm.float(), EPS), REFERENCE.pack_linear(weight, bias)),
             gate,
+        ),
+        "norm_linear by a centred norm": (
+            REFERENCE.norm_linear(x, Norm(norm.float(), EPS, True), REFERENCE.pack_linear(weight, bias)),
+            torch.nn.functional.layer_norm(wide[0], (96,), wide[1], eps=EPS) @ wide[2].T + wide[3],
         ),
         "norm_linear without a norm": (
             REFERENCE.norm_linear(x, None, REFERENCE.pack_linear(weight, bias)),

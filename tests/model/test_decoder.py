@@ -48,6 +48,7 @@ VARIANTS = {
     "ernie4_5 biases": ("ernie4_5", {"use_bias": True}),
     "granite biases": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "exaone4 rotated everywhere": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "cohere biases": ("cohere", {"attention_bias": True}),
     "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama head_dim": ("llama", {"head_dim": 40}),
     "llama multi-head": ("llama", {"num_key_value_heads": 4}),

@@ -40,7 +40,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[int | None, ...]]] = {
     "one full layer of four": ("gemma3", {"sliding_window": 40, "layer_types": MIXED}, (None, 40, 40, 40)),
     "every layer": ("mistral", {"sliding_window": 37}, (37,)),
     "every other layer, by transformers": ("gpt_oss", {"sliding_window": 40}, (None, 40)),
-    "by the kernels' attention": ("cohere2", {"sliding_window": 40, "layer_types": MIXED}, (None, 40, 40, 40)),
+    "in a plain pool": ("gpt_oss", {"sliding_window": 40, "head_dim": 24}, (None, 40)),
 }
 
 

@@ -70,6 +70,8 @@ _FAMILY_SHAPE: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 32},
     "seed_oss": {"head_dim": 32},
     "ernie4_5": {"head_dim": 32},
+    "cohere": {"logit_scale": 0.3},
+    "cohere2": {"head_dim": 32, "sliding_window": 37, "layer_types": _BOTH, "logit_scale": 0.3},
     "exaone4": {"sliding_window": 37, "layer_types": _BOTH},
     "ministral": {"head_dim": 16, "sliding_window": 37, "layer_types": _BOTH},
 }
@@ -90,6 +92,8 @@ _CLASSES = {
     "glm4": "Glm4",
     "seed_oss": "SeedOss",
     "ernie4_5": "Ernie4_5",
+    "cohere": "Cohere",
+    "cohere2": "Cohere2",
     "exaone4": "Exaone4",
     "ministral": "Ministral",
 }

@@ -83,11 +83,11 @@ def apply_ops(kernels: KernelSet, given: Operands, plain, biased, gate_up) -> di
     }
 
 
-def normed_rows(variant: str, given: Operands) -> Tensor:
+def normed_rows(variant: str, given: Operands, norm: Norm | None = None) -> Tensor:
     """The rows as the kernels norm them, seen through a matrix that passes them on exactly."""
     kernels = kernel_set(variant)
     identity = kernels.pack_linear(torch.eye(len(given.norm)).bfloat16(), None)
-    return kernels.logits(given.x, Norm(given.norm, EPS), identity)
+    return kernels.logits(given.x, norm or Norm(given.norm, EPS), identity)
 
 
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:

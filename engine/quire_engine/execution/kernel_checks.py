@@ -45,6 +45,7 @@ def model_sizes(model: ModelConfig, block_size: int) -> ModelSizes:
         block_size=block_size,
         window=min((window for window in model.windows if window is not None), default=None),
         norms=model.qk_norm,
+        softcap=model.score_cap,
     )
     return ModelSizes(hidden=model.hidden_size, inner=model.intermediate_size, heads=heads, vocabulary=model.vocab_size)
 

@@ -1,5 +1,6 @@
 #include "gemm/norm.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "weights/linear.h"
@@ -36,17 +37,29 @@ inline Ints codes(Vec value, float inverse) {
   return to_ints(vmin(vmax(vmul(value, vset(inverse)), vset(-127.0f)), vset(127.0f)));
 }
 
-Vec inverse_root(const bf16* x, int64_t n, float eps) {
+// The sum over a row: add(sum, at) adds what is there from `at` on.
+template <typename Add>
+inline float row_sum(int64_t n, const Add& add) {
   constexpr int kChains = 4;  // independent sums hide the latency of the addition
   Vec sums[kChains] = {vzero(), vzero(), vzero(), vzero()};
   for (int64_t at = 0; at < n; at += kChains * kLanes) {
-    for (int c = 0; c < kChains; ++c) {
-      const Vec value = load_row(x, at + c * kLanes, n);
-      sums[c] = vfma(value, value, sums[c]);
-    }
+    for (int c = 0; c < kChains; ++c) sums[c] = add(sums[c], at + c * kLanes);
   }
-  const float total = lane_sum(vadd(vadd(sums[0], sums[1]), vadd(sums[2], sums[3])));
-  return vset(1.0f / std::sqrt(total / static_cast<float>(n) + eps));
+  return lane_sum(vadd(vadd(sums[0], sums[1]), vadd(sums[2], sums[3])));
+}
+
+inline Vec inverse_root(float squares, int64_t n, float eps) {
+  return vset(1.0f / std::sqrt(squares / static_cast<float>(n) + eps));
+}
+
+// Sixteen values of a row less its mean, zeros past its end.
+inline Vec load_centred(const bf16* x, int64_t at, int64_t n, Vec mean) {
+  const Vec moved = vsub(load_row(x, at, n), mean);
+  if (at + kLanes <= n) return moved;
+  float lanes[kLanes];
+  vstore(lanes, moved);
+  for (int64_t i = std::max<int64_t>(n - at, 0); i < kLanes; ++i) lanes[i] = 0.0f;
+  return vload(lanes);
 }
 
 inline Vec load_floats(const float* x, int64_t at, int64_t n) {
@@ -59,7 +72,26 @@ inline Vec load_floats(const float* x, int64_t at, int64_t n) {
 // take(at, value): the normed values from `at` on, before they are rounded to bf16.
 template <typename Take>
 inline void normed_row(const bf16* x, const Norm& norm, int64_t n, const Take& take) {
-  const Vec inverse = inverse_root(x, n, norm.eps);
+  if (norm.centred) {
+    const float* weight = static_cast<const float*>(norm.weight);
+    const float total = row_sum(n, [&](Vec sum, int64_t at) { return vadd(load_row(x, at, n), sum); });
+    const Vec mean = vset(total / static_cast<float>(n));
+    const Vec inverse = inverse_root(row_sum(n,
+                                             [&](Vec sum, int64_t at) {
+                                               const Vec value = load_centred(x, at, n, mean);
+                                               return vfma(value, value, sum);
+                                             }),
+                                     n, norm.eps);
+    for (int64_t at = 0; at < n; at += kLanes) {
+      take(at, vmul(vmul(load_centred(x, at, n, mean), inverse), load_floats(weight, at, n)));
+    }
+    return;
+  }
+  const float squares = row_sum(n, [&](Vec sum, int64_t at) {
+    const Vec value = load_row(x, at, n);
+    return vfma(value, value, sum);
+  });
+  const Vec inverse = inverse_root(squares, n, norm.eps);
   if (norm.as_float) {
     const float* weight = static_cast<const float*>(norm.weight);
     for (int64_t at = 0; at < n; at += kLanes) {
@@ -76,7 +108,7 @@ inline void normed_row(const bf16* x, const Norm& norm, int64_t n, const Take& t
 
 }  // namespace
 
-void rms_norm_row(const bf16* x, const Norm& norm, int64_t n, bf16* out) {
+void norm_row(const bf16* x, const Norm& norm, int64_t n, bf16* out) {
   normed_row(x, norm, n, [&](int64_t at, Vec value) { store_row(out, at, n, value); });
 }
 

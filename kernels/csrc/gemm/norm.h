@@ -1,4 +1,4 @@
-// Rows as the weights want them: RMS norm, and quantisation to bytes.
+// Rows as the weights want them: RMS norm or layer norm, and quantisation to bytes.
 //
 // Owns the arithmetic of one row. Promises: a row's result depends on that row alone. Must not know: threads, weights.
 #pragma once
@@ -11,15 +11,15 @@
 namespace quire {
 
 // x / sqrt(mean(x^2) + eps) times a weight [n]: bf16, which multiplies the rounded quotient, or float, which multiplies
-// before the only rounding.
+// before the only rounding. A centred norm, whose weight is float, is that of x - mean(x).
 struct Norm {
   const void* weight;
   float eps;
-  int32_t as_float;
+  int32_t as_float, centred;
 };
 
 // out[0, n) = the normed x, in bf16.
-void rms_norm_row(const bf16* x, const Norm& norm, int64_t n, bf16* out);
+void norm_row(const bf16* x, const Norm& norm, int64_t n, bf16* out);
 
 // residual[0, n) += the normed y, which is rounded to bf16 first.
 void norm_add_row(const bf16* y, const Norm& norm, int64_t n, bf16* residual);
@@ -33,7 +33,7 @@ struct RawRow {
   // What is to be prepared: `into`, now normed, or x itself.
   const bf16* normed(bf16* into) const {
     if (norm == nullptr) return x;
-    rms_norm_row(x, *norm, n, into);
+    norm_row(x, *norm, n, into);
     return into;
   }
 };

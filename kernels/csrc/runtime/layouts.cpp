@@ -35,6 +35,7 @@ constexpr Layout kLayouts[] = {
     QUIRE_FIELD(Norm, weight),
     QUIRE_FIELD(Norm, eps),
     QUIRE_FIELD(Norm, as_float),
+    QUIRE_FIELD(Norm, centred),
 
     QUIRE_STRUCTURE(KvPool),
     QUIRE_FIELD(KvPool, data),

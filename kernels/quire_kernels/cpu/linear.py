@@ -110,7 +110,10 @@ def norm_args(norm: Norm, width: int) -> NormArgs:
     weight = norm.weight
     if weight.dtype not in (_BF16, torch.float32) or weight.numel() != width or not weight.is_contiguous():
         raise ValueError(f"norm must be bfloat16 or float32 [{width}], not {weight.dtype} {list(weight.shape)}")
-    return NormArgs(weight=weight.data_ptr(), eps=norm.eps, as_float=weight.dtype is torch.float32)
+    as_float = weight.dtype is torch.float32
+    if norm.centred and not as_float:
+        raise ValueError("the weight of a centred norm must be float32")
+    return NormArgs(weight=weight.data_ptr(), eps=norm.eps, as_float=as_float, centred=norm.centred)
 
 
 def _bits(allowed: Tensor, rows: int, columns: int) -> int:

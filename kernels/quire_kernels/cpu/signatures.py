@@ -30,7 +30,7 @@ class LinearArgs(ctypes.Structure):
 class NormArgs(ctypes.Structure):
     """`struct Norm`."""
 
-    _fields_ = (("weight", c_void_p), ("eps", c_float), ("as_float", c_int32))
+    _fields_ = (("weight", c_void_p), ("eps", c_float), ("as_float", c_int32), ("centred", c_int32))
 
 
 class PoolArgs(ctypes.Structure):

@@ -57,12 +57,12 @@ def embed(table: Tensor, ids: Tensor) -> Tensor:
 
 
 def norm_linear(x: Tensor, norm: Norm | None, w: Linear) -> Tensor:
-    return by_tiles(lambda rows: _project(_normed(rows, norm), w), x)
+    return by_tiles(lambda rows: _project(normed(rows, norm), w), x)
 
 
 def norm_gate_up(x: Tensor, norm: Norm | None, w: Linear, activation: Activation) -> Tensor:
     def project(rows: Tensor) -> Tensor:
-        gate, up = _project(_normed(rows, norm), w).float().chunk(2, dim=-1)  # [R, I] each
+        gate, up = _project(normed(rows, norm), w).float().chunk(2, dim=-1)  # [R, I] each
         return (activate(gate, activation) * up).to(x.dtype)
 
     return by_tiles(project, x)
@@ -83,7 +83,7 @@ def linear_add(x: Tensor, w: Linear, residual: Tensor, scale: float = 1.0) -> Te
 
 
 def norm_add(y: Tensor, norm: Norm, residual: Tensor) -> Tensor:
-    return residual.add_(by_tiles(lambda rows: _normed(rows, norm), y))
+    return residual.add_(by_tiles(lambda rows: normed(rows, norm), y))
 
 
 def linear(x: Tensor, w: Linear, wide: bool) -> Tensor:
@@ -105,8 +105,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (weight * (wide / torch.sqrt(mean_square + eps)).to(weight.dtype)).to(x.dtype)
 
 
-def _normed(rows: Tensor, norm: Norm | None) -> Tensor:
-    return rows if norm is None else rms_norm(rows, norm.weight, norm.eps)
+def normed(rows: Tensor, norm: Norm | None) -> Tensor:
+    """rows [R, K] as `Norm` says, in their dtype."""
+    if norm is None:
+        return rows
+    if not norm.centred:
+        return rms_norm(rows, norm.weight, norm.eps)
+    wide = rows.float()
+    return rms_norm(wide - wide.mean(dim=-1, keepdim=True), norm.weight.float(), norm.eps).to(rows.dtype)
 
 
 def _project(rows: Tensor, w: Linear) -> Tensor:

@@ -1,4 +1,4 @@
-"""RMSNorm in one launch, with or without the addition behind it.
+"""RMS norm or layer norm in one launch, with or without the addition behind it.
 
 Promises: the reference's rounding steps; the order of a row's sum depends only on the width.
 """
@@ -15,16 +15,29 @@ from quire_kernels.kernel_set import Norm
 
 @triton.jit
 def rms_norm_kernel(  # noqa: PLR0917
-    x, weight, residual, out, width, stride, eps, WIDE: tl.constexpr, ADDS: tl.constexpr, WIDTH: tl.constexpr
+    x,
+    weight,
+    residual,
+    out,
+    width,
+    stride,
+    eps,
+    WIDE: tl.constexpr,
+    CENTRED: tl.constexpr,
+    ADDS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """Row `program_id(0)` of x [T, width] to out; WIDTH is the next power of two. Rows are `stride` apart in both.
 
     WIDE: the weight is float32 and multiplies before the only rounding, else it multiplies the rounded quotient.
+    CENTRED: the norm of the row less its mean.
     """
     row = tl.program_id(0).to(tl.int64) * stride
     columns = tl.arange(0, WIDTH)
     inside = columns < width
     wide = tl.load(x + row + columns, mask=inside, other=0.0).to(tl.float32)
+    if CENTRED:
+        wide = tl.where(inside, wide - tl.div_rn(tl.sum(wide, 0), width.to(tl.float32)), 0.0)
     mean_square = tl.div_rn(tl.sum(wide * wide, 0), width.to(tl.float32))
     normed = tl.div_rn(wide, tl.sqrt_rn(mean_square + eps))
     scale = tl.load(weight + columns, mask=inside, other=0.0)
@@ -66,6 +79,7 @@ def _launch(x: Tensor, norm: Norm, residual: Tensor | None, out: Tensor) -> Tens
         # Up to 16 values per thread stay in registers, so that the row is read once.
         rms_norm_kernel[(num_rows,)](
             x, weight, out if residual is None else residual, out, width, x.stride(0), norm.eps,
-            WIDE=wide, ADDS=residual is not None, WIDTH=room, num_warps=min(16, max(1, room // 512)),
+            WIDE=wide, CENTRED=norm.centred, ADDS=residual is not None, WIDTH=room,
+            num_warps=min(16, max(1, room // 512)),
         )  # fmt: skip
     return out

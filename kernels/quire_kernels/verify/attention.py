@@ -81,6 +81,8 @@ class AttentionChecks:
             q_norm=q_norm if heads.norms else None,
             k_norm=k_norm if heads.norms else None,
             norm_eps=0.0 if self._exact else _EPS,
+            softcap=heads.softcap,
+            sinks=2 * source.normal(q_heads).float() if heads.sinks else None,
         )
         self._alone: dict[tuple[int, int], Tensor] = {}
 
@@ -164,10 +166,10 @@ class AttentionChecks:
 
     @cached_property
     def _on_device(self) -> AttentionShape:
-        """The shape with its norms on the device; one object for all calls, as a layer has one."""
-        norms = (self._shape.q_norm, self._shape.k_norm)
-        q_norm, k_norm = (None if norm is None else norm.to(self._subject.device) for norm in norms)
-        return replace(self._shape, q_norm=q_norm, k_norm=k_norm)
+        """The shape with its norms and sinks on the device; one object for all calls, as a layer has one."""
+        constants = (self._shape.q_norm, self._shape.k_norm, self._shape.sinks)
+        q_norm, k_norm, sinks = (None if each is None else each.to(self._subject.device) for each in constants)
+        return replace(self._shape, q_norm=q_norm, k_norm=k_norm, sinks=sinks)
 
     def _index(self, slices: Sequence[Slice]) -> Tensor:
         """Indices of the slices' rows among the rows of all sequences."""

@@ -24,7 +24,7 @@ _OTHER_LENGTHS = (1, 17, 130, 300)
 # As in real models: few and many queries per key head, wide heads, a width that is no power of two, windows.
 _OTHER_HEADS = (
     Heads(num_heads=16, num_kv_heads=8, head_dim=128, block_size=16),
-    Heads(num_heads=4, num_kv_heads=4, head_dim=64, block_size=32, window=50, norms=False),
+    Heads(num_heads=4, num_kv_heads=4, head_dim=64, block_size=32, window=50, norms=False, softcap=30.0, sinks=True),
     Heads(num_heads=7, num_kv_heads=1, head_dim=64, block_size=64),
     Heads(num_heads=2, num_kv_heads=2, head_dim=80, block_size=16, norms=False),
     Heads(num_heads=2, num_kv_heads=1, head_dim=256, block_size=128, window=100),

@@ -5,7 +5,7 @@ Owns the derivation.
 The attention weights of a row are rounded to the model's dtype one by one before they are multiplied with the values.
 If keys are stored inexactly, the scores are inexact too: each number of a key is rounded once by the norm, once by the
 rotation and once by the write. The rotation changes both numbers of a pair together, all other roundings are
-independent. Scores and sums are float32.
+independent. Scores and sums are float32. A cap makes errors of scores smaller, and adds one of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from quire_kernels.kernel_set import AttentionShape
 from quire_kernels.verify import tolerance
 
+_CAP_ERROR = 1e-6  # of a capped score, as a share of the cap: what is left of it changes a weight by that much
 _ROWS = 256  # rows at a time: memory is heads x rows x positions
 
 
@@ -49,8 +50,13 @@ def _bound(  # noqa: PLR0917
     (num_rows, width), num_positions = q.shape[1:], k.shape[1]
     distance = torch.arange(num_positions - num_rows, num_positions)[:, None] - torch.arange(num_positions)
     visible = (distance >= 0) & (distance < (shape.window or num_positions))
-    scores = (q @ k.transpose(1, 2) * shape.scale).masked_fill(~visible, -math.inf)
-    weights = scores.softmax(dim=-1)
+    scores = q @ k.transpose(1, 2) * shape.scale
+    if shape.softcap is not None:
+        scores = shape.softcap * torch.tanh(scores / shape.softcap)
+    scores = scores.masked_fill(~visible, -math.inf)
+    if shape.sinks is not None:
+        scores = torch.cat([scores, shape.sinks.view(-1, 1, 1).expand(-1, num_rows, 1)], dim=-1)
+    weights = scores.softmax(dim=-1)[..., :num_positions]
     u = tolerance.precision(dtype)
     magnitudes = weights @ v.abs()
     bound = tolerance.independent((2 * u) ** 2 * (weights.square() @ v.square()), u * magnitudes)
@@ -65,4 +71,6 @@ def _bound(  # noqa: PLR0917
         bound = bound + tolerance.independent(spread)
     largest = float((q.abs() @ k.abs().transpose(1, 2)).max()) * shape.scale
     num_terms = num_positions + 8 + int((width + 8) * max(1.0, largest))
+    if shape.softcap is not None:
+        bound = bound + 2 * _CAP_ERROR * shape.softcap * magnitudes
     return bound + tolerance.float32_sum(num_terms, magnitudes) + tolerance.rounded(truth, dtype)

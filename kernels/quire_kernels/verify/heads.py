@@ -21,10 +21,14 @@ class Heads:
     block_size: int
     window: int | None = None
     norms: bool = True
+    softcap: float | None = None
+    sinks: bool = False
 
     def __str__(self) -> str:
-        window = f", window {self.window}" if self.window else ""
-        return f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}, blocks of {self.block_size}{window}"
+        added = f", window {self.window}" if self.window else ""
+        added += f", softcap {self.softcap:g}" if self.softcap else ""
+        added += ", sinks" if self.sinks else ""
+        return f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}, blocks of {self.block_size}{added}"
 
 
 def batches(lengths: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[str, list[Slice]]]:

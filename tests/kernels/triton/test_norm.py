@@ -1,4 +1,4 @@
-"""RMSNorm: the reference's definition and rounding steps, rows of their own, nothing touched beside them."""
+"""RMS and layer norms: the reference's definition and roundings, rows of their own, nothing touched beside them."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def _check(module, width: int, dtype: torch.dtype) -> None:
         results = [
             (module.rms_norm(x, Norm(weight, EPS)), linear.rms_norm(x, weight, EPS)),
             (module.rms_norm(x, Norm(wide, EPS)), linear.rms_norm(x, wide, EPS)),
+            (module.rms_norm(x + 2, Norm(wide, EPS, True)), linear.normed(x + 2, Norm(wide, EPS, True))),
             (
                 module.norm_add(x, Norm(wide, EPS), between_guards(residual.clone())),
                 linear.norm_add(x, Norm(wide, EPS), residual.clone()),

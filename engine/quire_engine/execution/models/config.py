@@ -185,6 +185,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_divisor: float = 1.0
+    logit_factor: float = 1.0
     logit_cap: float | None = None
     score_cap: float | None = None  # of attention's scores
     headless: bool = False  # a classifier or a model of embeddings: its last projection is not used, be it there or not
@@ -223,17 +224,18 @@ def load_model_config(path: Path, ignored: Collection[str] = ()) -> ModelConfig:
     family, headless = _family(options)
     text = options if family.text_type is None else _text_of(options, family.text_type)
     config = _model_config(text, family, headless=headless or _makes_vectors(path))
-    unknown = [*_unknown(options), *(_unknown(text) if text is not options else ())]
+    unknown = [*_unknown(options, family), *(_unknown(text, family) if text is not options else ())]
     if unknown:
         verb = "is" if len(unknown) == 1 else "are"
         raise options.beyond(f"{', '.join(unknown)} {verb} not supported for {config.architecture}")
     return config
 
 
-def _unknown(options: Options) -> Iterator[str]:
+def _unknown(options: Options, family: Family) -> Iterator[str]:
     """The keys that are neither read nor harmless, with their values."""
     for key in sorted(options.unread() - _HARMLESS):
-        if options.given(key) and options.raw(key) not in _NEUTRAL.get(key, ()):
+        value = options.raw(key)
+        if options.given(key) and value not in _NEUTRAL.get(key, ()) and (key, value) not in family.restated:
             yield f"{key}={textwrap.shorten(repr(options.raw(key)), _MOST_SHOWN)}"
 
 
@@ -264,7 +266,7 @@ def _model_config(options: Options, family: Family, *, headless: bool) -> ModelC
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        norm_eps=options.number("rms_norm_eps", family.default_eps),
+        norm_eps=options.number(family.eps_key, family.default_eps),
         max_position_embeddings=max_positions,
         ropes=ropes,
         tie_word_embeddings=options.boolean("tie_word_embeddings", family.ties_embeddings) or headless,
@@ -280,6 +282,7 @@ def _model_config(options: Options, family: Family, *, headless: bool) -> ModelC
         embedding_scale=hidden_size**0.5 if family.embeds_by_width else _scale(options, scales.embedding),
         residual_scale=_scale(options, scales.residual),
         logit_divisor=_scale(options, scales.logits),
+        logit_factor=options.number(scales.logit_factor, 0.0625) if scales.logit_factor else 1.0,
         logit_cap=_cap(options, scales.logit_cap),
         score_cap=_cap(options, scales.score_cap),
         headless=headless,
@@ -442,7 +445,8 @@ def _placed(
     options: Options, family: Family, windows: tuple[int | None, ...], rope: RopeConfig
 ) -> tuple[RopeConfig | None, ...]:
     """The layers that are rotated by the one table."""
-    if family.rotation == "windowed" and any(window is not None for window in windows):
+    windowed = family.rotation == "windowed" and any(window is not None for window in windows)
+    if windowed or family.rotation == "windowed_alone":
         return tuple(None if window is None else rope for window in windows)
     if family.rotation != "listed":
         return (rope,) * len(windows)

@@ -51,17 +51,13 @@ class Decoder:
     def normed(self, hidden: Tensor) -> Tensor:
         """Hidden states [S, H], as `forward` returns them, after the final norm: [S, H] float64, row by row the same.
 
-        Only operations on single numbers are used, since each of them gives the same bits in any shape: the sum of a
-        row's squares is taken by halves.
+        Only operations on single numbers are used, since each of them gives the same bits in any shape.
         """
-        wide = hidden.to(torch.float64)
-        squares = wide * wide
-        while (width := squares.shape[1]) > 1:
-            half = width // 2
-            sums = squares[:, :half] + squares[:, half : 2 * half]
-            squares = torch.cat([sums, squares[:, 2 * half :]], dim=1) if width % 2 else sums
-        scale = torch.sqrt(squares / wide.shape[1] + self._weights.final_norm.eps)
-        return wide / scale * self._weights.final_norm.weight.to(torch.float64)
+        wide, norm = hidden.to(torch.float64), self._weights.final_norm
+        if norm.centred:
+            wide = wide - _row_sums(wide) / wide.shape[1]
+        scale = torch.sqrt(_row_sums(wide * wide) / wide.shape[1] + norm.eps)
+        return wide / scale * norm.weight.to(torch.float64)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -70,6 +66,8 @@ class Decoder:
         config = self.config
         if config.logit_divisor != 1.0:
             found.div_(config.logit_divisor)
+        if config.logit_factor != 1.0:
+            found.mul_(config.logit_factor)
         if config.logit_cap is not None:
             # On a CPU torch rounds the last elements of an array differently, so each row is one.
             for row in found if found.device.type == "cpu" else [found]:
@@ -82,7 +80,8 @@ class Decoder:
 
         Of the columns that have a bit in `allowed`, as `KernelSet.greedy` has it.
         """
-        scaled = self.config.logit_divisor != 1.0 or self.config.logit_cap is not None
+        config = self.config
+        scaled = config.logit_divisor != 1.0 or config.logit_factor != 1.0 or config.logit_cap is not None
         if self._kernels.greedy is None or scaled:  # a rounding may make two logits equal
             return None
         return self._kernels.greedy(hidden, self._weights.final_norm, self._weights.head, allowed)
@@ -93,6 +92,15 @@ class Decoder:
         if self._kernels.choose is None:
             raise ValueError(f"the {self._kernels.name} kernels choose no tokens")
         return self._kernels.choose(logits, rows)
+
+
+def _row_sums(values: Tensor) -> Tensor:
+    """[S, 1] of [S, H]: sums by halves, which are operations on single numbers."""
+    while (width := values.shape[1]) > 1:
+        half = width // 2
+        sums = values[:, :half] + values[:, half : 2 * half]
+        values = torch.cat([sums, values[:, 2 * half :]], dim=1) if width % 2 else sums
+    return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

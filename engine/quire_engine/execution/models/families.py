@@ -13,13 +13,13 @@ Bias = Literal["always", "never"] | str
 # Which layers see a sliding window: none, all of them, those that the Qwen options name, or those of `layer_types`,
 # else all but each nth.
 Window = Literal["never", "all_layers", "qwen", "by_type"]
-# Which layers are rotated: all by one table; windowed ones by a table of their own; windowed ones alone, if there are
-# any; or those that `no_rope_layers` does not leave out.
-Rotation = Literal["all", "own_table", "windowed", "listed"]
+# Which layers are rotated: all by one table; windowed ones by a table of their own; windowed ones alone, or all where
+# there are none; windowed ones alone in any case; or those that `no_rope_layers` does not leave out.
+Rotation = Literal["all", "own_table", "windowed", "windowed_alone", "listed"]
 # Where a head's rotated pairs lie: in its halves, or side by side.
 Pairs = Literal["halves", "neighbours"]
-# How a norm's weight multiplies: after a rounding, in float32, or in float32 as 1 + weight.
-NormForm = Literal["rounded", "wide", "offset"]
+# How a norm's weight multiplies: after a rounding, in float32, in float32 as 1 + weight, or in float32 what is centred.
+NormForm = Literal["rounded", "wide", "offset", "centred"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,7 @@ class Scales:
     attention: str | None = None  # the scale itself
     attention_width: str | None = None  # its inverse square
     logits: str | None = None  # which divides them
+    logit_factor: str | None = None  # which multiplies them
     logit_cap: str | None = None  # of a tanh
     score_cap: str | None = None  # of attention's scores
 
@@ -56,6 +57,8 @@ class Family:
     qk_norm: Literal["head", "row"] | None = None
     norms: Norms = Norms()
     norm_form: NormForm = "rounded"
+    parallel: bool = False  # attention and MLP read the same normed rows, and both are added
+    eps_key: str = "rms_norm_eps"
     activation_key: str = "hidden_act"
     default_activation: str = "silu"
     scales: Scales = Scales()
@@ -77,6 +80,7 @@ class Family:
     default_eps: float = 1e-6
     ties_embeddings: bool = False
     ignored_rope_keys: frozenset[str] = frozenset()  # that say nothing about texts
+    restated: tuple[tuple[str, object], ...] = ()  # options, at the values that say what the entry has anyway
     prefixes: tuple[str, ...] = ("model.",)  # of its tensors; the first that the checkpoint has
     text_type: str | None = None  # of a model that sees too: model_type of its text_config, in which the options lie
 
@@ -166,6 +170,32 @@ _OLMO2 = Family(
     norms=_BEHIND,
     norm_form="wide",
     default_eps=1e-5,
+)
+_COHERE = Family(
+    architecture="CohereForCausalLM",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    norms=Norms(mlp=None),
+    norm_form="centred",
+    parallel=True,
+    eps_key="layer_norm_eps",
+    scales=Scales(logit_factor="logit_scale"),
+    pairs="neighbours",
+    default_theta=5e5,
+    default_heads=64,
+    default_vocab_size=256000,
+    default_max_positions=8192,
+    default_eps=1e-5,
+    ties_embeddings=True,
+    restated=(
+        ("layer_switch", 4),
+        ("order_of_interleaved_layers", "local_attn_first"),
+        ("position_embedding_type", "rope_gptj"),
+        ("use_embedding_sharing", True),
+        ("use_gated_activation", True),
+        ("use_parallel_block", True),
+        ("use_parallel_embedding", False),
+    ),
 )
 _OF_WRAPPERS = ("model.language_model.", "language_model.model.")
 
@@ -267,6 +297,17 @@ _FAMILIES = (
         default_max_positions=131072,
         default_eps=1e-5,
         ties_embeddings=True,
+    ),
+    _COHERE,
+    replace(
+        _COHERE,
+        architecture="Cohere2ForCausalLM",
+        window="by_type",
+        default_window=4096,
+        full_each=4,
+        rotation="windowed_alone",
+        default_theta=1e4,
+        default_head_dim=128,
     ),
     Family(
         architecture="Exaone4ForCausalLM",

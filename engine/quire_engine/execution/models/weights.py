@@ -204,23 +204,30 @@ class _Layers:
         config, norms = self._config, self._config.family.norms
         prefix = f"model.layers.{index}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        yield NormLinear(norm=self._norm_at(prefix, norms.attention), weight=self._qkv(prefix))
+        norm = self._norm_at(prefix, norms.attention)
+        yield NormLinear(norm=norm, weight=self._qkv(prefix))
         shape, (group, layer) = self._shape(index, attention), self._layout.places[index]
         yield RopeWrite(shape=shape, rope=self._tables[config.ropes[index]], layer=layer, group=group)
         if index == config.num_layers - 1:
             yield KeepSampled()
-        yield Attend(shape=shape, layer=layer, group=group)
+        attend = Attend(shape=shape, layer=layer, group=group)
         o = self._matrix(prefix + "o", [Part(attention + "o_proj")], config.o_bias)
-        yield from self._add("mixed", o, self._norm_at(prefix, norms.after_attention))
-        yield NormGateUp(
-            norm=self._norm_at(prefix, norms.mlp), weight=self._gate_up(prefix), activation=config.activation
-        )
+        if config.family.parallel:  # the MLP reads x before attention is added to it
+            yield NormGateUp(norm=norm, weight=self._gate_up(prefix), activation=config.activation)
+            yield attend
+            yield from self._add("mixed", o, None)
+        else:
+            yield attend
+            yield from self._add("mixed", o, self._norm_at(prefix, norms.after_attention))
+            norm = self._norm_at(prefix, norms.mlp)
+            yield NormGateUp(norm=norm, weight=self._gate_up(prefix), activation=config.activation)
         down = self._matrix(prefix + "down", [Part(mlp + "down_proj")], config.mlp_bias)
         yield from self._add("wide", down, self._norm_at(prefix, norms.after_mlp))
 
     def norm(self, name: str) -> Norm:
         """A norm of rows, in the form in which the family multiplies."""
-        return Norm(self._norm_weight(name), self._config.norm_eps)
+        centred = self._config.family.norm_form == "centred"
+        return Norm(self._norm_weight(name), self._config.norm_eps, centred)
 
     def _norm_weight(self, name: str) -> Tensor:
         form = self._config.family.norm_form
