@@ -50,6 +50,7 @@ class ScheduledSequence:
     sampling: SamplingParams
     stop: StopParams
     pooling: Pooling = ""  # "mean": all rows of the slice are pooled; "last": its last row
+    num_drafts: int = 0  # guessed tokens at the end of `token_ids`; the one before them is a decode
 
     @property
     def num_tokens(self) -> int:
@@ -58,7 +59,7 @@ class ScheduledSequence:
     @property
     def is_decode(self) -> bool:
         """One output token, not a part of the prompt."""
-        return len(self.token_ids) == 1 and self.start >= len(self.prompt_token_ids)
+        return len(self.token_ids) == 1 + self.num_drafts and self.start >= len(self.prompt_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -67,7 +68,7 @@ class ScheduledSequence:
     @property
     def num_last_rows(self) -> int:
         """The number of the slice's last rows that are needed after the last layer."""
-        if self.wants_prompt_logprobs or self.pooling == "mean":
+        if self.wants_prompt_logprobs or self.pooling == "mean" or self.num_drafts:
             return len(self.token_ids)
         return int(self.wants_sample or self.pooling == "last")
 
@@ -92,6 +93,11 @@ class Batch:
     copies: tuple[tuple[int, int], ...] = ()
     released: tuple[int, ...] = ()  # sequences that have lost their blocks since the batch before
 
+    @property
+    def num_drafts(self) -> int:
+        """Guessed tokens of all items, which `num_tokens` counts too."""
+        return sum([item.num_drafts for item in self.items])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledToken:
@@ -107,9 +113,10 @@ class StepResult:
     """The result of a step: plain ints and floats, after one device-to-host copy.
 
     `samples` has an entry for every item that wants a sample and for each of its forks: its next tokens in order, one
-    or more, or a lone error; `prompt_logprobs[id]` holds one entry per position p of the slice whose next token p + 1
-    is a prompt token; `pooled[id]` is the sum of the slice's pooled rows after the final norm, each value rounded to
-    units of 2 ** -POOLED_BITS, so that sums do not depend on how the prompt was cut; `errors[id]` fails that sequence.
+    or more, or a lone error; an item with drafts has one for each draft that is right, from the first
+    on, and one more. `prompt_logprobs[id]` holds one entry per position p of the slice whose next token p + 1 is a
+    prompt token; `pooled[id]` is the sum of the slice's pooled rows after the final norm, each value rounded to units
+    of 2 ** -POOLED_BITS, so that sums do not depend on how the prompt was cut; `errors[id]` fails that sequence.
     Items in `starved` were not computed, because the device had no memory for them even alone; they may be tried again.
     Items in `non_finite` have an error too: a row held NaN or infinity, so their blocks must not be shared.
     """

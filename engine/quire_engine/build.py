@@ -21,6 +21,7 @@ from quire_engine.engine import StepExecutor
 from quire_engine.errors import ConfigError, ModelLoadError, NotNative
 from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.device import own_dtype, resolve_device
+from quire_engine.execution.drafting.suffix import SuffixDrafter
 from quire_engine.execution.executor import Executor, make_executor, runs_by_itself, spare_blocks, staging_blocks_for
 from quire_engine.execution.kernel_checks import checked, model_sizes
 from quire_engine.execution.kv_storage import KVStorage, block_bytes
@@ -158,6 +159,7 @@ class Resolved:
                 num_host_blocks=self.num_host_blocks,
                 swap_seconds=swap_seconds,
                 has_states=bool(self.kept_bytes),
+                speculates=asked.speculation != "off",
                 windows=self.layout.windows,
                 limits=asked.limits,
             ),
@@ -214,7 +216,8 @@ def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = te
     grammars = Grammars(Path(config.tokenizer or config.model), resolved.model.vocab_size)
     executor, swap_seconds, host_keys = _make_executor(resolved, decoder, pool, grammars)
     plan = resolved.plan(pool, load_seconds=time.perf_counter() - started, swap_seconds=swap_seconds)
-    scheduler = Scheduler(plan.scheduler, host_keys=host_keys)
+    drafter = SuffixDrafter() if config.speculation == "suffix" else None
+    scheduler = Scheduler(plan.scheduler, host_keys=host_keys, drafter=drafter)
     return BuiltEngine(plan=plan, executor=executor, scheduler=scheduler, grammars=grammars)
 
 
@@ -265,8 +268,8 @@ def resolve(config: EngineConfig, *, check_kernels: bool = False, tell: Tell = t
     parameters = found.parameters(path)
     num_threads = config.num_threads or usable_cores()
     kernels = found.over(_select_kernels(config, found.head_dim, device, dtype, num_threads, tell))
-    if config.async_scheduling == "on":
-        _check_planning_ahead(kernels, device)
+    _check_speculation(config, device, has_states=found.state_bytes > 0)
+    _check_planning_ahead(config, kernels, device)
     replaced_ops: tuple[str, ...] = ()
     if check_kernels and device.type == "cuda" and kernels.name != REFERENCE.name and isinstance(model, ModelConfig):
         kernels, replaced_ops = _checked_kernels(config, model, kernels, device, dtype)
@@ -416,15 +419,28 @@ def _checked_kernels(
     return checked(subject, model_sizes(model, config.limits.block_size))
 
 
-def _check_planning_ahead(kernels: KernelSet, device: torch.device) -> None:
-    """Raises ConfigError where the host is busy until a step's tokens are known."""
-    if runs_by_itself(kernels, device):
+def _check_planning_ahead(config: EngineConfig, kernels: KernelSet, device: torch.device) -> None:
+    """Raises ConfigError if it is asked for where the host is busy until a step's tokens are known."""
+    if config.async_scheduling != "on" or runs_by_itself(kernels, device):
         return
     if device.type == "cpu":
         reason = "steps are planned ahead on a GPU only, on CPUs it was slower"
     else:
         reason = f"the {kernels.name} kernels compute no step beside the host"
     raise ConfigError(f"async_scheduling=on: {reason}; set async_scheduling to auto or off")
+
+
+def _check_speculation(config: EngineConfig, device: torch.device, *, has_states: bool) -> None:
+    """Raises ConfigError if it is asked for where a guess that turns out wrong could not be passed over."""
+    if config.speculation == "off":
+        return
+    if device.type != "cpu":
+        reason = "guessed tokens are computed on a CPU only"
+    elif has_states:
+        reason = "this model keeps a recurrent state, which a wrong guess would change"
+    else:
+        return
+    raise ConfigError(f"speculation={config.speculation}: {reason}; set speculation to off")
 
 
 def _torch_threads(weights_bytes: int) -> int:

@@ -22,6 +22,7 @@ AttentionChoice = Literal["auto", "triton", "flash-attn"]
 Quantization = Literal["int8", "int4"]
 KVCacheDType = Literal["auto", "int8", "fp8"]
 AsyncScheduling = Literal["auto", "on", "off"]
+SpeculationChoice = Literal["off", "suffix"]
 # The supported `architectures` of a config.json, here because early checks must not import torch.
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -115,6 +116,7 @@ class EngineConfig:
     packed_cache_dir: str = "~/.cache/quire/packed"
     packed_cache_size: int = 64 << 30  # bytes of all such files
     async_scheduling: AsyncScheduling = "auto"  # plan a step while the one before it is computed; on a GPU only
+    speculation: SpeculationChoice = "off"  # how next tokens are guessed, for steps that compute several; CPUs only
     check_invariants: bool = False  # after every step, not only when idle
     faults: tuple[Fault, ...] = ()  # to be injected, for tests
 

@@ -242,6 +242,9 @@ class EngineStats:
     total_preemptions_by_mode: dict[Literal["recompute", "swap"], int] = field(default_factory=dict)
     total_recomputed_tokens: int = 0  # computed once more, since a preemption had lost their KV blocks
     total_preemptions_by_cause: dict[PreemptionCause, int] = field(default_factory=dict)
+    total_drafts: int = 0  # decodes with drafts
+    total_draft_tokens: int = 0
+    total_accepted_tokens: int = 0  # of the drafts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

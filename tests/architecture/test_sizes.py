@@ -111,5 +111,5 @@ def test_the_scheduler_stays_one_house(package: str):
     """Few rooms and few doors: what only watches, in `log`, is counted apart."""
     rooms = {name for name in of(package) if not name.startswith(f"{package}.log")} - {package}
     doors = sum(len(imports(name) & rooms) for name in rooms)
-    assert len(rooms) <= 20
-    assert doors <= 60
+    assert len(rooms) <= 21  # the last is `speculation`: drafts are planned behind the plan, by nobody else
+    assert doors <= 64

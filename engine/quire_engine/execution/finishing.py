@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple, Protocol
 
 import torch
@@ -224,17 +225,27 @@ class Finished:
         if columns is not None:
             values = columns.cast("d").tolist()  # type: ignore[assignment]
         width = 2 + 2 * self.told_top + self.asked
-        at = {choice: i * width for i, choice in enumerate(step.told)}
-        for i, row in enumerate(step.choices):
-            if not finite[i]:
-                result.non_finite.add(row.sequence_id)
+        told_at = {choice: i * width for i, choice in enumerate(step.told)}
+
+        def sampled(i: int) -> SampledToken:
             error = step.errors.get(i) or (NON_FINITE if not finite[i] else None if possible[i] else NO_CANDIDATE)
             if error is not None:
-                result.samples[row.sequence_id] = (SampledToken(error=error),)
-                continue
-            told = self._told(row, ids[i], values[at[i] : at[i] + width]) if i in at else None
-            sampled = SampledToken(token_id=ids[i], logprobs=told)
-            result.samples[row.sequence_id] = self._with_forced(row, sampled) if i in step.rules else (sampled,)
+                return SampledToken(error=error)
+            told = None
+            if i in told_at:
+                told = self._told(step.choices[i], ids[i], values[told_at[i] : told_at[i] + width])
+            return SampledToken(token_id=ids[i], logprobs=told)
+
+        i = 0
+        while i < len(step.choices):
+            row, first, drafts = step.choices[i], sampled(i), step.drafted.get(i, ())
+            if not finite[i]:
+                result.non_finite.add(row.sequence_id)
+            if first.error is None and i in step.rules:
+                result.samples[row.sequence_id] = self._with_forced(row, first)
+            else:
+                result.samples[row.sequence_id] = (first, *_behind(first, drafts, map(sampled, count(i + 1))))
+            i += 1 + len(drafts)
         self._read_scores(values[len(step.told) * width :], result)
         if columns is not None and step.pooled:
             self._read_pooled(columns, result)
@@ -272,6 +283,21 @@ class Finished:
         for number, each in enumerate(self.step.pooled):
             start = first + number * self.pooled_width
             _put_pooled(each.item, values[start : start + self.pooled_width], result)
+
+
+def _behind(first: SampledToken, drafts: Iterable[int], rows: Iterator[SampledToken]) -> Iterator[SampledToken]:
+    """The tokens of the rows behind a decode's own, as far as the drafts before them are the tokens drawn there.
+
+    A row that fails is left to the next step, which has the same row without a draft before it.
+    """
+    before = first
+    for draft in drafts:
+        if before.token_id != draft or before.error is not None:
+            return
+        before = next(rows)
+        if before.error is not None:
+            return
+        yield before
 
 
 def pooled_columns(model: Model, hidden: Tensor) -> Tensor:

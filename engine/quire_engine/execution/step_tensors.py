@@ -6,7 +6,7 @@ Promises: `step_tensors` follows from the batch alone; token ids are checked bef
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from quire_engine.batch import PENDING, Batch, ScheduledSequence
@@ -52,6 +52,7 @@ class StepTensors:
     errors: dict[int, str] = field(default_factory=dict)  # by index of the choice: why its rules cannot apply
     draws: bool = False  # whether some token is drawn, not the maximum
     told: list[int] = field(default_factory=list)  # choices whose log-probabilities are asked for
+    drafted: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by index of a decode's choice: its drafts
     # Of the prompts' next tokens to score.
     score_rows: array[int] = field(default_factory=_wide)  # rows of logits, ascending
     score_ids: array[int] = field(default_factory=_wide)
@@ -113,8 +114,9 @@ def step_tensors(batch: Batch, block_size: int, vocab_size: int) -> StepTensors:
     outside the vocabulary: a GPU answers an index out of range by ending the process.
     """
     others = batch.items[0].other_block_ids if batch.items else ()
-    step = StepTensors(items=batch.items, released=batch.released, other_slots=tuple(_wide() for _ in others))
-    for item in batch.items:
+    items = tuple([_with_known_drafts(item, vocab_size) if item.num_drafts else item for item in batch.items])
+    step = StepTensors(items=items, released=batch.released, other_slots=tuple(_wide() for _ in others))
+    for item in items:
         start, num_tokens = item.start, len(item.token_ids)
         if num_tokens == 1:  # a decode: most items of most steps
             _add_row(step, item, start, block_size, vocab_size)
@@ -134,7 +136,9 @@ def step_tensors(batch: Batch, block_size: int, vocab_size: int) -> StepTensors:
             step.num_pooled_rows += count
         elif item.wants_prompt_logprobs:
             _add_scores(step, item, vocab_size)
-        if item.wants_sample:
+        if item.num_drafts:
+            _add_drafted(step, item, last - step.num_pooled_rows - count, vocab_size)
+        elif item.wants_sample:
             row = last - step.num_pooled_rows - 1
             step.add_choice(SampleRow.of(item, item.sequence_id, item.choice, row), vocab_size)
             for fork in item.forks:
@@ -170,6 +174,23 @@ def _add_rows(step: StepTensors, item: ScheduledSequence, block_size: int, vocab
         for slots, block_ids in zip(step.other_slots, item.other_block_ids, strict=True):
             base = block_ids[index] * block_size
             slots.extend(range(base + low, base + high))
+
+
+def _with_known_drafts(item: ScheduledSequence, vocab_size: int) -> ScheduledSequence:
+    """The item without the first draft outside the vocabulary and those behind it: no fault of its request."""
+    for place, token in enumerate(item.token_ids[1:], 1):
+        if not 0 <= token < vocab_size:
+            return replace(item, token_ids=item.token_ids[:place], num_drafts=place - 1)
+    return item
+
+
+def _add_drafted(step: StepTensors, item: ScheduledSequence, first: int, vocab_size: int) -> None:
+    """A choice for each row of a decode and its drafts, as if the drafts before it were true."""
+    drafts, start = item.token_ids[1:], item.start + 1
+    step.drafted[len(step.choices)] = drafts
+    row = SampleRow.of(item, item.sequence_id, item.choice, first)
+    for count in range(len(drafts) + 1):
+        step.add_choice(row._replace(position=start + count, logits_row=first + count), vocab_size)
 
 
 def _add_scores(step: StepTensors, item: ScheduledSequence, vocab_size: int) -> None:

@@ -35,6 +35,11 @@ class BlockPool:
         return self._owner_of[block]
 
     @property
+    def num_blank(self) -> int:
+        """Blocks without content, which can be taken without a loss for anybody."""
+        return len(self._free)
+
+    @property
     def is_full(self) -> bool:
         """Whether a cached block must be evicted before one can be taken."""
         return not self._free

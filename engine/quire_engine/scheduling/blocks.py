@@ -95,6 +95,15 @@ class PageTable:
         self._known, self.num_passed = None, num_passed
         return given
 
+    def cut(self, num_tokens: int) -> tuple[int, ...]:
+        """Keep the entries for `num_tokens` tokens; returns the blocks of the others."""
+        count = self.num_blocks_for(num_tokens)
+        taken = tuple(self._blocks[count:])
+        if taken:
+            del self._blocks[count:]
+            self._known = None
+        return taken
+
     def clear(self) -> tuple[int, ...]:
         """Empty the table and return its blocks."""
         held = self.held

@@ -92,7 +92,7 @@ class ByExpectedPeak:
         ends.sort()
         used = kv.num_blocks - kv.num_available
         own = used / (used + kv.num_saved) if used else 1.0  # the part of a table that no other table holds
-        new = (1.0 - kv.merged_share) / size * kv.num_whole_groups
+        new = (1.0 - kv.merged_share) / size * sum([group.window is None for group in kv.groups])
         room = kv.num_available - need - growth - self._margin.at(step) * kv.num_blocks
         # Between two ends every sequence grows by a token a step: its spare slots first, then half a block on average.
         count, spare = len(ends), sum([slots - half for _, slots, _ in ends])

@@ -54,11 +54,6 @@ class KVAllocator:
         return self._pool.num_blocks
 
     @property
-    def num_whole_groups(self) -> int:
-        """Groups of layers that keep every position."""
-        return sum(group.window is None for group in self.groups)
-
-    @property
     def num_available(self) -> int:
         """Blocks that can be taken: free ones, and cached ones without a reference."""
         return self._pool.num_free
@@ -77,10 +72,6 @@ class KVAllocator:
     def num_saved(self) -> int:
         """Further blocks that the tables would need without sharing."""
         return self._pool.num_saved
-
-    def new_tables(self) -> tuple[PageTable, ...]:
-        """The tables of a sequence without blocks."""
-        return tuple([PageTable(self.block_size, group) for group in self.groups])
 
     def match(self, sequence: Sequence, max_tokens: int) -> PrefixMatch:
         """The longest cached prefix of at most `max_tokens` tokens. Changes no block."""
@@ -175,6 +166,23 @@ class KVAllocator:
             sequence.kv.shares_tail = False
         self._grow(sequence, end)
         return copies
+
+    def lend(self, sequence: Sequence, end: int) -> int:
+        """Slots up to position `end`, as far as its tables and free blocks without content have them; returns the end.
+
+        `take_back` must be called when the step's result is there.
+        """
+        if self.reserve_cost(sequence, end) > self._pool.num_blank:
+            end = min([table.num_slots for table in sequence.kv.tables])
+        self._grow(sequence, end)
+        return end
+
+    def take_back(self, sequence: Sequence, num_computed: int) -> None:
+        """So many tokens are computed, lent slots included: the other lent blocks are free again."""
+        sequence.kv.num_reserved = sequence.kv.num_computed = num_computed
+        for table in sequence.kv.tables:
+            for block in table.cut(num_computed):
+                self._drop(block)
 
     def cancel_copies(self, sequences: Iterable[Sequence], targets: Set[int]) -> None:
         """The copies into these blocks will not be made: their content must not be matched."""
@@ -279,13 +287,7 @@ class KVAllocator:
         held = Counter(block for sequence in sequences for block in _held(sequence))
         held.update(sequence.kv.copies_from for sequence in sequences if sequence.kv.copies_from is not None)
         held.update(self._pinned)
-        for block in range(self.num_blocks):
-            refs = self._pool.refs(block)
-            require(refs == held[block], f"block {block} has {refs} references and is in {held[block]} tables")
-        for sequence in sequences:
-            scope = sequence.group.request.cache_scope
-            for owner in map(self._pool.owner, _held(sequence)):
-                require(owner is not None and owner.scope == scope, "a sequence holds a block of another scope")
+        _check_references(self._pool, held, sequences)
         known = {block for block in self._pool.free_blocks() if self._is_known(block)}
         require(known == set(self._pool.shares.cached()), "the cached blocks are not those that can be matched")
 
@@ -419,6 +421,17 @@ class KVAllocator:
         for index in range(len(hashes), count):
             tokens = sequence.token_ids[index * size : (index + 1) * size]
             hashes.append(block_hash(self._parent(sequence, index), tokens))
+
+
+def _check_references(pool: BlockPool, held: Counter[int], sequences: Iterable[Sequence]) -> None:
+    """Each block is counted as often as it is held, and the blocks of a table have its request's scope."""
+    for block in range(pool.num_blocks):
+        refs = pool.refs(block)
+        require(refs == held[block], f"block {block} has {refs} references and is in {held[block]} tables")
+    for sequence in sequences:
+        scope = sequence.group.request.cache_scope
+        for owner in map(pool.owner, _held(sequence)):
+            require(owner is not None and owner.scope == scope, "a sequence holds a block of another scope")
 
 
 def _held(sequence: Sequence) -> Iterator[int]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from itertools import count
 
 from quire_engine.invariants import require
-from quire_engine.scheduling.blocks import PrefixMatch, SequenceKV
+from quire_engine.scheduling.blocks import PageTable, PrefixMatch, SequenceKV
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.policies import OrderPolicy
 from quire_engine.scheduling.sequence import Group, Sequence
@@ -56,7 +56,7 @@ class Roster:
                     group=group,
                     token_ids=[*request.prompt_token_ids, *resumed[choice]],
                     num_prompt_tokens=len(request.prompt_token_ids),
-                    kv=SequenceKV(tables=self._kv.new_tables()),
+                    kv=SequenceKV(tables=tuple([PageTable(self._kv.block_size, each) for each in self._kv.groups])),
                 )
                 group.add_choice(sequence)
                 self.sequences[sequence.sequence_id] = sequence

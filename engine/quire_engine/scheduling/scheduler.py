@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
 from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
+from quire_engine.drafts import Drafter
 from quire_engine.errors import InfeasibleRequest
 from quire_engine.invariants import require
 from quire_engine.limits import SchedulerConfig
@@ -29,6 +30,7 @@ from quire_engine.scheduling.planner import Planner
 from quire_engine.scheduling.policies import Policies, policies_for
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group, Sequence
+from quire_engine.scheduling.speculation import Speculation
 from quire_engine.scheduling.swapping import allocator_for
 from quire_engine.types import NON_FINITE, EngineStats, FinishReason, GenerationRequest, TokenOutput
 
@@ -43,9 +45,17 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, *, policies: Policies | None = None, host_keys: Collection[bytes] = ()
+        self,
+        config: SchedulerConfig,
+        *,
+        policies: Policies | None = None,
+        host_keys: Collection[bytes] = (),
+        drafter: Drafter | None = None,
+        most_drafts: int = 5,
     ) -> None:
-        """`host_keys`: the content hashes of the first host blocks, kept on disk by an earlier run."""
+        """`host_keys`: the content hashes of the first host blocks, kept on disk by an earlier run. With a `drafter`
+        decodes may get drafts, `most_drafts` in a step each; results are then to be applied before the next plan.
+        """
         config.check()
         limits = config.limits
         policies = policies or policies_for(limits)
@@ -55,6 +65,7 @@ class Scheduler:
         self._roster = Roster(self._kv, policies.order)
         self._planner = Planner(limits, policies, self._kv, self._roster, self._swapping)
         self._log = StepLog(limits, self._roster) if limits.step_log else None
+        self._speculation = None if drafter is None else Speculation(drafter, self._kv, most=most_drafts)
         self._beam_forks = BeamForks(self._kv, self._roster, self._log)
         self._inspection = Inspection(
             config, self._kv, self._roster, self._log, len(host_keys), check=self.check_invariants
@@ -198,9 +209,16 @@ class Scheduler:
         if self._log is not None:
             self._log.settle()
         plan = self._planner.plan(self._step, now)
+        if self._speculation is not None:
+            self._speculation.extend(plan)
         if self._roster.total_preemptions:
             self._roster.total_recomputed_tokens += plan.num_recomputed
-        batch = plan.batch(self._step, self._kv.take_moves(), self._kv.take_released()) if plan.slices else None
+        batch = None
+        if plan.slices:
+            released = self._kv.take_released()
+            if self._speculation is not None:
+                self._speculation.forget(released)
+            batch = plan.batch(self._step, self._kv.take_moves(), released)
         if self._log is not None:
             self._log.planned(self._step, plan, batch, self._kv.num_blocks - self._kv.num_available, now)
         if batch is None:
@@ -228,6 +246,10 @@ class Scheduler:
             if item.sequence_id in result.starved:
                 outputs += self._preempt_starved(sequence.group, batch.step_id)
                 continue
+            if item.num_drafts:
+                found = samples[item.sequence_id]
+                outputs.append(self._take_tokens(sequence, found, item.start + 1, now, num_drafts=item.num_drafts))
+                continue
             end = item.start + len(item.token_ids)
             self._kv.commit(sequence, end)
             if item.wants_prompt_logprobs:
@@ -244,13 +266,16 @@ class Scheduler:
             elif sequence.group.max_new_tokens == 0 and end == item.num_prompt_tokens:
                 outputs += self._finish_prompt_only(sequence.group, now)
         self._decode_tokens = batch.num_decodes
-        self._prefill_tokens = batch.num_tokens - batch.num_decodes
+        num_drafts = 0 if self._speculation is None else batch.num_drafts
+        self._prefill_tokens = batch.num_tokens - batch.num_decodes - num_drafts
         # A step that was planned ahead begins when the step before it ends.
         began = max(self._scheduled_at.pop(batch.step_id, now), self._applied_at)
         self._applied_at = now
         if self._log is not None:
             self._log.results.append((batch.step_id, outputs, len(sequences), result, (now - began, now)))
         self._itl.learn(prompt_tokens=self._prefill_tokens, num_decodes=batch.num_decodes, seconds=now - began)
+        if self._speculation is not None and not self._prefill_tokens:
+            self._speculation.learn(batch.num_tokens, now - began)
         if self._swapping is not None:
             self._swapping.learn(prompt_tokens=self._prefill_tokens, num_decodes=batch.num_decodes, seconds=now - began)
         return outputs
@@ -259,6 +284,8 @@ class Scheduler:
         """Gauges of this moment and counters since the start. The caller adds the step's times."""
         books = engine_stats(self._kv, self._roster, self._planner)
         books = replace(books, prefill_tokens=self._prefill_tokens, decode_tokens=self._decode_tokens)
+        if self._speculation is not None:
+            books = self._speculation.add_to(books)
         return books if self._swapping is None else self._swapping.add_to(books)
 
     def check_invariants(self) -> None:
@@ -306,7 +333,7 @@ class Scheduler:
             sequence = sequences.get(item.sequence_id)
             if sequence is None or item.run != sequence.group.num_preemptions:
                 continue
-            group, end = sequence.group, item.end
+            group, end = sequence.group, item.end - item.num_drafts
             self._kv.advance(sequence, end)
             if not group.prompt_shared and end == item.num_prompt_tokens:
                 for follower in group.followers():
@@ -320,12 +347,17 @@ class Scheduler:
                 for each in group.sequences:
                     group.launch(each, samples=False)
 
-    def _take_tokens(self, sequence: Sequence, samples: tuple[SampledToken, ...], at: int, now: float) -> TokenOutput:
+    def _take_tokens(
+        self, sequence: Sequence, samples: tuple[SampledToken, ...], at: int, now: float, *, num_drafts: int = 0
+    ) -> TokenOutput:
         """Store the sampled tokens from position `at` on, up to the first one that ends the sequence.
 
         Tokens after that one are dropped. Several tokens come only where the next plan waits for results, so that
-        nothing of the sequence is in flight then.
+        nothing of the sequence is in flight then. Behind `num_drafts` drafts all tokens but the last are computed; what
+        a rejected draft has written is never read, since a later step writes there first.
         """
+        if self._speculation is not None and num_drafts:
+            self._speculation.note(sequence, num_drafts, len(samples) - 1)
         if samples[-1].error is not None:
             self._roster.end(sequence)
             return error_output(sequence, samples[-1].error)
@@ -344,13 +376,17 @@ class Scheduler:
             if finish is not None:
                 break
         token_ids[at : at + 1] = taken
+        if num_drafts:
+            self._kv.take_back(sequence, at + len(taken) - 1)
+            self._kv.commit(sequence, at + len(taken) - 1)
         if finish is not None:
             self._planner.admission.note_end(sequence)
             self._roster.end(sequence)
         if group.account is not None:
             group.account.charge_output(len(taken))
-        if sequence.num_forced != len(taken) - 1:
-            sequence.note_forced(len(taken) - 1)
+        num_forced = 0 if num_drafts else len(taken) - 1
+        if sequence.num_forced != num_forced:
+            sequence.note_forced(num_forced)
         return token_output(sequence, samples, tuple(taken), finish)
 
     def _finish_prompt_only(self, group: Group, now: float) -> list[TokenOutput]:

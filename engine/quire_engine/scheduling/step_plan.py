@@ -30,7 +30,7 @@ class Decision:
 class StepPlan:
     """The slices, in the order in which they were first assigned, which is the order of the batch."""
 
-    __slots__ = ("_copies", "budget", "decisions", "elder", "num_preempted", "slices", "step")
+    __slots__ = ("_copies", "budget", "decisions", "drafts", "elder", "num_preempted", "slices", "step")
 
     def __init__(self, step: int, budget: int, elder: Group | None = None) -> None:
         self.step = step
@@ -38,6 +38,7 @@ class StepPlan:
         self.elder = elder  # the group that is not preempted in this step
         self.decisions: list[Decision] = []
         self.slices: dict[Sequence, int] = {}
+        self.drafts: dict[Sequence, tuple[int, ...]] = {}  # guessed tokens behind a slice, which are no part of it
         self.num_preempted = 0
         self._copies: dict[Sequence, tuple[tuple[int, int], ...]] = {}
 
@@ -52,6 +53,11 @@ class StepPlan:
         """Record a decision for the step log."""
         request_id = group.request.request_id
         self.decisions.append(Decision(kind=kind, request_id=request_id, reason=reason, num_tokens=num_tokens, by=by))
+
+    def add_drafts(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
+        """Compute guessed tokens behind a sequence's decode."""
+        self.drafts[sequence] = token_ids
+        self.budget -= len(token_ids)
 
     def limit(self, num_tokens: int) -> None:
         """Limit the rest of the budget."""
@@ -87,11 +93,14 @@ class StepPlan:
 
     def batch(self, step_id: int, moves: Moves = NO_MOVES, released: tuple[int, ...] = ()) -> Batch:
         """The plan as a `Batch` for the executor."""
-        items = tuple([_item(sequence, num_tokens) for sequence, num_tokens in self.slices.items()])
+        drafts = self.drafts
+        items = tuple(
+            [_item(sequence, num_tokens, drafts.get(sequence, ())) for sequence, num_tokens in self.slices.items()]
+        )
         return Batch(
             step_id=step_id,
             items=items,
-            num_tokens=sum(self.slices.values()),
+            num_tokens=sum(self.slices.values()) + sum(map(len, drafts.values())),
             num_decodes=sum([item.is_decode for item in items]),
             swap_out=moves.swap_out,
             swap_in=moves.swap_in,
@@ -101,7 +110,7 @@ class StepPlan:
         )
 
 
-def _item(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
+def _item(sequence: Sequence, num_tokens: int, drafts: tuple[int, ...]) -> ScheduledSequence:
     group, start = sequence.group, sequence.kv.num_computed
     request = group.request
     wants_sample = start + num_tokens == len(sequence.token_ids) and group.max_new_tokens > 0
@@ -111,8 +120,9 @@ def _item(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
         run=group.num_preemptions,
         prompt_token_ids=request.prompt_token_ids,
         output_token_ids=_output(sequence) if group.reads_output else (),
-        token_ids=tuple(sequence.token_ids[start : start + num_tokens]),
+        token_ids=(*sequence.token_ids[start : start + num_tokens], *drafts),
         start=start,
+        num_drafts=len(drafts),
         block_ids=sequence.kv.table.block_ids,
         other_block_ids=tuple([table.block_ids for table in sequence.kv.tables[1:]]),
         wants_sample=wants_sample,

@@ -131,6 +131,8 @@ def _take(plain: dict[str, Any], reading: _Reading) -> None:
 
 
 def _config(plain: Mapping[str, Any], path: Path) -> tuple[SchedulerConfig, tuple[str, ...]]:
+    if plain.get("speculates"):
+        raise ConfigError(f"{path}: its server guessed tokens ahead (speculation), which a log does not tell")
     limits = dict(plain["limits"])
     known = {one.name for one in fields(SchedulerLimits)}
     unknown = tuple(sorted(set(limits) - known))

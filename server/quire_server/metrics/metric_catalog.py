@@ -317,6 +317,19 @@ class EngineMetrics:
         self.recomputed = values.counter(
             "quire_recomputed_tokens", "Tokens computed once more, since a preemption had lost their KV blocks."
         )
+        self.drafts = values.counter(
+            "quire_spec_decode_drafts", "Decodes with guessed tokens behind them.", alias="vllm:spec_decode_num_drafts"
+        )
+        self.draft_tokens = values.counter(
+            "quire_spec_decode_draft_tokens",
+            "Tokens guessed and computed behind a decode.",
+            alias="vllm:spec_decode_num_draft_tokens",
+        )
+        self.accepted_tokens = values.counter(
+            "quire_spec_decode_accepted_tokens",
+            "Guessed tokens that were right.",
+            alias="vllm:spec_decode_num_accepted_tokens",
+        )
         self.saved_tokens = values.counter(
             "quire_prefill_tokens_saved",
             "Tokens that were found, not computed, whenever a request entered the batch; after a preemption too.",
@@ -341,6 +354,9 @@ class EngineMetrics:
             _Total(self.kv_wait_seconds),
             _Total(self.padded),
             _Total(self.recomputed),
+            _Total(self.drafts),
+            _Total(self.draft_tokens),
+            _Total(self.accepted_tokens),
         )
         self._saved = _Total(self.saved_tokens)
 
@@ -373,6 +389,9 @@ class EngineMetrics:
                 stats.total_kv_wait_seconds,
                 stats.total_padding_rows,
                 stats.total_recomputed_tokens,
+                stats.total_drafts,
+                stats.total_draft_tokens,
+                stats.total_accepted_tokens,
             ),
             strict=True,
         ):

@@ -21,6 +21,7 @@ from quire_engine.config import (
     KVCacheDType,
     ModelImplementation,
     Quantization,
+    SpeculationChoice,
 )
 from quire_engine.limits import LIMIT_NAMES, PolicyName, SchedulerLimits, VictimName, out_of_range
 from quire_engine.types import MAX_LOGPROBS
@@ -186,6 +187,11 @@ class EngineFields(BaseModel):
         "auto",
         "Scheduling",
         "plan each step while the one before it is computed; on a GPU only, where auto does",
+    )
+    speculation: SpeculationChoice = option(
+        "off",
+        "Scheduling",
+        "compute guessed tokens beside decodes; suffix: what followed the same words before; CPUs only",
     )
     max_num_queued_reqs: Annotated[int, Field(ge=0)] = option(
         256, "Scheduling", "choices that may wait beyond the --max-num-seqs that run; more get 429"

@@ -281,6 +281,7 @@ def test_engine_config_takes_every_engine_setting():
         "packed_cache_dir": "/var/packed",
         "packed_cache_size": 1 << 30,
         "async_scheduling": "on",
+        "speculation": "suffix",
         "check_invariants": True,
     }
     got = flat(Settings(**changed, enable_fault_injection="oom@3").engine_config())

@@ -115,7 +115,7 @@ def test_a_script_for_vllm_starts_unchanged():
         ("--enable-lora", "--enable-lora: refused: adapters"),
         ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill: refused: prompts are always"),
         ("--enable-chunked-prefill=False", "--no-enable-chunked-prefill: refused"),
-        ("--speculative-config.method ngram", "--speculative-config: refused: tokens are not guessed"),
+        ("--speculative-config.method ngram", "--speculative-config: refused: --speculation suffix guesses"),
         ("--hf-overrides.rope_scaling.factor 2", "--hf-overrides {"),
         ("--distributed-executor-backend ray", "only mp or uni"),
         ("--load-format gguf", "safetensors"),

@@ -1,0 +1,28 @@
+"""Guessed next tokens of a sequence, and what makes them: the contract between the scheduler and its drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+
+class Draft(NamedTuple):
+    """Guessed tokens, and how many tokens of context speak for them."""
+
+    token_ids: tuple[int, ...] = ()
+    match: int = 0
+
+
+NO_DRAFT = Draft()
+
+
+class Drafter(Protocol):
+    """Guesses next tokens. A wrong guess costs a row and changes nothing; the same tokens give the same guess."""
+
+    def draft(self, sequence_id: int, token_ids: Sequence[int], most: int) -> Draft:
+        """At most `most` tokens that may follow. `token_ids` of one sequence usually grow at their end alone."""
+        ...
+
+    def forget(self, sequence_id: int) -> None:
+        """The sequence has ended."""
+        ...

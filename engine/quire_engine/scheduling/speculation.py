@@ -1,0 +1,181 @@
+"""Speculative decoding: guessed tokens behind a decode, computed in the same step (Leviathan et al., arXiv:2211.17192).
+
+A draft is accepted while it equals the token that the step draws at its position. A row has the same bits in any step,
+and a draw follows from seed and position alone: so every token, log-probability and end of a request is what it is
+without drafts. Promises: drafts are paid from what a step has left when everybody has been served: its budget, and
+blocks that are free and hold nothing; no bound of the scheduler changes. Must not know: models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from quire_engine.drafts import Drafter
+from quire_engine.scheduling.kv_allocator import KVAllocator
+from quire_engine.scheduling.sequence import Sequence
+from quire_engine.scheduling.step_plan import StepPlan
+from quire_engine.types import EngineStats
+
+_WEIGHT = 0.2  # of the newest draft in a moving average
+_HOPE = 0.5  # the share of drafts that is accepted, before anything is known
+_KINDS = (3, 5, 9, 17)  # where one kind of match lengths ends and the next begins
+_FEWEST_TOKENS = 32  # until a sequence whose drafts do not pay is tried again; then twice as many
+_MOST_TOKENS = 1024
+
+
+@dataclass(slots=True)
+class _Record:
+    """The worth of a sequence's drafts so far."""
+
+    shares: list[float] = field(default_factory=lambda: [_HOPE] * (len(_KINDS) + 1))  # accepted, by match length
+    match: int = 0  # of the drafts in flight
+    rests_until: int = 0  # tokens
+    rest: int = _FEWEST_TOKENS
+
+
+class Speculation:
+    """Adds drafts to a finished plan, and learns what they and their rows are worth."""
+
+    def __init__(self, drafter: Drafter, kv: KVAllocator, *, most: int) -> None:
+        """`most`: drafts of one sequence in a step."""
+        self.total_drafts = self.total_draft_tokens = self.total_accepted = 0
+        self._drafter, self._kv, self._most = drafter, kv, most
+        self._costs = RowCosts()
+        self._records: dict[int, _Record] = {}
+
+    def extend(self, plan: StepPlan) -> None:
+        """Give drafts to the plan's decodes, where all of its slices are decodes and rows are left."""
+        if any(size > 1 for size in plan.slices.values()) or not plan.slices:
+            return
+        rows, budget = len(plan.slices), plan.budget
+        if not self._costs.may_pay(rows):
+            return
+        for sequence in plan.slices:
+            most = min(self._most, budget, self._room(sequence))
+            if most <= 0:
+                continue
+            record = self._records.setdefault(sequence.sequence_id, _Record())
+            if len(sequence.token_ids) < record.rests_until:
+                continue
+            draft = self._drafter.draft(sequence.sequence_id, sequence.token_ids, most)
+            count = self._costs.best(rows, len(draft.token_ids), record.shares[_kind(draft.match)])
+            if count == 0:
+                continue
+            start = sequence.kv.num_computed
+            count = self._kv.lend(sequence, start + 1 + count) - start - 1
+            if count <= 0:
+                continue
+            plan.add_drafts(sequence, draft.token_ids[:count])
+            record.match = draft.match
+            rows, budget = rows + count, budget - count
+
+    def note(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """A step has tried `num_drafts` drafts of a sequence."""
+        self.total_drafts += 1
+        self.total_draft_tokens += num_drafts
+        self.total_accepted += num_accepted
+        record = self._records.get(sequence.sequence_id)
+        if record is None:
+            return
+        kind = _kind(record.match)
+        # The first rejected draft is the last that says something: what is behind it was never compared.
+        for accepted in (*[1.0] * num_accepted, *[0.0] * (num_accepted < num_drafts)):
+            record.shares[kind] += _WEIGHT * (accepted - record.shares[kind])
+        if num_accepted:
+            record.rest = _FEWEST_TOKENS
+        elif max(record.shares) < 0.1:
+            record.rests_until = len(sequence.token_ids) + record.rest
+            record.rest = min(2 * record.rest, _MOST_TOKENS)
+            record.shares = [_HOPE] * len(record.shares)
+
+    def learn(self, num_rows: int, seconds: float) -> None:
+        """A step of decodes and drafts took so long."""
+        self._costs.learn(num_rows, seconds)
+
+    def forget(self, sequence_ids: Iterable[int]) -> None:
+        """These sequences have ended, or lost their blocks: of those that run again it is learned anew."""
+        for sequence_id in sequence_ids:
+            if self._records.pop(sequence_id, None) is not None:
+                self._drafter.forget(sequence_id)
+
+    def add_to(self, stats: EngineStats) -> EngineStats:
+        """The statistics, completed by those of drafts."""
+        return replace(
+            stats,
+            total_drafts=self.total_drafts,
+            total_draft_tokens=self.total_draft_tokens,
+            total_accepted_tokens=self.total_accepted,
+        )
+
+    @staticmethod
+    def _room(sequence: Sequence) -> int:
+        """Drafts that a sequence may have at most: of requests whose rows follow from their own tokens alone."""
+        group = sequence.group
+        is_plain = (
+            group.prompt_shared
+            and group.beams is None
+            and group.pooled is None
+            and not group.reads_output
+            and not group.prompt_logprobs_due
+            and sequence.num_output_tokens > 0
+            and group.pending(sequence) == 1
+        )
+        return group.max_new_tokens - sequence.num_output_tokens - 1 if is_plain else 0
+
+
+def _kind(match: int) -> int:
+    return sum(match >= bound for bound in _KINDS)
+
+
+_TILE = 6  # rows that one pass over the weights serves
+_STEP = 0.25  # what a further tile costs, of the first, until it is measured
+_ROW = 0.02  # what a row costs beside its tile
+_MOST_ROWS = 64  # more make speculation dear for certain
+_LEARNED = 0.1  # weight of the newest step
+
+
+class RowCosts:
+    """The cost of a step by its rows: as measured, else by the stairs of the kernels' tiles."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+
+    def learn(self, rows: int, seconds: float) -> None:
+        """A step of so many rows took so long."""
+        if rows <= 2 * _MOST_ROWS and seconds > 0:
+            known = self._seconds.get(rows, seconds)
+            self._seconds[rows] = known + _LEARNED * (seconds - known)
+
+    def may_pay(self, rows: int) -> bool:
+        """Whether there are few enough rows."""
+        return rows < _MOST_ROWS
+
+    def best(self, rows: int, most: int, share: float) -> int:
+        """How many drafts of one sequence, each accepted with this probability if those before it were, pay best.
+
+        The aim is tokens a second of the whole step, which has `rows` rows without them.
+        """
+        best, best_rate, tokens, alive = 0, rows / self._cost(rows), float(rows), 1.0
+        for count in range(1, most + 1):
+            alive *= share
+            tokens += alive
+            rate = tokens / self._cost(rows + count)
+            if rate > best_rate:
+                best, best_rate = count, rate
+        return best
+
+    def _cost(self, rows: int) -> float:
+        """Relative to other numbers of rows."""
+        stairs = _stairs(rows)
+        known = self._seconds.get(rows)
+        if known is not None:
+            return known
+        if not self._seconds:
+            return stairs
+        nearest = min(self._seconds, key=lambda each: (abs(each - rows), each))
+        return self._seconds[nearest] * stairs / _stairs(nearest)
+
+
+def _stairs(rows: int) -> float:
+    return 1.0 + _STEP * ((rows - 1) // _TILE) + _ROW * rows

@@ -1,0 +1,118 @@
+"""Drafts change no answer: the tokens, log-probabilities and ends of engines with drafters of every kind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from quire_engine.build import BuiltEngine, build, resolve
+from quire_engine.config import EngineConfig
+from quire_engine.demo import demo_model_path
+from quire_engine.drafts import Draft, Drafter
+from quire_engine.execution.drafting.suffix import SuffixDrafter
+from quire_engine.limits import SchedulerLimits
+from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.types import GenerationRequest, SamplingParams, StopParams
+from support.offline import Generated, generate
+
+Results = dict[tuple[str, int], Generated]
+
+
+class Script:
+    """Always right, wrong, random, or outside the vocabulary, by what the requests get without drafts."""
+
+    def __init__(self, kind: str, known: dict[tuple[int, ...], tuple[int, ...]]) -> None:
+        self._kind, self._known, self._dice = kind, known, random.Random(1)
+
+    def draft(self, sequence_id: int, token_ids: Sequence[int], most: int) -> Draft:
+        del sequence_id
+        if self._kind == "random":
+            return Draft(tuple(self._dice.randrange(380) for _ in range(most)), 32)
+        if self._kind == "outside":
+            return Draft((1 << 40,) * most if self._dice.random() < 0.5 else (-7, 5), 32)
+        for whole in self._known.values():
+            if whole[: len(token_ids)] == tuple(token_ids):
+                right = whole[len(token_ids) : len(token_ids) + most]
+                return Draft(right if self._kind == "right" else tuple(token + 1 for token in right), 32)
+        return Draft()
+
+    def forget(self, sequence_id: int) -> None:
+        del sequence_id
+
+
+def engine(drafter: Drafter | None, blocks: int = 400, **changes: object) -> BuiltEngine:
+    limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=64, prefill_chunk=48, admission="prompt")
+    asked = EngineConfig(
+        model=str(demo_model_path()),
+        device="cpu",
+        num_threads=1,
+        packed_cache=False,
+        max_model_len=512,
+        limits=limits,
+        **changes,  # type: ignore[arg-type]
+    )
+    built = build(replace(asked, kv_memory=blocks * resolve(asked).bytes_per_block))
+    return replace(built, scheduler=Scheduler(built.plan.scheduler, drafter=drafter))
+
+
+def requests(count: int = 8) -> list[GenerationRequest]:
+    """Greedy and drawn, with log-probabilities, stop ids, several choices; half of the prompts repeat themselves."""
+    dice = random.Random(3)
+    found = []
+    for number in range(count):
+        part = [dice.randrange(20, 380) for _ in range(12)]
+        found.append(
+            GenerationRequest(
+                request_id=f"r{number}",
+                prompt_token_ids=tuple(part * (1 + number % 4)),
+                sampling=SamplingParams(
+                    temperature=(0.0, 0.3, 1.0)[number % 3],
+                    top_p=0.9 if number % 2 else 1.0,
+                    seed=number,
+                    num_logprobs=2 if number % 2 else None,
+                    logit_bias=((40, 1.5),) if number == 5 else (),
+                    repetition_penalty=1.2 if number == 6 else 1.0,
+                ),
+                stop=StopParams(max_new_tokens=60, stop_token_ids=(0, 2) if number % 4 == 0 else ()),
+                n=2 if number == 3 else 1,
+            )
+        )
+    return found
+
+
+def known(results: Results) -> dict[tuple[int, ...], tuple[int, ...]]:
+    prompts = {wanted.request_id: wanted.prompt_token_ids for wanted in requests()}
+    wholes = [(*prompts[name], *each.token_ids) for (name, _), each in results.items()]
+    return {whole: whole for whole in wholes}
+
+
+@pytest.fixture(scope="module")
+def without() -> Results:
+    return generate(engine(None), requests())
+
+
+@pytest.mark.parametrize("kind", ["suffix", "right", "wrong", "random", "outside"])
+@pytest.mark.parametrize("blocks", [400, 40])
+def test_drafts_change_nothing(kind: str, blocks: int, without: Results) -> None:
+    drafter: Drafter = SuffixDrafter() if kind == "suffix" else Script(kind, known(without))
+    built = engine(drafter, blocks)
+    assert generate(built, requests()) == without
+    speculation = built.scheduler._speculation
+    assert speculation is not None
+    assert speculation.total_draft_tokens > 0
+    assert (speculation.total_accepted > 0) == (kind in {"suffix", "right"}) or kind == "random"
+    assert built.scheduler.stats().blocks_used == 0
+
+
+def test_right_drafts_take_fewer_steps(without: Results) -> None:
+    alone = [wanted for wanted in requests() if wanted.request_id == "r1"]
+    steps = []
+    for drafter in (None, Script("right", known(without))):
+        seen: list[int] = []
+        built = engine(drafter)
+        assert generate(built, alone, on_batch=lambda batch, seen=seen: seen.append(batch.step_id))  # type: ignore[misc]
+        steps.append(len(seen))
+    assert steps[1] < steps[0] / 2

@@ -1,0 +1,106 @@
+"""Random schedules whose decodes get drafts, against the executor that pretends a pool and accepts what is right.
+
+The invariants are checked after every step, tokens are those of a request alone, and no rejected token stays in the
+prefix cache: what a later request finds there is read slot by slot.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from property.test_scheduler_ahead import Ahead
+from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
+from quire_engine.drafts import Draft
+from quire_engine.engine import Engine
+from quire_engine.limits import SchedulerConfig
+from quire_engine.scheduling.scheduler import Scheduler
+from support.fake_executor import FakeExecutor, Run
+from support.fake_model import VOCAB_SIZE, extend, sample
+from support.scheduler_model import WINDOWS, policies
+
+NUM_RUNS = 400
+
+
+class Verifier(FakeExecutor):
+    """Writes all of a slice, drafts included, and returns the tokens up to the first draft that is wrong."""
+
+    def execute(self, batch: Batch) -> StepResult:
+        result = super().execute(batch)
+        for item in batch.items:
+            samples = result.samples.get(item.sequence_id)
+            if item.num_drafts and samples is not None and samples[-1].error is None:
+                result.samples[item.sequence_id] = tuple(self._accepted(item))
+        return result
+
+    def _accepted(self, item: ScheduledSequence) -> Iterator[SampledToken]:
+        """By the chain up to the item's own token, then by each right draft."""
+        chain = self._chains[item.sequence_id][item.start + 1]
+        drafts = item.token_ids[1:]
+        for draft in (*drafts, None):
+            token = sample(chain, item.choice)
+            yield SampledToken(token_id=token)
+            if token != draft:
+                return
+            chain = extend(chain, token)
+
+
+class Guesses:
+    """Right, wrong or random tokens, as many as are asked for or fewer."""
+
+    def __init__(self, dice: random.Random) -> None:
+        self._dice = dice
+        self.choices: dict[int, int] = {}
+
+    def draft(self, sequence_id: int, token_ids: Sequence[int], most: int) -> Draft:
+        chain, found = 0, []
+        for token in token_ids:
+            chain = extend(chain, token)
+        for _ in range(self._dice.randint(0, most)):
+            token = sample(chain, self.choices.get(sequence_id, 0))
+            if self._dice.random() < 0.3:
+                token = self._dice.randrange(VOCAB_SIZE)
+            found.append(token)
+            chain = extend(chain, token)
+        return Draft(tuple(found), self._dice.randint(2, 20))
+
+    def forget(self, sequence_id: int) -> None:
+        pass
+
+
+class Speculating(Ahead):
+    """One run, with an executor that computes one step at a time."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        config, guesses = self.config, Guesses(random.Random(seed))
+        self.executor = Verifier(config.limits.block_size, windows=config.windows)
+        scheduler = Scheduler(config, policies=policies(config.limits), drafter=guesses, most_drafts=4)
+        self.run = Run(scheduler=scheduler, executor=self.executor)
+        self.engine = Engine(scheduler, self.executor, check_invariants=True, clock=lambda: float(self.steps))
+        self.engine.on_step = self.take
+
+    def draw_config(self) -> SchedulerConfig:
+        config, windows = super().draw_config(), self.dice.choice(WINDOWS)
+        num_blocks = config.num_blocks * len(windows)
+        return replace(config, num_blocks=num_blocks, windows=windows, plans_ahead=False)
+
+
+def test_random_schedules_with_drafts_give_the_tokens_without() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(NUM_RUNS):
+        speculating = Speculating(seed)
+        try:
+            speculating.play()
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+        seen += speculating.seen
+        stats = speculating.run.scheduler.stats()
+        seen["drafts"] += stats.total_draft_tokens
+        seen["accepted"] += stats.total_accepted_tokens
+    print(dict(seen))
+    assert seen["drafts"] > seen["accepted"] > NUM_RUNS
+    assert seen["preempted"] > NUM_RUNS / 10
