@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from quire_kernels.cpu.topology import by_core
@@ -177,8 +178,9 @@ def work_done(pid: int, root: Path = Path("/")) -> int:
         return 0
     ticks = sum(int(field) for field in fields[11:15])  # its own and its ended children's, in user and system mode
     done = ticks + _statistic(root / f"proc/{pid}/io", ("read_bytes:",)) // 2**20
-    for task in (root / f"proc/{pid}/task").glob("*"):
-        done += sum(work_done(int(child), root) for child in _text(task / "children").split())
+    with suppress(OSError):  # it ended meanwhile
+        for task in (root / f"proc/{pid}/task").glob("*"):
+            done += sum(work_done(int(child), root) for child in _text(task / "children").split())
     return done
 
 
