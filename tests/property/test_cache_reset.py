@@ -16,6 +16,7 @@ from property.test_swapping import AheadWithSwaps
 from quire_engine.engine import Engine
 from quire_engine.types import RESET_PREFIX_CACHE
 from support.fake_executor import new_run, produced_alone, request
+from support.seeds import naming
 
 NUM_RUNS = 150
 
@@ -47,11 +48,8 @@ def test_nobodys_tokens_change() -> None:
     seen: Counter[str] = Counter()
     for seed in range(NUM_RUNS):
         run = Emptied(seed)
-        try:
+        with naming(seed):
             run.play()
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
         seen += run.seen
     assert all(seen[what] > NUM_RUNS / 20 for what in ("device", "host", "swap", "in", "copies", "forks")), seen
 

@@ -23,6 +23,7 @@ from quire_engine.types import GenerationRequest
 from support.fake_executor import new_run, outputs_of, own_tokens
 from support.fake_executor import request as request_for
 from support.planted import show_a_fault
+from support.seeds import naming
 
 NUM_RUNS = 300
 
@@ -52,11 +53,8 @@ class AheadWithOwners(AheadWithSwaps):
 
 def play(seed: int) -> Counter[str]:
     run = AheadWithOwners(seed)
-    try:
+    with naming(seed):
         run.play()
-    except BaseException as error:
-        error.add_note(f"seed {seed}")
-        raise
     return run.seen
 
 

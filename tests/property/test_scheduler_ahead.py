@@ -23,6 +23,7 @@ from quire_engine.types import GenerationRequest, StepOutput
 from support.fake_executor import CorruptKV, FakeExecutor, Run, expected_tokens, request
 from support.limits import scheduler_config
 from support.scheduler_model import check_prompt_logprobs, policies, shrunk_to_fit, truly_resumed
+from support.seeds import naming
 
 NUM_RUNS = 1200  # `make schedule-test` does many times as many
 
@@ -179,11 +180,8 @@ def test_random_schedules_give_the_tokens_they_give_without_overlap(request: pyt
     seen: Counter[str] = Counter()
     for seed in range(num_runs):
         ahead = Ahead(seed)
-        try:
+        with naming(seed):
             ahead.play()
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
         seen += ahead.seen
     print(dict(seen))
     wanted = ("ahead", "copies", "forks", "preempted", "stopped", "held")

@@ -20,6 +20,7 @@ from quire_engine.scheduling.scheduler import Scheduler
 from support.fake_executor import FakeExecutor, Run
 from support.fake_model import VOCAB_SIZE, extend, sample
 from support.scheduler_model import WINDOWS, policies
+from support.seeds import naming
 
 NUM_RUNS = 400
 
@@ -92,11 +93,8 @@ def test_random_schedules_with_drafts_give_the_tokens_without() -> None:
     seen: Counter[str] = Counter()
     for seed in range(NUM_RUNS):
         speculating = Speculating(seed)
-        try:
+        with naming(seed):
             speculating.play()
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
         seen += speculating.seen
         stats = speculating.run.scheduler.stats()
         seen["drafts"] += stats.total_draft_tokens

@@ -25,6 +25,7 @@ from quire_engine.scheduling.swapping import HostTier, SwappingAllocator
 from support.fake_executor import CorruptKV, FakeExecutor
 from support.planted import show_a_fault
 from support.scheduler_model import configs
+from support.seeds import naming
 
 NUM_EXAMPLES = 40
 NUM_RUNS = 300
@@ -80,11 +81,8 @@ class AheadWithSwaps(Ahead):
 
 def play(seed: int, executor: Callable[[int], FakeExecutor] | None = None) -> Counter[str]:
     run = AheadWithSwaps(seed, executor)
-    try:
+    with naming(seed):
         run.play()
-    except BaseException as error:
-        error.add_note(f"seed {seed}")
-        raise
     return run.seen
 
 

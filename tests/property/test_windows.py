@@ -20,6 +20,7 @@ from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.types import TokenOutput
 from support.fake_executor import CorruptKV, FakeExecutor, Run, expected_tokens, request
 from support.limits import scheduler_config
+from support.seeds import naming
 
 NUM_RUNS = 500
 WINDOWS = ((None, 3), (None, 6, 6), (4,), (9, 2), (None, None, 5))
@@ -48,11 +49,8 @@ def test_random_schedules_read_only_what_their_windows_have() -> None:
     seen: Counter[str] = Counter()
     for seed in range(NUM_RUNS):
         windowed = Windowed(seed)
-        try:
+        with naming(seed):
             windowed.play()
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
         seen += windowed.seen
     print(dict(seen))
     for what in ("ahead", "copies", "forks", "preempted", "held", "given back", "a hit behind the window"):

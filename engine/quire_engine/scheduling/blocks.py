@@ -82,7 +82,7 @@ class PageTable:
         self._blocks[index] = block
         self._known = None
 
-    def extend_passed(self, entries: tuple[int, ...], num_passed: int) -> tuple[int, ...]:
+    def fill(self, entries: tuple[int, ...], num_passed: int) -> tuple[int, ...]:
         """Fill an empty table with these entries, the first of which are passed; returns the blocks it holds then."""
         self._blocks = [PASSED] * num_passed + list(entries[num_passed:])
         self._known, self.num_passed = None, num_passed

@@ -67,9 +67,9 @@ class ByExpectedPeak:
     The paper draws expected lengths at random from past ones; here they are a quantile of the past lengths that exceed
     what a choice has already, so that equal calls give equal plans.
 
-    Windows hold no more blocks at some point, so what they will need counts at once. Blocks that several tables hold
-    are counted by the pool's present share of them, and blocks to come by the share that was merged with equal ones
-    lately.
+    A window stops growing at its own length, so all blocks that it will need count from the beginning. Blocks that
+    several tables hold are counted by the pool's present share of them, and blocks to come by the share that was merged
+    with equal ones lately.
     """
 
     def __init__(self) -> None:

@@ -126,7 +126,7 @@ class KVAllocator:
         known = len(sequence.token_ids)
         matched = self._matched(sequence, match)
         for table, entries in matched:  # all of them, before the first new block evicts one
-            for block in table.extend_passed(entries, table.first_seen(match.num_tokens)):
+            for block in table.fill(entries, table.first_seen(match.num_tokens)):
                 self._hold(block)
         sequence.kv.num_committed = len(match.blocks)
         sequence.kv.num_computed = match.num_tokens
@@ -222,7 +222,7 @@ class KVAllocator:
         """Let an empty child share the parent's blocks of the first `num_tokens` tokens, a partial one included."""
         full, partial = divmod(num_tokens, self.block_size)
         for table, source in zip(child.kv.tables, parent.kv.tables, strict=True):
-            for block in table.extend_passed(source.block_ids[: full + (1 if partial else 0)], source.num_passed):
+            for block in table.fill(source.block_ids[: full + (1 if partial else 0)], source.num_passed):
                 self._pool.share(block)
         child.kv.owner = parent.kv.owner
         child.kv.num_computed = child.kv.num_reserved = num_tokens

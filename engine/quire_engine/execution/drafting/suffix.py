@@ -18,7 +18,7 @@ MOST_MATCH = 32  # tokens of a suffix that are compared: longer ones say no more
 
 
 class SuffixDrafter:
-    """See `speculation.Drafter`."""
+    """See `drafts.Drafter`."""
 
     def __init__(self, least: int = 2, most: int = MOST_MATCH) -> None:
         """`least` and `most`: tokens of a suffix."""
