@@ -27,7 +27,7 @@ HELP := \
   "kernel-sim     the GPU's kernels without a GPU; half an hour" \
   "gpu-test       what needs a GPU; installs nothing" \
   "gpu-bench      what a GPU's kernels and steps reach" \
-  "hostile        hostile clients, and what others have meanwhile; seven minutes" \
+  "hostile        hostile clients, and what others have meanwhile; nine minutes" \
   "soak           mixed traffic with kills; twenty minutes" \
   "api-fuzz       requests made from our OpenAPI document; installs schemathesis" \
   "audit          published vulnerabilities of the pinned packages" \
@@ -74,7 +74,7 @@ model-sweep: $(VENV)/.dev
 HOSTILE_ROWS ?= many-prompts many-texts many-strings stopped-tokenizer killed-template killed-spare \
   pipelined-garbage planted-modules early-signals stored-flood
 
-# What hostile clients send, one by one, and what everybody else has of the server meanwhile: seven minutes.
+# What hostile clients send, one by one, and what everybody else has of the server meanwhile: nine minutes.
 hostile: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m hostile $(ARGS)
 	PYTHONPATH=tests $(BIN)/python -m hostile.rows $(HOSTILE_ROWS)

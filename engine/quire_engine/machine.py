@@ -16,6 +16,8 @@ from pathlib import Path
 
 from quire_kernels.cpu.topology import by_core
 
+# Of stops and reloads: what a supervised process leaves to its parent, since some process managers signal both.
+PARENTS_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 _PR_SET_PDEATHSIG = 1
 
 
@@ -187,6 +189,13 @@ def work_done(pid: int, root: Path = Path("/")) -> int:
 def _fields(stat: Path) -> list[str]:
     """The fields of a process' `stat` from its state on; the name before it may have any characters."""
     return _text(stat).rpartition(")")[2].split()
+
+
+def leave_signals_to_parent() -> None:
+    """Ignore the parent's signals, also one that has been pending since this process was made with them blocked."""
+    for number in PARENTS_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
 
 
 def die_with_parent(parent_pid: int) -> None:

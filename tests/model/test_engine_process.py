@@ -1,11 +1,18 @@
 """The engine process from its START frame to its loop."""
 
+import asyncio
+import os
+import signal
 import socket
 import subprocess
 import sys
 
+import pytest
+
 from quire_engine.config import EngineConfig
+from quire_engine.machine import PARENTS_SIGNALS
 from quire_engine.process.transport import encode_frame
+from quire_server.engine.process import EngineProcess
 from support.checkpoints import shared_checkpoint
 
 LOOK = """
@@ -37,3 +44,33 @@ def test_garbage_is_looked_for_once_the_engine_serves() -> None:
             timeout=120,
         )
     assert done.stdout.splitlines() == ["loading False", "serving True True"]
+
+
+WAITS = "ShdPnd", "SigPnd", "SigBlk"  # pending, or blocked
+
+
+@pytest.mark.parametrize("number", sorted(PARENTS_SIGNALS))
+def test_a_signal_to_its_parent_does_not_end_it_however_early_it_comes(number: signal.Signals) -> None:
+    async def launch() -> None:
+        process = EngineProcess([sys.executable, "-P", "-m", "quire_engine.process"], lambda step: None)
+        try:
+            os.kill(process.pid or 0, number)  # its interpreter has not begun
+            async with asyncio.timeout(60):
+                while not _has(process.pid, number, "SigIgn") or _has(
+                    process.pid, number, "ShdPnd", "SigPnd", "SigBlk"
+                ):
+                    assert process.runs, process.ending
+                    await asyncio.sleep(0.01)
+            assert process.runs
+        finally:
+            process.close()
+            await process.reap(grace_seconds=0.0)
+
+    asyncio.run(launch())
+
+
+def _has(pid: int | None, number: signal.Signals, *fields: str) -> bool:
+    """Whether a signal stands in one of these sets of a process."""
+    with open(f"/proc/{pid}/status") as status:
+        sets = [int(line.split()[1], 16) for line in status if line.startswith(fields)]
+    return any(each >> (number - 1) & 1 for each in sets)

@@ -79,6 +79,18 @@ def _command(process: psutil.Process) -> list[str]:
     return []
 
 
+def _end_of(start: Start) -> int:
+    """The exit code. AssertionError with what is known of a process that does not end."""
+    try:
+        return start.process.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        pid = start.process.pid
+        waits = [f"{task.name}: {(task / 'wchan').read_text()}" for task in Path(f"/proc/{pid}/task").iterdir()]
+        children = [" ".join(_command(child)) for child in start.children()]
+        known = f"threads {waits}, children {children}, it said: {start.log.read_text()}"
+        raise AssertionError(f"not ended {PATIENCE:g} s after the signal: {known}") from None
+
+
 def signal_at(moment: str, number: signal.Signals) -> str:
     """Start a server and send a signal at the moment; its exit code and last line.
 
@@ -102,7 +114,7 @@ def signal_at(moment: str, number: signal.Signals) -> str:
                 assert time.monotonic() < deadline, f"no {moment!r}: {start.log.read_text()}"
             children = start.children()
             (os.killpg if number is signal.SIGINT else os.kill)(process.pid, number)
-            code = process.wait(PATIENCE)
+            code = _end_of(start)
             said = start.log.read_text()
             assert "Traceback" not in said, said
             assert said.count(f"ended by {number.name}") + said.count(f"received {number.name}") == 1, said

@@ -14,7 +14,7 @@ import sys
 from typing import NoReturn
 
 from quire_engine.errors import ConfigError, ModelLoadError, ProtocolError
-from quire_engine.machine import die_with_parent
+from quire_engine.machine import die_with_parent, leave_signals_to_parent
 from quire_engine.process.transport import Frame, FrameDecoder, LoadProgress, StartFailed, encode_frame
 
 
@@ -33,9 +33,7 @@ def main(fd: int, parent_pid: int, memory_fd: int | None = None) -> None:
 
     `memory_fd`: a memory file that outlives this process, empty or with the weights of the engine process before.
     """
-    # The parent owns shutdown and reloads; some process managers signal every process of a service.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals_to_parent()
     # SIGUSR1 from the supervisor's watchdog: print the stacks of a hung process before it is killed.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     die_with_parent(parent_pid)

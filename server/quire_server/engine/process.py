@@ -7,19 +7,20 @@ and no child process is left behind. Must not know: requests.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from os import getpid
 from typing import Any, cast
 
 from quire_engine.config import EngineConfig, EnginePlan
 from quire_engine.errors import ConfigError, EngineDead, ModelLoadError, ProtocolError, QuireError, Unanswerable
-from quire_engine.machine import is_stopped, work_done
+from quire_engine.machine import PARENTS_SIGNALS, is_stopped, work_done
 from quire_engine.process.transport import (
     Control,
     Frame,
@@ -287,11 +288,23 @@ def _launch(
             command = [*program, *map(str, (theirs.fileno(), getpid(), *memory))]
             handed_on = (theirs.fileno(), *memory)
             # Popen, not asyncio's: only this object reaps the child, and spawning takes about a millisecond.
-            # A group of its own, since a Ctrl-C in the terminal would meet it before it ignores signals.
-            child = subprocess.Popen(
-                command, pass_fds=handed_on, stdin=subprocess.DEVNULL, stderr=stderr, process_group=0
-            )
+            # A group of its own, which a Ctrl-C in the terminal does not reach. A signal to all processes of a service,
+            # or before the child has that group, stays pending there until the child ignores it.
+            with _blocked(PARENTS_SIGNALS):
+                child = subprocess.Popen(
+                    command, pass_fds=handed_on, stdin=subprocess.DEVNULL, stderr=stderr, process_group=0
+                )
             return child, ours
         except BaseException:
             ours.close()
             raise
+
+
+@contextlib.contextmanager
+def _blocked(signals: frozenset[signal.Signals]) -> Iterator[None]:
+    """Delay these signals in this thread, and in a process that it starts until that unblocks them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
