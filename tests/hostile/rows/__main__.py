@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
@@ -25,6 +26,8 @@ def main(names: Sequence[str]) -> int:
     if unknown:
         print(f"no such row: {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)
         return 2
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a background job inherits it, and servers would from it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     broken = 0
     for row in [known[name] for name in names] or known.values():
         with Served(*row.flags, limits=row.limits) as server:
