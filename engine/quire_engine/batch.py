@@ -106,6 +106,7 @@ class SampledToken:
     token_id: int = -1
     logprobs: TokenLogprobs | None = None
     error: str | None = None
+    is_forced: bool = False  # by a grammar or a limit of thinking, so that no row was computed for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,10 +114,11 @@ class StepResult:
     """The result of a step: plain ints and floats, after one device-to-host copy.
 
     `samples` has an entry for every item that wants a sample and for each of its forks: its next tokens in order, one
-    or more, or a lone error; an item with drafts has one for each draft that is right, from the first
-    on, and one more. `prompt_logprobs[id]` holds one entry per position p of the slice whose next token p + 1 is a
-    prompt token; `pooled[id]` is the sum of the slice's pooled rows after the final norm, each value rounded to units
-    of 2 ** -POOLED_BITS, so that sums do not depend on how the prompt was cut; `errors[id]` fails that sequence.
+    or more, or a lone error. Of an item with drafts they are those drafts that are right, from the first on, and one
+    more. Forced tokens come last, and like the one before them are not computed yet. `prompt_logprobs[id]` holds one
+    entry per position p of the slice whose next token p + 1 is a prompt token; `pooled[id]` is the sum of the slice's
+    pooled rows after the final norm, each value rounded to units of 2 ** -POOLED_BITS, so that sums do not depend on
+    how the prompt was cut; `errors[id]` fails that sequence.
     Items in `starved` were not computed, because the device had no memory for them even alone; they may be tried again.
     Items in `non_finite` have an error too: a row held NaN or infinity, so their blocks must not be shared.
     """

@@ -249,6 +249,8 @@ def _request_run(item: ScheduledSequence) -> tuple[int, int]:
 
 
 def _at(item: ScheduledSequence, position: int) -> int:
+    if position >= item.start:
+        return item.token_ids[position - item.start]
     behind_prompt = position - item.num_prompt_tokens
     return item.prompt_token_ids[position] if behind_prompt < 0 else item.output_token_ids[behind_prompt]
 

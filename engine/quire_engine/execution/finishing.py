@@ -241,10 +241,12 @@ class Finished:
             row, first, drafts = step.choices[i], sampled(i), step.drafted.get(i, ())
             if not finite[i]:
                 result.non_finite.add(row.sequence_id)
-            if first.error is None and i in step.rules:
-                result.samples[row.sequence_id] = self._with_forced(row, first)
-            else:
-                result.samples[row.sequence_id] = (first, *_behind(first, drafts, map(sampled, count(i + 1))))
+            taken = (first, *_behind(first, drafts, map(sampled, count(i + 1)))) if drafts else (first,)
+            if first.error is None and i in step.rules and row.is_constrained:
+                last = step.choices[i + len(taken) - 1]._replace(num_drafts=0)  # those before it are the output now
+                forced = self.constraints.forced(last, taken[-1].token_id)
+                taken += tuple([SampledToken(token_id=token, is_forced=True) for token in forced])
+            result.samples[row.sequence_id] = taken
             i += 1 + len(drafts)
         self._read_scores(values[len(step.told) * width :], result)
         if columns is not None and step.pooled:
@@ -254,12 +256,6 @@ class Finished:
     def _told(self, row: SampleRow, token_id: int, values: Sequence[float]) -> TokenLogprobs:
         asked = row.sampling.logprob_token_ids
         return token_logprobs(token_id, values, self.told_top, row.sampling.num_logprobs or 0, asked)
-
-    def _with_forced(self, row: SampleRow, sampled: SampledToken) -> tuple[SampledToken, ...]:
-        """The row's token and those that must follow it, which no step has to compute."""
-        if not row.is_constrained:
-            return (sampled,)
-        return (sampled, *(SampledToken(token_id=token) for token in self.constraints.forced(row, sampled.token_id)))
 
     def _read_scores(self, values: Sequence[float], result: StepResult) -> None:
         width = 3 + 2 * self.score_top

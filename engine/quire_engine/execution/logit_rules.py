@@ -32,6 +32,7 @@ class SampleRow(NamedTuple):
     position: int  # of the token to choose
     logits_row: int
     sequence_id: int = 0
+    num_drafts: int = 0  # guessed tokens before the position: the last of the output, where that is given
 
     @classmethod
     def of(cls, item: ScheduledSequence, sequence_id: int, choice: int, logits_row: int) -> SampleRow:
@@ -45,6 +46,17 @@ class SampleRow(NamedTuple):
             item.end,
             logits_row,
             sequence_id,
+        )
+
+    def behind(self, drafts: tuple[int, ...]) -> SampleRow:
+        """The row of the token after these, where this one's come first; its logits are as many rows further on."""
+        count = len(drafts)
+        output = (*self.output_token_ids, *drafts) if self.sampling.reads_output else self.output_token_ids
+        return self._replace(
+            output_token_ids=output,
+            position=self.position + count,
+            logits_row=self.logits_row + count,
+            num_drafts=count,
         )
 
     @property

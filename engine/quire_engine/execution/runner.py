@@ -89,7 +89,7 @@ class Runner:
         """There are no graphs."""
 
     def _compute(self, batch: Batch) -> StepResult:
-        step = step_tensors(batch, self._block_size, self._vocab_size)
+        step = step_tensors(batch, self._block_size, self._vocab_size, self._constraints.possible)
         if step.pending:
             raise ValueError(f"the step before samples no token of sequence {next(iter(step.pending.values()))}")
         hidden = self._decoder.forward(model_input(step, self._block_size, self._device), self._kv)  # [S, H]

@@ -6,6 +6,7 @@ Promises: `step_tensors` follows from the batch alone; token ids are checked bef
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -106,15 +107,23 @@ class StepTensors:
         return found
 
 
-def step_tensors(batch: Batch, block_size: int, vocab_size: int) -> StepTensors:
-    """The record of a batch's step.
+CheckDrafts = Callable[[ScheduledSequence], int]  # how many drafts of an item, from the first on, may be right
+
+
+def step_tensors(
+    batch: Batch, block_size: int, vocab_size: int, check_drafts: CheckDrafts | None = None
+) -> StepTensors:
+    """The record of a batch's step. Drafts that cannot be right are left out: those outside the vocabulary, those
+    that `check_drafts` knows of, and all behind them.
 
     An item that wants prompt log-probabilities, or is pooled whole, has a sample row for every row of its slice, else
     one that wants a sample or is pooled at its end has its last row, else none. Raises ValueError for a token id
     outside the vocabulary: a GPU answers an index out of range by ending the process.
     """
     others = batch.items[0].other_block_ids if batch.items else ()
-    items = tuple([_with_known_drafts(item, vocab_size) if item.num_drafts else item for item in batch.items])
+    items = batch.items
+    if batch.num_drafts:
+        items = tuple([_with_possible_drafts(item, vocab_size, check_drafts) for item in items])
     step = StepTensors(items=items, released=batch.released, other_slots=tuple(_wide() for _ in others))
     for item in items:
         start, num_tokens = item.start, len(item.token_ids)
@@ -176,21 +185,26 @@ def _add_rows(step: StepTensors, item: ScheduledSequence, block_size: int, vocab
             slots.extend(range(base + low, base + high))
 
 
-def _with_known_drafts(item: ScheduledSequence, vocab_size: int) -> ScheduledSequence:
-    """The item without the first draft outside the vocabulary and those behind it: no fault of its request."""
-    for place, token in enumerate(item.token_ids[1:], 1):
-        if not 0 <= token < vocab_size:
-            return replace(item, token_ids=item.token_ids[:place], num_drafts=place - 1)
-    return item
+def _with_possible_drafts(
+    item: ScheduledSequence, vocab_size: int, check_drafts: CheckDrafts | None
+) -> ScheduledSequence:
+    """The item without the drafts that cannot be right, which are no fault of its request."""
+    drafts = item.token_ids[len(item.token_ids) - item.num_drafts :]
+    count = next((at for at, token in enumerate(drafts) if not 0 <= token < vocab_size), len(drafts))
+    if count and check_drafts is not None:
+        count = min(count, check_drafts(item))
+    if count == len(drafts):
+        return item
+    return replace(item, token_ids=item.token_ids[: len(item.token_ids) - len(drafts) + count], num_drafts=count)
 
 
 def _add_drafted(step: StepTensors, item: ScheduledSequence, first: int, vocab_size: int) -> None:
     """A choice for each row of a decode and its drafts, as if the drafts before it were true."""
-    drafts, start = item.token_ids[1:], item.start + 1
+    drafts = item.token_ids[1:]
     step.drafted[len(step.choices)] = drafts
-    row = SampleRow.of(item, item.sequence_id, item.choice, first)
+    row = SampleRow.of(item, item.sequence_id, item.choice, first)._replace(position=item.start + 1)
     for count in range(len(drafts) + 1):
-        step.add_choice(row._replace(position=start + count, logits_row=first + count), vocab_size)
+        step.add_choice(row.behind(drafts[:count]), vocab_size)
 
 
 def _add_scores(step: StepTensors, item: ScheduledSequence, vocab_size: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
-from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
+from quire_engine.batch import Batch, ScheduledSequence, StepResult
 from quire_engine.drafts import Drafter
 from quire_engine.errors import InfeasibleRequest
 from quire_engine.invariants import require
@@ -247,8 +247,7 @@ class Scheduler:
                 outputs += self._preempt_starved(sequence.group, batch.step_id)
                 continue
             if item.num_drafts:
-                found = samples[item.sequence_id]
-                outputs.append(self._take_tokens(sequence, found, item.start + 1, now, num_drafts=item.num_drafts))
+                outputs.append(self._take_tokens(sequence, item, result, now))
                 continue
             end = item.start + len(item.token_ids)
             self._kv.commit(sequence, end)
@@ -259,10 +258,9 @@ class Scheduler:
             if sequence.group.beams is not None:
                 outputs += self._beam_forks.take(sequence.group, item, samples, batch.step_id, now)
             elif item.wants_sample:
-                outputs.append(self._take_tokens(sequence, samples[item.sequence_id], end, now))
+                outputs.append(self._take_tokens(sequence, item, result, now))
                 for fork in item.forks:
-                    follower = sequences[fork.sequence_id]
-                    outputs.append(self._take_tokens(follower, samples[fork.sequence_id], end, now))
+                    outputs.append(self._take_tokens(sequences[fork.sequence_id], item, result, now))
             elif sequence.group.max_new_tokens == 0 and end == item.num_prompt_tokens:
                 outputs += self._finish_prompt_only(sequence.group, now)
         self._decode_tokens = batch.num_decodes
@@ -347,17 +345,17 @@ class Scheduler:
                 for each in group.sequences:
                     group.launch(each, samples=False)
 
-    def _take_tokens(
-        self, sequence: Sequence, samples: tuple[SampledToken, ...], at: int, now: float, *, num_drafts: int = 0
-    ) -> TokenOutput:
-        """Store the sampled tokens from position `at` on, up to the first one that ends the sequence.
+    def _take_tokens(self, sequence: Sequence, item: ScheduledSequence, result: StepResult, now: float) -> TokenOutput:
+        """Store the tokens sampled behind an item, up to the first one that ends the sequence.
 
         Tokens after that one are dropped. Several tokens come only where the next plan waits for results, so that
-        nothing of the sequence is in flight then. Behind `num_drafts` drafts all tokens but the last are computed; what
-        a rejected draft has written is never read, since a later step writes there first.
+        nothing of the sequence is in flight then. Drafts that are right are computed, forced tokens are not; what a
+        rejected draft has written is never read, since a later step writes there first.
         """
-        if self._speculation is not None and num_drafts:
-            self._speculation.note(sequence, num_drafts, len(samples) - 1)
+        samples, at = result.samples[sequence.sequence_id], item.end - item.num_drafts
+        num_accepted = sum([not sample.is_forced for sample in samples]) - 1
+        if self._speculation is not None and item.num_drafts:
+            self._speculation.note(sequence, item.num_drafts, num_accepted)
         if samples[-1].error is not None:
             self._roster.end(sequence)
             return error_output(sequence, samples[-1].error)
@@ -376,15 +374,16 @@ class Scheduler:
             if finish is not None:
                 break
         token_ids[at : at + 1] = taken
-        if num_drafts:
-            self._kv.take_back(sequence, at + len(taken) - 1)
-            self._kv.commit(sequence, at + len(taken) - 1)
+        if item.num_drafts:
+            num_computed = at + min(num_accepted, len(taken) - 1)
+            self._kv.take_back(sequence, num_computed)
+            self._kv.commit(sequence, num_computed)
         if finish is not None:
             self._planner.admission.note_end(sequence)
             self._roster.end(sequence)
         if group.account is not None:
             group.account.charge_output(len(taken))
-        num_forced = 0 if num_drafts else len(taken) - 1
+        num_forced = max(0, len(taken) - 1 - num_accepted)
         if sequence.num_forced != num_forced:
             sequence.note_forced(num_forced)
         return token_output(sequence, samples, tuple(taken), finish)

@@ -45,11 +45,9 @@ class Speculation:
         self._records: dict[int, _Record] = {}
 
     def extend(self, plan: StepPlan) -> None:
-        """Give drafts to the plan's decodes, where all of its slices are decodes and rows are left."""
-        if any(size > 1 for size in plan.slices.values()) or not plan.slices:
-            return
-        rows, budget = len(plan.slices), plan.budget
-        if not self._costs.may_pay(rows):
+        """Give drafts to the plan's decodes, where it has few rows."""
+        rows, budget = sum(plan.slices.values()), plan.budget
+        if not rows or not self._costs.may_pay(rows):
             return
         for sequence in plan.slices:
             most = min(self._most, budget, self._room(sequence))
@@ -116,10 +114,9 @@ class Speculation:
             group.prompt_shared
             and group.beams is None
             and group.pooled is None
-            and not group.reads_output
             and not group.prompt_logprobs_due
             and sequence.num_output_tokens > 0
-            and group.pending(sequence) == 1
+            and group.pending(sequence) == 1  # not behind forced tokens, which the same step computes
         )
         return group.max_new_tokens - sequence.num_output_tokens - 1 if is_plain else 0
 

@@ -240,7 +240,7 @@ class Replayer:
         ids = [self._contents.output(name, choice, at + i) for i in range(count)]
         if finish == "stop":
             ids[-1] = STOP
-        return tuple(SampledToken(token_id=token_id) for token_id in ids)
+        return tuple(SampledToken(token_id=token_id, is_forced=i > 0) for i, token_id in enumerate(ids))
 
 
 def _pair(values: Any) -> tuple[Any, ...] | None:

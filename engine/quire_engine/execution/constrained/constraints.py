@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +17,7 @@ from llguidance import LLMatcher
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire_engine.batch import ScheduledSequence
 from quire_engine.execution.constrained.grammars import GrammarError, Grammars, Mask, first_line
 from quire_engine.execution.logit_rules import SampleRow
 from quire_engine.types import SamplingParams, ThinkingParams
@@ -49,6 +51,10 @@ class Constraints:
         self._grammars, self._max_forced = grammars, max_forced
         self._bits = np.empty(0, dtype=np.int32)
         self._followers: OrderedDict[tuple[int, int], Follower] = OrderedDict()  # least recently used first
+        self._copy: tuple[tuple[int, int], Follower | None] = (
+            (0, 0),
+            None,
+        )  # the last that has taken drafts, and whose
 
     def allowed(self, rows: Sequence[SampleRow], vocab_size: int) -> Allowed:
         """The masks of those of `rows` that have one now; ids are below `vocab_size`."""
@@ -83,6 +89,16 @@ class Constraints:
             self._followers.popitem(last=False)
         return found
 
+    def possible(self, item: ScheduledSequence) -> int:
+        """How many of the item's drafts, from the first on, its grammar allows."""
+        drafts = item.token_ids[-item.num_drafts :]
+        if not item.sampling.grammar:
+            return len(drafts)
+        try:
+            return self._follower(SampleRow.of(item, item.sequence_id, item.choice, 0)).num_allowed(drafts)
+        except GrammarError:
+            return 0  # the row without drafts fails for the same reason, and says so
+
     def forced(self, row: SampleRow, token_id: int) -> tuple[int, ...]:
         """The tokens that must follow `token_id`, the row's choice; they need no forward pass.
 
@@ -114,6 +130,8 @@ class Constraints:
         return tuple(forced)
 
     def _follower(self, row: SampleRow) -> Follower:
+        if row.num_drafts:
+            return self._follower_of_drafts(row)
         key, tokens = (row.sequence_id, row.choice), row.output_token_ids
         follower = self._followers.get(key)
         if follower is not None and follower.stands_behind(row.sampling, tokens):
@@ -124,6 +142,16 @@ class Constraints:
             follower = self._followers[key] = Follower(row.sampling, self._grammars)
         follower.take(tokens)
         self._followers.move_to_end(key)
+        return follower
+
+    def _follower_of_drafts(self, row: SampleRow) -> Follower:
+        """A copy that takes the drafts before the row, which the choice's own follower may never see."""
+        key, tokens = _key(row), tuple(row.output_token_ids)
+        owner, follower = self._copy
+        if owner != key or follower is None or not follower.follows(row.sampling, tokens):
+            follower = self._follower(row._replace(output_token_ids=tokens[: -row.num_drafts], num_drafts=0)).copy()
+            self._copy = key, follower
+        follower.take(tokens)
         return follower
 
     def _room(self, num_rows: int, words: int) -> NDArray[np.int32]:
@@ -222,6 +250,21 @@ class Follower:
         self._tokens = tokens
         if self._ahead:
             self._ahead = []
+
+    def copy(self) -> Follower:
+        """Another follower at the same place."""
+        other = copy(self)
+        other._ahead = [*self._ahead]
+        other._thinking = deepcopy(self._thinking)
+        if self._matcher is not None:
+            other._matcher = self._matcher.deep_copy()
+        return other
+
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        """How many of these the grammar would take here, one after the other, from the first on."""
+        if self._matcher is None:
+            return len(tokens)
+        return int(self._matcher.validate_tokens(list(tokens)))
 
     def take_one(self, token_id: int) -> None:
         """Advance by one token. Raises GrammarError."""

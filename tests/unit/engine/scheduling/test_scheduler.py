@@ -242,7 +242,9 @@ def test_a_batch_stays_as_it_was_made() -> None:
 
 def test_several_tokens_of_one_step_go_out_together_up_to_the_last_wanted() -> None:
     def sampled(*token_ids: int) -> StepResult:
-        return StepResult(samples={0: tuple(SampledToken(token_id=token) for token in token_ids)})
+        return StepResult(
+            samples={0: tuple(SampledToken(token_id=token, is_forced=i > 0) for i, token in enumerate(token_ids))}
+        )
 
     for tokens, wanted, finish in [
         ((5, 6), (5, 6), None),
