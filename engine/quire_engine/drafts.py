@@ -11,6 +11,7 @@ class Draft(NamedTuple):
 
     token_ids: tuple[int, ...] = ()
     match: int = 0
+    is_predicted: bool = False  # they are the client's own guess
 
 
 NO_DRAFT = Draft()
@@ -19,8 +20,11 @@ NO_DRAFT = Draft()
 class Drafter(Protocol):
     """Guesses next tokens. A wrong guess costs a row and changes nothing; the same tokens give the same guess."""
 
-    def draft(self, sequence_id: int, token_ids: Sequence[int], most: int) -> Draft:
-        """At most `most` tokens that may follow. `token_ids` of one sequence usually grow at their end alone."""
+    def draft(self, sequence_id: int, token_ids: Sequence[int], most: int, prediction: Sequence[int] = ()) -> Draft:
+        """At most `most` tokens that may follow. `token_ids` of one sequence usually grow at their end alone.
+
+        `prediction`: the client's own guess of the whole output, the same in every call for a sequence.
+        """
         ...
 
     def forget(self, sequence_id: int) -> None:

@@ -137,6 +137,8 @@ class GenerationRequest:
     service_class: ServiceClass = "interactive"
     deadline: float | None = None  # on the clock of arrival_time; unfinished then, it ends with an error
     beam: BeamParams | None = None  # beam search instead of sampling; outputs come at its end
+    speculates: bool = True  # guessed tokens may be computed for it, where the engine does that
+    prediction: tuple[int, ...] = ()  # the client's own guess of the answer, for such guesses
 
     @property
     def num_sequences(self) -> int:
@@ -190,6 +192,9 @@ class TokenOutput:
     culprit: bool = False  # with error: the request is the cause and would fail again
     num_cached_tokens: int = 0  # prompt tokens served from the prefix cache
     timing: RequestTiming | None = None
+    predicted: tuple[int, int] | None = (
+        None  # with a prediction: guessed tokens of this step, and those that were right
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,8 @@ class Script:
     def __init__(self, kind: str, known: dict[tuple[int, ...], tuple[int, ...]]) -> None:
         self._kind, self._known, self._dice = kind, known, random.Random(1)
 
-    def draft(self, sequence_id: int, token_ids: Sequence[int], most: int) -> Draft:
+    def draft(self, sequence_id: int, token_ids: Sequence[int], most: int, prediction: Sequence[int] = ()) -> Draft:
+        del prediction
         del sequence_id
         if self._kind == "random":
             return Draft(tuple(self._dice.randrange(380) for _ in range(most)), 32)

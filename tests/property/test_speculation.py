@@ -55,7 +55,8 @@ class Guesses:
         self._dice = dice
         self.choices: dict[int, int] = {}
 
-    def draft(self, sequence_id: int, token_ids: Sequence[int], most: int) -> Draft:
+    def draft(self, sequence_id: int, token_ids: Sequence[int], most: int, prediction: Sequence[int] = ()) -> Draft:
+        del prediction
         chain, found = 0, []
         for token in token_ids:
             chain = extend(chain, token)

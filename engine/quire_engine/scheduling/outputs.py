@@ -22,7 +22,11 @@ from quire_engine.types import (
 
 
 def token_output(
-    sequence: Sequence, samples: tuple[SampledToken, ...], token_ids: tuple[int, ...], finish: FinishReason | None
+    sequence: Sequence,
+    samples: tuple[SampledToken, ...],
+    token_ids: tuple[int, ...],
+    finish: FinishReason | None,
+    predicted: tuple[int, int] | None = None,
 ) -> TokenOutput:
     """The output for `token_ids`, the first of `samples`. With a `finish` the last of them ends the sequence."""
     group = sequence.group
@@ -39,6 +43,7 @@ def token_output(
         stop_token_id=token_ids[-1] if finish == "stop" else None,
         num_cached_tokens=group.num_cached_tokens,
         timing=_timing(group) if is_first or finish is not None else None,
+        predicted=predicted,
     )
 
 

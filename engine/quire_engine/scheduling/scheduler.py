@@ -354,8 +354,9 @@ class Scheduler:
         """
         samples, at = result.samples[sequence.sequence_id], item.end - item.num_drafts
         num_accepted = sum([not sample.is_forced for sample in samples]) - 1
+        predicted = None
         if self._speculation is not None and item.num_drafts:
-            self._speculation.note(sequence, item.num_drafts, num_accepted)
+            predicted = self._speculation.note(sequence, item.num_drafts, num_accepted)
         if samples[-1].error is not None:
             self._roster.end(sequence)
             return error_output(sequence, samples[-1].error)
@@ -386,7 +387,7 @@ class Scheduler:
         num_forced = max(0, len(taken) - 1 - num_accepted)
         if sequence.num_forced != num_forced:
             sequence.note_forced(num_forced)
-        return token_output(sequence, samples, tuple(taken), finish)
+        return token_output(sequence, samples, tuple(taken), finish, predicted)
 
     def _finish_prompt_only(self, group: Group, now: float) -> list[TokenOutput]:
         group.note_first_token(now)

@@ -30,6 +30,7 @@ class _Record:
 
     shares: list[float] = field(default_factory=lambda: [_HOPE] * (len(_KINDS) + 1))  # accepted, by match length
     match: int = 0  # of the drafts in flight
+    is_predicted: bool = False  # whether those are the client's own guess
     rests_until: int = 0  # tokens
     rest: int = _FEWEST_TOKENS
 
@@ -56,7 +57,8 @@ class Speculation:
             record = self._records.setdefault(sequence.sequence_id, _Record())
             if len(sequence.token_ids) < record.rests_until:
                 continue
-            draft = self._drafter.draft(sequence.sequence_id, sequence.token_ids, most)
+            prediction = sequence.group.request.prediction
+            draft = self._drafter.draft(sequence.sequence_id, sequence.token_ids, most, prediction)
             count = self._costs.best(rows, len(draft.token_ids), record.shares[_kind(draft.match)])
             if count == 0:
                 continue
@@ -65,17 +67,17 @@ class Speculation:
             if count <= 0:
                 continue
             plan.add_drafts(sequence, draft.token_ids[:count])
-            record.match = draft.match
+            record.match, record.is_predicted = draft.match, draft.is_predicted
             rows, budget = rows + count, budget - count
 
-    def note(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """A step has tried `num_drafts` drafts of a sequence."""
+    def note(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> tuple[int, int] | None:
+        """A step has tried `num_drafts` drafts of a sequence. Returns both numbers where a client has guessed them."""
         self.total_drafts += 1
         self.total_draft_tokens += num_drafts
         self.total_accepted += num_accepted
         record = self._records.get(sequence.sequence_id)
         if record is None:
-            return
+            return None
         kind = _kind(record.match)
         # The first rejected draft is the last that says something: what is behind it was never compared.
         for accepted in (*[1.0] * num_accepted, *[0.0] * (num_accepted < num_drafts)):
@@ -86,6 +88,7 @@ class Speculation:
             record.rests_until = len(sequence.token_ids) + record.rest
             record.rest = min(2 * record.rest, _MOST_TOKENS)
             record.shares = [_HOPE] * len(record.shares)
+        return (num_drafts, num_accepted) if record.is_predicted else None
 
     def learn(self, num_rows: int, seconds: float) -> None:
         """A step of decodes and drafts took so long."""
@@ -111,7 +114,8 @@ class Speculation:
         """Drafts that a sequence may have at most: of requests whose rows follow from their own tokens alone."""
         group = sequence.group
         is_plain = (
-            group.prompt_shared
+            group.request.speculates
+            and group.prompt_shared
             and group.beams is None
             and group.pooled is None
             and not group.prompt_logprobs_due

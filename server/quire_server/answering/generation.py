@@ -54,6 +54,8 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int | None = None  # part of the completion tokens; None: reasoning is not parsed
+    accepted_tokens: int | None = None  # with a prediction: guessed tokens that were right; None: there is none
+    rejected_tokens: int = 0
 
 
 class Generation:
@@ -76,6 +78,7 @@ class Generation:
         self.usage = Usage(
             prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
             reasoning_tokens=0 if options.counts_thoughts else None,
+            accepted_tokens=0 if any(request.prediction for request in requests) else None,
         )
         self.prompt_logprobs: dict[int, tuple[TokenLogprobs | None, ...]] = {}  # by prompt number
         self.finished = False  # whether every choice has its finish reason
@@ -182,6 +185,10 @@ class Generation:
         if count:
             self.usage.completion_tokens += count
             record.tokens(output.choice, count, now)
+        if output.predicted is not None and self.usage.accepted_tokens is not None:
+            guessed, accepted = output.predicted
+            self.usage.accepted_tokens += accepted
+            self.usage.rejected_tokens += guessed - accepted
         if self.usage.reasoning_tokens is not None:
             self.usage.reasoning_tokens += choice.num_new_thoughts
             choice.num_new_thoughts = 0

@@ -175,6 +175,8 @@ class GenerationOptions:
     priority: int = 0  # lower is earlier, under the priority policy
     timeout: float | None = None  # seconds; None: no limit
     is_batch: bool = False  # service class batch
+    speculates: bool = True  # guessed tokens may be computed, where the server does that
+    prediction: str = ""  # the client's guess of the answer
     ignored: tuple[str, ...] = ()  # names of fields that were accepted without effect
 
     @property

@@ -313,6 +313,7 @@ async def prepare(state: ServerState, options: GenerationOptions, caller: Caller
     grammar, opener = await _grammar(state, options, parsing, caller.cache_scope)
     sampling = replace(sampling, grammar=grammar, thinking_opener=opener)
     beam = beam_params(options, sampling, limits)
+    seed, own_seed = options.sampling.seed, state.settings.seed
     requests: list[GenerationRequest] = []
     for token_ids in prompts:
         if requests:
@@ -320,17 +321,18 @@ async def prepare(state: ServerState, options: GenerationOptions, caller: Caller
         if not token_ids:
             raise BadRequest("The prompt is empty: it has no tokens.", param=options.prompt.param)
         stop = resolve_stop(options, sampling, prompt_tokens=len(token_ids), tokenizer=state.tokenizer, limits=limits)
-        seed = options.sampling.seed
         request = GenerationRequest(
             request_id=secrets.token_hex(12),
             prompt_token_ids=tuple(token_ids),
-            sampling=with_seed(sampling, requested=seed, server_seed=state.settings.seed, token_ids=token_ids),
+            sampling=with_seed(sampling, requested=seed, server_seed=own_seed, token_ids=token_ids),
             stop=stop,
             n=options.sampling.n,
             arrival_time=time.monotonic(),
             priority=options.priority if _is_by_priority(state) else 0,
             cache_salt=options.prompt.cache_salt,
             beam=beam,
+            speculates=options.speculates,
+            prediction=await _prediction(state, options, limits),
         )
         requests.append(caller.claim(request, timeout=options.timeout, is_batch=options.is_batch))
     return Job(
@@ -426,6 +428,14 @@ async def _encode_prompts(
     return prompts, texts
 
 
+async def _prediction(state: ServerState, options: GenerationOptions, limits: ModelLimits) -> tuple[int, ...]:
+    """The tokens of the client's guess of the answer, as many as an answer may have; none where they are of no use."""
+    if not options.prediction or not options.speculates or state.settings.speculation == "off":
+        return ()
+    (token_ids,) = await state.text.encode_each([options.prediction], add_special_tokens=False)
+    return tuple(token_ids[: limits.scheduler.max_model_len])
+
+
 async def _check_ids(ids: Sequence[int], param: str, limits: ModelLimits) -> None:
     """Check ids in parts, since a prompt that will be cut may have millions."""
     for at in range(0, len(ids), _IDS_AT_ONCE):
@@ -497,6 +507,8 @@ def _without_effect(state: ServerState, options: GenerationOptions) -> list[str]
             names.append("tools.format")
     if options.reasoning.max_tokens is not None and state.formats.marks is None:
         names.append(options.reasoning.max_tokens_param)
+    if options.prediction and state.settings.speculation == "off":
+        names.append("prediction")
     return names
 
 

@@ -80,9 +80,14 @@ def usage_field(usage: Usage, completion_tokens: int | None = None) -> bytes:
     """`completion_tokens`: tokens of the reply so far; None: all of them."""
     if completion_tokens is None:
         completion_tokens = usage.completion_tokens
-    details = b""
+    counts, details = [], b""
     if usage.reasoning_tokens is not None:
-        details = b',"completion_tokens_details":{"reasoning_tokens":%d}' % usage.reasoning_tokens
+        counts.append(b'"reasoning_tokens":%d' % usage.reasoning_tokens)
+    if usage.accepted_tokens is not None:
+        counts.append(b'"accepted_prediction_tokens":%d' % usage.accepted_tokens)
+        counts.append(b'"rejected_prediction_tokens":%d' % usage.rejected_tokens)
+    if counts:
+        details = b',"completion_tokens_details":{%b}' % b",".join(counts)
     return (
         b',"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,'
         b'"prompt_tokens_details":{"cached_tokens":%d}%b}'

@@ -71,7 +71,9 @@ class PromptTokensDetails(ReplyModel):
 
 
 class CompletionTokensDetails(ReplyModel):
-    reasoning_tokens: int
+    reasoning_tokens: int | None = Field(None, description="for models that think before they answer")
+    accepted_prediction_tokens: int | None = Field(None, description="with a prediction: its tokens that were right")
+    rejected_prediction_tokens: int | None = Field(None, description="with a prediction: those that were wrong")
 
 
 class UsageInfo(ReplyModel):
@@ -81,9 +83,7 @@ class UsageInfo(ReplyModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | None = Field(
-        None, description="for models that think before they answer"
-    )
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class PromptLogprob(ReplyModel):
@@ -376,6 +376,7 @@ class DecodingFields(SamplingFields):
     logit_bias: LogitBias = None
     min_tokens: TokenCount | None = None
     ignore_eos: bool | None = None
+    speculation: bool | None = Field(None, description="false: no guessed tokens are computed; no answer changes")
     stop: StopStrings = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_BIASED_TOKENS)] | None = None
 

@@ -60,6 +60,7 @@ def generation_options(
     reasoning: ReasoningOptions,
     beam: BeamOptions | None,
     tools: ToolOptions | None = None,
+    prediction: str = "",
 ) -> GenerationOptions:
     """The options from `fields` and from the endpoint's own fields."""
     stream = fields.stream_options
@@ -115,7 +116,8 @@ def generation_options(
         ignored=tuple(dict.fromkeys(ignored)),
         timeout=fields.timeout,
         is_batch=fields.service_tier == BATCH_TIER,
-        **_given(priority=fields.priority),
+        prediction=prediction,
+        **_given(priority=fields.priority, speculates=fields.speculation),
     )
 
 

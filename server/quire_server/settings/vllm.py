@@ -269,10 +269,10 @@ def _is(
     ]
 
 
-def _keys(name: str, *keys: list[VllmFlag]) -> list[VllmFlag]:
+def _keys(names: str, *keys: list[VllmFlag]) -> list[VllmFlag]:
     """A JSON object whose keys are flags, each named `name.key`."""
     listed = tuple(key for each in keys for key in each)
-    return [VllmFlag(name=name, short=(), takes="json", text="", keys=listed)]
+    return [VllmFlag(name=name, short=short, takes="json", text="", keys=listed) for name, short in _names(names)]
 
 
 def _any(names: str, text: str, takes: Takes = "value") -> list[VllmFlag]:
@@ -302,6 +302,8 @@ _MAMBA = "models with states (Mamba) are not served"
 _GRAPHS = "graphs and compilers change no answer; on a GPU steps run as CUDA graphs"
 _LORA = "adapters (LoRA) are not served; merge them into the checkpoint"
 _SPECULATION = "--speculation suffix guesses tokens ahead, by what the request itself said"
+_SUFFIX = "the longest earlier place of a stream's last words is looked for, from two tokens on"
+_PAYS = "as many tokens are guessed as pay for their rows, at most five of a stream in a step"
 _PLUGIN = "no code of others is loaded into the server"
 _OFFLOAD = "weights stay in the memory of the device"
 _MARKS = "the marks of thoughts are those of the chat template, or of --reasoning-parser"
@@ -504,8 +506,21 @@ FLAGS: tuple[VllmFlag, ...] = (
     ),
     *_any("fully-sharded-loras specialize-active-lora", "without --enable-lora it is unused", "switch"),
     *_any("enable-mixed-moe-lora-format enable-moe-shared-loras", "without --enable-lora it is unused", "switch"),
-    *_never("speculative-config,-sc", _SPECULATION, "json"),
-    *_never("speculative-model num-speculative-tokens spec-method spec-model spec-tokens", _SPECULATION),
+    *_keys(
+        "speculative-config,-sc",
+        _is("speculative-config.method", "speculation", _SPECULATION, values={"ngram": "suffix"}),
+        _any("speculative-config.num_speculative_tokens", _PAYS),
+        _any("speculative-config.prompt_lookup_min speculative-config.prompt_lookup_max", _SUFFIX),
+        _any("speculative-config.suffix_decoding_max_tree_depth", _SUFFIX),
+        _any("speculative-config.suffix_decoding_max_cached_requests", _SUFFIX),
+        _any("speculative-config.suffix_decoding_max_spec_factor", _PAYS),
+        _any("speculative-config.suffix_decoding_min_token_prob", _PAYS),
+        _any("speculative-config.disable_by_batch_size", _PAYS),
+        _never("speculative-config.model", _SPECULATION),
+    ),
+    *_is("spec-method", "speculation", _SPECULATION, values={"ngram": "suffix"}),
+    *_any("spec-tokens num-speculative-tokens", _PAYS),
+    *_never("speculative-model spec-model", _SPECULATION),
     *_any("per-request-spec-decode-metrics", _SPECULATION),
     *_never("diffusion-config,-dc", "models write one token after the other", "json"),
     *_never("kv-transfer-config kv-events-config ec-transfer-config weight-transfer-config", _REMOTE, "json"),

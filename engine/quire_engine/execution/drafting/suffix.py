@@ -24,16 +24,25 @@ class SuffixDrafter:
         """`least` and `most`: tokens of a suffix."""
         self._least, self._most = max(least, 1), most
         self._chains: dict[int, _Chains] = {}
+        self._predictions: dict[int, _Chains] = {}
 
-    def draft(self, sequence_id: int, token_ids: Sequence[int], most: int) -> Draft:
+    def draft(self, sequence_id: int, token_ids: Sequence[int], most: int, prediction: Sequence[int] = ()) -> Draft:
         chains = self._chains.get(sequence_id)
         if chains is None or chains.is_of_another(token_ids):
             chains = self._chains[sequence_id] = _Chains()
         chains.extend(token_ids)
-        return chains.find(token_ids, self._least, self._most, most)
+        found = chains.find(token_ids, token_ids, (self._least, self._most), most)
+        if prediction:
+            predicted = self._predictions.setdefault(sequence_id, _Chains())
+            predicted.extend(prediction)
+            other = predicted.find(prediction, token_ids, (self._least, self._most), most)
+            if other.token_ids and other.match >= found.match:
+                return other._replace(is_predicted=True)
+        return found
 
     def forget(self, sequence_id: int) -> None:
         self._chains.pop(sequence_id, None)
+        self._predictions.pop(sequence_id, None)
 
 
 class _Chains:
@@ -60,20 +69,23 @@ class _Chains:
         if len(token_ids) > 1:
             self._last = token_ids[len(before) - 2]
 
-    def find(self, token_ids: Sequence[int], least: int, longest: int, most: int) -> Draft:
-        """The tokens behind the longest equal suffix, at its newest place."""
-        end = len(token_ids)
+    def find(self, source: Sequence[int], token_ids: Sequence[int], bounds: tuple[int, int], most: int) -> Draft:
+        """The tokens behind the longest suffix of `token_ids` in `source`, which was added, at its newest place."""
+        end, (least, longest) = len(token_ids), bounds
         best, found = least - 1, -1
-        place = self._before[end] if end >= 2 else -1
+        place = self._newest.get((token_ids[-2], token_ids[-1]), -1) if end >= 2 else -1
+        if source is token_ids and place == end:
+            place = self._before[end]  # not the suffix itself
+        longest = min(longest, end)
         for _ in range(MOST_PLACES):
             if place < 0 or best >= longest:
                 break
             count = 2
-            while count < longest and count < place and token_ids[place - count - 1] == token_ids[end - count - 1]:
+            while count < longest and count < place and source[place - count - 1] == token_ids[end - count - 1]:
                 count += 1
             if count > best:
                 best, found = count, place
             place = self._before[place]
         if found < 0:
             return NO_DRAFT
-        return Draft(tuple(token_ids[found : found + most]), best)
+        return Draft(tuple(source[found : found + most]), best)

@@ -32,6 +32,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
+MAX_PREDICTED_CHARS = 1 << 20
 _NEED_CONTENT = frozenset({"system", "developer", "user", "tool"})
 
 
@@ -48,6 +49,21 @@ class TextPart(WireModel):
         if self.text is None:
             raise ValueError("a text part needs a text")
         return self
+
+
+class Prediction(WireModel):
+    """The client's guess of the answer, as where a file is written anew with few changes."""
+
+    type: Literal["content"]
+    content: (
+        Annotated[str, Field(max_length=MAX_PREDICTED_CHARS)]
+        | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
+    )
+
+    def text(self) -> str:
+        """The whole text, cut to the length of the longest."""
+        parts = [self.content] if isinstance(self.content, str) else [part.text or "" for part in self.content]
+        return "".join(parts)[:MAX_PREDICTED_CHARS]
 
 
 class Message(WireModel):
@@ -114,6 +130,7 @@ class ChatCompletionRequest(StructuredFields):
     thinking_token_budget: TokenCount | None = Field(None, description="vLLM's name of max_reasoning_tokens")
     include_reasoning: bool | None = Field(None, description="false: the reply has no reasoning")
     echo: bool | None = Field(None, description="true: the reply begins with the last message, if it is an assistant's")
+    prediction: Prediction | None = Field(None, description="a guess of the answer; no answer changes")
     documents: Annotated[list[dict[str, object]], Field(max_length=MAX_PARTS)] | None = Field(
         None, description="texts to answer from, for chat templates that show them"
     )
@@ -170,6 +187,7 @@ class ChatCompletionRequest(StructuredFields):
             logprobs_param="top_logprobs",
             echo=False,
             begins_with=self.messages[-1].said() if self.echo else "",
+            prediction="" if self.prediction is None else self.prediction.text(),
             ignored=ignored,
         )
 

@@ -394,6 +394,7 @@ class ResponseRequest(DecodingFields, ServingFields):
             priority=self.priority or 0,
             timeout=self.timeout,
             is_batch=self.service_tier == BATCH_TIER,
+            speculates=self.speculation is not False,
             ignored=tuple(dict.fromkeys(ignored)),
         )
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from quire_engine.drafts import NO_DRAFT
+from quire_engine.drafts import NO_DRAFT, Draft
 from quire_engine.execution.drafting.suffix import MOST_MATCH, MOST_PLACES, SuffixDrafter
 
 
@@ -29,7 +29,7 @@ def test_it_finds_what_a_search_of_all_places_finds(words: int) -> None:
     dice, drafter, tokens = random.Random(words), SuffixDrafter(), []
     for _ in range(300):
         tokens += [dice.randrange(words) for _ in range(dice.randint(1, 4))]
-        assert drafter.draft(7, tokens, 5) == searched(tokens, 5)
+        assert drafter.draft(7, tokens, 5)[:2] == searched(tokens, 5)
 
 
 def test_what_was_said_once_is_guessed_when_it_begins_again() -> None:
@@ -48,3 +48,11 @@ def test_a_sequence_with_another_past_begins_anew() -> None:
     drafter.forget(1)
     drafter.forget(1)
     assert not drafter._chains
+
+
+def test_a_prediction_counts_as_long_as_it_matches_no_less() -> None:
+    drafter, prediction = SuffixDrafter(), (7, 8, 9, 10, 11, 12)
+    assert drafter.draft(1, [1, 2, 8, 9], 3, prediction) == Draft((10, 11, 12), 2, is_predicted=True)
+    assert drafter.draft(2, [5, 8, 9, 6, 5, 8, 9], 2, prediction) == Draft((6, 5), 3)  # said before, at more length
+    assert drafter.draft(3, [11, 12], 3, prediction) == NO_DRAFT  # nothing follows
+    assert drafter.draft(4, [8], 3, prediction) == NO_DRAFT

@@ -30,6 +30,7 @@ OTHERS: dict[str, object] = {
     "include_stop_str_in_output": True,
     "truncate_prompt_tokens": 3, "truncation_side": "right",
     "skip_special_tokens": False, "spaces_between_special_tokens": False,
+    "speculation": False,
     "prompt_logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True,
     "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}, "guided_json": {},
     "guided_regex": "a", "guided_choice": ["a"], "guided_grammar": "start: /a/", "guided_json_object": True,
@@ -48,7 +49,7 @@ OWN: dict[Dialect, dict[str, object]] = {
         "chat_template_kwargs": {"a": 1}, "reasoning_effort": "low", "add_special_tokens": True,
         "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False,
         "max_reasoning_tokens": 5, "thinking_token_budget": 5, "include_reasoning": False, "echo": True,
-        "documents": [{"title": "a", "text": "b"}],
+        "documents": [{"title": "a", "text": "b"}], "prediction": {"type": "content", "content": "a"},
     },
 }  # fmt: skip
 NEEDS: dict[str, dict[str, object]] = {
