@@ -51,10 +51,7 @@ class Constraints:
         self._grammars, self._max_forced = grammars, max_forced
         self._bits = np.empty(0, dtype=np.int32)
         self._followers: OrderedDict[tuple[int, int], Follower] = OrderedDict()  # least recently used first
-        self._copy: tuple[tuple[int, int], Follower | None] = (
-            (0, 0),
-            None,
-        )  # the last that has taken drafts, and whose
+        self._copy: tuple[tuple[int, int], Follower] | None = None  # the last that has taken drafts, and whose
 
     def allowed(self, rows: Sequence[SampleRow], vocab_size: int) -> Allowed:
         """The masks of those of `rows` that have one now; ids are below `vocab_size`."""
@@ -81,7 +78,7 @@ class Constraints:
                 else:
                     mask.fill(-1)
             except GrammarError as error:
-                self._followers.pop(_key(row), None)
+                self._forget(row)
                 found.errors[i] = str(error)
                 mask.fill(0)
             at += line
@@ -144,13 +141,20 @@ class Constraints:
         self._followers.move_to_end(key)
         return follower
 
+    def _forget(self, row: SampleRow) -> None:
+        """A follower has failed at this row: the copy that took its drafts, or the choice's own."""
+        if row.num_drafts:
+            self._copy = None
+        else:
+            self._followers.pop(_key(row), None)
+
     def _follower_of_drafts(self, row: SampleRow) -> Follower:
         """A copy that takes the drafts before the row, which the choice's own follower may never see."""
         key, tokens = _key(row), tuple(row.output_token_ids)
-        owner, follower = self._copy
-        if owner != key or follower is None or not follower.follows(row.sampling, tokens):
-            follower = self._follower(row._replace(output_token_ids=tokens[: -row.num_drafts], num_drafts=0)).copy()
-            self._copy = key, follower
+        if self._copy is None or self._copy[0] != key or not self._copy[1].follows(row.sampling, tokens):
+            own = self._follower(row._replace(output_token_ids=tokens[: -row.num_drafts], num_drafts=0))
+            self._copy = key, own.copy()
+        follower = self._copy[1]
         follower.take(tokens)
         return follower
 

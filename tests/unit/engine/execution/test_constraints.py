@@ -6,6 +6,7 @@ import json
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.logit_rules import SampleRow
 from quire_engine.types import SamplingParams, StopParams, ThinkingParams
 from support.checkpoints import VOCAB_SIZE, write_tokenizer
+from support.model_steps import scheduled
 
 EOS = 2
 PADDED = VOCAB_SIZE + 40  # columns of the logits: the tokenizer knows nothing of the last ones
@@ -103,6 +105,36 @@ def test_masks_follow_from_the_tokens_alone(grammars, tokenizer):
         ids_of(jumping, row(grammar, output[: (7 * length) % len(output)]))
         assert ids_of(jumping, row(grammar, output[:length])) == wanted
         ids_of(stepping, row('start: "x"', sequence_id=2 + length))
+
+
+def test_rows_behind_drafts_have_masks_of_their_own_and_change_no_other(grammars, tokenizer):
+    grammar = 'start: "{" ("\\"" /[a-z]{1,9}/ "\\":" /[0-9]{1,3}/ ","?)* "}"'
+    output = tuple(tokenizer.encode('{"quick":12,"dog":7}').ids)
+    constraints, lone = Constraints(grammars), Constraints(grammars)
+    for at in range(1, len(output) - 2):
+        plain = row(grammar, output[:at])
+        for drafts in (output[at : at + 3], (EOS, *output[at : at + 2])):  # right ones, and one that may not come
+            rows = [plain.behind(drafts[:count]) for count in range(len(drafts) + 1)]
+            found = constraints.allowed(rows, PADDED)
+            masks = {i: mask.tolist() for i, mask in found.masks.items()}
+            assert sorted(masks) == ([0] if drafts[0] == EOS else [0, 1, 2, 3])
+            assert sorted(masks.keys() | found.errors.keys()) == [0, 1, 2, 3]
+            for count, mask in masks.items():
+                assert mask == lone.allowed([row(grammar, output[:at] + drafts[:count])], PADDED).masks[0].tolist()
+        assert len(constraints._followers) == 1
+
+
+def test_drafts_that_a_grammar_forbids_are_counted_out(grammars, tokenizer):
+    constraints, (a, b, digit) = Constraints(grammars), [tokenizer.encode(text).ids[0] for text in "ab7"]
+    item = replace(
+        scheduled([1, 2, 3, a, b, a, digit], [0], 3, 4, all_logits=False),
+        prompt_token_ids=(1, 2, 3),
+        output_token_ids=(a,),
+        num_drafts=3,
+    )
+    for grammar, wanted in (("start: /[a-z]+/", 2), ("start: /a[0-9]+/", 0), ("start: /[a-z0-9]+/", 3), ("", 3)):
+        assert constraints.possible(replace(item, sampling=SamplingParams(grammar=grammar))) == wanted
+        constraints = Constraints(grammars)
 
 
 def test_a_step_with_many_sequences_keeps_a_follower_for_each(grammars, monkeypatch):

@@ -23,6 +23,16 @@ def record(*items: ScheduledSequence) -> StepTensors:
     return step_tensors(batch_of(*items), 16, 64)
 
 
+def test_drafts_that_cannot_be_right_have_no_row() -> None:
+    item = replace(part(33, 1), token_ids=(53, 7, 64, 8), num_drafts=3)
+    assert list(record(item).ids) == [53, 7]  # 64 is outside the vocabulary, and 8 behind it
+    known = replace(part(33, 1), token_ids=(53, 7, 9, 8), num_drafts=3)
+    for most in range(4):
+        step = step_tensors(batch_of(part(20, 2, sequence_id=1), known), 16, 64, lambda _, most=most: most)  # type: ignore[misc]
+        assert list(step.ids)[2:] == [53, 7, 9, 8][: 1 + most]
+        assert [choice.position for choice in step.choices][1:] == list(range(34, 35 + most))
+
+
 def test_rows_and_what_is_asked_of_them() -> None:
     forks = (Fork(sequence_id=8, choice=1), Fork(sequence_id=9, choice=2))
     scored = part(0, 3, sequence_id=2, wants_prompt_logprobs=True, wants_sample=False)
