@@ -56,9 +56,7 @@ def test_a_signal_to_its_parent_does_not_end_it_however_early_it_comes(number: s
         try:
             os.kill(process.pid or 0, number)  # its interpreter has not begun
             async with asyncio.timeout(60):
-                while not _has(process.pid, number, "SigIgn") or _has(
-                    process.pid, number, "ShdPnd", "SigPnd", "SigBlk"
-                ):
+                while not _has(process.pid, number, "SigIgn") or _has(process.pid, number, *WAITS):
                     assert process.runs, process.ending
                     await asyncio.sleep(0.01)
             assert process.runs
