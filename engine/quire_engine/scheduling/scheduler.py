@@ -353,7 +353,7 @@ class Scheduler:
         rejected draft has written is never read, since a later step writes there first.
         """
         samples, at = result.samples[sequence.sequence_id], item.end - item.num_drafts
-        num_accepted = sum([not sample.is_forced for sample in samples]) - 1
+        num_accepted = 0 if len(samples) == 1 else sum([not sample.is_forced for sample in samples]) - 1
         predicted = None
         if self._speculation is not None and item.num_drafts:
             predicted = self._speculation.note(sequence, item.num_drafts, num_accepted)
