@@ -41,6 +41,8 @@ def two_threads(variant, kernels):
         (16, 1, 48, 129, 48),
         (4, 4, 128, 200, 64),
         (64, 1, 256, None, 16),
+        (4, 2, 320, 90, 32),
+        (16, 1, 512, None, 16),
     ],
 )
 def test_attention_computes_its_definition(*, kernels, heads, kv_heads, head_dim, window, block_size):
@@ -258,7 +260,7 @@ def test_the_pool_is_zeroed_block_major_and_as_large_as_announced(kernels):
 
 @pytest.mark.parametrize(
     ("head_dim", "block_size", "word"),
-    [(24, 16, "head_dim 24"), (272, 16, "head_dim 272"), (64, 8, "block_size 8"), (64, 24, "block_size 24")],
+    [(24, 16, "head_dim 24"), (528, 16, "head_dim 528"), (64, 8, "block_size 8"), (64, 24, "block_size 24")],
 )
 def test_a_pool_that_the_kernels_cannot_serve_is_refused(kernels, head_dim, block_size, word):
     assert word in unsupported(head_dim=head_dim, block_size=block_size)

@@ -61,7 +61,7 @@ def read_back(kernels, shape, pool, block):
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 80, 128, 256, 512])
 def test_queries_are_normed_and_turned(kernels, head_dim, normed):
     shape, qkv, angles, step = case(13, 5, 1, head_dim, normed=normed)
     pool = kernels.ops.new_kv(8, NUM_LAYERS, 1, 16, head_dim, torch.bfloat16, CPU)

@@ -138,7 +138,7 @@ class Int8Kv {
     return iset(bytes);
   }
 
-  // 256 * high + low; both sums are below 2^23.
+  // 256 * high + low; both sums are below 2^23, in heads of up to 512.
   static Vec joined(Ints high, Ints low) { return vfma(to_vec(high), vset(256.0f), to_vec(low)); }
 
   template <int kRowCount, int kVecCount>

@@ -15,7 +15,7 @@
 namespace quire {
 namespace {
 
-constexpr int64_t kMostDim = 256;
+constexpr int64_t kMostDim = 512;
 constexpr int64_t kMostHalf = kMostDim / 2;
 
 // A head's two halves, each padded with zeros to whole vectors.

@@ -7,7 +7,7 @@ not know: tensors, models.
 from __future__ import annotations
 
 UNIT = 16  # positions; attention.h says kUnit
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 
 def unsupported(*, head_dim: int, block_size: int) -> str | None:

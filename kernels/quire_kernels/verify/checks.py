@@ -28,6 +28,7 @@ _OTHER_HEADS = (
     Heads(num_heads=7, num_kv_heads=1, head_dim=64, block_size=64),
     Heads(num_heads=2, num_kv_heads=2, head_dim=80, block_size=16, norms=False),
     Heads(num_heads=2, num_kv_heads=1, head_dim=256, block_size=128, window=100),
+    Heads(num_heads=8, num_kv_heads=1, head_dim=512, block_size=16),
 )
 _OTHER_MATRICES = (Matrix(outputs=130, inputs=96), Matrix(outputs=384, inputs=1024))
 
