@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from quire_engine.batch import Batch, ScheduledSequence, StepResult
@@ -280,10 +280,8 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """Gauges of this moment and counters since the start. The caller adds the step's times."""
-        books = engine_stats(self._kv, self._roster, self._planner)
-        books = replace(books, prefill_tokens=self._prefill_tokens, decode_tokens=self._decode_tokens)
-        if self._speculation is not None:
-            books = self._speculation.add_to(books)
+        tokens = {"prefill": self._prefill_tokens, "decode": self._decode_tokens}
+        books = engine_stats(self._kv, self._roster, self._planner, self._speculation, **tokens)
         return books if self._swapping is None else self._swapping.add_to(books)
 
     def check_invariants(self) -> None:

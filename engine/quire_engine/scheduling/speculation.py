@@ -9,30 +9,29 @@ blocks that are free and hold nothing; no bound of the scheduler changes. Must n
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from quire_engine.drafts import Drafter
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.sequence import Sequence
 from quire_engine.scheduling.step_plan import StepPlan
-from quire_engine.types import EngineStats
 
 _WEIGHT = 0.2  # of the newest draft in a moving average
-_HOPE = 0.5  # the share of drafts that is accepted, before anything is known
 _KINDS = (3, 5, 9, 17)  # where one kind of match lengths ends and the next begins
-_FEWEST_TOKENS = 32  # until a sequence whose drafts do not pay is tried again; then twice as many
-_MOST_TOKENS = 1024
+_HOPES = (0.2, 0.4, 0.6, 0.8, 0.9)  # the share of drafts that is accepted, by kind, before anything is known
+_FEWEST_PASSED = 32  # drafts of a sequence that did not pay, until one is tried all the same; then twice as many
+_MOST_PASSED = 1024
 
 
 @dataclass(slots=True)
 class _Record:
     """The worth of a sequence's drafts so far."""
 
-    shares: list[float] = field(default_factory=lambda: [_HOPE] * (len(_KINDS) + 1))  # accepted, by match length
+    shares: list[float] = field(default_factory=lambda: list(_HOPES))  # accepted, by match length
     match: int = 0  # of the drafts in flight
     is_predicted: bool = False  # whether those are the client's own guess
-    rests_until: int = 0  # tokens
-    rest: int = _FEWEST_TOKENS
+    passed: int = 0  # drafts in a row that did not pay
+    patience: int = _FEWEST_PASSED
 
 
 class Speculation:
@@ -55,11 +54,12 @@ class Speculation:
             if most <= 0:
                 continue
             record = self._records.setdefault(sequence.sequence_id, _Record())
-            if len(sequence.token_ids) < record.rests_until:
-                continue
             prediction = sequence.group.request.prediction
             draft = self._drafter.draft(sequence.sequence_id, sequence.token_ids, most, prediction)
+            if not draft.token_ids:
+                continue
             count = self._costs.best(rows, len(draft.token_ids), record.shares[_kind(draft.match)])
+            count = count or self._trial(record, rows)
             if count == 0:
                 continue
             start = sequence.kv.num_computed
@@ -83,11 +83,7 @@ class Speculation:
         for accepted in (*[1.0] * num_accepted, *[0.0] * (num_accepted < num_drafts)):
             record.shares[kind] += _WEIGHT * (accepted - record.shares[kind])
         if num_accepted:
-            record.rest = _FEWEST_TOKENS
-        elif max(record.shares) < 0.1:
-            record.rests_until = len(sequence.token_ids) + record.rest
-            record.rest = min(2 * record.rest, _MOST_TOKENS)
-            record.shares = [_HOPE] * len(record.shares)
+            record.patience = _FEWEST_PASSED
         return (num_drafts, num_accepted) if record.is_predicted else None
 
     def learn(self, num_rows: int, seconds: float) -> None:
@@ -100,14 +96,13 @@ class Speculation:
             if self._records.pop(sequence_id, None) is not None:
                 self._drafter.forget(sequence_id)
 
-    def add_to(self, stats: EngineStats) -> EngineStats:
-        """The statistics, completed by those of drafts."""
-        return replace(
-            stats,
-            total_drafts=self.total_drafts,
-            total_draft_tokens=self.total_draft_tokens,
-            total_accepted_tokens=self.total_accepted,
-        )
+    def _trial(self, record: _Record, rows: int) -> int:
+        """How many drafts to try although they would not pay: one, rarely, where a right one would."""
+        record.passed += 1
+        if record.passed < record.patience or not self._costs.best(rows, 1, 1.0):
+            return 0
+        record.passed, record.patience = 0, min(2 * record.patience, _MOST_PASSED)
+        return 1
 
     @staticmethod
     def _room(sequence: Sequence) -> int:

@@ -1,9 +1,10 @@
 """Drafts by the longest suffix of a sequence that occurred in it before: what followed it then may follow now.
 
 The suffix is found through chains of places with the same last two tokens, as in LZ77 compressors (Deutsch, RFC 1951):
-the newest places come first, and few of them are looked at. `prompt_lookup` of vLLM, with n-grams, is the special case
-of a bounded length. Promises: a draft follows from the tokens alone; memory is 4 bytes a token and an entry for each
-pair of tokens. Must not know: the scheduler.
+the newest places come first, and few of them are looked at. Where the last draft was right, its place goes on, so that
+a long copy is followed past any number of newer places. `prompt_lookup` of vLLM, with n-grams, is the special case
+of a bounded length. Promises: drafts follow from the tokens of the calls alone; memory is 4 bytes a token and an entry
+for each pair of tokens. Must not know: the scheduler.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from collections.abc import Sequence
 
 from quire_engine.drafts import NO_DRAFT, Draft
 
-MOST_PLACES = 16  # earlier places that are compared
+MOST_PLACES = 8  # earlier places that are compared
 MOST_MATCH = 32  # tokens of a suffix that are compared: longer ones say no more
+_SURE = 8  # tokens of a suffix behind which no other place is looked for, while its last draft was right
 
 
 class SuffixDrafter:
@@ -48,12 +50,13 @@ class SuffixDrafter:
 class _Chains:
     """For each pair of neighbours the newest place behind it, and for each place the one before with the same pair."""
 
-    __slots__ = ("_before", "_last", "_newest")
+    __slots__ = ("_before", "_end", "_found", "_last", "_newest")
 
     def __init__(self) -> None:
         self._newest: dict[tuple[int, int], int] = {}
         self._before = array("i", (-1, -1))  # by the number of tokens before a place
         self._last = -1  # the last token that was added
+        self._found, self._end = -1, 0  # the place of the last draft, for so many tokens
 
     def is_of_another(self, token_ids: Sequence[int]) -> bool:
         """Whether what was added is not the beginning of these tokens, as after a beam or a rejected end."""
@@ -71,21 +74,32 @@ class _Chains:
 
     def find(self, source: Sequence[int], token_ids: Sequence[int], bounds: tuple[int, int], most: int) -> Draft:
         """The tokens behind the longest suffix of `token_ids` in `source`, which was added, at its newest place."""
-        end, (least, longest) = len(token_ids), bounds
+        end, (least, longest) = len(token_ids), (bounds[0], min(bounds[1], len(token_ids)))
         best, found = least - 1, -1
-        place = self._newest.get((token_ids[-2], token_ids[-1]), -1) if end >= 2 else -1
-        if source is token_ids and place == end:
-            place = self._before[end]  # not the suffix itself
-        longest = min(longest, end)
-        for _ in range(MOST_PLACES):
-            if place < 0 or best >= longest:
-                break
-            count = 2
-            while count < longest and count < place and source[place - count - 1] == token_ids[end - count - 1]:
-                count += 1
-            if count > best:
-                best, found = count, place
-            place = self._before[place]
-        if found < 0:
-            return NO_DRAFT
-        return Draft(tuple(source[found : found + most]), best)
+        place = self._found + end - self._end if self._found > 0 else 0
+        if 0 < place < len(source):
+            best, found = _better(source, place, token_ids, longest, (best, found))
+        if best < min(_SURE, longest) and end > 1:
+            place = self._newest.get((token_ids[-2], token_ids[-1]), -1)
+            if source is token_ids and place == end:
+                place = self._before[end]  # not the suffix itself
+            for _ in range(MOST_PLACES):
+                if place < 0 or best >= longest:
+                    break
+                best, found = _better(source, place, token_ids, longest, (best, found))
+                place = self._before[place]
+        self._found, self._end = found, end
+        return NO_DRAFT if found < 0 else Draft(tuple(source[found : found + most]), best)
+
+
+def _better(
+    source: Sequence[int], place: int, token_ids: Sequence[int], longest: int, best: tuple[int, int]
+) -> tuple[int, int]:
+    """The longer one of two matches, with its place: `best`, and the one that ends before `place` of the source."""
+    end, count = len(token_ids), 0
+    most = min(longest, place)
+    if best[0] >= most or source[place - best[0] - 1] != token_ids[end - best[0] - 1]:
+        return best
+    while count < most and source[place - count - 1] == token_ids[end - count - 1]:
+        count += 1
+    return (count, place) if count > best[0] else best

@@ -21,6 +21,7 @@ from quire_engine.scheduling.log.why_slow import explanation, summary
 from quire_engine.scheduling.planner import Planner
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Sequence
+from quire_engine.scheduling.speculation import Speculation
 from quire_engine.types import WAIT_REASONS, EngineStats, WaitReason
 
 MOST_STEPS = 256  # in one answer, which is made between two steps while every stream waits
@@ -249,10 +250,12 @@ def _longest_run(blocks: set[int]) -> int:
     return longest
 
 
-def engine_stats(kv: KVAllocator, roster: Roster, planner: Planner) -> EngineStats:
+def engine_stats(
+    kv: KVAllocator, roster: Roster, planner: Planner, speculation: Speculation | None, *, prefill: int, decode: int
+) -> EngineStats:
     """The statistics for operators: gauges of this moment, and counters since the start.
 
-    The caller adds the tokens of the last step. The cost does not depend on the size of the pool.
+    `prefill`, `decode`: tokens of the last step. The cost does not depend on the size of the pool.
     """
     waiting: dict[WaitReason, int] = dict.fromkeys(WAIT_REASONS, 0)
     for group in roster.waiting:
@@ -272,6 +275,8 @@ def engine_stats(kv: KVAllocator, roster: Roster, planner: Planner) -> EngineSta
         blocks_saved=kv.num_saved,
         slots_allocated=used * kv.block_size,
         slots_unused=num_unused_slots([s for group in roster.running for s in group.sequences], kv.block_size),
+        prefill_tokens=prefill,
+        decode_tokens=decode,
         total_preemptions=roster.total_preemptions,
         total_preemptions_by_mode={"recompute": roster.total_preemptions, "swap": 0},
         total_preemptions_by_cause=dict(roster.total_preemptions_by_cause),
@@ -284,6 +289,9 @@ def engine_stats(kv: KVAllocator, roster: Roster, planner: Planner) -> EngineSta
         total_kv_wait_seconds=admission.total_kv_wait_seconds,
         tenants=planner.accounts.stats(roster.running, roster.waiting),
         total_prefill_tokens_saved=admission.total_saved_tokens,
+        total_drafts=speculation.total_drafts if speculation else 0,
+        total_draft_tokens=speculation.total_draft_tokens if speculation else 0,
+        total_accepted_tokens=speculation.total_accepted if speculation else 0,
     )
 
 

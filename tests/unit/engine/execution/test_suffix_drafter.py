@@ -10,26 +10,47 @@ from quire_engine.drafts import NO_DRAFT, Draft
 from quire_engine.execution.drafting.suffix import MOST_MATCH, MOST_PLACES, SuffixDrafter
 
 
-def searched(tokens: list[int], most: int) -> tuple[tuple[int, ...], int]:
-    """The longest suffix among the newest places of its last two tokens; of equal ones the newest."""
+def searched(tokens: list[int], most: int, followed: int = 0) -> tuple[tuple[int, ...], int, int]:
+    """The longest suffix: where the last draft goes on, or among the newest places of its last two tokens.
+
+    Of equal ones the first of these. Returns the draft, the match and the place.
+    """
     end = len(tokens)
     places = [place for place in range(end - 1, 1, -1) if tokens[place - 2 : place] == tokens[end - 2 :]]
     best, found = 1, -1
-    for place in places[:MOST_PLACES]:
-        count = 2
+    for place in [followed] * (0 < followed < end) + places[:MOST_PLACES]:
+        count = 0
         while count < min(MOST_MATCH, place) and tokens[place - count - 1] == tokens[end - count - 1]:
             count += 1
         if count > best:
             best, found = count, place
-    return (tuple(tokens[found : found + most]), best) if found >= 0 else ((), 0)
+        if place == followed and best >= 8:
+            break
+    return (tuple(tokens[found : found + most]), best, found) if found >= 0 else ((), 0, -1)
 
 
 @pytest.mark.parametrize("words", [2, 5, 40])
 def test_it_finds_what_a_search_of_all_places_finds(words: int) -> None:
-    dice, drafter, tokens = random.Random(words), SuffixDrafter(), []
-    for _ in range(300):
-        tokens += [dice.randrange(words) for _ in range(dice.randint(1, 4))]
-        assert drafter.draft(7, tokens, 5)[:2] == searched(tokens, 5)
+    dice, drafter, tokens, found = random.Random(words), SuffixDrafter(), [], -1
+    for _ in range(400):
+        if dice.random() < 0.2 and len(tokens) > 40:  # what was said before
+            at = dice.randrange(len(tokens) - 30)
+            added = tokens[at : at + dice.randint(1, 30)]
+        else:
+            added = [dice.randrange(words) for _ in range(dice.randint(1, 4))]
+        tokens += added
+        draft, match, found = searched(tokens, 5, found + len(added) if found > 0 else 0)
+        assert drafter.draft(7, tokens, 5)[:2] == (draft, match)
+
+
+def test_a_long_copy_is_followed_past_the_newer_places_of_its_words() -> None:
+    """Every other token is the same, so that its newest places say nothing; the drafts are right from the ninth on."""
+    source = [x for i in range(60) for x in (1, 2, 100 + i % 7 + 10 * (i // 7))]
+    drafter, right = SuffixDrafter(), 0
+    for end in range(1, len(source)):
+        draft = drafter.draft(1, [*source, *source[:end]], 3)
+        right += draft.token_ids == tuple(source[end : end + 3])
+    assert right > 0.8 * len(source)
 
 
 def test_what_was_said_once_is_guessed_when_it_begins_again() -> None:
