@@ -21,6 +21,7 @@ _KINDS = (3, 5, 9, 17)  # where one kind of match lengths ends and the next begi
 _HOPES = (0.2, 0.4, 0.6, 0.8, 0.9)  # the share of drafts that is accepted, by kind, before anything is known
 _FEWEST_PASSED = 32  # drafts of a sequence that did not pay, until one is tried all the same; then twice as many
 _MOST_PASSED = 1024
+_SEARCHES = 4  # in a step, for sequences whose last draft was no use: each takes some microseconds
 
 
 @dataclass(slots=True)
@@ -30,6 +31,7 @@ class _Record:
     shares: list[float] = field(default_factory=lambda: list(_HOPES))  # accepted, by match length
     match: int = 0  # of the drafts in flight
     is_predicted: bool = False  # whether those are the client's own guess
+    is_useful: bool = False  # whether some of the last were accepted
     passed: int = 0  # drafts in a row that did not pay
     patience: int = _FEWEST_PASSED
 
@@ -43,19 +45,21 @@ class Speculation:
         self._drafter, self._kv, self._most = drafter, kv, most
         self._costs = RowCosts()
         self._records: dict[int, _Record] = {}
+        self._turn = 0
 
     def extend(self, plan: StepPlan) -> None:
         """Give drafts to the plan's decodes, where it has few rows."""
         rows, budget = sum(plan.slices.values()), plan.budget
         if not rows or not self._costs.may_pay(rows):
             return
-        for sequence in plan.slices:
+        for sequence in self._in_turns(plan):
             most = min(self._most, budget, self._room(sequence))
             if most <= 0:
                 continue
             record = self._records.setdefault(sequence.sequence_id, _Record())
             prediction = sequence.group.request.prediction
             draft = self._drafter.draft(sequence.sequence_id, sequence.token_ids, most, prediction)
+            record.is_useful = False  # until these are
             if not draft.token_ids:
                 continue
             count = self._costs.best(rows, len(draft.token_ids), record.shares[_kind(draft.match)])
@@ -78,6 +82,7 @@ class Speculation:
         record = self._records.get(sequence.sequence_id)
         if record is None:
             return None
+        record.is_useful = num_accepted > 0
         kind = _kind(record.match)
         # The first rejected draft is the last that says something: what is behind it was never compared.
         for accepted in (*[1.0] * num_accepted, *[0.0] * (num_accepted < num_drafts)):
@@ -95,6 +100,19 @@ class Speculation:
         for sequence_id in sequence_ids:
             if self._records.pop(sequence_id, None) is not None:
                 self._drafter.forget(sequence_id)
+
+    def _in_turns(self, plan: StepPlan) -> list[Sequence]:
+        """The sequences to search drafts for: those whose last drafts were of use, and a few of the others."""
+        useful: list[Sequence] = []
+        others: list[Sequence] = []
+        for sequence in plan.slices:
+            record = self._records.get(sequence.sequence_id)
+            (useful if record is not None and record.is_useful else others).append(sequence)
+        if len(others) > _SEARCHES:
+            first = self._turn % len(others)
+            self._turn += _SEARCHES
+            others = (others + others)[first : first + _SEARCHES]
+        return useful + others
 
     def _trial(self, record: _Record, rows: int) -> int:
         """How many drafts to try although they would not pay: one, rarely, where a right one would."""
@@ -129,6 +147,7 @@ _STEP = 0.25  # what a further tile costs, of the first, until it is measured
 _ROW = 0.02  # what a row costs beside its tile
 _MOST_ROWS = 64  # more make speculation dear for certain
 _LEARNED = 0.1  # weight of the newest step
+_GAIN = 1.05  # the least that drafts have to promise: the search for them and their results cost something too
 
 
 class RowCosts:
@@ -152,7 +171,7 @@ class RowCosts:
 
         The aim is tokens a second of the whole step, which has `rows` rows without them.
         """
-        best, best_rate, tokens, alive = 0, rows / self._cost(rows), float(rows), 1.0
+        best, best_rate, tokens, alive = 0, _GAIN * rows / self._cost(rows), float(rows), 1.0
         for count in range(1, most + 1):
             alive *= share
             tokens += alive
