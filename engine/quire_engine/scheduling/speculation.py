@@ -146,21 +146,38 @@ _TILE = 6  # rows that one pass over the weights serves
 _STEP = 0.25  # what a further tile costs, of the first, until it is measured
 _ROW = 0.02  # what a row costs beside its tile
 _MOST_ROWS = 64  # more make speculation dear for certain
-_LEARNED = 0.1  # weight of the newest step
+_KEPT = 0.99  # of the weight of a step, when the next one has been measured
+_LONGEST = 3.0  # times the expected seconds: what a step took longer says nothing about its rows
+_BELIEF = 0.5  # the weight, in steps, of the stairs' own proportion
 _GAIN = 1.05  # the least that drafts have to promise: the search for them and their results cost something too
 
 
 class RowCosts:
-    """The cost of a step by its rows: as measured, else by the stairs of the kernels' tiles."""
+    """The cost of a step by its rows: the stairs of the kernels' tiles, as a line through them fits what was measured.
+
+    Least squares of seconds over stairs, older steps counting less. Single steps say little: on a shared machine those
+    of the same rows differ by half, and a table of them would avoid for ever what was slow once.
+    """
 
     def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
+        self._sums = [0.0] * 5  # of 1, x, y, x * x and x * y, x being stairs and y seconds
+        self._fixed, self._rate = 0.0, 1.0  # a step costs fixed + rate * stairs
 
     def learn(self, rows: int, seconds: float) -> None:
         """A step of so many rows took so long."""
-        if rows <= 2 * _MOST_ROWS and seconds > 0:
-            known = self._seconds.get(rows, seconds)
-            self._seconds[rows] = known + _LEARNED * (seconds - known)
+        if rows > 2 * _MOST_ROWS or seconds <= 0:
+            return
+        x, sums = _stairs(rows), self._sums
+        y = min(seconds, _LONGEST * self._cost(rows)) if sums[0] else seconds
+        for i, value in enumerate((1.0, x, y, x * x, x * y)):
+            sums[i] = _KEPT * sums[i] + value
+        n, sum_x, sum_y, sum_xx, sum_xy = sums
+        scale = sum_y / sum_x
+        for x in (_stairs(1), _stairs(_MOST_ROWS)):
+            n, sum_x, sum_y = n + _BELIEF, sum_x + _BELIEF * x, sum_y + _BELIEF * scale * x
+            sum_xx, sum_xy = sum_xx + _BELIEF * x * x, sum_xy + _BELIEF * scale * x * x
+        self._rate = max(n * sum_xy - sum_x * sum_y, 0.0) / (n * sum_xx - sum_x * sum_x)
+        self._fixed = max(sum_y - self._rate * sum_x, 0.0) / n
 
     def may_pay(self, rows: int) -> bool:
         """Whether there are few enough rows."""
@@ -181,15 +198,8 @@ class RowCosts:
         return best
 
     def _cost(self, rows: int) -> float:
-        """Relative to other numbers of rows."""
-        stairs = _stairs(rows)
-        known = self._seconds.get(rows)
-        if known is not None:
-            return known
-        if not self._seconds:
-            return stairs
-        nearest = min(self._seconds, key=lambda each: (abs(each - rows), each))
-        return self._seconds[nearest] * stairs / _stairs(nearest)
+        """Seconds, or relative to other numbers of rows while nothing has been measured."""
+        return self._fixed + self._rate * _stairs(rows)
 
 
 def _stairs(rows: int) -> float:
