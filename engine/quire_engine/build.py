@@ -21,6 +21,7 @@ from quire_engine.engine import StepExecutor
 from quire_engine.errors import ConfigError, ModelLoadError, NotNative
 from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.device import own_dtype, resolve_device
+from quire_engine.execution.drafting.outputs import OutputsDrafter
 from quire_engine.execution.drafting.suffix import SuffixDrafter
 from quire_engine.execution.executor import Executor, make_executor, runs_by_itself, spare_blocks, staging_blocks_for
 from quire_engine.execution.kernel_checks import checked, model_sizes
@@ -216,8 +217,8 @@ def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = te
     grammars = Grammars(Path(config.tokenizer or config.model), resolved.model.vocab_size)
     executor, swap_seconds, host_keys = _make_executor(resolved, decoder, pool, grammars)
     plan = resolved.plan(pool, load_seconds=time.perf_counter() - started, swap_seconds=swap_seconds)
-    drafter = SuffixDrafter() if config.speculation == "suffix" else None
-    scheduler = Scheduler(plan.scheduler, host_keys=host_keys, drafter=drafter)
+    drafter = {"off": None, "suffix": SuffixDrafter, "outputs": OutputsDrafter}[config.speculation]
+    scheduler = Scheduler(plan.scheduler, host_keys=host_keys, drafter=drafter and drafter())
     return BuiltEngine(plan=plan, executor=executor, scheduler=scheduler, grammars=grammars)
 
 

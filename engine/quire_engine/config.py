@@ -22,7 +22,7 @@ AttentionChoice = Literal["auto", "triton", "flash-attn"]
 Quantization = Literal["int8", "int4"]
 KVCacheDType = Literal["auto", "int8", "fp8"]
 AsyncScheduling = Literal["auto", "on", "off"]
-SpeculationChoice = Literal["off", "suffix"]
+SpeculationChoice = Literal["off", "suffix", "outputs"]
 # The supported `architectures` of a config.json, here because early checks must not import torch.
 ARCHITECTURES = (
     "LlamaForCausalLM",

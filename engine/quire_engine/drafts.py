@@ -18,13 +18,20 @@ NO_DRAFT = Draft()
 
 
 class Drafter(Protocol):
-    """Guesses next tokens. A wrong guess costs a row and changes nothing; the same tokens give the same guess."""
+    """Guesses next tokens. A wrong guess costs a row and changes nothing; the same calls give the same guesses."""
 
-    def draft(self, sequence_id: int, token_ids: Sequence[int], most: int, prediction: Sequence[int] = ()) -> Draft:
+    def draft(
+        self, sequence_id: int, token_ids: Sequence[int], most: int, prediction: Sequence[int] = (), scope: str = ""
+    ) -> Draft:
         """At most `most` tokens that may follow. `token_ids` of one sequence usually grow at their end alone.
 
-        `prediction`: the client's own guess of the whole output, the same in every call for a sequence.
+        `prediction`: the client's own guess of the whole output, the same in every call for a sequence. `scope`: only
+        what was noted in the same one may be guessed from.
         """
+        ...
+
+    def note_end(self, token_ids: Sequence[int], scope: str) -> None:
+        """An output is complete; `token_ids` end with it."""
         ...
 
     def forget(self, sequence_id: int) -> None:

@@ -55,8 +55,10 @@ class Guesses:
         self._dice = dice
         self.choices: dict[int, int] = {}
 
-    def draft(self, sequence_id: int, token_ids: Sequence[int], most: int, prediction: Sequence[int] = ()) -> Draft:
-        del prediction
+    def draft(
+        self, sequence_id: int, token_ids: Sequence[int], most: int, prediction: Sequence[int] = (), scope: str = ""
+    ) -> Draft:
+        del prediction, scope
         chain, found = 0, []
         for token in token_ids:
             chain = extend(chain, token)
@@ -67,6 +69,9 @@ class Guesses:
             found.append(token)
             chain = extend(chain, token)
         return Draft(tuple(found), self._dice.randint(2, 20))
+
+    def note_end(self, token_ids: Sequence[int], scope: str) -> None:
+        pass
 
     def forget(self, sequence_id: int) -> None:
         pass

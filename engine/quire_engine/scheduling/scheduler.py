@@ -91,12 +91,9 @@ class Scheduler:
             raise InfeasibleRequest("a request with this id is unfinished")
         check_request(self._config, request)
         prompt, most = request.prompt_token_ids, request.stop.max_new_tokens
-        limits, size = (
-            self._config.limits,
-            {"num_prompt": len(prompt), "max_new_tokens": most, "n": request.num_sequences},
-        )
+        size = {"num_prompt": len(prompt), "max_new_tokens": most, "n": request.num_sequences}
         work = self._config.work(**size)
-        bound = limits.wait_bound(work, sum(group.work for group in self._roster.live.values()))
+        bound = self._config.limits.wait_bound(work, sum(group.work for group in self._roster.live.values()))
         group = self._roster.join(
             request, step=self._step, work=work, wait_bound=bound, footprint=self._config.footprint(**size)
         )
@@ -125,7 +122,7 @@ class Scheduler:
             self._log.ends(request_id, "abort")
         for sequence in self._roster.end_all(group):
             if sequence.num_output_tokens:  # as most do that end by a stop string, which is not the engine's to see
-                self._planner.admission.note_end(sequence)
+                self._note_end(sequence)
         return True
 
     def fail(self, request_id: str, message: str) -> list[TokenOutput]:
@@ -278,6 +275,11 @@ class Scheduler:
             self._swapping.learn(prompt_tokens=self._prefill_tokens, num_decodes=batch.num_decodes, seconds=now - began)
         return outputs
 
+    def _note_end(self, sequence: Sequence) -> None:
+        self._planner.admission.note_end(sequence)
+        if self._speculation is not None:
+            self._speculation.note_end(sequence)
+
     def stats(self) -> EngineStats:
         """Gauges of this moment and counters since the start. The caller adds the step's times."""
         tokens = {"prefill": self._prefill_tokens, "decode": self._decode_tokens}
@@ -378,7 +380,7 @@ class Scheduler:
             self._kv.take_back(sequence, num_computed)
             self._kv.commit(sequence, num_computed)
         if finish is not None:
-            self._planner.admission.note_end(sequence)
+            self._note_end(sequence)
             self._roster.end(sequence)
         if group.account is not None:
             group.account.charge_output(len(taken))

@@ -21,6 +21,7 @@ _KINDS = (3, 5, 9, 17)  # where one kind of match lengths ends and the next begi
 _HOPES = (0.2, 0.4, 0.6, 0.8, 0.9)  # the share of drafts that is accepted, by kind, before anything is known
 _FEWEST_PASSED = 32  # drafts of a sequence that did not pay, until one is tried all the same; then twice as many
 _MOST_PASSED = 1024
+_LED_BY = 16  # tokens of a prompt by which the first tokens of its answer are found again
 _SEARCHES = 4  # in a step, for sequences whose last draft was no use: each takes some microseconds
 
 
@@ -57,8 +58,9 @@ class Speculation:
             if most <= 0:
                 continue
             record = self._records.setdefault(sequence.sequence_id, _Record())
-            prediction = sequence.group.request.prediction
-            draft = self._drafter.draft(sequence.sequence_id, sequence.token_ids, most, prediction)
+            request = sequence.group.request
+            tokens = sequence.token_ids
+            draft = self._drafter.draft(sequence.sequence_id, tokens, most, request.prediction, request.cache_salt)
             record.is_useful = False  # until these are
             if not draft.token_ids:
                 continue
@@ -90,6 +92,12 @@ class Speculation:
         if num_accepted:
             record.patience = _FEWEST_PASSED
         return (num_drafts, num_accepted) if record.is_predicted else None
+
+    def note_end(self, sequence: Sequence) -> None:
+        """A choice has all its tokens: others of the same prefix scope may be guessed from them."""
+        request, first = sequence.group.request, len(sequence.group.request.prompt_token_ids)
+        if request.speculates:
+            self._drafter.note_end(sequence.token_ids[max(first - _LED_BY, 0) :], request.cache_salt)
 
     def learn(self, num_rows: int, seconds: float) -> None:
         """A step of decodes and drafts took so long."""

@@ -191,7 +191,7 @@ class EngineFields(BaseModel):
     speculation: SpeculationChoice = option(
         "off",
         "Scheduling",
-        "compute guessed tokens beside decodes; suffix: what followed the same words before; CPUs only",
+        "guess tokens by a request's own words (suffix), or earlier outputs too; CPUs",
     )
     max_num_queued_reqs: Annotated[int, Field(ge=0)] = option(
         256, "Scheduling", "choices that may wait beyond the --max-num-seqs that run; more get 429"

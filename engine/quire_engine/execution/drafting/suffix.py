@@ -19,44 +19,63 @@ MOST_MATCH = 32  # tokens of a suffix that are compared: longer ones say no more
 _SURE = 8  # tokens of a suffix behind which no other place is looked for, while its last draft was right
 
 
+class Copied:
+    """Where the last draft of a sequence was found, for how many tokens."""
+
+    __slots__ = ("end", "place")
+
+    def __init__(self) -> None:
+        self.place, self.end = -1, 0
+
+
 class SuffixDrafter:
     """See `drafts.Drafter`."""
 
     def __init__(self, least: int = 2, most: int = MOST_MATCH) -> None:
         """`least` and `most`: tokens of a suffix."""
-        self._least, self._most = max(least, 1), most
-        self._chains: dict[int, _Chains] = {}
-        self._predictions: dict[int, _Chains] = {}
+        self._bounds = max(least, 1), most
+        self._chains: dict[int, tuple[Chains, Copied]] = {}
+        self._predictions: dict[int, tuple[Chains, Copied]] = {}
 
-    def draft(self, sequence_id: int, token_ids: Sequence[int], most: int, prediction: Sequence[int] = ()) -> Draft:
-        chains = self._chains.get(sequence_id)
-        if chains is None or chains.is_of_another(token_ids):
-            chains = self._chains[sequence_id] = _Chains()
+    def draft(
+        self,
+        sequence_id: int,
+        token_ids: Sequence[int],
+        most: int,
+        prediction: Sequence[int] = (),
+        scope: str = "",  # noqa: ARG002 - nothing is noted
+    ) -> Draft:
+        known = self._chains.get(sequence_id)
+        if known is None or known[0].is_of_another(token_ids):
+            known = self._chains[sequence_id] = Chains(), Copied()
+        chains, copied = known
         chains.extend(token_ids)
-        found = chains.find(token_ids, token_ids, (self._least, self._most), most)
+        found = chains.find(token_ids, token_ids, self._bounds, most, copied)
         if prediction:
-            predicted = self._predictions.setdefault(sequence_id, _Chains())
+            predicted, copied = self._predictions.setdefault(sequence_id, (Chains(), Copied()))
             predicted.extend(prediction)
-            other = predicted.find(prediction, token_ids, (self._least, self._most), most)
+            other = predicted.find(prediction, token_ids, self._bounds, most, copied)
             if other.token_ids and other.match >= found.match:
                 return other._replace(is_predicted=True)
         return found
+
+    def note_end(self, token_ids: Sequence[int], scope: str) -> None:
+        """Outputs of other sequences are no source here: see `OutputsDrafter`."""
 
     def forget(self, sequence_id: int) -> None:
         self._chains.pop(sequence_id, None)
         self._predictions.pop(sequence_id, None)
 
 
-class _Chains:
+class Chains:
     """For each pair of neighbours the newest place behind it, and for each place the one before with the same pair."""
 
-    __slots__ = ("_before", "_end", "_found", "_last", "_newest")
+    __slots__ = ("_before", "_last", "_newest")
 
     def __init__(self) -> None:
         self._newest: dict[tuple[int, int], int] = {}
         self._before = array("i", (-1, -1))  # by the number of tokens before a place
         self._last = -1  # the last token that was added
-        self._found, self._end = -1, 0  # the place of the last draft, for so many tokens
 
     def is_of_another(self, token_ids: Sequence[int]) -> bool:
         """Whether what was added is not the beginning of these tokens, as after a beam or a rejected end."""
@@ -72,11 +91,17 @@ class _Chains:
         if len(token_ids) > 1:
             self._last = token_ids[len(before) - 2]
 
-    def find(self, source: Sequence[int], token_ids: Sequence[int], bounds: tuple[int, int], most: int) -> Draft:
-        """The tokens behind the longest suffix of `token_ids` in `source`, which was added, at its newest place."""
+    def find(
+        self, source: Sequence[int], token_ids: Sequence[int], bounds: tuple[int, int], most: int, copied: Copied
+    ) -> Draft:
+        """The tokens behind the longest suffix of `token_ids` in `source`, which was added.
+
+        At the place where the last draft goes on, else at the newest. `copied` is the sequence's own; if it is of
+        another source, its place is found to say nothing.
+        """
         end, (least, longest) = len(token_ids), (bounds[0], min(bounds[1], len(token_ids)))
         best, found = least - 1, -1
-        place = self._found + end - self._end if self._found > 0 else 0
+        place = copied.place + end - copied.end if copied.place > 0 else 0
         if 0 < place < len(source):
             best, found = _better(source, place, token_ids, longest, (best, found))
         if best < min(_SURE, longest) and end > 1:
@@ -88,7 +113,7 @@ class _Chains:
                     break
                 best, found = _better(source, place, token_ids, longest, (best, found))
                 place = self._before[place]
-        self._found, self._end = found, end
+        copied.place, copied.end = found, end
         return NO_DRAFT if found < 0 else Draft(tuple(source[found : found + most]), best)
 
 

@@ -115,7 +115,10 @@ def test_a_script_for_vllm_starts_unchanged():
         ("--enable-lora", "--enable-lora: refused: adapters"),
         ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill: refused: prompts are always"),
         ("--enable-chunked-prefill=False", "--no-enable-chunked-prefill: refused"),
-        ("--speculative-config.method eagle", "--speculation: input should be 'off' or 'suffix' (got 'eagle')"),
+        (
+            "--speculative-config.method eagle",
+            "--speculation: input should be 'off', 'suffix' or 'outputs' (got 'eagle')",
+        ),
         ("--speculative-config.model a/b", "--speculative-config.model: refused: --speculation suffix guesses"),
         ("--speculative-config.draft_depth 2", "a JSON object with the keys method, num_speculative_tokens, "),
         ("--hf-overrides.rope_scaling.factor 2", "--hf-overrides {"),
