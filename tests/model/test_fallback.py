@@ -378,6 +378,16 @@ class TestEngine:
         other = build(config(checkpoint("gemma2")))
         assert generate(other, [asked])["b", 0].token_ids
 
+    @pytest.mark.parametrize("speculation", ["suffix", "outputs"])
+    def test_guesses_for_a_recurrent_model_are_refused(self, speculation: str):
+        """Those for another model of the fallback change nothing."""
+        reason = f"speculation={speculation}: this model keeps a recurrent state, which a wrong guess would change"
+        with pytest.raises(ConfigError, match=reason):
+            build(config(checkpoint("qwen3_5_text"), speculation=speculation))
+        asked = request("a", [*range(5, 30)] * 3)
+        plain = generate(build(config(checkpoint("gemma2"))), [asked])
+        assert generate(build(config(checkpoint("gemma2"), speculation=speculation)), [asked]) == plain
+
     def test_embeddings_are_the_rows_behind_the_final_norm(self):
         built = build(config(checkpoint("gemma2")))
         vectors = [

@@ -147,6 +147,7 @@ def test_preemptions_and_blocks_of_the_recorded_run_are_compared() -> None:
         (lambda entries: entries[0].update(first_step=9), "begins with step 9"),
         (lambda entries: entries[-1].pop("slices"), "there is no 'slices'"),
         (lambda entries: entries[0]["config"]["limits"].update(max_num_seqs=0), "max_num_seqs is 0"),
+        (lambda entries: entries[0]["config"].update(speculates=True), "guessed tokens ahead (speculation)"),
         (lambda entries: entries.append({"kind": "sleep"}), "'sleep' are unknown"),
     ],
 )
