@@ -22,7 +22,7 @@ from support.certificates import Certificates, make_certificates
 pytestmark = pytest.mark.e2e
 
 STREAMS = 64
-TOKENS = 400  # of a stream, twice as many as come during the reloads
+TOKENS = 800  # of a stream, several times as many as come during the reloads
 SHORT = 150  # tokens of a stream over killed engines
 RELOADS = 6
 OPERATOR = {"authorization": "Bearer operator-key"}
