@@ -19,7 +19,7 @@ from quire_engine.scheduling.step_plan import StepPlan
 _WEIGHT = 0.2  # of the newest draft in a moving average
 _KINDS = (3, 5, 9, 17)  # where one kind of match lengths ends and the next begins
 _HOPES = (0.2, 0.4, 0.6, 0.8, 0.9)  # the share of drafts that is accepted, by kind, before anything is known
-_FEWEST_PASSED = 32  # drafts of a sequence that did not pay, until one is tried all the same; then twice as many
+_FEWEST_PASSED = 32  # drafts of a sequence that do not pay, until one is tried all the same; then twice as many
 _MOST_PASSED = 1024
 _LED_BY = 16  # tokens of a prompt by which the first tokens of its answer are found again
 _SEARCHES = 4  # in a step, for sequences whose last draft was no use: each takes some microseconds
@@ -33,7 +33,7 @@ class _Record:
     match: int = 0  # of the drafts in flight
     is_predicted: bool = False  # whether those are the client's own guess
     is_useful: bool = False  # whether some of the last were accepted
-    passed: int = 0  # drafts in a row that did not pay
+    passed: int = 0  # drafts that did not pay, since the last one that was tried all the same
     patience: int = _FEWEST_PASSED
 
 
