@@ -98,6 +98,12 @@ class Batch:
         """Guessed tokens of all items, which `num_tokens` counts too."""
         return sum([item.num_drafts for item in self.items])
 
+    @property
+    def num_prefills(self) -> int:
+        """Tokens of prompts, and of outputs that are computed once more: those that are neither decodes nor drafts."""
+        rest = self.num_tokens - self.num_decodes
+        return rest - self.num_drafts if rest else 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledToken:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+MOST_DRAFTS = 5  # of one sequence in a step, if nothing else is said
+
 
 class Draft(NamedTuple):
     """Guessed tokens, and how many tokens of context speak for them."""

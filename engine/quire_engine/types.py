@@ -17,6 +17,10 @@ WAIT_REASONS: tuple[WaitReason, ...] = ("kv", "slots", "budget", "prefix")
 # no memory to compute the group.
 PreemptionCause = Literal["blocks", "elder", "class", "share", "device"]
 PREEMPTION_CAUSES: tuple[PreemptionCause, ...] = get_args(PreemptionCause)
+# Why a slice of a step has no drafts: too many rows in the step; not a decode, or of a request that takes none; others
+# were looked at in this step; nothing was found; it would not pay; or there was no free block.
+NoDraftCause = Literal["batch", "request", "turn", "nothing", "cost", "blocks"]
+NO_DRAFT_CAUSES: tuple[NoDraftCause, ...] = get_args(NoDraftCause)
 # The beginnings of errors that a request's own rules cause, such as a grammar that allows no token.
 NO_CANDIDATE = "no token is left to choose from"
 OF_THE_REQUEST = (NO_CANDIDATE, "the grammar ")
@@ -250,6 +254,8 @@ class EngineStats:
     total_drafts: int = 0  # decodes with drafts
     total_draft_tokens: int = 0
     total_accepted_tokens: int = 0  # of the drafts
+    total_accepted_by_position: tuple[int, ...] = ()  # of those: the first drafts of their decodes, the second, ...
+    total_undrafted: dict[NoDraftCause, int] = field(default_factory=dict)  # slices of steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

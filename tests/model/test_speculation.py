@@ -128,6 +128,9 @@ def test_drafts_change_nothing(kind: str, blocks: int, without: Results) -> None
     speculation = built.scheduler._speculation
     assert speculation is not None
     assert speculation.total_draft_tokens > 0
+    assert sum(speculation.accepted_by_position) == speculation.total_accepted
+    assert speculation.accepted_by_position == sorted(speculation.accepted_by_position, reverse=True)
+    assert sum(speculation.undrafted.values()) > 0
     assert (speculation.total_accepted > 0) == (kind in {"suffix", "right"}) or kind == "random"
     assert built.scheduler.stats().blocks_used == 0
 
@@ -146,6 +149,18 @@ def test_earlier_outputs_change_nothing_and_are_found_again(blocks: int, without
     assert accepted[1] > 2 * accepted[0]
     assert accepted[1] > 2 * accepted[2]
     assert built.scheduler.stats().blocks_used == 0
+
+
+def test_the_log_counts_no_draft_as_a_token_of_a_prompt(without: Results) -> None:
+    """Tokens that a rule forces are computed as a prompt's are, unless they were guessed."""
+    counted = []
+    for drafter in (None, Script("right", known(without))):
+        built = engine(drafter)
+        generate(built, requests(8))
+        answer = built.scheduler.answer("steps", {"limit": 4096})
+        assert isinstance(answer, dict)
+        counted.append(sum(step.prefill_tokens for step in answer["steps"]))
+    assert counted[0] >= counted[1] >= sum(len(wanted.prompt_token_ids) for wanted in requests(8))
 
 
 @pytest.mark.parametrize("number", range(len(RULES)))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from quire_engine.batch import Batch, ScheduledSequence, StepResult
-from quire_engine.drafts import Drafter
+from quire_engine.drafts import MOST_DRAFTS, Drafter
 from quire_engine.errors import InfeasibleRequest
 from quire_engine.invariants import require
 from quire_engine.limits import SchedulerConfig
@@ -51,7 +51,7 @@ class Scheduler:
         policies: Policies | None = None,
         host_keys: Collection[bytes] = (),
         drafter: Drafter | None = None,
-        most_drafts: int = 5,
+        most_drafts: int = MOST_DRAFTS,
     ) -> None:
         """`host_keys`: the content hashes of the first host blocks, kept on disk by an earlier run. With a `drafter`
         decodes may get drafts, `most_drafts` in a step each; results are then to be applied before the next plan.
@@ -261,8 +261,7 @@ class Scheduler:
             elif sequence.group.max_new_tokens == 0 and end == item.num_prompt_tokens:
                 outputs += self._finish_prompt_only(sequence.group, now)
         self._decode_tokens = batch.num_decodes
-        num_drafts = 0 if self._speculation is None else batch.num_drafts
-        self._prefill_tokens = batch.num_tokens - batch.num_decodes - num_drafts
+        self._prefill_tokens = batch.num_prefills
         # A step that was planned ahead begins when the step before it ends.
         began = max(self._scheduled_at.pop(batch.step_id, now), self._applied_at)
         self._applied_at = now

@@ -15,6 +15,7 @@ from quire_engine.drafts import Drafter
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.sequence import Sequence
 from quire_engine.scheduling.step_plan import StepPlan
+from quire_engine.types import NO_DRAFT_CAUSES, NoDraftCause
 
 _WEIGHT = 0.2  # of the newest draft in a moving average
 _KINDS = (3, 5, 9, 17)  # where one kind of match lengths ends and the next begins
@@ -43,6 +44,8 @@ class Speculation:
     def __init__(self, drafter: Drafter, kv: KVAllocator, *, most: int) -> None:
         """`most`: drafts of one sequence in a step."""
         self.total_drafts = self.total_draft_tokens = self.total_accepted = 0
+        self.accepted_by_position = [0] * most
+        self.undrafted: dict[NoDraftCause, int] = dict.fromkeys(NO_DRAFT_CAUSES, 0)  # slices
         self._drafter, self._kv, self._most = drafter, kv, most
         self._costs = RowCosts()
         self._records: dict[int, _Record] = {}
@@ -52,10 +55,12 @@ class Speculation:
         """Give drafts to the plan's decodes, where it has few rows."""
         rows, budget = sum(plan.slices.values()), plan.budget
         if not rows or not self._costs.may_pay(rows):
+            self.undrafted["batch"] += len(plan.slices)
             return
         for sequence in self._in_turns(plan):
             most = min(self._most, budget, self._room(sequence))
             if most <= 0:
+                self.undrafted["request" if budget else "batch"] += 1
                 continue
             record = self._records.setdefault(sequence.sequence_id, _Record())
             request = sequence.group.request
@@ -63,14 +68,17 @@ class Speculation:
             draft = self._drafter.draft(sequence.sequence_id, tokens, most, request.prediction, request.cache_salt)
             record.is_useful = False  # until these are
             if not draft.token_ids:
+                self.undrafted["nothing"] += 1
                 continue
             count = self._costs.best(rows, len(draft.token_ids), record.shares[_kind(draft.match)])
             count = count or self._trial(record, rows)
             if count == 0:
+                self.undrafted["cost"] += 1
                 continue
             start = sequence.kv.num_computed
             count = self._kv.lend(sequence, start + 1 + count) - start - 1
             if count <= 0:
+                self.undrafted["blocks"] += 1
                 continue
             plan.add_drafts(sequence, draft.token_ids[:count])
             record.match, record.is_predicted = draft.match, draft.is_predicted
@@ -81,6 +89,8 @@ class Speculation:
         self.total_drafts += 1
         self.total_draft_tokens += num_drafts
         self.total_accepted += num_accepted
+        for position in range(num_accepted):
+            self.accepted_by_position[position] += 1
         record = self._records.get(sequence.sequence_id)
         if record is None:
             return None
@@ -119,6 +129,7 @@ class Speculation:
         if len(others) > _SEARCHES:
             first = self._turn % len(others)
             self._turn += _SEARCHES
+            self.undrafted["turn"] += len(others) - _SEARCHES
             others = (others + others)[first : first + _SEARCHES]
         return useful + others
 

@@ -46,6 +46,7 @@ def _lists_of(value: object) -> list[list[object]]:
 
 
 FEW_PARTS = BeforeValidator(_check_parts)
+Speculates = Annotated[bool | None, Field(description="false: no guessed tokens are computed; no answer changes")]
 
 
 FinishedBecause = Literal["stop", "length", "tool_calls", "abort"]
@@ -376,7 +377,7 @@ class DecodingFields(SamplingFields):
     logit_bias: LogitBias = None
     min_tokens: TokenCount | None = None
     ignore_eos: bool | None = None
-    speculation: bool | None = Field(None, description="false: no guessed tokens are computed; no answer changes")
+    speculation: Speculates = None
     stop: StopStrings = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_BIASED_TOKENS)] | None = None
 

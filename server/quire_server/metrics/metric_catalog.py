@@ -11,7 +11,8 @@ from importlib.metadata import version
 from typing import Literal
 
 from quire_engine.config import EnginePlan
-from quire_engine.types import PREEMPTION_CAUSES, WAIT_REASONS, EngineStats
+from quire_engine.drafts import MOST_DRAFTS
+from quire_engine.types import NO_DRAFT_CAUSES, PREEMPTION_CAUSES, WAIT_REASONS, EngineStats
 from quire_server.metrics.metric_values import Counter, Values
 from quire_server.metrics.prefill_cost import PrefillCost
 from quire_server.metrics.samples import Window
@@ -330,6 +331,21 @@ class EngineMetrics:
             "Guessed tokens that were right.",
             alias="vllm:spec_decode_num_accepted_tokens",
         )
+        self.accepted_by_position = values.counter(
+            "quire_spec_decode_accepted_tokens_by_position",
+            "Of those, the ones at this place among the guesses of their decode, from 0.",
+            ("position",),
+            children=[(str(position),) for position in range(MOST_DRAFTS)],
+            alias="vllm:spec_decode_num_accepted_tokens_per_pos",
+        )
+        self.undrafted = values.counter(
+            "quire_spec_decode_undrafted",
+            "Slices of steps without guesses: too many rows in the step (batch), not a decode or of a request that"
+            " takes none (request), others were looked at (turn), nothing found (nothing), not worth its rows (cost),"
+            " no free block (blocks).",
+            ("cause",),
+            children=[(cause,) for cause in NO_DRAFT_CAUSES],
+        )
         self.saved_tokens = values.counter(
             "quire_prefill_tokens_saved",
             "Tokens that were found, not computed, whenever a request entered the batch; after a preemption too.",
@@ -357,6 +373,8 @@ class EngineMetrics:
             _Total(self.drafts),
             _Total(self.draft_tokens),
             _Total(self.accepted_tokens),
+            *(_Total(self.accepted_by_position, str(position)) for position in range(MOST_DRAFTS)),
+            *(_Total(self.undrafted, cause) for cause in NO_DRAFT_CAUSES),
         )
         self._saved = _Total(self.saved_tokens)
 
@@ -392,6 +410,8 @@ class EngineMetrics:
                 stats.total_drafts,
                 stats.total_draft_tokens,
                 stats.total_accepted_tokens,
+                *(stats.total_accepted_by_position or (0,) * MOST_DRAFTS),
+                *(stats.total_undrafted.get(cause, 0) for cause in NO_DRAFT_CAUSES),
             ),
             strict=True,
         ):

@@ -180,7 +180,7 @@ class Inspection:
     def _record(self, log: StepLog, step: Step) -> StepRecord:
         return StepRecord(
             slices=tuple(_slices(log, step)),
-            prefill_tokens=step.num_tokens - step.num_decodes,
+            prefill_tokens=step.num_prefills,
             decode_tokens=step.num_decodes,
             **_kept(StepRecord, step),
         )
@@ -292,6 +292,8 @@ def engine_stats(
         total_drafts=speculation.total_drafts if speculation else 0,
         total_draft_tokens=speculation.total_draft_tokens if speculation else 0,
         total_accepted_tokens=speculation.total_accepted if speculation else 0,
+        total_accepted_by_position=tuple(speculation.accepted_by_position) if speculation else (),
+        total_undrafted=dict(speculation.undrafted) if speculation else {},
     )
 
 

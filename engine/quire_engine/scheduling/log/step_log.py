@@ -352,7 +352,7 @@ class Step:
 
     __slots__ = (
         *("step_id", "ordinal", "planned_at", "applied_at", "applied_ordinal", "seconds"),
-        *("ids", "starts", "sizes", "num_tokens", "num_decodes", "copies", "swaps", "decisions"),
+        *("ids", "starts", "sizes", "num_tokens", "num_decodes", "num_prefills", "copies", "swaps", "decisions"),
         *("running", "waiting", "blocks_used", "ends", "forced", "starved", "failed", "beams", "prompts_done"),
     )
 
@@ -368,6 +368,7 @@ class Step:
         self.starts = array("q", [item.start for item in items])
         self.num_tokens = batch.num_tokens if batch is not None else 0
         self.num_decodes = batch.num_decodes if batch is not None else 0
+        self.num_prefills = batch.num_prefills if batch is not None else 0
         # None: one token each, as in most steps.
         self.sizes = array("q", [item.num_tokens for item in items]) if self.num_tokens != len(items) else None
         self.copies = batch.copies if batch is not None else ()

@@ -132,12 +132,10 @@ def _beside_prompts(life: RequestLife, steps: Values[Step]) -> dict[str, float |
     if life.first_token_step is None:
         return {"steps": 0, "prompt_tokens": 0, "seconds": 0.0}
     last = life.last_step if life.last_step is not None else steps[-1].step_id
-    with_prompts = [
-        step for step in steps if life.first_token_step < step.step_id <= last and step.num_tokens > step.num_decodes
-    ]
+    with_prompts = [step for step in steps if life.first_token_step < step.step_id <= last and step.num_prefills]
     return {
         "steps": len(with_prompts),
-        "prompt_tokens": sum(step.num_tokens - step.num_decodes for step in with_prompts),
+        "prompt_tokens": sum(step.num_prefills for step in with_prompts),
         "seconds": sum(step.seconds for step in with_prompts),
     }
 

@@ -17,7 +17,16 @@ from quire_server.answering.options import (
     SamplingOptions,
     StopOptions,
 )
-from quire_server.dialects.common import Int64, Penalty, Probability, ReplyModel, StopStrings, WireModel, review_extras
+from quire_server.dialects.common import (
+    Int64,
+    Penalty,
+    Probability,
+    ReplyModel,
+    Speculates,
+    StopStrings,
+    WireModel,
+    review_extras,
+)
 from quire_server.errors import Unsupported
 
 MAX_FILES = 256
@@ -68,6 +77,7 @@ class InfillRequest(WireModel):
     stop: StopStrings = None
     ignore_eos: bool | None = None
     return_tokens: bool | None = None
+    speculation: Speculates = None
 
     def options(self) -> GenerationOptions:
         """The neutral options. Raises BadRequest for unsupported values."""
@@ -107,6 +117,7 @@ class InfillRequest(WireModel):
                 ignore_eos=bool(self.ignore_eos),
             ),
             reply=ReplyOptions(stream=bool(self.stream), token_ids=bool(self.return_tokens)),
+            speculates=self.speculation is not False,
             ignored=tuple(review_extras(extras)),
         )
 

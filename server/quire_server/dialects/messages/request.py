@@ -30,6 +30,7 @@ from quire_server.dialects.common import (
     Int64,
     ModelName,
     SamplingFields,
+    Speculates,
     StopStrings,
     Timeout,
     TokenCount,
@@ -507,6 +508,7 @@ class MessageRequest(SamplingFields, CountTokensRequest):
 
     timeout: Timeout | None = Field(None, description="seconds; unfinished by then, it ends with 504")
     priority: Int64 | None = Field(None, description="lower is earlier, under the priority policy")
+    speculation: Speculates = None
 
     def options(self) -> GenerationOptions:
         return replace(
@@ -516,4 +518,5 @@ class MessageRequest(SamplingFields, CountTokensRequest):
             reply=ReplyOptions(stream=bool(self.stream)),
             priority=self.priority or 0,
             timeout=self.timeout,
+            speculates=self.speculation is not False,
         )

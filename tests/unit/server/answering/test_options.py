@@ -12,7 +12,11 @@ from quire_server.answering.options import (
     StopOptions,
 )
 from quire_server.dialects.chat.wire import ChatCompletionRequest
+from quire_server.dialects.common import WireModel
 from quire_server.dialects.completions.wire import CompletionRequest
+from quire_server.dialects.infill.wire import InfillRequest
+from quire_server.dialects.messages.request import MessageRequest
+from quire_server.dialects.responses.request import ResponseRequest
 
 Dialect = type[CompletionRequest] | type[ChatCompletionRequest]
 
@@ -79,6 +83,25 @@ def test_every_field_is_in_the_options(dialect: Dialect) -> None:
 def test_null_is_the_default(dialect: Dialect) -> None:
     nulls = dict.fromkeys(set(dialect.model_fields) - set(LEAST[dialect]))
     assert options(dialect, **nulls) == options(dialect)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "least"),
+    [
+        *LEAST.items(),
+        (MessageRequest, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}),
+        (InfillRequest, {"input_prefix": "a", "input_suffix": "b"}),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_a_request_may_do_without_guesses(dialect: type[WireModel], least: dict[str, object]) -> None:
+    for asked, expected in ((None, True), (True, True), (False, False)):
+        wanted = dialect.model_validate(least | {"speculation": asked}, strict=True)
+        assert wanted.options().speculates is expected  # type: ignore[attr-defined]
+        of_response = ResponseRequest.model_validate(
+            {"input": "a", "instructions": "a", "speculation": asked}, strict=True
+        )
+        assert of_response.options([]).speculates is expected
 
 
 def test_a_dialects_defaults_are_in_its_options() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire_engine.types import PREEMPTION_CAUSES, EngineStats
+from quire_engine.types import NO_DRAFT_CAUSES, PREEMPTION_CAUSES, EngineStats
 from quire_server.metrics.metrics import Metrics
 from support.exposition import PLAN, Scrape, busy
 
@@ -117,6 +117,22 @@ def test_swaps_by_mode_and_direction_and_where_the_host_keeps_blocks():
     assert {cause: count for cause, count in counted.items() if count} == {"blocks": 6, "elder": 4, "class": 2}
     assert [scrape("quire_swapped_bytes_total", direction=way) for way in ("out", "in")] == [14 * 1024, 10 * 1024]
     assert [scrape("quire_host_kv_blocks", state=state) for state in ("used", "cached", "free")] == [2, 3, 4]
+
+
+def test_guesses_by_place_and_slices_without_them_by_cause():
+    metrics = Metrics("tiny")
+    told = {
+        "total_accepted_by_position": (5, 3, 1, 0, 0),
+        "total_undrafted": dict.fromkeys(NO_DRAFT_CAUSES, 0) | {"batch": 9, "nothing": 4},
+    }
+    metrics.observe_step(busy(**told))
+    metrics.engine_restarted()
+    metrics.observe_step(busy(**told))
+    scrape = Scrape(metrics)
+    for name in ("quire_spec_decode_accepted_tokens_by_position", "vllm:spec_decode_num_accepted_tokens_per_pos"):
+        assert [scrape(f"{name}_total", position=str(position)) for position in range(5)] == [10, 6, 2, 0, 0]
+    counted = {cause: scrape("quire_spec_decode_undrafted_total", cause=cause) for cause in NO_DRAFT_CAUSES}
+    assert {cause: count for cause, count in counted.items() if count} == {"batch": 18, "nothing": 8}
 
 
 def test_plan_becomes_labels():
