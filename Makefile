@@ -7,7 +7,7 @@ ARGS ?=
 JOBS ?= 2
 CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 
-.PHONY: help serve test kernel-test schema-test test-e2e client-test image-test gpu-test gpu-bench kernel-sim schedule-test \
+.PHONY: help serve test kernel-test schema-test draft-test test-e2e client-test image-test gpu-test gpu-bench kernel-sim schedule-test \
   emulated-test model-sweep hostile soak api-fuzz audit lock sbom check format bench headline clean
 
 HELP := \
@@ -22,6 +22,7 @@ HELP := \
   "model-sweep    every architecture of transformers, tiny and random, through the fallback; a quarter of an hour" \
   "client-test    SDKs, frameworks and coding agents that people use; installs them" \
   "schema-test    500 outputs under real JSON schemas" \
+  "draft-test     5,000 answers with guessed tokens and without" \
   "schedule-test  the scheduler under random calls, at length; half an hour" \
   "emulated-test  the kernels for instruction sets that this CPU lacks" \
   "kernel-sim     the GPU's kernels without a GPU; half an hour" \
@@ -45,7 +46,7 @@ serve: $(VENV)/.serve
 
 # What every change needs: under eight minutes on two cores. CI also runs kernel-test.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not kernels and not e2e and not gpu and not sim and not image and not schemas" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not kernels and not e2e and not gpu and not sim and not image and not schemas and not drafts" $(ARGS)
 
 # The kernels on every instruction set that this machine has, by sanitizers and by Triton's interpreter.
 kernel-test: $(VENV)/.dev
@@ -128,6 +129,10 @@ image-test: $(VENV)/.dev
 # More than 500 outputs of the embedded model under real JSON schemas, held against a validator: half a minute.
 schema-test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m schemas tests/model/test_structured_outputs.py -s $(ARGS)
+
+# More than 5,000 answers of the embedded model with guessed tokens, held against those without; a minute.
+draft-test: $(VENV)/.dev
+	$(BIN)/python -m pytest -n $(JOBS) -m drafts tests/model/test_speculation_matrix.py $(ARGS)
 
 # On a machine with a GPU, without installing anything: GPU_PYTHON needs torch, triton, transformers and pytest.
 # Under nine minutes each.

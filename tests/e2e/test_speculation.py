@@ -91,13 +91,18 @@ async def answers(server: Served, **more: object) -> list[tuple[int, Any]]:
         return await asyncio.gather(*(ask(path, body) for path, body in bodies()))
 
 
-def test_every_field_has_the_answers_that_it_has_without_guesses() -> None:
-    config = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5}'
-    with Served() as off, Served("--speculative-config", config) as on:
+VLLM_CONFIG = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5}'
+
+
+@pytest.mark.parametrize("asked", [("--speculative-config", VLLM_CONFIG), ("--speculation", "outputs")], ids=str)
+def test_every_field_has_the_answers_that_it_has_without_guesses(asked: tuple[str, str]) -> None:
+    """With earlier outputs, the second round guesses from the first."""
+    with Served() as off, Served(*asked) as on:
         expected = asyncio.run(answers(off))
         for (path, body), (status, choices) in zip(bodies(), expected, strict=True):
             assert status == 200, (path, body, choices)
-        assert asyncio.run(answers(on)) == expected
+        for _ in range(1 + (asked[1] == "outputs")):
+            assert asyncio.run(answers(on)) == expected
         assert on.metric("quire_spec_decode_draft_tokens_total") > 100
         assert on.metric("quire_spec_decode_accepted_tokens_total") > 50
         guessed = on.metric("quire_spec_decode_draft_tokens_total")
@@ -106,6 +111,23 @@ def test_every_field_has_the_answers_that_it_has_without_guesses() -> None:
         assert off.metric("quire_spec_decode_draft_tokens_total") == 0
         for server in (on, off):
             server.wait_idle()
+
+
+def test_outputs_of_one_key_are_no_source_for_another() -> None:
+    """Drawn text, which does not repeat itself: only an answer that was noted tells its tokens."""
+    body = {"prompt": "One of many, and ", "max_tokens": 120, "temperature": 2.0, "seed": 5, "ignore_eos": True}
+    accepted, texts = [], []
+    with Served("--speculation", "outputs", "--api-key", "first=key-of-first", "second=key-of-second") as server:
+        for key, more in (("first", {}), ("first", {}), ("second", {}), ("first", {"cache_salt": "a"})):
+            before = server.metric("quire_spec_decode_accepted_tokens_total")
+            auth = {"Authorization": f"Bearer key-of-{key}"}
+            reply = httpx.post(f"{server.url}/v1/completions", json=body | more, headers=auth, timeout=60)
+            assert reply.status_code == 200, reply.text
+            texts.append(reply.json()["choices"][0]["text"])
+            server.wait_idle()
+            accepted.append(server.metric("quire_spec_decode_accepted_tokens_total") - before)
+    assert len(set(texts)) == 1
+    assert accepted[1] > 2 * max(accepted[0], accepted[2], accepted[3]) + 20, accepted
 
 
 def test_a_prediction_is_a_source_of_guesses_and_counted() -> None:
