@@ -111,12 +111,12 @@ class Texts:
     def quotes(self) -> Iterator[Task]:
         """Two sentences of another text, then one of the prompt's, and so on."""
         for text in self._prose:
-            said, own = _sentences(text), _sentences(self._dice.choice(self._prose))
-            if len(said) < 12 or len(own) < 12 or said == own:
+            said, own = _sentences(text)[:20], _sentences(self._dice.choice(self._prose))
+            if len(said) < 12 or len(own) < 12 or said[0] == own[0]:
                 continue
             quoted = self._dice.sample(said, 6)
             parts = [f'{own[2 * i]} {own[2 * i + 1]} "{quote}"' for i, quote in enumerate(quoted)]
-            yield Task(f"Sum this up with quotes:\n\n{text}\n\n", " ".join(parts))
+            yield Task(f"Sum this up with quotes:\n\n{' '.join(said)}\n\n", " ".join(parts))
 
     def chats(self) -> Iterator[Task]:
         """Prose that the prompt does not have."""

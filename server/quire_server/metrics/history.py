@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import msgspec
 
-from quire_engine.types import EngineStats
+from quire_engine.types import NO_DRAFT_CAUSES, EngineStats, NoDraftCause
 from quire_server.metrics.alert_rules import Alert, AlertRules
 from quire_server.metrics.metric_catalog import TOKEN_SECONDS, TTFT_SECONDS, EngineMetrics, RequestMetrics
 from quire_server.metrics.metric_values import Counter, Histogram
@@ -151,6 +152,9 @@ class History:
             padded=engine.padded.get(),
             static_useful=requests.static_slots.get("useful"),
             static_padding=requests.static_slots.get("padding"),
+            guessed=engine.draft_tokens.get(),
+            guessed_right=engine.accepted_tokens.get(),
+            undrafted=tuple([engine.undrafted.get(cause) for cause in NO_DRAFT_CAUSES]),
         )
 
     def _frame(self, t: float, steps: list[EngineStats]) -> Frame:
@@ -187,12 +191,23 @@ class History:
             residual=round(little.residual, 4),
             efficiency=round(minute.efficiency, 4),
             static_efficiency=round(minute.static_efficiency, 4) if minute.gain("static_useful") else None,
+            guessed=int(second.gain("guessed")),
+            guessed_right=int(second.gain("guessed_right")),
+            undrafted=_most(second),
             tenants=tenant_shares(stats),
         )
 
     def _second(self) -> Window:
         """The window between the last two samples."""
         return Window(first=self._samples[-2], last=self._samples[-1])
+
+
+def _most(second: Window) -> NoDraftCause | None:
+    """The cause for which most slices had no guesses."""
+    gains = [
+        last - first for first, last in zip(second.first.undrafted or repeat(0.0), second.last.undrafted, strict=False)
+    ]
+    return NO_DRAFT_CAUSES[gains.index(max(gains))] if any(gains) else None
 
 
 def _quantiles(window: Window, name: str, bounds: tuple[float, ...]) -> tuple[float, float, float] | None:
@@ -267,6 +282,9 @@ class Frame:
     residual: float
     efficiency: float
     static_efficiency: float | None  # None: no batch has ended within the last minute
+    guessed: int  # tokens
+    guessed_right: int
+    undrafted: NoDraftCause | None  # why most slices had no guesses; None: all had, or speculation is off
     tenants: tuple[TenantShare, ...]
 
 

@@ -38,6 +38,9 @@ class Sample:
     padded: float = 0
     static_useful: float = 0
     static_padding: float = 0
+    guessed: float = 0  # tokens, computed behind decodes
+    guessed_right: float = 0
+    undrafted: tuple[float, ...] = ()  # slices of steps without guesses, by cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

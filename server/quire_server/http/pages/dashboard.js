@@ -87,6 +87,11 @@ const steps = new BarChart("steps", {
   ],
 });
 
+// Why a second had no guesses, where the server makes them.
+const WHY_NONE = {
+  batch: "full steps", request: "not asked", turn: "in turns", nothing: "not found", cost: "too dear", blocks: "no block",
+};
+// Name, text of a frame, and whether the tile is hidden until it has one.
 const TILES = [
   ["Running", (f) => number(f.running)],
   ["Waiting", (f) => number(Object.values(f.waiting).reduce((sum, count) => sum + count, 0))],
@@ -97,10 +102,12 @@ const TILES = [
   ["ITL p95", (f) => (f.itl ? seconds(f.itl[1]) : "–")],
   ["Engine busy", (f) => percent(f.busy)],
   ["Little’s residual", (f) => (f.seconds ? percent(f.residual) : "–")],
+  ["Tokens a decode", (f) => (f.guessed && f.decode ? ((f.decode + f.guessed_right) / f.decode).toFixed(2) : null), "hidden"],
+  ["Guesses right", (f) => (f.guessed ? percent(f.guessed_right / f.guessed) : WHY_NONE[f.undrafted] ?? null), "hidden"],
 ];
-const values = TILES.map(([name]) => {
+const values = TILES.map(([name, , hidden]) => {
   const value = element("dd", { textContent: "–" });
-  tiles.append(element("div", {}, element("dt", { textContent: name }), value));
+  tiles.append(element("div", { hidden: hidden !== undefined }, element("dt", { textContent: name }), value));
   return value;
 });
 
@@ -130,7 +137,11 @@ function draw() {
   steps.show(bars);
   const frame = frames.at(-1);
   if (frame) {
-    TILES.forEach(([, tell], index) => { values[index].textContent = tell(frame); });
+    TILES.forEach(([, tell], index) => {
+      const text = tell(frame), tile = values[index].parentElement;
+      tile.hidden &&= text === null;
+      values[index].textContent = text ?? "–";
+    });
     showTenants(frame.tenants);
   }
   if (latest) {

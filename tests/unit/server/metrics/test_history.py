@@ -53,6 +53,17 @@ def second(metrics: Metrics, clock: Clock) -> dict:
     return json.loads(metrics.tick())
 
 
+def test_guesses_of_a_second_and_why_there_were_none(metrics: Metrics, clock: Clock) -> None:
+    frame = second(metrics, clock)["frame"]
+    assert (frame["guessed"], frame["guessed_right"], frame["undrafted"]) == (0, 0, None)
+    metrics.observe_step(busy(total_draft_tokens=9, total_accepted_tokens=6, total_undrafted={"cost": 2, "turn": 1}))
+    frame = second(metrics, clock)["frame"]
+    assert (frame["guessed"], frame["guessed_right"], frame["undrafted"]) == (9, 6, "cost")
+    metrics.observe_step(busy(total_draft_tokens=9, total_accepted_tokens=6, total_undrafted={"cost": 2, "turn": 5}))
+    frame = second(metrics, clock)["frame"]
+    assert (frame["guessed"], frame["guessed_right"], frame["undrafted"]) == (0, 0, "turn")
+
+
 def test_what_static_batching_would_reserve(metrics: Metrics, clock: Clock) -> None:
     """The reference's own example: four sequences of these lengths fill 46.875 % of their batch."""
     run(metrics, clock, [32, 128, 64, 256])
