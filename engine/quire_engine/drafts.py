@@ -19,17 +19,21 @@ class Draft(NamedTuple):
 NO_DRAFT = Draft()
 
 
+class Wish(NamedTuple):
+    """One sequence whose next tokens are to be guessed."""
+
+    sequence_id: int
+    token_ids: Sequence[int]  # all that are known; those of one sequence usually grow at their end alone
+    most: int  # tokens to guess
+    prediction: Sequence[int] = ()  # the client's own guess of the whole output, the same in every call for a sequence
+    scope: str = ""  # only what was noted in the same one may be guessed from
+
+
 class Drafter(Protocol):
     """Guesses next tokens. A wrong guess costs a row and changes nothing; the same calls give the same guesses."""
 
-    def draft(
-        self, sequence_id: int, token_ids: Sequence[int], most: int, prediction: Sequence[int] = (), scope: str = ""
-    ) -> Draft:
-        """At most `most` tokens that may follow. `token_ids` of one sequence usually grow at their end alone.
-
-        `prediction`: the client's own guess of the whole output, the same in every call for a sequence. `scope`: only
-        what was noted in the same one may be guessed from.
-        """
+    def draft(self, wishes: Sequence[Wish]) -> list[Draft]:
+        """The tokens that may follow, at most `most` of each wish, in the order of the wishes."""
         ...
 
     def note_end(self, token_ids: Sequence[int], scope: str) -> None:

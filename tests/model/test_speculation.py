@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 from quire_engine.build import BuiltEngine, build, resolve
 from quire_engine.config import EngineConfig
 from quire_engine.demo import demo_model_path
-from quire_engine.drafts import Draft, Drafter
+from quire_engine.drafts import Draft, Drafter, Wish
 from quire_engine.execution.drafting.outputs import OutputsDrafter
 from quire_engine.execution.drafting.suffix import SuffixDrafter
 from quire_engine.limits import SchedulerLimits
@@ -48,10 +48,10 @@ class Script:
     def __init__(self, kind: str, known: dict[tuple[int, ...], tuple[int, ...]]) -> None:
         self._kind, self._known, self._dice = kind, known, random.Random(1)
 
-    def draft(
-        self, sequence_id: int, token_ids: Sequence[int], most: int, prediction: Sequence[int] = (), scope: str = ""
-    ) -> Draft:
-        del prediction, sequence_id, scope
+    def draft(self, wishes: Sequence[Wish]) -> list[Draft]:
+        return [self._guess(wish.token_ids, wish.most) for wish in wishes]
+
+    def _guess(self, token_ids: Sequence[int], most: int) -> Draft:
         if self._kind == "random":
             return Draft(tuple(self._dice.randrange(380) for _ in range(most)), 32)
         if self._kind == "outside":

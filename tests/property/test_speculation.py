@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from property.test_scheduler_ahead import Ahead
 from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
-from quire_engine.drafts import Draft
+from quire_engine.drafts import Draft, Wish
 from quire_engine.engine import Engine
 from quire_engine.limits import SchedulerConfig
 from quire_engine.scheduling.scheduler import Scheduler
@@ -55,15 +55,15 @@ class Guesses:
         self._dice = dice
         self.choices: dict[int, int] = {}
 
-    def draft(
-        self, sequence_id: int, token_ids: Sequence[int], most: int, prediction: Sequence[int] = (), scope: str = ""
-    ) -> Draft:
-        del prediction, scope
+    def draft(self, wishes: Sequence[Wish]) -> list[Draft]:
+        return [self._guess(wish) for wish in wishes]
+
+    def _guess(self, wish: Wish) -> Draft:
         chain, found = 0, []
-        for token in token_ids:
+        for token in wish.token_ids:
             chain = extend(chain, token)
-        for _ in range(self._dice.randint(0, most)):
-            token = sample(chain, self.choices.get(sequence_id, 0))
+        for _ in range(self._dice.randint(0, wish.most)):
+            token = sample(chain, self.choices.get(wish.sequence_id, 0))
             if self._dice.random() < 0.3:
                 token = self._dice.randrange(VOCAB_SIZE)
             found.append(token)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from quire_engine.drafts import Drafter
+from quire_engine.drafts import Drafter, Wish
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.sequence import Sequence
 from quire_engine.scheduling.step_plan import StepPlan
@@ -57,20 +57,18 @@ class Speculation:
         if not rows or not self._costs.may_pay(rows):
             self.undrafted["batch"] += len(plan.slices)
             return
-        for sequence in self._in_turns(plan):
-            most = min(self._most, budget, self._room(sequence))
-            if most <= 0:
-                self.undrafted["request" if budget else "batch"] += 1
-                continue
-            record = self._records.setdefault(sequence.sequence_id, _Record())
-            request = sequence.group.request
-            tokens = sequence.token_ids
-            draft = self._drafter.draft(sequence.sequence_id, tokens, most, request.prediction, request.cache_salt)
+        wishes = self._wishes(plan)
+        for (sequence, record, _), draft in zip(
+            wishes, self._drafter.draft([wish for _, _, wish in wishes]), strict=True
+        ):
+            if budget <= 0:
+                break
             record.is_useful = False  # until these are
             if not draft.token_ids:
                 self.undrafted["nothing"] += 1
                 continue
-            count = self._costs.best(rows, len(draft.token_ids), record.shares[_kind(draft.match)])
+            most = min(len(draft.token_ids), budget)
+            count = self._costs.best(rows, most, record.shares[_kind(draft.match)])
             count = count or self._trial(record, rows)
             if count == 0:
                 self.undrafted["cost"] += 1
@@ -118,6 +116,18 @@ class Speculation:
         for sequence_id in sequence_ids:
             if self._records.pop(sequence_id, None) is not None:
                 self._drafter.forget(sequence_id)
+
+    def _wishes(self, plan: StepPlan) -> list[tuple[Sequence, _Record, Wish]]:
+        """The sequences to guess for, with as many tokens of each as the step has room for if it is the only one."""
+        wishes = []
+        for sequence in self._in_turns(plan):
+            most = min(self._most, plan.budget, self._room(sequence))
+            if most > 0:
+                record = self._records.setdefault(sequence.sequence_id, _Record())
+                request, tokens = sequence.group.request, sequence.token_ids
+                wish = Wish(sequence.sequence_id, tokens, most, request.prediction, request.cache_salt)
+                wishes.append((sequence, record, wish))
+        return wishes
 
     def _in_turns(self, plan: StepPlan) -> list[Sequence]:
         """The sequences to search drafts for: those whose last drafts were of use, and a few of the others."""

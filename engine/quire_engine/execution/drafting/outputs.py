@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import takewhile
 
-from quire_engine.drafts import NO_DRAFT, Draft
+from quire_engine.drafts import NO_DRAFT, Draft, Wish
 from quire_engine.execution.drafting.suffix import MOST_MATCH, Chains, Copied, SuffixDrafter
 
 MOST_TOKENS = 1 << 17  # that are kept, of all scopes; about 200 bytes each
@@ -30,10 +30,14 @@ class OutputsDrafter:
         self._copied: dict[int, tuple[Copied, Copied]] = {}  # by sequence: in the newer half, in the older one
         self.num_tokens = 0  # that are kept
 
-    def draft(
+    def draft(self, wishes: Sequence[Wish]) -> list[Draft]:
+        return [self.guess(*wish) for wish in wishes]
+
+    def guess(
         self, sequence_id: int, token_ids: Sequence[int], most: int, prediction: Sequence[int] = (), scope: str = ""
     ) -> Draft:
-        own = self._own.draft(sequence_id, token_ids, most, prediction, scope)
+        """The draft of one wish."""
+        own = self._own.guess(sequence_id, token_ids, most, prediction, scope)
         noted = self._scopes.get(scope)
         if noted is None or own.match >= MOST_MATCH:
             return own

@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from quire_engine.drafts import NO_DRAFT, Draft
+from quire_engine.drafts import NO_DRAFT, Draft, Wish
 
 MOST_PLACES = 8  # earlier places that are compared
 MOST_MATCH = 32  # tokens of a suffix that are compared: longer ones say no more
@@ -37,7 +37,10 @@ class SuffixDrafter:
         self._chains: dict[int, tuple[Chains, Copied]] = {}
         self._predictions: dict[int, tuple[Chains, Copied]] = {}
 
-    def draft(
+    def draft(self, wishes: Sequence[Wish]) -> list[Draft]:
+        return [self.guess(*wish) for wish in wishes]
+
+    def guess(
         self,
         sequence_id: int,
         token_ids: Sequence[int],
@@ -45,6 +48,7 @@ class SuffixDrafter:
         prediction: Sequence[int] = (),
         scope: str = "",  # noqa: ARG002 - nothing is noted
     ) -> Draft:
+        """The draft of one wish."""
         known = self._chains.get(sequence_id)
         if known is None or known[0].is_of_another(token_ids):
             known = self._chains[sequence_id] = Chains(), Copied()
