@@ -16,11 +16,21 @@ from typing import Protocol, cast
 
 import torch
 
-from quire_engine.config import CpuVariant, EngineConfig, EnginePlan
+from quire_engine.config import (
+    SPECULATIONS,
+    CpuVariant,
+    DType,
+    EngineConfig,
+    EnginePlan,
+    KernelChoice,
+    draft_model,
+)
+from quire_engine.drafts import Drafter
 from quire_engine.engine import StepExecutor
 from quire_engine.errors import ConfigError, ModelLoadError, NotNative
 from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.device import own_dtype, resolve_device
+from quire_engine.execution.drafting.model import ModelDrafter, check_same_tokens
 from quire_engine.execution.drafting.outputs import OutputsDrafter
 from quire_engine.execution.drafting.suffix import SuffixDrafter
 from quire_engine.execution.executor import Executor, make_executor, runs_by_itself, spare_blocks, staging_blocks_for
@@ -33,6 +43,7 @@ from quire_engine.execution.models.config import ModelConfig, load_model_config
 from quire_engine.execution.models.served import ModelFacts, ServedModel, Wanted
 from quire_engine.execution.models.weights import Parameters, WeightMemory, count_parameters
 from quire_engine.execution.progress import Tell, tell_nobody
+from quire_engine.execution.runner import Runner
 from quire_engine.kv_groups import KVLayout, kv_groups, kv_layout, most_blocks, one_group
 from quire_engine.limits import SchedulerConfig
 from quire_engine.machine import available_memory, usable_cores
@@ -46,6 +57,7 @@ from quire_kernels.verify.findings import Subject
 __all__ = ["BuiltEngine", "build", "plan_text", "resolve", "resolve_plan"]
 
 _log = logging.getLogger(__name__)
+_DRAFT_SHARE = 0.25  # of the pool's bytes: the draft model's own pool at most
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -80,6 +92,7 @@ class Resolved:
     bytes_per_block: int
     num_host_blocks: int
     num_staging_blocks: int  # of the pool, for swaps
+    draft: Resolved | None = None  # the model that guesses tokens
 
     @property
     def plans_ahead(self) -> bool:
@@ -137,8 +150,25 @@ class Resolved:
             max_useful_seqs=self.memory.max_useful_seqs,
         )
 
+    @property
+    def bytes_beside_pool(self) -> int:
+        """Bytes of the weights, of the draft model too, and of the states of sequences."""
+        return self.weights.total + self.kept_bytes + (0 if self.draft is None else self.draft.weights.total)
+
+    def draft_positions(self, pool: PoolSize) -> int:
+        """The longest sequence that the draft model guesses for."""
+        return 0 if self.draft is None else min(pool.max_model_len, self.draft.model.max_position_embeddings)
+
+    def draft_blocks(self, pool: PoolSize) -> int:
+        """Blocks of the draft model's pool: for all running sequences, in at most a quarter of the pool's bytes."""
+        if self.draft is None:
+            return 0
+        limits, most_bytes = self.asked.limits, int(pool.num_blocks * self.bytes_per_block * _DRAFT_SHARE)
+        most = limits.max_num_seqs * limits.num_blocks_for(self.draft_positions(pool))
+        return max(1, min(most, most_bytes // self.draft.bytes_per_block))
+
     def plan(self, pool: PoolSize, *, load_seconds: float = 0.0, swap_seconds: float = 0.0) -> EnginePlan:
-        asked = self.asked
+        asked, draft = self.asked, self.draft
         return EnginePlan(
             model=asked.model,
             architecture=self.model.architecture,
@@ -172,6 +202,8 @@ class Resolved:
             cpu_variant=cast(CpuVariant, self.kernels.variant) if self.kernels.variant else None,
             why_cpu_variant=self.kernels.why_variant,
             why_dtype=self.why_dtype,
+            draft_model=draft_model(asked.speculation),
+            draft_bytes=draft.weights.total + self.draft_blocks(pool) * draft.bytes_per_block if draft else 0,
             hidden_size=self.model.hidden_size,
             layer_parameters=self.parameters.linear - self.parameters.tail + self.parameters.small,
             sampled_parameters=self.parameters.tail + self.parameters.head,
@@ -187,7 +219,7 @@ def resolve_plan(config: EngineConfig) -> EnginePlan:
     On a GPU the workspace of a step is estimated here and measured by `build`, so the pools differ a little.
     """
     resolved = resolve(config)
-    return resolved.plan(resolved.pool(resolved.memory.before_load(resolved.weights.total + resolved.kept_bytes)))
+    return resolved.plan(resolved.pool(resolved.memory.before_load(resolved.bytes_beside_pool)))
 
 
 def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = tell_nobody) -> BuiltEngine:
@@ -206,7 +238,7 @@ def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = te
     torch.set_num_threads(1 if alone else resolved.num_threads)
     loading = Loading(resolved.wanted(), memory_fd, tell)
     # Weights that the engine process before left are in memory already, so they do not count as free.
-    to_come = max(0, resolved.weights.total - loading.held_bytes) + resolved.kept_bytes
+    to_come = resolved.bytes_beside_pool - min(resolved.weights.total, loading.held_bytes)
     pool = resolved.pool(memory.before_load(to_come))
     decoder = loading.load(memory.positions(pool))
     loaded = resolved.parameters.memory(resolved.dtype.itemsize, resolved.kernels.packed_bits, decoder.packed_bytes)
@@ -216,9 +248,9 @@ def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = te
         pool = resolved.pool(pool_bytes)
     grammars = Grammars(Path(config.tokenizer or config.model), resolved.model.vocab_size)
     executor, swap_seconds, host_keys = _make_executor(resolved, decoder, pool, grammars)
+    drafter = _make_drafter(resolved, pool, tell)
     plan = resolved.plan(pool, load_seconds=time.perf_counter() - started, swap_seconds=swap_seconds)
-    drafter = {"off": None, "suffix": SuffixDrafter, "outputs": OutputsDrafter}[config.speculation]
-    scheduler = Scheduler(plan.scheduler, host_keys=host_keys, drafter=drafter and drafter())
+    scheduler = Scheduler(plan.scheduler, host_keys=host_keys, drafter=drafter)
     return BuiltEngine(plan=plan, executor=executor, scheduler=scheduler, grammars=grammars)
 
 
@@ -257,18 +289,37 @@ def _make_executor(
     return executor, swap_seconds, host_keys
 
 
-def resolve(config: EngineConfig, *, check_kernels: bool = False, tell: Tell = tell_nobody) -> Resolved:
-    """Everything that is known without the weights. `check_kernels`: check a GPU's kernels on it first."""
+def _make_drafter(resolved: Resolved, pool: PoolSize, tell: Tell) -> Drafter | None:
+    """The drafter that the settings name; a draft model is loaded like the model, and has a pool of its own."""
+    draft, block_size, length = resolved.draft, resolved.asked.limits.block_size, resolved.draft_positions(pool)
+    if draft is None:
+        make = {"suffix": SuffixDrafter, "outputs": OutputsDrafter}.get(resolved.asked.speculation)
+        return None if make is None else make()
+    num_blocks = resolved.draft_blocks(pool)
+    model = Loading(draft.wanted(), None, tell).load(length)
+    kv = KVStorage(draft.kernels, draft.model, num_blocks, block_size, draft.dtype, draft.device)
+    runner = Runner(model, kv.tensor, block_size, draft.device)
+    drafter = ModelDrafter(runner, num_blocks=num_blocks, block_size=block_size, max_model_len=length)
+    drafter.warm_up()
+    return drafter
+
+
+def resolve(
+    config: EngineConfig, *, check_kernels: bool = False, tell: Tell = tell_nobody, beside: KernelSet | None = None
+) -> Resolved:
+    """Everything that is known without the weights. `check_kernels`: check a GPU's kernels on it first.
+
+    `beside`: the kernels of another model, which compute this one too where they can.
+    """
     config.limits.check()
-    path = Path(config.model)
     found = _find_model(config)
     model, config = found.facts, found.asked
     check_model_len(config.max_model_len, model.max_position_embeddings)
     device = resolve_device(config.device)
     dtype, why_dtype = _dtype(config, model, device)
-    parameters = found.parameters(path)
+    parameters = found.parameters(Path(config.model))
     num_threads = config.num_threads or usable_cores()
-    kernels = found.over(_select_kernels(config, found.head_dim, device, dtype, num_threads, tell))
+    kernels = found.over(_select_kernels(config, found.head_dim, device, dtype, num_threads, tell, beside))
     _check_speculation(config, device, has_states=found.state_bytes > 0)
     _check_planning_ahead(config, kernels, device)
     replaced_ops: tuple[str, ...] = ()
@@ -288,7 +339,7 @@ def resolve(config: EngineConfig, *, check_kernels: bool = False, tell: Tell = t
     if config.kv_offload_dir and not num_host_blocks:
         raise ConfigError(f"kv_offload_dir={config.kv_offload_dir} keeps the swap space; set swap_space to a size too")
     num_staging_blocks = staging_blocks_for(kernels, device, bytes_per_block, num_host_blocks)
-    return Resolved(
+    resolved = Resolved(
         asked=config,
         model=model,
         implementation=found.implementation,
@@ -309,6 +360,40 @@ def resolve(config: EngineConfig, *, check_kernels: bool = False, tell: Tell = t
         num_host_blocks=num_host_blocks,
         num_staging_blocks=num_staging_blocks,
     )
+    return replace(resolved, draft=_resolve_draft(resolved)) if draft_model(config.speculation) else resolved
+
+
+def _resolve_draft(resolved: Resolved) -> Resolved:
+    """The model that guesses tokens, computed as the model itself. Raises ConfigError where it cannot be one."""
+    asked, kernels = resolved.asked, resolved.kernels
+    config = EngineConfig(
+        model=draft_model(asked.speculation),
+        ignore_config_keys=asked.ignore_config_keys,
+        device=asked.device,
+        dtype=cast(DType, str(resolved.dtype).removeprefix("torch.")),
+        model_impl=asked.model_impl,
+        kernels=cast(KernelChoice, kernels.name),
+        cpu_variant=cast(CpuVariant, kernels.variant) if kernels.variant else None,
+        quantization=asked.quantization,
+        kv_cache_dtype=asked.kv_cache_dtype,
+        limits=asked.limits,
+        num_threads=resolved.num_threads,
+        packed_cache=asked.packed_cache,
+        packed_cache_dir=asked.packed_cache_dir,
+        packed_cache_size=asked.packed_cache_size,
+    )
+    try:
+        # Of a model by transformers' code the kernels may have a pool of its own.
+        draft = resolve(config, beside=None if resolved.implementation else kernels)
+        sizes = resolved.model.vocab_size, draft.model.vocab_size
+        check_same_tokens(Path(asked.tokenizer or asked.model), Path(config.model), sizes)
+        if draft.kept_bytes:
+            raise ConfigError("it keeps a recurrent state, which a wrong guess would change")
+    except (ConfigError, ModelLoadError) as error:
+        raise ConfigError(f"speculation={asked.speculation}: the draft model cannot be used: {error}") from None
+    layout = one_group(draft.model.num_layers)  # blocks are never given back by windows alone
+    size = block_bytes(draft.kernels, draft.model, asked.limits.block_size, draft.dtype)
+    return replace(draft, layout=layout, bytes_per_block=size)
 
 
 def _layout(config: EngineConfig, model: ModelFacts, device: torch.device) -> KVLayout:
@@ -384,7 +469,13 @@ def _find_model(config: EngineConfig) -> FoundModel:
 
 
 def _select_kernels(  # noqa: PLR0917 - the inputs of the choice
-    config: EngineConfig, head_dim: int, device: torch.device, dtype: torch.dtype, num_threads: int, tell: Tell
+    config: EngineConfig,
+    head_dim: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_threads: int,
+    tell: Tell,
+    beside: KernelSet | None,
 ) -> KernelSet:
     """The kernel set that the settings name, or the best one for the machine. Raises ConfigError."""
     try:
@@ -399,6 +490,7 @@ def _select_kernels(  # noqa: PLR0917 - the inputs of the choice
             threads=num_threads,
             cpu_variant=config.cpu_variant,
             on_compiled=lambda done, total: tell(f"compiling the kernels, {done} of {total} files", 0, 0),
+            beside=beside,
         )
     except ValueError as error:
         asked = "" if config.attention == "auto" else f", attention={config.attention}"
@@ -435,6 +527,9 @@ def _check_speculation(config: EngineConfig, device: torch.device, *, has_states
     """Raises ConfigError if it is asked for where a guess that turns out wrong could not be passed over."""
     if config.speculation == "off":
         return
+    if config.speculation not in SPECULATIONS and not draft_model(config.speculation):
+        words = ", ".join(SPECULATIONS)
+        raise ConfigError(f"speculation={config.speculation} is unknown; set speculation to {words} or model:DIR")
     if device.type != "cpu":
         reason = "guessed tokens are computed on a CPU only"
     elif has_states:

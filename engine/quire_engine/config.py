@@ -22,7 +22,8 @@ AttentionChoice = Literal["auto", "triton", "flash-attn"]
 Quantization = Literal["int8", "int4"]
 KVCacheDType = Literal["auto", "int8", "fp8"]
 AsyncScheduling = Literal["auto", "on", "off"]
-SpeculationChoice = Literal["off", "suffix", "outputs"]
+SPECULATIONS = ("off", "suffix", "outputs")  # how next tokens are guessed; or by a model, `model:` and its directory
+_BY_MODEL = "model:"
 # The supported `architectures` of a config.json, here because early checks must not import torch.
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -116,9 +117,14 @@ class EngineConfig:
     packed_cache_dir: str = "~/.cache/quire/packed"
     packed_cache_size: int = 64 << 30  # bytes of all such files
     async_scheduling: AsyncScheduling = "auto"  # plan a step while the one before it is computed; on a GPU only
-    speculation: SpeculationChoice = "off"  # how next tokens are guessed, for steps that compute several; CPUs only
+    speculation: str = "off"  # one of SPECULATIONS or model:DIR, for steps that compute several tokens; CPUs only
     check_invariants: bool = False  # after every step, not only when idle
     faults: tuple[Fault, ...] = ()  # to be injected, for tests
+
+
+def draft_model(speculation: str) -> str:
+    """The directory in `model:DIR`; empty where no model guesses tokens."""
+    return speculation.removeprefix(_BY_MODEL) if speculation.startswith(_BY_MODEL) else ""
 
 
 def engine_config(plain: Mapping[str, Any]) -> EngineConfig:
@@ -155,6 +161,8 @@ class EnginePlan:
     cpu_variant: CpuVariant | None = None  # of the C++ kernels; None with other kernels
     why_cpu_variant: str = ""  # a reason to show to the operator
     why_dtype: str = ""  # the same, where the dtype is neither asked for nor the checkpoint's
+    draft_model: str = ""  # the directory of the model that guesses tokens
+    draft_bytes: int = 0  # its weights and its pool
     hidden_size: int = 0  # length of an embedding
     # The cost of a token; 0: unknown.
     layer_parameters: int = 0  # multiplied with every token

@@ -32,6 +32,8 @@ class Wish(NamedTuple):
 class Drafter(Protocol):
     """Guesses next tokens. A wrong guess costs a row and changes nothing; the same calls give the same guesses."""
 
+    is_costly: bool  # a call takes a share of a step's time, which right guesses have to earn; else microseconds
+
     def draft(self, wishes: Sequence[Wish]) -> list[Draft]:
         """The tokens that may follow, at most `most` of each wish, in the order of the wishes."""
         ...

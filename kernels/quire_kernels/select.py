@@ -35,13 +35,15 @@ def select(
     threads: int | None = None,
     cpu_variant: str | None = None,
     on_compiled: Callable[[int, int], None] | None = None,
+    beside: KernelSet | None = None,
     providers: Sequence[Provider] = PROVIDERS,
 ) -> KernelSet:
     """The fastest kernel set ("auto") for such a model, or the one with that name. ValueError if it cannot serve.
 
     `deterministic`: no row's bits may depend on the other rows of a call, as is always the case on a CPU. `attention`:
     its implementation. `threads`: for a set with workers of its own; None: one per usable core. `cpu_variant`: the
-    instruction set of a CPU; None: the fastest.
+    instruction set of a CPU; None: the fastest. `beside`: a set made for another model with the same settings, which is
+    taken if it is the one, so that both compute with the same workers.
     """
     required = Requirements(
         device=device,
@@ -63,6 +65,8 @@ def select(
         if choice not in (AUTO, each.name):
             continue
         reason = _why_not(each, required)
+        if reason is None and beside is not None and beside.name == each.name:
+            return beside
         if reason is None:
             try:
                 kernels = each.make(required)

@@ -188,3 +188,19 @@ def test_a_kill_under_guesses_changes_no_stream() -> None:
 
     with Served("--speculation", "suffix", "--max-model-len", "1024") as server:
         asyncio.run(body(server))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--speculation", "model:quire-demo"),
+        ("--speculative-config", '{"model": "quire-demo", "num_speculative_tokens": 3}'),
+        ("--spec-method", "draft_model", "--spec-model", "quire-demo"),
+    ],
+)
+def test_a_draft_model_has_the_answers_without_guesses(flags: tuple[str, ...]) -> None:
+    with Served() as off, Served(*flags) as on:
+        assert asyncio.run(answers(on)) == asyncio.run(answers(off))
+        assert on.metric("quire_spec_decode_draft_tokens_total") > 0
+        assert on.metric("quire_spec_decode_accepted_tokens_total") > 0
+        on.wait_idle()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from llguidance import LLMatcher
@@ -14,11 +17,16 @@ from quire_engine.build import BuiltEngine, build, resolve
 from quire_engine.config import EngineConfig
 from quire_engine.demo import demo_model_path
 from quire_engine.drafts import Draft, Drafter, Wish
+from quire_engine.errors import ConfigError
+from quire_engine.execution.drafting.model import ModelDrafter
 from quire_engine.execution.drafting.outputs import OutputsDrafter
 from quire_engine.execution.drafting.suffix import SuffixDrafter
 from quire_engine.limits import SchedulerLimits
+from quire_engine.memory_plan import plan_text
 from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.scheduling.speculation import Speculation
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams, ThinkingParams
+from support.checkpoints import make_checkpoint, shared_checkpoint
 from support.offline import Generated, generate
 
 Results = dict[tuple[str, int], Generated]
@@ -44,6 +52,8 @@ RULES: tuple[dict[str, object], ...] = (
 
 class Script:
     """Always right, wrong, random, or outside the vocabulary, by what the requests get without drafts."""
+
+    is_costly = False
 
     def __init__(self, kind: str, known: dict[tuple[int, ...], tuple[int, ...]]) -> None:
         self._kind, self._known, self._dice = kind, known, random.Random(1)
@@ -81,7 +91,7 @@ def engine(drafter: Drafter | None, blocks: int = 400, **changes: object) -> Bui
         **changes,  # type: ignore[arg-type]
     )
     built = build(replace(asked, kv_memory=blocks * resolve(asked).bytes_per_block))
-    return replace(built, scheduler=Scheduler(built.plan.scheduler, drafter=drafter))
+    return replace(built, scheduler=Scheduler(built.plan.scheduler, drafter=drafter)) if drafter else built
 
 
 def requests(count: int = 16) -> list[GenerationRequest]:
@@ -173,3 +183,103 @@ def test_right_drafts_take_fewer_steps(number: int, without: Results) -> None:
         assert generate(built, alone, on_batch=lambda batch, seen=seen: seen.append(batch.step_id))  # type: ignore[misc]
         steps.append(len(seen))
     assert steps[1] < steps[0] / 2
+
+
+@pytest.fixture(scope="module")
+def strange(tmp_path_factory: pytest.TempPathFactory, without: Results) -> Path:
+    """A model of random weights with the embedded model's tokens."""
+    del without
+    demo = demo_model_path()
+    facts = json.loads((demo / "config.json").read_text())
+    path = make_checkpoint(tmp_path_factory.mktemp("strange"), seed=3, vocab_size=facts["vocab_size"])
+    shutil.copy(demo / "tokenizer.json", path / "tokenizer.json")
+    return path
+
+
+def guessing(path: Path, blocks: int = 400, **changes: object) -> tuple[BuiltEngine, Speculation]:
+    """An engine with this draft model, whose calls seem to take no time: what pays follows from what is accepted."""
+    built = engine(None, blocks, speculation=f"model:{path}", **changes)
+    speculation = built.scheduler._speculation
+    assert speculation is not None
+    speculation._clock = lambda: 0.0
+    return built, speculation
+
+
+@pytest.mark.parametrize("blocks", [400, 40])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_a_draft_model_changes_nothing_and_the_same_model_is_right(
+    quantization: str | None, blocks: int, without: Results
+) -> None:
+    expected = without if quantization is None else generate(engine(None, quantization=quantization), requests())
+    built, _ = guessing(demo_model_path(), blocks, quantization=quantization)
+    assert generate(built, requests()) == expected
+    stats = built.scheduler.stats()
+    assert stats.total_draft_tokens > 100
+    assert stats.total_accepted_tokens > stats.total_draft_tokens / 2, "what is drawn is often not the likeliest"
+    assert stats.blocks_used == 0
+    assert f"draft model      {demo_model_path()}, " in plan_text(built.plan)
+
+
+def test_greedy_tokens_are_always_those_of_the_same_model() -> None:
+    wanted = [
+        GenerationRequest(
+            request_id=f"{number}",
+            prompt_token_ids=tuple(range(20 + number, 20 + 9 * number)),
+            sampling=SamplingParams(temperature=0.0, num_logprobs=1),
+            stop=StopParams(max_new_tokens=60),
+        )
+        for number in range(3, 9)
+    ]
+    built, _ = guessing(demo_model_path())
+    assert generate(built, wanted) == generate(engine(None), wanted)
+    stats = built.scheduler.stats()
+    assert stats.total_accepted_tokens == stats.total_draft_tokens > 100
+
+
+@pytest.mark.parametrize("blocks", [400, 40])
+def test_a_draft_model_that_is_wrong_changes_nothing_and_is_asked_rarely(
+    strange: Path, blocks: int, without: Results
+) -> None:
+    built, speculation = guessing(strange, blocks)
+    assert generate(built, requests()) == without
+    before = speculation.total_draft_tokens
+    assert before > 0
+    assert speculation.total_accepted < before / 10
+    for _ in range(3):
+        assert generate(built, requests()) == without
+    assert speculation._hope < 0.35
+    assert speculation.total_draft_tokens - before < 3 * before
+    assert built.scheduler.stats().blocks_used == 0
+
+
+def test_a_fault_of_the_draft_model_is_harmless(
+    without: Results, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    built, speculation = guessing(demo_model_path())
+    drafter, calls = speculation._drafter, 0
+    assert isinstance(drafter, ModelDrafter)
+    begin = drafter._runner.begin
+
+    def fail_later(*args: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls > 20:
+            raise RuntimeError("planted")
+        return begin(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(drafter._runner, "begin", fail_later)
+    with caplog.at_level(logging.WARNING):
+        assert generate(built, requests()) == without
+    assert calls > 20
+    assert [record.getMessage() for record in caplog.records if "planted" in record.getMessage()] == [
+        "the draft model failed, and requests where it does go on without guesses: planted"
+    ]
+
+
+def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"speculation=model:.*: its tokenizer differs: .* use a model of its family"):
+        engine(None, speculation=f"model:{shared_checkpoint()}")
+    with pytest.raises(ConfigError, match=r"speculation=model:.*config.json: no such file"):
+        engine(None, speculation=f"model:{tmp_path}")
+    with pytest.raises(ConfigError, match="speculation=eagle is unknown"):
+        engine(None, speculation="eagle")

@@ -53,6 +53,7 @@ class Guesses:
 
     def __init__(self, dice: random.Random) -> None:
         self._dice = dice
+        self.is_costly = dice.random() < 0.5
         self.choices: dict[int, int] = {}
 
     def draft(self, wishes: Sequence[Wish]) -> list[Draft]:

@@ -8,10 +8,13 @@ blocks that are free and hold nothing; no bound of the scheduler changes. Must n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
+from itertools import accumulate
 
-from quire_engine.drafts import Drafter, Wish
+from quire_engine.drafts import Draft, Drafter, Wish
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.sequence import Sequence
 from quire_engine.scheduling.step_plan import StepPlan
@@ -20,6 +23,8 @@ from quire_engine.types import NO_DRAFT_CAUSES, NoDraftCause
 _WEIGHT = 0.2  # of the newest draft in a moving average
 _KINDS = (3, 5, 9, 17)  # where one kind of match lengths ends and the next begins
 _HOPES = (0.2, 0.4, 0.6, 0.8, 0.9)  # the share of drafts that is accepted, by kind, before anything is known
+_HOPE_OF_COSTLY = 0.7  # the same of a drafter that computes its guesses, with which a sequence begins
+_WEIGHT_FOR_ALL = 0.05  # of the newest draft in the average that a later sequence begins with
 _FEWEST_PASSED = 32  # drafts of a sequence that do not pay, until one is tried all the same; then twice as many
 _MOST_PASSED = 1024
 _LED_BY = 16  # tokens of a prompt by which the first tokens of its answer are found again
@@ -38,11 +43,16 @@ class _Record:
     patience: int = _FEWEST_PASSED
 
 
+_Wanted = tuple[Sequence, _Record, Wish]
+
+
 class Speculation:
     """Adds drafts to a finished plan, and learns what they and their rows are worth."""
 
-    def __init__(self, drafter: Drafter, kv: KVAllocator, *, most: int) -> None:
-        """`most`: drafts of one sequence in a step."""
+    def __init__(
+        self, drafter: Drafter, kv: KVAllocator, *, most: int, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """`most`: drafts of one sequence in a step. `clock`: for what a costly drafter's calls take."""
         self.total_drafts = self.total_draft_tokens = self.total_accepted = 0
         self.accepted_by_position = [0] * most
         self.undrafted: dict[NoDraftCause, int] = dict.fromkeys(NO_DRAFT_CAUSES, 0)  # slices
@@ -50,26 +60,29 @@ class Speculation:
         self._costs = RowCosts()
         self._records: dict[int, _Record] = {}
         self._turn = 0
+        self._clock, self._drafting = clock, RowCosts()  # of one token of each sequence that is guessed for
+        self._drafting_seconds = 0.0  # in the step that is under way
+        self._hope = _HOPE_OF_COSTLY  # the average share of all sequences
+        self._unpaid, self._rare = _Record(), -1  # steps with sequences that do not pay; the one that is tried
 
     def extend(self, plan: StepPlan) -> None:
         """Give drafts to the plan's decodes, where it has few rows."""
         rows, budget = sum(plan.slices.values()), plan.budget
+        self._drafting_seconds = 0.0
         if not rows or not self._costs.may_pay(rows):
             self.undrafted["batch"] += len(plan.slices)
             return
-        wishes = self._wishes(plan)
-        for (sequence, record, _), draft in zip(
-            wishes, self._drafter.draft([wish for _, _, wish in wishes]), strict=True
-        ):
+        wishes = self._wishes(plan, rows)
+        for (sequence, record, _), draft in zip(wishes, self._drafts(wishes), strict=True):
             if budget <= 0:
                 break
             record.is_useful = False  # until these are
             if not draft.token_ids:
                 self.undrafted["nothing"] += 1
                 continue
-            most = min(len(draft.token_ids), budget)
-            count = self._costs.best(rows, most, record.shares[_kind(draft.match)])
-            count = count or self._trial(record, rows)
+            count = min(len(draft.token_ids), budget)
+            if not self._drafter.is_costly:  # else no more than pay were asked for
+                count = self._costs.best(rows, count, record.shares[_kind(draft.match)]) or self._trial(record, rows)
             if count == 0:
                 self.undrafted["cost"] += 1
                 continue
@@ -97,8 +110,9 @@ class Speculation:
         # The first rejected draft is the last that says something: what is behind it was never compared.
         for accepted in (*[1.0] * num_accepted, *[0.0] * (num_accepted < num_drafts)):
             record.shares[kind] += _WEIGHT * (accepted - record.shares[kind])
+            self._hope += _WEIGHT_FOR_ALL * (accepted - self._hope)
         if num_accepted:
-            record.patience = _FEWEST_PASSED
+            record.patience = self._unpaid.patience = _FEWEST_PASSED
         return (num_drafts, num_accepted) if record.is_predicted else None
 
     def note_end(self, sequence: Sequence) -> None:
@@ -109,7 +123,7 @@ class Speculation:
 
     def learn(self, num_rows: int, seconds: float) -> None:
         """A step of decodes and drafts took so long."""
-        self._costs.learn(num_rows, seconds)
+        self._costs.learn(num_rows, seconds - self._drafting_seconds)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """These sequences have ended, or lost their blocks: of those that run again it is learned anew."""
@@ -117,17 +131,52 @@ class Speculation:
             if self._records.pop(sequence_id, None) is not None:
                 self._drafter.forget(sequence_id)
 
-    def _wishes(self, plan: StepPlan) -> list[tuple[Sequence, _Record, Wish]]:
+    def _wishes(self, plan: StepPlan, rows: int) -> list[_Wanted]:
         """The sequences to guess for, with as many tokens of each as the step has room for if it is the only one."""
-        wishes = []
-        for sequence in self._in_turns(plan):
+        is_costly, wanted = self._drafter.is_costly, []
+        for sequence in plan.slices if is_costly else self._in_turns(plan):
             most = min(self._most, plan.budget, self._room(sequence))
             if most > 0:
-                record = self._records.setdefault(sequence.sequence_id, _Record())
+                record = self._records.get(sequence.sequence_id)
+                if record is None:
+                    record = _Record([self._hope] * len(_HOPES)) if is_costly else _Record()
+                    self._records[sequence.sequence_id] = record
                 request, tokens = sequence.group.request, sequence.token_ids
                 wish = Wish(sequence.sequence_id, tokens, most, request.prediction, request.cache_salt)
-                wishes.append((sequence, record, wish))
-        return wishes
+                wanted.append((sequence, record, wish))
+        return self._paying(wanted, rows) if is_costly and wanted else wanted
+
+    def _paying(self, wanted: list[_Wanted], rows: int) -> list[_Wanted]:
+        """The wishes whose drafts pay for their rows and for the time to guess them, with as many tokens as pay best.
+
+        Rarely one more with one token, to see whether its drafts have become better.
+        """
+        shares = [record.shares[_kind(record.match)] for _, record, _ in wanted]
+        order = sorted(range(len(wanted)), key=lambda i: -shares[i])
+        drafting = self._drafting if self._costs.is_measured and self._drafting.is_measured else None
+        count, most = self._costs.best_round(rows, [shares[i] for i in order], self._most, drafting)
+        tokens = dict.fromkeys(order[:count], most)
+        self._rare = -1
+        if count < len(order):
+            self._unpaid.passed += 1
+            if self._unpaid.passed >= self._unpaid.patience and self._costs.best(rows, 1, 1.0):
+                tokens[order[count]], self._rare = 1, wanted[order[count]][0].sequence_id
+        chosen = [(*wanted[i], tokens[i]) for i in sorted(tokens)]
+        return [(sequence, record, wish._replace(most=min(wish.most, n))) for sequence, record, wish, n in chosen]
+
+    def _drafts(self, wanted: list[_Wanted]) -> list[Draft]:
+        """The drafts, and what they took where that counts: not while the drafter still computes what came before."""
+        wishes = [wish for _, _, wish in wanted]
+        if not self._drafter.is_costly or not wishes:
+            return self._drafter.draft(wishes)
+        began = self._clock()
+        drafts = self._drafter.draft(wishes)
+        self._drafting_seconds = self._clock() - began
+        if all(draft.token_ids for draft in drafts):
+            self._drafting.learn(len(drafts), self._drafting_seconds / max(wish.most for wish in wishes))
+        if any(draft.token_ids and wish.sequence_id == self._rare for draft, wish in zip(drafts, wishes, strict=True)):
+            self._unpaid.passed, self._unpaid.patience = 0, min(2 * self._unpaid.patience, _MOST_PASSED)
+        return drafts
 
     def _in_turns(self, plan: StepPlan) -> list[Sequence]:
         """The sequences to search drafts for: those whose last drafts were of use, and a few of the others."""
@@ -212,6 +261,10 @@ class RowCosts:
         """Whether there are few enough rows."""
         return rows < _MOST_ROWS
 
+    @property
+    def is_measured(self) -> bool:
+        return self._sums[0] > 0
+
     def best(self, rows: int, most: int, share: float) -> int:
         """How many drafts of one sequence, each accepted with this probability if those before it were, pay best.
 
@@ -224,6 +277,23 @@ class RowCosts:
             rate = tokens / self._cost(rows + count)
             if rate > best_rate:
                 best, best_rate = count, rate
+        return best
+
+    def best_round(self, rows: int, shares: Values[float], most: int, drafting: RowCosts | None) -> tuple[int, int]:
+        """For how many sequences, the first ones, and how many drafts of each pay best, the time to guess them counted.
+
+        `shares`, of the sequences, fall. `drafting`: the costs of a token of so many; None: not known yet.
+        """
+        best, best_rate = (0, 0), _GAIN * rows / self._cost(rows)
+        alive, gains = [1.0] * len(shares), [0.0] * len(shares)
+        for each in range(1, most + 1):
+            alive = [before * share for before, share in zip(alive, shares, strict=True)]
+            gains = [before + share for before, share in zip(gains, alive, strict=True)]
+            for count, gain in enumerate(accumulate(gains), 1):
+                guessing = 0.0 if drafting is None else each * drafting._cost(count)
+                rate = (rows + gain) / (self._cost(rows + count * each) + guessing)
+                if rate > best_rate:
+                    best, best_rate = (count, each), rate
         return best
 
     def _cost(self, rows: int) -> float:

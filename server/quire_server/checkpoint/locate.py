@@ -11,6 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
+from quire_engine.config import draft_model
+from quire_engine.demo import demo_model_path
 from quire_engine.errors import ModelLoadError
 from quire_server.checkpoint.inspect import check_checkpoint, check_name
 from quire_server.settings import DEMO_MODEL, Settings
@@ -20,7 +22,7 @@ _PAGE = re.compile(r"https?://(huggingface\.co|hf\.co)/")
 
 
 def localized(settings: Settings) -> Settings:
-    """The settings with directories for model and tokenizer; repositories of a hub are downloaded.
+    """The settings with directories for model, tokenizer and draft model; repositories of a hub are downloaded.
 
     The served model name stays the repository's name. Raises ModelLoadError.
     """
@@ -36,6 +38,14 @@ def localized(settings: Settings) -> Settings:
     if settings.tokenizer is not None and not Path(settings.tokenizer).is_dir():
         folder = checkpoint_directory(settings.tokenizer, *where, setting="--tokenizer", weights=False)
         changed["tokenizer"] = str(folder)
+    if draft := draft_model(settings.speculation):
+        folder = (
+            demo_model_path()
+            if draft == DEMO_MODEL
+            else checkpoint_directory(draft, None, settings.download_dir, setting="--speculation")
+        )
+        check_checkpoint(folder, settings.model_impl)
+        changed["speculation"] = f"model:{folder}"
     return settings.model_copy(update=changed) if changed else settings
 
 

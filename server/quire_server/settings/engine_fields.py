@@ -21,7 +21,6 @@ from quire_engine.config import (
     KVCacheDType,
     ModelImplementation,
     Quantization,
-    SpeculationChoice,
 )
 from quire_engine.limits import LIMIT_NAMES, PolicyName, SchedulerLimits, VictimName, out_of_range
 from quire_engine.types import MAX_LOGPROBS
@@ -35,6 +34,7 @@ from quire_server.settings.values import (
     Positive,
     PositiveSeconds,
     Size,
+    Speculation,
     SwapSpace,
     option,
     synonym_of,
@@ -188,10 +188,10 @@ class EngineFields(BaseModel):
         "Scheduling",
         "plan each step while the one before it is computed; on a GPU only, where auto does",
     )
-    speculation: SpeculationChoice = option(
+    speculation: Speculation = option(
         "off",
         "Scheduling",
-        "guess tokens by a request's own words (suffix), or earlier outputs too; CPUs",
+        "guess tokens by own words (suffix), earlier outputs (outputs) or model:DIR; CPUs",
     )
     max_num_queued_reqs: Annotated[int, Field(ge=0)] = option(
         256, "Scheduling", "choices that may wait beyond the --max-num-seqs that run; more get 429"

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.config import JsonDict
 from pydantic_settings import NoDecode
 
+from quire_engine.config import SPECULATIONS, draft_model
 from quire_engine.types import MAX_LOGPROBS
 from quire_server.settings.sources import SettingsError
 
@@ -139,12 +140,19 @@ def _check_name(name: str) -> str:
     return name
 
 
+def _check_speculation(value: str) -> str:
+    if value not in SPECULATIONS and not draft_model(value):
+        raise ValueError(f"expected {', '.join(SPECULATIONS)} or model:DIR, the directory of a smaller model")
+    return value
+
+
 def _check_block_size(size: int) -> int:
     if size not in {16, 32, 64, 128, 256}:
         raise ValueError("block sizes are 16, 32, 64, 128 or 256 tokens; 16 suits most models")
     return size
 
 
+Speculation = Annotated[str, AfterValidator(_check_speculation)]
 Strings = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list)]
 Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_origins)]
 Networks = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list), AfterValidator(_check_networks)]

@@ -89,7 +89,7 @@ def _each(
         if found is None or not found.keys() <= known.keys():
             problems.append(f"--{flag.name}: a JSON object with the keys {', '.join(known)} is expected")
             continue
-        yield from ((known[key], each) for key, each in found.items() if each is not None)
+        yield from ((flag, found[key]) for key, flag in known.items() if found.get(key) is not None)
 
 
 def _object(value: object) -> dict[str, object] | None:
@@ -181,7 +181,9 @@ def _spelling(flag: VllmFlag, words: Sequence[str]) -> str:
 
 def _set(settings: dict[str, object], flag: VllmFlag, value: object, words: Sequence[str]) -> None:
     """Set a field unless our own flag has set it."""
-    becomes = flag.values.get(words[0], value)
+    becomes = flag.values.get(words[0], flag.prefix + words[0] if flag.prefix else value)
+    if flag.prefix and settings.get(flag.setting) == flag.prefix:  # another flag has told the kind alone
+        del settings[flag.setting]
     if flag.least and flag.setting in settings:
         settings[flag.setting] = min(settings[flag.setting], becomes, key=_count)
     elif becomes is not None:
@@ -244,6 +246,7 @@ class VllmFlag:
     only: tuple[str, ...] = ()  # the accepted values
     refused: bool = False
     least: bool = False  # a count of which the smaller holds, where our own setting is given too
+    prefix: str = ""  # of the setting's value, before what is given
     keys: tuple[VllmFlag, ...] = ()  # of a JSON object whose keys are flags of their own
 
 
@@ -261,10 +264,13 @@ def _is(
     values: Mapping[str, object | None] = MappingProxyType({}),
     *,
     least: bool = False,
+    prefix: str = "",
 ) -> list[VllmFlag]:
     """A setting of ours under another name; `values` translates values that have other names too."""
     return [
-        VllmFlag(name=name, short=short, takes=takes, text=text, setting=setting, values=values, least=least)
+        VllmFlag(
+            name=name, short=short, takes=takes, text=text, setting=setting, values=values, least=least, prefix=prefix
+        )
         for name, short in _names(name)
     ]
 
@@ -301,8 +307,12 @@ _EXPERTS = "models with experts are not served"
 _MAMBA = "models with states (Mamba) are not served"
 _GRAPHS = "graphs and compilers change no answer; on a GPU steps run as CUDA graphs"
 _LORA = "adapters (LoRA) are not served; merge them into the checkpoint"
-_SPECULATION = "--speculation suffix guesses tokens ahead, by what the request itself said"
+_SPECULATION = (
+    "--speculation guesses tokens ahead: suffix by what the request itself said, model:DIR by a smaller model"
+)
 _SUFFIX = "the longest earlier place of a stream's last words is looked for, from two tokens on"
+_METHODS = {"ngram": "suffix", "draft_model": "model:"}  # which model, another key tells
+_DRAFTS = {"ngram": "suffix", "[ngram]": "suffix"}
 _PAYS = "as many tokens are guessed as pay for their rows, at most five of a stream in a step"
 _PLUGIN = "no code of others is loaded into the server"
 _OFFLOAD = "weights stay in the memory of the device"
@@ -508,7 +518,8 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_any("enable-mixed-moe-lora-format enable-moe-shared-loras", "without --enable-lora it is unused", "switch"),
     *_keys(
         "speculative-config,-sc",
-        _is("speculative-config.method", "speculation", _SPECULATION, values={"ngram": "suffix"}),
+        _is("speculative-config.method", "speculation", _SPECULATION, values=_METHODS),
+        _is("speculative-config.model", "speculation", _SPECULATION, values=_DRAFTS, prefix="model:"),
         _any("speculative-config.num_speculative_tokens", _PAYS),
         _any("speculative-config.prompt_lookup_min speculative-config.prompt_lookup_max", _SUFFIX),
         _any("speculative-config.suffix_decoding_max_tree_depth", _SUFFIX),
@@ -516,11 +527,10 @@ FLAGS: tuple[VllmFlag, ...] = (
         _any("speculative-config.suffix_decoding_max_spec_factor", _PAYS),
         _any("speculative-config.suffix_decoding_min_token_prob", _PAYS),
         _any("speculative-config.disable_by_batch_size", _PAYS),
-        _never("speculative-config.model", _SPECULATION),
     ),
-    *_is("spec-method", "speculation", _SPECULATION, values={"ngram": "suffix"}),
+    *_is("spec-method", "speculation", _SPECULATION, values=_METHODS),
     *_any("spec-tokens num-speculative-tokens", _PAYS),
-    *_never("speculative-model spec-model", _SPECULATION),
+    *_is("speculative-model spec-model", "speculation", _SPECULATION, values=_DRAFTS, prefix="model:"),
     *_any("per-request-spec-decode-metrics", _SPECULATION),
     *_never("diffusion-config,-dc", "models write one token after the other", "json"),
     *_never("kv-transfer-config kv-events-config ec-transfer-config weight-transfer-config", _REMOTE, "json"),

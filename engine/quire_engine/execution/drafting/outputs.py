@@ -24,6 +24,8 @@ _END = -1  # of an output, which no draft reaches beyond
 class OutputsDrafter:
     """See `drafts.Drafter`."""
 
+    is_costly = False
+
     def __init__(self) -> None:
         self._own = SuffixDrafter()
         self._scopes: OrderedDict[str, _Scope] = OrderedDict()

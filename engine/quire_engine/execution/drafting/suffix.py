@@ -31,6 +31,8 @@ class Copied:
 class SuffixDrafter:
     """See `drafts.Drafter`."""
 
+    is_costly = False
+
     def __init__(self, least: int = 2, most: int = MOST_MATCH) -> None:
         """`least` and `most`: tokens of a suffix."""
         self._bounds = max(least, 1), most

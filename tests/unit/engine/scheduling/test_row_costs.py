@@ -51,3 +51,25 @@ def test_a_slow_beginning_is_forgotten() -> None:
 def test_a_full_step_takes_no_drafts() -> None:
     assert RowCosts().may_pay(63)
     assert not RowCosts().may_pay(64)
+
+
+def test_drafts_of_a_costly_drafter_pay_for_its_time_too() -> None:
+    """Rows that cost nearly nothing: so much the time to guess decides, and the likelihood of each sequence."""
+    rows = learned(1e-6, (1, 4, 6))  # a step takes a millisecond
+    free, cheap, dear = (learned_drafting(seconds) for seconds in (1e-9, 1e-4, 1e-3))
+    assert rows.best_round(1, [0.9], 5, None) == (1, 5) == rows.best_round(1, [0.9], 5, free)
+    assert rows.best_round(1, [0.7], 5, free)[1] >= rows.best_round(1, [0.7], 5, cheap)[1] > 0
+    assert rows.best_round(1, [0.9], 5, dear) == (0, 0), "a guess takes as long as the token itself"
+    count, each = rows.best_round(4, [0.9, 0.9, 0.01, 0.0], 5, free)
+    assert 2 <= count < 4
+    assert each >= 3
+    assert rows.best_round(1, [0.01], 5, free) == (0, 0)
+
+
+def learned_drafting(seconds: float) -> RowCosts:
+    """After calls for one sequence and for eight that took as long."""
+    costs = RowCosts()
+    for _ in range(20):
+        costs.learn(1, seconds)
+        costs.learn(8, seconds)
+    return costs

@@ -117,10 +117,10 @@ def test_a_script_for_vllm_starts_unchanged():
         ("--enable-chunked-prefill=False", "--no-enable-chunked-prefill: refused"),
         (
             "--speculative-config.method eagle",
-            "--speculation: input should be 'off', 'suffix' or 'outputs' (got 'eagle')",
+            "--speculation: expected off, suffix, outputs or model:DIR, the directory of a smaller model (got 'eagle')",
         ),
-        ("--speculative-config.model a/b", "--speculative-config.model: refused: --speculation suffix guesses"),
-        ("--speculative-config.draft_depth 2", "a JSON object with the keys method, num_speculative_tokens, "),
+        ("--speculative-config.method draft_model", "--speculation: expected off, suffix, outputs or model:DIR"),
+        ("--speculative-config.draft_depth 2", "a JSON object with the keys method, model, "),
         ("--hf-overrides.rope_scaling.factor 2", "--hf-overrides {"),
         ("--distributed-executor-backend ray", "only mp or uni"),
         ("--load-format gguf", "safetensors"),
@@ -287,3 +287,20 @@ def test_variables_of_vllm_are_named(monkeypatch: pytest.MonkeyPatch):
         "VLLM_LOGGING_LEVEL sets nothing here; use --log-level",
         "variables of vLLM that set nothing here: VLLM_FOO",
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "speculation"),
+    [
+        (["--speculative-config", '{"model": "a/b", "num_speculative_tokens": 3}'], "model:a/b"),
+        (["--speculative-config", '{"method": "draft_model", "model": "a/b"}'], "model:a/b"),
+        (["--speculative-config", '{"model": "a/b", "method": "draft_model"}'], "model:a/b"),
+        (["--speculative-config", '{"model": "a/b", "method": "ngram"}'], "suffix"),
+        (["--speculative-config", '{"model": "[ngram]", "num_speculative_tokens": 5}'], "suffix"),
+        (["--spec-method", "draft_model", "--spec-model", "a/b"], "model:a/b"),
+        (["--speculative-model", "a/b"], "model:a/b"),
+        (["--speculation", "off", "--speculative-model", "a/b"], "off"),
+    ],
+)
+def test_a_draft_model_is_taken_from_the_words_of_vllm(words: list[str], speculation: str):
+    assert parse_command_line(words).settings.speculation == speculation
