@@ -130,7 +130,7 @@ image-test: $(VENV)/.dev
 schema-test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m schemas tests/model/test_structured_outputs.py -s $(ARGS)
 
-# More than 5,000 answers of the embedded model with guessed tokens, held against those without; a minute.
+# More than 5,000 answers of the embedded model with guessed tokens, held against those without; three minutes.
 draft-test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) -m drafts tests/model/test_speculation_matrix.py $(ARGS)
 

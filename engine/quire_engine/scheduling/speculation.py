@@ -75,7 +75,8 @@ class Speculation:
         wishes = self._wishes(plan, rows)
         for (sequence, record, _), draft in zip(wishes, self._drafts(wishes), strict=True):
             if budget <= 0:
-                break
+                self.undrafted["batch"] += 1
+                continue
             record.is_useful = False  # until these are
             if not draft.token_ids:
                 self.undrafted["nothing"] += 1
@@ -144,6 +145,8 @@ class Speculation:
                 request, tokens = sequence.group.request, sequence.token_ids
                 wish = Wish(sequence.sequence_id, tokens, most, request.prediction, request.cache_salt)
                 wanted.append((sequence, record, wish))
+            else:
+                self.undrafted["request" if plan.budget else "batch"] += 1
         return self._paying(wanted, rows) if is_costly and wanted else wanted
 
     def _paying(self, wanted: list[_Wanted], rows: int) -> list[_Wanted]:
@@ -161,6 +164,7 @@ class Speculation:
             self._unpaid.passed += 1
             if self._unpaid.passed >= self._unpaid.patience and self._costs.best(rows, 1, 1.0):
                 tokens[order[count]], self._rare = 1, wanted[order[count]][0].sequence_id
+        self.undrafted["cost"] += len(wanted) - len(tokens)
         chosen = [(*wanted[i], tokens[i]) for i in sorted(tokens)]
         return [(sequence, record, wish._replace(most=min(wish.most, n))) for sequence, record, wish, n in chosen]
 
