@@ -149,7 +149,8 @@ def test_a_prediction_is_a_source_of_guesses_and_counted() -> None:
         assert refused.status_code == 400
 
 
-def test_a_kill_under_guesses_changes_no_stream() -> None:
+@pytest.mark.parametrize("speculation", ["suffix", "model:quire-demo"])
+def test_a_kill_under_guesses_changes_no_stream(speculation: str) -> None:
     wanted = [
         {
             "prompt": f"{PROMPT}{' 3,' * (number % 3)}",
@@ -186,7 +187,7 @@ def test_a_kill_under_guesses_changes_no_stream() -> None:
         assert server.metric("quire_engine_restarts_total") == 1
         server.wait_idle()
 
-    with Served("--speculation", "suffix", "--max-model-len", "1024") as server:
+    with Served("--speculation", speculation, "--max-model-len", "1024") as server:
         asyncio.run(body(server))
 
 

@@ -25,8 +25,10 @@ _KINDS = (3, 5, 9, 17)  # where one kind of match lengths ends and the next begi
 _HOPES = (0.2, 0.4, 0.6, 0.8, 0.9)  # the share of drafts that is accepted, by kind, before anything is known
 _HOPE_OF_COSTLY = 0.7  # the same of a drafter that computes its guesses, with which a sequence begins
 _WEIGHT_FOR_ALL = 0.05  # of the newest draft in the average that a later sequence begins with
+_LONGEST_START = 16  # times the tokens that may come: what a sequence has more is too long for a costly drafter to read
 _FEWEST_PASSED = 32  # drafts of a sequence that do not pay, until one is tried all the same; then twice as many
 _MOST_PASSED = 1024
+_TRIED = 4  # drafts that a costly drafter is tried with: for the first one it has to catch up
 _LED_BY = 16  # tokens of a prompt by which the first tokens of its answer are found again
 _SEARCHES = 4  # in a step, for sequences whose last draft was no use: each takes some microseconds
 
@@ -60,10 +62,12 @@ class Speculation:
         self._costs = RowCosts()
         self._records: dict[int, _Record] = {}
         self._turn = 0
-        self._clock, self._drafting = clock, RowCosts()  # of one token of each sequence that is guessed for
+        # Of a costly drafter.
+        self._clock, self._drafting = clock, DraftingCosts()
         self._drafting_seconds = 0.0  # in the step that is under way
         self._hope = _HOPE_OF_COSTLY  # the average share of all sequences
-        self._unpaid, self._rare = _Record(), -1  # steps with sequences that do not pay; the one that is tried
+        self._unpaid, self._tried = _Record(), 0  # steps with sequences that do not pay; drafts of one that was tried
+        self._rare = -1  # the sequence that is tried in the step that is under way
 
     def extend(self, plan: StepPlan) -> None:
         """Give drafts to the plan's decodes, where it has few rows."""
@@ -136,28 +140,31 @@ class Speculation:
         """The sequences to guess for, with as many tokens of each as the step has room for if it is the only one."""
         is_costly, wanted = self._drafter.is_costly, []
         for sequence in plan.slices if is_costly else self._in_turns(plan):
-            most = min(self._most, plan.budget, self._room(sequence))
-            if most > 0:
-                record = self._records.get(sequence.sequence_id)
-                if record is None:
-                    record = _Record([self._hope] * len(_HOPES)) if is_costly else _Record()
-                    self._records[sequence.sequence_id] = record
-                request, tokens = sequence.group.request, sequence.token_ids
-                wish = Wish(sequence.sequence_id, tokens, most, request.prediction, request.cache_salt)
-                wanted.append((sequence, record, wish))
-            else:
+            room, request, tokens = self._room(sequence), sequence.group.request, sequence.token_ids
+            most = min(self._most, plan.budget, room)
+            record = self._records.get(sequence.sequence_id)
+            if most <= 0:
                 self.undrafted["request" if plan.budget else "batch"] += 1
+                continue
+            if is_costly and record is None and len(tokens) > _LONGEST_START * room:
+                self.undrafted["cost"] += 1
+                continue
+            if record is None:
+                hope = max(self._hope, _HOPE_OF_COSTLY if request.prediction else 0.0)
+                record = _Record([hope] * len(_HOPES)) if is_costly else _Record()
+                self._records[sequence.sequence_id] = record
+            wish = Wish(sequence.sequence_id, tokens, most, request.prediction, request.cache_salt)
+            wanted.append((sequence, record, wish))
         return self._paying(wanted, rows) if is_costly and wanted else wanted
 
     def _paying(self, wanted: list[_Wanted], rows: int) -> list[_Wanted]:
         """The wishes whose drafts pay for their rows and for the time to guess them, with as many tokens as pay best.
 
-        Rarely one more with one token, to see whether its drafts have become better.
+        Rarely one more with one token, a few times in a row, to see whether its drafts have become better.
         """
         shares = [record.shares[_kind(record.match)] for _, record, _ in wanted]
         order = sorted(range(len(wanted)), key=lambda i: -shares[i])
-        drafting = self._drafting if self._costs.is_measured and self._drafting.is_measured else None
-        count, most = self._costs.best_round(rows, [shares[i] for i in order], self._most, drafting)
+        count, most = self._costs.best_round(rows, [shares[i] for i in order], self._most, self._drafting)
         tokens = dict.fromkeys(order[:count], most)
         self._rare = -1
         if count < len(order):
@@ -178,8 +185,10 @@ class Speculation:
         self._drafting_seconds = self._clock() - began
         if all(draft.token_ids for draft in drafts):
             self._drafting.learn(len(drafts), self._drafting_seconds / max(wish.most for wish in wishes))
-        if any(draft.token_ids and wish.sequence_id == self._rare for draft, wish in zip(drafts, wishes, strict=True)):
+        self._tried += any(draft.token_ids and i == self._rare for (i, *_), draft in zip(wishes, drafts, strict=True))
+        if self._tried == _TRIED:
             self._unpaid.passed, self._unpaid.patience = 0, min(2 * self._unpaid.patience, _MOST_PASSED)
+            self._tried = 0
         return drafts
 
     def _in_turns(self, plan: StepPlan) -> list[Sequence]:
@@ -231,6 +240,7 @@ _MOST_ROWS = 64  # more make speculation dear for certain
 _KEPT = 0.99  # of the weight of a step, when the next one has been measured
 _LONGEST = 3.0  # times the expected seconds: what a step took longer says nothing about its rows
 _BELIEF = 0.5  # the weight, in steps, of the stairs' own proportion
+_WEIGHT_OF_SHORTER, _WEIGHT_OF_LONGER = 0.5, 0.1  # of the newest call in the moving average of a drafter's time
 _GAIN = 1.05  # the least that drafts have to promise: the search for them and their results cost something too
 
 
@@ -265,10 +275,6 @@ class RowCosts:
         """Whether there are few enough rows."""
         return rows < _MOST_ROWS
 
-    @property
-    def is_measured(self) -> bool:
-        return self._sums[0] > 0
-
     def best(self, rows: int, most: int, share: float) -> int:
         """How many drafts of one sequence, each accepted with this probability if those before it were, pay best.
 
@@ -283,18 +289,19 @@ class RowCosts:
                 best, best_rate = count, rate
         return best
 
-    def best_round(self, rows: int, shares: Values[float], most: int, drafting: RowCosts | None) -> tuple[int, int]:
+    def best_round(self, rows: int, shares: Values[float], most: int, drafting: DraftingCosts) -> tuple[int, int]:
         """For how many sequences, the first ones, and how many drafts of each pay best, the time to guess them counted.
 
-        `shares`, of the sequences, fall. `drafting`: the costs of a token of so many; None: not known yet.
+        `shares`, of the sequences, fall. While no step has been measured, that time is left out.
         """
+        is_measured = self._sums[0] > 0
         best, best_rate = (0, 0), _GAIN * rows / self._cost(rows)
         alive, gains = [1.0] * len(shares), [0.0] * len(shares)
         for each in range(1, most + 1):
             alive = [before * share for before, share in zip(alive, shares, strict=True)]
             gains = [before + share for before, share in zip(gains, alive, strict=True)]
             for count, gain in enumerate(accumulate(gains), 1):
-                guessing = 0.0 if drafting is None else each * drafting._cost(count)
+                guessing = each * drafting.seconds(count) if is_measured else 0.0
                 rate = (rows + gain) / (self._cost(rows + count * each) + guessing)
                 if rate > best_rate:
                     best, best_rate = (count, each), rate
@@ -303,6 +310,28 @@ class RowCosts:
     def _cost(self, rows: int) -> float:
         """Seconds, or relative to other numbers of rows while nothing has been measured."""
         return self._fixed + self._rate * _stairs(rows)
+
+
+class DraftingCosts:
+    """Seconds in which a costly drafter guesses one token of each of some sequences: its rows cost by stairs too.
+
+    A disturbance makes a call longer, and a drafter that seems dear is seldom asked: so shorter calls count more.
+    """
+
+    def __init__(self) -> None:
+        self._unit = 0.0  # over the stairs; 0: not known yet
+
+    def learn(self, num_sequences: int, seconds: float) -> None:
+        """A token of so many sequences took so long."""
+        measured = seconds / _stairs(num_sequences)
+        if self._unit <= 0:
+            self._unit = measured
+        else:
+            change = min(measured, _LONGEST * self._unit) - self._unit
+            self._unit += (_WEIGHT_OF_SHORTER if change < 0 else _WEIGHT_OF_LONGER) * change
+
+    def seconds(self, num_sequences: int) -> float:
+        return self._unit * _stairs(num_sequences)
 
 
 def _stairs(rows: int) -> float:

@@ -2,7 +2,8 @@
 
 The draft model has a KV pool of its own. It computes the tokens of a sequence when it guesses for it first, a bounded
 number in each call, later only those that are new; of a rejected guess nothing stays but slots that are written again.
-When the pool is full, the sequence that was guessed for longest ago gives up its blocks. Promises: a fault of the model
+When the pool is full, the sequence that was guessed for longest ago gives up its blocks. Where a client predicts the
+output, that goes first. Promises: a fault of the model
 costs drafts, never a request; the same calls give the same guesses. Must not know: the scheduler.
 """
 
@@ -18,6 +19,7 @@ from pathlib import Path
 from quire_engine.batch import Batch, ScheduledSequence
 from quire_engine.drafts import NO_DRAFT, Draft, Wish
 from quire_engine.errors import ConfigError
+from quire_engine.execution.drafting.suffix import SuffixDrafter
 from quire_engine.execution.models.config import read_json_object
 from quire_engine.execution.runner import Runner
 from quire_engine.types import SamplingParams, StopParams
@@ -37,24 +39,29 @@ class ModelDrafter:
         self._runner, self._block_size, self._max_model_len = runner, block_size, max_model_len
         self._free = list(range(num_blocks))
         self._known: OrderedDict[int, _Known] = OrderedDict()  # by sequence; last the one that was guessed for last
+        self._predictions = SuffixDrafter()
         self._failed: set[int] = set()  # sequences whose guesses failed
         self._has_logged = False
 
     def draft(self, wishes: Sequence[Wish]) -> list[Draft]:
-        wanted = [wish for wish in wishes if wish.sequence_id not in self._failed]
-        found: Mapping[int, list[int]] = {}
+        drafts: dict[int, Draft] = {}
+        for wish in wishes:
+            if wish.prediction and (predicted := self._predictions.guess(*wish)).is_predicted:
+                drafts[wish.sequence_id] = predicted
+        wanted = [wish for wish in wishes if wish.sequence_id not in drafts and wish.sequence_id not in self._failed]
         try:
             with self._runner.work():
-                found = self._guess(wanted)
+                drafts |= {sequence_id: Draft(tuple(found)) for sequence_id, found in self._guess(wanted).items()}
         except Exception as error:  # whatever it is: the requests do without drafts
             for wish in wanted:
                 self._fail(wish.sequence_id, str(error) or type(error).__name__)
-        return [Draft(tuple(found[i])) if (i := wish.sequence_id) in found else NO_DRAFT for wish in wishes]
+        return [drafts.get(wish.sequence_id, NO_DRAFT) for wish in wishes]
 
     def note_end(self, token_ids: Sequence[int], scope: str) -> None:
         """The model learns nothing."""
 
     def forget(self, sequence_id: int) -> None:
+        self._predictions.forget(sequence_id)
         self._failed.discard(sequence_id)
         if (known := self._known.pop(sequence_id, None)) is not None:
             self._free += known.block_ids

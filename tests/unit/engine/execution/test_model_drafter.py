@@ -171,6 +171,15 @@ def test_a_fault_costs_the_drafts_of_the_sequences_and_is_told_once(caplog: pyte
     assert (len(drafter._free), drafter._known, drafter._failed) == (1000, {}, set())
 
 
+def test_a_prediction_goes_first_and_the_model_goes_on_where_it_ends() -> None:
+    runner, drafter = made()
+    token_ids = [1, 2, 3, 50, 51]
+    assert drafter.draft([Wish(1, token_ids, 2, (50, 51, 52, 53))]) == [Draft((52, 53), 2, is_predicted=True)]
+    assert runner.sizes == []
+    token_ids += [52, 99]
+    assert drafter.draft([Wish(1, token_ids, 2, (50, 51, 52, 53))]) == [told(token_ids, 2)]
+
+
 def write(folder: Path, vocab: object, added: list[dict[str, object]]) -> Path:
     folder.mkdir()
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": added}))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from quire_engine.scheduling.speculation import RowCosts
+from quire_engine.scheduling.speculation import DraftingCosts, RowCosts
 
 
 def learned(per_row: float, rows: tuple[int, ...], *, num_steps: int = 600, scatter: float = 0.4) -> RowCosts:
@@ -57,7 +57,7 @@ def test_drafts_of_a_costly_drafter_pay_for_its_time_too() -> None:
     """Rows that cost nearly nothing: so much the time to guess decides, and the likelihood of each sequence."""
     rows = learned(1e-6, (1, 4, 6))  # a step takes a millisecond
     free, cheap, dear = (learned_drafting(seconds) for seconds in (1e-9, 1e-4, 1e-3))
-    assert rows.best_round(1, [0.9], 5, None) == (1, 5) == rows.best_round(1, [0.9], 5, free)
+    assert rows.best_round(1, [0.9], 5, free) == (1, 5)
     assert rows.best_round(1, [0.7], 5, free)[1] >= rows.best_round(1, [0.7], 5, cheap)[1] > 0
     assert rows.best_round(1, [0.9], 5, dear) == (0, 0), "a guess takes as long as the token itself"
     count, each = rows.best_round(4, [0.9, 0.9, 0.01, 0.0], 5, free)
@@ -66,10 +66,23 @@ def test_drafts_of_a_costly_drafter_pay_for_its_time_too() -> None:
     assert rows.best_round(1, [0.01], 5, free) == (0, 0)
 
 
-def learned_drafting(seconds: float) -> RowCosts:
-    """After calls for one sequence and for eight that took as long."""
-    costs = RowCosts()
+def learned_drafting(seconds: float) -> DraftingCosts:
+    """After calls for one sequence that took as long."""
+    costs = DraftingCosts()
     for _ in range(20):
         costs.learn(1, seconds)
-        costs.learn(8, seconds)
     return costs
+
+
+def test_long_calls_of_a_drafter_say_little_and_short_ones_much() -> None:
+    costs = DraftingCosts()
+    costs.learn(1, 0.1)  # the first of a process
+    for _ in range(8):
+        costs.learn(1, 1e-3)
+    assert 1e-3 <= costs.seconds(1) < 1.5e-3
+    costs.learn(8, 0.1)
+    assert costs.seconds(1) < 2e-3
+    for _ in range(50):
+        costs.learn(1, 3e-3)
+    assert costs.seconds(1) == pytest.approx(3e-3, rel=0.05)
+    assert costs.seconds(1) < costs.seconds(8) < 2 * costs.seconds(1)
