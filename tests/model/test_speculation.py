@@ -27,6 +27,7 @@ from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.speculation import Speculation
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams, ThinkingParams
 from support.checkpoints import make_checkpoint, shared_checkpoint
+from support.limits import engine_config
 from support.offline import Generated, generate
 
 Results = dict[tuple[str, int], Generated]
@@ -79,7 +80,7 @@ class Script:
         pass
 
 
-def engine(drafter: Drafter | None, blocks: int = 400, **changes: object) -> BuiltEngine:
+def engine_asked(blocks: int, **changes: object) -> EngineConfig:
     limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=64, prefill_chunk=48, admission="prompt")
     asked = EngineConfig(
         model=str(demo_model_path()),
@@ -90,7 +91,11 @@ def engine(drafter: Drafter | None, blocks: int = 400, **changes: object) -> Bui
         limits=limits,
         **changes,  # type: ignore[arg-type]
     )
-    built = build(replace(asked, kv_memory=blocks * resolve(asked).bytes_per_block))
+    return replace(asked, kv_memory=blocks * resolve(asked).bytes_per_block)
+
+
+def engine(drafter: Drafter | None, blocks: int = 400, **changes: object) -> BuiltEngine:
+    built = build(engine_asked(blocks, **changes))
     return replace(built, scheduler=Scheduler(built.plan.scheduler, drafter=drafter)) if drafter else built
 
 
@@ -250,6 +255,53 @@ def test_a_draft_model_that_is_wrong_changes_nothing_and_is_asked_rarely(
     assert speculation._hope < 0.35
     assert speculation.total_draft_tokens - before < 3 * before
     assert built.scheduler.stats().blocks_used == 0
+
+
+FAMILIES: dict[str, tuple[str, str, dict[str, object]]] = {
+    "windows": ("gemma3", "gemma3", {}),
+    "windows of the model alone": ("ministral", "qwen3", {}),
+    "int8 pools": ("qwen3", "qwen3", {"kv_cache_dtype": "int8"}),
+    "by the reference": ("qwen3", "qwen3", {"dtype": "float32"}),
+    "by transformers": ("llama", "llama", {"model_impl": "transformers"}),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_draft_models_of_every_kind_change_nothing(name: str) -> None:
+    family, other, changes = FAMILIES[name]
+    asked = engine_config(
+        model=str(shared_checkpoint(family)),
+        speculation=f"model:{shared_checkpoint(other)}",
+        max_model_len=200,
+        max_num_seqs=8,
+        **{"device": "cpu", "num_threads": 1, "packed_cache": False, "dtype": "bfloat16", **changes},
+    )
+    wanted = [
+        GenerationRequest(
+            request_id=f"{number}",
+            prompt_token_ids=tuple((7 * number + 13 * i) % 300 + 20 for i in range(10 + 15 * number)),
+            sampling=SamplingParams(temperature=0.0 if number % 2 else 0.8, seed=number, num_logprobs=1),
+            stop=StopParams(max_new_tokens=60),
+        )
+        for number in range(5)
+    ]
+    built = build(asked)
+    speculation = built.scheduler._speculation
+    assert speculation is not None
+    speculation._clock = lambda: 0.0
+    assert generate(built, wanted) == generate(build(replace(asked, speculation="off")), wanted)
+    assert speculation.total_draft_tokens > 0
+    assert (speculation.total_accepted > speculation.total_draft_tokens / 3) == (family == other)
+
+
+def test_the_memory_of_a_draft_model_is_bounded_and_planned() -> None:
+    """A quarter of the pool's bytes, or what all running sequences fill; the weights are counted before the pool."""
+    speculation = f"model:{demo_model_path()}"
+    for blocks, expected in ((40, 10), (400, 100), (4000, 8 * 32)):
+        asked = resolve(engine_asked(blocks, speculation=speculation))
+        plan = asked.plan(asked.pool(blocks * asked.bytes_per_block))
+        assert plan.draft_bytes == asked.weights.total + expected * asked.bytes_per_block
+    assert asked.bytes_beside_pool == 2 * asked.weights.total
 
 
 def test_a_fault_of_the_draft_model_is_harmless(

@@ -194,6 +194,16 @@ def test_directories_are_taken_as_they_are():
     check_checkpoint(demo_model_path())
 
 
+def test_a_draft_model_is_found_like_a_model(tmp_path: Path):
+    found = localized(Settings(speculation="model:quire-demo"))
+    assert found.speculation == f"model:{found.model_path}"
+    assert localized(found).speculation == found.speculation
+    with pytest.raises(ModelLoadError, match=r"--speculation .*/none: there is no such directory"):
+        localized(Settings(speculation=f"model:{tmp_path}/none"))
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
+        localized(Settings(speculation=f"model:{tmp_path}"))
+
+
 def test_the_architectures_that_are_named_are_those_that_are_built():
     assert tuple(FAMILIES) == ARCHITECTURES
     document = (Path(__file__).parents[4] / "docs" / "models.md").read_text()
