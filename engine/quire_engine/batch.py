@@ -6,6 +6,7 @@ know: torch, queues, policies.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire_engine.types import Pooling, SamplingParams, StopParams, TokenLogprobs
@@ -113,6 +114,11 @@ class SampledToken:
     logprobs: TokenLogprobs | None = None
     error: str | None = None
     is_forced: bool = False  # by a grammar or a limit of thinking, so that no row was computed for it
+
+
+def num_accepted(samples: Sequence[SampledToken]) -> int:
+    """How many drafts were right, of an item that has these samples."""
+    return 0 if len(samples) == 1 else sum([not sample.is_forced for sample in samples]) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import logging
 import platform
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol, cast
@@ -49,6 +50,7 @@ from quire_engine.limits import SchedulerConfig
 from quire_engine.machine import available_memory, usable_cores
 from quire_engine.memory_plan import PoolSize, check_model_len, host_blocks, plan_text, size_pool
 from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.scheduling.speculation import Speculation
 from quire_kernels.kernel_set import KernelSet, KVFormat
 from quire_kernels.reference import REFERENCE
 from quire_kernels.select import select
@@ -250,7 +252,8 @@ def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = te
     executor, swap_seconds, host_keys = _make_executor(resolved, decoder, pool, grammars)
     drafter = _make_drafter(resolved, pool, tell)
     plan = resolved.plan(pool, load_seconds=time.perf_counter() - started, swap_seconds=swap_seconds)
-    scheduler = Scheduler(plan.scheduler, host_keys=host_keys, drafter=drafter)
+    speculate = None if drafter is None else partial(Speculation, drafter)
+    scheduler = Scheduler(plan.scheduler, host_keys=host_keys, speculate=speculate)
     return BuiltEngine(plan=plan, executor=executor, scheduler=scheduler, grammars=grammars)
 
 

@@ -128,7 +128,7 @@ class SchedulerConfig:
     num_host_blocks: int = 0  # blocks of host memory, for swapped sequences and evicted prefixes
     swap_seconds: float = 0.0  # duration of one block's copy, to the host or from it
     has_states: bool = False  # the model keeps more of a sequence than its blocks, which no other sequence can share
-    speculates: bool = False  # steps may compute guessed tokens, which a log does not tell
+    speculates: bool = False  # steps may compute guessed tokens
     windows: tuple[Window, ...] = (None,)  # of each group of layers in the pool, the widest first
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
 

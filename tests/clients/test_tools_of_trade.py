@@ -53,7 +53,7 @@ def test_lm_eval_scores_by_echo(server: Served, tmp_path: Path) -> None:
 
 
 def test_schemathesis_finds_no_server_error(server: Served) -> None:
-    """Requests made from our own document: no 5xx but those asked for by a short timeout, no status that is not documented, no reply of another shape."""
+    """Requests made from our own document: no 5xx but for a client's own deadline, no status that is not documented."""
     done = subprocess.run(
         [
             *(str(Path(sys.executable).with_name("schemathesis")), "--config-file", str(CONFIG)),

@@ -8,6 +8,7 @@ import random
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -96,7 +97,11 @@ def engine_asked(blocks: int, **changes: object) -> EngineConfig:
 
 def engine(drafter: Drafter | None, blocks: int = 400, **changes: object) -> BuiltEngine:
     built = build(engine_asked(blocks, **changes))
-    return replace(built, scheduler=Scheduler(built.plan.scheduler, drafter=drafter)) if drafter else built
+    return (
+        replace(built, scheduler=Scheduler(built.plan.scheduler, speculate=partial(Speculation, drafter)))
+        if drafter
+        else built
+    )
 
 
 def requests(count: int = 16) -> list[GenerationRequest]:

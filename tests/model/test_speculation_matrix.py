@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from quire_engine.execution.drafting.outputs import OutputsDrafter
 from quire_engine.execution.drafting.suffix import SuffixDrafter
 from quire_engine.limits import SchedulerLimits
 from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.scheduling.speculation import Speculation
 from quire_engine.types import GenerationRequest
 from support.offline import Generated, generate
 
@@ -86,7 +87,8 @@ def engine(computed: str, situation: str, kind: str, expected: Results) -> Built
     # Copies cost nothing, so that whoever can be swapped is.
     plan = replace(built.plan.scheduler, swap_seconds=0.0) if situation == "swap" else built.plan.scheduler
     own = built.scheduler._speculation
-    scheduler = Scheduler(plan, drafter=drafter(kind, expected) if own is None else own._drafter)
+    guesses = drafter(kind, expected) if own is None else own._drafter
+    scheduler = Scheduler(plan, speculate=guesses and partial(Speculation, guesses))
     if scheduler._speculation is not None:
         scheduler._speculation._clock = lambda: 0.0
     return replace(built, scheduler=scheduler)

@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from property.test_scheduler_ahead import Ahead
 from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
@@ -17,6 +18,7 @@ from quire_engine.drafts import Draft, Wish
 from quire_engine.engine import Engine
 from quire_engine.limits import SchedulerConfig
 from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.scheduling.speculation import Speculation
 from support.fake_executor import FakeExecutor, Run
 from support.fake_model import VOCAB_SIZE, extend, sample
 from support.scheduler_model import WINDOWS, policies
@@ -85,7 +87,7 @@ class Speculating(Ahead):
         super().__init__(seed)
         config, guesses = self.config, Guesses(random.Random(seed))
         self.executor = Verifier(config.limits.block_size, windows=config.windows)
-        scheduler = Scheduler(config, policies=policies(config.limits), drafter=guesses, most_drafts=4)
+        scheduler = Scheduler(config, policies=policies(config.limits), speculate=partial(Speculation, guesses, most=4))
         self.run = Run(scheduler=scheduler, executor=self.executor)
         self.engine = Engine(scheduler, self.executor, check_invariants=True, clock=lambda: float(self.steps))
         self.engine.on_step = self.take

@@ -11,19 +11,22 @@ import dataclasses
 import io
 import json
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 import pytest
 
+from property.test_speculation import Guesses, Verifier
 from quire_engine.engine import Engine
 from quire_engine.limits import AdmissionName, PolicyName, SchedulerConfig, VictimName
 from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.scheduling.speculation import Speculation
 from quire_engine.simulation.recorded import read_log
 from quire_engine.simulation.replaying import Difference, Replayer
 from quire_engine.types import BeamParams, GenerationRequest, StepOutput
-from quire_server.commands.trace import PAGE, Lines, pages
+from quire_server.commands.trace import PAGE, Lines, narrate, pages
 from support.fake_executor import FakeExecutor, expected_tokens, request
 from support.limits import scheduler_config
 from support.scheduler_model import feasible
@@ -34,6 +37,8 @@ PLAN = ("step_id", "slices", "copies", "swaps", "decisions", "running", "waiting
 
 
 class Traffic:
+    speculates = False
+
     """One run: requests come and go until a step number, then all end."""
 
     def __init__(self, seed: int, *, num_steps: int = 60) -> None:
@@ -41,8 +46,10 @@ class Traffic:
         self.holding = random.Random(seed + 1_000_000)  # of its own, so that what else happens stays as it was drawn
         self.time = 100.0
         config = self.config = self.draw_config()
-        self.scheduler = Scheduler(config)
-        self.executor = FakeExecutor(config.limits.block_size, max_in_flight=2 if config.plans_ahead else 1)
+        guesses = partial(Speculation, Guesses(random.Random(seed)), most=4) if self.speculates else None
+        self.scheduler = Scheduler(config, speculate=guesses)
+        kind = Verifier if self.speculates else FakeExecutor
+        self.executor = kind(config.limits.block_size, max_in_flight=2 if config.plans_ahead else 1)
         self.engine = Engine(self.scheduler, self.executor, check_invariants=True, clock=self.clock)
         self.live: set[str] = set()
         self.held: list[str] = []
@@ -165,6 +172,15 @@ class Traffic:
             self.live &= set(self.scheduler._roster.live)
 
 
+class Guessing(Traffic):
+    """The same with guessed tokens, which need each step's results before the next plan."""
+
+    speculates = True
+
+    def draw_config(self) -> SchedulerConfig:
+        return dataclasses.replace(super().draw_config(), plans_ahead=False, speculates=True)
+
+
 class Log:
     """A scheduler's log in pages, as a server gives them."""
 
@@ -198,14 +214,38 @@ def plans(lines: list[Line]) -> list[dict[str, Any]]:
     return [{name: line[name] for name in PLAN} for line in lines if line["kind"] == "step"]
 
 
+@pytest.mark.parametrize("kind", [Traffic, Guessing])
 @pytest.mark.parametrize("seed", range(NUM_RUNS))
-def test_a_log_replays_to_the_same_plans(seed: int, tmp_path: Path) -> None:
-    traffic = Traffic(seed)
+def test_a_log_replays_to_the_same_plans(seed: int, kind: type[Traffic], tmp_path: Path) -> None:
+    traffic = kind(seed)
     lines = lines_of(traffic.scheduler)
     scheduler, difference = replayed(lines, tmp_path)
     assert difference is None
     scheduler.check_invariants()
     assert plans(lines_of(scheduler)) == plans(lines)
+
+
+def test_guessed_tokens_are_in_the_log_and_needed(tmp_path: Path) -> None:
+    guessed = accepted = 0
+    for seed in range(20):
+        traffic = Guessing(seed)
+        lines = lines_of(traffic.scheduler)
+        drafts = [each for line in lines for each in line.get("drafts", ())]
+        stats = traffic.scheduler.stats()
+        assert sum(each[2] for each in drafts) >= stats.total_draft_tokens  # results of what was aborted are not taken
+        assert sum(each[3] for each in drafts) >= stats.total_accepted_tokens
+        guessed, accepted = guessed + stats.total_draft_tokens, accepted + stats.total_accepted_tokens
+        for line in lines:
+            if line.get("drafts"):
+                assert "[speculation]" in "\n".join(narrate(line, since=0.0))
+                line["drafts"] = []
+        for name in {each[0] for each in drafts}:
+            (told,) = traffic.scheduler.answer("request", {"ids": [name]})["requests"]  # type: ignore[index]
+            assert (
+                told["num_guessed_right"] <= told["num_guessed"] <= sum(each[2] for each in drafts if each[0] == name)
+            )
+        assert (replayed(lines, tmp_path)[1] is not None) == bool(drafts)
+    assert guessed > accepted > 50
 
 
 def test_the_runs_see_what_makes_plans_differ() -> None:

@@ -10,8 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from quire_engine.batch import Batch, ScheduledSequence, StepResult
-from quire_engine.drafts import MOST_DRAFTS, Drafter
+from quire_engine.batch import Batch, ScheduledSequence, StepResult, num_accepted
 from quire_engine.errors import InfeasibleRequest
 from quire_engine.invariants import require
 from quire_engine.limits import SchedulerConfig
@@ -30,7 +29,7 @@ from quire_engine.scheduling.planner import Planner
 from quire_engine.scheduling.policies import Policies, policies_for
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group, Sequence
-from quire_engine.scheduling.speculation import Speculation
+from quire_engine.scheduling.speculation import Speculate
 from quire_engine.scheduling.swapping import allocator_for
 from quire_engine.types import NON_FINITE, EngineStats, FinishReason, GenerationRequest, TokenOutput
 
@@ -50,11 +49,10 @@ class Scheduler:
         *,
         policies: Policies | None = None,
         host_keys: Collection[bytes] = (),
-        drafter: Drafter | None = None,
-        most_drafts: int = MOST_DRAFTS,
+        speculate: Speculate | None = None,
     ) -> None:
-        """`host_keys`: the content hashes of the first host blocks, kept on disk by an earlier run. With a `drafter`
-        decodes may get drafts, `most_drafts` in a step each; results are then to be applied before the next plan.
+        """`host_keys`: the content hashes of the first host blocks, kept on disk by an earlier run. With
+        `speculate` decodes may get drafts; results are then to be applied before the next plan.
         """
         config.check()
         limits = config.limits
@@ -65,7 +63,7 @@ class Scheduler:
         self._roster = Roster(self._kv, policies.order)
         self._planner = Planner(limits, policies, self._kv, self._roster, self._swapping)
         self._log = StepLog(limits, self._roster) if limits.step_log else None
-        self._speculation = None if drafter is None else Speculation(drafter, self._kv, most=most_drafts)
+        self._speculation = None if speculate is None else speculate(self._kv)
         self._beam_forks = BeamForks(self._kv, self._roster, self._log)
         self._inspection = Inspection(
             config, self._kv, self._roster, self._log, len(host_keys), check=self.check_invariants
@@ -352,10 +350,10 @@ class Scheduler:
         rejected draft has written is never read, since a later step writes there first.
         """
         samples, at = result.samples[sequence.sequence_id], item.end - item.num_drafts
-        num_accepted = 0 if len(samples) == 1 else sum([not sample.is_forced for sample in samples]) - 1
+        accepted = num_accepted(samples)
         predicted = None
         if self._speculation is not None and item.num_drafts:
-            predicted = self._speculation.note(sequence, item.num_drafts, num_accepted)
+            predicted = self._speculation.note(sequence, item.num_drafts, accepted)
         if samples[-1].error is not None:
             self._roster.end(sequence)
             return error_output(sequence, samples[-1].error)
@@ -375,7 +373,7 @@ class Scheduler:
                 break
         token_ids[at : at + 1] = taken
         if item.num_drafts:
-            num_computed = at + min(num_accepted, len(taken) - 1)
+            num_computed = at + min(accepted, len(taken) - 1)
             self._kv.take_back(sequence, num_computed)
             self._kv.commit(sequence, num_computed)
         if finish is not None:
@@ -383,7 +381,7 @@ class Scheduler:
             self._roster.end(sequence)
         if group.account is not None:
             group.account.charge_output(len(taken))
-        num_forced = max(0, len(taken) - 1 - num_accepted)
+        num_forced = max(0, len(taken) - 1 - accepted)
         if sequence.num_forced != num_forced:
             sequence.note_forced(num_forced)
         return token_output(sequence, samples, tuple(taken), finish, predicted)

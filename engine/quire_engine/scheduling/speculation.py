@@ -14,7 +14,7 @@ from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from quire_engine.drafts import Draft, Drafter, Wish
+from quire_engine.drafts import MOST_DRAFTS, Draft, Drafter, Wish
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.sequence import Sequence
 from quire_engine.scheduling.step_plan import StepPlan
@@ -52,7 +52,12 @@ class Speculation:
     """Adds drafts to a finished plan, and learns what they and their rows are worth."""
 
     def __init__(
-        self, drafter: Drafter, kv: KVAllocator, *, most: int, clock: Callable[[], float] = time.perf_counter
+        self,
+        drafter: Drafter,
+        kv: KVAllocator,
+        *,
+        most: int = MOST_DRAFTS,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`most`: drafts of one sequence in a step. `clock`: for what a costly drafter's calls take."""
         self.total_drafts = self.total_draft_tokens = self.total_accepted = 0
@@ -91,14 +96,20 @@ class Speculation:
             if count == 0:
                 self.undrafted["cost"] += 1
                 continue
-            start = sequence.kv.num_computed
-            count = self._kv.lend(sequence, start + 1 + count) - start - 1
-            if count <= 0:
+            count = self.lend(plan, sequence, draft.token_ids[:count])
+            if count == 0:
                 self.undrafted["blocks"] += 1
                 continue
-            plan.add_drafts(sequence, draft.token_ids[:count])
             record.match, record.is_predicted = draft.match, draft.is_predicted
             rows, budget = rows + count, budget - count
+
+    def lend(self, plan: StepPlan, sequence: Sequence, token_ids: tuple[int, ...]) -> int:
+        """Add drafts to a decode, as far as there are free blocks for them; returns how many."""
+        start = sequence.kv.num_computed
+        count = max(0, self._kv.lend(sequence, start + 1 + len(token_ids)) - start - 1)
+        if count:
+            plan.add_drafts(sequence, token_ids[:count])
+        return count
 
     def note(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> tuple[int, int] | None:
         """A step has tried `num_drafts` drafts of a sequence. Returns both numbers where a client has guessed them."""
@@ -227,6 +238,9 @@ class Speculation:
             and group.pending(sequence) == 1  # not behind forced tokens, which the same step computes
         )
         return group.max_new_tokens - sequence.num_output_tokens - 1 if is_plain else 0
+
+
+Speculate = Callable[[KVAllocator], Speculation]
 
 
 def _kind(match: int) -> int:

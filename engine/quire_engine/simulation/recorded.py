@@ -63,13 +63,15 @@ class Recording:
 
 def sizes_of(step: Mapping[str, Any]) -> StepSizes:
     """The sizes of a recorded step, as `cost_model.step_sizes` has them for a batch."""
+    guessed = {(name, choice): count for name, choice, count, _ in step.get("drafts", ())}
     context = before = 0
-    for _, _, start, num_tokens in step["slices"]:
-        if num_tokens == 1:
-            context += start + 1
+    for name, choice, start, num_tokens in step["slices"]:
+        if num_tokens == 1 + guessed.get((name, choice), 0):  # each guessed token is a row as a decode is
+            context += sum(range(start + 1, start + 1 + num_tokens))
         else:
             before += num_tokens * start
-    return StepSizes(step["prefill_tokens"] + step["decode_tokens"], step["decode_tokens"], context, before)
+    num_decodes = step["decode_tokens"] + sum(guessed.values())
+    return StepSizes(step["prefill_tokens"] + num_decodes, num_decodes, context, before)
 
 
 @dataclass(slots=True)
@@ -95,6 +97,10 @@ def read_log(path: Path) -> Recording:
     if reading.config is None:
         raise ConfigError(f"{path} is no step log: it has no line of kind config; `quire trace --json` writes one")
     config, unknown = _config(reading.config["config"], path)
+    if reading.config["config"].get("speculates") and any(
+        "drafts" not in entry.plain for entry in reading.entries if entry.kind == "step"
+    ):
+        raise ConfigError(f"{path}: its server guessed tokens ahead (speculation), which a log of its version lacks")
     entries = tuple(sorted(reading.entries, key=lambda entry: entry.ordinal))
     return Recording(
         config=config,
@@ -131,8 +137,6 @@ def _take(plain: dict[str, Any], reading: _Reading) -> None:
 
 
 def _config(plain: Mapping[str, Any], path: Path) -> tuple[SchedulerConfig, tuple[str, ...]]:
-    if plain.get("speculates"):
-        raise ConfigError(f"{path}: its server guessed tokens ahead (speculation), which a log does not tell")
     limits = dict(plain["limits"])
     known = {one.name for one in fields(SchedulerLimits)}
     unknown = tuple(sorted(set(limits) - known))

@@ -12,7 +12,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
+from quire_engine.drafts import NO_DRAFT, Draft, Wish
+from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.scheduling.speculation import Speculation
+from quire_engine.scheduling.step_plan import StepPlan
 from quire_engine.simulation.contents import STOP, Contents
 from quire_engine.simulation.leap import held_blocks
 from quire_engine.simulation.recorded import Entry, Recording
@@ -70,6 +74,7 @@ _SAME_NAMES = {one.name for one in fields(GenerationRequest)} & {
     *("n", "priority", "arrival_time", "pooling", "cache_salt", "tenant", "weight", "max_running", "service_class"),
     "deadline",
 }
+_MOST_DRAFTS = 1 << 10  # of one sequence in a step: more than any server gives
 _OWN_RULES = SamplingParams(presence_penalty=1.0)  # for a request whose plans depend on its tokens
 
 
@@ -102,18 +107,51 @@ def replay(recording: Recording) -> Replay:
     return Replayer(recording).run()
 
 
+class RecordedDrafts(Speculation):
+    """Gives the drafts that a log tells of, with made-up tokens: which of them are right is a matter of the results."""
+
+    def __init__(self, kv: KVAllocator) -> None:
+        super().__init__(_NoDrafter(), kv, most=_MOST_DRAFTS)
+        self.given: dict[tuple[str, int], int] = {}  # of the next step: guessed tokens by request and choice
+
+    def extend(self, plan: StepPlan) -> None:
+        sequences = {(each.group.request.request_id, each.choice): each for each in plan.slices}
+        for whose, count in self.given.items():
+            sequence = sequences.get(whose)
+            if sequence is not None:  # else the plans differ already
+                self.lend(plan, sequence, (0,) * count)
+
+
+class _NoDrafter:
+    is_costly = False
+
+    def draft(self, wishes: Sequence[Wish]) -> list[Draft]:
+        return [NO_DRAFT for _ in wishes]
+
+    def note_end(self, token_ids: Sequence[int], scope: str) -> None:
+        """There is nothing to learn."""
+
+    def forget(self, sequence_id: int) -> None:
+        """Nothing is kept."""
+
+
 class Replayer:
     """Makes the calls of one recording on `scheduler`, which keeps a log of its own."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
-        self.scheduler = Scheduler(recording.config)
+        self._drafts: RecordedDrafts | None = None
+        self.scheduler = Scheduler(recording.config, speculate=self._speculate)
         self._contents = Contents(recording.entries, recording.config.limits.block_size)
         self._beams = RecordedBeams(recording.steps, self._contents)
         self._names: dict[int, tuple[str, int]] = {}  # request and choice by sequence
         self._widths: dict[str, int] = {}  # beam widths of searches, by request
         self._launched: dict[int, Batch] = {}
         self._steps = self._requests = 0
+
+    def _speculate(self, kv: KVAllocator) -> RecordedDrafts:
+        self._drafts = RecordedDrafts(kv)
+        return self._drafts
 
     def run(self) -> Replay:
         difference = None
@@ -185,6 +223,8 @@ class Replayer:
         self._requests += 1
 
     def _plan(self, step: Mapping[str, Any]) -> Difference | None:
+        assert self._drafts is not None
+        self._drafts.given = {(name, choice): count for name, choice, count, _ in step.get("drafts", ())}
         batch = self.scheduler.schedule(float(step["planned_at"]))
         items = () if batch is None else batch.items
         if batch is not None:
@@ -209,7 +249,8 @@ class Replayer:
         batch = self._launched.pop(step["step_id"], None)
         if batch is None:
             return
-        ends = {(name, choice): finish for name, choice, finish, _ in step["ends"]}
+        ends = {(name, choice): (finish, count) for name, choice, finish, count in step["ends"]}
+        accepted = {(name, choice): count for name, choice, _, count in step.get("drafts", ())}
         failed = {(name, choice, part) for name, choice, part in step["failed"]}
         forced = {(name, choice): count for name, choice, count in step["forced"]}
         result = StepResult()
@@ -230,17 +271,21 @@ class Replayer:
                         offered = self._beams.offer(step, whose, self._widths[whose[0]], item.end)
                         result.samples[sequence_id] = (SampledToken(token_id=offered.token_id, logprobs=offered),)
                     else:
-                        result.samples[sequence_id] = self._tokens(
-                            *whose, item.end, forced.get(whose, 1), ends.get(whose, "")
-                        )
+                        right, start = accepted.get(whose, 0), item.end - item.num_drafts
+                        tokens = self._tokens(whose, start, max(forced.get(whose, 1), 1 + right), 1 + right)
+                        finish, count = ends.get(whose, ("", 0))
+                        if finish == "stop":  # what was accepted behind the end is dropped
+                            last = item.num_prompt_tokens + count - start - 1
+                            tokens[last] = replace(tokens[last], token_id=STOP)
+                        result.samples[sequence_id] = tuple(tokens)
         self.scheduler.apply(batch, result, float(step["applied_at"]))
         self._beams.note(step)
 
-    def _tokens(self, name: str, choice: int, at: int, count: int, finish: str) -> tuple[SampledToken, ...]:
-        ids = [self._contents.output(name, choice, at + i) for i in range(count)]
-        if finish == "stop":
-            ids[-1] = STOP
-        return tuple(SampledToken(token_id=token_id, is_forced=i > 0) for i, token_id in enumerate(ids))
+    def _tokens(self, whose: tuple[str, int], at: int, count: int, num_drawn: int) -> list[SampledToken]:
+        """Output from position `at` on; the tokens behind the drawn ones were forced."""
+        return [
+            SampledToken(token_id=self._contents.output(*whose, at + i), is_forced=i >= num_drawn) for i in range(count)
+        ]
 
 
 def _pair(values: Any) -> tuple[Any, ...] | None:

@@ -183,10 +183,14 @@ def narrate(step: dict[str, Any], *, since: float) -> Iterator[str]:
     if any(step.get("swaps", ())):
         out, back = step["swaps"]
         yield f"  swaps      {out} blocks to the host, {back} from it  [swap space]"
+    behind = {(request_id, choice) for request_id, choice, *_ in step.get("drafts", ())}
     for request_id, choice, start, size in slices:
-        if size > 1:
+        if size > 1 and (request_id, choice) not in behind:
             yield f"  computes   {_name(request_id, choice)} tokens {start} to {start + size - 1}  [chunk]"
-    num_single = sum(1 for each in slices if each[3] == 1)
+    if guessed := step.get("drafts"):
+        tokens, right = sum(each[2] for each in guessed), sum(each[3] for each in guessed)
+        yield f"  guesses    {tokens} tokens behind {len(guessed)} of the decodes, {right} were right  [speculation]"
+    num_single = sum(1 for each in slices if each[3] == 1) + len(behind)
     if num_single:
         yield f"  decodes    {num_single} {'sequence' if num_single == 1 else 'sequences'}, a token each  [no stall]"
     for request_id in step["starved"]:

@@ -182,6 +182,7 @@ class Inspection:
             slices=tuple(_slices(log, step)),
             prefill_tokens=step.num_prefills,
             decode_tokens=step.num_decodes,
+            drafts=tuple([(*log.name(i), count, accepted) for i, count, accepted in step.guesses]),
             **_kept(StepRecord, step),
         )
 

@@ -86,6 +86,8 @@ class RequestLife:
     num_preemptions: int = 0
     stalls: list[Stall] = field(default_factory=list)
     num_stalls: int = 0
+    num_guessed: int = 0  # tokens, computed behind its decodes
+    num_guessed_right: int = 0
     kv_wait_seconds: float = 0.0
     kv_wait_steps: list[int] = field(default_factory=list)  # steps with which a wait for blocks began
     sequences: dict[int, Sequence] = field(default_factory=dict)  # unfinished choices

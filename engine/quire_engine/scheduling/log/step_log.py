@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Values
 from typing import Literal
 
-from quire_engine.batch import PENDING, Batch, ScheduledSequence, StepResult
+from quire_engine.batch import PENDING, Batch, SampledToken, ScheduledSequence, StepResult, num_accepted
 from quire_engine.limits import SchedulerLimits
 from quire_engine.scheduling.log.request_life import PreemptionMode, RequestLife
 from quire_engine.scheduling.log.step_records import NOTHING, Contents, EventKind, FailedPart
@@ -23,6 +23,7 @@ from quire_engine.types import FinishReason, TokenOutput
 
 MOST_FINISHED = 1024  # ended requests whose lives are kept
 _NO_ITEMS: tuple[ScheduledSequence, ...] = ()
+_NO_SAMPLES = (SampledToken(),)
 
 
 class StepLog:
@@ -120,6 +121,7 @@ class StepLog:
         self.now, self._last_step = now, step_id
         step = Step(step_id, self._next_ordinal(), batch, plan.decisions, now)
         roster = self._roster
+        step.guesses = tuple([(each.sequence_id, len(guesses), 0) for each, guesses in plan.drafts.items()])
         step.running, step.waiting, step.blocks_used = roster.num_running, len(roster.waiting), blocks_used
         for decision in plan.decisions:
             self._note_decision(decision, step_id, now)
@@ -172,6 +174,8 @@ class StepLog:
             step.prompts_done = []
         if result.errors or result.starved:
             self._note_failures(step, result)
+        if step.guesses:
+            self._note_guesses(step, result)
         # In most steps no choice ends and each gets one token: then there is nothing to record.
         if self._num_unfinished != num_unfinished or self._num_reading_output:
             self._note_outputs(step, outputs, result)
@@ -241,17 +245,31 @@ class StepLog:
         for sequence_ids, part in parts:
             step.failed += [(*self._names[sequence_id], part) for sequence_id in sequence_ids]
 
+    def _note_guesses(self, step: Step, result: StepResult) -> None:
+        """Record how many of a step's guessed tokens were accepted."""
+        step.guesses = tuple(
+            [(i, count, num_accepted(result.samples.get(i, _NO_SAMPLES))) for i, count, _ in step.guesses]
+        )
+        for sequence_id, count, accepted in step.guesses:
+            life = self._life_of.get(sequence_id)
+            if life is not None:  # else it was aborted meanwhile
+                life.num_guessed += count
+                life.num_guessed_right += accepted
+
     def _note_outputs(self, step: Step, outputs: Values[TokenOutput], result: StepResult) -> None:
         if any(output.finish == "error" for output in outputs):
             wrong = [sequence_id for sequence_id, samples in result.samples.items() if samples[-1].error is not None]
             step.failed += [(*self._names[sequence_id], "sample") for sequence_id in wrong]
+        guessed = {
+            self._names[i] for i, *_ in step.guesses if not any(each.is_forced for each in result.samples.get(i, ()))
+        }
         for output in outputs:
             life = self.live[output.request_id]
             is_search = life.group is not None and life.group.beams is not None  # sends all its tokens at its end
             if output.finish is not None:
                 num_output = self._end(life, output.choice, output.finish, len(output.token_ids) if is_search else None)
                 step.ends.append((output.request_id, output.choice, output.finish, num_output))
-            if len(output.token_ids) > 1 and not is_search:
+            if len(output.token_ids) > 1 and not is_search and (output.request_id, output.choice) not in guessed:
                 step.forced.append((output.request_id, output.choice, len(output.token_ids)))
 
     def _preempted(
@@ -353,7 +371,18 @@ class Step:
     __slots__ = (
         *("step_id", "ordinal", "planned_at", "applied_at", "applied_ordinal", "seconds"),
         *("ids", "starts", "sizes", "num_tokens", "num_decodes", "num_prefills", "copies", "swaps", "decisions"),
-        *("running", "waiting", "blocks_used", "ends", "forced", "starved", "failed", "beams", "prompts_done"),
+        *(
+            "running",
+            "waiting",
+            "blocks_used",
+            "ends",
+            "forced",
+            "guesses",
+            "starved",
+            "failed",
+            "beams",
+            "prompts_done",
+        ),
     )
 
     def __init__(self, step_id: int, ordinal: int, batch: Batch | None, decisions: list[Decision], now: float) -> None:
@@ -377,6 +406,7 @@ class Step:
         self.running = self.waiting = self.blocks_used = 0
         self.ends: list[tuple[str, int, FinishReason, int]] = []
         self.forced: list[tuple[str, int, int]] = []
+        self.guesses: tuple[tuple[int, int, int], ...] = ()  # (sequence, guessed tokens, those accepted)
         self.starved: list[str] = []
         self.failed: list[tuple[str, int, FailedPart]] = []
         self.beams: list[tuple[str, tuple[int, ...]]] = []

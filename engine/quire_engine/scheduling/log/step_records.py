@@ -40,8 +40,10 @@ class StepRecord:
 
         plan     at the time `planned_at`, for policies that use measured times.
         apply    at the time `applied_at`. Each sequence with `wants_sample` in the step gets one token, or as many as
-                 `forced` says. A choice that ends is in `ends` with its output tokens in all; slices and samples that
-                 failed are in `failed`; a beam search whose beams all got a token is in `beams`.
+                 `forced` says, or one more than the accepted ones of its `drafts`, which are the last of its slice;
+                 drafts are given in their order here, to blocks that are free. A choice that ends is in `ends` with
+                 its output tokens in all; slices and samples that failed are in `failed`; a beam search whose beams all
+                 got a token is in `beams`.
     """
 
     step_id: int
@@ -61,6 +63,7 @@ class StepRecord:
     blocks_used: int  # after the plan
     ends: tuple[tuple[str, int, FinishReason, int], ...]  # (request_id, choice, finish reason, output tokens)
     forced: tuple[tuple[str, int, int], ...]  # (request_id, choice, tokens) of choices with several tokens in one step
+    drafts: tuple[tuple[str, int, int, int], ...] = ()  # (request_id, choice, guessed tokens, those accepted)
     starved: tuple[str, ...]  # requests preempted for lack of device memory
     failed: tuple[tuple[str, int, FailedPart], ...]  # (request_id, choice, failed part)
     beams: tuple[tuple[str, tuple[int, ...]], ...]  # (request_id, the parent beam of each sequence)

@@ -77,6 +77,8 @@ def explanation(life: RequestLife, step: int, log: StepLog) -> dict[str, object]
         "chunks": chunks,
         "preemptions": [asdict(each) for each in life.preemptions],
         "took_blocks": [asdict(each) for each in takers],
+        "num_guessed": life.num_guessed,
+        "num_guessed_right": life.num_guessed_right,
         "num_stalls": life.num_stalls,
         "stalls": [asdict(each) for each in life.stalls],
         "decode_beside_prompts": beside,
@@ -153,6 +155,8 @@ def _why(life: RequestLife, account: Account, beside: dict[str, float | int], ta
     text = f"It {took} {whole:.3f} s; {seconds:.3f} s of them ({seconds / whole:.0%}) went to {cause}"
     if cause == _PHASES["decode"]:
         text += f", {_output(life)} tokens"
+        if life.num_guessed_right:
+            text += f", {life.num_guessed_right} of them guessed ahead"
         if beside["seconds"] > 0.3 * seconds:
             text += (
                 f"; in {beside['seconds']:.3f} s of it the steps computed {beside['prompt_tokens']} tokens of others'"
