@@ -34,18 +34,18 @@ class StepSizes(NamedTuple):
 
 
 def step_sizes(batch: Batch) -> StepSizes:
-    """The sizes of a planned step."""
+    """The sizes of a planned step. A guessed token behind a decode is a row as a decode is."""
     if batch.num_tokens == batch.num_decodes:
         context = sum([item.start + 1 for item in batch.items])
         return StepSizes(batch.num_tokens, batch.num_decodes, context, 0)
     context = before = 0
     for item in batch.items:
         num_tokens = len(item.token_ids)
-        if num_tokens == 1:
-            context += item.start + 1
+        if num_tokens == 1 + item.num_drafts:
+            context += sum(range(item.start + 1, item.end + 1))
         else:
             before += num_tokens * item.start
-    return StepSizes(batch.num_tokens, batch.num_decodes, context, before)
+    return StepSizes(batch.num_tokens, batch.num_tokens - batch.num_prefills, context, before)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,6 +82,8 @@ class Outcome:
     preemptions_by_cause: dict[PreemptionCause, int] = field(default_factory=dict)
     recomputed_tokens: int = 0  # of the computed ones: again, since a preemption had lost their blocks
     evictions: int = 0
+    guessed_tokens: int = 0  # of the computed ones: behind decodes
+    guessed_right: int = 0
 
     def note_live(self, at: float, count: int) -> None:
         """From now on `count` requests are accepted and unfinished."""

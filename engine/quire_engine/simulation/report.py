@@ -86,6 +86,8 @@ class Report:
     recomputed_tokens: int
     recomputed: float  # share of the computed tokens
     evictions: int
+    guessed_tokens: int
+    guessed_right: int
     prompt_tokens: int
     cached_tokens: int
     computed_tokens: int
@@ -115,8 +117,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 def report(outcome: Outcome, slo: Slo | None = None) -> Report:
     """All numbers of a run."""
-    slo = slo or Slo()
-    done = outcome.done
+    slo, done = slo or Slo(), outcome.done
     seconds = max(outcome.seconds, 1e-12)
     good = sum(1 for one in done if slo.is_good(ttft=one.ttft, tpot=one.tpot, e2e=one.e2e))
     ats = [one.at for one in outcome.requests]
@@ -152,6 +153,8 @@ def report(outcome: Outcome, slo: Slo | None = None) -> Report:
         recomputed_tokens=outcome.recomputed_tokens,
         recomputed=outcome.recomputed_tokens / max(1, outcome.computed_tokens),
         evictions=outcome.evictions,
+        guessed_tokens=outcome.guessed_tokens,
+        guessed_right=outcome.guessed_right,
         prompt_tokens=sum(one.row.input_tokens for one in done),
         cached_tokens=sum(one.cached_tokens for one in done),
         computed_tokens=outcome.computed_tokens,

@@ -16,7 +16,7 @@ from quire_engine.simulation.cost_model import UNIT_STEPS, CostModel
 
 _POOL_NAMES = ("num_blocks", "max_model_len", "plans_ahead", "windows")
 _QUEUE_NAMES = ("max_num_queued_reqs", "max_num_queued_tokens")
-CHANGEABLE = (*LIMIT_NAMES, *_POOL_NAMES, *_QUEUE_NAMES)
+CHANGEABLE = (*LIMIT_NAMES, *_POOL_NAMES, *_QUEUE_NAMES, "speculation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,7 @@ class Setup:
     cost: CostModel = UNIT_STEPS
     max_num_queued_reqs: int = 256
     max_num_queued_tokens: int | None = None
+    speculation: float = 0.0  # share of guessed tokens that are right, each if those before were; 0: none are guessed
 
     @property
     def max_sequences(self) -> int:
@@ -51,6 +52,10 @@ class Setup:
                 pool[name] = _typed(name, value, getattr(self.scheduler, name))
             elif name in _QUEUE_NAMES:
                 queue[name] = None if value in (None, "", "none") else _typed(name, value, 0)
+            elif name == "speculation":
+                queue[name] = share = float(str(_typed(name, value, 0.0)))
+                if not 0.0 <= share <= 1.0:
+                    raise ConfigError(f"speculation is {value!r}, must be the share of guesses that are right, 0 to 1")
             else:
                 raise ConfigError(f"{given} is no setting that a simulation has; it has {', '.join(CHANGEABLE)}")
         changed = replace(self.scheduler.limits, **limits)
@@ -58,7 +63,7 @@ class Setup:
             changed = replace(changed, min_chunk=_served_claim(changed))
         scheduler = replace(self.scheduler, **pool, limits=changed)
         scheduler.check()
-        if any(value is not None and value < 0 for value in queue.values()):
+        if any((queue.get(name) or 0) < 0 for name in _QUEUE_NAMES):
             raise ConfigError("max_num_queued_reqs and max_num_queued_tokens must be at least 0")
         return replace(self, scheduler=scheduler, **queue)
 
@@ -66,7 +71,7 @@ class Setup:
         """All settings that `with_settings` can change, by name."""
         limits = {one.name: getattr(self.scheduler.limits, one.name) for one in fields(SchedulerLimits)}
         pool = {name: getattr(self.scheduler, name) for name in _POOL_NAMES}
-        return {**limits, **pool, **{name: getattr(self, name) for name in _QUEUE_NAMES}}
+        return {**limits, **pool, **{name: getattr(self, name) for name in (*_QUEUE_NAMES, "speculation")}}
 
 
 def setup(plain: Mapping[str, Any], cost: CostModel) -> Setup:

@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 from quire_engine.batch import Batch, SampledToken, StepResult
 from quire_engine.errors import InfeasibleRequest
 from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.scheduling.speculation import Speculation
+from quire_engine.simulation.guessing import SimulatedDrafter, drawn
 from quire_engine.simulation.leap import held_blocks, leap
 from quire_engine.simulation.outcome import Moment, Outcome, Served
-from quire_engine.simulation.requests import LAST_TOKEN, as_request, own_token
+from quire_engine.simulation.requests import as_request, number_of, own_token
 from quire_engine.simulation.setup import Setup
 from quire_engine.simulation.traces import TraceRow
 from quire_engine.types import TokenOutput
@@ -33,9 +36,12 @@ class Simulation:
         self._setup = setup
         self._cost = setup.cost
         # Without a step log: it would lack the steps of leaps, and nothing reads it.
-        self._scheduler = Scheduler(replace(setup.scheduler, limits=replace(setup.scheduler.limits, step_log=0)))
+        self._scheduler = Scheduler(
+            replace(setup.scheduler, limits=replace(setup.scheduler.limits, step_log=0)),
+            speculate=partial(Speculation, SimulatedDrafter(self._share_of)) if setup.speculation else None,
+        )
         self._watch = watch
-        self._leaps = leaps and watch is None and not setup.scheduler.plans_ahead
+        self._leaps = leaps and watch is None and not setup.scheduler.plans_ahead and not setup.speculation
         self._now = 0.0
         self._live: dict[str, Served] = {}
         self._samples: dict[str, tuple[SampledToken, ...]] = {}  # of live requests: each has its own token
@@ -66,6 +72,7 @@ class Simulation:
         outcome.total_preemptions, outcome.evictions = stats.total_preemptions, stats.total_kv_evictions
         outcome.preemptions_by_cause = stats.total_preemptions_by_cause
         outcome.recomputed_tokens = stats.total_recomputed_tokens
+        outcome.guessed_tokens, outcome.guessed_right = stats.total_draft_tokens, stats.total_accepted_tokens
         return outcome
 
     def _arrive(self, row: TraceRow, number: int, at: float) -> None:
@@ -113,8 +120,14 @@ class Simulation:
         for item in batch.items:
             if item.wants_sample and (sequence := sequences.get(item.sequence_id)) is not None:
                 name = sequence.group.request.request_id
-                samples[item.sequence_id] = LAST_TOKEN if self._live[name].num_left == 1 else self._samples[name]
+                drafts = item.token_ids[len(item.token_ids) - item.num_drafts :]
+                samples[item.sequence_id] = drawn(self._samples[name], drafts, self._live[name].num_left)
         return samples
+
+    def _share_of(self, token_id: int) -> float:
+        """The share of guesses that are right, of the request whose outputs repeat this token."""
+        own = self.outcome.requests[number_of((token_id,))].row.speculation
+        return self._setup.speculation if own is None else own
 
     def _note_step(self, batch: Batch, begins: float) -> None:
         outcome = self.outcome

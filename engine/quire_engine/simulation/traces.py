@@ -38,6 +38,7 @@ class TraceRow:
     tenant: str = ""
     weight: float = 1.0  # the tenant's weight
     scope: str = ""  # of its cached prefixes; empty: the tenant's own
+    speculation: float | None = None  # share of its guessed tokens that are right; None: as of all requests
     max_tokens: int | None = None  # the limit that its client sets; None: it asks for the output's exact length
 
 
@@ -124,7 +125,7 @@ def _mooncake(plain: dict[str, Any], scale: float) -> TraceRow:
 def _ours(plain: dict[str, Any], scale: float) -> TraceRow:
     """`{"at": S, "input_tokens": N, "output_tokens": N}`.
 
-    Optionally with "tenant", "max_tokens", "blocks" and "block_tokens".
+    Optionally with "tenant", "max_tokens", "blocks", "block_tokens" and "speculation".
     """
     block_tokens = _whole(plain.get("block_tokens", 0))
     return TraceRow(
@@ -135,7 +136,14 @@ def _ours(plain: dict[str, Any], scale: float) -> TraceRow:
         block_tokens=math.ceil(block_tokens * scale),
         tenant=str(plain.get("tenant", "")),
         max_tokens=_scaled(_whole(plain["max_tokens"]), scale) if "max_tokens" in plain else None,
+        speculation=_share(plain["speculation"]) if "speculation" in plain else None,
     )
+
+
+def _share(value: object) -> float:
+    if not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"speculation is {value!r}, must be the share of guesses that are right, 0 to 1")
+    return float(value)
 
 
 def _is_servegen(text: str) -> bool:

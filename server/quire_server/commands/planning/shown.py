@@ -70,6 +70,9 @@ def _lines(found: Report) -> list[tuple[str, str]]:
         ),
         ("Little's law", f"{found.little_in_flight:.4g} requests in flight, residual {residual}"),
     ]
+    if found.guessed_tokens:
+        share = found.guessed_right / found.guessed_tokens
+        lines.append(("speculation", f"{found.guessed_tokens:,} tokens guessed, {share:.1%} of them right"))
     for name, measured in found.misses.items():
         lines.append(("MISSED", f"{name} is {duration(measured)}"))
     return lines

@@ -22,7 +22,7 @@ from quire_engine.simulation.setup import Setup, parse_settings, setup
 from quire_engine.simulation.simulator import Simulation, simulate
 from quire_engine.simulation.slo import parse_slo
 from quire_engine.simulation.static_batching import simulate_static
-from quire_engine.simulation.traces import TraceRow, read_trace
+from quire_engine.simulation.traces import TraceError, TraceRow, read_trace
 
 COST = CostModel(step=0.02, row=0.001, context=1e-6, prompt=((1, 0.02), (512, 0.5)), chunk_context=1e-6)
 
@@ -118,6 +118,44 @@ def test_cost_models_are_checked(tmp_path: Path) -> None:
     for text in ("stop=1", str(tmp_path), str(tmp_path / "absent")):
         with pytest.raises(ConfigError):
             read_cost(text)
+
+
+def test_guessed_tokens_take_rows_and_save_steps() -> None:
+    """Twelve tokens of one request after the first, five guesses at most in a step, the last token is never guessed."""
+    load = [row(inputs=100, outputs=13)]
+    plain = simulate(Setup(cost=COST), load)
+    right = simulate(Setup(cost=COST, speculation=1.0), load)
+    wrong = simulate(Setup(cost=COST, speculation=1e-9), load)
+    assert (plain.steps, right.steps, wrong.steps) == (13, 3, 13)
+    assert right.guessed_tokens == right.guessed_right == 10
+    assert wrong.guessed_right == 0 < wrong.guessed_tokens
+    assert [one.done[0].num_tokens for one in (plain, right, wrong)] == [13, 13, 13]
+    rows = right.computed_tokens - 100
+    assert right.done[0].e2e - right.done[0].ttft == pytest.approx(
+        2 * 0.02 + rows * 0.001, rel=0.05
+    )  # and what they look at
+    own = [row(inputs=100, outputs=13), replace(row(at=100.0, inputs=100, outputs=13), speculation=1.0)]
+    mixed = simulate(Setup(cost=COST, speculation=1e-9), own)
+    assert mixed.guessed_right == 10
+    again = simulate(Setup(cost=COST, speculation=0.5), [row(at=i / 9, outputs=40) for i in range(20)])
+    assert (
+        again.guessed_right
+        == simulate(Setup(cost=COST, speculation=0.5), [row(at=i / 9, outputs=40) for i in range(20)]).guessed_right
+    )
+    assert 0.2 < again.guessed_right / again.guessed_tokens < 0.5  # what is behind a wrong one is wrong
+
+
+def test_the_share_of_right_guesses_is_a_setting_and_a_row_s(tmp_path: Path) -> None:
+    assert Setup().with_settings(parse_settings(["speculation=0.6"])).speculation == 0.6
+    for wrong in ("2", "-1", "much"):
+        with pytest.raises(ConfigError, match="speculation is"):
+            Setup().with_settings(parse_settings([f"speculation={wrong}"]))
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"at": 0, "input_tokens": 3, "output_tokens": 4, "speculation": 0.5}')
+    assert read_trace(path)[0].speculation == 0.5
+    path.write_text('{"at": 0, "input_tokens": 3, "output_tokens": 4, "speculation": 5}')
+    with pytest.raises(TraceError, match=r"trace.jsonl:1: speculation is 5, must be"):
+        read_trace(path)
 
 
 def test_settings_by_name() -> None:
