@@ -192,6 +192,7 @@ class Resolved:
                 num_host_blocks=self.num_host_blocks,
                 swap_seconds=swap_seconds,
                 has_states=bool(self.kept_bytes),
+                bidirectional=_is_bidirectional(self.model),
                 speculates=asked.speculation != "off",
                 windows=self.layout.windows,
                 limits=asked.limits,
@@ -400,8 +401,9 @@ def _resolve_draft(resolved: Resolved) -> Resolved:
 
 
 def _layout(config: EngineConfig, model: ModelFacts, device: torch.device) -> KVLayout:
-    """On a CPU windows let go of blocks. Swaps copy whole sequences, and a GPU's graphs have one table of blocks."""
-    if device.type != "cpu" or config.swap_space:
+    """On a CPU windows let go of blocks. Swaps copy whole sequences, a GPU's graphs have one table of blocks, and a
+    bidirectional model reads all of a prompt's blocks in its only step."""
+    if device.type != "cpu" or config.swap_space or _is_bidirectional(model):
         return one_group(model.num_layers)
     return kv_layout(model.windows, model.max_position_embeddings)
 
@@ -453,7 +455,8 @@ def _find_model(config: EngineConfig) -> FoundModel:
     reason = ""
     if config.model_impl != "transformers":
         try:
-            return NativeModel(load_model_config(Path(config.model), config.ignore_config_keys), config)
+            facts = load_model_config(Path(config.model), config.ignore_config_keys)
+            return NativeModel(facts, _for_whole_prompts(config, facts) if facts.bidirectional else config)
         except NotNative as error:
             if config.model_impl == "native":
                 raise
@@ -469,6 +472,28 @@ def _find_model(config: EngineConfig) -> FoundModel:
         raise ModelLoadError(f"{reason}; nor can transformers' code compute it: {error}") from error
     _log.warning("the model is computed by transformers' code, since it has no entry of ours: %s", reason)
     return found
+
+
+def _is_bidirectional(model: ModelFacts) -> bool:
+    return isinstance(model, ModelConfig) and model.bidirectional
+
+
+def _for_whole_prompts(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """The settings under which the scheduler gives every prompt one step, and computes all of it. Raises ConfigError.
+
+    A prompt enters when the step has room for `min_chunk` of its tokens, or all of them, and that is then the longest.
+    """
+    if resolve_device(config.device).type != "cpu":
+        raise ConfigError(
+            f"device={config.device}: the bidirectional attention of {model.architecture} is computed on a CPU only;"
+            " set device to cpu"
+        )
+    limits, longest = config.limits, config.max_model_len or model.max_position_embeddings
+    step = max(limits.max_num_batched_tokens, longest + limits.max_num_seqs)
+    limits = replace(
+        limits, enable_prefix_caching=False, max_num_batched_tokens=step, prefill_chunk=longest, min_chunk=longest
+    )
+    return replace(config, limits=limits)
 
 
 def _select_kernels(  # noqa: PLR0917 - the inputs of the choice

@@ -33,6 +33,7 @@ ARCHITECTURES = (
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "Gemma3ForConditionalGeneration",
+    "Gemma3TextModel",
     "Mistral3ForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "MinistralForCausalLM",

@@ -134,7 +134,10 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
     quantized = f" in {plan.quantization}" if plan.quantization else ""
     without = f" without {', '.join(plan.replaced_ops)} (failed their check)" if plan.replaced_ops else ""
     deterministic = ", deterministic" if plan.deterministic else ""
-    pace = f" about {limits.itl_target:g} s beside running streams;" if limits.itl_target else ""
+    if scheduler.bidirectional:
+        pace = " each whole, since attention is bidirectional;"
+    else:
+        pace = f" about {limits.itl_target:g} s beside running streams;" if limits.itl_target else ""
     by = f" by {plan.implementation}" if plan.implementation else ""
     lines = [
         ("model", f"{plan.model} ({plan.architecture}{by}, {plan.num_parameters:,} parameters)"),
@@ -208,7 +211,8 @@ def _live_text(plan: EnginePlan) -> str:
 
 def _typical_request(config: SchedulerConfig) -> tuple[int, int]:
     """Prompt and output tokens of a typical request that fits the context."""
-    return min(512, config.max_model_len // 2), min(128, config.max_model_len // 4)
+    output = 0 if config.bidirectional else min(128, config.max_model_len // 4)
+    return min(512, config.max_model_len // 2), output
 
 
 def _wait_text(config: SchedulerConfig) -> str:

@@ -106,6 +106,8 @@ class AttentionShape:
     head_dim: int
     scale: float
     window: int | None = None  # a row at position p sees positions p - window + 1 .. p
+    # A row sees what is behind it too: p - window + 1 .. p + window - 1, as far as the sequence goes after this step.
+    bidirectional: bool = False  # on a CPU only
     q_norm: Tensor | None = None  # [head_dim], RMS norm of each query head; [num_heads * head_dim]: of all together
     k_norm: Tensor | None = None  # [head_dim], or [num_kv_heads * head_dim]
     norm_eps: float = 1e-6
@@ -261,7 +263,7 @@ class KernelSet:
         Norms q and k if the shape has norms, by head or row, rotates both by the row's position (rope[p] is
         cos(0..D/2) then sin(0..D/2), half-split "neox" pairing), writes K and V to the row's slot, returns q.
     attention(q [T, Hq, D], shape, kv, layer, step) -> [T, Hq * D]
-        Causal attention of every row over its sequence's positions in the paged pool.
+        Attention of every row over its sequence's positions in the paged pool, causal unless the shape says otherwise.
     linear(x [T, K], w, wide) -> [T, N], or None
         The projection with its bias alone, float32 where `wide`, else in x's dtype. None: `linear_add` to zeros.
     attention_scratch(num_sequences, max_context_len, num_heads, head_dim) -> int, or None

@@ -249,7 +249,9 @@ def example(settings: Settings, state: ServerState, listening: Listening) -> str
         where = f"--insecure {where}"  # the certificate is for a name that is not known here
     key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.needs_key else ""
     model = state.model_names[0]
-    if state.prompts is None:
+    if state.client.plan.scheduler.bidirectional:
+        path, body = "embeddings", f'{{"model": "{model}", "input": "Once upon a time"}}'
+    elif state.prompts is None:
         path, body = "completions", f'{{"model": "{model}", "prompt": "Once upon a time", "max_tokens": 40}}'
     else:
         path = "chat/completions"

@@ -72,10 +72,27 @@ class _Sequences:
         k = self.k[sequence].double().repeat_interleave(group, dim=1)
         v = self.v[sequence].double().repeat_interleave(group, dim=1)
         distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        distance = distance.abs() if self.shape.bidirectional else distance
         visible = (distance >= 0) & (distance < (self.shape.window or len(q)))
         scores = torch.einsum("qhd,khd->hqk", q, k) * self.shape.scale
         weights = textbook_weights(scores, visible.to(scores.device), self.shape)
         return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+
+
+@pytest.mark.parametrize("heads", [(7, 1), (4, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize("window", [None, 1, 50, 130])
+def test_rows_that_see_both_ways_are_their_definition_and_keep_their_bits(heads, window):
+    lengths = [1, 9, 300, 131, 64, 577]
+    sequences = _Sequences(lengths, replace(_shape(*heads, 24, window), bidirectional=True))
+    whole = [(sequence, 0, length) for sequence, length in enumerate(lengths)]
+    together = sequences.attend(whole)
+    for slice_, rows in zip(whole, together, strict=True):
+        assert (rows.double() - sequences.expected(slice_[0])).abs().max() < TOLERANCE[torch.float32]
+        (alone,) = sequences.attend([slice_], seed=1)
+        assert torch.equal(rows, alone)
+    ends = [(sequence, max(0, length - 11), min(11, length)) for sequence, length in enumerate(lengths)]
+    for rows, found in zip(together, sequences.attend(ends), strict=True):
+        assert torch.equal(rows[-len(found) :], found)
 
 
 @pytest.mark.parametrize("device", DEVICES)

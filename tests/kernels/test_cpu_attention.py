@@ -59,6 +59,28 @@ def test_attention_computes_its_definition(*, kernels, heads, kv_heads, head_dim
         assert error.square().mean().sqrt() <= 2 * rounding.square().mean().sqrt() + 1e-9
 
 
+@pytest.mark.parametrize(
+    ("heads", "window"), [((8, 1, 80), None), ((8, 1, 80), 1), ((3, 1, 256), 50), ((4, 2, 64), 530)], ids=str
+)
+def test_rows_that_see_both_ways_are_their_definition_and_keep_their_bits(kernels, two_threads, heads, window):
+    """Prompts of one tile, of one segment and of three, beside each other and alone, by one thread and by two."""
+    lengths = [1, 9, 300, 131, 1100, 64]
+    sequences = Sequences(lengths, shape_of(*heads, window, bidirectional=True))
+    whole = [(sequence, 0, length) for sequence, length in enumerate(lengths)]
+    together = sequences.attend(kernels, whole)
+    for slice_, rows in zip(whole, together, strict=True):
+        exact = sequences.exact(slice_[0], kernels.kv_type)
+        error, rounding = (rows.double() - exact), (exact.bfloat16().double() - exact)
+        assert error.abs().max() <= 1.5 * ROUNDING * exact.abs().max()
+        assert error.square().mean().sqrt() <= 2 * rounding.square().mean().sqrt() + 1e-9
+        for ops in (kernels, two_threads):
+            (alone,) = sequences.attend(ops, [slice_], seed=1)
+            assert torch.equal(rows, alone)
+    ends = [(sequence, max(0, length - 11), min(11, length)) for sequence, length in enumerate(lengths)]
+    for rows, found in zip(together, sequences.attend(two_threads, ends), strict=True):
+        assert torch.equal(rows[-len(found) :], found)
+
+
 SINKS = torch.tensor([-3.0, 0.0, 1.5, 4.0, 80.0, -90.0, 2.0, 0.5])
 
 

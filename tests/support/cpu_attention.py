@@ -97,6 +97,7 @@ class Sequences:
         positions = torch.arange(len(k))
         queries = positions[-(rows or len(k)) :]
         distance = queries[:, None] - positions
+        distance = distance.abs() if self.shape.bidirectional else distance
         visible = (distance >= 0) & (distance < (self.shape.window or len(k)))
         scores = torch.einsum("qhd,khd->hqk", q[queries], k) * self.shape.scale
         weights = textbook_weights(scores, visible, self.shape)

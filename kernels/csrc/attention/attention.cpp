@@ -1,4 +1,4 @@
-// Causal attention of a step's rows over the paged pool.
+// Attention of a step's rows over the paged pool.
 //
 // Owns the division of the work. Promises: every worker takes pieces as it becomes free; a row's result does not depend
 // on how many workers there are. Must not know: how keys and values are stored.
@@ -52,7 +52,8 @@ class Plan {
       // The last rows first: they see most, and what is left for the end should be small.
       for (int64_t i = count - 1; i >= 0; --i) {
         const int64_t from = rows * i / count, to = rows * (i + 1) / count;
-        tasks.push_back({s, first_row + from, first_position + from, to - from});
+        const int64_t end = end_visible(first_position + to - 1, shape, step.context_lens[s]);
+        tasks.push_back({s, first_row + from, first_position + from, to - from, end});
       }
     }
     const int64_t wanted = workers == 1 ? 0 : kItemsPerWorker * workers;

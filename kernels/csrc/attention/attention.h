@@ -29,10 +29,11 @@ struct AttentionShape {
   int32_t num_heads, num_kv_heads, head_dim;
   float scale;
   float norm_eps;
-  float softcap;        // scaled scores s become softcap * tanh(s / softcap); 0: they stay
-  int32_t row_norms;    // all of a row's q (k) heads are normed as one, with weights of their own
-  int64_t window;       // positions a row sees, itself included; 0: all
-  const float* q_norm;  // [head_dim], of a row [heads * head_dim], or null
+  float softcap;          // scaled scores s become softcap * tanh(s / softcap); 0: they stay
+  int32_t row_norms;      // all of a row's q (k) heads are normed as one, with weights of their own
+  int32_t bidirectional;  // rows see what is behind them too
+  int64_t window;         // positions a row sees, itself included, to each side that it sees; 0: all
+  const float* q_norm;    // [head_dim], of a row [heads * head_dim], or null
   const float* k_norm;
   const float* sinks;  // [num_heads], of each query head one more score, whose value is zero; or null
 };

@@ -1,7 +1,8 @@
 // One online softmax per row over the tiles of a sequence, and the joining of its segments.
 //
-// Promises: what is computed for a row, and in which order, depends on its position alone: not on the task it is part
-// of, nor on which worker takes which segment. Must not know: how keys and values are stored, who computes what.
+// Promises: what is computed for a row, and in which order, depends on its position alone, and on the length of its
+// sequence where rows see what is behind them: not on the task it is part of, nor on which worker takes which segment.
+// Must not know: how keys and values are stored, who computes what.
 #pragma once
 
 #include <cmath>
@@ -18,8 +19,8 @@ struct Task {
   int64_t first_row;       // of the call
   int64_t first_position;  // of the sequence
   int64_t queries;
-  int64_t last_position() const { return first_position + queries - 1; }
-  int64_t segments() const { return last_position() / kSegment + 1; }
+  int64_t end;  // of the positions that its last row sees
+  int64_t segments() const { return (end + kSegment - 1) / kSegment; }
 };
 
 // Consecutive kv heads that a worker takes together. Rows are counted head by head.
@@ -31,19 +32,24 @@ struct Heads {
 constexpr int64_t kTotals = kLanes, kValues = 2 * kLanes;
 inline int64_t state_stride(int64_t d) { return kValues + d; }
 
-// The positions of the tile at `start` that a row at `position` sees, relative to `start`. Empty: both 0.
+// The positions [first_visible, end_visible) that a row at `position` of a sequence of `length` positions sees.
+inline int64_t first_visible(int64_t position, int64_t window) {
+  return window > 0 ? std::max<int64_t>(0, position - window + 1) : 0;
+}
+inline int64_t end_visible(int64_t position, const AttentionShape& shape, int64_t length) {
+  if (!shape.bidirectional) return position + 1;
+  return shape.window > 0 ? std::min(position + shape.window, length) : length;
+}
+
+// Those of them that the tile at `start` holds, relative to `start`. Empty: both 0.
 struct Range {
   int low, high;
   bool empty() const { return low == high; }
 };
-inline Range visible(int64_t position, int64_t window, int64_t start) {
-  const int64_t oldest = window > 0 ? std::max<int64_t>(0, position - window + 1) : 0;
-  const int64_t low = std::max(oldest - start, int64_t{0});
-  const int64_t high = std::min(position + 1 - start, int64_t{kTile});
+inline Range visible(int64_t position, const AttentionShape& shape, int64_t length, int64_t start) {
+  const int64_t low = std::max(first_visible(position, shape.window) - start, int64_t{0});
+  const int64_t high = std::min(end_visible(position, shape, length) - start, int64_t{kTile});
   return low < high ? Range{static_cast<int>(low), static_cast<int>(high)} : Range{0, 0};
-}
-inline int64_t first_visible(int64_t position, int64_t window) {
-  return window > 0 ? std::max<int64_t>(0, position - window + 1) : 0;
 }
 
 // Scores are kept in powers of two, so that a weight costs a subtraction and an exponential.
@@ -124,7 +130,7 @@ class Walk {
     for (int64_t i = 0; i < rows * heads.count; ++i) {
       const int64_t position = task.first_position + i % rows / group_heads_;
       const int64_t first = first_visible(position, shape_.window) / kSegment;
-      if (index < first || index > position / kSegment) continue;
+      if (index < first || index * kSegment >= end_visible(position, shape_, length_of(task))) continue;
       if (index == first) {
         std::copy_n(part + i * stride, stride, total + i * stride);
       } else {
@@ -160,9 +166,10 @@ class Walk {
   };
   Span span_of(const Task& task, int64_t index) const {
     const int64_t oldest = first_visible(task.first_position, shape_.window);
-    return {std::max(index * kSegment, oldest / kTile * kTile), oldest,
-            std::min((index + 1) * kSegment, task.last_position() + 1)};
+    return {std::max(index * kSegment, oldest / kTile * kTile), oldest, std::min((index + 1) * kSegment, task.end)};
   }
+
+  int64_t length_of(const Task& task) const { return step_.context_lens[task.sequence]; }
 
   // The units of the tile at `start` that hold positions of the span. False if one does not exist.
   bool find(const Task& task, int64_t head, int64_t start, const Span& span, Tile* tile) const {
@@ -203,7 +210,8 @@ class Walk {
   // What each row of a head sees of the tile.
   void set_ranges(const Task& task, int64_t start) {
     for (int64_t i = 0; i < task.queries; ++i) {
-      std::fill_n(ranges_ + i * group_heads_, group_heads_, visible(task.first_position + i, shape_.window, start));
+      const Range seen = visible(task.first_position + i, shape_, length_of(task), start);
+      std::fill_n(ranges_ + i * group_heads_, group_heads_, seen);
     }
   }
 

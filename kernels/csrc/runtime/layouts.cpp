@@ -54,6 +54,7 @@ constexpr Layout kLayouts[] = {
     QUIRE_FIELD(AttentionShape, norm_eps),
     QUIRE_FIELD(AttentionShape, softcap),
     QUIRE_FIELD(AttentionShape, row_norms),
+    QUIRE_FIELD(AttentionShape, bidirectional),
     QUIRE_FIELD(AttentionShape, window),
     QUIRE_FIELD(AttentionShape, q_norm),
     QUIRE_FIELD(AttentionShape, k_norm),

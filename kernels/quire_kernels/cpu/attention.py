@@ -138,6 +138,7 @@ class CpuAttention:
                 norm_eps=shape.norm_eps,
                 softcap=shape.softcap or 0.0,
                 row_norms=shape.row_norms,
+                bidirectional=shape.bidirectional,
                 window=shape.window or 0,
                 q_norm=None if norms[0] is None else norms[0].data_ptr(),
                 k_norm=None if norms[1] is None else norms[1].data_ptr(),

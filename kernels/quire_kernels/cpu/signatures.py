@@ -58,6 +58,7 @@ class ShapeArgs(ctypes.Structure):
         ("norm_eps", c_float),
         ("softcap", c_float),
         ("row_norms", c_int32),
+        ("bidirectional", c_int32),
         ("window", c_int64),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),

@@ -1,4 +1,4 @@
-"""Causal attention over the paged pool.
+"""Attention over the paged pool, causal or in both directions.
 
 Promises: bitwise, a row's result depends on its query and its sequence's keys and values only, never on the slice it
 was computed in, its neighbours, or what unused slots hold.
@@ -143,6 +143,7 @@ class _Walk:
         )
         queries = self._queries(rows).permute(0, 2, 1, 3, 4).reshape(len(slices), heads, -1, self._shape.head_dim)
         positions = self._step.positions[rows]  # [n, tile]
+        lengths = torch.tensor([s.kv_len for s in slices], device=device)
         tables = self._tables[torch.tensor([s.sequence for s in slices], device=device)]
         state = _Softmax(queries)  # [n, Hkv, R]
         earliest = min(s.position for s in slices)
@@ -151,7 +152,7 @@ class _Walk:
             keys, values = self._read(tables[:n], start, slices[:n])  # [n, Hkv, C, D]
             scores = torch.bmm(queries[:n].flatten(0, 1), keys.flatten(0, 1).transpose(1, 2))
             scores = self._capped(scores.view(n, heads, -1, self._chunk))
-            visible = self._visible(positions[:n], start, earliest)
+            visible = self._visible(positions[:n], start, earliest, lengths[:n])
             if visible is not None:  # [n, tile, C] for all heads
                 self._by_row(scores).masked_fill_(~visible[:, None, :, None], -math.inf)
             part = state.narrow(0, 0, n)
@@ -170,8 +171,9 @@ class _Walk:
         positions = self._step.positions[rows]  # [tiles, tile]
         tables = self._tables[s.sequence : s.sequence + 1]
         state = _Softmax(queries)  # [Hkv, tiles, R]
+        length, ahead = torch.tensor([s.kv_len], device=self._q.device), self._most_ahead(s.kv_len)
         for start in range(self._first_chunk(s.position), s.kv_len, self._chunk):
-            low, high = max(0, (start - s.position) // tile), num_tiles
+            low, high = max(0, (start - ahead - s.position) // tile), num_tiles
             if self._shape.window is not None:
                 high = min(high, -(-(start + self._chunk + self._shape.window - 1 - s.position) // tile))
             keys, values = self._read(tables, start, [s])  # [1, Hkv, C, D]
@@ -181,7 +183,7 @@ class _Walk:
             for head in range(heads):
                 torch.bmm(seeing[head], keys[head].expand(high - low, -1, -1), out=scores[head])
             scores = self._capped(scores)
-            visible = self._visible(positions[low:high], start, s.position + low * tile)
+            visible = self._visible(positions[low:high], start, s.position + low * tile, length)
             if visible is not None:
                 self._by_row(scores).masked_fill_(~visible[None, :, :, None], -math.inf)
             part = state.narrow(1, low, high)
@@ -223,13 +225,26 @@ class _Walk:
             return 0
         return max(0, position - self._shape.window + 1) // self._chunk * self._chunk
 
-    def _visible(self, positions: Tensor, start: int, least: int) -> Tensor | None:
-        """The chunk's positions that each row [n, tile] sees: [n, tile, C], or None for all of them."""
+    def _most_ahead(self, kv_len: int) -> int:
+        """How many positions behind its own a row sees at most."""
+        if not self._shape.bidirectional:
+            return 0
+        return kv_len if self._shape.window is None else self._shape.window - 1
+
+    def _visible(self, positions: Tensor, start: int, least: int, lengths: Tensor) -> Tensor | None:
+        """The chunk's positions that each row [n, tile] sees: [n, tile, C], or None for all of them.
+
+        `least`: no row is before it. `lengths`: [n] of the rows' sequences, or [1].
+        """
         window = self._shape.window
         if window is None and start + self._chunk <= least + 1:
             return None
-        distance = positions.unsqueeze(-1) - (self._offsets + start)
-        seen = distance >= 0
+        keys = self._offsets + start
+        distance = positions.unsqueeze(-1) - keys
+        if self._shape.bidirectional:
+            seen, distance = keys < lengths.view(-1, 1, 1), distance.abs()
+        else:
+            seen = distance >= 0
         return seen if window is None else seen & (distance < window)
 
     def _read(self, tables: Tensor, start: int, slices: list[_Slice]) -> tuple[Tensor, Tensor]:

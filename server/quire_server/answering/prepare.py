@@ -292,7 +292,7 @@ def admit(state: ServerState, model: str | None) -> None:
 
 async def prepare(state: ServerState, options: GenerationOptions, caller: Caller | None = None) -> Job:
     """Check prompts and parameters against the model and the pool. Raises BadRequest, ContextLengthExceeded."""
-    _refuse_classifier(state)
+    _refuse_other_models(state)
     defaults = state.defaults
     limits = ModelLimits.of(state.client.plan, state.tokenizer, state.settings.max_logprobs, defaults.most_tokens)
     options = with_defaults(options, defaults.sampling, defaults.max_tokens)
@@ -344,10 +344,16 @@ async def prepare(state: ServerState, options: GenerationOptions, caller: Caller
     )
 
 
-def _refuse_classifier(state: ServerState) -> None:
+def _refuse_other_models(state: ServerState) -> None:
     if state.scoring.classifier is not None:
         raise BadRequest(
             "This model classifies texts and writes none; use /classify, /v1/score or /v1/rerank.",
+            code="generation_not_supported",
+        )
+    if state.client.plan.scheduler.bidirectional:
+        raise BadRequest(
+            "This model makes vectors and writes no text: its attention is bidirectional; use /v1/embeddings,"
+            " /v1/score or /v1/rerank.",
             code="generation_not_supported",
         )
 

@@ -159,7 +159,7 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A dense decoder-only transformer."""
+    """A dense decoder-only transformer, or such a one that sees both ways."""
 
     architecture: str
     vocab_size: int
@@ -176,7 +176,8 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    windows: tuple[int | None, ...]  # per layer; None: the whole context
+    windows: tuple[int | None, ...]  # per layer, to each side that a row sees; None: the whole context
+    bidirectional: bool = False  # rows see what is behind them: whole prompts in one step, and no text
     dtype: str  # "bfloat16", "float16" or "float32": what the checkpoint was saved as
     family: Family
     rotary_dim: int  # of a head's values, those that are rotated
@@ -247,7 +248,7 @@ def _model_config(options: Options, family: Family, *, headless: bool) -> ModelC
     head_dim = options.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
     max_positions = options.integer("max_position_embeddings", family.default_max_positions)
     _check_heads(options, num_heads, num_kv_heads, head_dim)
-    windows = _windows(options, family, num_layers)
+    bidirectional, windows = _view(options, family, num_layers)
     ropes, rotary_share = _ropes(options, family, windows, max_positions)
     rotary_dim = int(head_dim * rotary_share)
     if rotary_dim % 2:
@@ -274,6 +275,7 @@ def _model_config(options: Options, family: Family, *, headless: bool) -> ModelC
         o_bias=_bias(options, family.o_bias),
         mlp_bias=_bias(options, family.mlp_bias),
         windows=windows,
+        bidirectional=bidirectional,
         dtype=_dtype(options),
         family=family,
         rotary_dim=rotary_dim,
@@ -336,10 +338,10 @@ def _family(options: Options) -> tuple[Family, bool]:
     names = options.raw("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise options.error(f"architectures={names!r} must name exactly one architecture")
-    name = re.sub(f"({'|'.join(_HEADLESS)})$", "ForCausalLM", names[0])
+    name = names[0] if names[0] in FAMILIES else re.sub(f"({'|'.join(_HEADLESS)})$", "ForCausalLM", names[0])
     if name not in FAMILIES:
         raise options.beyond(f"architecture {names[0]!r} is not supported; supported: {', '.join(FAMILIES)}")
-    return FAMILIES[name], name != names[0]
+    return FAMILIES[name], names[0].endswith(_HEADLESS)
 
 
 def _makes_vectors(path: Path) -> bool:
@@ -366,6 +368,15 @@ def _dtype(options: Options) -> str:
     if name not in _DTYPES:
         raise options.error(f"dtype={name!r} is not supported; supported: {', '.join(_DTYPES)}")
     return name
+
+
+def _view(options: Options, family: Family, num_layers: int) -> tuple[bool, tuple[int | None, ...]]:
+    """Whether rows see what is behind them too, and the window of each layer to each side that a row sees."""
+    windows = _windows(options, family, num_layers)
+    if not (family.may_see_behind and options.boolean("use_bidirectional_attention", False)):
+        return False, windows
+    # The option counts both sides together.
+    return True, tuple(None if window is None else window // 2 + 1 for window in windows)
 
 
 def _windows(options: Options, family: Family, num_layers: int) -> tuple[int | None, ...]:

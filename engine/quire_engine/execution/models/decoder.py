@@ -39,7 +39,12 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, step: ModelInput, kv: Tensor) -> Tensor:
-        """The sample rows' last hidden states [S, H], before the final norm. Writes every row's K and V into `kv`."""
+        """The sample rows' last hidden states [S, H], before the final norm. Writes every row's K and V into `kv`.
+
+        Raises ValueError for a part of a prompt where rows see what is behind them.
+        """
+        if self.config.bidirectional and tuple(step.query_lens) != tuple(step.kv_lens):
+            raise ValueError("a prompt of a bidirectional model must be computed whole")
         x = self._kernels.embed(self._weights.embedding, step.input_ids)  # [T, H]
         if self._embedding_scale is not None:
             x = x * self._embedding_scale

@@ -82,6 +82,7 @@ class Family:
     ignored_rope_keys: frozenset[str] = frozenset()  # that say nothing about texts
     restated: tuple[tuple[str, object], ...] = ()  # options, at the values that say what the entry has anyway
     prefixes: tuple[str, ...] = ("model.",)  # of its tensors; the first that the checkpoint has
+    may_see_behind: bool = False  # where `use_bidirectional_attention` is true
     text_type: str | None = None  # of a model that sees too: model_type of its text_config, in which the options lie
 
 
@@ -214,6 +215,7 @@ _FAMILIES = (
     _GEMMA2,
     _GEMMA3,
     replace(_GEMMA3, architecture="Gemma3ForConditionalGeneration", prefixes=_OF_WRAPPERS, text_type="gemma3_text"),
+    replace(_GEMMA3, architecture="Gemma3TextModel", may_see_behind=True),
     replace(_MISTRAL, architecture="Mistral3ForConditionalGeneration", prefixes=_OF_WRAPPERS, text_type="mistral"),
     replace(
         _QWEN3,

@@ -258,6 +258,7 @@ class _Layers:
             head_dim=config.head_dim,
             scale=config.attention_scale,
             window=config.windows[index],
+            bidirectional=config.bidirectional,
             q_norm=q_norm,
             k_norm=k_norm,
             norm_eps=config.norm_eps,
