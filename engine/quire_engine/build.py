@@ -83,6 +83,7 @@ class Resolved:
     device: torch.device
     dtype: torch.dtype
     why_dtype: str  # empty: as asked, or the checkpoint's own
+    speculation: str  # for the plan
     kernels: KernelSet
     replaced_ops: tuple[str, ...]
     num_threads: int
@@ -205,6 +206,7 @@ class Resolved:
             cpu_variant=cast(CpuVariant, self.kernels.variant) if self.kernels.variant else None,
             why_cpu_variant=self.kernels.why_variant,
             why_dtype=self.why_dtype,
+            speculation=self.speculation,
             draft_model=draft_model(asked.speculation),
             draft_bytes=draft.weights.total + self.draft_blocks(pool) * draft.bytes_per_block if draft else 0,
             hidden_size=self.model.hidden_size,
@@ -324,7 +326,7 @@ def resolve(
     parameters = found.parameters(Path(config.model))
     num_threads = config.num_threads or usable_cores()
     kernels = found.over(_select_kernels(config, found.head_dim, device, dtype, num_threads, tell, beside))
-    _check_speculation(config, device, has_states=found.state_bytes > 0)
+    config, speculation = _own_speculation(config, device, has_states=found.state_bytes > 0)
     _check_planning_ahead(config, kernels, device)
     replaced_ops: tuple[str, ...] = ()
     if check_kernels and device.type == "cuda" and kernels.name != REFERENCE.name and isinstance(model, ModelConfig):
@@ -342,7 +344,7 @@ def resolve(
     )
     if config.kv_offload_dir and not num_host_blocks:
         raise ConfigError(f"kv_offload_dir={config.kv_offload_dir} keeps the swap space; set swap_space to a size too")
-    num_staging_blocks = staging_blocks_for(kernels, device, bytes_per_block, num_host_blocks)
+    staging = staging_blocks_for(kernels, device, bytes_per_block, num_host_blocks)
     resolved = Resolved(
         asked=config,
         model=model,
@@ -350,19 +352,18 @@ def resolve(
         device=device,
         dtype=dtype,
         why_dtype=why_dtype,
+        speculation=speculation,
         kernels=kernels,
         replaced_ops=replaced_ops,
         num_threads=num_threads,
         parameters=parameters,
         weights=weights,
         kept_bytes=found.state_bytes * config.limits.max_num_seqs,
-        memory=pool_memory(
-            config, model, kernels, dtype=dtype, device=device, staging_bytes=num_staging_blocks * bytes_per_block
-        ),
+        memory=pool_memory(config, model, kernels, dtype=dtype, device=device, staging_bytes=staging * bytes_per_block),
         layout=layout,
         bytes_per_block=bytes_per_block,
         num_host_blocks=num_host_blocks,
-        num_staging_blocks=num_staging_blocks,
+        num_staging_blocks=staging,
     )
     return replace(resolved, draft=_resolve_draft(resolved)) if draft_model(config.speculation) else resolved
 
@@ -551,20 +552,25 @@ def _check_planning_ahead(config: EngineConfig, kernels: KernelSet, device: torc
     raise ConfigError(f"async_scheduling=on: {reason}; set async_scheduling to auto or off")
 
 
-def _check_speculation(config: EngineConfig, device: torch.device, *, has_states: bool) -> None:
-    """Raises ConfigError if it is asked for where a guess that turns out wrong could not be passed over."""
-    if config.speculation == "off":
-        return
-    if config.speculation not in SPECULATIONS and not draft_model(config.speculation):
+def _own_speculation(config: EngineConfig, device: torch.device, *, has_states: bool) -> tuple[EngineConfig, str]:
+    """The configuration without `auto`, and a line for the plan.
+
+    Raises ConfigError if speculation is asked for where a guess that turns out wrong could not be passed over.
+    """
+    asked = config.speculation
+    if asked not in SPECULATIONS and not draft_model(asked):
         words = ", ".join(SPECULATIONS)
-        raise ConfigError(f"speculation={config.speculation} is unknown; set speculation to {words} or model:DIR")
+        raise ConfigError(f"speculation={asked} is unknown; set speculation to {words} or model:DIR")
+    reason = ""
     if device.type != "cpu":
         reason = "guessed tokens are computed on a CPU only"
     elif has_states:
         reason = "this model keeps a recurrent state, which a wrong guess would change"
-    else:
-        return
-    raise ConfigError(f"speculation={config.speculation}: {reason}; set speculation to off")
+    if asked == "auto":
+        return replace(config, speculation="off" if reason else "suffix"), f"off: {reason}" if reason else "suffix"
+    if reason and asked != "off":
+        raise ConfigError(f"speculation={asked}: {reason}; set speculation to off")
+    return config, asked if asked in {"suffix", "outputs"} else ""
 
 
 def _torch_threads(weights_bytes: int) -> int:

@@ -22,7 +22,8 @@ AttentionChoice = Literal["auto", "triton", "flash-attn"]
 Quantization = Literal["int8", "int4"]
 KVCacheDType = Literal["auto", "int8", "fp8"]
 AsyncScheduling = Literal["auto", "on", "off"]
-SPECULATIONS = ("off", "suffix", "outputs")  # how next tokens are guessed; or by a model, `model:` and its directory
+# How next tokens are guessed: auto is suffix where that can be; or by a model, `model:` and its directory.
+SPECULATIONS = ("off", "auto", "suffix", "outputs")
 _BY_MODEL = "model:"
 # The supported `architectures` of a config.json, here because early checks must not import torch.
 ARCHITECTURES = (
@@ -162,6 +163,7 @@ class EnginePlan:
     cpu_variant: CpuVariant | None = None  # of the C++ kernels; None with other kernels
     why_cpu_variant: str = ""  # a reason to show to the operator
     why_dtype: str = ""  # the same, where the dtype is neither asked for nor the checkpoint's
+    speculation: str = ""  # how tokens are guessed, or the reason why not; empty: not asked for
     draft_model: str = ""  # the directory of the model that guesses tokens
     draft_bytes: int = 0  # its weights and its pool
     hidden_size: int = 0  # length of an embedding

@@ -154,6 +154,7 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
             f" = {plan.kv_tokens:,} tokens of {bytes_text(bytes_per_token)}{_window_text(scheduler)}",
         ),
         *_swap_lines(plan),
+        *([("speculation", plan.speculation)] if plan.speculation else []),
         *([("draft model", f"{plan.draft_model}, {bytes_text(plan.draft_bytes)}")] if plan.draft_model else []),
         ("fits", f"{' or '.join(fits)}; at most {limits.max_num_seqs} run at once"),
         ("reserved vs live", _live_text(plan)),

@@ -25,6 +25,7 @@ from quire_engine.execution.models.fallback import proof
 from quire_engine.execution.models.fallback.interface import _attend
 from quire_engine.execution.models.fallback.model_class import OURS, ModelClass, model_class
 from quire_engine.execution.models.fallback.states import COPIES, States
+from quire_engine.memory_plan import plan_text
 from quire_engine.scheduling.gate import check_request
 from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, StopParams
 from support.checkpoints import make_checkpoint, shared_checkpoint
@@ -387,6 +388,13 @@ class TestEngine:
         asked = request("a", [*range(5, 30)] * 3)
         plain = generate(build(config(checkpoint("gemma2"))), [asked])
         assert generate(build(config(checkpoint("gemma2"), speculation=speculation)), [asked]) == plain
+
+    def test_guesses_where_they_can_be(self):
+        for name, said in (("qwen3_5_text", "off: this model keeps a recurrent state"), ("gemma2", "suffix")):
+            built = build(config(checkpoint(name), speculation="auto"))
+            assert built.plan.speculation.startswith(said)
+            assert f"speculation      {said}" in plan_text(built.plan)
+            assert (built.scheduler._speculation is None) == said.startswith("off")
 
     def test_embeddings_are_the_rows_behind_the_final_norm(self):
         built = build(config(checkpoint("gemma2")))

@@ -117,9 +117,9 @@ def test_a_script_for_vllm_starts_unchanged():
         ("--enable-chunked-prefill=False", "--no-enable-chunked-prefill: refused"),
         (
             "--speculative-config.method eagle",
-            "--speculation: expected off, suffix, outputs or model:DIR, the directory of a smaller model (got 'eagle')",
+            "--speculation: expected off, auto, suffix, outputs or model:DIR, the directory of a smaller model",
         ),
-        ("--speculative-config.method draft_model", "--speculation: expected off, suffix, outputs or model:DIR"),
+        ("--speculative-config.method draft_model", "--speculation: expected off, auto, suffix, outputs or model:DIR"),
         ("--speculative-config.draft_depth 2", "a JSON object with the keys method, model, "),
         ("--hf-overrides.rope_scaling.factor 2", "--hf-overrides {"),
         ("--distributed-executor-backend ray", "only mp or uni"),
