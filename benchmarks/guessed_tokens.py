@@ -42,7 +42,7 @@ from tokenizers.trainers import BpeTrainer
 
 from quire_engine.batch import Batch, SampledToken, StepResult
 from quire_engine.build import BuiltEngine, build, resolve
-from quire_engine.config import EngineConfig, SpeculationChoice
+from quire_engine.config import EngineConfig
 from quire_engine.engine import Engine, StepExecutor
 from quire_engine.limits import SchedulerLimits
 from quire_engine.types import GenerationRequest, SamplingParams, StepOutput, StopParams
@@ -235,7 +235,7 @@ def measure(sides: dict[str, Side], tasks: Sequence[Ids], rounds: int) -> list[t
     return found
 
 
-def sides(asked: argparse.Namespace, choice: SpeculationChoice) -> dict[str, Side]:
+def sides(asked: argparse.Namespace, choice: str) -> dict[str, Side]:
     """The two engines, with blocks for all streams."""
     streams = max(asked.streams)
     config = EngineConfig(
