@@ -194,6 +194,7 @@ class Resolved:
                 swap_seconds=swap_seconds,
                 has_states=bool(self.kept_bytes),
                 bidirectional=_is_bidirectional(self.model),
+                why_no_text=_why_no_text(self.model),
                 speculates=asked.speculation != "off",
                 windows=self.layout.windows,
                 limits=asked.limits,
@@ -251,7 +252,11 @@ def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = te
     pool_bytes = memory.after_load(decoder)
     if pool_bytes is not None:
         pool = resolved.pool(pool_bytes)
-    grammars = Grammars(Path(config.tokenizer or config.model), resolved.model.vocab_size)
+    grammars = Grammars(
+        Path(config.tokenizer or config.model),
+        resolved.model.vocab_size,
+        defaults=Path(config.generation_config) if config.generation_config else None,
+    )
     executor, swap_seconds, host_keys = _make_executor(resolved, decoder, pool, grammars)
     drafter = _make_drafter(resolved, pool, tell)
     plan = resolved.plan(pool, load_seconds=time.perf_counter() - started, swap_seconds=swap_seconds)
@@ -477,6 +482,14 @@ def _find_model(config: EngineConfig) -> FoundModel:
 
 def _is_bidirectional(model: ModelFacts) -> bool:
     return isinstance(model, ModelConfig) and model.bidirectional
+
+
+def _why_no_text(model: ModelFacts) -> str:
+    if _is_bidirectional(model):
+        return "its attention is bidirectional"
+    if isinstance(model, ModelConfig) and model.headless:
+        return "its checkpoint is of a model without a head for tokens"
+    return ""
 
 
 def _for_whole_prompts(config: EngineConfig, model: ModelConfig) -> EngineConfig:

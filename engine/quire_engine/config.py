@@ -51,6 +51,8 @@ ARCHITECTURES = (
     "Cohere2ForCausalLM",
     "Exaone4ForCausalLM",
 )
+# The ends of names of models that are their families' without a head for tokens: classifiers, models of embeddings.
+HEADLESS = ("ForSequenceClassification", "Model")
 
 # The points of fault injection: a step, the engine process, its start, or the server's text processing.
 FaultPoint = Literal[
@@ -97,6 +99,7 @@ class EngineConfig:
 
     model: str  # a directory
     tokenizer: str = ""  # a directory with tokenizer.json, for grammars; empty: the model's
+    generation_config: str = ""  # a directory whose file names the tokens that end a text; empty: the tokenizer's
     ignore_config_keys: tuple[str, ...] = ()  # of config.json, that no family knows
     device: Device = "auto"
     dtype: DType = "auto"
@@ -122,6 +125,18 @@ class EngineConfig:
     speculation: str = "off"  # one of SPECULATIONS or model:DIR, for steps that compute several tokens; CPUs only
     check_invariants: bool = False  # after every step, not only when idle
     faults: tuple[Fault, ...] = ()  # to be injected, for tests
+
+
+def entry_of(architecture: str) -> str:
+    """The name of the entry that would compute an architecture, be it one of ARCHITECTURES or not.
+
+    >>> entry_of("Qwen3Model"), entry_of("Gemma3TextModel")
+    ('Qwen3ForCausalLM', 'Gemma3TextModel')
+    """
+    end = next((end for end in HEADLESS if architecture.endswith(end)), "")
+    if architecture in ARCHITECTURES or not end:
+        return architecture
+    return architecture.removesuffix(end) + "ForCausalLM"
 
 
 def draft_model(speculation: str) -> str:

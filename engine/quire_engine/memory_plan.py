@@ -212,7 +212,7 @@ def _live_text(plan: EnginePlan) -> str:
 
 def _typical_request(config: SchedulerConfig) -> tuple[int, int]:
     """Prompt and output tokens of a typical request that fits the context."""
-    output = 0 if config.bidirectional else min(128, config.max_model_len // 4)
+    output = 0 if config.why_no_text else min(128, config.max_model_len // 4)
     return min(512, config.max_model_len // 2), output
 
 

@@ -249,7 +249,10 @@ def example(settings: Settings, state: ServerState, listening: Listening) -> str
         where = f"--insecure {where}"  # the certificate is for a name that is not known here
     key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.needs_key else ""
     model = state.model_names[0]
-    if state.client.plan.scheduler.bidirectional:
+    if state.scoring.classifier is not None:
+        path, body = "classify", f'{{"model": "{model}", "input": "Once upon a time"}}'
+        return f"curl {where}/{path}{key} -H 'Content-Type: application/json' -d '{body}'"
+    if state.client.plan.scheduler.why_no_text:
         path, body = "embeddings", f'{{"model": "{model}", "input": "Once upon a time"}}'
     elif state.prompts is None:
         path, body = "completions", f'{{"model": "{model}", "prompt": "Once upon a time", "max_tokens": 40}}'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,13 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer
 
+from quire_engine.build import resolve_plan
+from quire_engine.errors import InfeasibleRequest
+from quire_engine.scheduling.gate import check_request
+from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from quire_server.text.scoring_method import question
 from support.checkpoints import FAMILIES, make_checkpoint, make_model
+from support.limits import engine_config
 from support.served_answers import served_answers
 
 SETTINGS: dict[str, Any] = {"kv_memory": 8 << 20, "num_threads": 1, "max_model_len": 256, "device": "cpu"}
@@ -122,3 +128,15 @@ def test_vectors_pass_through_the_modules_of_the_checkpoint(kind: str, tmp_path:
                 rows = model(torch.tensor([ids_of(path, prompt + text)])).last_hidden_state[0]
             row = torch.tanh(weights["3_Dense"] / 8 @ (weights["2_Dense"] / 8 @ rows.mean(0)))
             assert entry["embedding"] == pytest.approx((row / row.norm()).tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["Model", "ForSequenceClassification"])
+def test_a_model_without_a_head_for_tokens_writes_no_text(kind: str, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, kind=kind)
+    scheduler = resolve_plan(engine_config(model=str(model), **SETTINGS)).scheduler
+    asked = GenerationRequest(
+        request_id="a", prompt_token_ids=(5, 6), sampling=SamplingParams(), stop=StopParams(max_new_tokens=1)
+    )
+    with pytest.raises(InfeasibleRequest, match="a model without a head for tokens"):
+        check_request(scheduler, asked)
+    check_request(scheduler, replace(asked, stop=StopParams(max_new_tokens=0), pooling="last"))

@@ -270,3 +270,15 @@ def test_what_no_kernels_can_do_is_refused_at_the_start(what: str, tmp_path_fact
     said = refusal(path, **settings)
     assert "\n" not in said
     assert words in said
+
+
+@pytest.mark.parametrize(("architecture", "is_served"), [("Qwen3Model", True), ("GPT2Model", False)])
+def test_a_model_without_a_head_is_native_where_its_family_is(architecture: str, is_served: bool, tmp_path: Path):
+    folder = make_checkpoint(tmp_path, kind="Model")
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(config | {"architectures": [architecture]}))
+    if is_served:
+        check_checkpoint(folder, "native")
+    else:
+        with pytest.raises(ModelLoadError, match=f"architecture {architecture} have no entry of ours"):
+            check_checkpoint(folder, "native")

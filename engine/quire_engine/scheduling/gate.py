@@ -25,8 +25,8 @@ def check_request(config: SchedulerConfig, request: GenerationRequest) -> None:
             raise InfeasibleRequest("beam search is not possible: this model keeps a recurrent state for each sequence")
         _check_beams(request)
     _check_resumed(request)
-    if config.bidirectional and not request.pooling:
-        raise InfeasibleRequest("this model makes vectors and no text: its attention is bidirectional")
+    if config.why_no_text and not request.pooling:
+        raise InfeasibleRequest(f"this model makes vectors and no text: {config.why_no_text}")
     if request.pooling and (max_new or n > 1 or request.sampling.num_prompt_logprobs is not None):
         raise InfeasibleRequest("a request for a vector can ask for nothing else")
     largest = config.largest_max_tokens(num_prompt=num_prompt, n=n)

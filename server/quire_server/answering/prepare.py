@@ -350,10 +350,9 @@ def _refuse_other_models(state: ServerState) -> None:
             "This model classifies texts and writes none; use /classify, /v1/score or /v1/rerank.",
             code="generation_not_supported",
         )
-    if state.client.plan.scheduler.bidirectional:
+    if why := state.client.plan.scheduler.why_no_text:
         raise BadRequest(
-            "This model makes vectors and writes no text: its attention is bidirectional; use /v1/embeddings,"
-            " /v1/score or /v1/rerank.",
+            f"This model makes vectors and writes no text: {why}; use /v1/embeddings, /v1/score or /v1/rerank.",
             code="generation_not_supported",
         )
 

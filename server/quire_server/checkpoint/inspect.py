@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from quire_engine.config import ARCHITECTURES, ModelImplementation
+from quire_engine.config import ARCHITECTURES, ModelImplementation, entry_of
 from quire_engine.errors import ModelLoadError
 
 _GGUF = "GGUF files are not read; use the repository with the same model as safetensors"
@@ -36,7 +36,7 @@ def check_checkpoint(folder: Path, model_impl: ModelImplementation = "auto") -> 
     if reason := trouble_of_files(names):
         raise ModelLoadError(f"{folder}: {reason}")
     architecture = _architecture(folder / "config.json")
-    if model_impl == "native" and architecture is not None and architecture not in ARCHITECTURES:
+    if model_impl == "native" and architecture is not None and entry_of(architecture) not in ARCHITECTURES:
         raise ModelLoadError(
             f"{folder}: models of architecture {architecture} have no entry of ours; those are"
             f" {', '.join(ARCHITECTURES)}; set model_impl to auto to have it computed by transformers"

@@ -157,6 +157,7 @@ class Settings(ServerFields, EngineFields, BaseSettings):
         words = {
             "model": str(self.model_path),
             "tokenizer": self.tokenizer or "",
+            "generation_config": "" if self.generation_config in {"auto", "none"} else self.generation_config,
             "kv_offload_dir": "" if self.kv_offload_dir is None else str(self.kv_offload_dir),
             "packed_cache_dir": str(self.packed_cache_dir),
         }

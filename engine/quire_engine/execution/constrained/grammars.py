@@ -39,9 +39,12 @@ class Grammars:
     from the time of a compilation which grammars another has used.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, *, max_compiled: int = MAX_COMPILED) -> None:
-        """`folder` has the tokenizer; `vocab_size` is the width of the logits."""
+    def __init__(
+        self, folder: Path, vocab_size: int, *, defaults: Path | None = None, max_compiled: int = MAX_COMPILED
+    ) -> None:
+        """`folder` has the tokenizer; `vocab_size` is the width of the logits; `defaults` as `load_vocabulary` says."""
         self._folder, self._vocab_size, self._max_compiled = folder, vocab_size, max_compiled
+        self._defaults = defaults
         self._vocabulary: LLTokenizer | GrammarError | None = None
         self._end_ids: tuple[int, ...] = ()
         self._limits = LLParserLimits(**GRAMMAR_LIMITS)  # type: ignore[arg-type]
@@ -97,7 +100,7 @@ class Grammars:
         """Read the vocabulary now, while the engine is idle: 150,000 tokens take a second."""
         if self._vocabulary is None:
             try:
-                self._vocabulary = load_vocabulary(self._folder, self._vocab_size)
+                self._vocabulary = load_vocabulary(self._folder, self._vocab_size, self._defaults)
                 self._end_ids = tuple(self._vocabulary.eos_tokens)
             except GrammarError as error:
                 self._vocabulary = error
@@ -143,9 +146,10 @@ def first_line(text: str) -> str:
     return line[:_LONGEST_ERROR]
 
 
-def load_vocabulary(folder: Path, num_ids: int) -> LLTokenizer:
+def load_vocabulary(folder: Path, num_ids: int, defaults: Path | None = None) -> LLTokenizer:
     """The text of each token id, from the folder's `tokenizer.json`. Nothing is downloaded.
 
+    `defaults`: the folder of the generation_config.json that is read instead of the folder's own.
     Columns of the `num_ids` logits that the tokenizer does not know have no text.
     Holds the interpreter's lock for a second where there are 150,000 tokens. Raises GrammarError, naming the file.
     """
@@ -153,7 +157,7 @@ def load_vocabulary(folder: Path, num_ids: int) -> LLTokenizer:
     try:
         # The text, not the path: a path that is not there would be taken for a name to download.
         text = file.read_text(encoding="utf-8")
-        return LLTokenizer(text, n_vocab=num_ids, eos_token=_end_ids(folder) or None)
+        return LLTokenizer(text, n_vocab=num_ids, eos_token=_end_ids(folder, defaults or folder) or None)
     except OSError as error:
         raise GrammarError(f"grammars need {file.name}, which cannot be read: {error.strerror}") from None
     except ValueError as error:
@@ -161,12 +165,12 @@ def load_vocabulary(folder: Path, num_ids: int) -> LLTokenizer:
         raise GrammarError(f"grammars cannot be followed with this model's {file.name}: {reason}") from None
 
 
-def _end_ids(folder: Path) -> list[int]:
+def _end_ids(folder: Path, defaults: Path) -> list[int]:
     """The ids that the model's files say end a text; none where they do not say."""
     found: list[int] = []
-    for name in ("generation_config.json", "config.json"):
+    for file in (defaults / "generation_config.json", folder / "config.json"):
         try:
-            value = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+            value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
         except (OSError, ValueError, AttributeError):
             continue
         found += [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]

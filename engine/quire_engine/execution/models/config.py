@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from quire_engine.config import HEADLESS, entry_of
 from quire_engine.errors import ModelLoadError, NotNative
 from quire_engine.execution.models.families import FAMILIES, Bias, Family
 
@@ -151,7 +152,6 @@ _OF_OTHER_PARTS = re.compile(
 _PATTERNS = ("_sliding_window_pattern", "sliding_window_pattern")  # each nth layer is without a window
 _MOST_SHOWN = 60  # characters of a value in a message
 _MAX_LAYERS = 4096  # beyond any model; what follows takes time and memory in proportion
-_HEADLESS = ("ForSequenceClassification", "Model")  # how the names of a family's other architectures end
 _DTYPES = ("bfloat16", "float16", "float32")
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 Activation = Literal["silu", "gelu_tanh"]
@@ -338,10 +338,10 @@ def _family(options: Options) -> tuple[Family, bool]:
     names = options.raw("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise options.error(f"architectures={names!r} must name exactly one architecture")
-    name = names[0] if names[0] in FAMILIES else re.sub(f"({'|'.join(_HEADLESS)})$", "ForCausalLM", names[0])
+    name = entry_of(names[0])
     if name not in FAMILIES:
         raise options.beyond(f"architecture {names[0]!r} is not supported; supported: {', '.join(FAMILIES)}")
-    return FAMILIES[name], names[0].endswith(_HEADLESS)
+    return FAMILIES[name], names[0].endswith(HEADLESS)
 
 
 def _makes_vectors(path: Path) -> bool:

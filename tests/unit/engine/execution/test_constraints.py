@@ -69,6 +69,13 @@ def error_of(constraints: Constraints, one: SampleRow) -> str:
     return found.errors[0]
 
 
+def test_a_directory_of_defaults_names_the_ids_that_end_a_text_instead(folder: Path, tmp_path: Path):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, 7]}))
+    for store, ends in ((Grammars(folder, PADDED), {EOS, 0}), (Grammars(folder, PADDED, defaults=tmp_path), {EOS, 7})):
+        store.warm_up()
+        assert set(store.end_ids) == ends
+
+
 def test_only_what_the_grammar_allows_and_an_end_where_it_is_complete(grammars, tokenizer):
     constraints = Constraints(grammars)
     first = ids_of(constraints, row('start: "the" | "quire"'))

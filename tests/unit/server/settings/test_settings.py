@@ -252,6 +252,7 @@ def test_engine_config_takes_every_engine_setting():
     changed = {
         "model": "/m",
         "tokenizer": "/t",
+        "generation_config": "/g",
         "device": "cpu",
         "dtype": "float32",
         "model_impl": "transformers",
