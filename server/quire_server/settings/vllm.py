@@ -527,6 +527,7 @@ FLAGS: tuple[VllmFlag, ...] = (
         _any("speculative-config.suffix_decoding_max_spec_factor", _PAYS),
         _any("speculative-config.suffix_decoding_min_token_prob", _PAYS),
         _any("speculative-config.disable_by_batch_size", _PAYS),
+        _only("speculative-config.draft_tensor_parallel_size", "1", _ONE),
     ),
     *_is("spec-method", "speculation", _SPECULATION, values=_METHODS),
     *_any("spec-tokens num-speculative-tokens", _PAYS),
