@@ -200,6 +200,7 @@ class Resolved:
                 limits=asked.limits,
             ),
             quantization=asked.quantization,
+            stored_as=_stored_as(self.model),
             kv_cache_dtype=asked.kv_cache_dtype,
             deterministic=asked.deterministic or self.device.type == "cpu",
             implementation=self.implementation,
@@ -490,6 +491,11 @@ def _why_no_text(model: ModelFacts) -> str:
     if isinstance(model, ModelConfig) and model.headless:
         return "its checkpoint is of a model without a head for tokens"
     return ""
+
+
+def _stored_as(model: ModelFacts) -> str:
+    form = model.quantisation if isinstance(model, ModelConfig) else None
+    return "" if form is None else str(form)
 
 
 def _for_whole_prompts(config: EngineConfig, model: ModelConfig) -> EngineConfig:

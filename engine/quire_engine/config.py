@@ -170,6 +170,7 @@ class EnginePlan:
     load_seconds: float
     scheduler: SchedulerConfig
     quantization: Quantization | None = None
+    stored_as: str = ""  # the form of the checkpoint's matrices, where they are quantised and decoded at load
     kv_cache_dtype: KVCacheDType = "auto"
     deterministic: bool = False  # a row's bits do not depend on its batch
     replaced_ops: tuple[str, ...] = ()  # ops that failed their check at start and run on the reference

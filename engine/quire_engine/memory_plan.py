@@ -139,8 +139,9 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
     else:
         pace = f" about {limits.itl_target:g} s beside running streams;" if limits.itl_target else ""
     by = f" by {plan.implementation}" if plan.implementation else ""
+    stored = f", decoded from {plan.stored_as}" if plan.stored_as else ""
     lines = [
-        ("model", f"{plan.model} ({plan.architecture}{by}, {plan.num_parameters:,} parameters)"),
+        ("model", f"{plan.model} ({plan.architecture}{by}, {plan.num_parameters:,} parameters{stored})"),
         (
             "device",
             f"{plan.device}, {plan.dtype}, {plan.kernels} kernels{without}, {plan.num_threads} threads{deterministic}",

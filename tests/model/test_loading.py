@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire_engine.errors import ModelLoadError
-from quire_engine.execution.models.config import NotNative, load_model_config
+from quire_engine.errors import ModelLoadError, NotNative
+from quire_engine.execution.models.config import load_model_config
 from support.checkpoints import make_model, shared_checkpoint
 from support.model_steps import Model
 
@@ -206,7 +206,14 @@ def test_a_missing_config_is_named(path):
         ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported; supported: LlamaForCausalLM"),
         ({"architectures": None}, "must name exactly one architecture"),
         ({"architectures": ["LlamaForCausalLM", "Qwen3ForCausalLM"]}, "must name exactly one architecture"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config="),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: bits is missing"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "bits=3 is not supported; supported: 2, 4, 8"),
+        ({"quantization_config": {"quant_method": "awq", "version": "gemv"}}, "version='gemv' is not supported"),
+        ({"quantization_config": {"quant_method": "awq", "group_size": 0}}, "group_size=0 must be -1"),
+        ({"quantization_config": {"quant_method": "fp8", "twist": 2}}, "twist: not known of fp8"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}}, "two positive integers"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quant_method='hqq' is not read; use a GPTQ or AWQ version"),
+        ({"quantization_config": {"quant_method": "new"}}, "'new' is not read; use a GPTQ, AWQ or FP8 version"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5 must be at most 1"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.3}}, "they come in pairs"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),

@@ -9,8 +9,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from quire_engine.errors import ModelLoadError
-from quire_engine.execution.models.config import NotNative, load_model_config
+from quire_engine.errors import ModelLoadError, NotNative
+from quire_engine.execution.models.config import load_model_config
 from support.model_steps import Model, random_ids
 
 TEXT = {

@@ -20,7 +20,7 @@ from quire_engine.batch import Batch, ScheduledSequence
 from quire_engine.drafts import NO_DRAFT, Draft, Wish
 from quire_engine.errors import ConfigError
 from quire_engine.execution.drafting.suffix import SuffixDrafter
-from quire_engine.execution.models.config import read_json_object
+from quire_engine.execution.models.options import read_json_object
 from quire_engine.execution.runner import Runner
 from quire_engine.types import SamplingParams, StopParams
 

@@ -19,11 +19,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quire_engine.errors import ModelLoadError
-from quire_engine.execution.models.config import read_json_object
+from quire_engine.execution.models.options import read_json_object
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _STORED = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of a value
+_BYTES = {**_STORED, "I32": 4, "F8_E4M3": 1}  # also of the tensors that others are decoded from
 _MAX_LISTED = 8  # names in one error message
 _MAPS = Path("/proc/self/maps")
 _libc = ctypes.CDLL(None)
@@ -50,6 +51,12 @@ class _Entry(NamedTuple):
     stored: str  # the tensor's name in the file
 
 
+class _Decoded(NamedTuple):
+    parts: dict[str, _Entry]
+    shape: tuple[int, ...]
+    decode: Callable[[dict[str, Tensor]], Tensor]
+
+
 class StoredTensors(Protocol):
     """The part of `Checkpoint` that reads tensors, also of one whose tensors are converted."""
 
@@ -68,28 +75,50 @@ class Checkpoint:
     def __init__(self, path: Path, entries: dict[str, _Entry]) -> None:
         self._path = path
         self._entries = entries
-        self._addresses: dict[str, int] = {}  # of the tensors that were read
+        self._decoded: dict[str, _Decoded] = {}
+        self._latest: tuple[str, Tensor] | None = None  # a matrix that was decoded; the next part of it may follow
+        self._addresses: dict[str, int] = {}  # of the tensors that were read, by their names in the files
         self._done: set[str] = set()
 
     @property
     def names(self) -> set[str]:
-        return set(self._entries)
+        return self._entries.keys() | self._decoded.keys()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._entries
+        return name in self._entries or name in self._decoded
 
     @property
     def num_bytes(self) -> int:
         """Of all tensors, as they are stored."""
-        return sum(self._size(name) for name in self._entries)
+        return sum(self._size(name) for name in self.names)
 
     def _size(self, name: str) -> int:
-        stored = self._slice(name)
-        return math.prod(stored.get_shape()) * _STORED.get(stored.get_dtype(), 0)
+        return sum(map(_num_bytes, self._stored(name)))
 
-    def _slice(self, name: str) -> _Slice:
-        entry = self._entries[name]
-        return entry.file.get_slice(entry.stored)
+    def _stored(self, name: str) -> list[_Entry]:
+        """The entries that a tensor is read from; messages name the first."""
+        if name in self._decoded:
+            return list(self._decoded[name].parts.values())
+        return [self._entries[name]]
+
+    def stored_as(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """The type, as safetensors names it, and the shape of a tensor of the files."""
+        found = _slice(self._entries[name])
+        return found.get_dtype(), tuple(found.get_shape())
+
+    def decode(
+        self,
+        name: str,
+        parts: dict[str, str],
+        shape: tuple[int, ...],
+        decode: Callable[[dict[str, Tensor]], Tensor],
+    ) -> None:
+        """Know a tensor that `decode` computes from stored ones, given by their roles, in the place of those.
+
+        A ValueError of `decode` becomes a ModelLoadError that names the first of them.
+        """
+        found = {role: self._entries.pop(part) for role, part in parts.items()}
+        self._decoded[name] = _Decoded(found, shape, decode)
 
     def is_done(self, name: str) -> bool:
         """Whether `done` was called for it."""
@@ -103,43 +132,70 @@ class Checkpoint:
 
     def release(self, name: str) -> None:
         """Release the pages of the mapped file that a tensor lies in; reading it again would page them in."""
-        if name in self._addresses:
-            self._entries[name].pages.release(self._addresses[name], self._size(name))
+        self._latest = None
+        for entry in self._stored(name):
+            if entry.stored in self._addresses:
+                entry.pages.release(self._addresses[entry.stored], _num_bytes(entry))
 
     def error(self, name: str, reason: str) -> ModelLoadError:
-        entry = self._entries[name]
+        entry = self._stored(name)[0]
         return ModelLoadError(f"{entry.path}: tensor {entry.stored} {reason}")
 
     def drop(self, unwanted: Callable[[str], bool]) -> None:
         """Forget tensors that are known to be redundant."""
         self._entries = {name: entry for name, entry in self._entries.items() if not unwanted(name)}
+        self._decoded = {name: found for name, found in self._decoded.items() if not unwanted(name)}
 
     def rename(self, name_of: Callable[[str], str]) -> None:
         """Know tensors by other names; messages keep those of the file."""
         self._entries = {name_of(name): entry for name, entry in self._entries.items()}
+        self._decoded = {name_of(name): found for name, found in self._decoded.items()}
 
     def require(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Check that exactly these tensors are there, in these shapes and a supported dtype."""
-        if missing := shapes.keys() - self._entries.keys():
+        if missing := shapes.keys() - self.names:
             raise ModelLoadError(f"{self._path}: missing tensors: {_listed(missing)}")
-        if leftover := self._entries.keys() - shapes.keys():
+        if leftover := self.names - shapes.keys():
             raise ModelLoadError(f"{self._path}: tensors that this configuration does not use: {_listed(leftover)}")
         for name, shape in shapes.items():
-            stored = self._slice(name)
-            if tuple(stored.get_shape()) != shape:
-                raise self.error(name, f"has shape {stored.get_shape()}, the configuration implies {list(shape)}")
-            if stored.get_dtype() not in _STORED:
-                raise self.error(name, f"is stored as {stored.get_dtype()}; supported: {', '.join(_STORED)}")
+            decoded = self._decoded.get(name)
+            dtype, found = self.stored_as(name) if decoded is None else ("", decoded.shape)
+            if found != shape:
+                made = "" if decoded is None else f"decoded as {name} "
+                raise self.error(name, f"{made}has shape {list(found)}, the configuration implies {list(shape)}")
+            if decoded is None and dtype not in _STORED:
+                raise self.error(name, f"is stored as {dtype}; supported: {', '.join(_STORED)}")
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor as stored, on the CPU, possibly a view of the mapped file."""
-        entry = self._entries[name]
+        """A tensor as stored, on the CPU, possibly a view of the mapped file; a quantised one as float32."""
+        if name not in self._decoded:
+            return self._read(self._entries[name])
+        if self._latest is None or self._latest[0] != name:
+            decoded = self._decoded[name]
+            self._latest = None  # before its successor is there
+            try:
+                tensor = decoded.decode({role: self._read(entry) for role, entry in decoded.parts.items()})
+            except ValueError as error:
+                raise self.error(name, str(error)) from None
+            self._latest = name, tensor
+        return self._latest[1]
+
+    def _read(self, entry: _Entry) -> Tensor:
         try:
             tensor = entry.file.get_tensor(entry.stored)
         except (SafetensorError, OSError) as error:
-            raise ModelLoadError(f"{entry.path}: cannot read {name}: {error}") from error
-        self._addresses[name] = tensor.data_ptr()
+            raise ModelLoadError(f"{entry.path}: cannot read {entry.stored}: {error}") from error
+        self._addresses[entry.stored] = tensor.data_ptr()
         return tensor
+
+
+def _slice(entry: _Entry) -> _Slice:
+    return entry.file.get_slice(entry.stored)
+
+
+def _num_bytes(entry: _Entry) -> int:
+    stored = _slice(entry)
+    return math.prod(stored.get_shape()) * _BYTES.get(stored.get_dtype(), 0)
 
 
 @contextmanager

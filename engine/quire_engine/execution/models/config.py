@@ -9,18 +9,17 @@ from __future__ import annotations
 import json
 import math
 import re
-import stat
 import textwrap
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from quire_engine.config import HEADLESS, entry_of
-from quire_engine.errors import ModelLoadError, NotNative
 from quire_engine.execution.models.families import FAMILIES, Bias, Family
+from quire_engine.execution.models.options import MAX_BYTES, Options
+from quire_engine.execution.models.quantisation import Quantisation, quantisation_of
 
-_MAX_BYTES = 64 << 20  # a config is kilobytes and the largest shard index a few megabytes
 # Options of other families, at the values that change nothing here. Exporters write them into every configuration.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "rotary_pct": (1, 1.0),
@@ -189,6 +188,7 @@ class ModelConfig:
     logit_factor: float = 1.0
     logit_cap: float | None = None
     score_cap: float | None = None  # of attention's scores
+    quantisation: Quantisation | None = None  # of the stored matrices; None: they are stored as numbers
     headless: bool = False  # a classifier or a model of embeddings: its last projection is not used, be it there or not
 
     @property
@@ -225,6 +225,7 @@ def load_model_config(path: Path, ignored: Collection[str] = ()) -> ModelConfig:
     family, headless = _family(options)
     text = options if family.text_type is None else _text_of(options, family.text_type)
     config = _model_config(text, family, headless=headless or _makes_vectors(path))
+    config = replace(config, quantisation=quantisation_of(options))
     unknown = [*_unknown(options, family), *(_unknown(text, family) if text is not options else ())]
     if unknown:
         verb = "is" if len(unknown) == 1 else "are"
@@ -347,7 +348,7 @@ def _family(options: Options) -> tuple[Family, bool]:
 def _makes_vectors(path: Path) -> bool:
     """Whether the checkpoint is one of sentence-transformers that pools the last layer's rows."""
     file = path / "modules.json"
-    if not file.is_file() or file.stat().st_size > _MAX_BYTES:
+    if not file.is_file() or file.stat().st_size > MAX_BYTES:
         return False
     try:
         modules = json.loads(file.read_bytes())
@@ -543,125 +544,3 @@ def _scaled_rope(rope: Options, rope_type: str, theta: float, original: int, max
         mscale=rope.number("mscale", 0.0, zero=True),
         mscale_all_dim=rope.number("mscale_all_dim", 0.0, zero=True),
     )
-
-
-class Options:
-    """Typed access to one JSON object. A default stands in for a key that is absent or null.
-
-    A value of the wrong type or out of range is a ModelLoadError that names the file, the key and the value.
-    """
-
-    def __init__(self, values: dict[str, object], where: str) -> None:
-        self._values = values
-        self._where = where
-        self._read: set[str] = set()
-
-    @classmethod
-    def read(cls, file: Path, ignored: Collection[str] = ()) -> Options:
-        values = read_json_object(file)
-        return cls({key: value for key, value in values.items() if key not in ignored}, str(file))
-
-    def error(self, reason: str) -> ModelLoadError:
-        return ModelLoadError(f"{self._where}: {reason}")
-
-    def beyond(self, reason: str) -> NotNative:
-        return NotNative(f"{self._where}: {reason}")
-
-    def unread(self) -> set[str]:
-        """The keys that were not asked for."""
-        return self._values.keys() - self._read
-
-    def put(self, key: str, value: object) -> None:
-        """A value in place of the key's own."""
-        self._values[key] = value
-
-    def pass_over(self, keys: re.Pattern[str]) -> None:
-        """Let these keys count as read."""
-        self._read |= {key for key in self._values if keys.fullmatch(key)}
-
-    def keys(self) -> set[str]:
-        return set(self._values)
-
-    def has(self, key: str) -> bool:
-        """Whether the key is there, be it null."""
-        self._read.add(key)
-        return key in self._values
-
-    def given(self, key: str) -> bool:
-        """Whether the key has a value other than null."""
-        return self._values.get(key) is not None
-
-    def raw(self, key: str) -> object:
-        self._read.add(key)
-        return self._values.get(key)
-
-    def section(self, key: str) -> Options:
-        """A nested object; empty if absent or null."""
-        value = self.raw(key)
-        if value is None:
-            value = {}
-        if not isinstance(value, dict):
-            raise self.error(f"{key} must be an object, not {value!r}")
-        return Options(value, f"{self._where}: {key}")
-
-    def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = (1 << 31) - 1) -> int:
-        value = self._present(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise self.error(f"{key} must be an integer from {least} to {most}, not {value!r}")
-        return value
-
-    def number(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
-        """A positive number; with `zero`, 0 as well."""
-        value = self._present(key, default)
-        # Compared before any conversion: JSON integers can be too large for a float.
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e30:
-            raise self.error(f"{key} must be a positive number, not {value!r}")
-        if value == 0 and not zero:
-            raise self.error(f"{key} must be greater than 0")
-        return float(value)
-
-    def numbers(self, key: str) -> tuple[float, ...]:
-        """A list of positive numbers."""
-        values = self.raw(key)
-        if not isinstance(values, list) or not values:
-            raise self.error(f"{key} must be a list of numbers, not {values!r}")
-        items = Options({f"{key}[{place}]": value for place, value in enumerate(values)}, self._where)
-        return tuple(items.number(f"{key}[{place}]") for place in range(len(values)))
-
-    def boolean(self, key: str, default: bool) -> bool:
-        value = self._present(key, default)
-        if not isinstance(value, bool):
-            raise self.error(f"{key} must be true or false, not {value!r}")
-        return value
-
-    def text(self, key: str, default: str) -> str:
-        value = self._present(key, default)
-        if not isinstance(value, str):
-            raise self.error(f"{key} must be a string, not {value!r}")
-        return value
-
-    def _present(self, key: str, default: object) -> object:
-        value = self.raw(key)
-        if value is None:
-            value = default
-        if value is None:
-            raise self.error(f"{key} is missing")
-        return value
-
-
-def read_json_object(file: Path) -> dict[str, object]:
-    """The object in a JSON file. Raises ModelLoadError if it is missing, too large, or not an object."""
-    try:
-        status = file.stat()
-        if not stat.S_ISREG(status.st_mode):  # reading a pipe would wait for its writer
-            raise ModelLoadError(f"{file}: not a plain file")
-        if status.st_size > _MAX_BYTES:
-            raise ModelLoadError(f"{file}: larger than {_MAX_BYTES >> 20} MiB")
-        value = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise ModelLoadError(f"{file}: no such file") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{file}: cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{file}: must hold a JSON object")
-    return value

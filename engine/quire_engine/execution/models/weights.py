@@ -19,6 +19,7 @@ from torch import Tensor
 from quire_engine.execution.models.checkpoint import Checkpoint, StoredTensors, open_checkpoint
 from quire_engine.execution.models.config import ModelConfig, RopeConfig
 from quire_engine.execution.models.decoder import Decoder, Weights
+from quire_engine.execution.models.dequantising import decode_quantised
 from quire_engine.execution.packed.image import ALIGNMENT, Image, ImageWriter
 from quire_engine.execution.progress import Progress, Tell, tell_nobody
 from quire_engine.kv_groups import KVLayout, one_group
@@ -89,7 +90,12 @@ def checked_checkpoint(path: Path, config: ModelConfig) -> Iterator[Checkpoint]:
 
 
 def take_text(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Give the tensors of the decoder the names that they have in a model of texts alone, and forget the others'."""
+    """Give the tensors of the decoder the names that they have in a model of texts alone, and forget the others'.
+
+    Of quantised matrices the checkpoint has the decoded ones from here on.
+    """
+    if config.quantisation is not None:
+        decode_quantised(checkpoint, config.quantisation)
     checkpoint.drop(lambda name: name.endswith(".rotary_emb.inv_freq"))  # derived, saved by old exporters
     if "embed_tokens.weight" in checkpoint.names:  # only the part below the heads was saved
         checkpoint.rename(lambda name: name if name.startswith(("lm_head.", "score.")) else f"model.{name}")

@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from quire_engine.errors import ModelLoadError
-from quire_engine.execution.models.config import read_json_object
+from quire_engine.execution.models.options import read_json_object
 
 OURS = "quire"  # our attention and our experts, as transformers' registries name them
 IMPLEMENTATION = f"transformers {transformers.__version__}"

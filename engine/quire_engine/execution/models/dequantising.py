@@ -1,0 +1,143 @@
+"""Quantised matrices of a checkpoint as the numbers that they stand for.
+
+Promises: each value is (stored - zero point) * scale in float32 with one rounding, as the formats' own libraries have
+it; shapes are checked against each other before anything is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quire_engine.execution.models.checkpoint import Checkpoint
+from quire_engine.execution.models.quantisation import Quantisation
+
+_WORD = 32  # bits of a stored integer
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds each of its eight columns
+_FLOATS = ("F16", "BF16", "F32")
+_Parts = dict[str, str]  # names of tensors by their roles
+
+
+def decode_quantised(checkpoint: Checkpoint, form: Quantisation) -> None:
+    """Put the matrix `x.weight` in the place of the tensors that it is stored as. Raises ModelLoadError."""
+    ends = {"gptq": ".qweight", "awq": ".qweight", "fp8": ".weight_scale_inv" if form.block else ".weight_scale"}
+    end = ends[form.method]
+    checkpoint.drop(lambda name: name.endswith((".input_scale", ".activation_scale")))  # activations stay as they are
+    names = sorted(name.removesuffix(end) for name in checkpoint.names if name.endswith(end))
+    for name in names:
+        if form.method == "fp8":
+            _decode_fp8(checkpoint, name, name + end, form)
+        else:
+            _decode_packed(checkpoint, name, form)
+
+
+def _decode_packed(checkpoint: Checkpoint, name: str, form: Quantisation) -> None:
+    """GPTQ packs along K: qweight [K / p, N] for p values a word; AWQ along N: [K, N / p]."""
+    per_word = _WORD // form.bits
+    parts = {role: f"{name}.{role}" for role in ("qweight", "qzeros", "scales", "g_idx")}
+    _, (first, second) = _matrix(checkpoint, parts["qweight"], "I32")
+    inputs, outputs = (first * per_word, second) if form.method == "gptq" else (first, second * per_word)
+    group = form.group_size or inputs
+    num_groups = -(-inputs // group)
+    if form.method == "awq" or parts["g_idx"] not in checkpoint:
+        del parts["g_idx"]
+    else:
+        _require(checkpoint, parts["g_idx"], ("I32",), (inputs,))
+    _require(checkpoint, parts["qzeros"], ("I32",), (num_groups, -(-outputs // per_word)))
+    _require(checkpoint, parts["scales"], _FLOATS, (num_groups, outputs))
+    if outputs % per_word:
+        raise checkpoint.error(parts["qweight"], f"has {outputs} columns, which words of {per_word} do not divide")
+    decode = partial(_gptq, form, group) if form.method == "gptq" else partial(_awq, group)
+    checkpoint.decode(name + ".weight", parts, (outputs, inputs), decode)
+
+
+def _decode_fp8(checkpoint: Checkpoint, name: str, scale: str, form: Quantisation) -> None:
+    weight = name + ".weight"
+    _, (outputs, inputs) = _matrix(checkpoint, weight, "F8_E4M3")
+    if form.block is not None:
+        rows, columns = form.block
+        _require(checkpoint, scale, _FLOATS, (-(-outputs // rows), -(-inputs // columns)))
+    elif checkpoint.stored_as(scale)[1] not in {(), (1,), (1, 1), (outputs,), (outputs, 1)}:
+        raise checkpoint.error(scale, "has neither one scale nor one for each row")
+    parts = {"weight": weight, "scale": scale}
+    checkpoint.decode(weight, parts, (outputs, inputs), partial(_fp8, form.block))
+
+
+def _matrix(checkpoint: Checkpoint, name: str, dtype: str) -> tuple[str, tuple[int, int]]:
+    if name not in checkpoint:
+        raise _missing(checkpoint, name)
+    stored, shape = checkpoint.stored_as(name)
+    if stored != dtype or len(shape) != 2 or 0 in shape:
+        raise checkpoint.error(name, f"is {stored} {list(shape)}, not a matrix of {dtype}")
+    return stored, (shape[0], shape[1])
+
+
+def _require(checkpoint: Checkpoint, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
+    if name not in checkpoint:
+        raise _missing(checkpoint, name)
+    stored, found = checkpoint.stored_as(name)
+    if stored not in dtypes or found != shape:
+        wanted = f"{' or '.join(dtypes)} {list(shape)}"
+        raise checkpoint.error(name, f"is {stored} {list(found)}, the quantisation implies {wanted}")
+
+
+def _missing(checkpoint: Checkpoint, name: str) -> Exception:
+    beside = next(each for each in sorted(checkpoint.names) if each.startswith(name.rpartition(".")[0] + "."))
+    return checkpoint.error(beside, f"is quantised, but there is no {name}")
+
+
+def _unpacked(words: Tensor, bits: int) -> Tensor:
+    """[..., W] int32 -> [..., W, 32 / bits], the lowest bits first."""
+    shifts = torch.arange(0, _WORD, bits, dtype=torch.int32)
+    return (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+
+
+def _scaled(values: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor) -> Tensor:
+    """[K, N] integers, zero points and scales [G, N], the group of each of the K -> [N, K] float32."""
+    if not bool(torch.isfinite(scales).all()):
+        raise ValueError("has scales that are not finite numbers")
+    wide = torch.empty(values.shape[1], values.shape[0])
+    for rows in _pieces(len(values)):
+        of = groups[rows]
+        wide[:, rows] = ((values[rows] - zeros[of]).float() * scales.float()[of]).T
+    return wide
+
+
+def _pieces(count: int, size: int = 1024) -> Iterator[slice]:
+    """Slices of so many rows: what is computed between takes the memory of a piece."""
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
+def _gptq(form: Quantisation, group: int, parts: dict[str, Tensor]) -> Tensor:
+    """Frantar et al. 2022, arXiv:2210.17323, stored as by AutoGPTQ; `g_idx` is the group of each of the K."""
+    values = _unpacked(parts["qweight"].T, form.bits).flatten(1).T  # [K, N]
+    zeros = _unpacked(parts["qzeros"], form.bits).flatten(1) + form.zero_offset
+    zeros &= (1 << form.bits) - 1
+    groups = parts["g_idx"].long() if "g_idx" in parts else torch.arange(len(values)) // group
+    if bool(((groups < 0) | (groups >= len(zeros))).any()):
+        raise ValueError(f"has a g_idx with groups beyond the {len(zeros)} that there are")
+    return _scaled(values, zeros, parts["scales"], groups)
+
+
+def _awq(group: int, parts: dict[str, Tensor]) -> Tensor:
+    """Lin et al. 2023, arXiv:2306.00978, in the order of its gemm kernels."""
+    order = torch.tensor(_AWQ_ORDER)
+    values, zeros = (_unpacked(parts[role], 4)[..., order].flatten(1) for role in ("qweight", "qzeros"))
+    return _scaled(values, zeros, parts["scales"], torch.arange(len(values)) // group)
+
+
+def _fp8(block: tuple[int, int] | None, parts: dict[str, Tensor]) -> Tensor:
+    """Values of e4m3 with a scale for each block, each row, or the matrix."""
+    weight, scale = parts["weight"], parts["scale"].float()
+    if not bool(torch.isfinite(scale).all()):
+        raise ValueError("has scales that are not finite numbers")
+    if block is None:
+        return weight.float() * scale.reshape(-1, 1)
+    wide = weight.float()
+    for row, scales in enumerate(scale):
+        rows = wide[row * block[0] : (row + 1) * block[0]]
+        rows *= scales.repeat_interleave(block[1])[: wide.shape[1]]
+    return wide

@@ -1,0 +1,159 @@
+"""Checkpoints with quantised matrices, beside the same numbers as a checkpoint of float32.
+
+Promises: the packing and the numbers follow the formats' descriptions value by value, by other means than the engine's.
+Must not know: the engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from support.checkpoints import make_checkpoint
+
+_AWQ = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each nibble
+Parts = dict[str, Tensor]
+Quantise = Callable[[int, int, np.random.Generator], tuple[Parts, Tensor]]
+
+
+def _words(values: NDArray[np.int64], bits: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """[n, m] -> [n, m * bits / 32] int32: neighbours of the last axis in one word."""
+    per = 32 // bits
+    words = np.zeros((values.shape[0], values.shape[1] // per), dtype=np.uint64)
+    for place in range(per):
+        column = place if order is None else order[place]
+        words |= values[:, column::per].astype(np.uint64) << np.uint64(bits * place)
+    return torch.from_numpy(words.astype(np.uint32).view(np.int32).copy())
+
+
+def _numbers(rows: int, columns: int, bits: int, group: int, random: np.random.Generator) -> Any:
+    num_groups = -(-columns // group)
+    values = random.integers(0, 1 << bits, (rows, columns))
+    zeros = random.integers(1, (1 << bits) - 1, (rows, num_groups))
+    scales = (random.uniform(0.5, 1.5, (rows, num_groups)) * 0.3 / (1 << bits)).astype(np.float16)
+    return values, zeros, scales
+
+
+def _dense(values: Any, zeros: Any, scales: Any, groups: Any) -> Tensor:
+    dense = np.empty(values.shape, dtype=np.float32)
+    for column, group in enumerate(groups):
+        steps = (values[:, column] - zeros[:, group]).astype(np.float32)
+        dense[:, column] = steps * scales[:, group].astype(np.float32)
+    return torch.from_numpy(dense)
+
+
+def gptq(bits: int, group: int, *, offset: int, shuffled: bool) -> Quantise:
+    """`offset`: what the format takes from zero points; `shuffled`: with columns in the order of their activations."""
+
+    def quantise(rows: int, columns: int, random: np.random.Generator) -> tuple[Parts, Tensor]:
+        size = columns if group < 0 else group
+        values, zeros, scales = _numbers(rows, columns, bits, size, random)
+        groups = np.arange(columns) // size
+        if shuffled:
+            groups = random.permutation(groups)
+        parts = {
+            "qweight": _words(values, bits).T.contiguous(),
+            "qzeros": _words((zeros.T - offset), bits),
+            "scales": torch.from_numpy(scales.T.copy()),
+            "g_idx": torch.from_numpy(groups.astype(np.int32)),
+        }
+        return parts, _dense(values, zeros, scales, groups)
+
+    return quantise
+
+
+def awq(group: int) -> Quantise:
+    def quantise(rows: int, columns: int, random: np.random.Generator) -> tuple[Parts, Tensor]:
+        values, zeros, scales = _numbers(rows, columns, 4, group, random)
+        parts = {
+            "qweight": _words(values.T, 4, _AWQ),
+            "qzeros": _words(zeros.T, 4, _AWQ),
+            "scales": torch.from_numpy(scales.T.copy()),
+        }
+        return parts, _dense(values, zeros, scales, np.arange(columns) // group)
+
+    return quantise
+
+
+def fp8(block: tuple[int, int] | None) -> Quantise:
+    """With a scale for each block, or for each row."""
+
+    def quantise(rows: int, columns: int, random: np.random.Generator) -> tuple[Parts, Tensor]:
+        high, wide = block or (1, columns)
+        weight = torch.from_numpy(random.standard_normal((rows, columns)).astype(np.float32)).to(torch.float8_e4m3fn)
+        shape = (-(-rows // high), -(-columns // wide))
+        scale = torch.from_numpy(random.uniform(0.01, 0.1, shape).astype(np.float32))
+        dense = weight.float()
+        for i in range(rows):
+            for j in range(shape[1]):
+                dense[i, j * wide : (j + 1) * wide] *= scale[i // high, j]
+        return {"weight": weight, "weight_scale_inv" if block else "weight_scale": scale}, dense
+
+    return quantise
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A way to store matrices, and what config.json says of it."""
+
+    config: dict[str, Any]
+    quantise: Quantise
+
+
+FORMS = {
+    "gptq": Form(
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "damp_percent": 0.01},
+        gptq(4, 32, offset=1, shuffled=False),
+    ),
+    "gptq in activation order": Form(
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "checkpoint_format": "gptq_v2"},
+        gptq(4, 32, offset=0, shuffled=True),
+    ),
+    "gptq in 8 bits": Form(
+        {"quant_method": "gptq", "bits": 8, "group_size": -1}, gptq(8, -1, offset=1, shuffled=False)
+    ),
+    "gptq in 2 bits": Form({"quant_method": "gptq", "bits": 2, "group_size": 16}, gptq(2, 16, offset=1, shuffled=True)),
+    "awq": Form(
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+        awq(32),
+    ),
+    "fp8 by block": Form(
+        {"quant_method": "fp8", "weight_block_size": [48, 40], "activation_scheme": "dynamic", "fmt": "e4m3"},
+        fp8((48, 40)),
+    ),
+    "fp8 by row": Form({"quant_method": "fp8", "activation_scheme": "static"}, fp8(None)),
+}
+
+
+def make_quantised(path: Path, form: Form, family: str = "qwen3", *, seed: int = 0) -> tuple[Path, Path]:
+    """Two checkpoints of the same numbers: quantised, and in float32. Embedding, head and norms are as they were."""
+    random = np.random.default_rng(seed)
+    quantised, dense = (make_checkpoint(path / name, family) for name in ("quantised", "dense"))
+    stored = load_file(str(dense / "model.safetensors"))
+    packed: Parts = {}
+    for name, value in stored.items():
+        if value.dim() != 2 or "embed" in name or "lm_head" in name:
+            packed[name] = value
+            continue
+        parts, stored[name] = form.quantise(value.shape[0], value.shape[1], random)
+        packed |= {name.removesuffix("weight") + role: part.contiguous() for role, part in parts.items()}
+    if form.config["quant_method"] == "fp8" and "weight_block_size" not in form.config:
+        packed |= {name + ".input_scale": torch.ones(1) for name in _linears(packed)}
+    save_file(stored, str(dense / "model.safetensors"))
+    save_file(packed, str(quantised / "model.safetensors"))
+    config = json.loads((quantised / "config.json").read_text())
+    (quantised / "config.json").write_text(json.dumps(config | {"quantization_config": form.config}))
+    return quantised, dense
+
+
+def _linears(packed: Parts) -> list[str]:
+    return [name.removesuffix(".weight_scale") for name in packed if name.endswith(".weight_scale")]
