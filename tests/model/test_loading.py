@@ -14,6 +14,7 @@ from quire_engine.errors import ModelLoadError, NotNative
 from quire_engine.execution.models.config import load_model_config
 from support.checkpoints import make_model, shared_checkpoint
 from support.model_steps import Model
+from support.quantised import FORMS
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
@@ -200,6 +201,10 @@ def test_a_missing_config_is_named(path):
     assert "config.json: no such file" in _refusal(path)
 
 
+def compressed(**changes: object) -> dict[str, object]:
+    return FORMS["W4A16"].config | changes
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -212,6 +217,10 @@ def test_a_missing_config_is_named(path):
         ({"quantization_config": {"quant_method": "awq", "group_size": 0}}, "group_size=0 must be -1"),
         ({"quantization_config": {"quant_method": "fp8", "twist": 2}}, "twist: not known of fp8"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}}, "two positive integers"),
+        ({"quantization_config": compressed(format="nvfp4-pack-quantized")}, "use a version with W4A16, W8A16, W8A8"),
+        ({"quantization_config": compressed(kv_cache_scheme={"num_bits": 8})}, "kv_cache_scheme: it changes the num"),
+        ({"quantization_config": compressed(twist=2)}, "twist: not known of compressed-tensors"),
+        ({"quantization_config": compressed(config_groups={})}, "must have one form of weights, not 0"),
         ({"quantization_config": {"quant_method": "hqq"}}, "quant_method='hqq' is not read; use a GPTQ or AWQ version"),
         ({"quantization_config": {"quant_method": "new"}}, "'new' is not read; use a GPTQ, AWQ or FP8 version"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5 must be at most 1"),

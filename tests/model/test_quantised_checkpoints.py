@@ -103,6 +103,9 @@ DAMAGES = {
     ),
     "values that are no numbers": ("fp8 by block", changed("weight_scale_inv", lambda x: x * torch.nan), "not finite"),
     "a matrix of numbers": ("fp8 by row", changed("weight", lambda x: x.float()), "not a matrix of F8_E4M3"),
+    "another shape in words": ("W4A16", changed("weight_shape", lambda x: x + 1), "its weight_shape says [129, 65]"),
+    "no shape": ("W4A16", changed("weight_shape", lambda _: None), "is quantised, but there is no"),
+    "scales of other rows": ("W8A16", changed("weight_scale", lambda x: x[1:]), "the quantisation implies"),
     "a matrix of another shape": ("awq", changed("qweight", lambda x: x[:, :4]), "the quantisation implies"),
 }
 

@@ -101,6 +101,61 @@ def fp8(block: tuple[int, int] | None) -> Quantise:
     return quantise
 
 
+def packed(bits: int, group: int, *, symmetric: bool, shuffled: bool = False) -> Quantise:
+    """Of compressed-tensors."""
+
+    def quantise(rows: int, columns: int, random: np.random.Generator) -> tuple[Parts, Tensor]:
+        size = columns if group < 0 else group
+        values, zeros, scales = _numbers(rows, columns, bits, size, random)
+        groups = np.arange(columns) // size
+        if shuffled:
+            groups = random.permutation(groups)
+        parts = {
+            "weight_packed": _words(values, bits),
+            "weight_scale": torch.from_numpy(scales),
+            "weight_shape": torch.tensor([rows, columns]),
+        }
+        if shuffled:
+            parts["weight_g_idx"] = torch.from_numpy(groups.astype(np.int32))
+        if symmetric:
+            zeros[:] = 1 << (bits - 1)
+        else:
+            parts["weight_zero_point"] = _words(zeros.T, bits).T.contiguous()
+        return parts, _dense(values, zeros, scales, groups)
+
+    return quantise
+
+
+def whole_bytes(rows: int, columns: int, random: np.random.Generator) -> tuple[Parts, Tensor]:
+    """W8A8 of compressed-tensors: int8 with a scale for each row."""
+    weight = torch.from_numpy(random.integers(-128, 128, (rows, columns)).astype(np.int8))
+    scale = torch.from_numpy(random.uniform(0.001, 0.01, (rows, 1)).astype(np.float32)).to(torch.bfloat16)
+    return {"weight": weight, "weight_scale": scale}, weight.float() * scale.float()
+
+
+def _compressed(form: str, **weights: Any) -> dict[str, Any]:
+    usual = {
+        "num_bits": 8,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "channel",
+        "dynamic": False,
+        "observer": "mse",
+    }
+    group = {"targets": ["Linear"], "weights": usual | weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+        "version": "0.12.0",
+        "sparsity_config": {},
+        "transform_config": {},
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Form:
     """A way to store matrices, and what config.json says of it."""
@@ -130,6 +185,16 @@ FORMS = {
         {"quant_method": "fp8", "weight_block_size": [48, 40], "activation_scheme": "dynamic", "fmt": "e4m3"},
         fp8((48, 40)),
     ),
+    "W4A16": Form(
+        _compressed("pack-quantized", num_bits=4, strategy="group", group_size=16), packed(4, 16, symmetric=True)
+    ),
+    "W4A16 with zero points, in activation order": Form(
+        _compressed("pack-quantized", num_bits=4, strategy="group", group_size=32, symmetric=False, actorder="group"),
+        packed(4, 32, symmetric=False, shuffled=True),
+    ),
+    "W8A16": Form(_compressed("pack-quantized"), packed(8, -1, symmetric=True)),
+    "W8A8": Form(_compressed("int-quantized"), whole_bytes),
+    "FP8 of compressed-tensors": Form(_compressed("float-quantized", type="float"), fp8(None)),
     "fp8 by row": Form({"quant_method": "fp8", "activation_scheme": "static"}, fp8(None)),
 }
 

@@ -24,7 +24,7 @@ from quire_engine.execution.models.options import read_json_object
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _STORED = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of a value
-_BYTES = {**_STORED, "I32": 4, "F8_E4M3": 1}  # also of the tensors that others are decoded from
+_BYTES = {**_STORED, "I64": 8, "I32": 4, "I8": 1, "F8_E4M3": 1}  # also of the tensors that others are decoded from
 _MAX_LISTED = 8  # names in one error message
 _MAPS = Path("/proc/self/maps")
 _libc = ctypes.CDLL(None)

@@ -23,15 +23,18 @@ _Parts = dict[str, str]  # names of tensors by their roles
 
 def decode_quantised(checkpoint: Checkpoint, form: Quantisation) -> None:
     """Put the matrix `x.weight` in the place of the tensors that it is stored as. Raises ModelLoadError."""
-    ends = {"gptq": ".qweight", "awq": ".qweight", "fp8": ".weight_scale_inv" if form.block else ".weight_scale"}
-    end = ends[form.method]
-    checkpoint.drop(lambda name: name.endswith((".input_scale", ".activation_scale")))  # activations stay as they are
+    ends = {"gptq": ".qweight", "awq": ".qweight", "pack-quantized": ".weight_packed"}
+    end = ends.get(form.method, ".weight_scale_inv" if form.method == "fp8" and form.block else ".weight_scale")
+    activations = (".input_scale", ".input_zero_point", ".activation_scale")  # which stay as they are
+    checkpoint.drop(lambda name: name.endswith(activations))
     names = sorted(name.removesuffix(end) for name in checkpoint.names if name.endswith(end))
     for name in names:
-        if form.method == "fp8":
-            _decode_fp8(checkpoint, name, name + end, form)
-        else:
+        if form.method in {"gptq", "awq"}:
             _decode_packed(checkpoint, name, form)
+        elif form.method == "pack-quantized":
+            _decode_by_rows(checkpoint, name, form)
+        else:
+            _decode_scaled(checkpoint, name, name + end, form)
 
 
 def _decode_packed(checkpoint: Checkpoint, name: str, form: Quantisation) -> None:
@@ -54,16 +57,36 @@ def _decode_packed(checkpoint: Checkpoint, name: str, form: Quantisation) -> Non
     checkpoint.decode(name + ".weight", parts, (outputs, inputs), decode)
 
 
-def _decode_fp8(checkpoint: Checkpoint, name: str, scale: str, form: Quantisation) -> None:
+def _decode_by_rows(checkpoint: Checkpoint, name: str, form: Quantisation) -> None:
+    """Compressed-tensors: [N, K / p] for p values a word, and zero points [N / p, G]."""
+    per_word = _WORD // form.bits
+    parts = {role: f"{name}.weight_{role}" for role in ("packed", "scale", "shape", "zero_point", "g_idx")}
+    _, (outputs, words) = _matrix(checkpoint, parts["packed"], "I32")
+    inputs = words * per_word
+    num_groups = -(-inputs // (form.group_size or inputs))
+    _require(checkpoint, parts["scale"], _FLOATS, (outputs, num_groups))
+    if parts["g_idx"] in checkpoint:
+        _require(checkpoint, parts["g_idx"], ("I32",), (inputs,))
+    else:
+        del parts["g_idx"]
+    if form.symmetric:
+        del parts["zero_point"]
+    else:
+        _require(checkpoint, parts["zero_point"], ("I32",), (-(-outputs // per_word), num_groups))
+    _require(checkpoint, parts["shape"], ("I64", "I32"), (2,))
+    checkpoint.decode(name + ".weight", parts, (outputs, inputs), partial(_by_rows, form))
+
+
+def _decode_scaled(checkpoint: Checkpoint, name: str, scale: str, form: Quantisation) -> None:
     weight = name + ".weight"
-    _, (outputs, inputs) = _matrix(checkpoint, weight, "F8_E4M3")
+    _, (outputs, inputs) = _matrix(checkpoint, weight, "I8" if form.method == "int-quantized" else "F8_E4M3")
     if form.block is not None:
         rows, columns = form.block
         _require(checkpoint, scale, _FLOATS, (-(-outputs // rows), -(-inputs // columns)))
     elif checkpoint.stored_as(scale)[1] not in {(), (1,), (1, 1), (outputs,), (outputs, 1)}:
         raise checkpoint.error(scale, "has neither one scale nor one for each row")
     parts = {"weight": weight, "scale": scale}
-    checkpoint.decode(weight, parts, (outputs, inputs), partial(_fp8, form.block))
+    checkpoint.decode(weight, parts, (outputs, inputs), partial(_times_scale, form.block))
 
 
 def _matrix(checkpoint: Checkpoint, name: str, dtype: str) -> tuple[str, tuple[int, int]]:
@@ -129,8 +152,27 @@ def _awq(group: int, parts: dict[str, Tensor]) -> Tensor:
     return _scaled(values, zeros, parts["scales"], torch.arange(len(values)) // group)
 
 
-def _fp8(block: tuple[int, int] | None, parts: dict[str, Tensor]) -> Tensor:
-    """Values of e4m3 with a scale for each block, each row, or the matrix."""
+def _by_rows(form: Quantisation, parts: dict[str, Tensor]) -> Tensor:
+    """Values and zero points are stored without their signs: half of the range is added to both."""
+    values = _unpacked(parts["packed"], form.bits).flatten(1)
+    if parts["shape"].tolist() != list(values.shape):
+        raise ValueError(f"holds {list(values.shape)} values, its weight_shape says {parts['shape'].tolist()}")
+    scales = parts["scale"].T
+    if form.symmetric:
+        zeros = torch.full(scales.shape, 1 << (form.bits - 1), dtype=torch.int32)
+    else:
+        zeros = _unpacked(parts["zero_point"].T, form.bits).flatten(1)[:, : len(values)]
+    inputs = values.shape[1]
+    groups = torch.arange(inputs) // (form.group_size or inputs)
+    if "g_idx" in parts and bool((parts["g_idx"] >= 0).any()):  # -1 in all places: the usual order
+        groups = parts["g_idx"].long()
+    if bool(((groups < 0) | (groups >= len(scales))).any()):
+        raise ValueError(f"has a g_idx with groups beyond the {len(scales)} that there are")
+    return _scaled(values.T, zeros, scales, groups)
+
+
+def _times_scale(block: tuple[int, int] | None, parts: dict[str, Tensor]) -> Tensor:
+    """Values of e4m3 or int8 with a scale for each block, each row, or the matrix."""
     weight, scale = parts["weight"], parts["scale"].float()
     if not bool(torch.isfinite(scale).all()):
         raise ValueError("has scales that are not finite numbers")

@@ -11,7 +11,7 @@ from typing import Literal
 
 from quire_engine.execution.models.options import Options
 
-Method = Literal["gptq", "awq", "fp8"]
+Method = Literal["gptq", "awq", "fp8", "pack-quantized", "int-quantized", "float-quantized"]
 _KEY = "quantization_config"
 # Keys of how the numbers were found, and of the kernels that others compute them with. The names of the tensors say
 # which matrices are quantised.
@@ -64,7 +64,6 @@ _OTHERS = {
     "aqlm": "a GPTQ or AWQ version of the model",
     "auto-round": "its GPTQ or AWQ export",
     "bitsandbytes": "the checkpoint that it was made from, with --quantization int8 or int4",
-    "compressed-tensors": "a GPTQ, AWQ or FP8 version of the model, or the original with --quantization int8 or int4",
     "eetq": "the original with --quantization int8",
     "exl2": "a GPTQ or AWQ version of the model",
     "exl3": "a GPTQ or AWQ version of the model",
@@ -86,10 +85,12 @@ class Quantisation:
     bits: int = 8
     group_size: int | None = None  # of K, values that share a scale and a zero point; None: all of them
     zero_offset: int = 0  # to be added to stored zero points
-    block: tuple[int, int] | None = None  # fp8: rows and columns that share a scale; None: `weight_scale` says it
+    block: tuple[int, int] | None = None  # rows and columns that share a scale; None: one a row, or one
+    symmetric: bool = False  # pack-quantized: every zero point is the middle, and none is stored
 
     def __str__(self) -> str:
-        return {"gptq": f"GPTQ, {self.bits} bits", "awq": "AWQ, 4 bits", "fp8": "FP8"}[self.method]
+        names = {"gptq": f"GPTQ, {self.bits} bits", "awq": "AWQ, 4 bits", "fp8": "FP8"}
+        return names.get(self.method, f"compressed-tensors, {self.method}, {self.bits} bits")
 
 
 def quantisation_of(options: Options) -> Quantisation | None:
@@ -106,6 +107,8 @@ def quantisation_of(options: Options) -> Quantisation | None:
         found = _awq(section)
     elif method == "fp8":
         found = _fp8(section)
+    elif method == "compressed-tensors":
+        found = _compressed_tensors(section)
     else:
         use = _OTHERS.get(method, "a GPTQ, AWQ or FP8 version of the model")
         raise section.error(f"quant_method={method!r} is not read; use {use}")
@@ -143,12 +146,64 @@ def _fp8(section: Options) -> Quantisation:
     _only(section, "fmt", ("e4m3", "float8_e4m3fn"))
     _only(section, "activation_scheme", ("dynamic", "static"))  # of activations, which stay as they are
     _only(section, "scale_fmt", ("float", "ue8m0"))  # a float32 in the file in any case
-    block = section.raw("weight_block_size")
+    return Quantisation(method="fp8", block=_block(section, "weight_block_size"))
+
+
+def _compressed_tensors(section: Options) -> Quantisation:
+    """One scheme for all groups of matrices. The names of the tensors say what `ignore` and `targets` do."""
+    for key in ("ignore", "quantization_status", "global_compression_ratio", "version"):
+        section.raw(key)
+    for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+        if section.raw(key):
+            raise section.error(f"{key}: it changes the numbers, and is not supported")
+    groups = section.section("config_groups")
+    found = {_group(groups.section(key), section.text("format", "")) for key in sorted(groups.keys())}
+    if len(found) != 1:
+        raise section.error(f"config_groups must have one form of weights, not {len(found)}")
+    return found.pop()
+
+
+def _group(group: Options, form: str) -> Quantisation:
+    for key in ("targets", "input_activations"):  # activations stay as they are
+        group.raw(key)
+    _only(group, "output_activations", ())
+    form = group.text("format", "") or form
+    weights = group.section("weights")
+    for key in ("observer", "observer_kwargs", "scale_dtype", "zp_dtype", "actorder"):  # g_idx tells the order
+        weights.raw(key)
+    _only(weights, "dynamic", (False,))
+    bits, kind = weights.integer("num_bits"), weights.text("type", "int")
+    symmetric = weights.boolean("symmetric", True)
+    strategy = weights.text("strategy", "tensor")
+    if form == "pack-quantized" and kind == "int" and bits in {4, 8} and strategy in {"group", "channel"}:
+        size = _group_size(weights) if strategy == "group" else None
+        found = Quantisation(method="pack-quantized", bits=bits, group_size=size, symmetric=symmetric)
+    elif form == "int-quantized" and (kind, bits, symmetric) == ("int", 8, True) and strategy in {"channel", "tensor"}:
+        found = Quantisation(method="int-quantized")
+    elif form == "float-quantized" and (kind, bits, symmetric) == ("float", 8, True):
+        if strategy not in {"channel", "tensor", "block"}:
+            raise weights.error(f"strategy={strategy!r} is not supported with {form}")
+        found = Quantisation(method="float-quantized", block=_block(weights, "block_structure"))
+    else:
+        raise weights.error(
+            f"format={form!r} with type={kind!r}, num_bits={bits}, strategy={strategy!r}, symmetric={symmetric} is not"
+            " read; use a version with W4A16, W8A16, W8A8 or FP8 weights"
+        )
+    weights.raw("group_size")
+    weights.raw("block_structure")
+    unknown = sorted(key for part in (group, weights) for key in part.unread() if part.given(key))
+    if unknown:
+        raise group.error(f"{', '.join(unknown)}: not known of compressed-tensors, so the numbers might be others")
+    return found
+
+
+def _block(section: Options, key: str) -> tuple[int, int] | None:
+    block = section.raw(key)
     if block is None:
-        return Quantisation(method="fp8")
+        return None
     if not isinstance(block, list) or len(block) != 2 or not all(type(each) is int and each > 0 for each in block):
-        raise section.error(f"weight_block_size must be two positive integers, not {block!r}")
-    return Quantisation(method="fp8", block=(block[0], block[1]))
+        raise section.error(f"{key} must be two positive integers, not {block!r}")
+    return block[0], block[1]
 
 
 def _group_size(section: Options) -> int | None:
