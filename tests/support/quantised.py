@@ -38,7 +38,7 @@ def _words(values: NDArray[np.int64], bits: int, order: tuple[int, ...] | None =
 def _numbers(rows: int, columns: int, bits: int, group: int, random: np.random.Generator) -> Any:
     num_groups = -(-columns // group)
     values = random.integers(0, 1 << bits, (rows, columns))
-    zeros = random.integers(1, (1 << bits) - 1, (rows, num_groups))
+    zeros = random.integers(0, 1 << bits, (rows, num_groups))
     scales = (random.uniform(0.5, 1.5, (rows, num_groups)) * 0.3 / (1 << bits)).astype(np.float16)
     return values, zeros, scales
 
@@ -52,7 +52,7 @@ def _dense(values: Any, zeros: Any, scales: Any, groups: Any) -> Tensor:
 
 
 def gptq(bits: int, group: int, *, offset: int, shuffled: bool) -> Quantise:
-    """`offset`: what the format takes from zero points; `shuffled`: with columns in the order of their activations."""
+    """`offset`: of zero points, taken from whole words; `shuffled`: columns in the order of their activations."""
 
     def quantise(rows: int, columns: int, random: np.random.Generator) -> tuple[Parts, Tensor]:
         size = columns if group < 0 else group
@@ -62,7 +62,7 @@ def gptq(bits: int, group: int, *, offset: int, shuffled: bool) -> Quantise:
             groups = random.permutation(groups)
         parts = {
             "qweight": _words(values, bits).T.contiguous(),
-            "qzeros": _words((zeros.T - offset), bits),
+            "qzeros": _words(zeros.T, bits) - sum(offset << place for place in range(0, 32, bits)),
             "scales": torch.from_numpy(scales.T.copy()),
             "g_idx": torch.from_numpy(groups.astype(np.int32)),
         }

@@ -137,8 +137,9 @@ def _pieces(count: int, size: int = 1024) -> Iterator[slice]:
 def _gptq(form: Quantisation, group: int, parts: dict[str, Tensor]) -> Tensor:
     """Frantar et al. 2022, arXiv:2210.17323, stored as by AutoGPTQ; `g_idx` is the group of each of the K."""
     values = _unpacked(parts["qweight"].T, form.bits).flatten(1).T  # [K, N]
-    zeros = _unpacked(parts["qzeros"], form.bits).flatten(1) + form.zero_offset
-    zeros &= (1 << form.bits) - 1
+    # The offset was taken from whole words, so that a zero point of 0 borrows from its neighbour.
+    offset = sum(form.zero_offset << place for place in range(0, _WORD, form.bits))
+    zeros = _unpacked(parts["qzeros"] + offset, form.bits).flatten(1)
     groups = parts["g_idx"].long() if "g_idx" in parts else torch.arange(len(values)) // group
     if bool(((groups < 0) | (groups >= len(zeros))).any()):
         raise ValueError(f"has a g_idx with groups beyond the {len(zeros)} that there are")
