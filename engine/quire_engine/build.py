@@ -106,8 +106,7 @@ class Resolved:
         known = (
             fingerprint(Path(self.asked.model)),
             self.model.num_layers,
-            self.model.num_kv_heads,
-            self.model.head_dim,
+            self.model.kv_heads,
             self.dtype,
             self.asked.limits.block_size,
             self.bytes_per_block,
@@ -282,7 +281,7 @@ def _make_executor(
             limits.block_size,
             resolved.dtype,
             device,
-            num_layers=resolved.layout.layers_per_block,
+            layout=resolved.layout,
         ),
         limits,
         max_model_len=pool.max_model_len,
@@ -341,7 +340,7 @@ def resolve(
     if device.type == "cpu" and not kernels.own_threads and config.num_threads is None:
         num_threads = _torch_threads(weights.total)
     layout = _layout(config, model, device)
-    bytes_per_block = block_bytes(kernels, model, config.limits.block_size, dtype, layout.layers_per_block)
+    bytes_per_block = block_bytes(kernels, model, config.limits.block_size, dtype, layout)
     num_host_blocks = host_blocks(
         config.swap_space,
         bytes_per_block=bytes_per_block,
@@ -402,7 +401,7 @@ def _resolve_draft(resolved: Resolved) -> Resolved:
             raise ConfigError("it keeps a recurrent state, which a wrong guess would change")
     except (ConfigError, ModelLoadError) as error:
         raise ConfigError(f"speculation={asked.speculation}: the draft model cannot be used: {error}") from None
-    layout = one_group(draft.model.num_layers)  # blocks are never given back by windows alone
+    layout = one_group(draft.model.kv_heads)  # blocks are never given back by windows alone
     size = block_bytes(draft.kernels, draft.model, asked.limits.block_size, draft.dtype)
     return replace(draft, layout=layout, bytes_per_block=size)
 
@@ -411,8 +410,8 @@ def _layout(config: EngineConfig, model: ModelFacts, device: torch.device) -> KV
     """On a CPU windows let go of blocks. Swaps copy whole sequences, a GPU's graphs have one table of blocks, and a
     bidirectional model reads all of a prompt's blocks in its only step."""
     if device.type != "cpu" or config.swap_space or _is_bidirectional(model):
-        return one_group(model.num_layers)
-    return kv_layout(model.windows, model.max_position_embeddings)
+        return one_group(model.kv_heads)
+    return kv_layout(model.kv_heads, model.windows, model.max_position_embeddings)
 
 
 class FoundModel(Protocol):
@@ -448,7 +447,8 @@ class NativeModel:
 
     @property
     def head_dim(self) -> int:
-        return self.facts.head_dim
+        # Of several widths the one that kernels are least likely to take.
+        return max((heads.width for heads in self.facts.kv_heads), key=lambda width: (width % 16 != 0, width))
 
     def over(self, kernels: KernelSet) -> KernelSet:
         return kernels

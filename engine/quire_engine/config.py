@@ -35,6 +35,8 @@ ARCHITECTURES = (
     "Gemma3ForCausalLM",
     "Gemma3ForConditionalGeneration",
     "Gemma3TextModel",
+    "Gemma4ForCausalLM",
+    "Gemma4ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "MinistralForCausalLM",

@@ -2,7 +2,7 @@
 
 A layer with a sliding window needs no block behind it. Layers that share their blocks keep them as long as the one that
 sees farthest, so layers of one window make groups of their own, with a page table for each group. All blocks have the
-same size: every group has the same number of layers, but for padding.
+same size, but for padding: a group has as many layers as its heads leave room for.
 
 Promises: the layout follows from the model alone. Must not know: torch, sequences.
 """
@@ -11,59 +11,116 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 Window = int | None  # a row at position p sees positions p - window + 1 .. p; None: all before it
 
 _MOST_EXTRA = 1 / 8  # memory of a sequence that fewer groups, and so fewer tables, are worth
 
 
+class KVHeads(NamedTuple):
+    """The heads of a layer's keys, and of its values."""
+
+    number: int
+    width: int
+
+    @property
+    def values(self) -> int:
+        """Of a token's key."""
+        return self.number * self.width
+
+
+class KVPart(NamedTuple):
+    """The layers of a block whose heads are alike."""
+
+    num_layers: int
+    heads: KVHeads
+
+
+class KVPlace(NamedTuple):
+    """Where one layer's keys and values lie."""
+
+    group: int
+    layer: int  # of its part of the group's blocks
+    part: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Where each layer's keys and values lie."""
+    """Where each layer's keys and values lie.
+
+    The parts of one group lie one behind the other in its blocks. Of several groups, each has blocks of one part.
+    """
 
     windows: tuple[Window, ...]  # of each group, the widest first
-    places: tuple[tuple[int, int], ...]  # of each layer: its group, and its place in the group's blocks
-    layers_per_block: int
+    places: tuple[KVPlace, ...]  # of each layer
+    parts: tuple[KVPart, ...]
+
+    @property
+    def layers_per_block(self) -> int:
+        """Of a model whose layers are alike."""
+        return self.parts[0].num_layers
 
 
-def one_group(num_layers: int, window: Window = None) -> KVLayout:
-    """All layers in one group, none of which sees farther than this window."""
-    return KVLayout((window,), tuple((0, layer) for layer in range(num_layers)), num_layers)
+def one_group(heads: Sequence[KVHeads], window: Window = None) -> KVLayout:
+    """All layers, with these heads, in one group, none of which sees farther than this window."""
+    numbers: dict[KVHeads, int] = {}
+    places = []
+    kinds = list(dict.fromkeys(heads))
+    for each in heads:
+        numbers[each] = numbers.get(each, 0) + 1
+        places.append(KVPlace(0, numbers[each] - 1, kinds.index(each)))
+    return KVLayout((window,), tuple(places), tuple(KVPart(number, each) for each, number in numbers.items()))
 
 
-def kv_layout(windows: Sequence[Window], positions: int) -> KVLayout:
-    """The layout for layers with these windows, of a model for sequences of so many positions.
+def kv_layout(heads: Sequence[KVHeads], windows: Sequence[Window], positions: int) -> KVLayout:
+    """The layout for layers with these heads and windows, of a model for sequences of so many positions.
 
-    The fewest groups with which a sequence of full length takes at most an eighth more memory than with one layer a
-    block.
+    The fewest groups with which a sequence of full length takes at most an eighth more memory than its keys and values.
 
-    >>> kv_layout([512, 512, 512, 512, 512, None] * 4, 32_768).windows
+    >>> kv_layout([KVHeads(1, 256)] * 24, [512, 512, 512, 512, 512, None] * 4, 32_768).windows
     (None, 512, 512, 512, 512, 512)
-    >>> kv_layout([4096] * 32, 32_768).windows
+    >>> kv_layout([KVHeads(8, 128)] * 32, [4096] * 32, 32_768).windows
     (4096,)
     """
-    kinds: dict[Window, list[int]] = {}
-    for layer, window in enumerate(windows):
-        kinds.setdefault(window if window is not None and window < positions else None, []).append(layer)
-    widest_first = sorted(kinds, key=lambda window: -(window or positions))
+    kinds: dict[tuple[Window, KVHeads], list[int]] = {}
+    for layer, (window, each) in enumerate(zip(windows, heads, strict=True)):
+        seen = window if window is not None and window < positions else None
+        kinds.setdefault((seen, each), []).append(layer)
+    widest = max(window or positions for window, _ in kinds)
 
     def num_groups(size: int) -> int:
-        return sum(-(-len(layers) // size) for layers in kinds.values())
+        return sum(-(-len(layers) // (size // each.values)) for (_, each), layers in kinds.items())
 
     def cost(size: int) -> int:
-        return sum(size * -(-len(layers) // size) * (window or positions) for window, layers in kinds.items())
+        return sum(
+            size * -(-len(layers) // (size // each.values)) * (window or positions)
+            for (window, each), layers in kinds.items()
+        )
 
-    cheap = [size for size in range(1, len(windows) + 1) if cost(size) <= cost(1) * (1 + _MOST_EXTRA)]
+    least = max(each.values for each in heads)
+    sizes = sorted({each.values * count for each in set(heads) for count in range(1, len(heads) + 1)})
+    sizes = [size for size in sizes if size >= least]
+    needed = sum(each.values * len(layers) * (window or positions) for (window, each), layers in kinds.items())
+    cheap = [size for size in sizes if cost(size) <= needed * (1 + _MOST_EXTRA)] or [min(sizes, key=cost)]
     size = min(cheap, key=lambda size: (num_groups(size), cost(size)))
-    places: dict[int, tuple[int, int]] = {}
+    if cost(size) > (1 - _MOST_EXTRA) * sum(each.values for each in heads) * widest:
+        return one_group(heads, widest if widest < positions else None)
+    return _grouped(kinds, size)
+
+
+def _grouped(kinds: dict[tuple[Window, KVHeads], list[int]], size: int) -> KVLayout:
+    """Groups of one window and one kind of heads each, with blocks of `size` values for a token's keys."""
+    parts = [KVPart(size // each.values, each) for each in dict.fromkeys(each for _, each in kinds)]
+    places: dict[int, KVPlace] = {}
     groups: list[Window] = []
-    for window in widest_first:
-        for index, layer in enumerate(kinds[window]):
-            places[layer] = len(groups) + index // size, index % size
-        groups += [window] * -(-len(kinds[window]) // size)
-    if cost(size) > (1 - _MOST_EXTRA) * len(windows) * (widest_first[0] or positions):
-        return one_group(len(windows), widest_first[0])
-    return KVLayout(tuple(groups), tuple(places[layer] for layer in range(len(windows))), size)
+    for window, each in sorted(kinds, key=lambda kind: -(kind[0] or 1 << 62)):
+        layers, held = kinds[window, each], size // each.values
+        part = parts.index(KVPart(held, each))
+        for index, layer in enumerate(layers):
+            places[layer] = KVPlace(len(groups) + index // held, index % held, part)
+        groups += [window] * -(-len(layers) // held)
+    return KVLayout(tuple(groups), tuple(places[layer] for layer in range(len(places))), tuple(parts))
 
 
 @dataclass(frozen=True, slots=True)

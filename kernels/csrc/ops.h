@@ -31,7 +31,7 @@ enum class LayerOpKind : int32_t {
   kAddWide = 5,       // x += scale * weight of wide
   kProjectMixed = 6,  // y = weight of mixed
   kProjectWide = 7,   // y = weight of wide
-  kNormAdd = 8,       // x += the normed y
+  kNormAdd = 8,       // x = (x + the normed y) * scale
 };
 
 struct LayerOp {
@@ -39,7 +39,8 @@ struct LayerOp {
   Epilogue epilogue;  // of kNormLinear
   float scale;        // of an addition
   int32_t group;      // of layers, in the pool
-  int64_t layer;      // of the group's blocks
+  int32_t part;       // of the group's blocks
+  int64_t layer;      // of the part
   const Linear* weight;
   const Norm* norm;
   const AttentionShape* attention;
@@ -100,9 +101,9 @@ QUIRE_API int32_t quire_greedy(Context* context, const Linear* w, const bf16* x,
 QUIRE_API int32_t quire_linear_add(Context* context, const Linear* w, const bf16* x, int64_t m, float scale,
                                    const bf16* residual, bf16* out);
 
-// residual [m, columns] += the normed y [m, columns].
+// residual [m, columns] = (residual + the normed y [m, columns]) * scale.
 QUIRE_API int32_t quire_norm_add(Context* context, const bf16* y, int64_t m, int64_t columns, const Norm* norm,
-                                 bf16* residual);
+                                 float scale, bf16* residual);
 
 // qkv [rows, (num_heads + 2 num_kv_heads) * head_dim] bf16, rope [rope_rows, head_dim] (cosines, then sines)
 // -> q [rows, num_heads, head_dim] bf16. Keys and values go to the rows' slots.
@@ -115,9 +116,10 @@ QUIRE_API int32_t quire_attention(Context* context, const AttentionShape* shape,
                                   const AttentionStep* step, const bf16* q, bf16* out);
 
 // Runs the ops of all layers: x [rows, H] -> the same in place, or with kKeepSampled where `sampled` is given its rows
-// alone, as the first rows of x, whose places in the step are `sample_rows`, rising. The first result that is not 0
-// ends the call and leaves x undefined.
-QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t count, const KvPool* pool,
+// alone, as the first rows of x, whose places in the step are `sample_rows`, rising. `pools` are the parts of the pool,
+// `steps` the rows as each group of layers sees them. The first result that is not 0 ends the call and leaves x
+// undefined.
+QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t count, const KvPool* pools,
                                const AttentionStep* steps, const AttentionStep* sampled, const int64_t* sample_rows,
                                bf16* x);
 

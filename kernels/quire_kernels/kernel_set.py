@@ -97,6 +97,15 @@ class StepInput(GroupedInput, Protocol):
     def sampled(self) -> GroupedInput | None: ...  # the same B sequences with those rows alone; None: with all T
 
 
+class PoolPart(NamedTuple):
+    """The layers of a pool's blocks whose heads are alike."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    before: tuple[PoolPart, ...] = ()  # the parts of the same block that lie before it
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
     """The constants of one attention layer."""
@@ -110,6 +119,7 @@ class AttentionShape:
     bidirectional: bool = False  # on a CPU only
     q_norm: Tensor | None = None  # [head_dim], RMS norm of each query head; [num_heads * head_dim]: of all together
     k_norm: Tensor | None = None  # [head_dim], or [num_kv_heads * head_dim]
+    v_norm: bool = False  # each value head is divided by the root of its mean square, without a weight
     norm_eps: float = 1e-6
     softcap: float | None = None  # scores s, already scaled, become softcap * tanh(s / softcap)
     sinks: Tensor | None = None  # [num_heads] float32, of each query head one more score, whose value is zero
@@ -169,8 +179,9 @@ class RopeWrite:
 
     shape: AttentionShape
     rope: Tensor  # [P, D] float32
-    layer: int  # of the group's blocks
+    layer: int  # of the part of the group's blocks
     group: int = 0  # of layers, in the pool
+    part: int = 0  # of the group's blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +196,7 @@ class Attend:
     shape: AttentionShape
     layer: int
     group: int = 0
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,9 +218,10 @@ class Project:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormAdd:
-    """x = x + the normed y."""
+    """x = (x + the normed y) * scale."""
 
     norm: Norm
+    scale: float = 1.0
 
 
 LayerOp = NormLinear | NormGateUp | RopeWrite | KeepSampled | Attend | LinearAdd | Project | NormAdd
@@ -217,8 +230,8 @@ LayerOp = NormLinear | NormGateUp | RopeWrite | KeepSampled | Attend | LinearAdd
 class BoundLayers(Protocol):
     """All layers of one model as one op."""
 
-    def __call__(self, x: Tensor, kv: Tensor, step: StepInput) -> Tensor:
-        """x [T, H] -> the sampled rows [S, H] after the last layer. May reuse x's memory."""
+    def __call__(self, x: Tensor, kv: Sequence[Tensor], step: StepInput) -> Tensor:
+        """x [T, H], the parts of the pool -> the sampled rows [S, H] after the last layer. May reuse x's memory."""
         ...
 
 
@@ -257,8 +270,8 @@ class KernelSet:
         activation(gate) * up of the normed rows.
     linear_add(x [T, K], w, residual [T, N], scale) -> [T, N]
         residual + scale * projection. For O and down. May reuse residual's memory.
-    norm_add(y [T, N], norm, residual [T, N]) -> [T, N]
-        residual + the normed y. May reuse residual's memory.
+    norm_add(y [T, N], norm, residual [T, N], scale) -> [T, N]
+        (residual + the normed y) * scale. May reuse residual's memory.
     rope_write(qkv [T, (Hq + 2 Hkv) * D], rope [P, D] float32, shape, kv, layer, step) -> q [T, Hq, D]
         Norms q and k if the shape has norms, by head or row, rotates both by the row's position (rope[p] is
         cos(0..D/2) then sin(0..D/2), half-split "neox" pairing), writes K and V to the row's slot, returns q.
@@ -274,6 +287,9 @@ class KernelSet:
     new_kv(num_blocks, num_layers, num_kv_heads, block_size, head_dim, dtype, device) -> Tensor
         The pool. The first dimension is the block, all of a block's bytes are contiguous, memory is zeroed; the
         rest of the layout belongs to the implementation. `kv[dst] = kv[src]` copies a block.
+    kv_part(kv, heads, part) -> Tensor
+        A view of a pool that `new_kv` made for layers of `heads`, a (num_kv_heads, head_dim), as the ops take it for
+        the layers of a part, which may have other heads. Its bytes begin behind those of the parts before it.
     copy_blocks(kv, pairs), or None
         Copies whole blocks, (source, target) each, asynchronously: every source is read as it was before the call; no
         target occurs twice. None: indexing as above is used, with temporary memory for all sources.
@@ -303,11 +319,12 @@ class KernelSet:
     norm_linear: Callable[[Tensor, Norm | None, LinearWeight], Tensor]
     norm_gate_up: Callable[[Tensor, Norm | None, LinearWeight, Activation], Tensor]
     linear_add: Callable[[Tensor, LinearWeight, Tensor, float], Tensor]
-    norm_add: Callable[[Tensor, Norm, Tensor], Tensor]
+    norm_add: Callable[[Tensor, Norm, Tensor, float], Tensor]
     rope_write: Callable[[Tensor, Tensor, AttentionShape, Tensor, int, AttentionInput], Tensor]
     attention: Callable[[Tensor, AttentionShape, Tensor, int, AttentionInput], Tensor]
     logits: Callable[[Tensor, Norm, LinearWeight], Tensor]
     new_kv: Callable[[int, int, int, int, int, torch.dtype, torch.device], Tensor]
+    kv_part: Callable[[Tensor, tuple[int, int], PoolPart], Tensor]
     kv_block_bytes: Callable[[int, int, int, int, torch.dtype], int]
     # Estimated bits per packed weight, used until `packed_bytes` is known: an upper bound for bf16, without the scales
     # of rows for int8. None: matrices are not packed, and a tied head is the embedding.

@@ -32,8 +32,8 @@ def matrices(program: Iterable[LayerOp]) -> Iterator[LinearWeight]:
     return (op.weight for op in program if isinstance(op, NormLinear | NormGateUp | LinearAdd | Project))
 
 
-def run_layers(ops: KernelSet, program: Sequence[LayerOp], x: Tensor, kv: Tensor, step: StepInput) -> Tensor:
-    """x [T, H] -> the sample rows [S, H] after all layers. May reuse x's memory."""
+def run_layers(ops: KernelSet, program: Sequence[LayerOp], x: Tensor, kv: Sequence[Tensor], step: StepInput) -> Tensor:
+    """x [T, H], the parts of the pool -> the sample rows [S, H] after all layers. May reuse x's memory."""
     rows: GroupedInput = step
     q = y = x
     source: dict[Source, Tensor] = {}
@@ -43,7 +43,7 @@ def run_layers(ops: KernelSet, program: Sequence[LayerOp], x: Tensor, kv: Tensor
                 source["wide"] = ops.norm_linear(x, op.norm, op.weight)  # [T, N]
             case RopeWrite():
                 q = ops.rope_write(
-                    source["wide"], op.rope, op.shape, kv, op.layer, rows.in_group(op.group)
+                    source["wide"], op.rope, op.shape, kv[op.part], op.layer, rows.in_group(op.group)
                 )  # [T, Hq, D]
             case KeepSampled():
                 if step.sampled is not None:
@@ -51,7 +51,9 @@ def run_layers(ops: KernelSet, program: Sequence[LayerOp], x: Tensor, kv: Tensor
                     if not len(x):
                         break
             case Attend():
-                source["mixed"] = ops.attention(q, op.shape, kv, op.layer, rows.in_group(op.group))  # [T, Hq * D]
+                source["mixed"] = ops.attention(
+                    q, op.shape, kv[op.part], op.layer, rows.in_group(op.group)
+                )  # [T, Hq * D]
             case LinearAdd():
                 x = ops.linear_add(source[op.source], op.weight, x, op.scale)
             case NormGateUp():
@@ -59,5 +61,5 @@ def run_layers(ops: KernelSet, program: Sequence[LayerOp], x: Tensor, kv: Tensor
             case Project():
                 y = ops.norm_linear(source[op.source], None, op.weight)  # [T, H]
             case NormAdd():
-                x = ops.norm_add(y, op.norm, x)
+                x = ops.norm_add(y, op.norm, x, op.scale)
     return x

@@ -29,6 +29,8 @@ VARIANTS = {
             }
         },
     ),
+    "gemma4 values of their own": ("gemma4", {"attention_k_eq_v": False}),
+    "gemma4 of one width": ("gemma4", {"global_head_dim": 16, "num_global_key_value_heads": 2}),
     "phi3 window": ("phi3", {"sliding_window": 37}),
     "phi3 partial": ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.75, "rope_theta": 1e4}}),
     "phi3 longrope": (

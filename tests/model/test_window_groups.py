@@ -38,6 +38,7 @@ MIXED = ["sliding_attention", "sliding_attention", "full_attention", "sliding_at
 # (family, options, windows of the groups)
 MODELS: dict[str, tuple[str, dict[str, Any], tuple[int | None, ...]]] = {
     "one full layer of four": ("gemma3", {"sliding_window": 40, "layer_types": MIXED}, (None, 40, 40, 40)),
+    "heads of two widths": ("gemma4", {"sliding_window": 40, "layer_types": [*MIXED[1:], *MIXED[2:3]]}, (None, 40)),
     "every layer": ("mistral", {"sliding_window": 37}, (37,)),
     "every other layer, by transformers": ("gpt_oss", {"sliding_window": 40}, (None, 40)),
     "in a plain pool": ("gpt_oss", {"sliding_window": 40, "head_dim": 24}, (None, 40)),
@@ -123,13 +124,13 @@ def test_the_tokens_are_those_of_one_group_of_layers(name: str, dtype: DType, mo
     assert passed > 100
     assert any(each.num_cached_tokens > 200 for each in got.values())
     monkeypatch.undo()
-    monkeypatch.setattr(building, "_layout", lambda config, model, device: one_group(model.num_layers))
+    monkeypatch.setattr(building, "_layout", lambda config, model, device: one_group(model.kv_heads))
     whole = engine(path, 200, dtype=dtype)
     assert whole.plan.scheduler.windows == (None,)
     assert got == generate(whole, requests())
 
 
-@pytest.mark.parametrize("name", ["one full layer of four", "every layer"])
+@pytest.mark.parametrize("name", ["one full layer of four", "heads of two widths", "every layer"])
 def test_a_small_pool_preempts_and_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = checkpoint(name)
     wanted = generate(engine(path, 400, step=160), requests())

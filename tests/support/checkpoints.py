@@ -56,6 +56,16 @@ _FAMILY_SHAPE: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 32},
     "gemma2": {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 37, "layer_types": _BOTH},
     "gemma3": {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 37, "layer_types": _BOTH},
+    "gemma4": {
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 37,
+        "layer_types": _BOTH,
+        "final_logit_softcapping": 30.0,
+    },
     "phi3": {},
     "granite": {
         "embedding_multiplier": 3.0,
@@ -83,6 +93,7 @@ _CLASSES = {
     "qwen3": "Qwen3",
     "gemma2": "Gemma2",
     "gemma3": "Gemma3",
+    "gemma4": "Gemma4",
     "phi3": "Phi3",
     "granite": "Granite",
     "smollm3": "SmolLM3",
@@ -150,6 +161,9 @@ def make_model(
         else:
             values = torch.randn(parameter.shape, generator=generator) * 1.5 / parameter.shape[1] ** 0.5
         parameter.data = values
+    for name, buffer in sorted(model.named_buffers()):
+        if name.endswith("layer_scalar"):
+            buffer.fill_(0.5 + torch.rand(1, generator=generator).item())
     return model.to(getattr(torch, dtype)).eval()
 
 

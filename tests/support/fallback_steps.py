@@ -28,7 +28,7 @@ class FallbackSteps:
             model=str(path), device="cpu", model_impl="transformers", num_threads=2, packed_cache=False
         )
         resolved = resolve(replace(config, **asked))  # type: ignore[arg-type]
-        resolved = replace(resolved, layout=one_group(resolved.model.num_layers))  # as the tables below
+        resolved = replace(resolved, layout=one_group(resolved.model.kv_heads))  # as the tables below
         torch.set_num_threads(1)
         self.resolved, self.num_blocks = resolved, num_blocks
         self.block_size = resolved.asked.limits.block_size

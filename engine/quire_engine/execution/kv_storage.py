@@ -15,14 +15,16 @@ from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from threading import Condition, Thread
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from quire_engine.errors import ConfigError
 from quire_engine.execution.models.served import ModelFacts
-from quire_kernels.kernel_set import KernelSet
+from quire_engine.execution.models.weights import pool_parts
+from quire_engine.kv_groups import KVHeads, KVLayout, one_group
+from quire_kernels.kernel_set import KernelSet, PoolPart
 from quire_kernels.trusted_folder import open_trusted, trusted
 
 _log = logging.getLogger(__name__)
@@ -35,11 +37,31 @@ _MOST_WAITING = 256  # blocks to write; more are left out
 
 
 def block_bytes(
-    kernels: KernelSet, config: ModelFacts, block_size: int, dtype: torch.dtype, num_layers: int | None = None
+    kernels: KernelSet, config: ModelFacts, block_size: int, dtype: torch.dtype, layout: KVLayout | None = None
 ) -> int:
-    """Bytes of one block of so many layers, or of all."""
-    layers = config.num_layers if num_layers is None else num_layers
-    return kernels.kv_block_bytes(layers, config.num_kv_heads, block_size, config.head_dim, dtype)
+    """Bytes of one block; of all layers where no layout is given."""
+    sizes = _PoolSizes.of(kernels, layout or one_group(config.kv_heads), block_size, dtype)
+    return sizes.num_layers * sizes.layer_bytes
+
+
+class _PoolSizes(NamedTuple):
+    """A pool as `KernelSet.new_kv` makes it: for the heads of its first part, with room for all parts."""
+
+    heads: KVHeads
+    num_layers: int
+    layer_bytes: int
+
+    @classmethod
+    def of(cls, kernels: KernelSet, layout: KVLayout, block_size: int, dtype: torch.dtype) -> _PoolSizes:
+        def num_bytes(part: PoolPart) -> int:
+            return kernels.kv_block_bytes(part.num_layers, part.num_kv_heads, block_size, part.head_dim, dtype)
+
+        parts, heads = pool_parts(layout), layout.parts[0].heads
+        layer_bytes = num_bytes(parts[0]._replace(num_layers=1))
+        most = max(sum(map(num_bytes, part.before)) + num_bytes(part) for part in parts)
+        if len(parts) == 1:
+            return cls(heads, parts[0].num_layers, num_bytes(parts[0]) // parts[0].num_layers)
+        return cls(heads, -(-most // layer_bytes), layer_bytes)
 
 
 class KVStorage:
@@ -57,14 +79,13 @@ class KVStorage:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        num_layers: int | None = None,
+        layout: KVLayout | None = None,
     ) -> None:
-        """`num_layers`: of a block; None: all of the model."""
+        """`layout`: None: all of the model's layers in one group."""
         self._copy = kernels.copy_blocks
-        layers = config.num_layers if num_layers is None else num_layers
-        self.tensor = kernels.new_kv(
-            num_blocks, layers, config.num_kv_heads, block_size, config.head_dim, dtype, device
-        )
+        sizes = _PoolSizes.of(kernels, layout or one_group(config.kv_heads), block_size, dtype)
+        heads = sizes.heads
+        self.tensor = kernels.new_kv(num_blocks, sizes.num_layers, heads.number, block_size, heads.width, dtype, device)
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: Pairs) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from quire_engine.errors import ModelLoadError
-from quire_engine.kv_groups import KVGroup, KVLayout, Window, kv_layout
+from quire_engine.kv_groups import KVGroup, KVHeads, KVLayout, Window, kv_layout
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float8_e4m3fn": 1, "int8": 1}
 # Names of the same size in different model families.
@@ -36,23 +36,43 @@ class KVShape:
     values_per_token: int = 0  # per layer, where keys and values are stored together (MLA); 0: 2 * heads * head_dim
     max_len: int = 0  # positions; 0: unknown
     windows: tuple[Window, ...] = ()  # of each layer; empty: none has one
+    own_heads: Mapping[int, KVHeads] = field(default_factory=dict)  # of layers that have others than the usual ones
+
+    @property
+    def heads(self) -> tuple[KVHeads, ...]:
+        """Of each layer."""
+        usual = KVHeads(self.kv_heads, self.head_dim)
+        return tuple(self.own_heads.get(layer, usual) for layer in range(self.layers))
 
     @property
     def layout(self) -> KVLayout:
         """The pool's groups of layers."""
-        windows = self.windows or (None,) * self.layers
-        return kv_layout(windows, self.max_len or 1 << 20)
+        return kv_layout(self.heads, self.windows or (None,) * self.layers, self.max_len or 1 << 20)
 
     @property
     def layer_bytes_per_token(self) -> int:
-        return (self.values_per_token or 2 * self.kv_heads * self.head_dim) * self.bytes_per_value
+        """Of a layer with the usual heads."""
+        return self._layer_bytes(KVHeads(self.kv_heads, self.head_dim))
 
     @property
     def bytes_per_token(self) -> int:
-        return self.layers * self.layer_bytes_per_token
+        return sum(map(self._layer_bytes, self.heads))
 
     def bytes_per_block(self, block_size: int) -> int:
-        return block_size * self.layout.layers_per_block * self.layer_bytes_per_token
+        layout = self.layout
+        parts = [part.num_layers * self._layer_bytes(part.heads) for part in layout.parts]
+        return block_size * (sum(parts) if len(layout.windows) == 1 else max(parts))
+
+    def seen_bytes(self, tokens: int) -> int:
+        """Of the keys and values that the row behind `tokens` tokens sees."""
+        windows = self.windows or (None,) * self.layers
+        return sum(
+            min(tokens, window or tokens) * self._layer_bytes(heads)
+            for window, heads in zip(windows, self.heads, strict=True)
+        )
+
+    def _layer_bytes(self, heads: KVHeads) -> int:
+        return (self.values_per_token or 2 * heads.values) * self.bytes_per_value
 
     def blocks_for(self, tokens: int, block_size: int) -> int:
         """Blocks that a sequence of `tokens` tokens holds while it decodes."""
@@ -127,7 +147,31 @@ def _shape(plain: Mapping[str, Any], file: Path) -> KVShape:
         values_per_token=lora + _number(plain, ("qk_rope_head_dim",), file, 0) if lora else 0,
         max_len=_number(plain, _LENGTH, file, 0),
         windows=_windows(plain, layers),
+        own_heads=_own_heads(plain, KVHeads(kv_heads, head_dim), layers, file),
     )
+
+
+def _own_heads(plain: Mapping[str, Any], usual: KVHeads, layers: int, file: Path) -> dict[int, KVHeads]:
+    """The heads of the layers that have their own: listed by layer, or those of layers without a window (Gemma 4)."""
+    listed = plain.get("per_layer_config")
+    if isinstance(listed, dict):
+        own = {int(layer): values for layer, values in listed.items() if layer.isdecimal() and isinstance(values, dict)}
+        return {
+            layer: KVHeads(
+                _number(values, ("num_key_value_heads",), file, usual.number),
+                _number(values, ("head_dim",), file, usual.width),
+            )
+            for layer, values in own.items()
+            if layer < layers
+        }
+    width = _number(plain, ("global_head_dim",), file, 0)
+    if not width:
+        return {}
+    number = usual.number
+    if plain.get("attention_k_eq_v") is True:
+        number = _number(plain, ("num_global_key_value_heads",), file, usual.number)
+    windows = _windows(plain, layers) or (None,) * layers
+    return {layer: KVHeads(number, width) for layer, window in enumerate(windows) if window is None}
 
 
 def _windows(plain: Mapping[str, Any], layers: int) -> tuple[Window, ...]:
@@ -171,9 +215,7 @@ def sequence_memory(shape: KVShape, *, tokens: int, max_len: int, block_size: in
         max_len=max_len,
         blocks=blocks,
         slack=blocks * block_size - sum(seen),
-        live_bytes=sum(min(tokens, window or tokens) for window in shape.windows) * shape.layer_bytes_per_token
-        if shape.windows
-        else tokens * shape.bytes_per_token,
+        live_bytes=shape.seen_bytes(tokens),
         paged_bytes=blocks * shape.bytes_per_block(block_size),
         reserved_bytes=max_len * shape.bytes_per_token,
     )

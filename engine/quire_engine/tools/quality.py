@@ -9,7 +9,7 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from quire_engine.execution.models.checkpoint import fingerprint
 from quire_engine.execution.models.served import ModelFacts
 from quire_engine.execution.progress import tell_nobody
 from quire_engine.execution.step_tensors import step_tensors
+from quire_engine.kv_groups import one_group
 from quire_engine.limits import SchedulerLimits
 from quire_engine.machine import usable_cores
 from quire_engine.quality_store import Quality, store_quality
@@ -144,6 +145,7 @@ def ask(
     _log.info("computing with %s weights and a KV cache of %s", *_names(variant))
     blocks_each = [-(-(len(prompt) + CONTINUATION_TOKENS) // _BLOCK_SIZE) for prompt in prompts]
     config = resolved.model
+    resolved = replace(resolved, layout=one_group(config.kv_heads))  # as the tables below
     kv = KVStorage(resolved.kernels, config, sum(blocks_each), _BLOCK_SIZE, torch.bfloat16, _CPU)
     longest = max(len(prompt) for prompt in prompts) + CONTINUATION_TOKENS
     decoder = Loading(resolved.wanted(), None, tell_nobody).load(longest)

@@ -6,6 +6,7 @@
 // The pool is [blocks][layers][kv heads][units of a block], a unit being 16 positions of one head:
 //   bf16: keys [d / 2][16][2], then values [8][d][2]: a lane is a position for the keys, a dimension for the values.
 //   int8: keys [d / 4][16][4] offset by 128, then signed values [4][d][4], then 16 key scales and 16 value scales.
+// A block may be larger than its layers: layers with other heads may lie beside them, which are then a pool of their own.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +24,7 @@ struct KvPool {
   KvKind kind;
   int32_t units;  // per block
   int64_t num_blocks, num_layers, num_kv_heads, head_dim;
+  int64_t block_bytes;  // from a block to the next one
 };
 
 struct AttentionShape {
@@ -31,6 +33,7 @@ struct AttentionShape {
   float norm_eps;
   float softcap;          // scaled scores s become softcap * tanh(s / softcap); 0: they stay
   int32_t row_norms;      // all of a row's q (k) heads are normed as one, with weights of their own
+  int32_t v_norm;         // each value head is divided by the root of its mean square
   int32_t bidirectional;  // rows see what is behind them too
   int64_t window;         // positions a row sees, itself included, to each side that it sees; 0: all
   const float* q_norm;    // [head_dim], of a row [heads * head_dim], or null
@@ -56,8 +59,8 @@ inline int64_t unit_bytes(KvKind kind, int64_t d) {
 }
 
 inline char* unit_address(const KvPool& pool, int64_t block, int64_t layer, int64_t head, int64_t unit) {
-  const int64_t index = ((block * pool.num_layers + layer) * pool.num_kv_heads + head) * pool.units + unit;
-  return pool.data + index * unit_bytes(pool.kind, pool.head_dim);
+  const int64_t index = (layer * pool.num_kv_heads + head) * pool.units + unit;
+  return pool.data + block * pool.block_bytes + index * unit_bytes(pool.kind, pool.head_dim);
 }
 
 }  // namespace quire

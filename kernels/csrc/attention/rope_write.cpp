@@ -64,6 +64,18 @@ class Row {
     std::memcpy(out + half_, turned_.second, static_cast<size_t>(half_) * 4);
   }
 
+  // The value [2 * half] as it is stored: the head itself, or normed in `room`.
+  const bf16* value(const bf16* head, bf16* room) {
+    if (!shape_.v_norm) return head;
+    load(head);
+    const float scale = inverse_root(add_squares(vzero()), 2 * half_);
+    for (int64_t i = 0; i < half_; ++i) {
+      room[i] = to_bf16(x_.first[i] * scale);
+      room[half_ + i] = to_bf16(x_.second[i] * scale);
+    }
+    return room;
+  }
+
  private:
   void split(const float* from, Halves* to) const {
     std::memcpy(to->first, from, static_cast<size_t>(half_) * 4);
@@ -180,7 +192,8 @@ bool rope_write(Context* context, const AttentionShape& shape, const KvPool& poo
     for (int64_t h = 0; h < kv_heads; ++h) {
       const int64_t offset = slot % block_size;
       char* unit = unit_address(pool, slot / block_size, layer, h, offset / kUnit);
-      const bf16* value = row + (heads + kv_heads + h) * d;
+      bf16 normed[kMostDim];
+      const bf16* value = work->value(row + (heads + kv_heads + h) * d, normed);
       float key[kMostDim];
       work->key(h, row + (heads + h) * d, key);
       if (pool.kind == KvKind::kBf16) {

@@ -105,13 +105,13 @@ QUIRE_API int32_t quire_linear_add(Context* context, const Linear* w, const bf16
 }
 
 QUIRE_API int32_t quire_norm_add(Context* context, const bf16* y, int64_t m, int64_t columns, const Norm* norm,
-                                 bf16* residual) {
+                                 float scale, bf16* residual) {
   return guarded(context, [&] {
     context->pool.run([&](int worker) {
       Piece rows;
       while (context->pool.first.take(worker, m, kPreparedTogether, &rows)) {
         for (int64_t row = rows.begin; row < rows.end; ++row) {
-          norm_add_row(y + row * columns, *norm, columns, residual + row * columns);
+          norm_add_row(y + row * columns, *norm, columns, scale, residual + row * columns);
         }
       }
     });

@@ -112,9 +112,10 @@ void norm_row(const bf16* x, const Norm& norm, int64_t n, bf16* out) {
   normed_row(x, norm, n, [&](int64_t at, Vec value) { store_row(out, at, n, value); });
 }
 
-void norm_add_row(const bf16* y, const Norm& norm, int64_t n, bf16* residual) {
+void norm_add_row(const bf16* y, const Norm& norm, int64_t n, float scale, bf16* residual) {
+  const Vec factor = vset(scale);
   normed_row(y, norm, n, [&](int64_t at, Vec value) {
-    store_row(residual, at, n, vadd(round_to_bf16(value), load_row(residual, at, n)));
+    store_row(residual, at, n, vmul(vadd(round_to_bf16(value), load_row(residual, at, n)), factor));
   });
 }
 

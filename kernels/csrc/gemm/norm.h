@@ -21,8 +21,8 @@ struct Norm {
 // out[0, n) = the normed x, in bf16.
 void norm_row(const bf16* x, const Norm& norm, int64_t n, bf16* out);
 
-// residual[0, n) += the normed y, which is rounded to bf16 first.
-void norm_add_row(const bf16* y, const Norm& norm, int64_t n, bf16* residual);
+// residual[0, n) = (residual + the normed y, which is rounded to bf16 first) * scale.
+void norm_add_row(const bf16* y, const Norm& norm, int64_t n, float scale, bf16* residual);
 
 // An activation row before it is prepared.
 struct RawRow {

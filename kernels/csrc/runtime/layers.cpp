@@ -20,7 +20,7 @@ void keep_rows(bf16* x, int64_t width, const int64_t* chosen, int64_t count) {
 
 }  // namespace
 
-QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t count, const KvPool* pool,
+QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t count, const KvPool* pools,
                                const AttentionStep* steps, const AttentionStep* sampled, const int64_t* sample_rows,
                                bf16* x) {
   int64_t widest = 0, heads = 0, hidden = 0;
@@ -56,8 +56,8 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t cou
         break;
       case LayerOpKind::kRopeWrite:
         q_width = int64_t{op->attention->num_heads} * op->attention->head_dim;
-        failed = quire_rope_write(context, op->attention, pool, op->layer, steps + op->group, wide, op->rope,
-                                  op->rope_rows, q);
+        failed = quire_rope_write(context, op->attention, pools + op->part, op->layer, steps + op->group, wide,
+                                  op->rope, op->rope_rows, q);
         break;
       case LayerOpKind::kKeepSampled:
         if (sampled == nullptr) break;
@@ -68,7 +68,7 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t cou
         steps = sampled;
         break;
       case LayerOpKind::kAttend:
-        failed = quire_attention(context, op->attention, pool, op->layer, steps + op->group, q, mixed);
+        failed = quire_attention(context, op->attention, pools + op->part, op->layer, steps + op->group, q, mixed);
         break;
       case LayerOpKind::kAddMixed:
       case LayerOpKind::kAddWide: {
@@ -82,7 +82,9 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t cou
         failed = quire_norm_linear(context, op->weight, source, rows, nullptr, y, Epilogue::kStore);
         break;
       }
-      case LayerOpKind::kNormAdd: failed = quire_norm_add(context, y, rows, hidden, op->norm, x); break;
+      case LayerOpKind::kNormAdd:
+        failed = quire_norm_add(context, y, rows, hidden, op->norm, op->scale, x);
+        break;
     }
   }
   return failed;

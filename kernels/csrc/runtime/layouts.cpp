@@ -45,6 +45,7 @@ constexpr Layout kLayouts[] = {
     QUIRE_FIELD(KvPool, num_layers),
     QUIRE_FIELD(KvPool, num_kv_heads),
     QUIRE_FIELD(KvPool, head_dim),
+    QUIRE_FIELD(KvPool, block_bytes),
 
     QUIRE_STRUCTURE(AttentionShape),
     QUIRE_FIELD(AttentionShape, num_heads),
@@ -54,6 +55,7 @@ constexpr Layout kLayouts[] = {
     QUIRE_FIELD(AttentionShape, norm_eps),
     QUIRE_FIELD(AttentionShape, softcap),
     QUIRE_FIELD(AttentionShape, row_norms),
+    QUIRE_FIELD(AttentionShape, v_norm),
     QUIRE_FIELD(AttentionShape, bidirectional),
     QUIRE_FIELD(AttentionShape, window),
     QUIRE_FIELD(AttentionShape, q_norm),
@@ -75,6 +77,7 @@ constexpr Layout kLayouts[] = {
     QUIRE_FIELD(LayerOp, epilogue),
     QUIRE_FIELD(LayerOp, scale),
     QUIRE_FIELD(LayerOp, group),
+    QUIRE_FIELD(LayerOp, part),
     QUIRE_FIELD(LayerOp, layer),
     QUIRE_FIELD(LayerOp, weight),
     QUIRE_FIELD(LayerOp, norm),

@@ -8,6 +8,8 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
+from collections.abc import Sequence
+from ctypes import Array
 from typing import Literal
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 from quire_kernels.cpu.context import Context, map_huge
 from quire_kernels.cpu.kv_layout import UNIT, unsupported
 from quire_kernels.cpu.signatures import PoolArgs, ShapeArgs, StepArgs
-from quire_kernels.kernel_set import AttentionInput, AttentionShape
+from quire_kernels.kernel_set import AttentionInput, AttentionShape, PoolPart
 
 KVType = Literal["bf16", "int8"]
 _CPU = torch.device("cpu")
@@ -72,6 +74,16 @@ class CpuAttention:
         _check_pool(block_size, head_dim, dtype)
         units = num_layers * num_kv_heads * (block_size // UNIT)
         return units * self._unit_elements(head_dim) * self._dtype.itemsize
+
+    def kv_part(self, kv: Tensor, heads: tuple[int, int], part: PoolPart) -> Tensor:
+        del heads
+        units = kv.shape[3]
+
+        def sizes(some: PoolPart) -> tuple[int, ...]:
+            return (some.num_layers, some.num_kv_heads, units, self._unit_elements(some.head_dim))
+
+        first = sum(math.prod(sizes(other)) for other in part.before)
+        return kv.flatten(1)[:, first : first + math.prod(sizes(part))].view(-1, *sizes(part))
 
     def rope_write(  # noqa: PLR0917 - the op's contract
         self, qkv: Tensor, rope: Tensor, shape: AttentionShape, kv: Tensor, layer: int, step: AttentionInput
@@ -138,6 +150,7 @@ class CpuAttention:
                 norm_eps=shape.norm_eps,
                 softcap=shape.softcap or 0.0,
                 row_norms=shape.row_norms,
+                v_norm=shape.v_norm,
                 bidirectional=shape.bidirectional,
                 window=shape.window or 0,
                 q_norm=None if norms[0] is None else norms[0].data_ptr(),
@@ -151,33 +164,45 @@ class CpuAttention:
     def pool_args(self, kv: Tensor, shape: AttentionShape, layer: int) -> int:
         """The address of the pool's description. ValueError if it is not a pool for such heads and layers."""
         if self._pool is None or self._pool[0]() is not kv:
-            if kv.dim() != _DIMS or kv.dtype not in _KINDS or not kv.is_contiguous() or kv.device.type != "cpu":
-                raise ValueError("kv is not a pool of the CPU kernels")
-            units = kv.shape[4] if kv.dtype == torch.bfloat16 else kv.shape[4] - 2 * UNIT * 4
-            self._pool = (
-                weakref.ref(kv),
-                PoolArgs(
-                    data=kv.data_ptr(),
-                    kind=_KINDS[kv.dtype],
-                    units=kv.shape[3],
-                    num_blocks=kv.shape[0],
-                    num_layers=kv.shape[1],
-                    num_kv_heads=kv.shape[2],
-                    head_dim=units // (2 * UNIT),
-                ),
-            )
-        pool = self._pool[1]
-        if (pool.num_kv_heads, pool.head_dim) != (shape.num_kv_heads, shape.head_dim) or not (
-            0 <= layer < pool.num_layers
-        ):
-            raise ValueError("kv was made for another model")
-        return ctypes.addressof(pool)
+            self._pool = weakref.ref(kv), _describe_pool(kv)
+        _check_fits(self._pool[1], shape, layer)
+        return ctypes.addressof(self._pool[1])
+
+    def parts_args(self, kv: Sequence[Tensor], last: Sequence[tuple[AttentionShape, int]]) -> Array[PoolArgs]:
+        """The descriptions of a pool's parts, of each of which the last layer is given. ValueError as above."""
+        pools = [_describe_pool(part) for part in kv]
+        for pool, (shape, layer) in zip(pools, last, strict=True):
+            _check_fits(pool, shape, layer)
+        return (PoolArgs * len(pools))(*pools)
 
     def step_args(self, step: AttentionInput) -> int:
         """The address of the step's description, valid until the next call with another step."""
         if self._step is None or self._step[0] is not step:
             self._step = step, describe(step)
         return ctypes.addressof(self._step[1])
+
+
+def _describe_pool(kv: Tensor) -> PoolArgs:
+    """A pool, or the layers of a part of its blocks, for C++."""
+    if kv.dim() != _DIMS or kv.dtype not in _KINDS or not kv[:1].is_contiguous() or kv.device.type != "cpu":
+        raise ValueError("kv is not a pool of the CPU kernels")
+    units = kv.shape[4] if kv.dtype == torch.bfloat16 else kv.shape[4] - 2 * UNIT * 4
+    return PoolArgs(
+        data=kv.data_ptr(),
+        kind=_KINDS[kv.dtype],
+        units=kv.shape[3],
+        num_blocks=kv.shape[0],
+        num_layers=kv.shape[1],
+        num_kv_heads=kv.shape[2],
+        head_dim=units // (2 * UNIT),
+        block_bytes=kv.stride(0) * kv.dtype.itemsize,
+    )
+
+
+def _check_fits(pool: PoolArgs, shape: AttentionShape, layer: int) -> None:
+    fits = (pool.num_kv_heads, pool.head_dim) == (shape.num_kv_heads, shape.head_dim)
+    if not fits or not 0 <= layer < pool.num_layers:
+        raise ValueError("kv was made for another model")
 
 
 def describe(step: AttentionInput) -> StepArgs:

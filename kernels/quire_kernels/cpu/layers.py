@@ -61,26 +61,31 @@ class CpuLayers:
         self._program = tuple(program)  # keeps the targets of the addresses below alive
         self._run = context.library.quire_layers
         self._width = _check(self._program)
-        self._last = next(op for op in reversed(self._program) if isinstance(op, Attend))
-        self._num_groups = 1 + max(op.group for op in self._program if isinstance(op, Attend))
+        attends = [op for op in self._program if isinstance(op, Attend)]
+        # Of each part of the pool the layer that lies last.
+        self._last = [
+            max((op for op in attends if op.part == part), key=lambda op: op.layer)
+            for part in range(1 + max(op.part for op in attends))
+        ]
+        self._num_groups = 1 + max(op.group for op in attends)
         shapes = [op.shape for op in self._program if isinstance(op, RopeWrite | Attend)]
         self._shapes = {id(shape): attention.shape_args(shape) for shape in shapes}  # kept as the program is
         self._norms: list[NormArgs] = []  # kept as the program is
         self._args = (LayerOpArgs * len(self._program))(*map(self._arguments, self._program))
 
-    def __call__(self, x: Tensor, kv: Tensor, step: StepInput) -> Tensor:
+    def __call__(self, x: Tensor, kv: Sequence[Tensor], step: StepInput) -> Tensor:
         """x [T, H] -> the sampled rows [S, H] after all layers; x's memory is reused."""
         if x.dtype != torch.bfloat16 or x.shape != (step.positions.shape[0], self._width) or not x.is_contiguous():
             raise ValueError(f"x must be contiguous bfloat16 [{step.positions.shape[0]}, {self._width}]")
         sampled = None if step.sampled is None else self._describe(step.sampled)
         if sampled is not None:
             _check_rows(step.sample_rows, sampled[0].rows, x.shape[0])
-        pool = self._attention.pool_args(kv, self._last.shape, self._last.layer)
+        pools = self._attention.parts_args(kv, [(op.shape, op.layer) for op in self._last])
         failed = self._run(
             self._context.handle,
             self._args,
             len(self._program),
-            pool,
+            pools,
             self._describe(step),
             sampled,
             None if sampled is None else step.sample_rows.data_ptr(),
@@ -107,19 +112,21 @@ class CpuLayers:
                 args = {"kind": _Kind.NORM_LINEAR, "epilogue": epilogue, "weight": op.weight.address, "norm": norm}
             case RopeWrite():
                 shape, rope = ctypes.addressof(self._shapes[id(op.shape)]), op.rope
-                args = {"kind": _Kind.ROPE_WRITE, "group": op.group, "layer": op.layer, "attention": shape}
+                args = {"kind": _Kind.ROPE_WRITE, "attention": shape}
+                args |= {"group": op.group, "part": op.part, "layer": op.layer}
                 args |= {"rope": rope.data_ptr(), "rope_rows": rope.shape[0]}
             case KeepSampled():
                 args = {"kind": _Kind.KEEP_SAMPLED}
             case Attend():
                 shape = ctypes.addressof(self._shapes[id(op.shape)])
-                args = {"kind": _Kind.ATTEND, "group": op.group, "layer": op.layer, "attention": shape}
+                args = {"kind": _Kind.ATTEND, "attention": shape}
+                args |= {"group": op.group, "part": op.part, "layer": op.layer}
             case LinearAdd():
                 args = {"kind": _ADDS[op.source], "weight": op.weight.address, "scale": op.scale}
             case Project():
                 args = {"kind": _PROJECTS[op.source], "weight": op.weight.address}
             case NormAdd():
-                args = {"kind": _Kind.NORM_ADD, "norm": self._norm(op.norm)}
+                args = {"kind": _Kind.NORM_ADD, "norm": self._norm(op.norm), "scale": op.scale}
         return LayerOpArgs(**args)
 
     def _norm(self, norm: Norm) -> int:

@@ -82,13 +82,13 @@ class LinearOps:
             raise MemoryError(f"multiplying {rows} rows")
         return residual
 
-    def norm_add(self, y: Tensor, norm: Norm, residual: Tensor) -> Tensor:
+    def norm_add(self, y: Tensor, norm: Norm, residual: Tensor, scale: float = 1.0) -> Tensor:
         width = y.shape[-1]
         y, residual = _rows(y, width), _rows(residual, width)
         if residual.shape[0] != y.shape[0]:
             raise ValueError(f"{y.shape[0]} rows cannot be added to {residual.shape[0]}")
         arguments = byref(norm_args(norm, width))
-        if self._norm_add(self._handle, y.data_ptr(), y.shape[0], width, arguments, residual.data_ptr()):
+        if self._norm_add(self._handle, y.data_ptr(), y.shape[0], width, arguments, scale, residual.data_ptr()):
             raise MemoryError(f"adding {y.shape[0]} rows")
         return residual
 

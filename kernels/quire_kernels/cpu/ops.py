@@ -54,6 +54,7 @@ def cpu_kernel_set(
         logits=linear.logits,
         greedy=linear.greedy,
         new_kv=attention.new_kv,
+        kv_part=attention.kv_part,
         kv_block_bytes=attention.kv_block_bytes,
         packed_bits=KINDS[quantization].bits,
         packed_bytes=lambda weight: weight.num_bytes,

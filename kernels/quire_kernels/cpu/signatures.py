@@ -44,6 +44,7 @@ class PoolArgs(ctypes.Structure):
         ("num_layers", c_int64),
         ("num_kv_heads", c_int64),
         ("head_dim", c_int64),
+        ("block_bytes", c_int64),
     )
 
 
@@ -58,6 +59,7 @@ class ShapeArgs(ctypes.Structure):
         ("norm_eps", c_float),
         ("softcap", c_float),
         ("row_norms", c_int32),
+        ("v_norm", c_int32),
         ("bidirectional", c_int32),
         ("window", c_int64),
         ("q_norm", c_void_p),
@@ -91,6 +93,7 @@ class LayerOpArgs(ctypes.Structure):
         ("epilogue", c_int32),
         ("scale", c_float),
         ("group", c_int32),
+        ("part", c_int32),
         ("layer", c_int64),
         ("weight", c_void_p),
         ("norm", c_void_p),
@@ -133,7 +136,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "quire_norm_linear": (c_int32, (*(c_void_p,) * 3, c_int64, c_void_p, c_void_p, c_int32)),
     "quire_greedy": (c_int32, (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 4)),
     "quire_linear_add": (c_int32, (*(c_void_p,) * 3, c_int64, c_float, c_void_p, c_void_p)),
-    "quire_norm_add": (c_int32, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
+    "quire_norm_add": (c_int32, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p)),
     "quire_rope_write": (c_int32, (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 3, c_int64, c_void_p)),
     "quire_attention": (c_int32, (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 3)),
     "quire_layers": (c_int32, (c_void_p, c_void_p, c_int64, *(c_void_p,) * 5)),

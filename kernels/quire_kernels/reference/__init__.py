@@ -23,5 +23,6 @@ REFERENCE = KernelSet(
     attention=attention.attention,
     logits=linear.logits,
     new_kv=paged_kv.new_kv,
+    kv_part=paged_kv.kv_part,
     kv_block_bytes=paged_kv.kv_block_bytes,
 )

@@ -82,8 +82,11 @@ def linear_add(x: Tensor, w: Linear, residual: Tensor, scale: float = 1.0) -> Te
     return residual.add_(projected if scale == 1.0 else projected * scale)
 
 
-def norm_add(y: Tensor, norm: Norm, residual: Tensor) -> Tensor:
-    return residual.add_(by_tiles(lambda rows: normed(rows, norm), y))
+def norm_add(y: Tensor, norm: Norm, residual: Tensor, scale: float = 1.0) -> Tensor:
+    added = by_tiles(lambda rows: normed(rows, norm), y)
+    if scale == 1.0:
+        return residual.add_(added)
+    return residual.copy_(residual.float().add_(added).mul_(scale))
 
 
 def linear(x: Tensor, w: Linear, wide: bool) -> Tensor:

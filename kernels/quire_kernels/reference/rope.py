@@ -24,6 +24,8 @@ def rope_write(  # noqa: PLR0917 - the op's contract
         q = _norm(q, shape.q_norm, shape)
     if shape.k_norm is not None:
         k = _norm(k, shape.k_norm, shape)
+    if shape.v_norm:
+        v = rms_norm(v, torch.ones(shape.head_dim, device=v.device), shape.norm_eps)
     angles = rope[step.positions].unsqueeze(1)  # [T, 1, D]: cosines, then sines
     write_kv(kv, layer, step.kv_slots, _rotate(k, angles), v)
     return _rotate(q, angles)

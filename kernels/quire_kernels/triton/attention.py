@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire_kernels.kernel_set import AttentionInput, AttentionShape
+from quire_kernels.kernel_set import AttentionInput, AttentionShape, PoolPart
 from quire_kernels.reference import REFERENCE
 from quire_kernels.triton import pool
 from quire_kernels.triton.decode_attention import attend_decode
@@ -70,6 +70,9 @@ class TritonAttention:
     ) -> int:
         return pool.kv_block_bytes(num_layers, num_kv_heads, block_size, head_dim, dtype, fp8=self._fp8)
 
+    def kv_part(self, kv: Tensor, heads: tuple[int, int], part: PoolPart) -> Tensor:
+        return pool.kv_part(kv, heads, part, fp8=self._fp8)
+
     def rope_write(  # noqa: PLR0917 - the op's contract
         self, qkv: Tensor, rope: Tensor, shape: AttentionShape, kv: Tensor, layer: int, step: AttentionInput
     ) -> Tensor:
@@ -81,9 +84,11 @@ class TritonAttention:
         _require(rope, (len(rope), shape.head_dim), torch.float32, device, "rope")
         _require(step.positions, (rows,), torch.int64, device, "positions")
         _require(step.kv_slots, (rows,), torch.int64, device, "kv_slots")
-        for norm in (shape.q_norm, shape.k_norm):
+        for norm, heads in ((shape.q_norm, shape.num_heads), (shape.k_norm, shape.num_kv_heads)):
             if norm is not None:
-                _require(norm, (shape.head_dim,), dtype, device, "a head norm")
+                width = shape.head_dim * (heads if shape.row_norms else 1)
+                wide = torch.float32 if norm.dtype == torch.float32 else dtype
+                _require(norm, (width,), wide, device, "a norm of heads")
         return rope_write(qkv, rope, shape, kv, sizes, layer, step)
 
     def attention(self, q: Tensor, shape: AttentionShape, kv: Tensor, layer: int, step: AttentionInput) -> Tensor:

@@ -22,6 +22,7 @@ def rms_norm_kernel(  # noqa: PLR0917
     width,
     stride,
     eps,
+    factor,
     WIDE: tl.constexpr,
     CENTRED: tl.constexpr,
     ADDS: tl.constexpr,
@@ -47,7 +48,7 @@ def rms_norm_kernel(  # noqa: PLR0917
     value = (scale.to(tl.float32) * normed).to(dtype)
     if ADDS:
         before = tl.load(residual + row + columns, mask=inside, other=0.0)
-        value = (before.to(tl.float32) + value.to(tl.float32)).to(dtype)
+        value = ((before.to(tl.float32) + value.to(tl.float32)) * factor).to(dtype)
     tl.store(out + row + columns, value, mask=inside)
 
 
@@ -57,9 +58,9 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     return _launch(x, norm, None, torch.empty_like(x))
 
 
-def norm_add(y: Tensor, norm: Norm, residual: Tensor) -> Tensor:
-    """residual [T, H] += the normed y [T, H], in place."""
-    return _launch(y.contiguous(), norm, residual, residual)
+def norm_add(y: Tensor, norm: Norm, residual: Tensor, scale: float = 1.0) -> Tensor:
+    """residual [T, H] = (residual + the normed y [T, H]) * scale, in place."""
+    return _launch(y.contiguous(), norm, residual, residual, scale)
 
 
 def rms_norm_(x: Tensor, norm: Norm) -> Tensor:
@@ -67,7 +68,7 @@ def rms_norm_(x: Tensor, norm: Norm) -> Tensor:
     return _launch(x, norm, None, x)
 
 
-def _launch(x: Tensor, norm: Norm, residual: Tensor | None, out: Tensor) -> Tensor:
+def _launch(x: Tensor, norm: Norm, residual: Tensor | None, out: Tensor, factor: float = 1.0) -> Tensor:
     (num_rows, width), weight = x.shape, norm.weight
     wide = weight.dtype != x.dtype
     if weight.shape != (width,) or (wide and weight.dtype != torch.float32):
@@ -78,7 +79,7 @@ def _launch(x: Tensor, norm: Norm, residual: Tensor | None, out: Tensor) -> Tens
         room = triton.next_power_of_2(width)
         # Up to 16 values per thread stay in registers, so that the row is read once.
         rms_norm_kernel[(num_rows,)](
-            x, weight, out if residual is None else residual, out, width, x.stride(0), norm.eps,
+            x, weight, out if residual is None else residual, out, width, x.stride(0), norm.eps, factor,
             WIDE=wide, CENTRED=norm.centred, ADDS=residual is not None, WIDTH=room,
             num_warps=min(16, max(1, room // 512)),
         )  # fmt: skip

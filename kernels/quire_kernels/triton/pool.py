@@ -17,13 +17,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from quire_kernels.kernel_set import PoolPart
 from quire_kernels.reference import REFERENCE
 
 # Type of the stored keys and values: the model's dtype, or e4m3 with a scale for every token and head.
 KVType = Literal["auto", "fp8"]
 
 DTYPES = (torch.bfloat16, torch.float16)
-MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 512
 _SCALE_BYTES = 4
 _REFERENCE_DIMS, _FP8_DIMS = 6, 5
 
@@ -37,6 +38,7 @@ class PoolSizes:
     page: int
     head_dim: int
     fp8: bool
+    block_stride: int = 0  # distance from one block to the next one; 0: of blocks that are these layers alone
 
     @property
     def head_stride(self) -> int:
@@ -54,7 +56,7 @@ class PoolSizes:
             "KV_HEAD": head,
             "KV_HALF": half,
             "KV_LAYER": 2 * half,
-            "KV_BLOCK": self.num_layers * 2 * half,
+            "KV_BLOCK": self.block_stride or self.num_layers * 2 * half,
             "FP8": self.fp8,
         }
 
@@ -105,14 +107,27 @@ def kv_block_bytes(
     return num_layers * 2 * num_kv_heads * PoolSizes(num_layers, num_kv_heads, block_size, head_dim, fp8).head_stride
 
 
+def kv_part(kv: Tensor, heads: tuple[int, int], part: PoolPart, *, fp8: bool = False) -> Tensor:
+    if not fp8:
+        return REFERENCE.kv_part(kv, heads, part)
+    page = pool_sizes(kv, head_dim=heads[1]).page
+
+    def sizes(some: PoolPart) -> tuple[int, ...]:
+        head = PoolSizes(some.num_layers, some.num_kv_heads, page, some.head_dim, fp8).head_stride
+        return (some.num_layers, 2, some.num_kv_heads, head)
+
+    first = sum(math.prod(sizes(other)) for other in part.before)
+    return kv.flatten(1)[:, first : first + math.prod(sizes(part))].view(-1, *sizes(part))
+
+
 def pool_sizes(kv: Tensor, *, head_dim: int) -> PoolSizes:
-    """The sizes of a pool from `new_kv`. ValueError for another tensor, or a pool of other heads."""
-    if not kv.is_contiguous() or kv.dim() not in (_REFERENCE_DIMS, _FP8_DIMS):
+    """The sizes of a pool from `new_kv`, or of a part of it. ValueError for another tensor, or one of other heads."""
+    if not kv[:1].is_contiguous() or kv.dim() not in (_REFERENCE_DIMS, _FP8_DIMS):
         raise ValueError("kv is not a pool of the Triton kernels")
     fp8 = kv.dim() == _FP8_DIMS
     _, num_layers, _, num_kv_heads, *last = kv.shape
     page = kv.shape[4] // (head_dim + _SCALE_BYTES) if fp8 else kv.shape[4]
-    sizes = PoolSizes(num_layers, num_kv_heads, page, head_dim, fp8)
+    sizes = PoolSizes(num_layers, num_kv_heads, page, head_dim, fp8, block_stride=kv.stride(0))
     if math.prod(last) != sizes.head_stride or (kv.dtype == torch.uint8) != fp8:
         raise ValueError("kv was made for another model")
     return sizes

@@ -51,6 +51,7 @@ def rope_write_heads(  # noqa: PLR0917
     HALF: tl.constexpr,
     NORM_Q: tl.constexpr,
     NORM_K: tl.constexpr,
+    NORM_V: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -78,6 +79,11 @@ def rope_write_heads(  # noqa: PLR0917
     if NORM_K:
         is_key = (heads >= GROUP * KV_HEADS) & (heads < (GROUP + 1) * KV_HEADS)
         first, second = _rms_norm(first, second, is_key[:, None], k_norm, half, held, eps, stored, HEAD_DIM)
+
+    if NORM_V:
+        square = tl.sum(plain_first * plain_first, 1) + tl.sum(plain_second * plain_second, 1)
+        root = tl.sqrt_rn(square / HEAD_DIM + eps)[:, None]
+        plain_first, plain_second = tl.div_rn(plain_first, root), tl.div_rn(plain_second, root)
 
     angles = rope + tl.load(positions + row) * HEAD_DIM + half
     cos = tl.load(angles, mask=held, other=0.0)[None, :]
@@ -124,6 +130,7 @@ def rope_write_options(shape: AttentionShape, sizes: PoolSizes) -> dict[str, Any
         "HALF": half,
         "NORM_Q": shape.q_norm is not None and not shape.row_norms,
         "NORM_K": shape.k_norm is not None and not shape.row_norms,
+        "NORM_V": shape.v_norm,
         **sizes.constants(),
         "num_warps": 4,
     }

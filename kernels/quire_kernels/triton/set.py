@@ -60,6 +60,7 @@ def make_triton_set(*, kv_type: KVType = "auto", deterministic: bool = False, wa
         choose=choose,
         copy_blocks=copy_blocks,
         new_kv=attention.new_kv,
+        kv_part=attention.kv_part,
         kv_block_bytes=attention.kv_block_bytes,
     )
 

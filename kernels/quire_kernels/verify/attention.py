@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire_kernels.kernel_set import AttentionRows, AttentionShape
+from quire_kernels.kernel_set import AttentionRows, AttentionShape, PoolPart
 from quire_kernels.reference import REFERENCE
 from quire_kernels.reference.linear import rms_norm
 from quire_kernels.verify import tolerance
@@ -93,6 +93,7 @@ class AttentionChecks:
         yield self._check("rope_write", "row by row", self._check_rows_alone)
         for name, slices in self._batches:
             yield self._check("attention", name, self._attends(slices))
+        yield self._check("kv_part", "layers of a larger pool", self._check_part)
         copies = "new_kv" if self._subject.kernels.copy_blocks is None else "copy_blocks"
         yield self._check(copies, "a copied block", self._check_copy)
 
@@ -246,6 +247,23 @@ class AttentionChecks:
         if key not in self._alone:
             self._alone[key] = self._attend(self._filled, [Slice(sequence, position, 1)])[0]
         return self._alone[key]
+
+    def _check_part(self) -> Outcome:
+        """The ops on a part of larger blocks give what they give on a pool, and touch nothing else of the blocks."""
+        heads, kernels = self._heads, self._subject.kernels
+        sizes = (heads.num_kv_heads, heads.block_size, heads.head_dim, self._subject.dtype, self._subject.device)
+        whole = kernels.new_kv(self._tables.num_blocks, _NUM_LAYERS + 2, *sizes)
+        whole.view(torch.uint8).fill_(_POISON)
+        before = PoolPart(1, heads.num_kv_heads, heads.head_dim)
+        kind = heads.num_kv_heads, heads.head_dim
+        part = kernels.kv_part(whole, kind, before._replace(num_layers=_NUM_LAYERS, before=(before,)))
+        alone, slices = self._poisoned(), self._tables.whole()
+        outcomes = [same(self._write(part, slices), self._write(alone, slices), "the queries")]
+        outcomes.append(same(self._attend(part, slices), self._attend(alone, slices), "attention over a part"))
+        outcomes.append(same(bits(part), bits(alone), "the part of the blocks"))
+        if bool((whole[:, [0, _NUM_LAYERS + 1]].view(torch.uint8) != _POISON).any()):
+            outcomes.append(Outcome(problem="bytes beside the part were written"))
+        return together(*outcomes)
 
     def _check_copy(self) -> Outcome:
         """Attention gives the same result with the first block of a sequence copied to the spare block."""

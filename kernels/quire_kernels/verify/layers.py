@@ -56,8 +56,8 @@ def layers_check(subject: Subject, heads: Heads, *, hidden: int, inner: int) -> 
         bound = kernels.bind_layers(program)
         for name, each in (("the prompts", history), ("a mixed step", step), ("all rows of a step", whole)):
             x = source.normal(len(each.positions), hidden).to(device, subject.dtype)
-            wanted = run_layers(kernels, program, x.clone(), pools[0], each)
-            outcomes.append(same(bound(x.clone(), pools[1], each), wanted, name))
+            wanted = run_layers(kernels, program, x.clone(), pools[:1], each)
+            outcomes.append(same(bound(x.clone(), pools[1:], each), wanted, name))
         outcomes.append(same(pools[1], pools[0], "the pool"))
         return together(*outcomes)
 

@@ -121,8 +121,16 @@ class LinearChecks:
             lambda given: kernels.linear_add(given.direct, self._biased, given.residual, _SCALE),
             lambda: self._addition(self._bias, _SCALE),
         )
-        yield "norm_add", lambda given: kernels.norm_add(given.x, norm, given.added), self._normed_addition
-        yield "norm_add", lambda given: kernels.norm_add(given.x, wide, given.added), self._normed_addition
+        yield (
+            "norm_add",
+            lambda given: kernels.norm_add(given.x, norm, given.added, 1.0),
+            lambda: self._normed_addition(1.0),
+        )
+        yield (
+            "norm_add",
+            lambda given: kernels.norm_add(given.x, wide, given.added, _SCALE),
+            lambda: self._normed_addition(_SCALE),
+        )
         yield (
             "logits",
             lambda given: kernels.logits(given.x, norm, self._plain),
@@ -262,11 +270,11 @@ class LinearChecks:
         _, bound = self._project(rows, self._weight, bias, normed=False)
         return _Expected(truth=truth, bound=bound + tolerance.rounded(truth, self._subject.dtype))
 
-    def _normed_addition(self) -> _Expected:
-        truth = self._added.double() + self._normed
-        twice = 2 * tolerance.rounded(self._normed, self._subject.dtype)
+    def _normed_addition(self, scale: float) -> _Expected:
+        truth = (self._added.double() + self._normed) * scale
+        twice = 2 * scale * tolerance.rounded(self._normed, self._subject.dtype)
         bound = twice + tolerance.rounded(truth, self._subject.dtype) + tolerance.float32_sum(8, self._normed.abs())
-        return _Expected(truth=truth, bound=bound)
+        return _Expected(truth=truth, bound=bound + tolerance.float32_sum(1, truth.abs()))  # the sum, then the product
 
 
 def _masked(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from quire_engine.config import HEADLESS, entry_of
 from quire_engine.execution.models.families import FAMILIES, Bias, Family
 from quire_engine.execution.models.options import MAX_BYTES, Options
 from quire_engine.execution.models.quantisation import Quantisation, quantisation_of
+from quire_engine.kv_groups import KVHeads
 
 # Options of other families, at the values that change nothing here. Exporters write them into every configuration.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -142,6 +143,7 @@ _ROPE_KEYS: dict[str, frozenset[str]] = {
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
     "yarn": frozenset({"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
     "longrope": frozenset({"factor", "attention_factor", "short_factor", "long_factor"}),
+    "proportional": frozenset({"factor"}),
 }
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Of models that see too: what their other parts are made of, and the tokens that stand for images.
@@ -152,7 +154,7 @@ _PATTERNS = ("_sliding_window_pattern", "sliding_window_pattern")  # each nth la
 _MOST_SHOWN = 60  # characters of a value in a message
 _MAX_LAYERS = 4096  # beyond any model; what follows takes time and memory in proportion
 _DTYPES = ("bfloat16", "float16", "float32")
-RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 Activation = Literal["silu", "gelu_tanh"]
 
 
@@ -166,8 +168,7 @@ class ModelConfig:
     intermediate_size: int
     num_layers: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    kv_heads: tuple[KVHeads, ...]  # of each layer
     norm_eps: float
     max_position_embeddings: int
     ropes: tuple[RopeConfig | None, ...]  # per layer; None: positions do not count
@@ -179,7 +180,7 @@ class ModelConfig:
     bidirectional: bool = False  # rows see what is behind them: whole prompts in one step, and no text
     dtype: str  # "bfloat16", "float16" or "float32": what the checkpoint was saved as
     family: Family
-    rotary_dim: int  # of a head's values, those that are rotated
+    rotary_share: float  # of a head's values, those that are rotated
     activation: Activation = "silu"
     attention_scale: float  # of queries with keys
     embedding_scale: float = 1.0
@@ -190,10 +191,29 @@ class ModelConfig:
     score_cap: float | None = None  # of attention's scores
     quantisation: Quantisation | None = None  # of the stored matrices; None: they are stored as numbers
     headless: bool = False  # a classifier or a model of embeddings: its last projection is not used, be it there or not
+    full_keys_are_values: bool = False  # in layers without a window: they have no projection of values
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Of the layer that has most."""
+        return max(heads.number for heads in self.kv_heads)
+
+    @property
+    def head_dim(self) -> int:
+        """Of the layer with the widest heads."""
+        return max(heads.width for heads in self.kv_heads)
 
     @property
     def qk_norm(self) -> bool:
         return self.family.qk_norm is not None
+
+    def rotary_dim(self, width: int) -> int:
+        """How many of a head's values are rotated."""
+        return int(width * self.rotary_share)
+
+    def keys_are_values(self, layer: int) -> bool:
+        """Whether the layer's values are its keys, before they are normed and rotated."""
+        return self.full_keys_are_values and self.windows[layer] is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +223,7 @@ class RopeConfig:
     rope_type: RopeType
     theta: float
     factor: float = 1.0
+    share: float = 1.0  # proportional: of a head's angles, those that are not zero
     original_max_positions: int = 0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
@@ -245,20 +266,19 @@ def _model_config(options: Options, family: Family, *, headless: bool) -> ModelC
     num_layers = options.integer("num_hidden_layers", most=_MAX_LAYERS)
     num_heads = options.integer("num_attention_heads", family.default_heads)
     hidden_size = options.integer("hidden_size")
-    num_kv_heads = options.integer("num_key_value_heads", family.default_kv_heads or num_heads)
-    head_dim = options.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
     max_positions = options.integer("max_position_embeddings", family.default_max_positions)
-    _check_heads(options, num_heads, num_kv_heads, head_dim)
     bidirectional, windows = _view(options, family, num_layers)
+    kv_heads = _kv_heads(options, family, windows, num_heads, hidden_size // num_heads)
     ropes, rotary_share = _ropes(options, family, windows, max_positions)
-    rotary_dim = int(head_dim * rotary_share)
-    if rotary_dim % 2:
-        raise options.beyond(
-            f"{rotary_dim} rotated values of {head_dim} in a head are not supported: they come in pairs"
-        )
-    _check_factors(options, ropes, rotary_dim // 2)
+    for heads in dict.fromkeys(kv_heads):
+        _check_heads(options, num_heads, heads)
+        rotated = int(heads.width * rotary_share)
+        if rotated % 2:
+            raise options.beyond(
+                f"{rotated} rotated values of {heads.width} in a head are not supported: they come in pairs"
+            )
+        _check_factors(options, ropes, rotated // 2)
     scales = family.scales
-    width = options.number(scales.attention_width, 256.0) if scales.attention_width else float(head_dim)
     return ModelConfig(
         architecture=family.architecture,
         vocab_size=options.integer("vocab_size", family.default_vocab_size),
@@ -266,8 +286,7 @@ def _model_config(options: Options, family: Family, *, headless: bool) -> ModelC
         intermediate_size=options.integer("intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        kv_heads=kv_heads,
         norm_eps=options.number(family.eps_key, family.default_eps),
         max_position_embeddings=max_positions,
         ropes=ropes,
@@ -279,9 +298,9 @@ def _model_config(options: Options, family: Family, *, headless: bool) -> ModelC
         bidirectional=bidirectional,
         dtype=_dtype(options),
         family=family,
-        rotary_dim=rotary_dim,
+        rotary_share=rotary_share,
         activation=_activation(options, family),
-        attention_scale=_scale(options, scales.attention) if scales.attention else width**-0.5,
+        attention_scale=_attention_scale(options, family, kv_heads[0].width),
         embedding_scale=hidden_size**0.5 if family.embeds_by_width else _scale(options, scales.embedding),
         residual_scale=_scale(options, scales.residual),
         logit_divisor=_scale(options, scales.logits),
@@ -289,7 +308,59 @@ def _model_config(options: Options, family: Family, *, headless: bool) -> ModelC
         logit_cap=_cap(options, scales.logit_cap),
         score_cap=_cap(options, scales.score_cap),
         headless=headless,
+        full_keys_are_values=family.own_full_heads and options.boolean("attention_k_eq_v", False),
     )
+
+
+def _kv_heads(
+    options: Options, family: Family, windows: tuple[int | None, ...], num_heads: int, width: int
+) -> tuple[KVHeads, ...]:
+    """The heads of each layer's keys and values; `width` is theirs where nothing else is said."""
+    usual = KVHeads(
+        options.integer("num_key_value_heads", family.default_kv_heads or num_heads),
+        options.integer("head_dim", family.default_head_dim or width),
+    )
+    if not family.own_full_heads:
+        return (usual,) * len(windows)
+    if windows[-1] is not None:
+        raise options.beyond("a sliding window in the last layer is not supported")
+    if size := options.integer("hidden_size_per_layer_input", 256, least=0):
+        raise options.beyond(f"hidden_size_per_layer_input={size} is not supported")
+    options.raw("vocab_size_per_layer_input")  # of the inputs that there are not
+    options.boolean("attention_k_eq_v", False)
+    wide = KVHeads(
+        options.integer("num_global_key_value_heads", usual.number)
+        if options.boolean("attention_k_eq_v", False)
+        else usual.number,
+        options.integer("global_head_dim", 512),
+    )
+    listed = options.section("per_layer_config")
+    if not options.given("per_layer_config"):
+        return tuple(wide if window is None else usual for window in windows)
+    found = tuple(_listed_heads(listed.section(str(layer)), usual) for layer in range(len(windows)))
+    if listed.unread():
+        raise options.beyond(f"per_layer_config has more than layers: {', '.join(sorted(listed.unread()))}")
+    return found
+
+
+def _listed_heads(layer: Options, usual: KVHeads) -> KVHeads:
+    """Of a layer whose own options are listed."""
+    heads = KVHeads(layer.integer("num_key_value_heads", usual.number), layer.integer("head_dim", usual.width))
+    if layer.unread():
+        raise layer.beyond(f"{', '.join(sorted(layer.unread()))} cannot be a layer's own")
+    return heads
+
+
+def _attention_scale(options: Options, family: Family, width: int) -> float:
+    scales = family.scales
+    if family.attention_scale is not None:
+        return family.attention_scale
+    if scales.attention:
+        return _scale(options, scales.attention)
+    inverse_root: float = (
+        options.number(scales.attention_width, 256.0) if scales.attention_width else float(width)
+    ) ** -0.5
+    return inverse_root
 
 
 def _activation(options: Options, family: Family) -> Activation:
@@ -299,11 +370,11 @@ def _activation(options: Options, family: Family) -> Activation:
     return _ACTIVATIONS[name]
 
 
-def _check_heads(options: Options, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    if num_heads % num_kv_heads:
-        raise options.error(f"{num_heads} attention heads cannot share {num_kv_heads} key-value heads")
-    if head_dim % 2 or head_dim < 4:
-        raise options.error(f"head_dim={head_dim} must be even and at least 4 for rotary embeddings")
+def _check_heads(options: Options, num_heads: int, heads: KVHeads) -> None:
+    if num_heads % heads.number:
+        raise options.error(f"{num_heads} attention heads cannot share {heads.number} key-value heads")
+    if heads.width % 2 or heads.width < 4:
+        raise options.error(f"head_dim={heads.width} must be even and at least 4 for rotary embeddings")
 
 
 def _check_factors(options: Options, ropes: tuple[RopeConfig | None, ...], count: int) -> None:
@@ -498,11 +569,16 @@ def _rope(  # noqa: PLR0917 - what rope depends on
     )
     if rope_type == "default":
         return RopeConfig(rope_type="default", theta=theta), share
+    if rope_type == "proportional":
+        share = 1.0  # the angles beyond the share are zero, and keep their places in the head
     return _scaled_rope(rope, rope_type, theta, original, max_positions), share
 
 
 def _scaled_rope(rope: Options, rope_type: str, theta: float, original: int, max_positions: int) -> RopeConfig:
     """RoPE whose angles are stretched beyond `original` positions, the length of the model's first training."""
+    if rope_type == "proportional":
+        share = rope.number("partial_rotary_factor", 1.0)
+        return RopeConfig(rope_type="proportional", theta=theta, factor=rope.number("factor", 1.0), share=share)
     if rope_type == "linear":
         return RopeConfig(rope_type="linear", theta=theta, factor=rope.number("factor"))
     if rope_type == "dynamic":

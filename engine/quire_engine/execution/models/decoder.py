@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire_engine.execution.model_input import ModelInput
 from quire_engine.execution.models.config import ModelConfig
-from quire_kernels.kernel_set import BoundLayers, ChoiceRows, KernelSet, LayerOp, LinearWeight, Norm
+from quire_kernels.kernel_set import BoundLayers, ChoiceRows, KernelSet, LayerOp, LinearWeight, Norm, PoolPart
 from quire_kernels.layer_program import matrices, run_layers
 
 
@@ -48,9 +48,13 @@ class Decoder:
         x = self._kernels.embed(self._weights.embedding, step.input_ids)  # [T, H]
         if self._embedding_scale is not None:
             x = x * self._embedding_scale
+        pool, parts = [kv], self._weights.parts
+        if len(parts) > 1:
+            heads = parts[0].num_kv_heads, parts[0].head_dim
+            pool = [self._kernels.kv_part(kv, heads, part) for part in parts]
         if self._bound is not None:
-            return self._bound(x, kv, step)
-        return run_layers(self._kernels, self._weights.program, x, kv, step)
+            return self._bound(x, pool, step)
+        return run_layers(self._kernels, self._weights.program, x, pool, step)
 
     @torch.inference_mode()
     def normed(self, hidden: Tensor) -> Tensor:
@@ -114,5 +118,6 @@ class Weights:
 
     embedding: Tensor  # [V, H]
     program: tuple[LayerOp, ...]  # of all layers, in order
+    parts: tuple[PoolPart, ...]  # of the pool that they are for
     final_norm: Norm  # [H]
     head: LinearWeight  # H -> V

@@ -82,6 +82,10 @@ class Family:
     ignored_rope_keys: frozenset[str] = frozenset()  # that say nothing about texts
     restated: tuple[tuple[str, object], ...] = ()  # options, at the values that say what the entry has anyway
     prefixes: tuple[str, ...] = ("model.",)  # of its tensors; the first that the checkpoint has
+    attention_scale: float | None = None  # of queries with keys; None: an option's, or the inverse root of the width
+    own_full_heads: bool = False  # layers without a window have heads of their own, and may use keys as values
+    v_norm: bool = False  # value heads are normed, without a weight
+    layer_scalar: bool = False  # a number by which a layer's result is multiplied
     may_see_behind: bool = False  # where `use_bidirectional_attention` is true
     text_type: str | None = None  # of a model that sees too: model_type of its text_config, in which the options lie
 
@@ -148,6 +152,25 @@ _GEMMA2 = replace(
     default_local_theta=None,
     default_vocab_size=256000,
     default_max_positions=8192,
+)
+_GEMMA4 = replace(
+    _GEMMA3,
+    architecture="Gemma4ForCausalLM",
+    norm_form="wide",
+    scales=Scales(logit_cap="final_logit_softcapping"),
+    attention_scale=1.0,
+    own_full_heads=True,
+    v_norm=True,
+    layer_scalar=True,
+    default_window=512,
+    default_vocab_size=262144,
+    # Of models with more parts than these, which have layers of other kinds; and of tokens of images.
+    restated=(
+        ("num_kv_shared_layers", 0),
+        ("use_double_wide_mlp", False),
+        ("enable_moe_block", False),
+        ("use_bidirectional_attention", "vision"),
+    ),
 )
 _GLM4 = Family(
     architecture="Glm4ForCausalLM",
@@ -216,6 +239,8 @@ _FAMILIES = (
     _GEMMA3,
     replace(_GEMMA3, architecture="Gemma3ForConditionalGeneration", prefixes=_OF_WRAPPERS, text_type="gemma3_text"),
     replace(_GEMMA3, architecture="Gemma3TextModel", may_see_behind=True),
+    _GEMMA4,
+    replace(_GEMMA4, architecture="Gemma4ForConditionalGeneration", prefixes=_OF_WRAPPERS, text_type="gemma4_text"),
     replace(_MISTRAL, architecture="Mistral3ForConditionalGeneration", prefixes=_OF_WRAPPERS, text_type="mistral"),
     replace(
         _QWEN3,

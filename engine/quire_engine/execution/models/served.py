@@ -19,7 +19,7 @@ from quire_engine.execution.model_input import ModelInput
 from quire_engine.execution.models.checkpoint import StoredTensors, fingerprint
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.weights import WeightSource
-from quire_engine.kv_groups import KVLayout
+from quire_engine.kv_groups import KVHeads, KVLayout
 from quire_kernels.kernel_set import ChoiceRows, KernelSet
 from quire_kernels.packed_form import PackedForm
 
@@ -40,9 +40,11 @@ class ModelFacts(Protocol):
     @property
     def num_heads(self) -> int: ...
     @property
-    def num_kv_heads(self) -> int: ...
+    def kv_heads(self) -> tuple[KVHeads, ...]: ...  # of each layer
     @property
-    def head_dim(self) -> int: ...
+    def num_kv_heads(self) -> int: ...  # at most
+    @property
+    def head_dim(self) -> int: ...  # at most
     @property
     def max_position_embeddings(self) -> int: ...
     @property

@@ -35,6 +35,7 @@ from quire_kernels.kernel_set import (
     NormAdd,
     NormGateUp,
     NormLinear,
+    PoolPart,
     Project,
     RopeWrite,
     Source,
@@ -49,7 +50,7 @@ _FINAL_NORM = "model.norm.weight"
 # Of models that see and hear too; what is left beside these and the text part is an error.
 _OTHER_PARTS = (
     *("model.visual.", "visual.", "model.vision_tower.", "vision_tower.", "model.audio_tower.", "audio_tower."),
-    *("model.multi_modal_projector.", "multi_modal_projector.", "model.embed_vision.", "mtp."),
+    *("model.multi_modal_projector.", "multi_modal_projector.", "model.embed_vision.", "model.embed_audio.", "mtp."),
 )
 
 
@@ -71,7 +72,7 @@ def load_decoder(
     """
     with checked_checkpoint(path, config) as checkpoint:
         source = CheckpointSource(checkpoint, kernels, dtype, device, tell=tell, threads=threads)
-        layout = one_group(config.num_layers)
+        layout = one_group(config.kv_heads)
         weights = assemble(source, config, layout=layout, device=device, max_model_len=max_model_len)
     return decoder_of(weights, config, kernels)
 
@@ -116,40 +117,46 @@ def decoder_of(weights: Weights, config: ModelConfig, kernels: KernelSet) -> Dec
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a checkpoint of this configuration holds."""
-    hidden, inner, width = config.hidden_size, config.intermediate_size, config.head_dim
-    q_width, kv_width = config.num_heads * width, config.num_kv_heads * width
+    hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab_size, hidden), _FINAL_NORM: (hidden,)}
     if not config.tie_word_embeddings:
         shapes[_HEAD] = (config.vocab_size, hidden)
-    family = config.family
+    family, norms = config.family, config.family.norms
     row = family.qk_norm == "row"
-    projections = [
-        ("self_attn.o_proj", hidden, q_width, config.o_bias),
-        ("mlp.down_proj", hidden, inner, config.mlp_bias),
-    ]
-    if "qkv" in family.fused:
-        projections.append(("self_attn.qkv_proj", q_width + 2 * kv_width, hidden, config.qkv_bias))
-    else:
-        widths = (("q_proj", q_width), ("k_proj", kv_width), ("v_proj", kv_width))
-        projections += [("self_attn." + name, rows, hidden, config.qkv_bias) for name, rows in widths]
-    if "gate_up" in family.fused:
-        projections.append(("mlp.gate_up_proj", 2 * inner, hidden, config.mlp_bias))
-    else:
-        projections += [("mlp." + name, inner, hidden, config.mlp_bias) for name in ("gate_proj", "up_proj")]
-    norms = family.norms
     for index in range(config.num_layers):
-        layer = f"model.layers.{index}."
+        layer, heads = f"model.layers.{index}.", config.kv_heads[index]
+        if family.layer_scalar:
+            shapes[layer + "layer_scalar"] = (1,)
         for norm in (norms.attention, norms.after_attention, norms.mlp, norms.after_mlp):
             if norm is not None:
                 shapes[f"{layer}{norm}.weight"] = (hidden,)
         if config.qk_norm:
-            shapes[layer + "self_attn.q_norm.weight"] = (q_width if row else width,)
-            shapes[layer + "self_attn.k_norm.weight"] = (kv_width if row else width,)
-        for name, rows, columns, bias in projections:
+            shapes[layer + "self_attn.q_norm.weight"] = (heads.width * (config.num_heads if row else 1),)
+            shapes[layer + "self_attn.k_norm.weight"] = (heads.width * (heads.number if row else 1),)
+        for name, rows, columns, bias in _projections(config, index):
             shapes[f"{layer}{name}.weight"] = (rows, columns)
             if bias:
                 shapes[f"{layer}{name}.bias"] = (rows,)
     return shapes
+
+
+def _projections(config: ModelConfig, index: int) -> Iterator[tuple[str, int, int, bool]]:
+    """Name, outputs, inputs of a layer's matrices, and whether they have a bias."""
+    hidden, inner, heads = config.hidden_size, config.intermediate_size, config.kv_heads[index]
+    q_width, kv_width = config.num_heads * heads.width, heads.values
+    yield "self_attn.o_proj", hidden, q_width, config.o_bias
+    yield "mlp.down_proj", hidden, inner, config.mlp_bias
+    if "qkv" in config.family.fused:
+        yield "self_attn.qkv_proj", q_width + 2 * kv_width, hidden, config.qkv_bias
+    else:
+        yield "self_attn.q_proj", q_width, hidden, config.qkv_bias
+        for name in ("k_proj",) if config.keys_are_values(index) else ("k_proj", "v_proj"):
+            yield "self_attn." + name, kv_width, hidden, config.qkv_bias
+    if "gate_up" in config.family.fused:
+        yield "mlp.gate_up_proj", 2 * inner, hidden, config.mlp_bias
+    else:
+        for name in ("gate_proj", "up_proj"):
+            yield "mlp." + name, inner, hidden, config.mlp_bias
 
 
 def most_image_bytes(config: ModelConfig, form: PackedForm, itemsize: int) -> int:
@@ -157,6 +164,9 @@ def most_image_bytes(config: ModelConfig, form: PackedForm, itemsize: int) -> in
     total = config.vocab_size * config.hidden_size * itemsize + ALIGNMENT
     for shape in expected_shapes(config).values():
         total += form.most_bytes(*shape) if len(shape) == 2 else shape[0] * itemsize + ALIGNMENT
+    for index, heads in enumerate(config.kv_heads):
+        if config.keys_are_values(index):  # the rows of the keys are packed twice
+            total += form.most_bytes(heads.values, config.hidden_size)
     return total
 
 
@@ -187,9 +197,19 @@ def assemble(
     return Weights(
         embedding=embedding,
         program=tuple(op for index in range(config.num_layers) for op in layers.ops(index)),
+        parts=pool_parts(layout),
         final_norm=layers.norm(_FINAL_NORM),
         head=head,
     )
+
+
+def pool_parts(layout: KVLayout) -> tuple[PoolPart, ...]:
+    """The parts of a pool of this layout, as kernels take them."""
+    found: list[PoolPart] = []
+    for part in layout.parts:
+        before = tuple(found) if len(layout.windows) == 1 else ()
+        found.append(PoolPart(part.num_layers, part.heads.number, part.heads.width, before))
+    return tuple(found)
 
 
 class _Layers:
@@ -199,10 +219,11 @@ class _Layers:
         self, source: WeightSource, config: ModelConfig, layout: KVLayout, *, device: torch.device, max_model_len: int
     ) -> None:
         self._source, self._config, self._layout = source, config, layout
-        self._order = pair_order(config)
+        widths = [heads.width for heads in config.kv_heads]
+        self._orders = {width: pair_order(config, width) for width in set(widths)}
         self._tables = {
-            rope: rope_table(rope, config.head_dim, max_model_len, rotary_dim=config.rotary_dim).to(device)
-            for rope in dict.fromkeys(config.ropes)
+            (rope, width): rope_table(rope, width, max_model_len, rotary_dim=config.rotary_dim(width)).to(device)
+            for rope, width in dict.fromkeys(zip(config.ropes, widths, strict=True))
         }
 
     def ops(self, index: int) -> Iterator[LayerOp]:
@@ -211,12 +232,13 @@ class _Layers:
         prefix = f"model.layers.{index}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         norm = self._norm_at(prefix, norms.attention)
-        yield NormLinear(norm=norm, weight=self._qkv(prefix))
-        shape, (group, layer) = self._shape(index, attention), self._layout.places[index]
-        yield RopeWrite(shape=shape, rope=self._tables[config.ropes[index]], layer=layer, group=group)
+        yield NormLinear(norm=norm, weight=self._qkv(index, prefix))
+        shape, place = self._shape(index, attention), self._layout.places[index]
+        rope = self._tables[config.ropes[index], shape.head_dim]
+        yield RopeWrite(shape=shape, rope=rope, layer=place.layer, group=place.group, part=place.part)
         if index == config.num_layers - 1:
             yield KeepSampled()
-        attend = Attend(shape=shape, layer=layer, group=group)
+        attend = Attend(shape=shape, layer=place.layer, group=place.group, part=place.part)
         o = self._matrix(prefix + "o", [Part(attention + "o_proj")], config.o_bias)
         if config.family.parallel:  # the MLP reads x before attention is added to it
             yield NormGateUp(norm=norm, weight=self._gate_up(prefix), activation=config.activation)
@@ -228,7 +250,8 @@ class _Layers:
             norm = self._norm_at(prefix, norms.mlp)
             yield NormGateUp(norm=norm, weight=self._gate_up(prefix), activation=config.activation)
         down = self._matrix(prefix + "down", [Part(mlp + "down_proj")], config.mlp_bias)
-        yield from self._add("wide", down, self._norm_at(prefix, norms.after_mlp))
+        scale = self._source.tensor(prefix + "layer_scalar").item() if config.family.layer_scalar else 1.0
+        yield from self._add("wide", down, self._norm_at(prefix, norms.after_mlp), scale)
 
     def norm(self, name: str) -> Norm:
         """A norm of rows, in the form in which the family multiplies."""
@@ -245,52 +268,53 @@ class _Layers:
     def _norm_at(self, prefix: str, name: str | None) -> Norm | None:
         return None if name is None else self.norm(f"{prefix}{name}.weight")
 
-    def _add(self, source: Source, weight: LinearWeight, norm: Norm | None) -> Iterator[LayerOp]:
-        """The projection is added to the residual stream at once, or normed first."""
+    def _add(self, source: Source, weight: LinearWeight, norm: Norm | None, scale: float = 1.0) -> Iterator[LayerOp]:
+        """The projection is added to the residual stream at once, or normed first; then the sum is scaled."""
         if norm is None:
             yield LinearAdd(source=source, weight=weight, scale=self._config.residual_scale)
         else:
             yield Project(source=source, weight=weight)
-            yield NormAdd(norm=norm)
+            yield NormAdd(norm=norm, scale=scale)
 
     def _shape(self, index: int, attention: str) -> AttentionShape:
         config = self._config
         q_norm = k_norm = None
         if config.qk_norm:
-            q_norm, k_norm = (self._head_norm(f"{attention}{name}.weight") for name in ("q_norm", "k_norm"))
+            width = config.kv_heads[index].width
+            q_norm, k_norm = (self._head_norm(f"{attention}{name}.weight", width) for name in ("q_norm", "k_norm"))
         return AttentionShape(
             num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            num_kv_heads=config.kv_heads[index].number,
+            head_dim=config.kv_heads[index].width,
             scale=config.attention_scale,
             window=config.windows[index],
             bidirectional=config.bidirectional,
             q_norm=q_norm,
             k_norm=k_norm,
+            v_norm=config.family.v_norm,
             norm_eps=config.norm_eps,
             softcap=config.score_cap,
         )
 
-    def _head_norm(self, name: str) -> Tensor:
-        """[head_dim], or of a row of heads, in the order of the values that it multiplies."""
-        weight = self._norm_weight(name)
-        if self._order is None:
-            return weight
-        return weight.view(-1, self._config.head_dim)[:, self._order].flatten()
+    def _head_norm(self, name: str, width: int) -> Tensor:
+        """[width], or of a row of heads, in the order of the values that it multiplies."""
+        weight, order = self._norm_weight(name), self._orders[width]
+        return weight if order is None else weight.view(-1, width)[:, order].flatten()
 
-    def _qkv(self, prefix: str) -> LinearWeight:
-        config, attention = self._config, prefix + "self_attn."
+    def _qkv(self, index: int, prefix: str) -> LinearWeight:
+        config, attention, heads = self._config, prefix + "self_attn.", self._config.kv_heads[index]
+        order = self._orders[heads.width]
         if "qkv" in config.family.fused:
             parts = [Part(attention + "qkv_proj")]
-            if self._order is not None:
-                rotated = (config.num_heads + config.num_kv_heads) * config.head_dim
+            if order is not None:
+                rotated = config.num_heads * heads.width + heads.values
                 parts = [
-                    Part(attention + "qkv_proj", stop=rotated, head_order=self._order),
+                    Part(attention + "qkv_proj", stop=rotated, head_order=order),
                     Part(attention + "qkv_proj", start=rotated),
                 ]
         else:
-            parts = [Part(attention + name, head_order=self._order) for name in ("q_proj", "k_proj")]
-            parts.append(Part(attention + "v_proj"))
+            parts = [Part(attention + name, head_order=order) for name in ("q_proj", "k_proj")]
+            parts.append(Part(attention + ("k_proj" if config.keys_are_values(index) else "v_proj")))
         return self._matrix(prefix + "qkv", parts, config.qkv_bias)
 
     def _gate_up(self, prefix: str) -> LinearWeight:
@@ -326,12 +350,12 @@ class Part:
         return rows.view(-1, len(self.head_order), *rows.shape[1:])[:, self.head_order].flatten(0, 1)
 
 
-def pair_order(config: ModelConfig) -> Tensor | None:
-    """[head_dim]: the stored places of a head's values, so that what rotates together lies half a head apart.
+def pair_order(config: ModelConfig, width: int) -> Tensor | None:
+    """[width]: the stored places of a head's values, so that what rotates together lies half a head apart.
 
     None: they lie so. Values that do not rotate are paired with each other and meet angles of zero.
     """
-    turned, width = config.rotary_dim, config.head_dim
+    turned = config.rotary_dim(width)
     if config.family.pairs == "halves" and turned == width:
         return None
     places = torch.arange(turned)
@@ -591,7 +615,8 @@ def _frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
     """Radians per position: [D / 2], or [P, D / 2] where they depend on the position [P, 1]."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     plain = 1.0 / (rope.theta**exponents)
-    if rope.rope_type == "linear":
+    if rope.rope_type in {"linear", "proportional"}:
+        plain[int(rope.share * head_dim // 2) :] = 0.0
         return plain / rope.factor
     if rope.rope_type == "dynamic":
         length = (positions + 1).clamp(min=rope.original_max_positions)

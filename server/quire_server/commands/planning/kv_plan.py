@@ -49,7 +49,8 @@ def print_kv(given: argparse.Namespace, folder: Path, console: Console) -> int:
     if given.tokens > max_len:
         raise ConfigError(f"--tokens {given.tokens} is more than --max-len {max_len}")
     one = sequence_memory(shape, tokens=given.tokens, max_len=max_len, block_size=size)
-    heads = f"{shape.kv_heads} KV heads of {shape.head_dim}" if not shape.values_per_token else "one latent"
+    kinds = " or ".join(f"{heads.number} KV heads of {heads.width}" for heads in dict.fromkeys(shape.heads))
+    heads = kinds if not shape.values_per_token else "one latent"
     table = Table(title=f"{shape.layers} layers, {heads}, {shape.bytes_per_value} bytes a number", title_justify="left")
     for column in ("", "bytes", "decimal", "binary"):
         table.add_column(column, justify="left" if not column else "right")

@@ -111,7 +111,7 @@ class PagedAttention:
             half = facts.head_dim // 2
             self._still = torch.cat([torch.ones(positions, half), torch.zeros(positions, half)], dim=1)
         self._places = {
-            layer.name: _Place(*place, layer, _shape(layer) if self._by_kernels else None)
+            layer.name: _Place(place.group, place.layer, layer, _shape(layer) if self._by_kernels else None)
             for layer, place in zip(facts.attention, layout.places, strict=True)
         }
 

@@ -21,6 +21,7 @@ from quire_engine.execution.models.fallback.interface import AttentionCall, atta
 from quire_engine.execution.models.fallback.model_class import IMPLEMENTATION, ModelClass, in_steps
 from quire_engine.execution.models.fallback.states import SequenceState, cache_parameter
 from quire_engine.execution.models.weights import Parameters
+from quire_engine.kv_groups import KVHeads
 
 _ROWS = 5  # of the probe: a number that no width is a multiple of by chance
 _LANES = 64  # values that torch computes at once: two vectors of sixteen floats, or of 32 bf16
@@ -93,6 +94,11 @@ class Facts:
     @property
     def num_heads(self) -> int:
         return max(layer.num_heads for layer in self.attention)
+
+    @property
+    def kv_heads(self) -> tuple[KVHeads, ...]:
+        """Of each layer: the same, since a plain pool holds the layers whose heads differ."""
+        return (KVHeads(self.num_kv_heads, self.head_dim),) * self.num_layers
 
     @property
     def num_kv_heads(self) -> int:

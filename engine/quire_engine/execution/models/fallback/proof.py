@@ -227,7 +227,7 @@ def compare(made: ModelClass) -> tuple[float, str]:
         facts,
         stepped,
         kernels,
-        layout=one_group(facts.num_layers),
+        layout=one_group(facts.kv_heads),
         dtype=dtype,
         block_size=_BLOCK,
         max_model_len=_POSITIONS,
