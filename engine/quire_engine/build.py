@@ -33,6 +33,7 @@ from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.device import own_dtype, resolve_device
 from quire_engine.execution.drafting.model import ModelDrafter, check_same_tokens
 from quire_engine.execution.drafting.outputs import OutputsDrafter
+from quire_engine.execution.drafting.row_costs import measured_rows
 from quire_engine.execution.drafting.suffix import SuffixDrafter
 from quire_engine.execution.executor import Executor, make_executor, runs_by_itself, spare_blocks, staging_blocks_for
 from quire_engine.execution.kernel_checks import checked, model_sizes
@@ -260,7 +261,9 @@ def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = te
     executor, swap_seconds, host_keys = _make_executor(resolved, decoder, pool, grammars)
     drafter = _make_drafter(resolved, pool, tell)
     plan = resolved.plan(pool, load_seconds=time.perf_counter() - started, swap_seconds=swap_seconds)
-    speculate = None if drafter is None else partial(Speculation, drafter)
+    # A fault that is planted is for a request.
+    row_seconds = {} if drafter is None or config.faults else measured_rows(executor.execute, plan.scheduler)
+    speculate = None if drafter is None else partial(Speculation, drafter, row_seconds=row_seconds)
     scheduler = Scheduler(plan.scheduler, host_keys=host_keys, speculate=speculate)
     return BuiltEngine(plan=plan, executor=executor, scheduler=scheduler, grammars=grammars)
 

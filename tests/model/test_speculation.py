@@ -15,7 +15,7 @@ import pytest
 from llguidance import LLMatcher
 
 from quire_engine.build import BuiltEngine, build, resolve
-from quire_engine.config import EngineConfig
+from quire_engine.config import EngineConfig, Fault
 from quire_engine.demo import demo_model_path
 from quire_engine.drafts import Draft, Drafter, Wish
 from quire_engine.errors import ConfigError
@@ -25,7 +25,7 @@ from quire_engine.execution.drafting.suffix import SuffixDrafter
 from quire_engine.limits import SchedulerLimits
 from quire_engine.memory_plan import plan_text
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.scheduling.speculation import Speculation
+from quire_engine.scheduling.speculation import RowCosts, Speculation
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams, ThinkingParams
 from support.checkpoints import make_checkpoint, shared_checkpoint
 from support.limits import engine_config
@@ -155,6 +155,19 @@ def test_drafts_change_nothing(kind: str, blocks: int, without: Results) -> None
     assert built.scheduler.stats().blocks_used == 0
 
 
+def test_the_scheduler_begins_with_what_rows_were_measured_to_cost() -> None:
+    """In seconds of this machine, before the first request; nothing of the pool is held by it."""
+    speculation = engine(None, speculation="suffix").scheduler._speculation
+    assert speculation is not None
+    costs = speculation._costs
+    assert 0 < costs._cost(1) <= costs._cost(64) < 1.0
+    assert costs._table != RowCosts()._table
+    asked = replace(engine_asked(400, speculation="suffix"), faults=(Fault(point="step.raise", nth=1),))
+    built = build(asked)
+    assert built.scheduler._speculation is not None
+    assert not built.scheduler._speculation._costs._is_measured, "a fault that is planted is for a request"
+
+
 @pytest.mark.parametrize("blocks", [400, 40])
 def test_earlier_outputs_change_nothing_and_are_found_again(blocks: int, without: Results) -> None:
     """Of the second round nearly all tokens were said in the first; in another scope none of them is known."""
@@ -207,12 +220,19 @@ def strange(tmp_path_factory: pytest.TempPathFactory, without: Results) -> Path:
 
 
 def guessing(path: Path, blocks: int = 400, **changes: object) -> tuple[BuiltEngine, Speculation]:
-    """An engine with this draft model, whose calls seem to take no time: what pays follows from what is accepted."""
+    """An engine with this draft model."""
     built = engine(None, blocks, speculation=f"model:{path}", **changes)
+    return built, unhurried(built)
+
+
+def unhurried(built: BuiltEngine) -> Speculation:
+    """Its drafter's calls seem to take no time, and this machine's rows are as others': what pays follows from what is
+    accepted.
+    """
     speculation = built.scheduler._speculation
     assert speculation is not None
-    speculation._clock = lambda: 0.0
-    return built, speculation
+    speculation._clock, speculation._costs = lambda: 0.0, RowCosts()
+    return speculation
 
 
 @pytest.mark.parametrize("blocks", [400, 40])
@@ -291,9 +311,7 @@ def test_draft_models_of_every_kind_change_nothing(name: str) -> None:
         for number in range(5)
     ]
     built = build(asked)
-    speculation = built.scheduler._speculation
-    assert speculation is not None
-    speculation._clock = lambda: 0.0
+    speculation = unhurried(built)
     assert generate(built, wanted) == generate(build(replace(asked, speculation="off")), wanted)
     assert speculation.total_draft_tokens > 0
     assert (speculation.total_accepted > speculation.total_draft_tokens / 3) == (family == other)

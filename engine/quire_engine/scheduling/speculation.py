@@ -9,10 +9,10 @@ blocks that are free and hold nothing; no bound of the scheduler changes. Must n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from quire_engine.drafts import MOST_DRAFTS, Draft, Drafter, Wish
 from quire_engine.scheduling.kv_allocator import KVAllocator
@@ -31,6 +31,7 @@ _MOST_PASSED = 1024
 _TRIED = 4  # drafts that a costly drafter is tried with: for the first one it has to catch up
 _LED_BY = 16  # tokens of a prompt by which the first tokens of its answer are found again
 _SEARCHES = 4  # in a step, for sequences whose last draft was no use: each takes some microseconds
+_MOST_SILENT = 256  # such searches since a draft was accepted, from which on a step has one
 
 
 @dataclass(slots=True)
@@ -57,16 +58,20 @@ class Speculation:
         kv: KVAllocator,
         *,
         most: int = MOST_DRAFTS,
+        row_seconds: Mapping[int, float] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`most`: drafts of one sequence in a step. `clock`: for what a costly drafter's calls take."""
+        """`most`: drafts of one sequence in a step. `row_seconds`: of a step by its rows, as measured before the first.
+        `clock`: for what a costly drafter's calls take.
+        """
         self.total_drafts = self.total_draft_tokens = self.total_accepted = 0
         self.accepted_by_position = [0] * most
         self.undrafted: dict[NoDraftCause, int] = dict.fromkeys(NO_DRAFT_CAUSES, 0)  # slices
         self._drafter, self._kv, self._most = drafter, kv, most
-        self._costs = RowCosts()
+        self._costs = RowCosts(row_seconds)
         self._records: dict[int, _Record] = {}
         self._turn = 0
+        self._silent = 0  # searches in turns since a draft was accepted
         # Of a costly drafter.
         self._clock, self._drafting = clock, DraftingCosts()
         self._drafting_seconds = 0.0  # in the step that is under way
@@ -78,7 +83,7 @@ class Speculation:
         """Give drafts to the plan's decodes, where it has few rows."""
         rows, budget = sum(plan.slices.values()), plan.budget
         self._drafting_seconds = 0.0
-        if not rows or not self._costs.may_pay(rows):
+        if not rows or not self._costs.may_pay(rows, None if self._drafter.is_costly else self._most):
             self.undrafted["batch"] += len(plan.slices)
             return
         wishes = self._wishes(plan, rows)
@@ -129,6 +134,7 @@ class Speculation:
             self._hope += _WEIGHT_FOR_ALL * (accepted - self._hope)
         if num_accepted:
             record.patience = self._unpaid.patience = _FEWEST_PASSED
+            self._silent = 0
         return (num_drafts, num_accepted) if record.is_predicted else None
 
     def note_end(self, sequence: Sequence) -> None:
@@ -209,11 +215,13 @@ class Speculation:
         for sequence in plan.slices:
             record = self._records.get(sequence.sequence_id)
             (useful if record is not None and record.is_useful else others).append(sequence)
-        if len(others) > _SEARCHES:
+        searches = _SEARCHES if self._silent < _MOST_SILENT else 1
+        if len(others) > searches:
             first = self._turn % len(others)
-            self._turn += _SEARCHES
-            self.undrafted["turn"] += len(others) - _SEARCHES
-            others = (others + others)[first : first + _SEARCHES]
+            self._turn += searches
+            self._silent += searches
+            self.undrafted["turn"] += len(others) - searches
+            others = (others + others)[first : first + searches]
         return useful + others
 
     def _trial(self, record: _Record, rows: int) -> int:
@@ -253,6 +261,7 @@ _ROW = 0.02  # what a row costs beside its tile
 _MOST_ROWS = 64  # more make speculation dear for certain
 _KEPT = 0.99  # of the weight of a step, when the next one has been measured
 _LONGEST = 3.0  # times the expected seconds: what a step took longer says nothing about its rows
+_FLAT = 1e-9  # the relative variance of stairs that are none
 _BELIEF = 0.5  # the weight, in steps, of the stairs' own proportion
 _WEIGHT_OF_SHORTER, _WEIGHT_OF_LONGER = 0.5, 0.1  # of the newest call in the moving average of a drafter's time
 _GAIN = 1.05  # the least that drafts have to promise: the search for them and their results cost something too
@@ -262,32 +271,46 @@ class RowCosts:
     """The cost of a step by its rows: the stairs of the kernels' tiles, as a line through them fits what was measured.
 
     Least squares of seconds over stairs, older steps counting less. Single steps say little: on a shared machine those
-    of the same rows differ by half, and a table of them would avoid for ever what was slow once.
+    of the same rows differ by half, and a table of them would avoid for ever what was slow once. So the shape of the
+    stairs is never learned from them: it is what was measured on purpose before the first step, or tiles of six rows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, measured: Mapping[int, float] | None = None) -> None:
+        """`measured`: seconds of a step by its rows, where they were measured on this machine."""
+        self._table = measured_stairs(measured or {})
+        self._is_measured = bool(measured)  # or learned: whether costs are seconds
         self._sums = [0.0] * 5  # of 1, x, y, x * x and x * y, x being stairs and y seconds
         self._fixed, self._rate = 0.0, 1.0  # a step costs fixed + rate * stairs
+        for rows in measured or ():
+            self.learn(rows, self._stairs(rows))
 
     def learn(self, rows: int, seconds: float) -> None:
         """A step of so many rows took so long."""
         if rows > 2 * _MOST_ROWS or seconds <= 0:
             return
-        x, sums = _stairs(rows), self._sums
-        y = min(seconds, _LONGEST * self._cost(rows)) if sums[0] else seconds
+        x, sums = self._stairs(rows), self._sums
+        y = min(seconds, _LONGEST * self._cost(rows)) if self._is_measured else seconds
+        self._is_measured = True
         for i, value in enumerate((1.0, x, y, x * x, x * y)):
             sums[i] = _KEPT * sums[i] + value
         n, sum_x, sum_y, sum_xx, sum_xy = sums
         scale = sum_y / sum_x
-        for x in (_stairs(1), _stairs(_MOST_ROWS)):
+        for x in (self._stairs(1), self._stairs(_MOST_ROWS)):
             n, sum_x, sum_y = n + _BELIEF, sum_x + _BELIEF * x, sum_y + _BELIEF * scale * x
             sum_xx, sum_xy = sum_xx + _BELIEF * x * x, sum_xy + _BELIEF * scale * x * x
-        self._rate = max(n * sum_xy - sum_x * sum_y, 0.0) / (n * sum_xx - sum_x * sum_x)
+        spread = n * sum_xx - sum_x * sum_x
+        if spread <= _FLAT * n * sum_xx:  # rows cost nothing, so that there is no line to find
+            self._fixed, self._rate = 0.0, scale
+            return
+        self._rate = max(n * sum_xy - sum_x * sum_y, 0.0) / spread
         self._fixed = max(sum_y - self._rate * sum_x, 0.0) / n
 
-    def may_pay(self, rows: int) -> bool:
-        """Whether there are few enough rows."""
-        return rows < _MOST_ROWS
+    def may_pay(self, rows: int, most: int | None) -> bool:
+        """Whether there are few enough rows; with `most` drafts of one sequence also, whether certain ones would pay.
+
+        If those do not, no others do, and need not be looked for.
+        """
+        return rows < _MOST_ROWS and (most is None or self.best(rows, most, 1.0) > 0)
 
     def best(self, rows: int, most: int, share: float) -> int:
         """How many drafts of one sequence, each accepted with this probability if those before it were, pay best.
@@ -308,14 +331,13 @@ class RowCosts:
 
         `shares`, of the sequences, fall. While no step has been measured, that time is left out.
         """
-        is_measured = self._sums[0] > 0
         best, best_rate = (0, 0), _GAIN * rows / self._cost(rows)
         alive, gains = [1.0] * len(shares), [0.0] * len(shares)
         for each in range(1, most + 1):
             alive = [before * share for before, share in zip(alive, shares, strict=True)]
             gains = [before + share for before, share in zip(gains, alive, strict=True)]
             for count, gain in enumerate(accumulate(gains), 1):
-                guessing = each * drafting.seconds(count) if is_measured else 0.0
+                guessing = each * drafting.seconds(count) if self._is_measured else 0.0
                 rate = (rows + gain) / (self._cost(rows + count * each) + guessing)
                 if rate > best_rate:
                     best, best_rate = (count, each), rate
@@ -323,7 +345,11 @@ class RowCosts:
 
     def _cost(self, rows: int) -> float:
         """Seconds, or relative to other numbers of rows while nothing has been measured."""
-        return self._fixed + self._rate * _stairs(rows)
+        return self._fixed + self._rate * self._stairs(rows)
+
+    def _stairs(self, rows: int) -> float:
+        table = self._table
+        return table[rows] if rows < len(table) else table[-1] * _stairs(rows) / _stairs(len(table) - 1)
 
 
 class DraftingCosts:
@@ -350,3 +376,21 @@ class DraftingCosts:
 
 def _stairs(rows: int) -> float:
     return 1.0 + _STEP * ((rows - 1) // _TILE) + _ROW * rows
+
+
+def measured_stairs(measured: Mapping[int, float]) -> list[float]:
+    """Seconds by rows, from 0 on: linear between the measured numbers of rows, which begin at 1, in proportion to the
+    stairs of six beyond. Empty: those stairs.
+
+    A step takes no longer than one of more rows. Disturbances only lengthen a measurement, so the shorter one counts.
+    """
+    if not measured:
+        return [_stairs(rows) for rows in range(2 * _MOST_ROWS + 1)]
+    known, least = sorted(measured), dict(measured)
+    for few, many in reversed(list(pairwise(known))):
+        least[few] = min(least[few], least[many])
+    table = [least[known[0]]] * (known[0] + 1)
+    for few, many in pairwise(known):
+        slope = (least[many] - least[few]) / (many - few)
+        table += [least[few] + slope * (rows - few) for rows in range(few + 1, many + 1)]
+    return table
